@@ -31,6 +31,7 @@ LOOPS = BASE | {
     ),
     "environments",
     "episodes",
+    "agents",
 }
 
 ALLOWED: dict[str, set[str]] = {
@@ -57,6 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": BASE | {"models", "rewards", "environments"},
     "episodes": BASE | {"data", "environments", "rewards", "rollout"},
     "sync": BASE | {"models", "checkpoint", "train", "rollout"},
+    "agents": BASE | {"data", "environments", "episodes", "rewards", "rollout", "serve"},
     "serve": BASE | {"models", "train", "rewards"},
     "plan": BASE | {"models", "observe", "rollout", "train"},
     # runtime builds engines; loops ask it for them

@@ -1,0 +1,207 @@
+"""Requests and replies of model clients, in terms of no HTTP API.
+
+A :class:`Dialect` translates one API: JSON body to :class:`ModelCall`, :class:`ModelReply` to JSON
+body or server-sent events, :class:`CallError` to the error form of the API. A :class:`Backend`
+answers calls: an episode in training, or a served model. Neither knows the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from burnish.errors import BurnishError
+
+Message = Mapping[str, Any]
+"""Chat message in the form of chat templates: ``role`` (``system``, ``user``, ``assistant``,
+``tool``) and ``content`` (text, never None). Optional: ``reasoning_content``, ``tool_calls`` (a
+list of ``{"id", "type": "function", "function": {"name", "arguments": {...}}}``, arguments as a
+mapping), ``tool_call_id``, ``name``."""
+
+ErrorKind = Literal[
+    "invalid_request_error",
+    "authentication_error",
+    "not_found_error",
+    "rate_limit_error",
+    "api_error",
+    "context_length_exceeded",
+    "episode_closed",
+]
+"""Kind of a :class:`CallError`. A dialect translates it to the names of its API."""
+
+
+class CallError(BurnishError):
+    """A call that is refused or failed. The dialect renders it in the error form of its API."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int,
+        kind: ErrorKind,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        """``status``: HTTP status. ``param``: JSON path of the wrong field, such as
+        ``messages[0].role``. ``retry_after_s``: seconds after which a retry can succeed; None: a
+        retry gives the same error."""
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.kind: ErrorKind = kind
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+def invalid(param: str | None, message: str) -> CallError:
+    """Return the CallError (400) for a wrong field. ``param``: its JSON path."""
+    return CallError(message, status=400, kind="invalid_request_error", param=param)
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """One request of a client.
+
+    Texts contain no lone surrogates, and numbers are finite. Example:
+    ``ModelCall("m", ({"role": "user", "content": "2+2?"},), max_tokens=16)``.
+    """
+
+    model: str
+    messages: tuple[Message, ...] = ()
+    """The conversation. Empty if ``prompt`` is set. The last message is not the assistant's."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Functions: ``{"type": "function", "function": {"name", "description", "parameters"}}``.
+    Names are unique."""
+    prompt: str | tuple[int, ...] | None = None
+    """Prompt of a completion without a chat template: text or token ids."""
+    tool_choice: Literal["auto", "none", "required"] = "auto"
+    """``required``: the response must call a tool. A named function counts as required."""
+    max_tokens: int | None = None
+    """Maximum sampled tokens, at least 1. None: the client sets no limit."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the response. They are not part of it."""
+    n: int = 1
+    """Number of responses."""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """Number of tokens to sample from, at least 1. None: all."""
+    seed: int | None = None
+    logprobs: bool = False
+    """Return the log-probs of the sampled tokens."""
+    stream: bool = False
+    """Return the reply as server-sent events."""
+    stream_usage: bool = False
+    """End a stream with the numbers of tokens."""
+    show_reasoning: bool = True
+    """Return the reasoning separately from the content. False: the reply omits it."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Additional variables of the chat template (``chat_template_kwargs``)."""
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+    """Parameter -> reason, for parameters that change what is sampled and that no backend supports
+    (see :func:`check_supported`)."""
+    ignored: tuple[str, ...] = ()
+    """Parameters that have no effect with any backend, such as ``reasoning_effort``. A backend
+    includes them in :attr:`ModelReply.ignored`."""
+
+
+def check_supported(call: ModelCall) -> None:
+    """Raise CallError (400) with all reasons if the call has unsupported parameters."""
+    if not call.unsupported:
+        return
+    reasons = "; ".join(f"{name}: {why}" for name, why in call.unsupported.items())
+    raise invalid(next(iter(call.unsupported)), f"unsupported parameters: {reasons}")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One response of the model."""
+
+    message: Message
+    """Assistant message. Tool arguments are mappings."""
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    arguments_text: tuple[str, ...] = ()
+    """JSON text of the arguments of each tool call, as sampled. APIs whose arguments are text
+    return it unchanged. Parallel to ``tool_calls``, or empty: the mappings are serialized."""
+    token_ids: tuple[int, ...] = ()
+    """Sampled ids, [T]."""
+    token_texts: tuple[str, ...] = ()
+    """Text of every sampled id, [T]. Needed for log-probs only."""
+    logprobs: tuple[float, ...] = ()
+    """Log-probs of the sampled ids, [T]."""
+    stop_sequence: str | None = None
+    """The text of ``ModelCall.stop`` that ended the response. Not part of the content."""
+
+
+@dataclass(frozen=True)
+class ModelReply:
+    """The answer to one call."""
+
+    reply_id: str
+    """Unique id without a prefix. Dialects add the prefix of their API."""
+    created: int
+    """Unix time in seconds."""
+    model: str
+    choices: tuple[Choice, ...]
+    """``ModelCall.n`` responses."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that were read from a cache, included in ``prompt_tokens``."""
+    completion_tokens: int
+    """Sampled tokens of all choices."""
+    ignored: tuple[str, ...] = ()
+    """Parameters of the call without effect, such as ``("temperature",)``."""
+
+
+class Dialect(Protocol):
+    """Translator of one HTTP API. Stateless; knows neither HTTP objects nor tokens."""
+
+    def read(self, body: Any, *, max_messages: int) -> ModelCall:
+        """Return the call in ``body``, the parsed JSON of a request.
+
+        Raises CallError (400) with the JSON path of the first wrong field, or if there are more
+        than ``max_messages`` messages.
+        """
+        ...
+
+    def write(self, call: ModelCall, reply: ModelReply) -> dict[str, Any]:
+        """Return the JSON body of the response."""
+        ...
+
+    def events(self, call: ModelCall, reply: ModelReply) -> Iterator[str]:
+        """Yield the server-sent events of the response, each with its terminating blank line."""
+        ...
+
+    def error(self, error: CallError) -> dict[str, Any]:
+        """Return the JSON body of an error response."""
+        ...
+
+    def error_event(self, error: CallError) -> str:
+        """Return the event of an error in a stream that has begun. It ends the stream."""
+        ...
+
+
+class Backend(Protocol):
+    """Source of the answers to the calls of one key: an episode in training, or a served model."""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names of the models that clients may request."""
+        ...
+
+    async def respond(self, call: ModelCall, *, digest: bytes, is_retry: bool) -> ModelReply:
+        """Answer a call. Cancelling the task cancels its request to the engine.
+
+        ``digest``: hash of the API and the request body. ``is_retry``: the client says that it sent
+        the same request before. Raises CallError.
+        """
+        ...
+
+    async def count_tokens(self, call: ModelCall) -> int:
+        """Return the number of prompt tokens of a call. Raises CallError."""
+        ...
+
+    def undelivered(self, reply: ModelReply, digest: bytes) -> None:
+        """Accept a reply whose client disconnected before the reply was written."""
+        ...

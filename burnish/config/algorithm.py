@@ -242,8 +242,9 @@ class AlgorithmConfig(Node):
     loss_aggregation: Aggregation | None = None
     """token_mean: over the step's tokens (DAPO). sequence_mean: mean of per-sequence means
     (original GRPO). sequence_sum_constant: sums / ``generate_max_len`` (Dr. GRPO). An episode of
-    several turns is one sequence. None: sequence_mean for policy_loss gspo, sequence_sum_constant
-    for advantage dr_grpo, else token_mean; printed at start."""
+    several turns is one sequence; its constant is ``episodes.max_tokens`` - ``prompt_max_len``.
+    None: sequence_mean for policy_loss gspo, sequence_sum_constant for advantage dr_grpo, else
+    token_mean; printed at start."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus. 0: no bonus."""
     kl: KlConfig = KlConfig()

@@ -240,12 +240,13 @@ class ShapingConfig(Node):
     reward_clip: float | None = Field(None, gt=0)
     """Clip the weighted sum to [-c, c]. None: no clipping."""
     length_penalty: float = Field(0.0, ge=0)
-    """Penalty per token of a response (end token included). 0: none."""
+    """Penalty per sampled token of a response or episode (end tokens included). 0: none."""
     truncation_penalty: float = Field(0.0, ge=0)
-    """Penalty for reaching the length limit."""
+    """Penalty for reaching the length limit (episodes: status max_tokens or max_turn_tokens)."""
     overlong_buffer_len: int = Field(0, ge=0)
     """DAPO's soft length penalty (arXiv 2503.14476): rises linearly from 0 to ``overlong_penalty``
-    over this many tokens before ``generate_max_len``. 0: off."""
+    over this many sampled tokens before ``generate_max_len`` (episodes: before
+    ``episodes.max_tokens`` - ``prompt_max_len``). 0: off."""
     overlong_penalty: float = Field(1.0, ge=0)
     """Soft length penalty at the limit."""
 

@@ -351,11 +351,14 @@ def _reward_rules(config: RLConfig) -> Iterator[str]:
             "every entry of rewards has weight 0, so all responses have the same reward and "
             "nothing is learned; set a weight above 0"
         )
-    if shaping.overlong_buffer_len >= config.rollout.generate_max_len:
-        yield (
-            f"shaping.overlong_buffer_len={shaping.overlong_buffer_len} must be below "
-            f"rollout.generate_max_len={config.rollout.generate_max_len}"
+    limit, episodes = config.row_lengths.rest, config.rollout.episodes
+    if shaping.overlong_buffer_len >= limit:
+        name = (
+            f"rollout.generate_max_len={limit}"
+            if episodes is None
+            else f"rollout.episodes.max_tokens - data.prompt_max_len={limit}"
         )
+        yield f"shaping.overlong_buffer_len={shaping.overlong_buffer_len} must be below {name}"
 
 
 def _teacher_rules(config: RLConfig) -> Iterator[str]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any, get_args
@@ -21,7 +21,7 @@ from burnish.errors import BurnishError
 from burnish.rewards.base import RewardSet
 from burnish.rewards.loop_thread import LoopThread
 from burnish.rollout.base import RolloutEngine, Sampling
-from burnish.rollout.runner import Runner, prompt_seed
+from burnish.rollout.runner import Rollout, Runner, prompt_seed
 from burnish.rollout.service import RolloutService
 from burnish.transcript import EpisodeStatus
 from burnish.types import Group, Prompt, Sample, Stats
@@ -31,6 +31,8 @@ log = logging.getLogger("burnish")
 FAILED = ("env_error", "infra_error", "timeout", "cancelled")
 """Statuses that the policy did not cause. Their episodes are not scored."""
 
+CUT = ("max_tokens", "max_turn_tokens")
+"""Statuses of episodes that reached a token limit."""
 
 _DRAIN_S = 60.0
 
@@ -121,11 +123,22 @@ class EpisodeRunner(Runner):
             engine, rewards, sampling, num_samples=num_samples, seed=seed, dynamic=dynamic
         )
         self.players = players
+        self._filling: Counter[str] | None = None
+        """Statuses of all episodes of the running :meth:`fill`. None: none runs."""
 
     def close(self) -> None:
         """Close the rewards, the engine and the environments."""
         super().close()
         self.players.close()
+
+    def fill(self, next_prompts: Callable[[int], Sequence[Prompt]], count: int) -> Rollout:
+        """Return ``count`` scored groups, as :meth:`Runner.fill`. ``max_failed_frac`` is the share
+        of all episodes so far: a refill of one prompt may lose all of its own."""
+        self._filling = Counter()
+        try:
+            return super().fill(next_prompts, count)
+        finally:
+            self._filling = None
 
     def sample(self, prompts: Sequence[Prompt]) -> tuple[list[Group], Stats]:
         """Return unscored groups of the prompts that have enough members, and statistics of all
@@ -152,15 +165,17 @@ class EpisodeRunner(Runner):
         )
 
     def _check_failures(self, played: Sequence[Played]) -> None:
-        failed = [p for p in played if p.record.status in FAILED]
-        if not failed:
+        seen = Counter() if self._filling is None else self._filling
+        seen.update(p.record.status for p in played)
+        if not any(p.record.status in FAILED for p in played):
             return
-        statuses = Counter(p.record.status for p in failed)
-        counts = ", ".join(f"{status} {count}" for status, count in statuses.most_common())
+        counts = {status: seen[status] for status in FAILED if seen[status]}
+        failed, total = sum(counts.values()), seen.total()
+        listed = ", ".join(f"{status} {count}" for status, count in counts.items())
+        first = next((p.error for p in played if p.error is not None), None)
+        what = f"{failed} of {total} episodes failed ({listed}). The first: {first}"
         frac = self.players.config.max_failed_frac
-        first = next((p.error for p in failed if p.error is not None), None)
-        what = f"{len(failed)} of {len(played)} episodes failed ({counts}). The first: {first}"
-        if len(failed) > frac * len(played):
+        if failed > frac * total:
             raise EpisodesFailedError(
                 f"{what}\nMore than rollout.episodes.max_failed_frac={frac:g} of a rollout must "
                 "not fail; correct the environment, or raise the limit"
@@ -187,7 +202,8 @@ class EpisodeRunner(Runner):
 
 
 def episode_sample(prompt: Prompt, sample_id: str, group_id: int, played: Played) -> Sample:
-    """Return an episode as a training sample. Its text is that of the last turn."""
+    """Return an episode as a training sample. Its text is that of the last turn. Its finish reason
+    is ``length`` if a token limit ended it, also if that was reached by an observation."""
     rows = episode_rows(played.calls)
     last = rows[-1]
     final = played.calls[-1].completion
@@ -203,7 +219,7 @@ def episode_sample(prompt: Prompt, sample_id: str, group_id: int, played: Played
         turns=last.turns,
         earlier_rows=rows[:-1],
         text=final.text,
-        finish_reason=final.finish_reason,
+        finish_reason="length" if played.record.status in CUT else final.finish_reason,
         episode=played.record,
     )
 

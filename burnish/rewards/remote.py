@@ -11,6 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -35,8 +36,8 @@ class RemoteReward:
     own responses have no score (a SampleError in place of each). Means of the server's
     ``extra_logs`` become metrics. Requests, retries and invalid ``extra_logs`` are counted.
 
-    ``tokenizer``: the policy's tokenizer. If ``special_tokens`` is set, ``query`` includes the
-    special tokens of the response.
+    ``tokenizer``: the policy's tokenizer, required for episodes. If ``special_tokens`` is set,
+    ``query`` includes the special tokens of the response.
 
     Raises RewardError if the variable named by ``token_env`` is not set or is not a bearer token.
     """
@@ -50,7 +51,7 @@ class RemoteReward:
     ) -> None:
         self.name, self._config = name, config
         self.location = ", ".join(url.partition("?")[0] for url in config.urls)
-        self._tokenizer = tokenizer if config.special_tokens else None
+        self._tokenizer = tokenizer
         self._token = None if config.token_env is None else read_token(config.token_env)
         self._loop: LoopThread | None = None
         self._client: RewardClient | None = None
@@ -102,9 +103,11 @@ class RemoteReward:
 
     def _body(self, items: Sequence[RewardInput]) -> bytes:
         labels = [self._label(item) for item in items]
+        special = self._config.special_tokens
+        texts = [prompt_and_query(i, self._tokenizer, special_tokens=special) for i in items]
         request = {
-            "query": [full_text(item, self._tokenizer) for item in items],
-            "prompts": [item.prompt.text for item in items],
+            "query": [query for _, query in texts],
+            "prompts": [prompt for prompt, _ in texts],
             "labels": labels,
         }
         # errors="replace": a Python string may contain a lone surrogate, UTF-8 may not
@@ -143,22 +146,38 @@ class RemoteReward:
             log.warning("reward %r: not added to the metrics: %s", self.name, reply.bad_logs[0])
 
 
-def full_text(item: RewardInput, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Return prompt + response. The text starts with ``item.prompt.text``.
+def prompt_and_query(
+    item: RewardInput, tokenizer: PreTrainedTokenizerBase | None, *, special_tokens: bool = True
+) -> tuple[str, str]:
+    """Return the texts of the prompt, and of prompt + response, which starts with the former.
 
-    With a tokenizer, the response includes its special tokens. It is decoded together with the
-    prompt, because decoded alone it could lose a leading space.
+    With ``special_tokens`` and a tokenizer, the response includes its special tokens. It is decoded
+    together with the prompt, because decoded alone it could lose a leading space. Of an episode,
+    the texts are those of its last row, as the policy read and sampled them. Raises RewardError for
+    an episode without a tokenizer.
     """
+    sample, prompt = item.sample, item.prompt.text
+    if sample.episode is None and not (special_tokens and tokenizer):
+        return prompt, prompt + sample.text
     if tokenizer is None:
-        return item.prompt.text + item.sample.text
-    prompt, response = list(item.sample.prompt_ids), list(item.sample.response_ids)
-    head, whole = _decode(tokenizer, prompt), _decode(tokenizer, prompt + response)
-    tail = whole[len(head) :] if whole.startswith(head) else _decode(tokenizer, response)
-    return item.prompt.text + tail
+        raise RewardError("texts of episodes need the policy's tokenizer; pass it to RemoteReward")
+    decode = partial(_decode, tokenizer, special_tokens=special_tokens)
+    head = decode(sample.prompt_ids)
+    whole = decode(sample.prompt_ids + sample.response_ids)
+    tail = whole[len(head) :] if whole.startswith(head) else decode(sample.response_ids)
+    if sample.episode is not None:
+        prompt = _decode(tokenizer, sample.prompt_ids)
+    return prompt, prompt + tail
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+def _decode(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, special_tokens: bool = True
+) -> str:
+    text = tokenizer.decode(
+        list(ids),
+        skip_special_tokens=not special_tokens,
+        clean_up_tokenization_spaces=False,
+    )
     return str(text)
 
 

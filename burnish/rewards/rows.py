@@ -6,12 +6,14 @@ Used for reward models whose tokenizer differs from the policy's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from burnish.data.chat import encode_completion, encode_conversation, encode_prompt
-from burnish.rewards.base import RewardInput
+from burnish.rewards.base import RewardError, RewardInput
+from burnish.transcript import Episode
 
 log = logging.getLogger("burnish")
 
@@ -22,7 +24,8 @@ Encode = Callable[[RewardInput], Pair]
 
 
 def sampled_ids(item: RewardInput) -> Pair:
-    """Return the policy's own token ids: (prompt ids, response ids)."""
+    """Return the policy's own token ids: (prompt ids, response ids). Of an episode, they are those
+    of its last row: the conversation up to the last response."""
     return item.sample.prompt_ids, item.sample.response_ids
 
 
@@ -47,7 +50,8 @@ class RowEncoder:
 
     Prompts made of messages are rendered with the reward model's chat template, because the
     policy's markup would be plain text to it. Without a template, the policy's rendered text is
-    used, and a warning is logged once.
+    used, and a warning is logged once. Of an episode, the prompt is the conversation before the
+    last response; its messages need the template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -56,17 +60,43 @@ class RowEncoder:
         self._said = False
 
     def __call__(self, item: RewardInput) -> Pair:
-        """Return (prompt ids, response ids)."""
+        """Return (prompt ids, response ids). Raises RewardError if an episode needs the template
+        that the tokenizer does not have."""
         prompt, sample = item.prompt, item.sample
         ended = sample.finish_reason == "stop"
+        if sample.episode is not None:
+            return self._conversation(sample.episode, ended=ended)
         if prompt.messages is None:
             return encode_text(self.tokenizer, prompt.text, sample.text, ended=ended)
         if self.tokenizer.chat_template is None:
             self._say_markup()
             return encode_text(self.tokenizer, prompt.text, sample.text, ended=ended)
         answer = {"role": "assistant", "content": sample.text}
+        return self._encoded([*prompt.messages, answer], ended=ended)
+
+    def _conversation(self, episode: Episode, *, ended: bool) -> Pair:
+        """Return (ids of all messages before the last response, ids of that response)."""
+        if self.tokenizer.chat_template is None:
+            raise RewardError(
+                f"reward {self.name!r}: its tokenizer has no chat template, which the "
+                "conversations of episodes need; set its model.chat_template to the template that "
+                "it was trained with"
+            )
+        messages = episode.messages
+        while messages[-1]["role"] != "assistant":  # the answer to the last response
+            messages.pop()
+        return self._encoded(messages, tools=episode.tools, ended=ended)
+
+    def _encoded(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        ended: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Pair:
+        """Return (ids before the last message, ids of that message, which is the assistant's)."""
         ids, mask = encode_conversation(
-            self.tokenizer, [*prompt.messages, answer], trained_from=len(prompt.messages)
+            self.tokenizer, messages, trained_from=len(messages) - 1, tools=list(tools) or None
         )
         begin = mask.index(True)
         end = len(mask) - mask[::-1].index(True)

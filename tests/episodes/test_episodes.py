@@ -126,6 +126,7 @@ def statuses(groups: Sequence[Group]) -> Counter[str]:
 FOREVER = {"start": [{"role": "user", "content": "a"}]} | {
     "step": {"messages": [{"role": "user", "content": "b"}], "rewards": {"x": 0.5}}
 }
+FLOOD = FOREVER | {"step": {"messages": [{"role": "user", "content": "b " * 3000}]}}
 LONG = {"start": [{"role": "user", "content": "a " * 3000}], "step": {"done": True}}
 
 
@@ -135,12 +136,14 @@ LONG = {"start": [{"role": "user", "content": "a " * 3000}], "step": {"done": Tr
         (says("hi"), {"max_turns": 3}, FOREVER, "max_turns", 3),
         (says("hi " * 100), {}, FOREVER, "max_turn_tokens", 1),
         (says("hi"), {"max_tokens": 60, "max_turns": 99}, FOREVER, "max_tokens", None),
+        (says("hi"), {"max_tokens": 500}, FLOOD, "max_tokens", 1),
         (says("hi"), {"max_turns": 1}, FOREVER, "max_turns", 1),
     ],
 )
 def test_limits_end_an_episode_with_their_status(
     answer: tuple[int, ...], changes: dict[str, Any], task: Any, status: str, turns: int | None
 ) -> None:
+    """An episode that reaches a token limit is truncated, also if an observation reaches it."""
     _, groups, stats = play(lambda _: answer, options("Fixed", **changes), **task)
     assert statuses(groups) == {status: 8}
     assert stats.floats()[f"episodes/{status}"] == 8
@@ -149,6 +152,7 @@ def test_limits_end_an_episode_with_their_status(
         limit = changes.get("max_tokens", 4096)
         assert len(row.prompt_ids + row.response_ids) <= limit
         assert turns in (None, len(sample.episode.turns))
+        assert sample.finish_reason == ("stop" if status == "max_turns" else "length")
 
 
 def test_a_prompt_that_fills_the_limit_leaves_nothing_to_train_on() -> None:
@@ -202,6 +206,25 @@ def test_too_many_failures_stop_the_run_with_the_cause() -> None:
     config = options("Hostile", options={"rate": 1.0}, step_timeout_s=0.5, max_failed_frac=0.5)
     with pytest.raises(EpisodesFailedError, match=r"(?s)episodes failed .*max_failed_frac=0\.5"):
         play(random_words, config, count=2, salt="b")
+
+
+def test_a_refill_may_fail_entirely_if_the_rollout_does_not() -> None:
+    """Two episodes per prompt. 5 of 6 prompts work, and the refill of one prompt fails: 4 of 14
+    episodes, below the limit of 0.3. If the next refill also fails, 6 of 16 are above it."""
+    bad, good = {"start": 3}, {**FOREVER, "step": {"done": True, "rewards": {"x": 1.0}}}
+    config = options("Fixed", max_failed_frac=0.3)
+    with players(config) as made:
+        task_runner = runner(ScriptedEngine(lambda _: says("hi"), TOKENIZER), made)
+        first = [*prompts(5, **good), *prompts(1, **bad)]
+        given = iter([first, prompts(1, **bad), prompts(1, **good)])
+        rollout = task_runner.fill(lambda _: next(given), 6)
+        given = iter([first, prompts(1, **bad), prompts(1, **bad)])
+        with pytest.raises(EpisodesFailedError, match=r"6 of 16 episodes failed \(env_error 6\)"):
+            task_runner.fill(lambda _: next(given), 6)
+    found = rollout.stats.floats()
+    assert len(rollout.groups) == 6
+    names = ("episodes/env_error", "episodes/done", "episodes/groups_dropped", "rollout/samples")
+    assert [found[name] for name in names] == [4, 12, 2, 12]
 
 
 def test_results_do_not_depend_on_the_order_of_arrival() -> None:

@@ -14,10 +14,11 @@ from transformers import PreTrainedTokenizerFast
 
 from burnish.config.data import PreferenceDataConfig
 from burnish.data.preference import load_pairs
-from burnish.rewards.base import RewardInput
+from burnish.rewards.base import RewardError, RewardInput
 from burnish.rewards.rows import RowEncoder, encode_text
 from burnish.serve.base import ServeOptions
 from burnish.serve.scorer import TextScorer
+from burnish.transcript import Episode, Turn
 from burnish.types import Group
 
 MakeGroup = Callable[..., Group]
@@ -98,6 +99,27 @@ def test_a_conversation_without_a_template_is_the_policys_text_and_this_is_logge
     assert [r.getMessage()[:43] for r in caplog.records] == [
         "reward 'rm': prompts are conversations but "
     ]
+
+
+def test_an_episode_is_rendered_up_to_its_last_response(
+    own: PreTrainedTokenizerFast, make_group: MakeGroup, tmp_path: Path
+) -> None:
+    """The environment's own first message, not the data row, and no answer after the last turn."""
+    talk = [
+        {"role": r, "content": c} for r, c in [("user", "a?"), ("assistant", "b"), ("tool", "c")]
+    ]
+    turns = (
+        Turn(talk[1], (talk[2],)),
+        Turn({"role": "assistant", "content": "about ab"}, (talk[2],)),
+    )
+    item = _item(make_group, "17", "about ab")
+    sample = replace(item.sample, episode=Episode("max_turns", tuple(talk[:1]), turns=turns))
+    found = RowEncoder(own, "rm")(replace(item, sample=sample))
+    expected = _training_row(tmp_path, own, talk, "about ab")
+    assert (list(found[0]), list(found[1])) == expected
+    own.chat_template = None
+    with pytest.raises(RewardError, match="has no chat template, which the conversations"):
+        RowEncoder(own, "rm")(replace(item, sample=sample))
 
 
 def test_a_server_encodes_a_query_as_its_model_was_trained(

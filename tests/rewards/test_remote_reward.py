@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from burnish.models.load import load_tokenizer
 from burnish.rewards.base import RewardError, RewardInput, RewardSet, SampleError
 from burnish.rewards.build import build_rewards
 from burnish.rewards.remote import RemoteReward as Remote
-from burnish.rewards.remote import full_text
+from burnish.rewards.remote import prompt_and_query
+from burnish.transcript import Episode
 from burnish.types import Group
 
 MakeGroup = Callable[..., Group]
@@ -83,9 +85,27 @@ def test_the_query_has_the_end_token_of_a_response_that_ended(
     for sample, end in zip(group.samples, ([tokenizer.eos_token_id], []), strict=True):
         ids = {"prompt_ids": tuple(prompt), "response_ids": (*three, *end)}
         item = RewardInput(group.prompt, type(sample)(**{**vars(sample), **ids}))
-        texts.append(full_text(item, tokenizer))
-        assert full_text(item, None) == "question 03"
+        texts.append(prompt_and_query(item, tokenizer)[1])
+        plain = ("question 0", "question 03")
+        assert prompt_and_query(item, tokenizer, special_tokens=False) == plain
+        assert prompt_and_query(item, None) == plain
     assert texts == [f"question 03{tokenizer.eos_token}", "question 03"]
+
+
+def test_the_query_of_an_episode_is_its_conversation(
+    make_group: MakeGroup, tiny_config: Any
+) -> None:
+    """Also without special tokens the prompt keeps its markup; the response loses its own."""
+    tokenizer = load_tokenizer(tiny_config)
+    end = str(tokenizer.eos_token)
+    group = make_group(0, ["3"])
+    prompt, rest = tokenizer(f"1+2={end}")["input_ids"], tokenizer(f"3{end}4")["input_ids"]
+    played = Episode("done", ({"role": "user", "content": "1+2="},))
+    ids = {"prompt_ids": tuple(prompt), "response_ids": tuple(rest), "episode": played}
+    item = RewardInput(group.prompt, replace(group.samples[0], **ids))
+    for special, response in ((True, f"3{end}4"), (False, "34")):
+        found = prompt_and_query(item, tokenizer, special_tokens=special)
+        assert found == (f"1+2={end}", f"1+2={end}{response}")
 
 
 def test_items_are_sent_in_batches_and_the_order_is_kept(

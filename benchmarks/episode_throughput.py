@@ -114,20 +114,19 @@ def make_tasks(count: int, name: str) -> list[Any]:
 
 async def play_with_barriers(bench: Bench, tasks: Sequence[Any]) -> list[list[tuple[int, ...]]]:
     """Play ``tasks`` turn by turn. Return the sampled ids of each episode's turns."""
-    from burnish.episodes.play import turn_seed
+    from burnish.episodes.play import call_seed
     from burnish.rollout.base import Request
 
-    renderer, environments = bench.players.renderer, bench.players.environments
+    renderer, environments = bench.players.renderer, bench.players.player.environments
     games = await asyncio.gather(
         *(environments.open(task.row, task.environment_seed, timeout_s=60) for task in tasks)
     )
     prompts = [renderer.render(game.start.messages) for game in games]
     sampled: list[list[tuple[int, ...]]] = [[] for _ in tasks]
     active = list(range(len(tasks)))
-    turn = 0
     while active:
         requests = [
-            Request(str(i), prompts[i], seed=turn_seed(tasks[i].sampling_seed, turn))
+            Request(str(i), prompts[i], seed=call_seed(tasks[i].sampling_seed, prompts[i]))
             for i in active
         ]
         done = {int(c.request_id): c for c in bench.engine.generate(requests, bench.sampling)}
@@ -139,7 +138,7 @@ async def play_with_barriers(bench: Bench, tasks: Sequence[Any]) -> list[list[tu
             if not step.done:
                 prompts[i] = renderer.bridge(prompts[i], done[i].token_ids, step.messages)
                 going.append(i)
-        active, turn = going, turn + 1
+        active = going
     await asyncio.gather(*(game.close() for game in games))
     return sampled
 

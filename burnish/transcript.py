@@ -31,6 +31,9 @@ class Turn:
     """Message of the policy, parsed from the sampled tokens."""
     answer: tuple[Mapping[str, Any], ...]
     """Messages with which the environment answered."""
+    prompt: tuple[Mapping[str, Any], ...] | None = None
+    """All messages of a call that does not continue the turn before it: an agent edited the
+    conversation, or began another one. None: the turn before it with its answer, or the start."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Rewards that the environment gave for this turn."""
     counts: Mapping[str, float] = field(default_factory=dict)
@@ -66,8 +69,9 @@ class Episode:
 
     @property
     def messages(self) -> list[Mapping[str, Any]]:
-        """All messages of the conversation, in order."""
+        """All messages of the conversation that the last turn belongs to, in order."""
         found = list(self.start)
         for turn in self.turns:
+            found = found if turn.prompt is None else list(turn.prompt)
             found += [turn.message, *turn.answer]
         return found

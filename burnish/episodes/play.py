@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeVar
-
-import numpy as np
+from hashlib import blake2b
+from typing import Any, Literal, Protocol, TypeVar
 
 from burnish.environments.multi_turn import Step
 from burnish.environments.pool import Environments, EpisodeFailedError, OpenEpisode
@@ -27,6 +27,8 @@ from burnish.transcript import Episode, EpisodeStatus, Turn
 
 Message = Mapping[str, Any]
 T = TypeVar("T")
+
+_SEED_BITS = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,44 @@ class Policy:
         """Return the result of a method of the renderer, called in its thread."""
         call = partial(function, *args, **options)
         return await asyncio.get_running_loop().run_in_executor(self.rendering, call)
+
+
+class EpisodePlayer(Protocol):
+    """A way to play episodes: with an environment, or with an agent program."""
+
+    async def start(self) -> None:
+        """Start the processes that it needs. Raises EnvironmentSetupError."""
+        ...
+
+    async def play(self, task: Task, policy: Policy, limits: Limits) -> Played:
+        """Play one episode. Failures that the policy did not cause are part of the result.
+
+        Raises EnvironmentSetupError if workers cannot be started anymore, and the engine's errors.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End the processes."""
+        ...
+
+
+@dataclass(frozen=True)
+class EnvironmentPlayer:
+    """Plays episodes with an environment. Implements :class:`EpisodePlayer`."""
+
+    environments: Environments
+
+    async def start(self) -> None:
+        """Start the environment's workers."""
+        await self.environments.start()
+
+    async def play(self, task: Task, policy: Policy, limits: Limits) -> Played:
+        """Play one episode."""
+        return await play(task, policy, self.environments, limits)
+
+    async def close(self) -> None:
+        """End the environment's workers."""
+        await self.environments.close()
 
 
 async def play(task: Task, policy: Policy, environments: Environments, limits: Limits) -> Played:
@@ -211,7 +251,7 @@ class _Game:
         return Request(
             request_id=f"{self.task.episode_id}/{number}",
             prompt_ids=prompt,
-            seed=turn_seed(self.task.sampling_seed, number),
+            seed=call_seed(self.task.sampling_seed, prompt),
             max_tokens=min(room, self.policy.sampling.max_tokens),
             conversation=self.task.episode_id,
         )
@@ -247,7 +287,9 @@ class _Game:
         return found
 
 
-def turn_seed(seed: int, turn: int) -> int:
-    """Return the sampling seed of a turn. It depends on nothing else, so a resumed run draws the
-    same tokens."""
-    return int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0])
+def call_seed(seed: int, prompt_ids: Sequence[int], attempt: int = 0) -> int:
+    """Return the sampling seed of a call: a function of the episode's seed, the exact prompt, and
+    the number of earlier calls with this prompt in the episode. A resumed run, and calls that
+    arrive in another order, draw the same tokens."""
+    ids = array("q", [seed & _SEED_BITS, attempt, *prompt_ids])
+    return int.from_bytes(blake2b(ids.tobytes(), digest_size=8).digest(), "little")

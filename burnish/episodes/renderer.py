@@ -14,7 +14,7 @@ from datetime import datetime
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from burnish.data.chat import check_rendering, encode_piece
+from burnish.data.chat import check_rendering, encode_piece, encode_prompt
 from burnish.data.messages import Message, as_messages
 from burnish.data.sources import DataError
 from burnish.episodes.formats import FORMATS, FormatName, response_template
@@ -172,6 +172,26 @@ class ChatRenderer:
         salt = blake2b(array("q", [len(prompt_ids), *prompt_ids, *sampled_ids]).tobytes())
         text = self._decode(sampled_ids, prompt_ids)
         return self._parser.parse(text, tools, salt=salt.digest())
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the size of the vocabulary."""
+        return len(self._tokenizer)
+
+    def encode(self, text: str, *, follows: bool = False) -> tuple[int, ...]:
+        """Return the ids of text without the chat template. ``follows``: it continues other tokens,
+        so no BOS token is added."""
+        if follows:
+            return tuple(encode_piece(self._tokenizer, text, follows=True))
+        return tuple(encode_prompt(self._tokenizer, text)[1])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, with special tokens."""
+        return str(self._tokenizer.decode(list(ids)))
+
+    def token_texts(self, ids: Sequence[int]) -> tuple[str, ...]:
+        """Return the text of every token by itself. Parts of a character become U+FFFD."""
+        return tuple(str(self._tokenizer.decode([token])) for token in ids)
 
     def _encode(self, text: str, *, follows: bool = True) -> list[int]:
         ids: list[int] = []

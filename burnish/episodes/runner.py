@@ -13,8 +13,7 @@ from typing import Any, get_args
 
 from burnish.config.episodes import EpisodesConfig
 from burnish.config.rollout import DynamicSampling
-from burnish.environments.pool import Environments
-from burnish.episodes.play import Limits, Played, Policy, Task, play
+from burnish.episodes.play import EpisodePlayer, Limits, Played, Policy, Task
 from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.rows import episode_rows
 from burnish.errors import BurnishError
@@ -42,16 +41,16 @@ class EpisodesFailedError(BurnishError, RuntimeError):
 
 
 class Players:
-    """The components that play episodes: environments, chat format and limits."""
+    """The components that play episodes: environment or agent, chat format and limits."""
 
     def __init__(
         self,
         config: EpisodesConfig,
-        environments: Environments,
+        player: EpisodePlayer,
         renderer: ChatRenderer,
         loop: LoopThread,
     ) -> None:
-        self.config, self.environments = config, environments
+        self.config, self.player = config, player
         self.renderer, self.loop = renderer, loop
         self._rendering = ThreadPoolExecutor(1, thread_name_prefix="renderer")
         self.limits = Limits(
@@ -80,10 +79,10 @@ class Players:
         async def one(task: Task) -> Played:
             async with running:
                 for _ in range(self.config.infra_retries):
-                    played = await play(task, policy, self.environments, self.limits)
+                    played = await self.player.play(task, policy, self.limits)
                     if played.record.status != "infra_error":
                         return played
-                return await play(task, policy, self.environments, self.limits)
+                return await self.player.play(task, policy, self.limits)
 
         started = [asyncio.create_task(one(task)) for task in tasks]
         try:
@@ -95,7 +94,7 @@ class Players:
 
     def close(self) -> None:
         """End the environments' processes and the event loop's thread."""
-        self.loop.run(self.environments.close)
+        self.loop.run(self.player.close)
         self.loop.close()
         self._rendering.shutdown()
 

@@ -11,6 +11,7 @@ from burnish.config.episodes import EpisodesConfig
 from burnish.config.model import ModelConfig
 from burnish.config.rollout import DynamicSampling
 from burnish.environments.pool import Environments, EnvironmentSpec
+from burnish.episodes.play import EnvironmentPlayer
 from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.runner import EpisodeRunner, Players
 from burnish.models.load import ModelError, describe, num_positions
@@ -49,15 +50,16 @@ def build_players(
     )
     loop = LoopThread("episodes")
     pool = runtime.environments(environment_spec(config), workers=config.workers)
+    player = EnvironmentPlayer(pool)
     try:
-        loop.run(pool.start)
+        loop.run(player.start)
         if config.tools:
             loop.run(_check_tools, pool, renderer, config.step_timeout_s)
     except BaseException:
-        loop.run(pool.close)
+        loop.run(player.close)
         loop.close()
         raise
-    return Players(config, pool, renderer, loop)
+    return Players(config, player, renderer, loop)
 
 
 async def _check_tools(pool: Environments, renderer: ChatRenderer, timeout_s: float) -> None:

@@ -1,0 +1,142 @@
+"""Play episodes with agent programs: each gets an endpoint and calls the policy there."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from burnish.agents.calls import Backend
+from burnish.agents.session import MODEL, TrainingSession
+from burnish.environments.pool import EpisodeFailedError
+from burnish.episodes.play import Limits, Played, Policy, Task
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Address and key of one episode, for any client of a model API."""
+
+    root_url: str
+    """Without ``/v1``: the base URL of Anthropic's clients."""
+    api_key: str
+    model: str = MODEL
+
+    @property
+    def base_url(self) -> str:
+        """Return the base URL of OpenAI's clients."""
+        return f"{self.root_url}/v1"
+
+
+class AgentServer(Protocol):
+    """Server of the model APIs for open episodes."""
+
+    async def start(self) -> None:
+        """Listen. Raises ServeError if the address cannot be used."""
+        ...
+
+    def admit(self, backend: Backend) -> Endpoint:
+        """Return a new endpoint whose calls ``backend`` answers."""
+        ...
+
+    def dismiss(self, endpoint: Endpoint) -> None:
+        """Close an endpoint. Later calls are refused with status 410."""
+        ...
+
+    async def close(self) -> None:
+        """Stop listening and close all connections."""
+        ...
+
+
+class Agents(Protocol):
+    """Processes that run a user's agent program."""
+
+    async def start(self) -> None:
+        """Start the processes. Raises EnvironmentSetupError if the program cannot be loaded."""
+        ...
+
+    async def run(self, task: Mapping[str, Any], endpoint: Endpoint) -> Any:
+        """Run the agent on one task and return its result. Canceling the wait ends the agent.
+
+        Raises EpisodeFailedError: env_error if the agent raised or exited with an error,
+        infra_error if its process was lost.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End all processes."""
+        ...
+
+
+@dataclass(frozen=True)
+class AgentPlayer:
+    """Plays episodes with an agent program. Implements
+    :class:`burnish.episodes.play.EpisodePlayer`."""
+
+    server: AgentServer
+    agents: Agents
+
+    async def start(self) -> None:
+        """Start the server and the agent's processes."""
+        await self.server.start()
+        await self.agents.start()
+
+    async def play(self, task: Task, policy: Policy, limits: Limits) -> Played:
+        """Play one episode: run the agent until it returns, fails, or reaches the time limit."""
+        session = TrainingSession(task, policy, limits)
+        endpoint = self.server.admit(session)
+        row = {**task.row, "seed": task.environment_seed}
+        agent = asyncio.ensure_future(self.agents.run(row, endpoint))
+        rewards: Mapping[str, float] = {}
+        error: EpisodeFailedError | None = None
+        try:
+            async with asyncio.timeout(limits.timeout_s):
+                await asyncio.wait({agent, session.failure}, return_when=asyncio.FIRST_COMPLETED)
+            if session.failure.done():
+                session.failure.result()
+            rewards = as_rewards(agent.result())
+        except TimeoutError:
+            what = f"the agent took more than {limits.timeout_s:g} s (episodes.timeout_s)"
+            error = EpisodeFailedError("timeout", what)
+        except EpisodeFailedError as failed:
+            error = failed
+        finally:
+            self.server.dismiss(endpoint)
+            agent.cancel()
+            await asyncio.gather(agent, return_exceptions=True)
+            await session.close()
+        return session.played(rewards, error)
+
+    async def close(self) -> None:
+        """End the agent's processes and the server."""
+        try:
+            await self.agents.close()
+        finally:
+            await self.server.close()
+
+
+def as_rewards(result: Any) -> dict[str, float]:
+    """Return the result of an agent as rewards by name.
+
+    None: no rewards. A number is the reward ``reward``. Raises EpisodeFailedError (env_error) for
+    anything else than a mapping of names to finite numbers.
+    """
+    given = {} if result is None else result
+    if not isinstance(given, Mapping):
+        given = {"reward": given}
+    for name, value in given.items():
+        if not isinstance(name, str) or not _is_number(value):
+            raise EpisodeFailedError(
+                "env_error",
+                f"the agent returned {result!r:.80}; return None, a finite number, or a mapping of "
+                "names to finite numbers",
+            )
+    return {name: float(value) for name, value in given.items()}
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return isinstance(value, bool | int | float) and math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of float
+        return False

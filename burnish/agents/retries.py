@@ -1,0 +1,81 @@
+"""Retries of clients: one record per call, however often a client sends it.
+
+SDKs repeat a request after an error, a timeout or a lost connection. A repetition must not sample a
+second response. Equal requests that are sent side by side, with both clients connected, are no
+repetitions: an agent may sample several responses to one prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from burnish.agents.calls import ModelReply
+
+
+@dataclass(eq=False)
+class _Work:
+    """A call that is being answered, and the number of clients that wait for it."""
+
+    task: asyncio.Task[ModelReply]
+    clients: int = 0
+
+
+class Retries:
+    """Running calls and finished replies of one episode, by the digest of the request's body."""
+
+    def __init__(self) -> None:
+        self._running: dict[bytes, _Work] = {}
+        self._open: set[_Work] = set()
+        self._replies: dict[bytes, ModelReply] = {}
+        self._undelivered: dict[bytes, ModelReply] = {}
+
+    def finished(self, digest: bytes, *, is_retry: bool) -> ModelReply | None:
+        """Return the reply that a request must get again; None if it is a call of its own.
+
+        That is the reply of an equal request whose client was gone, and for a retry the last reply
+        to an equal request.
+        """
+        if (lost := self._undelivered.pop(digest, None)) is not None:
+            return lost
+        return self._replies.get(digest) if is_retry else None
+
+    def undelivered(self, digest: bytes, reply: ModelReply) -> None:
+        """Keep a reply whose client was gone before it could be sent."""
+        self._undelivered[digest] = reply
+
+    async def run(
+        self,
+        digest: bytes,
+        work: Callable[[], Coroutine[Any, Any, ModelReply]],
+        *,
+        is_retry: bool,
+    ) -> ModelReply:
+        """Return the result of ``work``. A retry waits for the running call that it repeats, if
+        there is one. The call is canceled when nobody waits for it anymore."""
+        found = self._running.get(digest) if is_retry else None
+        if found is None:
+            found = _Work(asyncio.create_task(work()))
+            self._running[digest] = found
+            self._open.add(found)
+        found.clients += 1
+        try:
+            reply = await asyncio.shield(found.task)
+        finally:
+            found.clients -= 1
+            if not found.clients:
+                found.task.cancel()
+                self._open.discard(found)
+                if self._running.get(digest) is found:
+                    del self._running[digest]
+        self._replies[digest] = reply
+        return reply
+
+    async def cancel(self) -> None:
+        """Cancel all running calls and wait for their end."""
+        tasks = [work.task for work in self._open]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,334 @@
+"""Sessions of agent programs with a scripted policy: exact tokens whatever the client does to the
+history, one record per call, limits and statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from chat_families import chat_tokenizer
+from scripted_engine import Answer, ScriptedEngine
+
+from burnish.agents.calls import CallError, ModelCall, ModelReply
+from burnish.agents.session import TrainingSession
+from burnish.environments.pool import EpisodeFailedError
+from burnish.episodes.play import Limits, Played, Policy, Task
+from burnish.episodes.renderer import ChatRenderer
+from burnish.episodes.rows import episode_rows
+from burnish.rollout.base import Request, Sampling
+from burnish.rollout.service import RolloutService
+
+TOKENIZER = chat_tokenizer("chatml")
+RENDERER = ChatRenderer(TOKENIZER)
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}},
+}
+
+Session = tuple[TrainingSession, ScriptedEngine]
+
+
+def words(request: Request) -> Sequence[int]:
+    """Random ids that depend on the seed only. The tokenizer encodes their text differently."""
+    draw = random.Random(request.seed)
+    ordinary = [i for i in range(len(TOKENIZER)) if i not in TOKENIZER.all_special_ids]
+    return [*draw.choices(ordinary, k=draw.randint(2, 9)), END]
+
+
+@asynccontextmanager
+async def session(answer: Answer = words, **changes: Any) -> AsyncIterator[Session]:
+    engine = ScriptedEngine(answer, TOKENIZER)
+    limits = {"max_turns": 50, "max_tokens": 4000, "step_timeout_s": 9, "timeout_s": 9, **changes}
+    service = RolloutService(engine)
+    with ThreadPoolExecutor(1) as rendering:
+        policy = Policy(service, RENDERER, Sampling(40, stop_token_ids=(END,)), rendering)
+        made = TrainingSession(Task("t/0", {}, 0, sampling_seed=5), policy, Limits(**limits))
+        try:
+            yield made, engine
+        finally:
+            await made.close()
+            service.close()
+
+
+def run(scenario: Callable[..., Awaitable[Any]], answer: Answer = words, **changes: Any) -> Any:
+    async def inside() -> Any:
+        async with session(answer, **changes) as (made, engine):
+            return await scenario(made, engine)
+
+    return asyncio.run(inside())
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def call(*messages: Any, **fields: Any) -> ModelCall:
+    return ModelCall("gpt", tuple(messages), **fields)
+
+
+async def ask(made: TrainingSession, *messages: Any, digest: bytes = b"", **fields: Any) -> Any:
+    reply = await made.respond(call(*messages, **fields), digest=digest or random.randbytes(8))
+    return reply.choices[0].message
+
+
+def check_rows(played: Played, engine: ScriptedEngine) -> None:
+    """Every sampled token is in exactly one row, with the ids and the prompt of the engine."""
+    rows = episode_rows(played.calls)
+    found = []
+    for row in rows:
+        ids = row.prompt_ids + row.response_ids
+        for turn in sorted(set(row.turns) - {-1}):
+            at = [t for t, number in enumerate(row.turns) if number == turn]
+            begin = len(row.prompt_ids) + at[0]
+            found.append((ids[:begin], tuple(row.response_ids[t] for t in at)))
+    log = [(request.prompt_ids, ids) for request, ids in engine.log]
+    assert sorted(found) == sorted(log)
+    trained = sum(sum(row.action_mask) for row in rows)
+    assert trained == sum(len(ids) for _, ids in engine.log)
+    assert len(played.record.turns) == len(log)
+
+
+def changed(message: Any, draw: random.Random) -> Any:
+    """An answer as clients echo it: without reasoning, with other ids, with stripped text."""
+    kept = {k: v for k, v in message.items() if k != "reasoning_content" or draw.random() < 0.5}
+    content = kept["content"] or None
+    kept["content"] = content.strip() if content and draw.random() < 0.5 else content
+    if "tool_calls" in kept:
+        kept["tool_calls"] = [{**made, "id": f"x{draw.random()}"} for made in kept["tool_calls"]]
+    return kept
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_histories_have_exact_tokens(seed: int) -> None:
+    """Continued, edited, compacted and parallel conversations: the rows are the engine's log."""
+    draw = random.Random(seed)
+
+    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
+        histories: list[list[Any]] = [[user("start")]]
+        for step in range(12):
+            chosen = draw.sample(histories, k=min(len(histories), draw.randint(1, 3)))
+            asked = [list(history) for history in chosen]
+            answers = await asyncio.gather(*(ask(made, *history) for history in asked))
+            for history, message in zip(asked, answers, strict=True):
+                ending = [*history, changed(message, draw), user(f"go on {step}")]
+                kind = draw.random()
+                if kind < 0.6:
+                    histories.append(ending)
+                elif kind < 0.75:  # compaction
+                    histories.append([user(f"summary {step}")])
+                elif kind < 0.9:  # an edited answer
+                    edited = {"role": "assistant", "content": "edited"}
+                    histories.append([*history, edited, user("and now?")])
+        played = made.played({"reward": 1.0})
+        check_rows(played, engine)
+        assert played.record.status == "done"
+        assert [turn.rewards for turn in played.record.turns if turn.rewards] == [{"reward": 1.0}]
+
+    run(scenario)
+
+
+def test_continued_conversation_is_one_row_with_the_prompts_of_the_bridge() -> None:
+    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
+        history: list[Any] = [user("hello")]
+        for turn in range(4):
+            history += [await ask(made, *history), user(f"turn {turn}")]
+        played = made.played({})
+        (row,) = episode_rows(played.calls)
+        (first, ids), (second, _), *_ = [(r.prompt_ids, ids) for r, ids in engine.log]
+        assert second == RENDERER.bridge(first, ids, [user("turn 0")])
+        assert [turn.prompt for turn in played.record.turns] == [None] * 4
+        assert played.record.messages == [played.record.start[0], *history[1:-1]]
+        assert len({request.conversation for request, _ in engine.log}) == 1
+        check_rows(played, engine)
+        del row
+
+    run(scenario)
+
+
+def test_responses_do_not_depend_on_arrival_order() -> None:
+    async def scenario(made: TrainingSession, engine: ScriptedEngine, order: list[int]) -> Any:
+        prompts = [user(f"agent {i}") for i in range(6)]
+        texts = await asyncio.gather(*(ask(made, prompts[i]) for i in order))
+        return {i: text["content"] for i, text in zip(order, texts, strict=True)}
+
+    one = run(lambda made, engine: scenario(made, engine, [0, 1, 2, 3, 4, 5]))
+    other = run(lambda made, engine: scenario(made, engine, [4, 2, 5, 0, 3, 1]))
+    assert one == other
+    assert len(set(one.values())) == 6
+
+
+def test_equal_calls_side_by_side_are_different_samples() -> None:
+    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
+        same = [ask(made, user("vote"), digest=b"same") for _ in range(5)]
+        assert len({message["content"] for message in await asyncio.gather(*same)}) == 5
+        check_rows(made.played({}), engine)
+
+    run(scenario)
+
+
+def test_retry_gets_the_reply_of_the_call_it_repeats() -> None:
+    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
+        wanted = call(user("hi"))
+        first = asyncio.create_task(made.respond(wanted, digest=b"a"))
+        await asyncio.sleep(0)
+        again = await made.respond(wanted, digest=b"a", is_retry=True)
+        assert again == await first
+        assert again == await made.respond(wanted, digest=b"a", is_retry=True)
+        made.undelivered(again, b"a")
+        assert len(made.played({}).calls) == 0  # the agent never saw it
+        assert again == await made.respond(wanted, digest=b"a")
+        assert len(engine.log) == len(made.played({}).calls) == 1
+        assert made.counts["replayed"] == 2
+
+    run(scenario)
+
+
+def test_client_that_leaves_frees_its_request_and_its_retry_draws_the_same_tokens() -> None:
+    gate = False
+
+    def answer(request: Request) -> Sequence[int]:
+        return words(request)
+
+    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
+        engine.poll, polled = (lambda: polled() if gate else []), engine.poll  # type: ignore[method-assign]
+        nonlocal_gate(False)
+        left = asyncio.create_task(made.respond(call(user("hi")), digest=b"a"))
+        await wait_for(lambda: engine.busy)
+        (request,) = [request for request, _ in engine._open.values()]
+        left.cancel()
+        await wait_for(lambda: not engine.busy)
+        nonlocal_gate(True)
+        await made.respond(call(user("hi")), digest=b"a", is_retry=True)
+        assert engine.log[0][0].seed == request.seed
+        assert len(made.played({}).calls) == len(engine.log) == 1
+
+    def nonlocal_gate(value: bool) -> None:
+        nonlocal gate
+        gate = value
+
+    run(scenario, answer)
+
+
+async def wait_for(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_limits_refuse_calls_and_give_the_status() -> None:
+    async def too_many(made: TrainingSession, engine: ScriptedEngine) -> Any:
+        await ask(made, user("1"))
+        await ask(made, user("2"))
+        with pytest.raises(CallError, match="its 2 turns") as refused:
+            await ask(made, user("3"))
+        assert refused.value.status == 410
+        crash = EpisodeFailedError("env_error", "the agent raised APIError")
+        assert made.played({}, crash).record.status == "max_turns"
+        killed = EpisodeFailedError("infra_error", "the worker died")
+        return made.played({}, killed).record.status
+
+    async def too_long(made: TrainingSession, engine: ScriptedEngine) -> Any:
+        await ask(made, user("1"))
+        with pytest.raises(CallError, match=r"episodes\.max_tokens") as refused:
+            await ask(made, user("long " * 300))
+        assert refused.value.kind == "context_length_exceeded"
+        assert made.played({}).record.status == "max_tokens"
+        await ask(made, user("a summary"))
+        return made.played({}).record.status
+
+    async def never(made: TrainingSession, engine: ScriptedEngine) -> Any:
+        played = made.played({})
+        assert "without calling" in str(played.error)
+        return played.record.status
+
+    assert run(too_many, max_turns=2) == "infra_error"
+    assert run(too_long, max_tokens=200) == "done"
+    assert run(never) == "env_error"
+
+
+def test_parameters_of_the_run_win_and_are_reported() -> None:
+    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> ModelReply:
+        given = call(
+            user("x"), temperature=0.2, top_p=1.0, seed=3, max_tokens=2, tool_choice="required"
+        )
+        for refused in (
+            call(user("x"), n=2),
+            call(user("x"), unsupported={"logit_bias": "it changes the distribution"}),
+        ):
+            with pytest.raises(CallError) as error:
+                await made.respond(refused, digest=b"")
+            assert error.value.status == 400
+        reply = await made.respond(given, digest=b"")
+        assert engine.log[0][0].max_tokens == 2
+        assert made.counts["ignored_seed"] == 1
+        return reply
+
+    reply = run(scenario)
+    assert set(reply.ignored) == {"temperature", "seed", "tool_choice"}
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.completion_tokens == 2
+
+
+def test_stop_strings_are_not_part_of_the_message_but_of_the_tokens() -> None:
+    def answer(request: Request) -> Sequence[int]:
+        return TOKENIZER("think</code>", add_special_tokens=False)["input_ids"]
+
+    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
+        message = await ask(made, user("code"), stop=("</code>",))
+        assert message["content"] == "think"
+        await ask(made, user("code"), message, user("result"), stop=("</code>",))
+        played = made.played({})
+        assert len(episode_rows(played.calls)) == 1
+        check_rows(played, engine)
+
+    run(scenario, answer)
+
+
+def test_raw_prompts_continue_the_tokens_of_earlier_ones() -> None:
+    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
+        text = (await ask(made, prompt="Question: 2+2\n"))["content"]
+        await ask(made, prompt=f"Question: 2+2\n{text}\nObservation: 4\n")
+        with pytest.raises(CallError, match="ids below"):
+            await ask(made, prompt=(1, 10**9))
+        played = made.played({})
+        assert len(episode_rows(played.calls)) == 1
+        check_rows(played, engine)
+
+    run(scenario)
+
+
+def test_closed_session_refuses_and_frees_everything() -> None:
+    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
+        await ask(made, user("1"))
+        engine.poll = list  # type: ignore[method-assign]
+        waiting = asyncio.create_task(made.respond(call(user("2")), digest=b"b"))
+        await wait_for(lambda: engine.busy)
+        await made.close()
+        with pytest.raises(CallError) as refused:
+            await waiting
+        assert refused.value.status == 410
+        with pytest.raises(CallError, match="has ended"):
+            await ask(made, user("3"))
+        await wait_for(lambda: not engine.busy and len(engine.released) == 2)
+
+    run(scenario)
+
+
+def test_failure_of_the_engine_ends_the_run() -> None:
+    def answer(request: Request) -> Sequence[int]:
+        raise ArithmeticError("log-probs are not finite")
+
+    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
+        with pytest.raises(CallError) as refused:
+            await ask(made, user("1"))
+        assert refused.value.status == 503
+        with pytest.raises(ArithmeticError):
+            await made.failure
+
+    run(scenario, answer)

@@ -155,7 +155,7 @@ class CispoLoss(Node):
 
 
 class ReinforceLoss(Node):
-    """-advantage x log-prob, without a ratio: correct only for one optimizer step per rollout."""
+    """-advantage x log-prob, without a ratio. Needs one optimizer step per rollout."""
 
     kind: Literal["reinforce"] = "reinforce"
 
@@ -248,9 +248,9 @@ class AlgorithmConfig(Node):
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus. 0: no bonus."""
     kl: KlConfig = KlConfig()
-    """KL divergence from the reference model."""
+    """KL term."""
     correction: CorrectionConfig | None = None
-    """Off-policy correction between sampler and trainer. None: no correction."""
+    """Off-policy correction. None: none."""
 
     @property
     def aggregation(self) -> Aggregation:

@@ -59,10 +59,9 @@ class ClusterConfig(Node):
     """Seconds until workers not started and connected are named as missing. Not a limit of later
     computation."""
     heartbeat_timeout_s: float = Field(60.0, gt=0)
-    """Seconds until a hung worker (stopped, interpreter deadlocked, machine lost) is detected while
-    a call waits for it. A thread reports six times in this period, also during long calls and
-    collectives. Increase it if native code holds Python's interpreter lock longer (large pickles,
-    first imports from slow disks)."""
+    """Seconds until a hung worker (stopped, deadlocked, machine lost) is detected while a call
+    waits for it. A thread reports six times in this period, also during long calls. Increase it if
+    native code holds the interpreter lock longer (large pickles, first imports from slow disks)."""
     call_timeout_s: float = Field(3600.0, gt=0)
     """Timeout of one call of a worker that still reports (e.g. an entire forward_backward); it is
     named, and replaced as if it hung. Also of collectives with waits for a disk or a transfer:

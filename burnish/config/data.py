@@ -15,7 +15,14 @@ SHAREGPT_KEY = "conversations"
 """Column of ShareGPT rows that replaces ``messages``."""
 
 
-class FileSource(Node):
+class _Source(Node):
+    """Keys of every source."""
+
+    weight: float = Field(1.0, gt=0)
+    """Relative probability of drawing from this source."""
+
+
+class FileSource(_Source):
     """Rows of one file: .jsonl, .json (a list of objects), .csv or .parquet."""
 
     kind: Literal["file"] = "file"
@@ -23,11 +30,9 @@ class FileSource(Node):
     """Path of the file, absolute or relative to the working directory."""
     name: str | None = None
     """Name in prompt ids and metrics. None: the file's stem."""
-    weight: float = Field(1.0, gt=0)
-    """Relative probability of drawing from this source."""
 
 
-class HubSource(Node):
+class HubSource(_Source):
     """A HuggingFace dataset, by hub name or as a folder written by ``save_to_disk``."""
 
     kind: Literal["dataset"] = "dataset"
@@ -39,11 +44,9 @@ class HubSource(Node):
     """Split to read."""
     name: str | None = None
     """Name in prompt ids and metrics. None: the last part of ``path``."""
-    weight: float = Field(1.0, gt=0)
-    """Relative probability of drawing from this source."""
 
 
-class EnvironmentSource(Node):
+class EnvironmentSource(_Source):
     """Prompts made by an environment, which also scores the responses (reward kind
     ``environment``)."""
 
@@ -59,11 +62,9 @@ class EnvironmentSource(Node):
     """Seed of the items. Use a different one for evaluation."""
     name: str | None = None
     """Name in prompt ids and metrics. None: the environment's own name."""
-    weight: float = Field(1.0, gt=0)
-    """Relative probability of drawing from this source."""
 
 
-class SeedSource(Node):
+class SeedSource(_Source):
     """Numbered tasks without data, for multi-turn environments that make a task from its seed
     (``rollout.episodes``)."""
 
@@ -74,8 +75,6 @@ class SeedSource(Node):
     """Seed of the tasks. Use a different one for evaluation."""
     name: str = "seeds"
     """Name in prompt ids and metrics."""
-    weight: float = Field(1.0, gt=0)
-    """Relative probability of drawing from this source."""
 
 
 def _path_to_file_source(value: Any) -> Any:
@@ -100,6 +99,15 @@ class DataConfig(Node):
 
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
     """One or more sources. Several are combined as set by ``mix``."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: a string, or a list of chat messages. Environments fill
+    ``prompt``."""
+    prompt_template: str | None = None
+    """Prompt as a Python format string over the row's columns, e.g. ``"Question:
+    {prompt}\\nAnswer:"``. None: the column itself."""
+    apply_chat_template: bool = False
+    """Wrap a string prompt as a user message, and responses or steps as assistant messages, in the
+    chat template. Messages always use it."""
     system_prompt: str | None = None
     """System message inserted before every conversation. None: none."""
     tools_key: str | None = "tools"
@@ -149,16 +157,8 @@ def held_out_advice(data: DataConfig, held_out: DataConfig | None, name: str) ->
 class PromptDataConfig(DataConfig):
     """Prompts for rollouts and evaluation."""
 
-    prompt_key: str = "prompt"
-    """Column with the prompt: a string, or a list of chat messages. Environments fill
-    ``prompt``."""
     label_key: str = "label"
     """Column with the reference answer; may be absent. Environments fill ``label``."""
-    prompt_template: str | None = None
-    """Python format string over the row's columns, e.g. ``"Question: {prompt}\\nAnswer:"``. None:
-    the column itself."""
-    apply_chat_template: bool = False
-    """Wrap a string prompt as a user message in the chat template; messages always use it."""
     prompt_max_len: int = Field(1024, ge=1)
     """Maximum prompt tokens; see ``overlong``."""
 
@@ -181,10 +181,6 @@ class SFTDataConfig(DataConfig):
     """Column with the response if a row has no messages."""
     text_key: str = "text"
     """Column with plain text (loss on all of it) if a row has no response."""
-    prompt_template: str | None = None
-    """Prompt as a format string over the columns. None: the column itself."""
-    apply_chat_template: bool = False
-    """Wrap prompt and response as chat messages. ``messages`` always use the chat template."""
     train_on_prompt: bool = False
     """Also compute the loss on prompt tokens."""
     use_tokens: bool = True
@@ -252,23 +248,17 @@ class SFTDataConfig(DataConfig):
 class PreferenceDataConfig(DataConfig):
     """Pairs of a chosen and a rejected response to one prompt."""
 
-    prompt_key: str = "prompt"
-    """Column with the prompt: a string, or a list of chat messages."""
     chosen_key: str = "chosen"
     """Column with the better response (text, or chat messages that follow the prompt)."""
     rejected_key: str = "rejected"
     """Column with the worse response."""
     margin_key: str | None = None
-    """Column with the strength of the preference, a number (reward models). None: no margins."""
+    """Column with the strength of the preference, a number (job rm only). None: no margins."""
     label_key: str | None = None
-    """Single responses instead of pairs (job preference, loss kto): column with true for liked
-    responses, else false. None: pairs."""
+    """Single responses instead of pairs (loss kto only): column with true for liked responses, else
+    false. None: pairs."""
     response_key: str = "response"
     """Column with the response if ``label_key`` is set."""
-    prompt_template: str | None = None
-    """Prompt as a format string over the columns. None: the column itself."""
-    apply_chat_template: bool = False
-    """Wrap prompt and responses as user and assistant messages."""
     repeated_prompt: Literal["auto", "strip", "keep"] = "auto"
     """Responses (text) that begin with the entire prompt. strip: remove it. keep: part of the
     response. auto: strip if all of a source's first 100 rows repeat it (logged)."""

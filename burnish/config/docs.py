@@ -16,6 +16,9 @@ from burnish.config.base import Node
 from burnish.config.registry import JOBS
 from burnish.config.schema import is_list, kinds_of, nodes_in, type_words
 
+TABLE_HEAD = ("key | type | default | meaning", "-|-|-|-")
+"""First lines of a table of keys."""
+
 
 class FieldRow(NamedTuple):
     """One key of a recipe."""
@@ -36,18 +39,21 @@ def fields_table(job: str) -> list[FieldRow]:
 
 def job_markdown(job: str) -> str:
     """Return every key of one job as a Markdown table."""
-    lines = [f"## {job}", "", class_text(JOBS[job]), "", "| key | type | default | meaning |"]
-    lines.append("| --- | --- | --- | --- |")
+    lines = [f"## {job}", "", class_text(JOBS[job]), "", *TABLE_HEAD]
     for row in fields_table(job):
-        lines.append(table_row(row.path, row.type.replace("|", "\\|"), row.default, row.text))
+        lines.append(key_row(*row))
     return "\n".join(lines) + "\n"
 
 
-def table_row(path: str, kind: str, default: str, text: str) -> str:
-    """Return one row of a Markdown table. Vertical bars in ``kind`` must be escaped already."""
-    cells = (f"`{path}`", f"`{default}`" if default else "", text)
-    key, value, meaning = (cell.replace("|", "\\|") for cell in cells)
-    return f"| {key} | {kind} | {value} | {meaning} |"
+def key_row(path: str, kind: str, default: str, text: str) -> str:
+    """Return the row of one key in a Markdown table."""
+    return table_row(f"`{path}`", kind, f"`{default}`" if default else "", text)
+
+
+def table_row(*cells: str) -> str:
+    """Return one row of a Markdown table, without bars at the ends."""
+    escaped = (cell.replace("|", "\\|") for cell in cells)
+    return " | ".join(escaped)
 
 
 def class_text(cls: type[Node]) -> str:

@@ -44,9 +44,9 @@ class EvaluateConfig(InferenceJob):
     engine: RolloutEngineConfig = LocalEngine()
     """Rollout engine."""
     episodes: EpisodesConfig | None = None
-    """Multi-turn episodes with an environment or tools. None: one response per prompt."""
+    """Multi-turn episodes. None: one response per prompt."""
     observe: TrackersConfig = TrackersConfig()
-    """Trackers of the scores, in addition to the run folder."""
+    """Trackers of the scores."""
 
     @property
     def scored_by(self) -> tuple[RewardConfig, ...]:

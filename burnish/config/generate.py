@@ -12,25 +12,19 @@ from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node, PathText
 from burnish.config.data import PromptDataConfig
-from burnish.config.episodes import EpisodesConfig, episode_rules, episodes_lines
+from burnish.config.episodes import episode_rules, episodes_lines
 from burnish.config.job import RowsJob
 from burnish.config.rewards import FailurePolicy, RewardConfig, running_norm_rules, weigh_nothing
 from burnish.config.roles import RolloutRole, RowLengths, sampled_lengths
-from burnish.config.rollout import LocalEngine, RolloutEngineConfig, SamplingConfig
+from burnish.config.rollout import PromptsRollout
 
 
-class GenerateRollout(SamplingConfig):
-    """Options for sampling responses, and the number of prompts per step."""
+class GenerateRollout(PromptsRollout):
+    """Sampling of responses in steps."""
 
     rollout_batch_size: int = Field(256, ge=1)
     """PROMPTS per step (P). Steps are sampled, scored and saved atomically: a killed run loses only
     its current step, and a resumed one has the same steps and responses."""
-    n_samples_per_prompt: int = Field(1, ge=1)
-    """Samples per prompt (n)."""
-    engine: RolloutEngineConfig = LocalEngine()
-    """Rollout engine."""
-    episodes: EpisodesConfig | None = None
-    """Multi-turn episodes with an environment or tools. None: one response per prompt."""
 
     def rules(self) -> Iterator[str]:
         if self.temperature == 0 and self.n_samples_per_prompt > 1:
@@ -47,6 +41,8 @@ class AllSamples(Node):
 
 
 class _Chosen(Node):
+    """Keys of all kinds except ``all``."""
+
     keep_truncated: bool = False
     """Also use responses truncated at ``generate_max_len``. Jobs that learn from text
     (``with_tokens: false``) append an end token, so these teach stopping mid-sentence."""
@@ -119,8 +115,7 @@ class GenerateConfig(RowsJob):
     by reward, as rows for the next job.
 
     Modes other than ``all`` need a reward with a weight; ``best_of_n`` and ``pairs`` also
-    ``n_samples_per_prompt`` of 2 or more. Rewards with ``running_norm``, and ``data.overlong:
-    truncate_left``, are refused."""
+    ``n_samples_per_prompt`` of 2 or more. ``data.overlong: truncate_left`` is refused."""
 
     job: Literal["generate"] = "generate"
     """Job of the recipe."""
@@ -131,12 +126,11 @@ class GenerateConfig(RowsJob):
     rollout: GenerateRollout = GenerateRollout()
     """Sampling of responses."""
     rewards: tuple[RewardConfig, ...] = ()
-    """Rewards; the total is their weighted sum. Empty: responses are not scored."""
+    """Rewards of the responses. Empty: responses are not scored."""
     mode: GenerateMode = AllSamples()
     """Responses that become rows: a kind, or a mapping."""
     condition: ConditionConfig | None = None
-    """Reward in the prompts: of the rows (mode ``conditioned``), or while sampling
-    (``wanted_reward``). None: none."""
+    """Reward in the prompts. None: none."""
     output: PathText = "{run_dir}/generated.jsonl"
     """Output file, ``.jsonl`` or ``.parquet``, written at the end; must not exist. ``{run_dir}`` is
     replaced. ``prompt`` is the model's input (text or messages, system prompt and templates

@@ -100,7 +100,7 @@ class TrainingJob(JobConfig):
     """Fields of every job with gradient steps."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When checkpoints are saved and which are kept."""
+    """Saving of checkpoints."""
     observe: ObserveConfig = ObserveConfig()
     """Files and progress output of the run."""
 

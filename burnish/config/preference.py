@@ -38,9 +38,8 @@ class PreferenceReferenceConfig(ReferenceConfig):
 class PreferenceConfig(SupervisedJob):
     """``burnish preference``: a policy from preferences, without rollouts (DPO and its family).
 
-    Refused: ``margin_key``; ``label_key`` with losses other than kto; ``reference`` with simpo and
-    orpo; ``nll_coef`` with orpo and kto. kto counts single responses in ``train_batch_size`` (a
-    pair is two), and refuses ``drop_last: false`` and ``reference.precompute``."""
+    simpo and orpo refuse ``reference``. kto counts single responses in ``train_batch_size`` (a pair
+    is two), and refuses ``drop_last: false``."""
 
     job: Literal["preference"] = "preference"
     """Job of the recipe."""
@@ -52,7 +51,7 @@ class PreferenceConfig(SupervisedJob):
     """Loss: a kind, or a mapping."""
     nll_coef: float = Field(0.0, ge=0)
     """Weight of the chosen response's mean negative log-likelihood per token in the loss (arXiv
-    2404.19733)."""
+    2404.19733). Refused with orpo and kto."""
     reference: PreferenceReferenceConfig | None = None
     """Reference model. None: the policy at the start (with LoRA: its base)."""
 

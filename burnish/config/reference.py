@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pydantic.fields import FieldInfo
 
 from burnish.config.base import Node
-from burnish.config.docs import default_text, field_text, own_text, table_row
+from burnish.config.docs import TABLE_HEAD, default_text, field_text, key_row, own_text, table_row
 from burnish.config.job import JobConfig
 from burnish.config.registry import JOBS
 from burnish.config.schema import kinds_of, nodes_in, type_words
@@ -27,10 +27,12 @@ Keys are set in the recipe (YAML) or on the command line by their dotted name: `
 the key `lr` of the section `train`, and `rewards.0.weight=2` that of the first item of a list. An
 unknown key is an error.
 
-A type with a link is a mapping with the keys of the linked section. The links after `kind:` are
-variants of a mapping, by the value of its key `kind`. The key `job` names the job. Each section is
-printed once: it names the other places and jobs that have the same keys. A section includes the
-keys of the sections that it names, except those that it lists itself.
+A type with a link is a mapping with the keys of the linked section. If the link is `kind`, the key
+`kind` of the mapping selects a variant of the linked section; the keys of a variant follow its name
+in bold. A key with the default `null` also accepts null. The key `job` names the job.
+
+Each section is printed once: it names the other places and jobs that have the same keys. A section
+includes the keys of the sections that it names, except those that it lists itself.
 """
 
 Uses = dict[type[Node], dict[str, list[str]]]
@@ -38,7 +40,7 @@ Uses = dict[type[Node], dict[str, list[str]]]
 
 
 class Section(NamedTuple):
-    """Place of one node on the page."""
+    """Place on the page of one node, or of all variants of one key with their common keys."""
 
     title: str
     path: str
@@ -52,33 +54,43 @@ class Section(NamedTuple):
         return re.sub(r"[^\w\- ]", "", self.title.lower()).replace(" ", "-")
 
 
+Page = dict[type[Node], Section]
+"""Node or class of common keys -> its section, in page order."""
+
+
 def config_markdown() -> str:
     """Return the text of ``docs/config.md``."""
     found = sections()
-    jobs = [cls for cls, section in found.items() if not section.path]
+    classes: dict[Section, list[type[Node]]] = {}
+    for cls, section in found.items():
+        classes.setdefault(section, []).append(cls)
     lines = [_INTRO, "## Jobs", "", f"{_links(found[cls] for cls in JOBS.values())}.", ""]
-    for cls in jobs:
-        lines += _section(cls, found)
+    for section in (section for section in classes if not section.path):
+        lines += _section(section, classes[section], found)
     lines += ["## Groups of keys", ""]
-    for cls in (cls for cls in found if cls not in jobs):
-        lines += _section(cls, found)
+    for section in (section for section in classes if section.path):
+        lines += _section(section, classes[section], found)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def sections() -> dict[type[Node], Section]:
+def sections() -> Page:
     """Return the section of every job, node and class of common keys, in page order.
 
     A class of common keys is a class that no recipe contains directly, with two or more subclasses
     that a recipe contains."""
-    uses = _uses()
-    jobs = list(JOBS.values())
-    found: dict[type[Node], Section] = {}
-    names = {cls: name for name, cls in JOBS.items()}
+    uses, jobs = _uses(), list(JOBS.values())
+    names: dict[type[Node], str] = {cls: name for name, cls in JOBS.items()}
+    variants = _variants([*jobs, *uses])
+    found: Page = {}
     for cls in [*jobs, *uses]:
         for base in [b for b in _common_bases(cls, [*jobs, *uses]) if b not in found]:
-            heir = next(c for c in (*jobs, *uses) if issubclass(c, base))
-            found[base] = _common_section(base, next(iter(uses.get(heir, {"": []}))))
-        found[cls] = Section(names[cls], "") if cls in names else _node_section(cls, uses)
+            heirs = [c for c in (*jobs, *uses) if issubclass(c, base)]
+            if all(heir in variants.get(cls, ()) for heir in heirs):
+                found[base] = _node_section(cls, uses, variants)
+            else:
+                found[base] = _common_section(base, next(iter(uses.get(heirs[0], {"": []}))))
+        job = names.get(cls)
+        found[cls] = Section(job, "") if job else _node_section(cls, uses, variants)
     return found
 
 
@@ -105,85 +117,114 @@ def _add_uses(
 
 
 def _common_bases(cls: type[Node], all_classes: list[type[Node]]) -> list[type[Node]]:
-    """Return the classes of common keys above ``cls``, the most general first."""
+    """Return the classes of common keys above ``cls``, the most general first. Of several with the
+    same subclasses only the most specific counts."""
     above = [b for b in cls.__mro__[1:] if issubclass(b, Node) and b is not Node]
-    heirs = {b: sum(issubclass(c, b) for c in all_classes) for b in above}
-    return [b for b in reversed(above) if b not in all_classes and heirs[b] > 1]
+    heirs = {b: frozenset(c for c in all_classes if issubclass(c, b)) for b in above}
+    nearest = {heirs[b]: b for b in reversed(above)}
+    return [b for found, b in nearest.items() if b not in all_classes and len(found) > 1]
+
+
+def _variants(all_classes: list[type[Node]]) -> dict[type[Node], list[type[Node]]]:
+    """Return, for each variant of a key, all variants of this key."""
+    fields = (field for cls in all_classes for field in cls.model_fields.values())
+    unions = (nodes_in(field.annotation) for field in fields)
+    return {node: nodes for nodes in unions for node in nodes if kinds_of(node)}
 
 
 def _common_section(base: type[Node], path: str) -> Section:
     """Name common keys by the path of a node that has them, or by their class if they belong to
     jobs."""
     if path:
-        return Section(f"`{path}`: common keys", path)
+        return Section(f"`{path}`", path)
     words = re.findall(r"[A-Z][a-z]+", base.__name__)
     return Section("Every job" if base is JobConfig else f"{' '.join(words).capitalize()}s", "")
 
 
-def _node_section(cls: type[Node], uses: Uses) -> Section:
-    """Name a node by its path and, if it is a variant, its kinds. Append its jobs if other nodes
-    have the same name."""
+def _node_section(
+    cls: type[Node], uses: Uses, variants: dict[type[Node], list[type[Node]]]
+) -> Section:
+    """Name a node by its path. Append its jobs if other nodes, except variants of the same key,
+    have the same path."""
     (path, jobs), *others = uses[cls].items()
     also = ", ".join(f"`{other}` ({', '.join(names)})" for other, names in others)
-    same = [c for c in uses if next(iter(uses[c])) == path and kinds_of(c) == kinds_of(cls)]
-    name = f"`{path}: {' | '.join(kinds_of(cls))}`" if kinds_of(cls) else f"`{path}`"
-    return Section(f"{name} ({', '.join(jobs)})" if len(same) > 1 else name, path, also)
+    same = [c for c in uses if next(iter(uses[c])) == path and c not in variants.get(cls, [cls])]
+    return Section(f"`{path}` ({', '.join(jobs)})" if same else f"`{path}`", path, also)
 
 
-def _section(cls: type[Node], found: dict[type[Node], Section]) -> Iterator[str]:
-    """Yield the heading, text and table of one section."""
-    section = found[cls]
-    bases = [b for b in reversed(cls.__mro__[1:]) if b in found]
-    kind_text = field_text(cls.model_fields["kind"]) if kinds_of(cls) else ""
-    yield from (f"### {section.title}", "", f"{own_text(cls)} {kind_text}".strip(), "")
+def _section(section: Section, classes: list[type[Node]], found: Page) -> Iterator[str]:
+    """Yield the heading, text and table of one section: first the node or the common keys, then
+    the variants."""
+    texts, rows = [], []
+    for cls in sorted(classes, key=lambda cls: bool(kinds_of(cls))):
+        text = own_text(cls)
+        if kinds_of(cls):
+            text = f"{text} {field_text(cls.model_fields['kind'])}".strip()
+        if includes := _includes(cls, found):
+            text += f" Includes {_links(includes)}."
+        if kinds_of(cls):
+            rows.append(table_row(f"**{', '.join(kinds_of(cls))}**", "", "", text))
+        else:
+            texts.append(text)
+        rows += _rows(cls, found)
     if section.also_at:
-        yield from (f"Also at {section.also_at}.", "")
-    if nearest := [b for b in bases if not any(c is not b and issubclass(c, b) for c in bases)]:
-        yield from (f"Includes {_links(found[b] for b in nearest)}.", "")
-    rows = [
+        texts.append(f"Also at {section.also_at}.")
+    yield from (f"### {section.title}", "")
+    if texts:
+        yield from (" ".join(texts), "")
+    if rows:
+        yield from (*TABLE_HEAD, *rows, "")
+
+
+def _includes(cls: type[Node], found: Page) -> list[Section]:
+    """Return the nearest other sections with common keys of ``cls``."""
+    bases = [b for b in reversed(cls.__mro__[1:]) if b in found and found[b] != found[cls]]
+    return [found[b] for b in bases if not any(c is not b and issubclass(c, b) for c in bases)]
+
+
+def _rows(cls: type[Node], found: Page) -> list[str]:
+    """Return the rows of the keys that are not in the section of a base."""
+    return [
         _row(name, field, found)
         for name, field in cls.model_fields.items()
-        if name not in ("kind", "job") and not _is_elsewhere(name, cls, bases, found)
+        if name not in ("kind", "job") and not _is_elsewhere(name, cls, found)
     ]
-    if rows:
-        yield from ("| key | type | default | meaning |", "|---|---|---|---|", *rows, "")
 
 
-def _is_elsewhere(
-    name: str, cls: type[Node], bases: list[type[Node]], found: dict[type[Node], Section]
-) -> bool:
-    """Return whether a key is in the section of a base, or is replaced in every section that
-    includes it."""
+def _is_elsewhere(name: str, cls: type[Node], found: Page) -> bool:
+    """Return whether a key is printed for a base, or is replaced in every section that includes
+    it."""
     own = _row(name, cls.model_fields[name], found)
+    bases = [b for b in reversed(cls.__mro__[1:]) if b in found]
     inherited = [b.model_fields[name] for b in bases if name in b.model_fields]
     heirs = [c for c in found if c is not cls and issubclass(c, cls) and c in JOBS.values()]
     replaced = bool(heirs) and all(_row(name, c.model_fields[name], found) != own for c in heirs)
     return replaced or (bool(inherited) and _row(name, inherited[-1], found) == own)
 
 
-def _row(path: str, field: FieldInfo, found: dict[type[Node], Section]) -> str:
-    return table_row(path, _linked_type(field, found), default_text(field), field_text(field))
+def _row(path: str, field: FieldInfo, found: Page) -> str:
+    return key_row(path, _linked_type(field, found), default_text(field), field_text(field))
 
 
 _SHORT = {"whole number": "int", "true or false": "bool", "number": "float", "text": "str"}
 """Words of errors -> names of types in the tables."""
 
 
-def _linked_type(field: FieldInfo, found: dict[type[Node], Section]) -> str:
-    """Return the type of a field, with links from its nodes to their sections."""
-    words = type_words(field.annotation).replace("|", "\\|")
+def _linked_type(field: FieldInfo, found: Page) -> str:
+    """Return the type of a field, with links from its nodes to their sections. Null is named only
+    if it is not the default."""
+    words = type_words(field.annotation)
+    if default_text(field) == "null":
+        words = words.removesuffix(", or null")
     for long, short in _SHORT.items():
         words = words.replace(long, short)
+    words = re.sub(r"list \((.*) each\)", r"list of \1", words)
     nodes = nodes_in(field.annotation)
-    kinds = [(kind, node) for node in nodes for kind in kinds_of(node)]
-    if not kinds:
-        return words.replace("mapping", _link("mapping", found[nodes[0]])) if nodes else words
-    before = " \\| ".join(kind for kind, _ in kinds)
-    linked: dict[type[Node], str] = {}
-    for node in nodes:
-        linked.setdefault(node, _link(" \\| ".join(kinds_of(node)), found[node]))
-    words = words.replace(before, " \\| ".join(linked.values()))
-    return words.replace("mapping with kind:", "kind:")
+    if nodes:
+        kinds = " | ".join(kind for node in nodes for kind in kinds_of(node))
+        plain, short = (f"mapping with kind: {kinds}", "kind") if kinds else ("mapping",) * 2
+        words = words.replace(plain, _link(short, found[nodes[0]]))
+    return words
 
 
 def _link(text: str, section: Section) -> str:

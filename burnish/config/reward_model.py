@@ -27,8 +27,8 @@ class RewardModelConfig(SupervisedJob):
     """``burnish rm``: a reward model from preference pairs (Bradley-Terry), or a process reward
     model from solutions with a label on every step.
 
-    ``data`` and ``eval_data`` have the same kind. Steps refuse ``center_coef`` and losses other
-    than ``process``. Pairs refuse ``label_key``, and ``margin_key`` with the loss ``log_exp``."""
+    Steps refuse ``center_coef`` and losses other than ``process``. Pairs refuse ``label_key``, and
+    ``margin_key`` with the loss ``log_exp``."""
 
     job: Literal["rm"] = "rm"
     """Job of the recipe."""

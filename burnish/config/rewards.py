@@ -120,9 +120,9 @@ class RemoteReward(_Reward):
     max_concurrency: int = Field(16, ge=1)
     """Maximum concurrent requests, over all ``urls``."""
     connect_timeout_s: float = Field(10.0, gt=0)
-    """Timeout of opening a connection, in seconds."""
+    """Timeout of opening a connection."""
     read_timeout_s: float = Field(180.0, gt=0)
-    """Timeout from request to the last byte of its reply, in seconds."""
+    """Timeout from request to the last byte of its reply."""
     retries: int = Field(5, ge=0)
     """Retries after a connection error, a timeout, or status 408, 425, 429 or 5xx, plus one per
     additional URL. After other failures, each URL not yet tried gets the request once (see
@@ -131,7 +131,7 @@ class RemoteReward(_Reward):
     """Wait before the first retry if no other URL is left; doubles each time, and half is random. A
     longer Retry-After takes precedence."""
     max_backoff_s: float = Field(30.0, ge=0)
-    """Maximum wait in seconds, even with a longer Retry-After."""
+    """Maximum wait, even with a longer Retry-After."""
     rest_s: float = Field(10.0, ge=0)
     """Seconds without requests to a failed URL while another one works."""
     max_reply_bytes: int = Field(4 << 20, ge=1)

@@ -70,9 +70,7 @@ def turn_rewards_refused(kind: str) -> str:
 class RLConfig(TrainingJob):
     """``burnish rl``: reinforcement learning from rewards (PPO, GRPO and their family).
 
-    Advantages that compare a prompt's samples need ``n_samples_per_prompt`` of 2 or more.
-    ``critic`` is refused without gae, and ``reference`` without a KL weight. ``reinforce`` needs
-    one optimizer step per rollout. ``correction`` needs ``top_p: 1`` and ``top_k: 0``."""
+    ``reference`` needs a KL weight, and ``correction`` needs ``top_p: 1`` and ``top_k: 0``."""
 
     job: Literal["rl"] = "rl"
     """Job of the recipe."""
@@ -83,12 +81,12 @@ class RLConfig(TrainingJob):
     rollout: RolloutConfig
     """Sampling of responses."""
     rewards: tuple[RewardConfig, ...] = (FunctionReward(),)
-    """Rewards; the total is their weighted sum. With advantage ``on_policy_distill`` only measured,
-    by default none."""
+    """Rewards of the responses. With advantage ``on_policy_distill`` only measured, by default
+    none."""
     on_reward_failure: FailurePolicy = FailurePolicy()
     """Treatment of failed rewards."""
     shaping: ShapingConfig = ShapingConfig()
-    """Changes to the reward after the weighted sum."""
+    """Clipping and penalties."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantage, loss, KL."""
     critic: CriticConfig | None = None

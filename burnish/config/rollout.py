@@ -84,7 +84,7 @@ class VllmEngine(Node):
     """CUDA: disable compilation and graphs. On CPU they are always disabled."""
     sleep_between_rollouts: bool = False
     """CUDA: free weights and cache after every training rollout; updated weights are loaded before
-    the next. No effect on CPU, where vLLM cannot sleep."""
+    the next. No effect on CPU."""
 
 
 def _kind_left_out(value: Any) -> Any:
@@ -123,20 +123,25 @@ class DynamicSampling(Node):
             )
 
 
-class RolloutConfig(SamplingConfig):
-    """One rollout: P prompts with n samples each fill the buffer for one RL step."""
+class PromptsRollout(SamplingConfig):
+    """Options for sampling n responses to each prompt."""
 
-    rollout_batch_size: int = Field(ge=1)
-    """PROMPTS per rollout (P)."""
     n_samples_per_prompt: int = Field(1, ge=1)
-    """Samples per prompt (n); the buffer holds P x n."""
+    """Samples per prompt (n)."""
     engine: RolloutEngineConfig = LocalEngine()
     """Rollout engine."""
     episodes: EpisodesConfig | None = None
-    """Multi-turn episodes with an environment or tools. None: one response per prompt."""
+    """Multi-turn episodes. None: one response per prompt."""
+
+
+class RolloutConfig(PromptsRollout):
+    """One rollout: P prompts with n samples each fill the buffer for one RL step."""
+
+    rollout_batch_size: int = Field(ge=1)
+    """PROMPTS per rollout (P); the buffer holds P x n samples."""
     dynamic_sampling: DynamicSampling | None = None
-    """Replace groups with equal or out-of-bounds scores with new prompts (``{}``: defaults). None:
-    train on every group."""
+    """Replacement of groups without a learning signal (``{}``: defaults). None: train on every
+    group."""
 
     def rules(self) -> Iterator[str]:
         if self.temperature == 0:

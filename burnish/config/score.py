@@ -44,8 +44,7 @@ class ResponseDataConfig(PromptDataConfig):
 
 
 class ScoreConfig(RowsJob):
-    """``burnish score``: write the rewards of given responses as rows of a file. ``running_norm``
-    is refused."""
+    """``burnish score``: write the rewards of given responses as rows of a file."""
 
     job: Literal["score"] = "score"
     """Job of the recipe."""
@@ -58,7 +57,7 @@ class ScoreConfig(RowsJob):
     rewards: tuple[RewardConfig, ...] = (FunctionReward(),)
     """Rewards of the responses."""
     shaping: ShapingConfig = ShapingConfig()
-    """Changes to the reward after the weighted sum."""
+    """Clipping and penalties."""
     generate_max_len: int | None = Field(None, ge=1)
     """Length limit of responses, for ``shaping.overlong_buffer_len``."""
     output: PathText = "{run_dir}/scored.jsonl"

@@ -29,8 +29,6 @@ class StepsDataConfig(DataConfig):
 
     kind: Literal["steps"]
     """Trains a process reward model, which scores every step."""
-    prompt_key: str = "prompt"
-    """Column with the prompt: a string, or a list of chat messages."""
     steps_key: str | None = None
     """Column with the list of steps (texts). None: ``completions`` or ``steps``."""
     labels_key: str = "labels"
@@ -42,10 +40,6 @@ class StepsDataConfig(DataConfig):
     add_end_token: bool = True
     """Append the end token to the last step, as in sampled responses. False: append the separator
     (rows that stop within a solution)."""
-    prompt_template: str | None = None
-    """Prompt as a format string over the columns. None: the column itself."""
-    apply_chat_template: bool = False
-    """Wrap a string prompt as a user message; the steps are the assistant's answer."""
     max_len: int = Field(2048, ge=2)
     """Maximum tokens of prompt + steps; see ``overlong``."""
 

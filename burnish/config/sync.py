@@ -20,7 +20,7 @@ class InprocSync(Node):
 
 
 class _Sending(Node):
-    """Keys of transfers between processes."""
+    """Keys of transfers between processes (all kinds except ``inproc``)."""
 
     bucket_bytes: int = Field(512 << 20, ge=1024, multiple_of=16)
     """Size of transfer buckets; sender and receivers hold two each. (disk: file size.)"""

@@ -58,10 +58,10 @@ class TrainConfig(Node):
     gradient_checkpointing: bool = False
     """Recompute activations in backward: about a third more compute, much less memory."""
     on_oom: Literal["fail", "retry_smaller"] = "fail"
-    """If a pass runs out of memory. fail: end with a report. retry_smaller: halve micro-batches
-    until they fit, for the rest of the run, and repeat the update; it is the same, as losses are
-    divided by counts of the entire batch. Ends if one unit does not fit. Needs ranks that do not
-    wait for each other in a pass (the torch engine's replicas)."""
+    """Pass that runs out of memory. fail: end with a report. retry_smaller: repeat the update, with
+    the same result, in halved micro-batches; keep their size for the rest of the run. Ends if one
+    unit does not fit. Needs ranks that do not wait for each other in a pass (the torch engine's
+    replicas)."""
     moe_aux_loss_coef: float = Field(0.0, ge=0)
     """Weight of the router's load-balancing loss (arXiv 2101.03961) of policies and reward models
     with experts; usually 0.001 to 0.01. Computed per micro-batch and weighted by tokens, so small

@@ -8,50 +8,63 @@ import pytest
 
 from burnish.config import JOBS
 from burnish.config.base import Node
-from burnish.config.docs import default_text, field_text, fields_table, job_markdown
-from burnish.config.reference import config_markdown, sections
+from burnish.config.docs import (
+    TABLE_HEAD,
+    default_text,
+    field_text,
+    fields_table,
+    job_markdown,
+    own_text,
+)
+from burnish.config.reference import config_markdown
 from burnish.config.schema import kinds_of, nodes_in
 
 ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"\[[^]]+\]\(#([^)]+)\)")
 
 
-class Printed(NamedTuple):
-    """One section of the page."""
+class Part(NamedTuple):
+    """Rows of one section: of the node or the common keys, or of one variant."""
 
-    title: str
+    text: str
     rows: dict[str, list[str]]
     """Key -> the other cells of its row."""
-    includes: list[str]
-    """Anchors of the sections whose keys it includes."""
+
+    @property
+    def includes(self) -> list[str]:
+        """Anchors of the sections whose keys it includes."""
+        return LINK.findall(self.text.partition(" Includes ")[2])
 
 
-def printed_sections() -> dict[str, Printed]:
-    """Anchor -> section."""
+def printed_sections() -> dict[str, dict[str, Part]]:
+    """Anchor -> kinds ("" for a section's first rows) -> part."""
     found = {}
     for text in re.split(r"^### ", config_markdown(), flags=re.MULTILINE)[1:]:
-        lines = text.splitlines()
-        rows = [re.split(r"(?<!\\) \| ", line[2:-2]) for line in lines if line.startswith("| `")]
-        includes = [line for line in lines if line.startswith("Includes ")]
-        anchor = re.sub(r"[^\w\- ]", "", lines[0].lower()).replace(" ", "-")
-        assert anchor not in found, f"{lines[0]} is printed twice"
-        assert len({row[0] for row in rows}) == len(rows)
-        found[anchor] = Printed(
-            lines[0],
-            {row[0].strip("`"): row[1:] for row in rows},
-            LINK.findall("".join(includes)),
-        )
+        title, *lines = text.splitlines()
+        anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        assert anchor not in found, f"{title} is printed twice"
+        parts = {"": Part(" ".join(lines[: lines.index(TABLE_HEAD[0])]), {})}
+        part = parts[""]
+        for key, *cells in (re.split(r"(?<!\\) \| ", line) for line in lines if " | " in line):
+            if key.startswith("**"):
+                part = parts[key.strip("*")] = Part(f" {cells[2]}", {})
+            elif key.startswith("`"):
+                assert key.strip("`") not in part.rows, f"{title}: {key} is printed twice"
+                part.rows[key.strip("`")] = cells
+        found[anchor] = parts
     return found
 
 
 PAGE = printed_sections()
 
 
-def row_of(anchor: str, key: str) -> list[str] | None:
-    """The row of a key in a section, or in those that it includes."""
-    if key in PAGE[anchor].rows:
-        return PAGE[anchor].rows[key]
-    found = (row_of(included, key) for included in PAGE[anchor].includes)
+def row_of(anchor: str, kinds: str, key: str) -> list[str] | None:
+    """The row of a key in a part, in the section's first rows, or in the included sections."""
+    parts = [PAGE[anchor][kinds], PAGE[anchor][""]]
+    for part in parts:
+        if key in part.rows:
+            return part.rows[key]
+    found = (row_of(included, "", key) for part in parts for included in part.includes)
     return next((row for row in found if row is not None), None)
 
 
@@ -61,17 +74,19 @@ def check_keys(node: type[Node], anchor: str, seen: dict[type[Node], str]) -> No
         assert seen[node] == anchor, f"{node.__name__} has two sections"
         return
     seen[node] = anchor
+    kinds = ", ".join(kinds_of(node))
+    assert escaped(own_text(node)) in PAGE[anchor][kinds].text
     for key, field in node.model_fields.items():
         if key in ("kind", "job"):
             continue
-        row = row_of(anchor, key)
-        assert row is not None, f"{PAGE[anchor].title}: no {key}"
+        row = row_of(anchor, kinds, key)
+        assert row is not None, f"{anchor}: no {key}"
         assert row[1:] == [escaped(default_text(field), "`"), escaped(field_text(field))]
         nodes = nodes_in(field.annotation)
         links = LINK.findall(row[0])
-        assert len(links) == len(nodes), f"{PAGE[anchor].title}: {key}"
-        for below, link in zip(nodes, links, strict=True):
-            check_keys(below, link, seen)
+        assert len(links) == bool(nodes), f"{anchor}: {key}"
+        for below in nodes:
+            check_keys(below, links[0], seen)
 
 
 def escaped(text: str, quote: str = "") -> str:
@@ -84,39 +99,47 @@ def test_docs_config_md_is_up_to_date():
 
 
 def test_every_key_is_reachable_from_its_job_and_every_node_is_printed_once():
-    """With its default and its text; each section is reached."""
+    """With its default and its text; each section is reached, and each variant printed."""
     seen: dict[type[Node], str] = {}
     for name, job in JOBS.items():
         check_keys(job, name, seen)
-    included = {anchor for section in PAGE.values() for anchor in section.includes}
+    included = {
+        link for parts in PAGE.values() for part in parts.values() for link in part.includes
+    }
     assert sorted(set(seen.values()) | included) == sorted(PAGE)
-    assert len(set(seen.values())) == len(seen)
-
-
-def test_title_of_a_variant_contains_its_kind():
-    for node, section in sections().items():
-        if kinds_of(node):
-            assert section.title.split("`")[1].split(": ")[1] == " | ".join(kinds_of(node))
+    variants = sorted((seen[node], ", ".join(kinds_of(node))) for node in seen if kinds_of(node))
+    assert variants == sorted((anchor, kind) for anchor in PAGE for kind in PAGE[anchor] if kind)
+    assert len(variants) + len({seen[node] for node in seen if not kinds_of(node)}) == len(seen)
 
 
 def test_links_resolve_and_a_section_repeats_an_included_key_only_if_it_differs():
     links = LINK.findall(config_markdown())
-    assert len(links) > 100 and set(links) <= set(PAGE)
-    for section in PAGE.values():
-        for key, row in section.rows.items():
-            assert all(row_of(anchor, key) != row for anchor in section.includes), section.title
+    assert len(links) > 60 and set(links) <= set(PAGE)
+    for anchor, parts in PAGE.items():
+        for part in parts.values():
+            for key, row in part.rows.items():
+                assert all(row_of(other, "", key) != row for other in part.includes), anchor
 
 
 def test_a_job_that_differs_has_its_own_row():
     """evaluate has other defaults and another node than the jobs that share the key."""
-    assert PAGE["every-job"].rows["run_dir"][1] == "`runs/{job}`"
-    assert PAGE["evaluate"].rows["run_dir"][1] == "`runs/{job}-{time}`"
-    assert "run_dir" not in PAGE["generate"].rows
-    assert PAGE["rl"].rows["train"] != PAGE["supervised-jobs"].rows["train"]
+    assert PAGE["every-job"][""].rows["run_dir"][1] == "`runs/{job}`"
+    assert PAGE["evaluate"][""].rows["run_dir"][1] == "`runs/{job}-{time}`"
+    assert "run_dir" not in PAGE["generate"][""].rows
+    assert PAGE["rl"][""].rows["train"] != PAGE["supervised-jobs"][""].rows["train"]
+
+
+def test_types_are_short():
+    """The variants of a key are listed in their section, and null is named if it is not the
+    default."""
+    assert PAGE["rl"][""].rows["rewards"][0] == "list of [kind](#rewards)"
+    train = PAGE["train-sft-rm-preference-distill"][""].rows
+    assert train["max_grad_norm"][:2] == ["float, or null", "`1.0`"]
+    assert train["ema_decay"][:2] == ["float", "`null`"]
 
 
 def test_the_page_is_short():
-    assert len(config_markdown().encode()) < 70 * 1024
+    assert len(config_markdown().encode()) < 61_440  # 60 KiB
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -151,6 +174,6 @@ def test_a_group_of_keys_is_printed_once():
 
 def test_a_table_row_stays_on_one_line():
     lines = job_markdown("rl").splitlines()
-    rows = [line for line in lines if line.startswith("| `")]
+    rows = [line for line in lines if line.startswith("`") and " | " in line]
     assert len(rows) == len(fields_table("rl"))
-    assert all(row.replace("\\|", "").count("|") == 5 for row in rows)
+    assert all(row.replace("\\|", "").count("|") == 3 for row in rows)

@@ -1,16 +1,21 @@
-"""Episodes per second with slow environments: the continuous engine against turn barriers.
+"""Episodes per second with slow environments, and the cost of single turns and of follow-up turns.
 
-    python benchmarks/episode_throughput.py [--episodes 64] [--concurrent 16] [--scale 1.0]
+    python benchmarks/episode_throughput.py [--part barriers single cache] [--engine local vllm]
 
-Episodes have 1 to 8 turns, and each step of the environment takes 0 to 2 seconds (both uniform,
-equal on both sides). The barrier loop generates one turn of all its episodes as one batch, steps
-all their environments concurrently, and then begins the next turn. Both play the same episodes with
-the same engine, environments, chat format and number of episodes at once. ``--concurrent 0``: all
-at once. ``--scale`` multiplies the latencies.
+``barriers``: the continuous engine against turn barriers. Episodes have 1 to 8 turns, and each step
+of the environment takes 0 to 2 seconds (both uniform, equal on both sides). The barrier loop
+generates one turn of all its episodes as one batch, steps all their environments concurrently, and
+then begins the next turn. Both play the same episodes with the same engine, environments, chat
+format and number of episodes at once. ``--concurrent 0``: all at once. ``--scale`` multiplies the
+latencies. Each of ``--rounds`` rounds plays both in turn.
 
-Then it measures responses of a single turn: ``engine.generate`` against the service that episodes
-use (``rollout/service.py``) and against episodes of one turn, in alternating rounds. The model is
-made from scratch: its computations take a small share of the time, as on a GPU.
+``single``: responses of a single turn. ``engine.generate`` against the service that episodes use
+(``rollout/service.py``) and against episodes of one turn, in alternating rounds.
+
+``cache``: share of the prompt tokens of follow-up turns that the engine reads from its cache, in 8
+conversations of 8 turns: 300 tokens at the start, then 40 sampled and 20 observed tokens per turn.
+
+The model is made from scratch: its computations take a small share of the time, as on a GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from importlib.metadata import packages_distributions, version
 from typing import Any
 
 from common import cpu_seconds, markdown_table, versions
@@ -32,6 +38,8 @@ MAX_TURNS, MAX_LATENCY_S = 8, 2.0
 STOP = tuple("aeiou")
 MAX_NEW = 256
 TOKENS = 4096
+CONVERSATIONS, TURNS, START, SAMPLED, OBSERVED = 8, 8, 300, 40, 20
+ENGINES = ("local", "vllm")
 
 
 class Latency:
@@ -65,24 +73,28 @@ class Bench:
     sampling: Any
 
     def close(self) -> None:
-        """End the environment's process."""
+        """End the environment's process and the engine."""
         self.players.close()
+        self.engine.close()
 
 
-def build(args: argparse.Namespace, **options: Any) -> Bench:
-    """Return engine, environments and sampling parameters."""
+def build(args: argparse.Namespace, engine: str, **options: Any) -> Bench:
+    """Return engine, environments and sampling parameters. Heads have 32 dimensions, the least that
+    vLLM accepts on a CPU."""
+    from pydantic import TypeAdapter
+
     from burnish.config.episodes import EpisodesConfig
     from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
-    from burnish.config.rollout import LocalEngine
+    from burnish.config.rollout import RolloutEngineConfig
     from burnish.jobs.episodes import build_players
-    from burnish.models.load import load_causal_lm, load_tokenizer
+    from burnish.models.load import load_tokenizer
     from burnish.observe.timeline import Timeline
     from burnish.rollout.base import Sampling
-    from burnish.rollout.decoding import make_local_engine
     from burnish.runtime.inline import InlineRuntime
 
+    heads = {"num_heads": args.hidden // 32, "num_kv_heads": args.hidden // 32}
     model = ModelConfig(
-        scratch=ScratchConfig(hidden_size=args.hidden, max_position_embeddings=TOKENS)
+        scratch=ScratchConfig(hidden_size=args.hidden, max_position_embeddings=TOKENS, **heads)
     )
     tokenizer = load_tokenizer(model)
     config = EpisodesConfig(
@@ -97,9 +109,10 @@ def build(args: argparse.Namespace, **options: Any) -> Bench:
     )
     players = build_players(config, model, runtime)
     assert players is not None
-    engine = make_local_engine(load_causal_lm(model), tokenizer, LocalEngine(), name="model")
+    wanted = TypeAdapter(RolloutEngineConfig).validate_python({"kind": engine})
+    built = runtime.standalone_rollout(model, wanted, max_len=TOKENS)
     ends = tuple(sorted(players.renderer.stop_token_ids))
-    return Bench(engine, players, Sampling(MAX_NEW, stop=STOP, stop_token_ids=ends))
+    return Bench(built, players, Sampling(MAX_NEW, stop=STOP, stop_token_ids=ends))
 
 
 def make_tasks(count: int, name: str) -> list[Any]:
@@ -162,38 +175,42 @@ def measure_continuous(bench: Bench, args: argparse.Namespace) -> tuple[float, l
     return time.perf_counter() - started, played
 
 
-def compare(args: argparse.Namespace) -> None:
+def barriers(args: argparse.Namespace, engine: str) -> None:
     """Print both times, their ratio, and the share of follow-up prompts read from the cache."""
-    with closing(build(args)) as bench:
+    ratios = []
+    with closing(build(args, engine)) as bench:
         bench.players.play(bench.engine, bench.sampling, make_tasks(1, "warmup"))
-        barrier_s, expected = measure_barriers(bench, args)
-        continuous_s, played = measure_continuous(bench, args)
+        for _ in range(args.rounds):
+            barrier_s, expected = measure_barriers(bench, args)
+            continuous_s, played = measure_continuous(bench, args)
+            ratios.append((barrier_s / continuous_s, barrier_s, continuous_s))
     found = [[call.completion.token_ids for call in one.calls] for one in played]
     equal = sum(a == b for a, b in zip(found, expected, strict=True))
     later = [turn for one in played for turn in one.record.turns[1:]]
-    prompt_tokens = sum(turn.num_prompt_tokens for turn in later)
-    cached = sum(turn.cached_tokens for turn in later) / prompt_tokens
+    cached = sum(t.cached_tokens for t in later) / sum(t.num_prompt_tokens for t in later)
     turns = sum(len(one.record.turns) for one in played)
     concurrent = args.concurrent or args.episodes
     print(f"{args.episodes} episodes, {turns} turns, {concurrent} at once; {equal} sampled equally")
+    median = statistics.median(ratio for ratio, _, _ in ratios)
     rows = [
-        (name, f"{seconds:.1f}", f"{args.episodes / seconds:.2f}")
-        for name, seconds in (("turn barriers", barrier_s), ("continuous", continuous_s))
+        (str(i + 1), *(f"{s:.1f} ({args.episodes / s:.2f})" for s in times), f"{ratio:.2f}")
+        for i, (ratio, *times) in enumerate(ratios)
     ]
-    print("\n".join(markdown_table(["", "wall s", "episodes/s"], rows)))
-    print(f"ratio {barrier_s / continuous_s:.2f}; cached share of follow-up prompts {cached:.3f}\n")
+    heads = ["round", "turn barriers, s (episodes/s)", "continuous", "ratio"]
+    print("\n".join(markdown_table(heads, rows)))
+    print(f"median ratio {median:.2f}; cached share of follow-up prompts {cached:.3f}\n")
 
 
 # ---- a single turn -------------------------------------------------------------------------------
 
 
-def single_turn(args: argparse.Namespace) -> None:
+def single(args: argparse.Namespace, engine: str) -> None:
     """Print user-CPU milliseconds per response of three ways to sample one response per prompt."""
     from burnish.rollout.base import Request
     from burnish.rollout.service import RolloutService
 
     args = argparse.Namespace(**{**vars(args), "scale": 0.0, "concurrent": 0})
-    with closing(build(args, turns=1)) as bench:
+    with closing(build(args, engine, turns=1)) as bench:
         prompt = bench.players.renderer.render([{"role": "user", "content": "b" * PROMPT_CHARS}])
         requests = [Request(str(i), prompt, seed=i) for i in range(args.responses)]
 
@@ -224,7 +241,43 @@ def single_turn(args: argparse.Namespace) -> None:
     ]
     print(f"{args.responses} responses of one turn, median of {args.rounds} rounds")
     heads = ["", "user-CPU ms per response", "ratio to engine.generate"]
-    print("\n".join(markdown_table(heads, rows)))
+    print("\n".join(markdown_table(heads, rows)) + "\n")
+
+
+# ---- follow-up turns -----------------------------------------------------------------------------
+
+
+def cache(args: argparse.Namespace, engine: str) -> None:
+    """Print the share of the prompt tokens of follow-up turns that came from the cache."""
+    from burnish.rollout.base import Request, Sampling
+    from burnish.rollout.service import RolloutService
+
+    draw = random.Random(0)
+    prompts = [tuple(draw.choices(range(6, 40), k=START)) for _ in range(CONVERSATIONS)]
+    counted: list[tuple[int, int]] = []
+    bench = build(args, engine)
+    with closing(bench), closing(RolloutService(bench.engine)) as service:
+        for turn in range(TURNS):
+            requests = [
+                Request(f"{i}/{turn}", prompt, seed=i, conversation=str(i))
+                for i, prompt in enumerate(prompts)
+            ]
+            futures = [service.submit(request, Sampling(SAMPLED)) for request in requests]
+            done = [future.result() for future in futures]
+            counted += [(len(p), c.cached_tokens) for p, c in zip(prompts, done, strict=True)]
+            observed = [draw.choices(range(6, 40), k=OBSERVED) for _ in prompts]
+            prompts = [
+                (*p, *c.token_ids, *new) for p, c, new in zip(prompts, done, observed, strict=True)
+            ]
+    read, cached = (sum(column) for column in zip(*counted[CONVERSATIONS:], strict=True))
+    tokens = sum(map(len, prompts)) // CONVERSATIONS
+    print(
+        f"{engine}: {cached / read:.3f} of {read} prompt tokens of {TURNS - 1} follow-up turns in "
+        f"{CONVERSATIONS} conversations came from the cache (mean final length {tokens})\n"
+    )
+
+
+PARTS = {"barriers": barriers, "single": single, "cache": cache}
 
 
 def main() -> None:
@@ -232,20 +285,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--engine", nargs="+", choices=ENGINES, default=["local"])
     parser.add_argument("--episodes", type=int, default=64)
     parser.add_argument("--concurrent", type=int, default=16, help="0: all")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of all latencies")
     parser.add_argument("--hidden", type=int, default=64, help="width of the model")
     parser.add_argument("--responses", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
 
     import torch
 
     torch.set_num_threads(1)
-    print(versions("torch", "transformers") + ", one thread\n")
-    compare(args)
-    single_turn(args)
+    print(versions("torch", "transformers"), end="")
+    for package in packages_distributions()["vllm"] if "vllm" in args.engine else ():
+        print(f", {package} {version(package)}", end="")
+    print(", one thread\n")
+    for engine in args.engine:
+        for part in args.part:
+            print(f"## {part}, {engine}\n")
+            PARTS[part](args, engine)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ answers calls: an episode in training, or a served model. Neither knows the othe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -18,6 +19,8 @@ Message = Mapping[str, Any]
 ``tool``) and ``content`` (text, never None). Optional: ``reasoning_content``, ``tool_calls`` (a
 list of ``{"id", "type": "function", "function": {"name", "arguments": {...}}}``, arguments as a
 mapping), ``tool_call_id``, ``name``."""
+
+ToolChoice = Literal["auto", "none", "required"]
 
 ErrorKind = Literal[
     "invalid_request_error",
@@ -46,11 +49,11 @@ class CallError(BurnishError):
         """``status``: HTTP status. ``param``: JSON path of the wrong field, such as
         ``messages[0].role``. ``retry_after_s``: seconds after which a retry can succeed; None: a
         retry gives the same error."""
-        super().__init__(message)
-        self.message = message
+        self.message = str(well_formed(message))
+        super().__init__(self.message)
         self.status = status
         self.kind: ErrorKind = kind
-        self.param = param
+        self.param: str | None = well_formed(param)
         self.retry_after_s = retry_after_s
 
 
@@ -59,11 +62,39 @@ def invalid(param: str | None, message: str) -> CallError:
     return CallError(message, status=400, kind="invalid_request_error", param=param)
 
 
+def well_formed(value: Any) -> Any:
+    """Return a JSON value as every JSON parser accepts it.
+
+    Lone surrogates become U+FFFD, numbers that are not finite become None. Sampled tool arguments
+    can contain both. ``value`` is nested less than Python's recursion limit.
+
+    >>> well_formed({"a": ["\\ud800", float("nan")]}) == {"a": ["\\ufffd", None]}
+    True
+    """
+    if isinstance(value, str):
+        return _well_formed_text(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {_well_formed_text(key): well_formed(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [well_formed(item) for item in value]
+    return value
+
+
+def _well_formed_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
 @dataclass(frozen=True)
 class ModelCall:
     """One request of a client.
 
-    Texts contain no lone surrogates, and numbers are finite. Example:
+    All values are :func:`well_formed`. Example:
     ``ModelCall("m", ({"role": "user", "content": "2+2?"},), max_tokens=16)``.
     """
 
@@ -75,7 +106,7 @@ class ModelCall:
     Names are unique."""
     prompt: str | tuple[int, ...] | None = None
     """Prompt of a completion without a chat template: text or token ids."""
-    tool_choice: Literal["auto", "none", "required"] = "auto"
+    tool_choice: ToolChoice = "auto"
     """``required``: the response must call a tool. A named function counts as required."""
     max_tokens: int | None = None
     """Maximum sampled tokens, at least 1. None: the client sets no limit."""
@@ -119,7 +150,8 @@ class Choice:
     """One response of the model."""
 
     message: Message
-    """Assistant message. Tool arguments are mappings."""
+    """Assistant message. Tool arguments are mappings. Clients receive it :func:`well_formed`, so
+    compare messages of later calls with that form."""
     finish_reason: Literal["stop", "length", "tool_calls"]
     arguments_text: tuple[str, ...] = ()
     """JSON text of the arguments of each tool call, as sampled. APIs whose arguments are text

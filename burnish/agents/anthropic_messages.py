@@ -1,0 +1,307 @@
+"""Anthropic's Messages API, with the body of token counting.
+
+A response has the blocks ``thinking`` (only if the request turns thinking on, as programs that do
+not expect the block read ``content[0].text``), ``text``, and a ``tool_use`` per tool call.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from typing import Any
+
+from burnish.agents.calls import CallError, ModelCall, ModelReply, ToolChoice, well_formed
+from burnish.agents.conversation import (
+    Conversation,
+    assistant_message,
+    checked_choice,
+    checked_tools,
+    function_tool,
+    joined_text,
+    part_text,
+    tool_call,
+    unknown_part,
+)
+from burnish.agents.reading import (
+    Json,
+    Parameter,
+    checked_body,
+    ignored_parameters,
+    sampling_parameters,
+    stop_texts,
+    unsupported_parameters,
+)
+from burnish.agents.writing import compact, event, shown
+
+_TEXT = {"text": "text"}
+_ROLES = ("user", "assistant", "system")
+_PARAMETERS = {
+    "mcp_servers": Parameter("the server connects to no other servers; use `tools`", ([],)),
+    "container": Parameter("the server has no code execution"),
+    "prefill": Parameter("a response cannot be begun by the client"),
+}
+_NO_EFFECT: dict[str, tuple[Any, ...]] = {"context_management": ({},)}
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_ERROR_TYPES = {
+    "context_length_exceeded": "invalid_request_error",
+    "episode_closed": "invalid_request_error",
+}
+_ERROR_TYPES_OF_STATUS = {
+    403: "permission_error",
+    413: "request_too_large",
+    529: "overloaded_error",
+}
+
+
+class Messages:
+    """``POST /v1/messages``. See :class:`~burnish.agents.calls.Dialect`."""
+
+    def read(self, body: Any, *, max_messages: int) -> ModelCall:
+        """Return the call in a request body.
+
+        Text blocks of one message are joined by newlines. ``cache_control`` and ``is_error`` are
+        not used.
+        """
+        root = checked_body(body)
+        return _read(root, max_messages, root.need("max_tokens").integer(1))
+
+    def read_count(self, body: Any, *, max_messages: int) -> ModelCall:
+        """Return the call in the body of ``POST /v1/messages/count_tokens``, which has no
+        ``max_tokens``."""
+        return _read(checked_body(body), max_messages, None)
+
+    def write_count(self, num_tokens: int) -> dict[str, Any]:
+        """Return the response body of ``POST /v1/messages/count_tokens``."""
+        return {"input_tokens": num_tokens}
+
+    def write(self, call: ModelCall, reply: ModelReply) -> dict[str, Any]:
+        """Return the message object."""
+        return {
+            **_head(reply),
+            "content": _blocks(call, reply),
+            **_stop(reply),
+            "usage": _usage(reply),
+        }
+
+    def events(self, call: ModelCall, reply: ModelReply) -> Iterator[str]:
+        """Yield the events of a message: start, those of each block, delta with the stop reason and
+        the usage, stop."""
+        usage = _usage(reply)
+        nothing = {"stop_reason": None, "stop_sequence": None}
+        begun = {**_head(reply), "content": [], **nothing, "usage": {**usage, "output_tokens": 0}}
+        yield _event("message_start", {"message": begun})
+        for index, block in enumerate(_blocks(call, reply)):
+            emptied, deltas = _streamed(block)
+            yield _event("content_block_start", {"index": index, "content_block": emptied})
+            for delta in deltas:
+                yield _event("content_block_delta", {"index": index, "delta": delta})
+            yield _event("content_block_stop", {"index": index})
+        yield _event("message_delta", {"delta": _stop(reply), "usage": usage})
+        yield _event("message_stop", {})
+
+    def error(self, error: CallError) -> dict[str, Any]:
+        """Return the error body."""
+        by_status = _ERROR_TYPES_OF_STATUS.get(error.status)
+        kind = by_status or _ERROR_TYPES.get(error.kind, error.kind)
+        return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+    def error_event(self, error: CallError) -> str:
+        """Return an ``error`` event."""
+        return event(self.error(error), "error")
+
+
+# ---- requests ----------------------------------------------------------------------------------
+
+
+def _read(root: Json, max_messages: int, max_tokens: int | None) -> ModelCall:
+    tools = root.read("tools", _read_tools, ())
+    unsupported, ignored = _output_config(root.get("output_config"))
+    choice = root.get("tool_choice")
+    if choice is not None and choice.read("disable_parallel_tool_use", Json.boolean, False):
+        ignored.append("disable_parallel_tool_use")
+    thinks = _thinks(root.get("thinking"))
+    if thinks:
+        ignored.append("thinking")
+    if any(tool.get("strict") for tool in root.value.get("tools") or ()):
+        ignored.append("strict")
+    return ModelCall(
+        model=root.need("model").name(),
+        messages=_read_messages(root, max_messages),
+        tools=tools,
+        tool_choice=_read_choice(choice, tools),
+        max_tokens=max_tokens,
+        stop=root.read("stop_sequences", stop_texts, ()),
+        stream_usage=True,
+        show_reasoning=thinks,
+        unsupported={**unsupported_parameters(root, _PARAMETERS), **unsupported},
+        ignored=(*ignored_parameters(root, _NO_EFFECT), *ignored),
+        **sampling_parameters(root),
+    )
+
+
+def _thinks(node: Json | None) -> bool:
+    """Return whether the reply contains the reasoning."""
+    if node is None or node.need("type").name() == "disabled":
+        return False
+    display = node.get("display")
+    return display is None or display.value != "omitted"
+
+
+def _output_config(node: Json | None) -> tuple[dict[str, str], list[str]]:
+    """Return (unsupported, ignored) parameters of ``output_config``."""
+    if node is None:
+        return {}, []
+    wrong = "constrained sampling is not supported; describe the format in the prompt"
+    unsupported = {"output_config.format": wrong} if node.get("format") is not None else {}
+    return unsupported, ["output_config.effort"] if node.get("effort") is not None else []
+
+
+def _read_tools(node: Json) -> tuple[Any, ...]:
+    tools = []
+    for tool in node.items():
+        kind = tool.get("type")
+        if kind is not None and kind.value != "custom":
+            raise kind.wrong("'custom': the server has no tools of its own")
+        tools.append(function_tool(tool, "input_schema"))
+    return checked_tools(tools, node.path)
+
+
+def _read_choice(node: Json | None, tools: tuple[Any, ...]) -> ToolChoice:
+    if node is None:
+        return "auto"
+    match node.need("type").one_of(("auto", "none", "any", "tool")):
+        case "auto":
+            return "auto"
+        case "none":
+            return "none"
+        case "any":
+            return checked_choice("required", node, tools=tools)
+        case _:
+            return checked_choice("required", node, tools=tools, name=node.need("name"))
+
+
+def _read_messages(root: Json, max_messages: int) -> tuple[Any, ...]:
+    conversation = Conversation(max_messages=max_messages)
+    if system := root.get("system"):
+        conversation.add({"role": "system", "content": joined_text(system, _TEXT)}, system.path)
+    messages = root.need("messages")
+    for each in messages.items():
+        role = each.need("role").one_of(_ROLES)
+        content = each.need("content")
+        if role == "assistant":
+            conversation.add(_read_assistant(content), each.path)
+        elif role == "system" or isinstance(content.value, str):
+            text = joined_text(content, _TEXT)
+            conversation.add({"role": role, "content": text}, each.path)
+        else:
+            _add_user_blocks(conversation, content)
+    if not messages.value:
+        raise messages.wrong("a list with at least one message")
+    return conversation.finish(messages.path)
+
+
+def _add_user_blocks(conversation: Conversation, content: Json) -> None:
+    """Add the tool results and the texts of a user message, in order. Successive texts are one
+    message."""
+    texts: list[str] = []
+    blocks = content.items()
+    if not blocks:
+        raise content.wrong("a string or a non-empty list of blocks")
+    for block in blocks:
+        if block.need("type").value != "tool_result":
+            texts.append(part_text(block, {**_TEXT, "tool_result": ""}))
+            continue
+        if texts:
+            conversation.add({"role": "user", "content": "\n".join(texts)}, content.path)
+            texts = []
+        result = block.read("content", lambda node: joined_text(node, _TEXT), "")
+        call_id = block.need("tool_use_id").name()
+        conversation.add({"role": "tool", "content": result, "tool_call_id": call_id}, block.path)
+    if texts:
+        conversation.add({"role": "user", "content": "\n".join(texts)}, content.path)
+
+
+def _read_assistant(content: Json) -> dict[str, Any]:
+    if isinstance(content.value, str):
+        return assistant_message(content.value)
+    texts, thoughts, calls = [], [], []
+    for block in content.items():
+        match block.need("type").name():
+            case "text":
+                texts.append(block.need("text").text())
+            case "thinking":
+                thoughts.append(block.need("thinking").text())
+            case "redacted_thinking":
+                continue  # encrypted by another server
+            case "tool_use":
+                name, given = block.need("name").name(), block.need("input").mapping()
+                calls.append(tool_call(block.need("id").name(), name, given))
+            case _:
+                raise unknown_part(block, ("text", "thinking", "tool_use"))
+    return assistant_message("\n".join(texts), "\n".join(thoughts), calls)
+
+
+# ---- replies -----------------------------------------------------------------------------------
+
+
+def _event(name: str, data: Mapping[str, Any]) -> str:
+    return event({"type": name, **data}, name)
+
+
+def _head(reply: ModelReply) -> dict[str, Any]:
+    name = f"msg_{reply.reply_id}"
+    return {"id": name, "type": "message", "role": "assistant", "model": reply.model}
+
+
+def _stop(reply: ModelReply) -> dict[str, Any]:
+    choice = reply.choices[0]
+    reason = _STOP_REASONS[choice.finish_reason]
+    if choice.finish_reason == "stop" and choice.stop_sequence is not None:
+        reason = "stop_sequence"
+    stopped = well_formed(choice.stop_sequence) if reason == "stop_sequence" else None
+    return {"stop_reason": reason, "stop_sequence": stopped}
+
+
+def _usage(reply: ModelReply) -> dict[str, Any]:
+    return {
+        "input_tokens": reply.prompt_tokens - reply.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": reply.cached_tokens,
+        "output_tokens": reply.completion_tokens,
+    }
+
+
+def _blocks(call: ModelCall, reply: ModelReply) -> list[dict[str, Any]]:
+    """Return the content blocks. There is a text block unless there are tool calls."""
+    response = shown(call, reply.choices[0])
+    blocks: list[dict[str, Any]] = []
+    if response.reasoning:
+        signature = _signature(response.reasoning)
+        blocks.append({"type": "thinking", "thinking": response.reasoning, "signature": signature})
+    if response.content or not response.calls:
+        blocks.append({"type": "text", "text": response.content})
+    for made in response.calls:
+        used = {"id": made.call_id, "name": made.name, "input": made.arguments}
+        blocks.append({"type": "tool_use", **used})
+    return blocks
+
+
+def _signature(reasoning: str) -> str:
+    """Return the signature of a thinking block. Clients must return one; it is not checked."""
+    return b64encode(blake2b(reasoning.encode(), digest_size=24).digest()).decode()
+
+
+def _streamed(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return a block without its value, and the deltas that fill it."""
+    match block["type"]:
+        case "thinking":
+            return {**block, "thinking": "", "signature": ""}, [
+                {"type": "thinking_delta", "thinking": block["thinking"]},
+                {"type": "signature_delta", "signature": block["signature"]},
+            ]
+        case "text":
+            return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
+        case _:
+            text = compact(block["input"])
+            return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": text}]

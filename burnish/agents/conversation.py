@@ -1,0 +1,196 @@
+"""Messages and tools of a request, checked for the rules that all APIs share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from burnish.agents.calls import CallError, Message, ToolChoice, invalid, well_formed
+from burnish.agents.reading import Json, check_values
+
+_MEDIA = ("image", "audio", "video", "file", "document")
+
+
+class Conversation:
+    """Collects the messages of a request.
+
+    A tool result gets the name of its call. Every error names the JSON path of the message.
+    """
+
+    def __init__(self, *, max_messages: int) -> None:
+        self._max_messages = max_messages
+        self._messages: list[Message] = []
+        self._last_path = ""
+        self._names: dict[str, str] = {}
+        """Id of every tool call so far -> name of the tool."""
+
+    def add(self, message: Mapping[str, Any], path: str) -> None:
+        """Append a message. Raises CallError if there are too many, or if it is a tool result
+        without a call."""
+        if len(self._messages) >= self._max_messages:
+            raise invalid(
+                path, f"the conversation has more than {self._max_messages} messages; shorten it"
+            )
+        if message["role"] == "tool":
+            message = self._named(message, path)
+        for made in message.get("tool_calls", ()):
+            self._names[made["id"]] = made["function"]["name"]
+        self._messages.append(message)
+        self._last_path = path
+
+    def finish(self, path: str) -> tuple[Message, ...]:
+        """Return all messages. ``path``: path of their list.
+
+        Raises CallError if there are none, or if the last one is the assistant's.
+        """
+        if not self._messages:
+            raise invalid(path, f"{path} is empty, so there is nothing to answer; add a message")
+        if self._messages[-1]["role"] == "assistant":
+            raise invalid(
+                self._last_path,
+                f"{self._last_path}: the last message is the assistant's, so there is nothing to "
+                "answer (beginning a response for the model is not supported); end the "
+                "conversation with a user message or a tool result",
+            )
+        return tuple(self._messages)
+
+    def _named(self, message: Mapping[str, Any], path: str) -> Message:
+        call_id = message["tool_call_id"]
+        if call_id not in self._names:
+            raise invalid(
+                path,
+                f"{path} is the result of the tool call {call_id[:60]!r}, but no earlier assistant "
+                "message has a call with this id; send that message too",
+            )
+        return {"name": self._names[call_id], **message}
+
+
+def assistant_message(
+    content: str, reasoning: str = "", calls: Collection[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """Return an assistant message. Empty parts other than the content are left out."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = list(calls)
+    return message
+
+
+def tool_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one entry of ``tool_calls``."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def joined_text(node: Json, kinds: Mapping[str, str]) -> str:
+    """Return content: a string, or a list of parts, joined by newlines.
+
+    ``kinds``: ``type`` of a text part -> key of its text. Raises CallError for other parts.
+    """
+    if isinstance(node.value, str):
+        return node.value
+    if not isinstance(node.value, list):
+        raise node.wrong("a string or a list of text parts")
+    return "\n".join(part_text(part, kinds) for part in node.items())
+
+
+def part_text(part: Json, kinds: Mapping[str, str]) -> str:
+    """Return the text of one part of content."""
+    kind = part.need("type").name()
+    if kind in kinds:
+        return part.need(kinds[kind]).text()
+    raise unknown_part(part, kinds)
+
+
+def unknown_part(part: Json, known: Collection[str]) -> CallError:
+    """Return the error for a part of content whose ``type`` is not ``known``."""
+    where, kind = part.child("type").path, part.value["type"]
+    if any(word in kind for word in _MEDIA):
+        reason = "the model reads text only; send text parts"
+    else:
+        reason = f"known are {', '.join(known)}"
+    return invalid(where, f"{where} is {kind[:60]!r}, which is not supported: {reason}")
+
+
+def arguments_of(node: Json) -> Mapping[str, Any]:
+    """Return the arguments of a tool call, given as JSON text or as an object.
+
+    Empty text means no arguments. Raises CallError if the text is not a JSON object.
+    """
+    value = node.value
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise invalid(
+                node.path, f"{node.path} is not JSON text ({error}); send a JSON object as text"
+            ) from error
+        value = well_formed(check_values(value, node.path))
+    if not isinstance(value, Mapping):
+        raise node.wrong("a JSON object, or its text")
+    return value
+
+
+def function_tool(function: Json, schema_key: str) -> dict[str, Any]:
+    """Return a tool in the form of chat templates. ``schema_key``: key of the JSON schema of the
+    arguments."""
+    schema = function.get(schema_key)
+    return {
+        "type": "function",
+        "function": {
+            "name": function.need("name").name(),
+            "description": function.read("description", Json.text, ""),
+            "parameters": dict(schema.mapping())
+            if schema
+            else {"type": "object", "properties": {}},
+        },
+    }
+
+
+def checked_tools(tools: list[dict[str, Any]], path: str) -> tuple[Mapping[str, Any], ...]:
+    """Return the tools. Raises CallError if two have the same name."""
+    names: set[str] = set()
+    for number, tool in enumerate(tools):
+        name = tool["function"]["name"]
+        if name in names:
+            where = f"{path}[{number}]"
+            raise invalid(where, f"{where}: another tool is also named {name[:60]!r}; rename one")
+        names.add(name)
+    return tuple(tools)
+
+
+def checked_choice(
+    choice: ToolChoice,
+    node: Json,
+    *,
+    tools: tuple[Mapping[str, Any], ...],
+    name: Json | None = None,
+) -> ToolChoice:
+    """Return the tool choice. ``name``: the tool that must be called.
+
+    Raises CallError if a call is required without tools, or of an unknown tool.
+    """
+    if choice == "required" and not tools:
+        raise invalid(node.path, f"{node.path} requires a tool call, but there are no tools")
+    known = [tool["function"]["name"] for tool in tools]
+    if name is not None and name.name() not in known:
+        raise name.wrong(f"the name of a tool ({', '.join(known)[:200]})")
+    return choice
+
+
+def openai_choice(
+    node: Json | None, tools: tuple[Mapping[str, Any], ...], named: Callable[[Json], Json]
+) -> ToolChoice:
+    """Return the tool choice of OpenAI's APIs. ``named``: the name in the choice of one tool."""
+    if node is None or node.value == "auto":
+        return "auto"
+    if node.value == "none":
+        return "none"
+    if node.value == "required":
+        return checked_choice("required", node, tools=tools)
+    if not isinstance(node.value, dict):
+        raise node.wrong("'auto', 'none', 'required', or an object that names a function")
+    node.need("type").one_of(("function",))
+    return checked_choice("required", node, tools=tools, name=named(node))

@@ -1,0 +1,389 @@
+"""OpenAI's chat completions and completions.
+
+The reasoning of a response is in ``reasoning_content``, which servers of open models use; OpenAI's
+own API returns none. Log-probs cover every sampled token, those of reasoning and tool calls too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+from burnish.agents.calls import CallError, Choice, ModelCall, ModelReply, invalid
+from burnish.agents.conversation import (
+    Conversation,
+    arguments_of,
+    assistant_message,
+    checked_tools,
+    function_tool,
+    joined_text,
+    openai_choice,
+    tool_call,
+)
+from burnish.agents.reading import (
+    Json,
+    Parameter,
+    checked_body,
+    ignored_parameters,
+    sampling_parameters,
+    stop_texts,
+    unsupported_parameters,
+)
+from burnish.agents.writing import (
+    Shown,
+    event,
+    finite_logprob,
+    openai_error,
+    openai_usage,
+    shown,
+    token_logprobs,
+)
+
+MAX_N = 128
+"""Maximum responses of one call."""
+_MAX_TOKEN_ID = 2**31 - 1
+_DONE = "data: [DONE]\n\n"
+_TEXT = {"text": "text", "refusal": "refusal"}
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_SCALED = "it changes the distribution that log-probs describe"
+_CONSTRAINED = "constrained sampling is not supported; describe the format in the prompt"
+_SHARED = {
+    "logit_bias": Parameter(_SCALED, ({},)),
+    "presence_penalty": Parameter(_SCALED, (0,)),
+    "frequency_penalty": Parameter(_SCALED, (0,)),
+    "repetition_penalty": Parameter(_SCALED, (1,)),
+    "min_p": Parameter(_SCALED, (0,)),
+    "min_tokens": Parameter(_SCALED, (0,)),
+    "ignore_eos": Parameter(_SCALED, (False,)),
+    "bad_words": Parameter(_SCALED, ([],)),
+    "use_beam_search": Parameter("responses are sampled", (False,)),
+    "stop_token_ids": Parameter("use `stop`", ([],)),
+    "prompt_logprobs": Parameter("log-probs are those of sampled tokens", (False,)),
+    "best_of": Parameter("responses are not ranked; use `n`", (1,)),
+    "structured_outputs": Parameter(_CONSTRAINED),
+    "guided_json": Parameter(_CONSTRAINED),
+    "guided_regex": Parameter(_CONSTRAINED),
+    "guided_choice": Parameter(_CONSTRAINED),
+    "guided_grammar": Parameter(_CONSTRAINED),
+    "response_format": Parameter(_CONSTRAINED, ({"type": "text"},)),
+}
+_CHAT = {
+    **_SHARED,
+    "top_logprobs": Parameter("only log-probs of sampled tokens are known; use 0", (0,)),
+    "functions": Parameter("deprecated; use `tools`", ([],)),
+    "function_call": Parameter("deprecated; use `tool_choice`", ("none", "auto")),
+    "modalities": Parameter("the model writes text only", (["text"],)),
+    "audio": Parameter("the model writes text only"),
+    "web_search_options": Parameter("the server has no tools of its own; use `tools`"),
+    "chat_template": Parameter("the server's chat template is used"),
+    "continue_final_message": Parameter("a response cannot be begun by the client", (False,)),
+    "add_generation_prompt": Parameter("a prompt without it is not answered", (True,)),
+}
+_COMPLETION = {
+    **_SHARED,
+    "echo": Parameter("the prompt is not returned; it is known to the client", (False,)),
+    "suffix": Parameter("the model continues text; it does not fill gaps", ("",)),
+    "logprobs": Parameter("only log-probs of sampled tokens are known; use 0", (0,)),
+}
+_NO_EFFECT: dict[str, tuple[Any, ...]] = {
+    "parallel_tool_calls": (True,),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "prediction": (),
+    "return_token_ids": (False,),
+}
+
+
+class ChatCompletions:
+    """``POST /v1/chat/completions``. See :class:`~burnish.agents.calls.Dialect`."""
+
+    def read(self, body: Any, *, max_messages: int) -> ModelCall:
+        """Return the call in a request body.
+
+        ``developer`` is another name of the role ``system``. Parts of content are joined by
+        newlines. ``max_completion_tokens`` is used before ``max_tokens``.
+        """
+        root = checked_body(body)
+        tools = root.read("tools", _read_tools, ())
+        max_tokens = root.read("max_tokens", _positive, None)
+        return ModelCall(
+            model=root.need("model").name(),
+            messages=_read_messages(root.need("messages"), max_messages),
+            tools=tools,
+            tool_choice=openai_choice(
+                root.get("tool_choice"), tools, lambda choice: choice.need("function").need("name")
+            ),
+            max_tokens=root.read("max_completion_tokens", _positive, max_tokens),
+            logprobs=root.read("logprobs", Json.boolean, False),
+            show_reasoning=root.read("include_reasoning", Json.boolean, True),
+            unsupported=unsupported_parameters(root, _CHAT),
+            ignored=ignored_parameters(root, _NO_EFFECT) + _strict(root),
+            **_shared(root),
+        )
+
+    def write(self, call: ModelCall, reply: ModelReply) -> dict[str, Any]:
+        """Return the response body."""
+        return {
+            **_head(reply, "chat.completion"),
+            "choices": [
+                {
+                    "index": index,
+                    "message": _message(shown(call, choice)),
+                    "logprobs": {"content": token_logprobs(choice), "refusal": None}
+                    if call.logprobs
+                    else None,
+                    "finish_reason": choice.finish_reason,
+                }
+                for index, choice in enumerate(reply.choices)
+            ],
+            "usage": openai_usage(reply),
+        }
+
+    def events(self, call: ModelCall, reply: ModelReply) -> Iterator[str]:
+        """Yield chunks: role, reasoning, content, tool calls, finish reason; then the usage if the
+        call wants it, and ``[DONE]``."""
+        head = _head(reply, "chat.completion.chunk")
+        if call.stream_usage:
+            head["usage"] = None
+        for index, choice in enumerate(reply.choices):
+            for part in _chunks(call, choice):
+                yield event({**head, "choices": [{"index": index, **part}]})
+        if call.stream_usage:
+            yield event({**head, "choices": [], "usage": openai_usage(reply)})
+        yield _DONE
+
+    def error(self, error: CallError) -> dict[str, Any]:
+        """Return the error body."""
+        return openai_error(error)
+
+    def error_event(self, error: CallError) -> str:
+        """Return an event with the error body."""
+        return event(openai_error(error))
+
+
+class Completions:
+    """``POST /v1/completions``: text or token ids, without a chat template."""
+
+    def read(self, body: Any, *, max_messages: int) -> ModelCall:
+        """Return the call in a request body. ``max_messages`` is not used: there are none.
+
+        A list with one prompt is the prompt.
+        """
+        root = checked_body(body)
+        return ModelCall(
+            model=root.need("model").name(),
+            prompt=_read_prompt(root.need("prompt")),
+            max_tokens=root.read("max_tokens", _positive, None),
+            logprobs=root.get("logprobs") is not None,
+            unsupported=unsupported_parameters(root, _COMPLETION),
+            ignored=ignored_parameters(root, _NO_EFFECT),
+            **_shared(root),
+        )
+
+    def write(self, call: ModelCall, reply: ModelReply) -> dict[str, Any]:
+        """Return the response body."""
+        choices = [
+            {"index": index, **_completion(call, choice)}
+            for index, choice in enumerate(reply.choices)
+        ]
+        return {
+            **_head(reply, "text_completion"),
+            "choices": choices,
+            "usage": openai_usage(reply),
+        }
+
+    def events(self, call: ModelCall, reply: ModelReply) -> Iterator[str]:
+        """Yield two chunks per choice: the text, and the finish reason; then the usage if the call
+        wants it, and ``[DONE]``."""
+        head = _head(reply, "text_completion")
+        if call.stream_usage:
+            head["usage"] = None
+        for index, choice in enumerate(reply.choices):
+            full = {"index": index, **_completion(call, choice)}
+            last = {**full, "text": "", "logprobs": None}
+            yield event({**head, "choices": [{**full, "finish_reason": None}]})
+            yield event({**head, "choices": [last]})
+        if call.stream_usage:
+            yield event({**head, "choices": [], "usage": openai_usage(reply)})
+        yield _DONE
+
+    def error(self, error: CallError) -> dict[str, Any]:
+        """Return the error body."""
+        return openai_error(error)
+
+    def error_event(self, error: CallError) -> str:
+        """Return an event with the error body."""
+        return event(openai_error(error))
+
+
+# ---- requests ----------------------------------------------------------------------------------
+
+
+def _positive(node: Json) -> int:
+    return node.integer(1)
+
+
+def _shared(root: Json) -> dict[str, Any]:
+    """Return the arguments of ModelCall that both APIs have."""
+    options = root.get("stream_options")
+    return {
+        **sampling_parameters(root),
+        "stop": root.read("stop", stop_texts, ()),
+        "n": root.read("n", lambda node: node.integer(1, MAX_N), 1),
+        "stream_usage": options.read("include_usage", Json.boolean, False) if options else False,
+    }
+
+
+def _strict(root: Json) -> tuple[str, ...]:
+    """Return ("strict",) if a tool asks for arguments that are constrained to its schema."""
+    tools = root.value.get("tools") or ()
+    return ("strict",) if any(tool["function"].get("strict") for tool in tools) else ()
+
+
+def _read_tools(node: Json) -> tuple[Any, ...]:
+    tools = []
+    for tool in node.items():
+        kind = tool.need("type")
+        if kind.value != "function":
+            raise kind.wrong("'function'")
+        tools.append(function_tool(tool.need("function"), "parameters"))
+    return checked_tools(tools, node.path)
+
+
+def _read_messages(node: Json, max_messages: int) -> tuple[Any, ...]:
+    conversation = Conversation(max_messages=max_messages)
+    for each in node.items():
+        conversation.add(_read_message(each), each.path)
+    return conversation.finish(node.path)
+
+
+def _read_message(node: Json) -> dict[str, Any]:
+    role = node.need("role").one_of(_ROLES)
+    if role == "assistant":
+        return _read_assistant(node)
+    message = {
+        "role": "system" if role == "developer" else role,
+        "content": joined_text(node.need("content"), _TEXT),
+    }
+    if role == "tool":
+        message["tool_call_id"] = node.need("tool_call_id").name()
+    if name := node.read("name", Json.text, ""):
+        message["name"] = name
+    return message
+
+
+def _read_assistant(node: Json) -> dict[str, Any]:
+    if node.get("function_call") is not None:
+        where = node.child("function_call").path
+        raise invalid(where, f"{where} is deprecated and not supported; use tool_calls")
+    content = node.read("content", lambda content: joined_text(content, _TEXT), "")
+    reasoning = node.get("reasoning_content") or node.get("reasoning")
+    calls = node.read("tool_calls", Json.items, [])
+    return assistant_message(
+        content or node.read("refusal", Json.text, ""),
+        reasoning.text() if reasoning else "",
+        [_read_call(made) for made in calls],
+    )
+
+
+def _read_call(node: Json) -> dict[str, Any]:
+    kind = node.get("type")
+    if kind is not None and kind.value != "function":
+        raise kind.wrong("'function'")
+    function = node.need("function")
+    arguments = function.get("arguments")
+    return tool_call(
+        node.need("id").name(),
+        function.need("name").name(),
+        arguments_of(arguments) if arguments else {},
+    )
+
+
+def _read_prompt(node: Json) -> str | tuple[int, ...]:
+    if isinstance(node.value, list) and node.value and isinstance(node.value[0], (str, list)):
+        if len(node.value) > 1:
+            raise invalid(
+                node.path,
+                f"{node.path} has {len(node.value)} prompts; send one request per prompt",
+            )
+        node = node.items()[0]
+    if isinstance(node.value, str) and node.value:
+        return node.value
+    if isinstance(node.value, list) and node.value:
+        return tuple(token.integer(0, _MAX_TOKEN_ID) for token in node.items())
+    raise node.wrong("non-empty text or a non-empty list of token ids")
+
+
+# ---- replies -----------------------------------------------------------------------------------
+
+
+def _head(reply: ModelReply, kind: str) -> dict[str, Any]:
+    prefix = "cmpl" if kind == "text_completion" else "chatcmpl"
+    return {
+        "id": f"{prefix}-{reply.reply_id}",
+        "object": kind,
+        "created": reply.created,
+        "model": reply.model,
+    }
+
+
+def _message(response: Shown) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": response.content, "refusal": None}
+    if response.reasoning:
+        message["reasoning_content"] = response.reasoning
+    if response.calls:
+        message["content"] = response.content or None
+        message["tool_calls"] = [
+            {
+                "id": made.call_id,
+                "type": "function",
+                "function": {"name": made.name, "arguments": made.text},
+            }
+            for made in response.calls
+        ]
+    return message
+
+
+def _chunks(call: ModelCall, choice: Choice) -> Iterator[dict[str, Any]]:
+    """Yield ``delta``, ``logprobs`` and ``finish_reason`` of the chunks of one choice."""
+    response = shown(call, choice)
+    logprobs = {"content": token_logprobs(choice), "refusal": None} if call.logprobs else None
+    yield _chunk({"role": "assistant", "content": ""})
+    if response.reasoning:
+        yield _chunk({"reasoning_content": response.reasoning})
+    if response.content:
+        yield _chunk({"content": response.content}, logprobs=logprobs)
+        logprobs = None
+    for index, made in enumerate(response.calls):
+        function = {"name": made.name, "arguments": ""}
+        opening = {"index": index, "id": made.call_id, "type": "function", "function": function}
+        yield _chunk({"tool_calls": [opening]})
+        yield _chunk({"tool_calls": [{"index": index, "function": {"arguments": made.text}}]})
+    yield _chunk({}, logprobs=logprobs, finish_reason=choice.finish_reason)
+
+
+def _chunk(
+    delta: dict[str, Any], *, logprobs: Any = None, finish_reason: str | None = None
+) -> dict[str, Any]:
+    return {"delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _completion(call: ModelCall, choice: Choice) -> dict[str, Any]:
+    text = shown(call, choice).content
+    return {
+        "text": text,
+        "logprobs": _old_logprobs(choice) if call.logprobs else None,
+        "finish_reason": "stop" if choice.finish_reason == "tool_calls" else choice.finish_reason,
+    }
+
+
+def _old_logprobs(choice: Choice) -> dict[str, Any]:
+    """Return parallel lists. ``text_offset`` counts characters from the start of the response."""
+    tokens = [entry["token"] for entry in token_logprobs(choice)]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [finite_logprob(logprob) for logprob in choice.logprobs],
+        "top_logprobs": None,
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0)) if tokens else [],
+    }

@@ -1,0 +1,229 @@
+"""Validated access to the JSON bodies of requests.
+
+Every error names the JSON path of the wrong value, such as ``messages[0].content[1].type``, and the
+value that is expected there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from burnish.agents.calls import CallError, invalid, well_formed
+
+MAX_DEPTH = 100
+"""Maximum depth of lists and objects in a body."""
+MAX_VALUES = 1_000_000
+"""Maximum values in a body: texts, numbers, lists and objects."""
+MAX_STOP = 16
+"""Maximum stop texts of a call."""
+_INT64 = 2**63
+_SHOWN = 60  # characters of a wrong value that an error contains
+
+T = TypeVar("T")
+D = TypeVar("D")
+
+
+@dataclass(frozen=True, slots=True)
+class Json:
+    """A value of a JSON body with its path. All methods raise CallError (400).
+
+    Example: ``Json({"n": 2}, "").need("n").integer(1, 128)`` is 2.
+    """
+
+    value: Any
+    path: str
+
+    @property
+    def label(self) -> str:
+        """Return the path for use in a sentence."""
+        return self.path or "the request body"
+
+    def wrong(self, expected: str) -> CallError:
+        """Return the error for a value that is not ``expected``."""
+        shown = json.dumps(self.value)
+        shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+        return invalid(self.path or None, f"{self.label} must be {expected}, got {shown}")
+
+    def child(self, key: str) -> Json:
+        """Return the value of a key, None if it is missing."""
+        path = f"{self.path}.{key}" if self.path else key
+        return Json(self.mapping().get(key), path)
+
+    def get(self, key: str) -> Json | None:
+        """Return the value of a key, or None if it is missing or null."""
+        found = self.child(key)
+        return None if found.value is None else found
+
+    def need(self, key: str) -> Json:
+        """Return the value of a key that must be present."""
+        found = self.child(key)
+        if found.value is None:
+            raise invalid(found.path, f"{found.path} is missing")
+        return found
+
+    def read(self, key: str, method: Callable[[Json], T], default: D) -> T | D:
+        """Return ``method`` of the value of a key, or ``default`` if it is missing or null."""
+        found = self.get(key)
+        return default if found is None else method(found)
+
+    def mapping(self) -> Mapping[str, Any]:
+        """Return the value, which must be an object."""
+        if not isinstance(self.value, Mapping):
+            raise self.wrong("an object")
+        return self.value
+
+    def items(self) -> list[Json]:
+        """Return the items of a list."""
+        if not isinstance(self.value, list):
+            raise self.wrong("a list")
+        return [Json(item, f"{self.path}[{number}]") for number, item in enumerate(self.value)]
+
+    def text(self) -> str:
+        """Return the value, which must be a string."""
+        if not isinstance(self.value, str):
+            raise self.wrong("a string")
+        return self.value
+
+    def name(self) -> str:
+        """Return the value, which must be a string of visible characters."""
+        if not isinstance(self.value, str) or not self.value.strip():
+            raise self.wrong("a non-empty string")
+        return self.value
+
+    def boolean(self) -> bool:
+        """Return the value, which must be true or false."""
+        if not isinstance(self.value, bool):
+            raise self.wrong("true or false")
+        return self.value
+
+    def integer(self, low: int, high: int = _INT64 - 1) -> int:
+        """Return the value, which must be an integer from ``low`` to ``high``."""
+        if not _is_integer(self.value) or not low <= self.value <= high:
+            limit = f"from {low} to {high}" if high < _INT64 - 1 else f"of at least {low}"
+            raise self.wrong(f"an integer {limit}")
+        return int(self.value)
+
+    def number(self, low: float, high: float) -> float:
+        """Return the value, which must be a number from ``low`` to ``high``."""
+        is_number = _is_integer(self.value) or isinstance(self.value, float)
+        if not is_number or not low <= self.value <= high:
+            raise self.wrong(f"a number from {low:g} to {high:g}")
+        return float(self.value)
+
+    def one_of(self, options: Sequence[str]) -> str:
+        """Return the value, which must be one of ``options``."""
+        if not isinstance(self.value, str) or self.value not in options:
+            raise self.wrong(" or ".join(map(repr, options)))
+        return self.value
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter that a dialect does not implement."""
+
+    reason: str
+    """Cause, and the alternative if there is one."""
+    neutral: tuple[Any, ...] = ()
+    """Values that are equal to leaving the parameter out. None always is."""
+
+
+def checked_body(body: Any) -> Json:
+    """Return the root of a request body, with lone surrogates replaced by U+FFFD.
+
+    Raises CallError (400) if the body is no object, is nested more than MAX_DEPTH deep, has more
+    than MAX_VALUES values, or contains a number that is not finite.
+    """
+    check_values(body, "")
+    root = Json(well_formed(body), "")
+    root.mapping()
+    return root
+
+
+def check_values(value: Any, path: str) -> Any:
+    """Return ``value``, parsed JSON. Raises CallError (400) if it exceeds a limit, or contains a
+    number that is not finite. ``path``: its path in the body."""
+    _Check(path).visit(value)
+    return value
+
+
+def unsupported_parameters(root: Json, known: Mapping[str, Parameter]) -> dict[str, str]:
+    """Return parameter -> reason for those in ``known`` that the body sets to another value than
+    the neutral ones."""
+    return {
+        name: parameter.reason
+        for name, parameter in known.items()
+        if (value := root.value.get(name)) is not None and value not in parameter.neutral
+    }
+
+
+def ignored_parameters(root: Json, known: Mapping[str, tuple[Any, ...]]) -> tuple[str, ...]:
+    """Return the parameters in ``known`` (name -> neutral values) that the body sets to another
+    value."""
+    return tuple(
+        name
+        for name, neutral in known.items()
+        if (value := root.value.get(name)) is not None and value not in neutral
+    )
+
+
+def stop_texts(node: Json) -> tuple[str, ...]:
+    """Return stop texts: a string, or a list of strings."""
+    found = [node] if isinstance(node.value, str) else node.items()
+    if len(found) > MAX_STOP:
+        raise invalid(node.path, f"{node.path} has {len(found)} texts; use at most {MAX_STOP}")
+    for each in found:
+        if not each.text():
+            raise each.wrong("a non-empty string")
+    return tuple(each.text() for each in found)
+
+
+def sampling_parameters(root: Json) -> dict[str, Any]:
+    """Return the sampling parameters that all APIs share, as arguments of ModelCall."""
+    top_k = root.read("top_k", lambda node: node.integer(-1), 0)
+    return {
+        "temperature": root.read("temperature", lambda node: node.number(0, 100), None),
+        "top_p": root.read("top_p", lambda node: node.number(1e-6, 1), None),
+        "top_k": top_k if top_k > 0 else None,
+        "seed": root.read("seed", lambda node: node.integer(-_INT64), None),
+        "stream": root.read("stream", Json.boolean, False),
+        "template_kwargs": root.read("chat_template_kwargs", Json.mapping, {}),
+    }
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class _Check:
+    """Checks of the limits of a body."""
+
+    def __init__(self, path: str) -> None:
+        self.root = path
+        self.path: list[str | int] = []
+        self.num_values = 0
+
+    def visit(self, value: Any) -> None:
+        """Check a value and everything in it. Raises CallError."""
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self._error(f"is {value}, which is not a JSON number")
+        if not isinstance(value, (dict, list)):
+            return
+        self.num_values += len(value)
+        if self.num_values > MAX_VALUES:
+            raise invalid(None, f"the request body has more than {MAX_VALUES} values")
+        if len(self.path) >= MAX_DEPTH:
+            del self.path[4:]
+            raise self._error(f"is nested more than {MAX_DEPTH} deep")
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            self.path.append(key)
+            self.visit(item)
+            self.path.pop()
+
+    def _error(self, problem: str) -> CallError:
+        keys = (f"[{key}]" if isinstance(key, int) else f".{key[:_SHOWN]}" for key in self.path)
+        path = f"{self.root}{''.join(keys)}".removeprefix(".")
+        return invalid(path or None, f"{path or 'the request body'} {problem}")

@@ -9,7 +9,7 @@ Environments of several turns have another interface (``multi_turn.py``) and run
 processes.
 
 Reading order of this package: base, make, importing, reasoning_gym; for several turns: multi_turn,
-worker, pool, host, tools.
+worker, worker_set, process, host, pool, tools.
 """
 
 from __future__ import annotations

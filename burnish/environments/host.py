@@ -1,7 +1,6 @@
-"""Episodes of an environment, addressed by name: the part of a cluster actor that is not Ray.
+"""A worker process behind a cluster actor: the part of the actor that is not Ray.
 
-An actor of this class runs one worker process (``pool.py``) on its node. Failures are returned as
-values, because an exception would be wrapped by the transport.
+Failures are returned as values, because an exception would be wrapped by the transport.
 """
 
 from __future__ import annotations
@@ -10,76 +9,56 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from burnish.environments.base import EnvironmentSetupError
-from burnish.environments.multi_turn import Start, Step
-from burnish.environments.pool import (
-    EnvironmentPool,
-    EnvironmentSpec,
-    EpisodeFailedError,
-    Failure,
-    OpenEpisode,
-)
+from burnish.environments.process import WorkerProcess, start_process
+from burnish.errors import BurnishError
 
 
 @dataclass(frozen=True)
-class Failed:
-    """A failed call. ``status`` None: the environment cannot be used at all."""
+class Outcome:
+    """Result of a call, or its error."""
 
-    status: Failure | None
-    message: str
+    value: Any = None
+    error: Exception | None = None
 
-    def error(self) -> EpisodeFailedError | EnvironmentSetupError:
-        """Return the error to raise where the call was made."""
-        if self.status is None:
-            return EnvironmentSetupError(self.message)
-        return EpisodeFailedError(self.status, self.message)
+    def unwrap(self) -> Any:
+        """Return the value, or raise the error."""
+        if self.error is not None:
+            raise self.error
+        return self.value
 
 
-class EnvironmentHost:
-    """A worker process of an environment and its open episodes."""
+class WorkerHost:
+    """One worker process."""
 
-    def __init__(self, spec: EnvironmentSpec) -> None:
-        self._spec = spec
-        self._pool: EnvironmentPool | None = None
-        self._episodes: dict[str, OpenEpisode] = {}
+    def __init__(self) -> None:
+        self._process: WorkerProcess | None = None
 
-    async def start(self) -> Failed | None:
-        """Start the worker process."""
-        self._pool = EnvironmentPool(self._spec, workers=1)
+    @property
+    def process(self) -> WorkerProcess:
+        """The started process."""
+        assert self._process is not None, "start() comes first"
+        return self._process
+
+    async def start(self, python: str | None) -> Outcome:
+        """Start the process with the interpreter ``python``."""
         try:
-            await self._pool.start()
-        except EnvironmentSetupError as error:
-            return Failed(None, str(error))
-        return None
+            self._process = await start_process(python)
+        except OSError as error:
+            return Outcome(error=error)
+        return Outcome()
 
-    async def open(
-        self, name: str, task: Mapping[str, Any], seed: int, timeout_s: float
-    ) -> Start | Failed:
-        """Begin the episode ``name``."""
-        assert self._pool is not None, "start() comes first"
+    async def call(self, timeout_s: float, request: Mapping[str, Any]) -> Outcome:
+        """Return the outcome of a call of the worker."""
         try:
-            episode = await self._pool.open(task, seed, timeout_s=timeout_s)
-        except EpisodeFailedError as error:
-            return Failed(error.status, str(error))
-        except EnvironmentSetupError as error:
-            return Failed(None, str(error))
-        self._episodes[name] = episode
-        return episode.start
+            return Outcome(await self.process.call(timeout_s, **request))
+        except (BurnishError, TimeoutError, TypeError, ValueError) as error:
+            return Outcome(error=error)
 
-    async def step(self, name: str, message: Mapping[str, Any], timeout_s: float) -> Step | Failed:
-        """Pass a message to the episode ``name``."""
-        try:
-            return await self._episodes[name].step(message, timeout_s=timeout_s)
-        except EpisodeFailedError as error:
-            return Failed(error.status, str(error))
-
-    async def close(self, name: str) -> None:
-        """End the episode ``name``. Unknown names are ignored."""
-        episode = self._episodes.pop(name, None)
-        if episode is not None:
-            await episode.close()
+    async def exited(self) -> None:
+        """Wait for the end of the process."""
+        await self.process.exited()
 
     async def end(self) -> None:
-        """End the worker process."""
-        if self._pool is not None:
-            await self._pool.close()
+        """End the process and everything that it started."""
+        if self._process is not None:
+            await self._process.end()

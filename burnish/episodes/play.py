@@ -18,7 +18,7 @@ from hashlib import blake2b
 from typing import Any, Literal, Protocol, TypeVar
 
 from burnish.environments.multi_turn import Step
-from burnish.environments.pool import Environments, EpisodeFailedError, OpenEpisode
+from burnish.environments.pool import EnvironmentPool, EpisodeFailedError, OpenEpisode
 from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.template import RendererError
 from burnish.rollout.base import Completion, Request, Sampling
@@ -127,7 +127,7 @@ class EpisodePlayer(Protocol):
 class EnvironmentPlayer:
     """Plays episodes with an environment. Implements :class:`EpisodePlayer`."""
 
-    environments: Environments
+    environments: EnvironmentPool
 
     async def start(self) -> None:
         """Start the environment's workers."""
@@ -142,7 +142,7 @@ class EnvironmentPlayer:
         await self.environments.close()
 
 
-async def play(task: Task, policy: Policy, environments: Environments, limits: Limits) -> Played:
+async def play(task: Task, policy: Policy, environments: EnvironmentPool, limits: Limits) -> Played:
     """Play one episode. Failures that the policy did not cause are part of the result.
 
     Raises EnvironmentSetupError if workers cannot be started any more, and the engine's errors.

@@ -10,7 +10,7 @@ from typing import Any
 from burnish.config.episodes import EpisodesConfig
 from burnish.config.model import ModelConfig
 from burnish.config.rollout import DynamicSampling
-from burnish.environments.pool import Environments, EnvironmentSpec
+from burnish.environments.pool import EnvironmentPool, EnvironmentSpec, absolute_path
 from burnish.episodes.play import EnvironmentPlayer
 from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.runner import EpisodeRunner, Players
@@ -49,7 +49,11 @@ def build_players(
         runtime.tokenizer, history=config.history, tool_format=config.tool_format
     )
     loop = LoopThread("episodes")
-    pool = runtime.environments(environment_spec(config), workers=config.workers)
+    pool = EnvironmentPool(
+        environment_spec(config).with_absolute_paths(),  # the workers of a cluster run elsewhere
+        workers=config.workers,
+        start_worker=runtime.start_worker,
+    )
     player = EnvironmentPlayer(pool)
     try:
         loop.run(player.start)
@@ -62,7 +66,7 @@ def build_players(
     return Players(config, player, renderer, loop)
 
 
-async def _check_tools(pool: Environments, renderer: ChatRenderer, timeout_s: float) -> None:
+async def _check_tools(pool: EnvironmentPool, renderer: ChatRenderer, timeout_s: float) -> None:
     """Render a first prompt with the recipe's tools."""
     episode = await pool.open({"prompt": "Hello", "label": None}, 0, timeout_s=timeout_s)
     try:
@@ -86,7 +90,10 @@ def environment_spec(config: EpisodesConfig) -> EnvironmentSpec:
     """Return the environment that a recipe describes: a class, or the one that calls tools."""
     if config.environment is not None:
         return EnvironmentSpec(config.environment, config.options, config.python)
-    options: dict[str, Any] = {"tools": list(config.tools), "timeout_s": config.tool_timeout_s}
+    options: dict[str, Any] = {
+        "tools": [absolute_path(tool) for tool in config.tools],
+        "timeout_s": config.tool_timeout_s,
+    }
     return EnvironmentSpec(TOOL_ENVIRONMENT, options, config.python)
 
 

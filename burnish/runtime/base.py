@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.rollout import RolloutEngineConfig
 from burnish.config.sync import LinkSync, SyncConfig
-from burnish.environments.pool import Environments, EnvironmentSpec
+from burnish.environments.worker_set import Worker
 from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import RolloutEngine
@@ -76,8 +76,12 @@ class Runtime(Protocol):
         transfer is done before this returns."""
         ...
 
-    def environments(self, spec: EnvironmentSpec, *, workers: int) -> Environments:
-        """Return worker processes of a multi-turn environment, not yet started."""
+    async def start_worker(self, python: str | None) -> Worker:
+        """Start a process for user code, such as environments, with the interpreter ``python``
+        (None: that of the run). All calls come from one event loop.
+
+        Raises OSError or ``environments.worker_set.WorkerEndedError`` if it cannot be started.
+        """
         ...
 
     def release(self, engine: HasLogprobs) -> None:

@@ -15,7 +15,8 @@ from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.roles import samples_with_policy
 from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine
 from burnish.config.sync import LinkSync, SyncConfig
-from burnish.environments.pool import EnvironmentPool, EnvironmentSpec
+from burnish.environments.process import start_process
+from burnish.environments.worker_set import Worker
 from burnish.models.gpu import set_up_gpu
 from burnish.models.load import describe, end_turn_token, load_causal_lm, resolve_device
 from burnish.models.lora import merged_weights
@@ -169,9 +170,9 @@ class InlineRuntime:
             InprocSync(cast(BaseTrainEngine, policy), rollout), self.timeline, {"push": "sync"}
         )
 
-    def environments(self, spec: EnvironmentSpec, *, workers: int) -> EnvironmentPool:
-        """Return worker processes of a multi-turn environment on this machine."""
-        return EnvironmentPool(spec, workers=workers)
+    async def start_worker(self, python: str | None) -> Worker:
+        """Start a process for user code on this machine."""
+        return await start_process(python)
 
     def release(self, engine: HasLogprobs) -> None:
         """Do nothing: its memory is freed with the last reference to it."""

@@ -25,15 +25,15 @@ from burnish.config.placement import PlacementGroupSpec
 from burnish.config.roles import free_name
 from burnish.config.rollout import RolloutEngineConfig
 from burnish.config.sync import DiskSync, InprocSync, LinkSync, SyncConfig
-from burnish.environments.pool import EnvironmentSpec
+from burnish.environments.worker_set import Worker
 from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine
 from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS, Sync, WorkerLostError
 from burnish.runtime.ray_cluster import RayCluster, worker_peaks
-from burnish.runtime.remote_environments import RemoteEnvironments
 from burnish.runtime.remote_rollout import RemoteRolloutEngine
 from burnish.runtime.remote_train import RemoteFrozenBase, RemoteTrainEngine
+from burnish.runtime.remote_workers import start_remote_worker
 from burnish.runtime.weight_sync import ray_sync
 from burnish.runtime.worker_group import WorkerGroup
 from burnish.train.base import HasLogprobs, TrainEngine
@@ -137,9 +137,9 @@ class RayRuntime:
                 self.recover(lost)
         return timed(made, self.timeline, {"push": "sync"})
 
-    def environments(self, spec: EnvironmentSpec, *, workers: int) -> RemoteEnvironments:
-        """Return environments in actors on the cluster's nodes."""
-        return RemoteEnvironments(self.cluster, spec.with_absolute_paths(), workers=workers)
+    async def start_worker(self, python: str | None) -> Worker:
+        """Start a process for user code in an actor on one of the cluster's nodes."""
+        return await start_remote_worker(self.cluster.ray, python)
 
     def release(self, engine: HasLogprobs) -> None:
         """End the engine's workers. An engine that uses another engine's workers has none of its

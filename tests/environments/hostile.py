@@ -116,6 +116,12 @@ class Odd:
         child = subprocess.run(["head", "-c", "5"], stdout=subprocess.PIPE, check=True)
         return f"the child read {child.stdout!r}"
 
+    def exits(self):
+        os._exit(7)
+
+    def parent(self):
+        return str(os.getppid())
+
     def fork_survives(self):
         if os.fork() == 0:
             time.sleep(60)

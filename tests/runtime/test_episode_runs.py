@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import burnish
 from burnish.config import load_config
 from burnish.config.load import ConfigError
 from burnish.environments.base import EnvironmentSetupError
+from burnish.environments.pool import EnvironmentPool, EnvironmentSpec, EpisodeFailedError
 from burnish.observe.samples import read_samples
 from burnish.rollout.vllm import INSTALL
+from burnish.runtime.remote_workers import start_remote_worker
 
 ENVIRONMENT = str(Path(__file__).parents[2] / "recipes/environments/guess_number.py:GuessNumber")
+HOSTILE = str(Path(__file__).parents[1] / "environments/hostile.py")
 ALPHABET = "1234567?<>"
 
 
@@ -96,6 +102,51 @@ def test_episodes_on_ray_equal_those_in_one_process(tmp_path: Path, ray_cluster:
         assert ray[step]["train/mismatch_max"] < 1e-5
         for name in ("reward/mean", "episodes/turns", "episodes/done", *trained):
             assert ray[step][name] == pytest.approx(inline[step][name], rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_workers_on_ray_that_die_or_hang_are_replaced(ray_cluster: Any) -> None:
+    """A process that exits, a step that takes too long, and a killed actor: each failure has its
+    status, and the next episode works."""
+
+    async def play() -> list[str]:
+        start = partial(start_remote_worker, ray_cluster)
+        pool = EnvironmentPool(EnvironmentSpec(f"{HOSTILE}:Odd", {}), workers=1, start_worker=start)
+        await pool.start()
+        found = []
+        try:
+            for kind in ("exits", "works", "is_slow", "works", "kill actor", "works"):
+                found.append(await step(pool, kind))
+        finally:
+            await pool.close()
+        return found
+
+    async def step(pool: EnvironmentPool, kind: str) -> str:
+        kill = kind == "kill actor"
+        episode = await pool.open({"kind": "parent" if kill else kind}, 0, timeout_s=60)
+        try:
+            found = await episode.step({}, timeout_s=0.1 if kind == "is_slow" else 60)
+            if kill:
+                psutil.Process(int(str(found.messages[0]["content"]))).kill()
+                await episode.step({}, timeout_s=60)
+            return str(found.messages[0]["content"])
+        except EpisodeFailedError as error:
+            return error.status
+        finally:
+            await episode.close()
+
+    async def refused() -> None:
+        spec = EnvironmentSpec(f"{HOSTILE}:Missing", {})
+        pool = EnvironmentPool(
+            spec, workers=1, start_worker=partial(start_remote_worker, ray_cluster)
+        )
+        await pool.start()
+
+    found = asyncio.run(play())
+    assert found == ["infra_error", "works", "timeout", "works", "infra_error", "works"]
+    with pytest.raises(EnvironmentSetupError, match="has no 'Missing'"):
+        asyncio.run(refused())
 
 
 @pytest.mark.slow

@@ -1,0 +1,165 @@
+"""A worker process on this machine and the pipes to it. The process runs ``worker.py``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from burnish.environments.worker_set import ReplyError, WorkerEndedError
+
+log = logging.getLogger("burnish")
+
+MAX_MESSAGE_BYTES = 16 << 20
+"""Maximum size of one reply of a worker."""
+END_TIMEOUT_S = 10.0
+"""Time in which a killed worker must have ended."""
+DRAIN_S = 1.0
+"""Time in which the last output of a worker that ended is read. Processes that it started may hold
+its pipes open."""
+
+
+async def start_process(python: str | None) -> WorkerProcess:
+    """Start a worker. ``python``: path of its interpreter; None: this one.
+
+    Raises OSError if the interpreter cannot be executed.
+    """
+    script = str(Path(__file__).with_name("worker.py"))
+    pipes = await asyncio.get_running_loop().subprocess_exec(
+        *(_Protocol, python or sys.executable, script), start_new_session=True
+    )
+    return WorkerProcess(*pipes)
+
+
+class _Protocol(asyncio.subprocess.SubprocessStreamProtocol):
+    """The pipes of a worker. ``exited`` is set at its end, even if other processes hold the pipes
+    open; then ``Process.wait`` does not return in all versions of Python."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=MAX_MESSAGE_BYTES, loop=asyncio.get_running_loop())
+        self.exited = asyncio.Event()
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        self.exited.set()
+
+
+class WorkerProcess:
+    """A worker process. Implements :class:`~burnish.environments.worker_set.Worker`."""
+
+    def __init__(self, transport: asyncio.SubprocessTransport, protocol: _Protocol) -> None:
+        self.process = asyncio.subprocess.Process(transport, protocol, asyncio.get_running_loop())
+        self._transport, self._exited = transport, protocol.exited
+        self._ids = count()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._said: deque[str] = deque(maxlen=20)
+        self._readers = [
+            asyncio.create_task(self._read_replies()),
+            asyncio.create_task(self._read_output()),
+        ]
+        self._watcher = asyncio.create_task(self._watch())
+
+    @property
+    def alive(self) -> bool:
+        """Return whether the process runs and can reply."""
+        return self.process.returncode is None and not self._readers[0].done()
+
+    async def call(self, timeout_s: float, **request: Any) -> Any:
+        """Return the content of a reply. See :meth:`worker_set.Worker.call`."""
+        number = next(self._ids)
+        line = json.dumps({"id": number, **request}).encode() + b"\n"
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            if not self.alive:
+                raise self._ended("the process has ended")
+            assert self.process.stdin is not None
+            self.process.stdin.write(line)
+            async with asyncio.timeout(timeout_s):
+                await self.process.stdin.drain()
+                return await future
+        except ConnectionError as error:  # of drain()
+            raise self._ended(str(error)) from error
+        finally:
+            del self._waiting[number]
+            if future.done() and not future.cancelled():
+                future.exception()  # read, or asyncio reports it as forgotten
+
+    def _ended(self, reason: str) -> WorkerEndedError:
+        """Return the error, with the last lines that the process wrote to stderr."""
+        return WorkerEndedError("\n".join([reason, *self._said]))
+
+    async def exited(self) -> None:
+        """Wait for the end of the process."""
+        await asyncio.wait([self._watcher])
+
+    async def _watch(self) -> None:
+        """Wait for the process to end. Kill what it started and free its pipes."""
+        await self._exited.wait()
+        self._kill_group()
+        await asyncio.wait(self._readers, timeout=DRAIN_S)
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        self._transport.close()
+
+    async def _read_replies(self) -> None:
+        assert self.process.stdout is not None
+        reason = "the process has ended"
+        try:
+            while line := await self.process.stdout.readline():
+                reply = json.loads(line)
+                future = self._waiting.get(reply["id"])
+                if future is None or future.done():
+                    continue
+                if "error" in reply:
+                    error = reply["error"]
+                    future.set_exception(
+                        ReplyError(error["type"], error["message"], error["traceback"])
+                    )
+                else:
+                    future.set_result(reply["ok"])
+        except ValueError as error:  # a line over the limit, or not JSON
+            reason = f"a reply cannot be read ({error}); at most {MAX_MESSAGE_BYTES >> 20} MiB"
+            self.kill()
+        finally:
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(self._ended(reason))
+
+    async def _read_output(self) -> None:
+        assert self.process.stderr is not None
+        while True:
+            try:
+                line = await self.process.stderr.readline()
+            except ValueError:  # a longer line than the limit: its rest is read as the next one
+                continue
+            if not line:
+                return
+            text = line.decode(errors="replace").rstrip()
+            if text:
+                self._said.append(text)
+            log.debug("environment worker %d: %s", self.process.pid, text)
+
+    def kill(self) -> None:
+        """Kill the process and everything in its process group."""
+        if self.process.returncode is None:
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def end(self) -> None:
+        """Kill the process and wait for it."""
+        self.kill()
+        done, _ = await asyncio.wait([self._watcher], timeout=END_TIMEOUT_S)
+        if not done:
+            log.warning("environment worker %d does not end", self.process.pid)

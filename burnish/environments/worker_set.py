@@ -1,0 +1,149 @@
+"""A fixed number of workers: started, replaced if lost, and selected by load.
+
+A worker executes calls of user code in a process of its own. The process is on this machine
+(``process.py``) or behind an actor of a cluster (``runtime/remote_workers.py``); :class:`WorkerSet`
+treats both alike. A session is a use of one worker over several calls, such as an episode. The set
+is used from one event loop::
+
+    slot = await workers.acquire()
+    try:
+        await slot.worker.call(timeout_s, op="step", ...)
+    finally:
+        await workers.release(slot)
+
+A call that exceeds its time limit leaves user code running in the worker. Whoever notices sets
+``slot.retired``: the worker gets no new sessions, is replaced, and is ended after its last session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from burnish.errors import BurnishError
+
+log = logging.getLogger("burnish")
+
+MAX_START_FAILURES = 3
+"""Consecutive failures to start workers after which a set gives up."""
+
+
+class ReplyError(BurnishError, RuntimeError):
+    """User code in a worker raised. ``trace``: its traceback, on lines of its own, or empty."""
+
+    def __init__(self, kind: str, message: str, trace: str) -> None:
+        super().__init__(kind, message, trace)  # (an exception is pickled by these arguments)
+        self.trace = f"\n{trace.rstrip()}" if trace else ""
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}: {self.args[1]}"
+
+
+class WorkerEndedError(BurnishError, RuntimeError):
+    """A worker ended, or cannot be reached any more."""
+
+
+class NoWorkerError(BurnishError, RuntimeError):
+    """No worker is left and none can be started now. Another attempt may succeed."""
+
+
+class Worker(Protocol):
+    """A process that executes calls of user code, several at once."""
+
+    @property
+    def alive(self) -> bool:
+        """False if every further call would fail."""
+        ...
+
+    async def call(self, timeout_s: float, **request: Any) -> Any:
+        """Return the content of the reply to ``request`` (``worker.py`` lists the requests).
+
+        Raises ReplyError if user code raised, TimeoutError, WorkerEndedError, and TypeError or
+        ValueError if the request is not JSON.
+        """
+        ...
+
+    async def end(self) -> None:
+        """End the process and everything that it started. Never raises."""
+        ...
+
+
+@dataclass(eq=False)
+class Slot:
+    """A worker of a set, with its load."""
+
+    worker: Worker
+    sessions: int = 0
+    retired: bool = False
+    """True if user code may be running in the worker although nothing waits for it."""
+
+    @property
+    def usable(self) -> bool:
+        """True if the worker takes new sessions."""
+        return self.worker.alive and not self.retired
+
+
+class WorkerSet:
+    """``size`` workers that ``start`` creates. ``start`` raises a BurnishError if it cannot."""
+
+    def __init__(self, start: Callable[[], Awaitable[Worker]], size: int) -> None:
+        self._start, self.size = start, size
+        self._slots: list[Slot] = []
+        self._lock = asyncio.Lock()
+        self._failures = 0
+
+    async def start(self) -> None:
+        """Start the workers. Raises the error of the first one that cannot be started."""
+        async with self._lock:
+            await self._fill()
+
+    async def acquire(self) -> Slot:
+        """Begin a session in the worker with the fewest, after replacing lost workers.
+
+        Raises NoWorkerError if no worker is left. Raises the error of ``start`` after
+        ``MAX_START_FAILURES`` consecutive calls in which it failed.
+        """
+        async with self._lock:
+            lost = [slot for slot in self._slots if not slot.worker.alive]
+            self._slots = [slot for slot in self._slots if slot.worker.alive]
+            await asyncio.gather(*(slot.worker.end() for slot in lost))
+            try:
+                await self._fill()
+                self._failures = 0
+            except BurnishError as error:
+                self._failures += 1
+                if self._failures >= MAX_START_FAILURES:
+                    raise
+                if not any(slot.usable for slot in self._slots):
+                    raise NoWorkerError(str(error)) from error
+                log.warning("%s", error)
+            slot = min((s for s in self._slots if s.usable), key=lambda slot: slot.sessions)
+            slot.sessions += 1
+            return slot
+
+    async def release(self, slot: Slot) -> None:
+        """End a session. Call it once for each :meth:`acquire`."""
+        slot.sessions -= 1
+        if slot.retired and not slot.sessions:
+            with suppress(ValueError):
+                self._slots.remove(slot)
+            await slot.worker.end()
+
+    async def close(self) -> None:
+        """End all workers."""
+        slots, self._slots = self._slots, []
+        await asyncio.gather(*(slot.worker.end() for slot in slots))
+
+    async def _fill(self) -> None:
+        missing = self.size - sum(slot.usable for slot in self._slots)
+        found = await asyncio.gather(
+            *(self._start() for _ in range(missing)), return_exceptions=True
+        )
+        errors = [one for one in found if isinstance(one, BaseException)]
+        self._slots += [Slot(one) for one in found if not isinstance(one, BaseException)]
+        if errors:
+            raise errors[0]

@@ -1,0 +1,97 @@
+"""Workers of environments in actors on all nodes of a Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+from burnish.environments.host import Outcome, WorkerHost
+from burnish.environments.worker_set import WorkerEndedError
+
+START_TIMEOUT_S = 120.0
+"""Time in which an actor must have started."""
+MARGIN_S = 30.0
+"""Time that an actor may take in addition to the time limit of a call, which it enforces itself."""
+
+
+async def start_remote_worker(ray: Any, python: str | None) -> RemoteWorker:
+    """Start a worker process with the interpreter ``python`` in an actor.
+
+    Actors are spread over the nodes. They reserve no CPUs, because environments mostly wait.
+    ``ray``: the module, connected to a cluster.
+
+    Raises WorkerEndedError if the actor does not start, and OSError if the process does not.
+    """
+    actor = (
+        ray.remote(WorkerHost)
+        .options(num_cpus=0, max_restarts=0, scheduling_strategy="SPREAD", max_concurrency=1000)
+        .remote()
+    )
+    worker = RemoteWorker(ray, actor)
+    try:
+        await worker.start(python)
+    except BaseException:
+        await worker.end()
+        raise
+    return worker
+
+
+class RemoteWorker:
+    """A worker process in an actor. Implements ``environments.worker_set.Worker``."""
+
+    def __init__(self, ray: Any, actor: Any) -> None:
+        self._ray, self._actor = ray, actor
+        self._lost = False
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def alive(self) -> bool:
+        """False after the process or the actor ended or did not answer in time."""
+        return not self._lost
+
+    async def start(self, python: str | None) -> None:
+        """Start the process. Raises WorkerEndedError or OSError."""
+        await self._outcome(self._actor.start.remote(python), START_TIMEOUT_S)
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def call(self, timeout_s: float, **request: Any) -> Any:
+        """Return the content of a reply. See ``environments.worker_set.Worker.call``."""
+        if self._lost:
+            raise WorkerEndedError("it has ended")
+        return await self._outcome(self._actor.call.remote(timeout_s, request), timeout_s)
+
+    async def _outcome(self, ref: Any, timeout_s: float) -> Any:
+        try:
+            outcome: Outcome = await asyncio.wait_for(_result(ref), timeout_s + MARGIN_S)
+        except TimeoutError:
+            self._lost = True
+            why = f"its actor did not answer within {timeout_s + MARGIN_S:g} s"
+            raise WorkerEndedError(why) from None
+        except self._ray.exceptions.RayError as error:
+            self._lost = True
+            why = f"its actor died: {type(error).__name__}: {str(error)[:300]}"
+            raise WorkerEndedError(why) from error
+        if isinstance(outcome.error, WorkerEndedError):
+            self._lost = True
+        return outcome.unwrap()
+
+    async def _watch(self) -> None:
+        """Wait for the end of the process or of the actor."""
+        with suppress(self._ray.exceptions.RayError):
+            await _result(self._actor.exited.remote())
+        self._lost = True
+
+    async def end(self) -> None:
+        """End the worker process and the actor."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if not self._lost:
+            self._lost = True
+            with suppress(TimeoutError, self._ray.exceptions.RayError):
+                await asyncio.wait_for(_result(self._actor.end.remote()), MARGIN_S)
+        self._ray.kill(self._actor)
+
+
+async def _result(ref: Any) -> Any:
+    return await ref

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -17,6 +18,10 @@ xml: ``<function=NAME><parameter=KEY>VALUE</parameter></function>`` in ``<tool_c
 Qwen3.5). glm: ``<arg_key>`` and ``<arg_value>`` in ``<tool_call>`` (GLM-4.5). llama3_json: the
 response is one JSON object (Llama 3.1). mistral: ``[TOOL_CALLS]`` and a JSON list (v3).
 mistral_args: ``[TOOL_CALLS]NAME[ARGS]{...}`` (v11 and later). harmony: channels (gpt-oss)."""
+
+TOOLS_FRAC = 0.9
+"""Share of a step's time limit that all tool calls of a turn may take together. The rest is for the
+transfer of their results."""
 
 
 class EpisodesConfig(Node):
@@ -48,7 +53,8 @@ class EpisodesConfig(Node):
     timeout_s: float = Field(600.0, gt=0)
     """Maximum seconds of an episode (status timeout)."""
     tool_timeout_s: float = Field(10.0, gt=0)
-    """Maximum seconds of one call of a tool. The policy receives a timeout as an error message."""
+    """Maximum seconds of one call of a tool. The calls of a turn run one after the other and may
+    take 0.9 x ``step_timeout_s`` together. The policy receives a timeout as an error message."""
     max_concurrent: int | None = Field(None, ge=1)
     """Maximum episodes at once. None: all episodes of a rollout."""
     history: Literal["keep", "template"] | None = None
@@ -74,6 +80,13 @@ class EpisodesConfig(Node):
             yield "options are arguments of environment, which is not set; remove options"
         if self.is_own("tool_timeout_s") and not self.tools:
             yield "tool_timeout_s limits calls of tools, which are not set; remove it"
+        if self.tools and self.tool_timeout_s > TOOLS_FRAC * self.step_timeout_s:
+            yield (
+                f"tool_timeout_s={self.tool_timeout_s:g} must be at most {TOOLS_FRAC:g} x "
+                f"step_timeout_s={self.step_timeout_s:g}, or a slow tool ends the episode before "
+                "the policy receives its timeout as an error message; set step_timeout_s to at "
+                f"least {math.ceil(self.tool_timeout_s / TOOLS_FRAC)}, or lower tool_timeout_s"
+            )
         if self.environment is not None and ":" not in self.environment:
             yield (
                 f"environment={self.environment!r} is not of the form path/to/file.py:Class or "

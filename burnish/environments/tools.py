@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
 import queue
 import re
 import threading
@@ -67,8 +68,9 @@ class ToolEnvironment:
     """An environment in which the policy may call tools until it answers without a call.
 
     Options of the recipe: ``tools`` (``path/to/file.py:function`` or ``package.module:function``),
-    ``system_prompt``, ``timeout_s`` (time limit of one call; None: no limit),
-    ``max_result_chars`` (longer results are cut).
+    ``system_prompt``, ``timeout_s`` (time limit of one call; None: no limit), ``turn_timeout_s``
+    (time limit of all calls of one turn together; None: no limit), ``max_result_chars`` (longer
+    results are cut).
 
     The task's ``prompt`` (text or messages) starts the episode. It ends at the first message
     without tool calls. Subclasses may set :attr:`tools` (functions, names as above, or names of
@@ -90,9 +92,11 @@ class ToolEnvironment:
             def finish(self, message):
                 return {"bought": float("milk" in self.cart)}
 
-    Tools may be coroutine functions. Others run in a thread of their own, one call at a time. A
-    call that exceeds the limit is abandoned: its thread cannot be killed. Code that may never end
-    belongs into a process that the tool starts and kills.
+    Tools may be coroutine functions, which must not block. Others run in a thread of their own. The
+    calls of a turn run one after the other, in their order. A call that exceeds a limit is
+    abandoned, and the policy receives an error message: its thread cannot be killed. Code that may
+    never end belongs into a process that the tool starts and kills. ``turn_timeout_s`` must be less
+    than ``rollout.episodes.step_timeout_s``, which ends the episode.
 
     Raises EnvironmentSetupError if a tool cannot be loaded or described.
     """
@@ -106,11 +110,13 @@ class ToolEnvironment:
         tools: Sequence[str] = (),
         system_prompt: str | None = None,
         timeout_s: float | None = 30.0,
+        turn_timeout_s: float | None = None,
         max_result_chars: int = 20_000,
     ) -> None:
         self._tools = make_tools((*type(self).tools, *tools), type(self))
         self._system_prompt = system_prompt
         self._timeout_s = timeout_s
+        self._turn_timeout_s = turn_timeout_s
         self._max_chars = max_result_chars
         self._thread: _CallThread | None = None
 
@@ -125,6 +131,7 @@ class ToolEnvironment:
             )
         for name, value in (
             ("timeout_s", made._timeout_s),
+            ("turn_timeout_s", made._turn_timeout_s),
             ("max_result_chars", made._max_chars),
         ):
             if value is not None and not (isinstance(value, (int, float)) and value > 0):
@@ -147,10 +154,12 @@ class ToolEnvironment:
         if not calls:
             return Step(done=True, rewards=self.finish(message))
         results, counts = [], {"tool_calls": len(calls), "tool_errors": 0, "tool_timeouts": 0}
+        clock = asyncio.get_running_loop().time
+        end = clock() + self._turn_timeout_s if self._turn_timeout_s is not None else math.inf
         for call in calls:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             try:
-                content = self._shown(await self._run(name, arguments))
+                content = self._shown(await self._run(name, arguments, end - clock()))
             except Exception as error:  # an answer to the policy
                 content = self._shown(f"error: {_described(error)}")
                 counts["tool_errors"] += 1
@@ -169,9 +178,13 @@ class ToolEnvironment:
         if self._thread is not None:
             self._thread.end()
 
-    async def _run(self, name: str, arguments: Any) -> Any:
-        """Return the result of one call. Raises as the tool does, pydantic.ValidationError,
-        _CallTimeoutError or _UnknownToolError."""
+    async def _run(self, name: str, arguments: Any, left_s: float) -> Any:
+        """Return the result of one call. ``left_s``: seconds left for the calls of this turn.
+
+        Raises as the tool does, pydantic.ValidationError, _CallTimeoutError or _UnknownToolError.
+        """
+        if left_s <= 0:
+            raise self._turn_too_long()
         tool = self._tools.get(name)
         if tool is None:
             known = ", ".join(self._tools)
@@ -188,13 +201,21 @@ class ToolEnvironment:
             if self._thread is None:
                 self._thread = _CallThread()
             running = self._thread.start(lambda: tool.function(*positional, **named))
-        done, _ = await asyncio.wait([running], timeout=self._timeout_s)
+        limit = min(left_s, math.inf if self._timeout_s is None else self._timeout_s)
+        done, _ = await asyncio.wait([running], timeout=None if limit == math.inf else limit)
         if done:
             return running.result()
         running.cancel()
         self.close()
         self._thread = None  # the next call gets another thread
+        if limit == left_s:
+            raise self._turn_too_long()
         raise _CallTimeoutError(f"the call took longer than {self._timeout_s:g} s")
+
+    def _turn_too_long(self) -> _CallTimeoutError:
+        return _CallTimeoutError(
+            f"the calls of this turn took longer than {self._turn_timeout_s:g} s together"
+        )
 
     def _shown(self, result: Any) -> str:
         """Return a result as text, cut to the limit."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from burnish.config.episodes import EpisodesConfig
+from burnish.config.episodes import TOOLS_FRAC, EpisodesConfig
 from burnish.config.model import ModelConfig
 from burnish.config.rollout import DynamicSampling
 from burnish.environments.pool import EnvironmentPool, EnvironmentSpec, absolute_path
@@ -93,6 +93,7 @@ def environment_spec(config: EpisodesConfig) -> EnvironmentSpec:
     options: dict[str, Any] = {
         "tools": [absolute_path(tool) for tool in config.tools],
         "timeout_s": config.tool_timeout_s,
+        "turn_timeout_s": TOOLS_FRAC * config.step_timeout_s,
     }
     return EnvironmentSpec(TOOL_ENVIRONMENT, options, config.python)
 

@@ -200,6 +200,26 @@ def test_a_call_after_a_timeout_runs_in_another_thread() -> None:
     assert time.monotonic() - begin < 2
 
 
+def test_the_calls_of_a_turn_share_a_time_limit() -> None:
+    """The first call uses the time of the turn up, so the others do not run."""
+    message = calls(("block", {"seconds": 2}), ("divide", {"a": 1, "b": 2}))
+    found = step(Environment(timeout_s=60, turn_timeout_s=0.05), message)
+    late = "error: TimeoutError: the calls of this turn took longer than 0.05 s together"
+    assert [m["content"] for m in found.messages] == [late, late]
+    assert found.counts == {"tool_calls": 2, "tool_errors": 2, "tool_timeouts": 2}
+
+
+@pytest.mark.parametrize(("limit", "fits"), [(10.0, False), (9.0, True)])
+def test_a_slow_tool_times_out_before_its_step(limit: float, fits: bool) -> None:
+    """Limits of a tool and of all tools: at most 0.9 x 10 s."""
+    given = {"tools": ["a.py:b"], "max_tokens": 100, "step_timeout_s": 10, "tool_timeout_s": limit}
+    errors = [e for e in EpisodesConfig.model_validate(given).rules() if "step_timeout_s" in e]
+    assert len(errors) == (not fits)
+    if errors:
+        assert "tool_timeout_s=10 must be at most" in errors[0] and "at least 12," in errors[0]
+    assert environment_spec(EpisodesConfig.model_validate(given)).options["turn_timeout_s"] == 9
+
+
 def test_a_long_result_is_cut() -> None:
     content, _ = answer("search", {"query": "x" * 100, "limit": 1}, max_result_chars=10)
     assert content == '["xxxxxxxx\n(cut: 109 characters in total)'

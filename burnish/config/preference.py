@@ -83,13 +83,18 @@ class PreferenceConfig(SupervisedJob):
         return self.needs_reference and self.model.lora is not None and own is None
 
     def roles(self) -> tuple[TrainRole, ...]:
+        given, kl = self.reference or PreferenceReferenceConfig(), self.loss.kind == "kto"
         policy = replace(
-            self.trained_role("policy"), dropout=False, holds_reference=self.holds_reference
+            self.trained_role("policy"),
+            dropout=False,
+            holds_reference=self.holds_reference,
+            precomputed_reference=self.holds_reference and given.precompute,
+            estimates_kl=kl,
         )
         if not self.needs_reference or self.holds_reference:
             return (policy,)
-        own = self.reference.model if self.reference is not None else None
-        return policy, policy.derived_role("reference", own, self.cluster, trainable=False)
+        reference = policy.derived_role("reference", given.model, self.cluster, trainable=False)
+        return policy, replace(reference, precomputed_reference=given.precompute, estimates_kl=kl)
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()

@@ -112,6 +112,12 @@ class TrainRole(RoleSpec):
     """True if log-probs of the policy are computed before the update."""
     holds_reference: bool = False
     """True if the base of a LoRA policy is the reference model and computes its log-probs."""
+    precomputed_reference: bool = False
+    """True if the log-probs of the reference model, which the role is or holds, are computed once
+    for all rows, before the first step."""
+    estimates_kl: bool = False
+    """True if policy and reference also pass over rows of mismatched prompts and responses in every
+    step, to estimate their KL (KTO)."""
     returns_states: bool = False
     """True if the engine returns hidden states instead of log-probs (the teacher of a
     distillation)."""
@@ -132,11 +138,19 @@ class TrainRole(RoleSpec):
     @property
     def num_forward_passes(self) -> int:
         """Number of passes over a step's rows without gradient, outside of the updates: outputs of
-        a frozen role, values, old log-probs, and the log-probs of a reference that the role
-        holds."""
+        a frozen role, values, old log-probs, the log-probs of a reference that the role holds, and
+        those for an estimate of the KL."""
+        reference = 0 if self.precomputed_reference else 1 + self.estimates_kl
         if not self.trainable:
-            return 1
-        return (self.kind == "critic") + self.needs_old_logprobs + self.holds_reference
+            return reference
+        own = (self.kind == "critic") + self.needs_old_logprobs + self.estimates_kl
+        return own + reference * self.holds_reference
+
+    @property
+    def runs_forward_passes(self) -> bool:
+        """Return whether the role ever makes a pass without gradient, also before the first
+        step."""
+        return bool(self.num_forward_passes or self.precomputed_reference)
 
     @property
     def engine_role(self) -> Literal["policy", "reference", "teacher", "critic", "reward"]:

@@ -187,7 +187,7 @@ def _passes(
         kernels=context.hardware.kernels,
     )
     passes: dict[str, Pass] = {}
-    if role.num_forward_passes:
+    if role.runs_forward_passes:
         passes["log-probs"] = base
     if role.trainable:
         assert batch is not None

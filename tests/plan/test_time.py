@@ -78,6 +78,36 @@ def test_dpo_with_lora_computes_log_probs_of_its_base():
     assert shares == pytest.approx([1 / 2, 0])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "policy", "reference"),
+    [
+        (["loss=dpo"], 0, 1),
+        (["loss=dpo", "reference.precompute=true"], 0, 0),
+        (["loss=dpo", "reference.precompute=true", "model.lora={}"], 0, 0),
+        (["loss=kto"], 1, 2),  # the rows of the KL estimate, in both models
+        (["loss=kto", "model.lora={}"], 3, 0),
+    ],
+)
+def test_a_preference_step_counts_the_passes_of_its_reference_and_kl_estimate(
+    overrides: list[str], policy: int, reference: int
+) -> None:
+    """Passes per step, as tests/runtime/test_preference_runs.py counts them in a run. Each is a
+    third of forward and backward, or half with LoRA."""
+    tree = {
+        "job": "preference",
+        "model": {"scratch": {}},
+        "data": {"sources": ["pairs.jsonl"]},
+        "train": {"train_batch_size": 4},
+    }
+    config = load_config(tree, overrides)
+    found = estimate(config, parse_cluster("A100-80GB")).parts
+    trained = next(p.seconds for p in found if p.phase == "forward/backward")
+    seconds = {p.role: p.seconds for p in found if p.phase == "log-probs"}
+    unit = trained / (3 if config.model.lora is None else 2)
+    passes = [seconds.get(role, 0) / unit for role in ("policy", "reference")]
+    assert passes == pytest.approx([policy, reference])
+
+
 def test_flops_are_two_per_parameter_and_token_and_attention():
     """Llama-3-8B, rows of 2048: 2 x (8.03e9 - 0.525e9 of the input embedding), and 4 x 1024 x 4096
     in each of 32 layers."""

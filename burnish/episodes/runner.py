@@ -17,7 +17,7 @@ from burnish.episodes.play import EpisodePlayer, Limits, Played, Policy, Task
 from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.rows import episode_rows
 from burnish.errors import BurnishError
-from burnish.rewards.base import RewardSet
+from burnish.rewards.base import NoGroupLeftError, RewardSet
 from burnish.rewards.loop_thread import LoopThread
 from burnish.rollout.base import RolloutEngine, Sampling
 from burnish.rollout.runner import Rollout, Runner, prompt_seed
@@ -143,12 +143,16 @@ class EpisodeRunner(Runner):
         """Return unscored groups of the prompts that have enough members, and statistics of all
         episodes.
 
-        Raises EpisodesFailedError if more than ``max_failed_frac`` of the episodes failed.
+        Raises EpisodesFailedError if more than ``max_failed_frac`` of the episodes failed, and
+        NoGroupLeftError if no group has enough members.
         """
         tasks = [self._task(prompt, k) for prompt in prompts for k in range(self.num_samples)]
         played = self.players.play(self.engine, self.sampling, tasks)
         self._check_failures(played)
-        return self._groups(prompts, played)
+        groups, stats = self._groups(prompts, played)
+        if not groups:
+            raise NoGroupLeftError(why_none(played, self.num_samples), stats)
+        return groups, stats
 
     def _task(self, prompt: Prompt, member: int) -> Task:
         seed = prompt_seed(self.seed, prompt.id)
@@ -168,16 +172,15 @@ class EpisodeRunner(Runner):
         seen.update(p.record.status for p in played)
         if not any(p.record.status in FAILED for p in played):
             return
-        counts = {status: seen[status] for status in FAILED if seen[status]}
-        failed, total = sum(counts.values()), seen.total()
-        listed = ", ".join(f"{status} {count}" for status, count in counts.items())
+        failed = Counter({status: seen[status] for status in FAILED if seen[status]})
         first = next((p.error for p in played if p.error is not None), None)
-        what = f"{failed} of {total} episodes failed ({listed}). The first: {first}"
+        count = f"{failed.total()} of {seen.total()} episodes failed"
+        what = f"{count} ({_listed(failed)}). The first: {first}"
         frac = self.players.config.max_failed_frac
-        if failed > frac * total:
+        if failed.total() > frac * seen.total():
             raise EpisodesFailedError(
-                f"{what}\nMore than rollout.episodes.max_failed_frac={frac:g} of a rollout must "
-                "not fail; correct the environment, or raise the limit"
+                f"{what}\nMore than episodes.max_failed_frac={frac:g} of the episodes must not "
+                f"fail; {_advice(failed)}, or raise the limit"
             ) from first
         log.warning("%s", what)
 
@@ -198,6 +201,36 @@ class EpisodeRunner(Runner):
                 continue
             groups.append(Group(len(groups), prompt, tuple(members)))
         return groups, episode_stats(played) + Stats(sums={"episodes/groups_dropped": dropped})
+
+
+def why_none(played: Sequence[Played], num_samples: int) -> str:
+    """Return the reason why no group of ``played`` episodes is left, and what to change."""
+    lost = [p for p in played if p.record.status in FAILED or not p.calls]
+    ends = Counter(p.record.status for p in lost)
+    first = next((p.error for p in lost if p.error is not None), None)
+    found = "" if first is None else f"\nThe first failure: {first}"
+    return (
+        f"none of {len(played) // num_samples} groups has {min(num_samples, 2)} of its "
+        f"{num_samples} episodes left: {len(lost)} of {len(played)} episodes have no result "
+        f"({_listed(ends)}); {_advice(ends)}{found}"
+    )
+
+
+_ADVICE = {
+    "env_error": "correct the environment",
+    "timeout": "raise episodes.step_timeout_s or timeout_s, or make the environment faster",
+    "infra_error": "correct what ends the environment's worker processes",
+    "prompt_too_long": "raise episodes.max_tokens, or shorten the first messages",
+}
+"""Status -> what to change."""
+
+
+def _advice(statuses: Counter[EpisodeStatus]) -> str:
+    return "; ".join(_ADVICE[name] for name, _ in statuses.most_common() if name in _ADVICE)
+
+
+def _listed(statuses: Counter[EpisodeStatus]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in statuses.most_common())
 
 
 def episode_sample(prompt: Prompt, sample_id: str, group_id: int, played: Played) -> Sample:

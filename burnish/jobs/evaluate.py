@@ -15,7 +15,7 @@ from burnish.config import EvaluateConfig, JobConfig, dump_yaml
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.config.rollout import EvalConfig, SamplingConfig
 from burnish.data.prompts import load_prompts
-from burnish.episodes.runner import Players
+from burnish.episodes.runner import EpisodesFailedError, Players
 from burnish.jobs.base import Driver, Functions, Job, Metrics
 from burnish.jobs.build import (
     WeightedRewards,
@@ -25,13 +25,14 @@ from burnish.jobs.build import (
 )
 from burnish.jobs.degenerate import warn_without_labels
 from burnish.jobs.episodes import RunnerOptions, build_players, closed_on_error, make_runner
+from burnish.jobs.errors import RunError
 from burnish.jobs.memory_monitor import MemoryMonitor
 from burnish.observe.files import write_text
 from burnish.observe.memory import memory_metrics
 from burnish.observe.progress import FILE_ONLY, tell
 from burnish.observe.samples import write_samples
 from burnish.observe.timeline import timed
-from burnish.rewards.base import RewardSet, sum_of_part
+from burnish.rewards.base import NoGroupLeftError, RewardSet, sum_of_part
 from burnish.rollout.base import Sampling
 from burnish.rollout.runner import Runner
 from burnish.runtime.base import Runtime
@@ -61,8 +62,13 @@ class Evaluator:
     def evaluate(self, step: int) -> dict[str, float]:
         """Return ``eval/pass@k`` for every requested k, ``eval/reward``, ``eval/response_len`` and
         ``eval/prompts``. If there are several rewards, ``eval/reward/<name>`` gives the mean of
-        each, unweighted."""
-        groups = self.runner.run(self.prompts).groups
+        each, unweighted. Raises RunError if no response or too few episodes can be scored."""
+        try:
+            groups = self.runner.run(self.prompts).groups
+        except (NoGroupLeftError, EpisodesFailedError) as error:
+            raise RunError(
+                f"the evaluation of {len(self.prompts)} prompts has no result: {error}"
+            ) from error
         self.keep_samples(step, groups)
         to_pass, least = self.runner.rewards.to_pass, self.config.pass_threshold - ROUNDING
         passed = [  # a group of episodes may lack failed members

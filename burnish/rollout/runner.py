@@ -7,19 +7,15 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
 
 from burnish.config.rollout import DynamicSampling
 from burnish.rewards.base import NoGroupLeftError, RewardError, RewardSet
 from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
-from burnish.transcript import EpisodeStatus
 from burnish.types import Group, Number, Prompt, Sample, Stats, all_equal
 
 log = logging.getLogger("burnish")
 
 _MAX_REFILLS = 10
-ENDS = get_args(EpisodeStatus)
-"""Statuses of episodes, in a fixed order."""
 
 
 @dataclass(frozen=True)
@@ -117,15 +113,9 @@ class Runner:
         return above_min and below_max
 
     def run(self, prompts: Sequence[Prompt]) -> Rollout:
-        """Sample and score all of ``prompts``, in their order."""
+        """Sample and score all of ``prompts``, in their order. Raises NoGroupLeftError if no group
+        has samples with rewards."""
         groups, stats = self.sample(prompts)
-        if not groups:
-            ends = [f"{name} {n:g}" for name in ENDS if (n := stats.sums.get(f"episodes/{name}"))]
-            raise NoGroupLeftError(
-                f"all {len(prompts)} groups lost their members; their episodes ended with "
-                f"{', '.join(ends)}",
-                stats,
-            )
         try:
             scored = self.rewards.score(groups)
         except NoGroupLeftError as error:

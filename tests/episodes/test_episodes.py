@@ -24,7 +24,7 @@ from burnish.episodes.template import RendererError
 from burnish.jobs.episodes import build_players
 from burnish.models.scratch import scratch_tokenizer
 from burnish.observe.timeline import Timeline
-from burnish.rewards.base import RewardError, RewardSet
+from burnish.rewards.base import NoGroupLeftError, RewardError, RewardSet
 from burnish.rewards.episode import EpisodeReward
 from burnish.rollout.base import Request, Sampling
 from burnish.runtime.inline import InlineRuntime
@@ -156,9 +156,9 @@ def test_limits_end_an_episode_with_their_status(
 
 
 def test_a_prompt_that_fills_the_limit_leaves_nothing_to_train_on() -> None:
-    _, groups, stats = play(lambda _: says("hi"), options("Fixed", max_tokens=100), **LONG)
-    assert groups == []
-    assert stats.floats()["episodes/prompt_too_long"] == 8
+    with pytest.raises(NoGroupLeftError, match=r"raise episodes\.max_tokens") as error:
+        play(lambda _: says("hi"), options("Fixed", max_tokens=100), **LONG)
+    assert error.value.stats.floats()["episodes/prompt_too_long"] == 8
 
 
 def test_lost_groups_are_counted_as_episodes_and_replaced() -> None:

@@ -17,6 +17,7 @@ from burnish.config import load_config
 from burnish.config.load import ConfigError
 from burnish.environments.base import EnvironmentSetupError
 from burnish.environments.pool import EnvironmentPool, EnvironmentSpec, EpisodeFailedError
+from burnish.jobs.errors import RunError
 from burnish.observe.samples import read_samples
 from burnish.rollout.vllm import INSTALL
 from burnish.runtime.remote_workers import start_remote_worker
@@ -178,6 +179,43 @@ def test_an_unusable_environment_stops_before_the_model_is_loaded(
     missing = f"rollout.episodes.environment={ENVIRONMENT}s"
     with pytest.raises(EnvironmentSetupError, match="has no 'GuessNumbers'"):
         burnish.run(recipe(tmp_path, missing))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"environment": f"{HOSTILE}:Odd", "max_tokens": 32},  # needs task["kind"]
+            r"(?s)3 prompts has no result: 6 of 6 episodes failed \(env_error 6\). The first: "
+            r".*KeyError.*max_failed_frac=0\.5 .*; correct the environment",
+        ),
+        (
+            {"environment": f"{HOSTILE}:Async", "max_tokens": 6},
+            r"no result: none of 3 groups has 2 of its 2 episodes left: 6 of 6 episodes have no "
+            r"result \(prompt_too_long 6\); raise episodes.max_tokens, or shorten",
+        ),
+    ],
+)
+def test_an_evaluation_without_any_episode_left_says_why(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{i}" * 4}) + "\n" for i in (1, 2, 3)))
+    tree = {
+        "job": "evaluate",
+        "run_dir": str(tmp_path / "run"),
+        "model": {"scratch": {"alphabet": ALPHABET, "hidden_size": 32}},
+        "eval": {
+            "data": {"sources": [str(prompts)], "prompt_max_len": 5},
+            "n_samples_per_prompt": 2,
+            "temperature": 1.0,
+            "generate_max_len": 2,
+        },
+        "episodes": settings,
+        "rewards": [{"kind": "function"}],
+    }
+    with pytest.raises(RunError, match=message):
+        burnish.run(load_config(tree), rewards=lambda response: 1.0)
 
 
 @pytest.mark.parametrize(

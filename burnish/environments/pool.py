@@ -34,6 +34,8 @@ log = logging.getLogger("burnish")
 START_TIMEOUT_S = 120.0
 """Time in which a worker must have imported the environment."""
 CLOSE_TIMEOUT_S = 5.0
+PING_TIMEOUT_S = 5.0
+"""Time in which a worker must report the state of its event loop."""
 
 Failure = Literal["env_error", "timeout", "infra_error"]
 
@@ -182,13 +184,9 @@ class OpenEpisode:
             ) from error
         except TimeoutError as error:
             self._slot.retired = True
-            raise EpisodeFailedError(
-                "timeout", f"{what}: {method}() took more than {timeout_s:g} s"
-            ) from error
+            raise await self._exceeded(f"{what}: {method}()", timeout_s) from error
         except WorkerEndedError as error:
-            raise EpisodeFailedError(
-                "infra_error", f"{what}: its worker process died during {method}(): {error}"
-            ) from error
+            raise self._died(f"{what}: {method}()", error) from error
         except (TypeError, ValueError) as error:
             raise EpisodeFailedError(
                 "env_error", f"{what}: {method}() got a value that is not JSON: {error}"
@@ -196,6 +194,46 @@ class OpenEpisode:
         except asyncio.CancelledError:
             self._slot.retired = True  # user code may still be running
             raise
+
+    async def _exceeded(self, method: str, timeout_s: float) -> EpisodeFailedError:
+        """Return the error of a call that exceeded its time limit: a failure of the episode, or of
+        its worker if another episode blocks it.
+
+        A worker that cannot answer anything any more is ended, so that its other episodes need not
+        wait for their limits.
+        """
+        alone, worker = self._slot.sessions == 1, self._slot.worker
+        try:
+            state = await worker.call(PING_TIMEOUT_S, op="ping")
+        except WorkerEndedError as error:
+            return self._died(method, error)
+        except TimeoutError:  # the process is stopped, or user code holds the interpreter's lock
+            state = {"blocked": True, "episode": None, "stack": ""}
+        failed = f"{method} took more than {timeout_s:g} s"
+        if not state["blocked"]:
+            return EpisodeFailedError("timeout", failed)
+        culprit = self._name if alone else state["episode"]
+        if culprit in (None, self._name):
+            await worker.end()
+        if culprit != self._name:
+            return EpisodeFailedError(
+                "infra_error",
+                f"{method} has no result after {timeout_s:g} s, because another episode blocks the "
+                "worker process",
+            )
+        if not state["stack"]:
+            return EpisodeFailedError("timeout", failed)
+        return EpisodeFailedError(
+            "timeout",
+            f"{failed} and blocks all episodes of its worker process. A coroutine function must "
+            "await whatever waits or computes long; as a plain function it runs in a thread. It "
+            f"is at:\n{state['stack'].rstrip()}",
+        )
+
+    def _died(self, method: str, error: WorkerEndedError) -> EpisodeFailedError:
+        return EpisodeFailedError(
+            "infra_error", f"{method} has no result, because its worker process died: {error}"
+        )
 
     async def close(self) -> None:
         """Close the environment object, unless its worker is retired. Never raises."""

@@ -8,6 +8,7 @@ to the original stdout. Requests of different episodes run concurrently. The fir
     {"id": 1, "op": "open", "episode": "a", "task": {...}, "seed": 7}
     {"id": 2, "op": "step", "episode": "a", "message": {...}}
     {"id": 3, "op": "close", "episode": "a"}
+    {"id": 4, "op": "ping"}
 
 A reply is ``{"id", "ok": ...}`` or ``{"id", "error": {"type", "message", "traceback"}}``.
 
@@ -16,6 +17,10 @@ interpreter that has none of Burnish's dependencies. Output of user code on stdo
 and its stdin is empty: the pipes of the protocol are on other file descriptors, which processes
 started by user code do not inherit. When stdin ends (the parent is gone), the worker kills its
 process group.
+
+``ping`` returns the blocked state of the event loop: ``{"blocked": false}``, or ``{"blocked": true,
+"episode", "stack"}`` with the episode whose coroutine blocks it (None: unknown). A thread answers
+it, so it also works then. User code that holds the interpreter's lock gets no answer out at all.
 
 The methods of one environment object always run in the same thread, so that it may hold objects
 that are bound to a thread.
@@ -36,12 +41,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
+from weakref import WeakKeyDictionary
 
 REQUIRED = ("reset", "step")
 MAX_REPLY_BYTES = (16 << 20) - 1024
 """Maximum size of a reply. The parent cannot read more."""
 MAX_ERROR_CHARS = 10_000
+PING_S = 2.0
+"""Time in which an event loop that is not blocked calls a function."""
 END_S = 2.0
 """Time after the end of stdin in which user code may still react to its cancellation."""
 
@@ -222,7 +231,16 @@ async def serve(requests: Any, out: Any) -> None:
     worker = Worker(loop)
     running = set()
 
+    episodes = EpisodeOfTask(loop)
+    writing = threading.Lock()
+
+    def write(line: str) -> None:
+        with writing:
+            out.write(line + "\n")
+            out.flush()
+
     async def answer(request: dict[str, Any]) -> None:
+        episodes.current.set(request.get("episode"))
         reply: dict[str, Any] = {"id": request["id"]}
         try:
             reply["ok"] = await worker.handle(request)
@@ -234,24 +252,64 @@ async def serve(requests: Any, out: Any) -> None:
                 )
         except BaseException as error:  # every failure becomes a reply
             line = json.dumps({"id": request["id"], "error": describe(error)})
-        out.write(line + "\n")
-        out.flush()
+        write(line)
 
     def read() -> None:
         for line in requests:
-            loop.call_soon_threadsafe(start, json.loads(line))
+            request = json.loads(line)
+            if request["op"] == "ping":
+                write(json.dumps({"id": request["id"], "ok": episodes.ping()}))
+            else:
+                loop.call_soon_threadsafe(start, request)
         loop.call_soon_threadsafe(ended.set)
         time.sleep(END_S)
         leave()  # a coroutine that does not yield blocks the loop
 
     def start(request: dict[str, Any]) -> None:
         task = loop.create_task(answer(request))
+        episodes.add(task, request.get("episode"))
         running.add(task)
         task.add_done_callback(running.discard)
 
     ended = asyncio.Event()
     threading.Thread(target=read, daemon=True).start()
     await ended.wait()
+
+
+class EpisodeOfTask:
+    """The episode to which each task of the event loop belongs. Create it in the loop's thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.current: ContextVar[str | None] = ContextVar("episode", default=None)
+        self._loop, self._thread = loop, threading.get_ident()
+        self._episodes: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
+        loop.set_task_factory(self._task)
+
+    def add(self, task: Any, episode: str | None) -> None:
+        """Set the episode of a task."""
+        self._episodes[task] = episode
+
+    def _task(self, loop: Any, coroutine: Any, **options: Any) -> Any:
+        """Return a new task. It belongs to the episode of the task that creates it."""
+        task = asyncio.Task(coroutine, loop=loop, **options)
+        self.add(task, self.current.get())
+        return task
+
+    def ping(self) -> dict[str, Any]:
+        """Return the blocked state of the loop. Call it from another thread."""
+        called = threading.Event()
+        self._loop.call_soon_threadsafe(called.set)
+        if called.wait(PING_S):
+            return {"blocked": False}
+        task = asyncio.current_task(self._loop)
+        frame = sys._current_frames().get(self._thread)
+        stack = traceback.extract_stack(frame) if frame is not None else []
+        own = [f for f in stack if f.filename != __file__ and "asyncio" not in f.filename]
+        return {
+            "blocked": True,
+            "episode": None if task is None else self._episodes.get(task),
+            "stack": "".join(traceback.format_list(own[-5:]))[-MAX_ERROR_CHARS:],
+        }
 
 
 def describe(error: BaseException) -> dict[str, str]:

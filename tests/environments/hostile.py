@@ -1,8 +1,10 @@
 """Environments that misbehave on request, in worker processes of the tests. Imports nothing of
 Burnish, so that it runs under any interpreter."""
 
+import asyncio
 import os
 import random
+import signal
 import subprocess
 import time
 
@@ -131,6 +133,33 @@ class Odd:
     def child_holds_pipes(self):
         child = subprocess.Popen(["sleep", "60"], start_new_session=True)
         return str(child.pid)
+
+
+class Shared:
+    """A step that waits, blocks the event loop of its worker, or stops the process."""
+
+    def reset(self, task, seed):
+        self.kind, self.path = task["kind"], task["path"]
+        return {"messages": [{"role": "user", "content": "a"}]}
+
+    async def step(self, message):
+        await asyncio.ensure_future(getattr(self, self.kind)())
+        return {"done": True}
+
+    async def waits(self):
+        await asyncio.sleep(60)
+
+    async def blocks(self):
+        self.mark()
+        time.sleep(60)
+
+    async def stops(self):
+        self.mark()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def mark(self):
+        with open(self.path, "w") as file:
+            file.write("begun")
 
 
 class Blocking:

@@ -15,11 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
+from burnish.environments import pool as pool_module
 from burnish.environments.base import EnvironmentSetupError
 from burnish.environments.pool import (
     EnvironmentPool,
     EnvironmentSpec,
     EpisodeFailedError,
+    OpenEpisode,
     check_start,
 )
 
@@ -244,6 +246,59 @@ def test_a_worker_that_started_is_not_forgotten_if_another_one_fails(tmp_path: P
         return started, len(workers())
 
     assert asyncio.run(asyncio.wait_for(play(), 60)) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "timeouts", "expected"),
+    [
+        # The blocking step is charged; its worker is ended, so the other one does not wait for 60 s
+        ("blocks", (0.1, 60), ("timeout: .*blocks all episodes.*in blocks", "infra_error: .*died")),
+        # The other step ends first; the blocking one may still return
+        ("blocks", (60, 0.1), ("running", "infra_error: .*another episode blocks")),
+        # Without an answer of the process nobody can be charged, unless there is only one episode
+        ("stops", (0.1, 60), ("infra_error: .*another episode", "infra_error: .*died")),
+        ("stops", (0.1,), ("timeout: .*took more than 0.1 s$",)),
+        ("waits", (0.1, 0.1), ("timeout: .*took more than 0.1 s$",) * 2),
+    ],
+)
+def test_an_episode_that_blocks_its_worker_does_not_let_others_time_out(
+    kind: str,
+    timeouts: tuple[float, ...],
+    expected: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first step blocks, the second one waits."""
+    monkeypatch.setattr(pool_module, "PING_TIMEOUT_S", 2.0 if kind == "stops" else 60.0)
+    begun = tmp_path / "begun"
+
+    async def step(episode: OpenEpisode, timeout_s: float) -> str:
+        try:
+            await episode.step(SAY, timeout_s=timeout_s)
+        except EpisodeFailedError as failed:
+            return f"{failed.status}: {failed}"
+        return "returned"
+
+    async def play() -> list[str]:
+        async with pool("Shared") as environments:
+            episodes = [
+                await environments.open({"kind": k, "path": str(begun)}, 0, timeout_s=30)
+                for k in (kind, "waits")[: len(timeouts)]
+            ]
+            first = asyncio.create_task(step(episodes[0], timeouts[0]))
+            while kind == "blocks" and not begun.exists():
+                await asyncio.sleep(0.01)
+            rest = [await step(*pair) for pair in zip(episodes[1:], timeouts[1:], strict=True)]
+            ended = timeouts[0] < 60
+            found = [await first if ended else "running", *rest]
+            first.cancel()
+            for episode in episodes:
+                await episode.close()
+            return found
+
+    found = asyncio.run(asyncio.wait_for(play(), 60))
+    for text, pattern in zip(found, expected, strict=True):
+        assert re.match(pattern, text, re.DOTALL), text
 
 
 def workers() -> list[psutil.Process]:

@@ -9,14 +9,16 @@ outside :func:`render_chat` have no budget and are unchanged.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import TemplateRuntimeError, nodes
+from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
@@ -73,6 +75,36 @@ def render_chat(
     finally:
         _left.reset(token)
         _today.reset(date)
+
+
+def with_defaults(template: str, values: Mapping[str, str | int | float | bool | None]) -> str:
+    """Return a template in which variables that a rendering does not set have ``values``.
+
+    The values become part of the text, so every user of a tokenizer with this template, an exported
+    model included, renders the same conversation.
+    """
+    sets = [
+        f"{{%- if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}"
+        for name, value in values.items()
+    ]
+    return "".join(sets) + "\n" + template if sets else template  # (Jinja drops this newline)
+
+
+def _literal(value: str | int | float | bool | None) -> str:
+    """Return a JSON scalar as a literal of Jinja, whose strings have the escapes of Python."""
+    if value is None:
+        return "none"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def variables(template: str) -> set[str]:
+    """Return the names that a template reads from outside. Raises jinja2.TemplateError if it is
+    invalid."""
+    from transformers.utils import chat_template_utils
+
+    _use_bounded()
+    environment = chat_template_utils._compile_jinja_template(template).environment
+    return find_undeclared_variables(environment.parse(template)) - set(environment.globals)
 
 
 def _strftime_now(pattern: str) -> str:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from burnish.config.base import Node, PathText
+
+TEMPLATE_INPUTS = frozenset(
+    ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+)
+"""Variables of chat templates that every rendering sets."""
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class ScratchConfig(Node):
@@ -70,6 +77,10 @@ class ModelConfig(Node):
     """Run Python code shipped with the model. False: such a model is refused."""
     chat_template: str | None = None
     """Jinja chat template, or a path to one. None: the tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Values of variables that the chat template reads, such as ``{enable_thinking: false}``. They
+    hold wherever messages are rendered, and become defaults in the template of an exported model.
+    A name that the template does not read is refused."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights. None: full fine-tuning."""
 
@@ -89,6 +100,21 @@ class ModelConfig(Node):
             )
         if self.gguf_file and not self.path:
             yield "gguf_file is a file inside path, but path is not set; set both"
+        for name, value in self.chat_template_kwargs.items():
+            if not (value is None or isinstance(value, bool | int | float | str)) or (
+                isinstance(value, float) and not math.isfinite(value)
+            ):
+                yield (
+                    f"chat_template_kwargs.{name}={value!r:.60} is not a text, a finite number, "
+                    "true, false or null; templates get only these from a recipe"
+                )
+            if name in TEMPLATE_INPUTS:
+                yield f"chat_template_kwargs.{name} is set by every rendering itself; remove it"
+            elif not _VARIABLE.fullmatch(name):
+                yield (
+                    f"chat_template_kwargs has the name {name!r}, which is no variable of a "
+                    "template; use letters, digits and underscores"
+                )
 
 
 def lora_advice(model: ModelConfig) -> Iterator[str]:

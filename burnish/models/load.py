@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -25,7 +26,8 @@ from transformers import (
 from transformers import __version__ as transformers_version
 from transformers.utils.hub import cached_file
 
-from burnish.config.model import Dtype, ModelConfig
+from burnish.config.explain import nearest
+from burnish.config.model import TEMPLATE_INPUTS, Dtype, ModelConfig
 from burnish.messages import library_text
 from burnish.models.checks import check_head, check_weights
 from burnish.models.empty import empty_model
@@ -36,7 +38,7 @@ from burnish.models.paths import ModelError as ModelError
 from burnish.models.paths import check_path, check_tokenizer_path
 from burnish.models.scratch import scratch_model, scratch_tokenizer
 from burnish.models.support import model_support, row_limit, runs_own_code
-from burnish.templates import TemplateLimitError, render_chat
+from burnish.templates import TemplateLimitError, render_chat, variables, with_defaults
 
 log = logging.getLogger("burnish")
 
@@ -209,10 +211,12 @@ def place(model: Any, *, dtype: Dtype, device: torch.device | str) -> Any:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer; ``model.chat_template`` replaces its chat template if set.
+    """Load the model's tokenizer; ``model.chat_template`` replaces its chat template if set, in
+    which ``model.chat_template_kwargs`` are defaults.
 
     If it has no pad token, the end-of-sequence token is used. Raises ModelError if there is no
-    tokenizer, or if it has no end-of-sequence token.
+    tokenizer, if it has no end-of-sequence token, or if the template does not read one of
+    ``model.chat_template_kwargs``.
     """
     tokenizer: Any
     if config.scratch is not None and config.tokenizer_path is None:
@@ -229,6 +233,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
                 "path of a template file, or the template itself"
             )
         tokenizer.chat_template = template.read_text() if is_file else config.chat_template
+    if config.chat_template_kwargs:
+        _set_template_defaults(tokenizer, config)
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer of {describe(config)} has no end-of-sequence token, so responses "
@@ -239,6 +245,27 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer.pad_token = tokenizer.eos_token
     _check_vocabulary(tokenizer, config)
     return cast(PreTrainedTokenizerBase, tokenizer)
+
+
+def _set_template_defaults(tokenizer: Any, config: ModelConfig) -> None:
+    """Make ``chat_template_kwargs`` defaults of the chat template, or of each of several named
+    ones. Raises ModelError if none of them reads a name."""
+    given, found = config.chat_template_kwargs, tokenizer.chat_template
+    texts = found if isinstance(found, dict) else {"default": found or ""}
+    try:
+        read = set[str]().union(*(variables(text) for text in texts.values()))
+    except TemplateError as error:
+        raise ModelError(f"the chat template of {describe(config)} is invalid: {error}") from error
+    read -= {*TEMPLATE_INPUTS, *tokenizer.special_tokens_map}
+    for name in given:
+        if name not in read:
+            names = f"it reads {', '.join(sorted(read))}" if read else "it reads no such variables"
+            raise ModelError(
+                f"model.chat_template_kwargs.{name}: the chat template of {describe(config)} does "
+                f"not read {name}{nearest(name, read)}, so the value would have no effect; {names}"
+            )
+    texts = {key: with_defaults(text, given) for key, text in texts.items()}
+    tokenizer.chat_template = texts if isinstance(found, dict) else texts["default"]
 
 
 def _check_vocabulary(tokenizer: Any, config: ModelConfig) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from transformers import (
 )
 
 from burnish.config.model import Dtype, LoraConfig, ModelConfig, ScratchConfig
+from burnish.data.chat import encode_prompt
+from burnish.episodes.template import ChatTemplate
 from burnish.models.checks import check_compute_dtype
 from burnish.models.load import (
     ModelError,
@@ -200,6 +204,90 @@ def test_a_chat_template_may_be_text_or_a_file(folder: Path, tmp_path: Path) -> 
         tokenizer = load_tokenizer(ModelConfig(path=str(folder), chat_template=template))
         rendered = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
         assert rendered == "a!"
+
+
+THINKING = """{%- for message in messages -%}
+<|{{ message.role }}|>{{ message.content }}{{ eos_token }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<|assistant|>
+{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif -%}
+{%- if note %}{{ note }}{% endif -%}
+{%- endif -%}"""
+"""The generation prompt of Qwen3: an empty block of reasoning unless the policy may think."""
+
+
+def thinking(folder: Path, template: str = THINKING, **values: Any) -> Any:
+    config = ModelConfig(path=str(folder), chat_template=template, chat_template_kwargs=values)
+    return load_tokenizer(config)
+
+
+def test_template_variables_hold_in_data_in_episodes_and_after_an_export(
+    folder: Path, tmp_path: Path
+) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    end = load_tokenizer(ModelConfig(path=str(folder))).eos_token
+    plain = f"<|user|>a{end}<|assistant|>"
+    for values, text in (
+        ({}, plain),
+        ({"enable_thinking": True}, plain),
+        ({"enable_thinking": False}, plain + "<think></think>"),
+        ({"enable_thinking": False, "note": "é\n'%}\""}, plain + "<think></think>é\n'%}\""),
+        ({"note": -1.5}, plain + "-1.5"),
+        ({"note": None}, plain),
+    ):
+        tokenizer = thinking(folder, **values)
+        assert encode_prompt(tokenizer, messages)[0] == text
+        tokenizer.save_pretrained(tmp_path / "exported")
+        exported = load_tokenizer(
+            ModelConfig(path=str(folder), tokenizer_path=str(tmp_path / "exported"))
+        )
+        assert encode_prompt(exported, messages)[0] == text
+    template = ChatTemplate(thinking(folder, enable_thinking=False), today=datetime(2026, 1, 2))
+    assert template.text(messages, (), generate=True) == plain + "<think></think>"
+    again = exported.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, note="other"
+    )
+    assert again == plain + "other"  # a caller's own value wins
+
+
+def test_a_template_keeps_its_text_under_default_variables(folder: Path) -> None:
+    """Leading newlines and spaces of a template are part of its text."""
+    for text in ("\n\n  x{{ note }}", "  {% if true %}x{% endif %}{{ note }}"):
+        messages = [{"role": "user", "content": "a"}]
+        found = thinking(folder, text, note="y").apply_chat_template(messages, tokenize=False)
+        plain = load_tokenizer(ModelConfig(path=str(folder), chat_template=text))
+        assert found == plain.apply_chat_template(messages, tokenize=False, note="y")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"enable_thinkin": False}, r"enable_thinkin: .* \(nearest: enable_thinking\).* reads "),
+        ({"eos_token": "x"}, r"does not read eos_token.*it reads enable_thinking, note$"),
+    ],
+)
+def test_a_variable_that_the_template_does_not_read_is_refused(
+    values: dict[str, Any], message: str, folder: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        thinking(folder, **values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"messages": "x"}, "set by every rendering"),
+        ({"a b": 1}, "no variable"),
+        ({"x": [1]}, r"x=[1] is not a text"),
+        ({"x": float("inf")}, r"x=inf is not a text"),
+    ],
+)
+def test_names_that_no_recipe_can_set_are_refused_at_load(
+    values: dict[str, Any], message: str
+) -> None:
+    (found,) = ModelConfig(scratch=ScratchConfig(), chat_template_kwargs=values).rules()
+    assert message in found
 
 
 # ---- scalar models

@@ -32,7 +32,7 @@ async def start_remote_worker(ray: Any, python: str | None) -> RemoteWorker:
     try:
         await worker.start(python)
     except BaseException:
-        await worker.end()
+        ray.kill(actor)  # a process that it started ends with it
         raise
     return worker
 

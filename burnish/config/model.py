@@ -84,6 +84,9 @@ class ModelConfig(Node):
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights. None: full fine-tuning."""
 
+    def __hash__(self) -> int:  # a mapping has none; equal models have equal names
+        return hash((self.path, self.tokenizer_path, self.revision, self.chat_template))
+
     def with_absolute_paths(self) -> ModelConfig:
         """Return a copy with absolute paths of files that exist on this machine, for processes in
         another working directory. Hub names are unchanged."""

@@ -6,14 +6,12 @@ turns failures of calls into the status of the episode. It is used from one even
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any, Literal
 
 from burnish.environments.base import EnvironmentSetupError
@@ -22,7 +20,7 @@ from burnish.environments.process import start_process
 from burnish.environments.worker_set import (
     NoWorkerError,
     ReplyError,
-    Slot,
+    Session,
     Worker,
     WorkerEndedError,
     WorkerSet,
@@ -34,8 +32,6 @@ log = logging.getLogger("burnish")
 START_TIMEOUT_S = 120.0
 """Time in which a worker must have imported the environment."""
 CLOSE_TIMEOUT_S = 5.0
-PING_TIMEOUT_S = 5.0
-"""Time in which a worker must report the state of its event loop."""
 
 Failure = Literal["env_error", "timeout", "infra_error"]
 
@@ -91,7 +87,6 @@ class EnvironmentPool:
         self.spec = spec
         self.workers = WorkerSet(self._loaded_worker, workers)
         self._start_worker = start_worker
-        self._names = count()
 
     async def start(self) -> None:
         """Start the workers. Raises EnvironmentSetupError if one cannot be started."""
@@ -132,10 +127,10 @@ class EnvironmentPool:
         """Begin an episode. Raises EpisodeFailedError, or EnvironmentSetupError if workers cannot
         be started any more."""
         try:
-            slot = await self.workers.acquire()
+            session = await self.workers.acquire()
         except NoWorkerError as error:
             raise EpisodeFailedError("infra_error", str(error)) from error
-        episode = OpenEpisode(self, slot, f"{next(self._names)}")
+        episode = OpenEpisode(self, session)
         try:
             await episode.reset(task, seed, timeout_s=timeout_s)
         except BaseException:
@@ -151,8 +146,8 @@ class EnvironmentPool:
 class OpenEpisode:
     """An episode in a worker."""
 
-    def __init__(self, pool: EnvironmentPool, slot: Slot, name: str) -> None:
-        self._pool, self._slot, self._name = pool, slot, name
+    def __init__(self, pool: EnvironmentPool, session: Session) -> None:
+        self._pool, self._session = pool, session
         self._open = True
         self.start = Start(())
 
@@ -177,63 +172,21 @@ class OpenEpisode:
     async def _call(self, op: str, method: str, timeout_s: float, **request: Any) -> Any:
         what = f"environment {self._pool.spec.spec}"
         try:
-            return await self._slot.worker.call(timeout_s, op=op, episode=self._name, **request)
+            return await self._session.call(timeout_s, op=op, **request)
         except ReplyError as error:
             raise EpisodeFailedError(
                 "env_error", f"{what}: {method}() raised {error}{error.trace}"
             ) from error
         except TimeoutError as error:
-            self._slot.retired = True
-            raise await self._exceeded(f"{what}: {method}()", timeout_s) from error
+            raise EpisodeFailedError("timeout", f"{what}: {method}() {error}") from error
         except WorkerEndedError as error:
-            raise self._died(f"{what}: {method}()", error) from error
+            raise EpisodeFailedError(
+                "infra_error", f"{what}: {method}() has no result: {error}"
+            ) from error
         except (TypeError, ValueError) as error:
             raise EpisodeFailedError(
                 "env_error", f"{what}: {method}() got a value that is not JSON: {error}"
             ) from error
-        except asyncio.CancelledError:
-            self._slot.retired = True  # user code may still be running
-            raise
-
-    async def _exceeded(self, method: str, timeout_s: float) -> EpisodeFailedError:
-        """Return the error of a call that exceeded its time limit: a failure of the episode, or of
-        its worker if another episode blocks it.
-
-        A worker that cannot answer anything any more is ended, so that its other episodes need not
-        wait for their limits.
-        """
-        alone, worker = self._slot.sessions == 1, self._slot.worker
-        try:
-            state = await worker.call(PING_TIMEOUT_S, op="ping")
-        except WorkerEndedError as error:
-            return self._died(method, error)
-        except TimeoutError:  # the process is stopped, or user code holds the interpreter's lock
-            state = {"blocked": True, "episode": None, "stack": ""}
-        failed = f"{method} took more than {timeout_s:g} s"
-        if not state["blocked"]:
-            return EpisodeFailedError("timeout", failed)
-        culprit = self._name if alone else state["episode"]
-        if culprit in (None, self._name):
-            await worker.end()
-        if culprit != self._name:
-            return EpisodeFailedError(
-                "infra_error",
-                f"{method} has no result after {timeout_s:g} s, because another episode blocks the "
-                "worker process",
-            )
-        if not state["stack"]:
-            return EpisodeFailedError("timeout", failed)
-        return EpisodeFailedError(
-            "timeout",
-            f"{failed} and blocks all episodes of its worker process. A coroutine function must "
-            "await whatever waits or computes long; as a plain function it runs in a thread. It "
-            f"is at:\n{state['stack'].rstrip()}",
-        )
-
-    def _died(self, method: str, error: WorkerEndedError) -> EpisodeFailedError:
-        return EpisodeFailedError(
-            "infra_error", f"{method} has no result, because its worker process died: {error}"
-        )
 
     async def close(self) -> None:
         """Close the environment object, unless its worker is retired. Never raises."""
@@ -241,19 +194,14 @@ class OpenEpisode:
             return
         self._open = False
         try:
-            if not self._slot.retired:
-                await self._slot.worker.call(CLOSE_TIMEOUT_S, op="close", episode=self._name)
+            if not self._session.retired:
+                await self._session.call(CLOSE_TIMEOUT_S, op="close")
         except ReplyError as error:
             log.warning("environment %s: close() raised %s", self._pool.spec.spec, error)
-        except WorkerEndedError:
-            pass  # the process is gone, and the episode with it
-        except TimeoutError:
-            self._slot.retired = True
-        except asyncio.CancelledError:
-            self._slot.retired = True
-            raise
+        except (WorkerEndedError, TimeoutError):
+            pass  # the process is gone or retired, and the episode with it
         finally:
-            await self._pool.workers.release(self._slot)
+            await self._pool.workers.release(self._session)
 
 
 def check_start(reply: Any) -> Start:

@@ -79,7 +79,7 @@ class WorkerProcess:
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             if not self.alive:
-                raise self._ended("the process has ended")
+                raise self._ended("its worker process died")
             assert self.process.stdin is not None
             self.process.stdin.write(line)
             async with asyncio.timeout(timeout_s):
@@ -112,7 +112,7 @@ class WorkerProcess:
 
     async def _read_replies(self) -> None:
         assert self.process.stdout is not None
-        reason = "the process has ended"
+        reason = "its worker process died"
         try:
             while line := await self.process.stdout.readline():
                 reply = json.loads(line)

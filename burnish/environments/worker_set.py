@@ -5,14 +5,14 @@ A worker executes calls of user code in a process of its own. The process is on 
 treats both alike. A session is a use of one worker over several calls, such as an episode. The set
 is used from one event loop::
 
-    slot = await workers.acquire()
+    session = await workers.acquire()
     try:
-        await slot.worker.call(timeout_s, op="step", ...)
+        await session.call(timeout_s, op="step", ...)
     finally:
-        await workers.release(slot)
+        await workers.release(session)
 
-A call that exceeds its time limit leaves user code running in the worker. Whoever notices sets
-``slot.retired``: the worker gets no new sessions, is replaced, and is ended after its last session.
+A call that exceeds its time limit or is cancelled leaves user code running in the worker. The
+worker is then retired: it gets no new sessions, is replaced, and is ended after its last session.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Protocol
 
 from burnish.errors import BurnishError
@@ -30,6 +31,8 @@ log = logging.getLogger("burnish")
 
 MAX_START_FAILURES = 3
 """Consecutive failures to start workers after which a set gives up."""
+PING_TIMEOUT_S = 5.0
+"""Time in which a worker must report the state of its event loop."""
 
 
 class ReplyError(BurnishError, RuntimeError):
@@ -44,7 +47,7 @@ class ReplyError(BurnishError, RuntimeError):
 
 
 class WorkerEndedError(BurnishError, RuntimeError):
-    """A worker ended, or cannot be reached any more."""
+    """A worker ended, cannot be reached any more, or is blocked by another session."""
 
 
 class NoWorkerError(BurnishError, RuntimeError):
@@ -87,6 +90,64 @@ class Slot:
         return self.worker.alive and not self.retired
 
 
+class Session:
+    """A use of a worker, which its requests name ``episode``."""
+
+    def __init__(self, slot: Slot, name: str) -> None:
+        self.slot, self.name = slot, name
+
+    @property
+    def retired(self) -> bool:
+        """True if user code may be running in the worker although nothing waits for it."""
+        return self.slot.retired
+
+    async def call(self, timeout_s: float, **request: Any) -> Any:
+        """Return the content of the reply to ``request``. Raises as :meth:`Worker.call`.
+
+        If the limit is exceeded because another session blocks the worker, raises WorkerEndedError
+        instead of TimeoutError.
+        """
+        try:
+            return await self.slot.worker.call(timeout_s, episode=self.name, **request)
+        except TimeoutError as error:
+            self.slot.retired = True
+            raise await self._exceeded(timeout_s) from error
+        except asyncio.CancelledError:
+            self.slot.retired = True
+            raise
+
+    async def _exceeded(self, timeout_s: float) -> TimeoutError | WorkerEndedError:
+        """Return the error of a call that exceeded its limit.
+
+        A worker that cannot answer anything any more is ended, so that its other sessions need not
+        wait for their limits.
+        """
+        alone, worker = self.slot.sessions == 1, self.slot.worker
+        try:
+            state = await worker.call(PING_TIMEOUT_S, op="ping")
+        except WorkerEndedError as error:
+            return error
+        except TimeoutError:  # the process is stopped, or user code holds the interpreter's lock
+            state = {"blocked": True, "episode": None, "stack": ""}
+        exceeded = f"took more than {timeout_s:g} s"
+        if not state["blocked"]:
+            return TimeoutError(exceeded)
+        culprit = self.name if alone else state["episode"]
+        if culprit in (None, self.name):
+            await worker.end()
+        if culprit != self.name:
+            return WorkerEndedError(
+                f"another episode blocks its worker process (no answer for {timeout_s:g} s)"
+            )
+        if not state["stack"]:
+            return TimeoutError(exceeded)
+        return TimeoutError(
+            f"{exceeded} and blocks all episodes of its worker process. A coroutine function must "
+            "await whatever waits or computes long; as a plain function it runs in a thread. It "
+            f"is at:\n{state['stack'].rstrip()}"
+        )
+
+
 class WorkerSet:
     """``size`` workers that ``start`` creates. ``start`` raises a BurnishError if it cannot."""
 
@@ -94,6 +155,7 @@ class WorkerSet:
         self._start, self.size = start, size
         self._slots: list[Slot] = []
         self._lock = asyncio.Lock()
+        self._names = count()
         self._failures = 0
 
     async def start(self) -> None:
@@ -101,7 +163,7 @@ class WorkerSet:
         async with self._lock:
             await self._fill()
 
-    async def acquire(self) -> Slot:
+    async def acquire(self) -> Session:
         """Begin a session in the worker with the fewest, after replacing lost workers.
 
         Raises NoWorkerError if no worker is left. Raises the error of ``start`` after
@@ -121,12 +183,16 @@ class WorkerSet:
                 if not any(slot.usable for slot in self._slots):
                     raise NoWorkerError(str(error)) from error
                 log.warning("%s", error)
-            slot = min((s for s in self._slots if s.usable), key=lambda slot: slot.sessions)
+            usable = [slot for slot in self._slots if slot.usable]
+            if not usable:
+                raise NoWorkerError("all workers ended directly after their start")
+            slot = min(usable, key=lambda slot: slot.sessions)
             slot.sessions += 1
-            return slot
+            return Session(slot, f"{next(self._names)}")
 
-    async def release(self, slot: Slot) -> None:
+    async def release(self, session: Session) -> None:
         """End a session. Call it once for each :meth:`acquire`."""
+        slot = session.slot
         slot.sessions -= 1
         if slot.retired and not slot.sessions:
             with suppress(ValueError):

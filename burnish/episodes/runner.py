@@ -206,7 +206,7 @@ class EpisodeRunner(Runner):
 def why_none(played: Sequence[Played], num_samples: int) -> str:
     """Return the reason why no group of ``played`` episodes is left, and what to change."""
     lost = [p for p in played if p.record.status in FAILED or not p.calls]
-    ends = Counter(p.record.status for p in lost)
+    ends: Counter[str] = Counter(p.record.status for p in lost)
     first = next((p.error for p in lost if p.error is not None), None)
     found = "" if first is None else f"\nThe first failure: {first}"
     return (
@@ -225,11 +225,11 @@ _ADVICE = {
 """Status -> what to change."""
 
 
-def _advice(statuses: Counter[EpisodeStatus]) -> str:
+def _advice(statuses: Counter[str]) -> str:
     return "; ".join(_ADVICE[name] for name, _ in statuses.most_common() if name in _ADVICE)
 
 
-def _listed(statuses: Counter[EpisodeStatus]) -> str:
+def _listed(statuses: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in statuses.most_common())
 
 

@@ -58,7 +58,7 @@ class RemoteWorker:
     async def call(self, timeout_s: float, **request: Any) -> Any:
         """Return the content of a reply. See ``environments.worker_set.Worker.call``."""
         if self._lost:
-            raise WorkerEndedError("it has ended")
+            raise WorkerEndedError("its worker process died")
         return await self._outcome(self._actor.call.remote(timeout_s, request), timeout_s)
 
     async def _outcome(self, ref: Any, timeout_s: float) -> Any:
@@ -66,11 +66,11 @@ class RemoteWorker:
             outcome: Outcome = await asyncio.wait_for(_result(ref), timeout_s + MARGIN_S)
         except TimeoutError:
             self._lost = True
-            why = f"its actor did not answer within {timeout_s + MARGIN_S:g} s"
+            why = f"the actor of its worker did not answer within {timeout_s + MARGIN_S:g} s"
             raise WorkerEndedError(why) from None
         except self._ray.exceptions.RayError as error:
             self._lost = True
-            why = f"its actor died: {type(error).__name__}: {str(error)[:300]}"
+            why = f"the actor of its worker died: {type(error).__name__}: {str(error)[:300]}"
             raise WorkerEndedError(why) from error
         if isinstance(outcome.error, WorkerEndedError):
             self._lost = True

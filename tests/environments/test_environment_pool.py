@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from burnish.environments import pool as pool_module
+from burnish.environments import worker_set
 from burnish.environments.base import EnvironmentSetupError
 from burnish.environments.pool import (
     EnvironmentPool,
@@ -269,7 +269,7 @@ def test_an_episode_that_blocks_its_worker_does_not_let_others_time_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first step blocks, the second one waits."""
-    monkeypatch.setattr(pool_module, "PING_TIMEOUT_S", 2.0 if kind == "stops" else 60.0)
+    monkeypatch.setattr(worker_set, "PING_TIMEOUT_S", 2.0 if kind == "stops" else 60.0)
     begun = tmp_path / "begun"
 
     async def step(episode: OpenEpisode, timeout_s: float) -> str:

@@ -47,11 +47,11 @@ def test_sessions_go_to_the_worker_with_the_fewest() -> None:
         await workers.start()
         first = [await workers.acquire() for _ in range(6)]
         await workers.release(first[1])  # the second worker has one session, the others two
-        slots = [*first[:1], await workers.acquire(), *first[2:], await workers.acquire()]
+        sessions = [*first[:1], await workers.acquire(), *first[2:], await workers.acquire()]
         assert starter.attempts == 3
         await workers.close()
         assert all(worker.ended for worker in starter.workers)
-        return [starter.workers.index(slot.worker) for slot in slots]
+        return [starter.workers.index(s.slot.worker) for s in sessions]
 
     assert asyncio.run(play()) == [0, 1, 2, 0, 1, 2, 0]
 
@@ -60,13 +60,13 @@ def test_a_retired_worker_is_replaced_at_once_and_ended_after_its_last_session()
     async def play() -> None:
         starter = Starter()
         workers = WorkerSet(starter, 1)
-        slots = [await workers.acquire() for _ in range(2)]
-        slots[0].retired = True
+        sessions = [await workers.acquire() for _ in range(2)]
+        sessions[0].slot.retired = True
         other = await workers.acquire()
-        assert other.worker is starter.workers[1] and starter.attempts == 2
-        await workers.release(slots[0])
+        assert other.slot.worker is starter.workers[1] and starter.attempts == 2
+        await workers.release(sessions[0])
         assert not starter.workers[0].ended
-        await workers.release(slots[1])
+        await workers.release(sessions[1])
         assert starter.workers[0].ended and not starter.workers[1].ended
         await workers.release(other)
         assert not starter.workers[1].ended
@@ -83,9 +83,9 @@ def test_a_failure_to_start_is_a_warning_while_a_worker_is_left(
         await workers.start()
         starter.workers[0].alive = False
         with caplog.at_level(logging.WARNING, "burnish"):
-            assert (await workers.acquire()).worker is starter.workers[1]
+            assert (await workers.acquire()).slot.worker is starter.workers[1]
         assert "start 3 failed" in caplog.text and starter.workers[0].ended
-        assert (await workers.acquire()).worker is starter.workers[2]
+        assert (await workers.acquire()).slot.worker is starter.workers[2]
 
     asyncio.run(play())
 

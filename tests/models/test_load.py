@@ -251,6 +251,14 @@ def test_template_variables_hold_in_data_in_episodes_and_after_an_export(
     assert again == plain + "other"  # a caller's own value wins
 
 
+def test_models_are_compared_by_their_template_variables() -> None:
+    made = [
+        ModelConfig(path="a", chat_template_kwargs=values)
+        for values in ({"x": 1, "y": "b"}, {"y": "b", "x": 1}, {"x": 2, "y": "b"})
+    ]
+    assert len(dict.fromkeys(made)) == 2
+
+
 def test_a_template_keeps_its_text_under_default_variables(folder: Path) -> None:
     """Leading newlines and spaces of a template are part of its text."""
     for text in ("\n\n  x{{ note }}", "  {% if true %}x{% endif %}{{ note }}"):

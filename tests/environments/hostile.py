@@ -84,6 +84,35 @@ class Fixed:
         return self.task["step"]
 
 
+class Digits:
+    """Shows digits, up to ``rounds`` turns. Each turn is rewarded if it repeats its digit. Tasks
+    with a seed divisible by ``bad`` cannot be played."""
+
+    def __init__(self, rounds: int = 3, bad: int = 0) -> None:
+        self.rounds, self.bad = rounds, bad
+
+    def reset(self, task, seed):
+        if self.bad and seed % self.bad == 0:
+            raise ValueError(f"no task {seed}")
+        self.random = random.Random(seed)
+        self.left = self.random.randint(1, self.rounds)
+        return {"messages": [self._next()]}
+
+    def step(self, message):
+        right = self.digit in message["content"]
+        self.left -= 1
+        done = self.left == 0
+        return {
+            "messages": [] if done else [self._next()],
+            "done": done,
+            "rewards": {"right": right - 0.1 * len(message["content"]), "played": float(done)},
+        }
+
+    def _next(self):
+        self.digit = str(self.random.randint(1, 4))
+        return {"role": "user", "content": self.digit}
+
+
 class Odd:
     """Does one odd thing in each step, named by the task."""
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from burnish.agents.calls import CallError, Message, ToolChoice, invalid, well_formed
-from burnish.agents.reading import Json, check_values
+from burnish.agents.calls import CallError, Message, ToolChoice, invalid
+from burnish.agents.reading import Json, checked_value
 
 _MEDIA = ("image", "audio", "video", "file", "document")
 
@@ -127,7 +127,7 @@ def arguments_of(node: Json) -> Mapping[str, Any]:
             raise invalid(
                 node.path, f"{node.path} is not JSON text ({error}); send a JSON object as text"
             ) from error
-        value = well_formed(check_values(value, node.path))
+        value = checked_value(value, node.path)
     if not isinstance(value, Mapping):
         raise node.wrong("a JSON object, or its text")
     return value

@@ -311,7 +311,9 @@ def _read_prompt(node: Json) -> str | tuple[int, ...]:
     if isinstance(node.value, str) and node.value:
         return node.value
     if isinstance(node.value, list) and node.value:
-        return tuple(token.integer(0, _MAX_TOKEN_ID) for token in node.items())
+        if not all(type(token) is int and 0 <= token <= _MAX_TOKEN_ID for token in node.value):
+            return tuple(token.integer(0, _MAX_TOKEN_ID) for token in node.items())  # raises
+        return tuple(node.value)
     raise node.wrong("non-empty text or a non-empty list of token ids")
 
 

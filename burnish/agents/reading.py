@@ -72,7 +72,7 @@ class Json:
 
     def mapping(self) -> Mapping[str, Any]:
         """Return the value, which must be an object."""
-        if not isinstance(self.value, Mapping):
+        if not isinstance(self.value, dict):
             raise self.wrong("an object")
         return self.value
 
@@ -137,17 +137,19 @@ def checked_body(body: Any) -> Json:
     Raises CallError (400) if the body is no object, is nested more than MAX_DEPTH deep, has more
     than MAX_VALUES values, or contains a number that is not finite.
     """
-    check_values(body, "")
-    root = Json(well_formed(body), "")
+    root = Json(checked_value(body, ""), "")
     root.mapping()
     return root
 
 
-def check_values(value: Any, path: str) -> Any:
-    """Return ``value``, parsed JSON. Raises CallError (400) if it exceeds a limit, or contains a
-    number that is not finite. ``path``: its path in the body."""
-    _Check(path).visit(value)
-    return value
+def checked_value(value: Any, path: str) -> Any:
+    """Return parsed JSON with lone surrogates replaced by U+FFFD. ``path``: its path in the body.
+
+    Raises CallError (400) if it exceeds a limit or contains a number that is not finite.
+    """
+    check = _Check(path)
+    check.visit([value])
+    return well_formed(value) if check.has_surrogates else value
 
 
 def unsupported_parameters(root: Json, known: Mapping[str, Parameter]) -> dict[str, str]:
@@ -199,31 +201,49 @@ def _is_integer(value: Any) -> bool:
 
 
 class _Check:
-    """Checks of the limits of a body."""
+    """Checks of the limits of parsed JSON."""
 
     def __init__(self, path: str) -> None:
         self.root = path
         self.path: list[str | int] = []
         self.num_values = 0
+        self.has_surrogates = False
 
-    def visit(self, value: Any) -> None:
-        """Check a value and everything in it. Raises CallError."""
-        if isinstance(value, float) and not math.isfinite(value):
-            raise self._error(f"is {value}, which is not a JSON number")
-        if not isinstance(value, (dict, list)):
-            return
+    def visit(self, value: dict[str, Any] | list[Any]) -> None:
+        """Check everything in an object or a list. Raises CallError.
+
+        Leaves are checked here and not in a call of their own, because a prompt of token ids has
+        very many.
+        """
         self.num_values += len(value)
         if self.num_values > MAX_VALUES:
             raise invalid(None, f"the request body has more than {MAX_VALUES} values")
-        if len(self.path) >= MAX_DEPTH:
-            del self.path[4:]
+        if len(self.path) > MAX_DEPTH:
+            del self.path[5:]
             raise self._error(f"is nested more than {MAX_DEPTH} deep")
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            self.path.append(key)
-            self.visit(item)
-            self.path.pop()
+            kind = type(item)
+            if kind is str:
+                self._check_text(item)
+            elif kind is dict or kind is list:
+                self.path.append(key)
+                self.visit(item)
+                self.path.pop()
+            elif kind is float and not math.isfinite(item):
+                self.path.append(key)
+                raise self._error(f"is {item}, which is not a JSON number")
+        if isinstance(value, dict):
+            self._check_text("".join(value))
+
+    def _check_text(self, text: str) -> None:
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                self.has_surrogates = True
 
     def _error(self, problem: str) -> CallError:
-        keys = (f"[{key}]" if isinstance(key, int) else f".{key[:_SHOWN]}" for key in self.path)
+        inner = self.path[1:]  # the first one is that of the value itself
+        keys = (f"[{key}]" if isinstance(key, int) else f".{key[:_SHOWN]}" for key in inner)
         path = f"{self.root}{''.join(keys)}".removeprefix(".")
         return invalid(path or None, f"{path or 'the request body'} {problem}")

@@ -155,7 +155,8 @@ class Choice:
     finish_reason: Literal["stop", "length", "tool_calls"]
     arguments_text: tuple[str, ...] = ()
     """JSON text of the arguments of each tool call, as sampled. APIs whose arguments are text
-    return it unchanged. Parallel to ``tool_calls``, or empty: the mappings are serialized."""
+    return it unchanged if the arguments are well-formed. Parallel to ``tool_calls``, or empty: the
+    mappings are serialized."""
     token_ids: tuple[int, ...] = ()
     """Sampled ids, [T]."""
     token_texts: tuple[str, ...] = ()

@@ -117,7 +117,8 @@ def unknown_part(part: Json, known: Collection[str]) -> CallError:
 def arguments_of(node: Json) -> Mapping[str, Any]:
     """Return the arguments of a tool call, given as JSON text or as an object.
 
-    Empty text means no arguments. Raises CallError if the text is not a JSON object.
+    Empty text means no arguments. Numbers that are not finite become None: the model may have
+    written them. Raises CallError if the text is not a JSON object.
     """
     value = node.value
     if isinstance(value, str):
@@ -127,7 +128,7 @@ def arguments_of(node: Json) -> Mapping[str, Any]:
             raise invalid(
                 node.path, f"{node.path} is not JSON text ({error}); send a JSON object as text"
             ) from error
-        value = checked_value(value, node.path)
+        value = checked_value(value, node.path, finite=False)
     if not isinstance(value, Mapping):
         raise node.wrong("a JSON object, or its text")
     return value

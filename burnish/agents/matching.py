@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Generic, TypeVar
 
+from burnish.agents.calls import well_formed
 from burnish.data.messages import Message
 
 T = TypeVar("T")
@@ -64,7 +65,7 @@ def message_key(message: Message) -> bytes:
         text = text.strip()
     functions = [made.get("function", made) for made in message.get("tool_calls") or ()]
     calls = [[function.get("name"), function.get("arguments")] for function in functions]
-    return _canonical([message["role"], text, calls])
+    return _canonical(well_formed([message["role"], text, calls]))
 
 
 def _canonical(value: Any) -> bytes:

@@ -142,14 +142,15 @@ def checked_body(body: Any) -> Json:
     return root
 
 
-def checked_value(value: Any, path: str) -> Any:
-    """Return parsed JSON with lone surrogates replaced by U+FFFD. ``path``: its path in the body.
+def checked_value(value: Any, path: str, *, finite: bool = True) -> Any:
+    """Return parsed JSON in well-formed form. ``path``: its path in the body.
 
-    Raises CallError (400) if it exceeds a limit or contains a number that is not finite.
+    Raises CallError (400) if it exceeds a limit or, with ``finite``, if it contains a number that
+    is not finite.
     """
-    check = _Check(path)
+    check = _Check(path, finite=finite)
     check.visit([value])
-    return well_formed(value) if check.has_surrogates else value
+    return value if check.is_well_formed else well_formed(value)
 
 
 def unsupported_parameters(root: Json, known: Mapping[str, Parameter]) -> dict[str, str]:
@@ -203,11 +204,12 @@ def _is_integer(value: Any) -> bool:
 class _Check:
     """Checks of the limits of parsed JSON."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, finite: bool) -> None:
         self.root = path
+        self.finite = finite
         self.path: list[str | int] = []
         self.num_values = 0
-        self.has_surrogates = False
+        self.is_well_formed = True
 
     def visit(self, value: dict[str, Any] | list[Any]) -> None:
         """Check everything in an object or a list. Raises CallError.
@@ -230,8 +232,11 @@ class _Check:
                 self.visit(item)
                 self.path.pop()
             elif kind is float and not math.isfinite(item):
+                self.is_well_formed = False
                 self.path.append(key)
-                raise self._error(f"is {item}, which is not a JSON number")
+                if self.finite:
+                    raise self._error(f"is {item}, which is not a JSON number")
+                self.path.pop()
         if isinstance(value, dict):
             self._check_text("".join(value))
 
@@ -240,7 +245,7 @@ class _Check:
             try:
                 text.encode()
             except UnicodeEncodeError:
-                self.has_surrogates = True
+                self.is_well_formed = False
 
     def _error(self, problem: str) -> CallError:
         inner = self.path[1:]  # the first one is that of the value itself

@@ -51,10 +51,14 @@ def shown(call: ModelCall, choice: Choice) -> Shown:
     """Return the parts of a response that the client receives."""
     message = well_formed(choice.message)
     calls = []
-    for number, made in enumerate(message.get("tool_calls") or ()):
+    for number, sampled in enumerate(choice.message.get("tool_calls") or ()):
+        made = message["tool_calls"][number]
         function = made["function"]
-        sampled = choice.arguments_text[number] if choice.arguments_text else None
-        text = compact(function["arguments"]) if sampled is None else str(well_formed(sampled))
+        is_changed = function != sampled["function"]
+        if is_changed or not choice.arguments_text:
+            text = compact(function["arguments"])
+        else:
+            text = choice.arguments_text[number]
         calls.append(ShownCall(made["id"], function["name"], function["arguments"], text))
     reasoning = message.get("reasoning_content") or "" if call.show_reasoning else ""
     return Shown(reasoning, message.get("content") or "", tuple(calls))

@@ -27,6 +27,7 @@ from burnish.agents.calls import (
     ModelReply,
     check_supported,
 )
+from burnish.agents.matching import message_key
 from burnish.agents.openai_chat import ChatCompletions, Completions
 from burnish.agents.openai_responses import Responses
 
@@ -71,18 +72,9 @@ START = [
 WANTED = [*START, ASSISTANT, *RESULTS]
 
 
-def reply(
-    *choices: Choice, prompt_tokens: int = 20, cached_tokens: int = 5, completion_tokens: int = 7
-) -> ModelReply:
-    return ModelReply(
-        reply_id="r1",
-        created=1_700_000_000,
-        model="m",
-        choices=choices,
-        prompt_tokens=prompt_tokens,
-        cached_tokens=cached_tokens,
-        completion_tokens=completion_tokens,
-    )
+def reply(*choices: Choice) -> ModelReply:
+    counts = {"prompt_tokens": 20, "cached_tokens": 5, "completion_tokens": 7}
+    return ModelReply("r1", created=1_700_000_000, model="m", choices=choices, **counts)
 
 
 def text_choice(text: str = "Hello", **fields: Any) -> Choice:
@@ -296,6 +288,29 @@ def test_openai_agents_runs_a_tool_and_returns_the_turn(api: str, stream: bool) 
     assert sent[2] == message
     assert [each["content"] for each in sent[3:]] == ["Zürich: 12 °C", "Łódź: 12 °C"]
     assert [each["tool_call_id"] for each in sent[3:]] == ["call_0", "call_1"]
+
+
+ODD = {"\ud800": float("nan"), "s": "\udfff", "big": 10**30, "deep": {"f": [-float("inf")]}}
+"""Arguments that a model can write: Python reads NaN, -Infinity and escaped lone surrogates."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("turn", [chat_turn, responses_turn, messages_turn])
+def test_a_message_that_is_not_well_formed_is_recognized_when_it_returns(
+    turn: Any, stream: bool
+) -> None:
+    made = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": ODD}}
+    sampled = {"role": "assistant", "content": "a\ud800", "tool_calls": [made]}
+    server = Server(reply(Choice(sampled, "tool_calls", (json.dumps(ODD),))), reply(text_choice()))
+    first = turn(server, START[1:], stream=stream)
+    if turn is chat_turn:
+        sent = [first.choices[0].message.model_dump()]
+    elif turn is responses_turn:
+        sent = [item.model_dump(exclude_unset=True) for item in first.output]
+    else:
+        sent = [{"role": "assistant", "content": [block.model_dump() for block in first.content]}]
+    turn(server, [*START[1:], *sent, {"role": "user", "content": "u"}], stream=False)
+    assert message_key(server.calls[1].messages[-2]) == message_key(sampled)
 
 
 # ---- log-probs, usage, several choices ---------------------------------------------------------

@@ -275,6 +275,17 @@ def test_a_wrong_body_is_refused_with_the_path_and_the_reason(
     assert param is None or (found.value.param or "").startswith(param)
 
 
+def test_arguments_that_python_wrote_are_read_as_json() -> None:
+    """json.dumps writes NaN, and 1e999 is read as infinity."""
+    call = {
+        "id": "c",
+        "function": {"name": "f", "arguments": '{"a": NaN, "b": [1e999, "\\ud800"]}'},
+    }
+    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "u"}]
+    read = CHAT.read(chat_body(messages=messages), max_messages=9).messages[0]
+    assert read["tool_calls"][0]["function"]["arguments"] == {"a": None, "b": [None, "\ufffd"]}
+
+
 UNSUPPORTED = [
     ("/v1/chat/completions", {"logit_bias": {"5": 1}, "response_format": {"type": "json_object"}}),
     (

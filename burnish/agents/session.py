@@ -87,7 +87,7 @@ class TrainingSession:
         self._turns_taken = 0
         self._num_requests = 0
         self._limit: EpisodeStatus | None = None
-        """Limit that the last call exceeded."""
+        """Limit that a call exceeded, unless a shorter conversation went on after it."""
         self._closed: str | None = None
 
     # ---- Backend ---------------------------------------------------------------------------
@@ -225,7 +225,8 @@ class TrainingSession:
         )
 
     def _record(self, call: ModelCall, one: _Recorded) -> None:
-        self._limit = None
+        if self._limit != "max_turns":
+            self._limit = None
         self._recorded.append(one)
         if one.prompt.parent is not None:
             one.prompt.parent.counts = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field
 
@@ -23,12 +23,28 @@ TOOLS_FRAC = 0.9
 """Share of a step's time limit that all tool calls of a turn may take together. The rest is for the
 transfer of their results."""
 
+EpisodeKind = Literal["environment", "tools", "agent", "command"]
+"""What plays an episode with the policy."""
+
+_BELONGS_TO: dict[str, tuple[EpisodeKind, ...]] = {
+    "options": ("environment", "agent"),
+    "python": ("environment", "tools", "agent"),
+    "workers": ("environment", "tools", "agent"),
+    "step_timeout_s": ("environment", "tools"),
+    "tool_timeout_s": ("tools",),
+    "on_parse_error": ("environment", "tools"),
+    "server_host": ("agent", "command"),
+    "server_port": ("agent", "command"),
+}
+"""Key -> the forms of episodes in which it has an effect."""
+
 
 class EpisodesConfig(Node):
-    """Multi-turn rollouts: the policy responds, an environment or tools answer, and so on.
+    """Multi-turn rollouts: the policy responds, an environment or tools answer, and so on. Or an
+    agent program calls the policy through a model API.
 
-    Exactly one of ``environment`` and ``tools`` is set. ``rollout.generate_max_len`` limits one
-    turn."""
+    Exactly one of ``environment``, ``tools``, ``agent`` and ``command`` is set.
+    ``rollout.generate_max_len`` limits one turn."""
 
     environment: str | None = None
     """Environment class, ``path/to/file.py:Class`` or ``package.module:Class``, with the methods
@@ -36,11 +52,24 @@ class EpisodesConfig(Node):
     tools: tuple[str, ...] = ()
     """Python functions with type hints and a docstring, ``path/to/file.py:name``. The policy may
     call them; its first response without a call ends the episode."""
+    agent: str | None = None
+    """Agent function ``async def agent(task, endpoint)``, ``path/to/file.py:name`` or
+    ``package.module:name``. It calls the policy at ``endpoint.base_url`` and returns its reward: a
+    number, numbers by name, or None. Its options are further keyword arguments."""
+    command: tuple[str, ...] = ()
+    """Agent program and arguments, started once per episode. Environment variables have the address
+    of the policy (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ...), and the
+    paths of its task and of its reward."""
+    server_host: str = "127.0.0.1"
+    """Address where the policy answers ``agent`` and ``command``. Agents on other nodes of a
+    cluster need one that these nodes can reach."""
+    server_port: int = Field(0, ge=0, le=65535)
+    """Port of that address. 0: a free one."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the environment class."""
+    """Keyword arguments of the environment class, or of the agent function."""
     python: PathText | None = None
-    """Interpreter of the environment's worker processes. It needs none of Burnish's packages; for
-    ``tools`` it needs Burnish. None: the interpreter of this run."""
+    """Interpreter of the worker processes of ``environment`` and ``agent``. It needs none of
+    Burnish's packages; for ``tools`` it needs Burnish. None: the interpreter of this run."""
     workers: int = Field(1, ge=1)
     """Worker processes. Each runs many episodes at once."""
     max_turns: int = Field(8, ge=1)
@@ -72,14 +101,33 @@ class EpisodesConfig(Node):
     """Maximum share of a rollout's episodes that fail for reasons other than the policy
     (env_error, infra_error, timeout). More stop the run. Failed episodes are not trained on."""
 
+    @property
+    def kind(self) -> EpisodeKind | None:
+        """Return which of the four forms is set; None unless it is exactly one."""
+        kinds: tuple[EpisodeKind, ...] = get_args(EpisodeKind)
+        found = [kind for kind in kinds if vars(self)[kind]]
+        return found[0] if len(found) == 1 else None
+
+    @property
+    def has_agent(self) -> bool:
+        """Return whether a program of the user calls the policy."""
+        return self.kind in ("agent", "command")
+
     def rules(self) -> Iterator[str]:
-        if (self.environment is None) == (not self.tools):
-            have = "both are" if self.tools else "neither is"
-            yield f"episodes needs one of environment and tools, and {have} set; set one"
-        if self.tools and self.options:
-            yield "options are arguments of environment, which is not set; remove options"
-        if self.is_own("tool_timeout_s") and not self.tools:
-            yield "tool_timeout_s limits calls of tools, which are not set; remove it"
+        kinds = get_args(EpisodeKind)
+        if self.kind is None:
+            found = [kind for kind in kinds if vars(self)[kind]]
+            have = f"{' and '.join(found)} are" if found else "none is"
+            yield f"episodes needs exactly one of {', '.join(kinds)}, and {have} set; set one"
+            return
+        for name, belongs_to in _BELONGS_TO.items():
+            field = type(self).model_fields[name]
+            default = field.get_default(call_default_factory=True)
+            if vars(self)[name] != default and self.kind not in belongs_to:
+                yield (
+                    f"{name} has no effect with {self.kind}: it belongs to "
+                    f"{' and '.join(belongs_to)}; remove {name}"
+                )
         if self.tools and self.tool_timeout_s > TOOLS_FRAC * self.step_timeout_s:
             yield (
                 f"tool_timeout_s={self.tool_timeout_s:g} must be at most {TOOLS_FRAC:g} x "
@@ -87,11 +135,13 @@ class EpisodesConfig(Node):
                 "the policy receives its timeout as an error message; set step_timeout_s to at "
                 f"least {math.ceil(self.tool_timeout_s / TOOLS_FRAC)}, or lower tool_timeout_s"
             )
-        if self.environment is not None and ":" not in self.environment:
-            yield (
-                f"environment={self.environment!r} is not of the form path/to/file.py:Class or "
-                "package.module:Class"
-            )
+        for name in ("environment", "agent"):
+            given = vars(self)[name]
+            if given is not None and ":" not in given:
+                yield (
+                    f"{name}={given!r} is not of the form path/to/file.py:name or "
+                    "package.module:name"
+                )
 
 
 def episodes_lines(
@@ -104,11 +154,11 @@ def episodes_lines(
     if episodes is None:
         return []
     tokens = "" if turn_tokens is None else f"; at most {turn_tokens} tokens each"
-    source = episodes.environment or "tools " + ", ".join(episodes.tools)
-    python = "" if episodes.python is None else f" in {episodes.python}"
-    times = f"{episodes.step_timeout_s:g} s per call of the environment"
+    limits = f"{episodes.timeout_s:g} s per episode"
+    if not episodes.has_agent:
+        limits = f"{episodes.step_timeout_s:g} s per call of the environment, {limits}"
     if episodes.tools:
-        times = f"{episodes.tool_timeout_s:g} s per call of a tool, {times}"
+        limits = f"{episodes.tool_timeout_s:g} s per call of a tool, {limits}"
     return [
         ("turns of an episode", str(episodes.max_turns), f"at most{tokens}"),
         (
@@ -119,10 +169,23 @@ def episodes_lines(
         (
             "concurrent episodes",
             str(min(at_once, episodes.max_concurrent or at_once)),
-            f"time limits: {times}, {episodes.timeout_s:g} s per episode",
+            f"time limits: {limits}",
         ),
-        ("environment workers", str(episodes.workers), f"processes with {source}{python}"),
+        _workers_line(episodes),
     ]
+
+
+def _workers_line(episodes: EpisodesConfig) -> tuple[str, str, str]:
+    python = "" if episodes.python is None else f" in {episodes.python}"
+    address = f"; they call the policy at {episodes.server_host}"
+    match episodes.kind:
+        case "command":
+            return "agents", "1 each", f"process {' '.join(episodes.command)}{address}"
+        case "agent":
+            text = f"processes with {episodes.agent}{python}{address}"
+            return "agent workers", str(episodes.workers), text
+    source = episodes.environment or "tools " + ", ".join(episodes.tools)
+    return "environment workers", str(episodes.workers), f"processes with {source}{python}"
 
 
 def episode_rules(

@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from burnish.agents.commands import CommandAgents
+from burnish.agents.episodes import AgentPlayer
+from burnish.agents.server import EpisodeServer
 from burnish.config.episodes import TOOLS_FRAC, EpisodesConfig
 from burnish.config.model import ModelConfig
 from burnish.config.rollout import DynamicSampling
 from burnish.environments.pool import EnvironmentPool, EnvironmentSpec, absolute_path
-from burnish.episodes.play import EnvironmentPlayer
+from burnish.episodes.play import EnvironmentPlayer, EpisodePlayer
 from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.runner import EpisodeRunner, Players
 from burnish.models.load import ModelError, describe, num_positions
@@ -49,21 +52,30 @@ def build_players(
         runtime.tokenizer, history=config.history, tool_format=config.tool_format
     )
     loop = LoopThread("episodes")
-    pool = EnvironmentPool(
-        environment_spec(config).with_absolute_paths(),  # the workers of a cluster run elsewhere
-        workers=config.workers,
-        start_worker=runtime.start_worker,
-    )
-    player = EnvironmentPlayer(pool)
+    player = _player(config, runtime)
     try:
         loop.run(player.start)
         if config.tools:
-            loop.run(_check_tools, pool, renderer, config.step_timeout_s)
+            assert isinstance(player, EnvironmentPlayer)
+            loop.run(_check_tools, player.environments, renderer, config.step_timeout_s)
     except BaseException:
         loop.run(player.close)
         loop.close()
         raise
     return Players(config, player, renderer, loop)
+
+
+def _player(config: EpisodesConfig, runtime: Runtime) -> EpisodePlayer:
+    """Return what plays the episodes of a recipe, not started."""
+    if config.has_agent:
+        server = EpisodeServer(config.server_host, config.server_port)
+        return AgentPlayer(server, CommandAgents(config.command))
+    pool = EnvironmentPool(
+        environment_spec(config).with_absolute_paths(),  # the workers of a cluster run elsewhere
+        workers=config.workers,
+        start_worker=runtime.start_worker,
+    )
+    return EnvironmentPlayer(pool)
 
 
 async def _check_tools(pool: EnvironmentPool, renderer: ChatRenderer, timeout_s: float) -> None:

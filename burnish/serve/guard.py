@@ -13,7 +13,7 @@ import hmac
 import ipaddress
 import logging
 import socket
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -68,6 +68,8 @@ class Guard:
         self._token = None if token is None else token.encode()
         own = {"localhost", socket.gethostname(), *names}
         self._names = {name.lower().rstrip(".") for name in own}
+        self.refusal: Callable[[Request, Exception], Awaitable[Response]] = refusal
+        """Converts an HTTPException to the reply of the server's API."""
         self.held_bytes = 0
         """Bytes of complete and partial bodies that are in use."""
 
@@ -81,7 +83,8 @@ class Guard:
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http" and (why := self._wrong_host(scope)):
-                await JSONResponse({"error": why}, status_code=421)(scope, receive, send)
+                reply = await self.refusal(Request(scope), HTTPException(421, why))
+                await reply(scope, receive, send)
                 return
             await app(scope, receive, send)
 

@@ -5,55 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
-from chat_families import chat_tokenizer
+from agent_session import RENDERER, TOKENIZER, call, check_rows, session, user, wait_for, words
 from scripted_engine import Answer, ScriptedEngine
 
-from burnish.agents.calls import CallError, ModelCall, ModelReply
+from burnish.agents.calls import CallError, ModelReply
 from burnish.agents.session import TrainingSession
 from burnish.environments.pool import EpisodeFailedError
-from burnish.episodes.play import Limits, Played, Policy, Task
-from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.rows import episode_rows
-from burnish.rollout.base import Request, Sampling
-from burnish.rollout.service import RolloutService
-
-TOKENIZER = chat_tokenizer("chatml")
-RENDERER = ChatRenderer(TOKENIZER)
-END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
-TOOL = {
-    "type": "function",
-    "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}},
-}
-
-Session = tuple[TrainingSession, ScriptedEngine]
-
-
-def words(request: Request) -> Sequence[int]:
-    """Random ids that depend on the seed only. The tokenizer encodes their text differently."""
-    draw = random.Random(request.seed)
-    ordinary = [i for i in range(len(TOKENIZER)) if i not in TOKENIZER.all_special_ids]
-    return [*draw.choices(ordinary, k=draw.randint(2, 9)), END]
-
-
-@asynccontextmanager
-async def session(answer: Answer = words, **changes: Any) -> AsyncIterator[Session]:
-    engine = ScriptedEngine(answer, TOKENIZER)
-    limits = {"max_turns": 50, "max_tokens": 4000, "step_timeout_s": 9, "timeout_s": 9, **changes}
-    service = RolloutService(engine)
-    with ThreadPoolExecutor(1) as rendering:
-        policy = Policy(service, RENDERER, Sampling(40, stop_token_ids=(END,)), rendering)
-        made = TrainingSession(Task("t/0", {}, 0, sampling_seed=5), policy, Limits(**limits))
-        try:
-            yield made, engine
-        finally:
-            await made.close()
-            service.close()
+from burnish.rollout.base import Request
 
 
 def run(scenario: Callable[..., Awaitable[Any]], answer: Answer = words, **changes: Any) -> Any:
@@ -64,34 +27,9 @@ def run(scenario: Callable[..., Awaitable[Any]], answer: Answer = words, **chang
     return asyncio.run(inside())
 
 
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def call(*messages: Any, **fields: Any) -> ModelCall:
-    return ModelCall("gpt", tuple(messages), **fields)
-
-
 async def ask(made: TrainingSession, *messages: Any, digest: bytes = b"", **fields: Any) -> Any:
     reply = await made.respond(call(*messages, **fields), digest=digest or random.randbytes(8))
     return reply.choices[0].message
-
-
-def check_rows(played: Played, engine: ScriptedEngine) -> None:
-    """Every sampled token is in exactly one row, with the ids and the prompt of the engine."""
-    rows = episode_rows(played.calls)
-    found = []
-    for row in rows:
-        ids = row.prompt_ids + row.response_ids
-        for turn in sorted(set(row.turns) - {-1}):
-            at = [t for t, number in enumerate(row.turns) if number == turn]
-            begin = len(row.prompt_ids) + at[0]
-            found.append((ids[:begin], tuple(row.response_ids[t] for t in at)))
-    log = [(request.prompt_ids, ids) for request, ids in engine.log]
-    assert sorted(found) == sorted(log)
-    trained = sum(sum(row.action_mask) for row in rows)
-    assert trained == sum(len(ids) for _, ids in engine.log)
-    assert len(played.record.turns) == len(log)
 
 
 def changed(message: Any, draw: random.Random) -> Any:
@@ -213,12 +151,6 @@ def test_client_that_leaves_frees_its_request_and_its_retry_draws_the_same_token
         gate = value
 
     run(scenario, answer)
-
-
-async def wait_for(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def test_limits_refuse_calls_and_give_the_status() -> None:

@@ -50,7 +50,7 @@ class CommandAgents:
                 "is found in PATH"
             )
 
-    async def run(self, task: Mapping[str, Any], endpoint: Endpoint) -> Any:
+    async def run(self, task: Mapping[str, Any], endpoint: Endpoint, *, timeout_s: float) -> Any:
         """Run the command on one task and return what it wrote as its reward.
 
         Canceling the wait ends the process and everything that it started. Raises
@@ -60,7 +60,11 @@ class CommandAgents:
             folder = Path(at)
             given = variables(task, endpoint, folder)
             async with _process(self._command, {**os.environ, **given}) as (process, lines):
-                code = await process.wait()
+                try:
+                    code = await asyncio.wait_for(process.wait(), timeout_s)
+                except TimeoutError as error:
+                    what = f"the agent took more than {timeout_s:g} s (episodes.timeout_s)"
+                    raise EpisodeFailedError("timeout", what) from error
             if code:
                 raise EpisodeFailedError(*_outcome(self._command, code, lines))
             return _reward(folder / "reward.json")

@@ -56,11 +56,11 @@ class Agents(Protocol):
         """Start the processes. Raises EnvironmentSetupError if the program cannot be loaded."""
         ...
 
-    async def run(self, task: Mapping[str, Any], endpoint: Endpoint) -> Any:
+    async def run(self, task: Mapping[str, Any], endpoint: Endpoint, *, timeout_s: float) -> Any:
         """Run the agent on one task and return its result. Canceling the wait ends the agent.
 
-        Raises EpisodeFailedError: env_error if the agent raised or exited with an error,
-        infra_error if its process was lost.
+        Raises EpisodeFailedError: env_error if the agent raised or exited with an error, timeout
+        after ``timeout_s`` seconds, infra_error if its process was lost.
         """
         ...
 
@@ -87,18 +87,14 @@ class AgentPlayer:
         session = TrainingSession(task, policy, limits)
         endpoint = self.server.admit(session)
         row = {**task.row, "seed": task.environment_seed}
-        agent = asyncio.ensure_future(self.agents.run(row, endpoint))
+        agent = asyncio.ensure_future(self.agents.run(row, endpoint, timeout_s=limits.timeout_s))
         rewards: Mapping[str, float] = {}
         error: EpisodeFailedError | None = None
         try:
-            async with asyncio.timeout(limits.timeout_s):
-                await asyncio.wait({agent, session.failure}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({agent, session.failure}, return_when=asyncio.FIRST_COMPLETED)
             if session.failure.done():
                 session.failure.result()
             rewards = as_rewards(agent.result())
-        except TimeoutError:
-            what = f"the agent took more than {limits.timeout_s:g} s (episodes.timeout_s)"
-            error = EpisodeFailedError("timeout", what)
         except EpisodeFailedError as failed:
             error = failed
         finally:

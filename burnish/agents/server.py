@@ -94,6 +94,13 @@ class EpisodeServer:
         self.root_url = ""
         """Address of the server, once started."""
 
+    @property
+    def is_local(self) -> bool:
+        """Return whether only processes of this machine can reach the server."""
+        from burnish.serve.guard import is_loopback
+
+        return is_loopback(self._host)
+
     async def start(self) -> None:
         """Listen. Raises ServeError if the address cannot be used or a package is missing."""
         try:

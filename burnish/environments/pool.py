@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from burnish.environments.base import EnvironmentSetupError
@@ -56,6 +57,8 @@ class EnvironmentSpec:
     """Keyword arguments of the class. JSON values only."""
     python: str | None = None
     """Interpreter of the worker processes. None: this one."""
+    role: Literal["environment", "agent"] = "environment"
+    """agent: ``spec`` names a function that plays an episode by itself."""
 
     def with_absolute_paths(self) -> EnvironmentSpec:
         """Return the spec with absolute paths, for processes with another working directory."""
@@ -71,6 +74,10 @@ def absolute_path(spec: str) -> str:
     return f"{os.path.abspath(where)}:{name}" if where.endswith(".py") else spec
 
 
+StartWorker = Callable[[str | None], Awaitable[Worker]]
+"""Starts a worker under an interpreter (None: this one)."""
+
+
 class EnvironmentPool:
     """Episodes in worker processes.
 
@@ -82,46 +89,14 @@ class EnvironmentPool:
         spec: EnvironmentSpec,
         *,
         workers: int,
-        start_worker: Callable[[str | None], Awaitable[Worker]] = start_process,
+        start_worker: StartWorker = start_process,
     ) -> None:
         self.spec = spec
-        self.workers = WorkerSet(self._loaded_worker, workers)
-        self._start_worker = start_worker
+        self.workers = WorkerSet(partial(loaded_worker, spec, start_worker), workers)
 
     async def start(self) -> None:
         """Start the workers. Raises EnvironmentSetupError if one cannot be started."""
         await self.workers.start()
-
-    async def _loaded_worker(self) -> Worker:
-        """Return a worker that has imported the environment. Raises EnvironmentSetupError."""
-        spec, worker = self.spec, None
-        what = f"environment {spec.spec}"
-        process = f"the worker process ({spec.python or sys.executable})"
-        try:
-            worker = await self._start_worker(spec.python)
-            await worker.call(
-                START_TIMEOUT_S, op="load", spec=spec.spec, options=dict(spec.options)
-            )
-            loaded, worker = worker, None
-            return loaded
-        except ReplyError as error:
-            raise EnvironmentSetupError(f"{what} cannot be loaded: {error}{error.trace}") from error
-        except TimeoutError as error:
-            raise EnvironmentSetupError(
-                f"{what}: {process} did not load it within {START_TIMEOUT_S:g} s"
-            ) from error
-        except WorkerEndedError as error:
-            raise EnvironmentSetupError(
-                f"{what}: {process} ended while loading it: {error}"
-            ) from error
-        except OSError as error:
-            raise EnvironmentSetupError(
-                f"{what}: its worker cannot be started: {spec.python or sys.executable!r} "
-                f"({error.strerror}); give the path of a Python 3.9+ interpreter"
-            ) from error
-        finally:
-            if worker is not None:
-                await worker.end()
 
     async def open(self, task: Mapping[str, Any], seed: int, *, timeout_s: float) -> OpenEpisode:
         """Begin an episode. Raises EpisodeFailedError, or EnvironmentSetupError if workers cannot
@@ -141,6 +116,35 @@ class EnvironmentPool:
     async def close(self) -> None:
         """Kill all workers."""
         await self.workers.close()
+
+
+async def loaded_worker(spec: EnvironmentSpec, start_worker: StartWorker) -> Worker:
+    """Return a worker that has imported the user's code. Raises EnvironmentSetupError."""
+    worker = None
+    what = f"{spec.role} {spec.spec}"
+    process = f"the worker process ({spec.python or sys.executable})"
+    try:
+        worker = await start_worker(spec.python)
+        given = {"spec": spec.spec, "options": dict(spec.options), "role": spec.role}
+        await worker.call(START_TIMEOUT_S, op="load", **given)
+        loaded, worker = worker, None
+        return loaded
+    except ReplyError as error:
+        raise EnvironmentSetupError(f"{what} cannot be loaded: {error}{error.trace}") from error
+    except TimeoutError as error:
+        raise EnvironmentSetupError(
+            f"{what}: {process} did not load it within {START_TIMEOUT_S:g} s"
+        ) from error
+    except WorkerEndedError as error:
+        raise EnvironmentSetupError(f"{what}: {process} ended while loading it: {error}") from error
+    except OSError as error:
+        raise EnvironmentSetupError(
+            f"{what}: its worker cannot be started: {spec.python or sys.executable!r} "
+            f"({error.strerror}); give the path of a Python 3.9+ interpreter"
+        ) from error
+    finally:
+        if worker is not None:
+            await worker.end()
 
 
 class OpenEpisode:

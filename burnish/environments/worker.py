@@ -29,6 +29,7 @@ that are bound to a thread.
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -111,20 +112,36 @@ def _finish(future: asyncio.Future[Any], result: Any, error: BaseException | Non
         future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
+class Endpoint:
+    """Address and key of the policy for one episode, the second argument of agent functions."""
+
+    def __init__(self, root_url: str, api_key: str, model: str) -> None:
+        self.root_url, self.api_key, self.model = root_url, api_key, model
+        self.base_url = root_url + "/v1"
+
+    def __repr__(self) -> str:
+        return f"Endpoint({self.root_url!r}, model={self.model!r})"  # without the key
+
+
 class Worker:
     """Handler of requests."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.make: Callable[[], Any] = lambda: None
+        self.agent: Callable[..., Any] = lambda task, endpoint: None
         self.episodes: dict[str, Episode] = {}
 
     async def handle(self, request: dict[str, Any]) -> Any:
         """Return the reply's content. Raises whatever user code raises."""
         op = request["op"]
+        if op == "load" and request["role"] == "agent":
+            return self.load_agent(request["spec"], request["options"])
         if op == "load":
             return self.load(request["spec"], request["options"])
         name = request["episode"]
+        if op == "run":
+            return await self.run(name, request["task"], Endpoint(**request["endpoint"]))
         if op == "open":
             episode = self.episodes[name] = Episode(self.loop)
             episode.environment = await episode.call(self.make)
@@ -167,6 +184,30 @@ class Worker:
                 check(**options)
         self.make = lambda: found(**options)
         return {"python": sys.version.split()[0]}
+
+    def load_agent(self, spec: str, options: dict[str, Any]) -> dict[str, Any]:
+        """Import the agent function and check its parameters."""
+        found = load_object(spec)
+        if not callable(found):
+            raise TypeError(f"{spec} is {short(found)}; an agent is a function of (task, endpoint)")
+        try:
+            inspect.signature(found).bind(None, None, **options)
+        except TypeError as error:
+            what = f"{spec} cannot be called with (task, endpoint) and options {options!r}: {error}"
+            raise TypeError(what) from None
+        except ValueError:  # a function without an inspectable signature
+            pass
+        self.agent = functools.partial(found, **options)
+        return {"python": sys.version.split()[0]}
+
+    async def run(self, name: str, task: dict[str, Any], endpoint: Endpoint) -> Any:
+        """Run the agent on one task and return its result."""
+        episode = self.episodes[name] = Episode(self.loop)
+        try:
+            return await episode.call(self.agent, task, endpoint)
+        finally:
+            del self.episodes[name]
+            episode.end()
 
 
 def as_mapping(value: Any, method: str, keys: tuple[str, ...]) -> dict[str, Any]:

@@ -9,11 +9,13 @@ from typing import Any
 
 from burnish.agents.commands import CommandAgents
 from burnish.agents.episodes import AgentPlayer
+from burnish.agents.functions import FunctionAgents
 from burnish.agents.server import EpisodeServer
 from burnish.config.episodes import TOOLS_FRAC, EpisodesConfig
 from burnish.config.model import ModelConfig
 from burnish.config.rollout import DynamicSampling
 from burnish.environments.pool import EnvironmentPool, EnvironmentSpec, absolute_path
+from burnish.environments.process import start_process
 from burnish.episodes.play import EnvironmentPlayer, EpisodePlayer
 from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.runner import EpisodeRunner, Players
@@ -67,15 +69,17 @@ def build_players(
 
 def _player(config: EpisodesConfig, runtime: Runtime) -> EpisodePlayer:
     """Return what plays the episodes of a recipe, not started."""
-    if config.has_agent:
-        server = EpisodeServer(config.server_host, config.server_port)
+    if not config.has_agent:
+        spec = environment_spec(config).with_absolute_paths()  # workers of a cluster run elsewhere
+        start = runtime.start_worker
+        return EnvironmentPlayer(EnvironmentPool(spec, workers=config.workers, start_worker=start))
+    server = EpisodeServer(config.server_host, config.server_port)
+    if config.agent is None:
         return AgentPlayer(server, CommandAgents(config.command))
-    pool = EnvironmentPool(
-        environment_spec(config).with_absolute_paths(),  # the workers of a cluster run elsewhere
-        workers=config.workers,
-        start_worker=runtime.start_worker,
-    )
-    return EnvironmentPlayer(pool)
+    agent = EnvironmentSpec(config.agent, config.options, config.python, role="agent")
+    start = start_process if server.is_local else runtime.start_worker
+    agents = FunctionAgents(agent.with_absolute_paths(), workers=config.workers, start_worker=start)
+    return AgentPlayer(server, agents)
 
 
 async def _check_tools(pool: EnvironmentPool, renderer: ChatRenderer, timeout_s: float) -> None:

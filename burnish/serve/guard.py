@@ -226,17 +226,29 @@ def _is_address(text: str) -> bool:
 # ---- socket and server -------------------------------------------------------------------------
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach ``host``. Raises ServeError if it is not an
+    address of this machine."""
+    return all(
+        ipaddress.ip_address(str(at[4][0]).partition("%")[0]).is_loopback
+        for at in _addresses(host, 0)
+    )
+
+
+def _addresses(host: str, port: int) -> list[Any]:
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ServeError(f"host={host!r} is not an address of this machine ({error})") from error
+
+
 def listener(host: str, port: int, *, token: str | None) -> socket.socket:
     """Return a socket that listens on the address. Connections wait until the server runs.
 
     Raises ServeError if the address is unknown, in use, or reachable from other machines without a
     token.
     """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        raise ServeError(f"host={host!r} is not an address of this machine ({error})") from error
-    local = all(ipaddress.ip_address(str(a[4][0]).partition("%")[0]).is_loopback for a in found)
+    found, local = _addresses(host, port), is_loopback(host)
     if not local and token is None:
         raise ServeError(
             f"host={host!r} can be reached from other machines, but there is no token, so anyone "

@@ -1,0 +1,77 @@
+"""Run an agent function in worker processes, many episodes in each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from burnish.agents.episodes import Endpoint
+from burnish.environments.pool import (
+    EnvironmentSpec,
+    EpisodeFailedError,
+    StartWorker,
+    loaded_worker,
+)
+from burnish.environments.process import start_process
+from burnish.environments.worker_set import (
+    NoWorkerError,
+    ReplyError,
+    Session,
+    WorkerEndedError,
+    WorkerSet,
+)
+
+
+class FunctionAgents:
+    """Runs a user's function, ``agent(task, endpoint)``. Implements
+    :class:`burnish.agents.episodes.Agents`.
+
+    A worker in which an agent exceeded its time limit gets no new episodes, and is killed when its
+    others have ended.
+    """
+
+    def __init__(
+        self, spec: EnvironmentSpec, *, workers: int, start_worker: StartWorker = start_process
+    ) -> None:
+        self._name = spec.spec
+        self._workers = WorkerSet(partial(loaded_worker, spec, start_worker), workers)
+
+    async def start(self) -> None:
+        """Start the workers. Raises EnvironmentSetupError if the function cannot be imported."""
+        await self._workers.start()
+
+    async def run(self, task: Mapping[str, Any], endpoint: Endpoint, *, timeout_s: float) -> Any:
+        """Run the function on one task and return its result. Raises EpisodeFailedError."""
+        try:
+            session = await self._workers.acquire()
+        except NoWorkerError as error:
+            raise EpisodeFailedError("infra_error", str(error)) from error
+        try:
+            return await self._call(session, task, endpoint, timeout_s)
+        finally:
+            await self._workers.release(session)
+
+    async def _call(
+        self, session: Session, task: Mapping[str, Any], endpoint: Endpoint, timeout_s: float
+    ) -> Any:
+        what = f"agent {self._name}"
+        try:
+            return await session.call(
+                timeout_s, op="run", task=dict(task), endpoint=asdict(endpoint)
+            )
+        except ReplyError as error:
+            text = f"{what} raised {error}{error.trace}"
+            raise EpisodeFailedError("env_error", text) from error
+        except TimeoutError as error:
+            raise EpisodeFailedError("timeout", f"{what} {error} (episodes.timeout_s)") from error
+        except WorkerEndedError as error:
+            raise EpisodeFailedError("infra_error", f"{what} has no result: {error}") from error
+        except (TypeError, ValueError) as error:
+            text = f"{what}: its task is not JSON: {error}"
+            raise EpisodeFailedError("env_error", text) from error
+
+    async def close(self) -> None:
+        """End the workers."""
+        await self._workers.close()

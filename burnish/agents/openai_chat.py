@@ -194,16 +194,12 @@ class Completions:
         }
 
     def events(self, call: ModelCall, reply: ModelReply) -> Iterator[str]:
-        """Yield two chunks per choice: the text, and the finish reason; then the usage if the call
-        wants it, and ``[DONE]``."""
+        """Yield one chunk per choice, then the usage if the call wants it, and ``[DONE]``."""
         head = _head(reply, "text_completion")
         if call.stream_usage:
             head["usage"] = None
         for index, choice in enumerate(reply.choices):
-            full = {"index": index, **_completion(call, choice)}
-            last = {**full, "text": "", "logprobs": None}
-            yield event({**head, "choices": [{**full, "finish_reason": None}]})
-            yield event({**head, "choices": [last]})
+            yield event({**head, "choices": [{"index": index, **_completion(call, choice)}]})
         if call.stream_usage:
             yield event({**head, "choices": [], "usage": openai_usage(reply)})
         yield _DONE

@@ -62,7 +62,7 @@ def _check_turns(sample: Sample) -> None:
     """Raise ValueError if the turns of an episode do not label its action tokens, each turn in one
     row."""
     name, seen = f"sample {sample.sample_id!r}", set[int]()
-    if sample.earlier_rows and not sample.turns:
+    if sample.earlier_rows and sample.response_ids and not sample.turns:
         raise ValueError(f"{name} has earlier rows and no turns; number the turns of its last row")
     for i, row in enumerate(sample.rows):
         if [turn >= 0 for turn in row.turns] != [bool(action) for action in row.action_mask]:

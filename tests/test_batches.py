@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from burnish.batches import groups_to_batch
+from burnish.jobs.rows_run import sums_of
 from burnish.runtime.worker import pack_batch, unpack_batch
 from burnish.types import Batch, Group, Prompt, Sample, TokenRow
 
@@ -126,6 +127,7 @@ def test_all_rows_of_a_sample_count_as_sampled() -> None:
     assert (a.num_sampled_tokens, b.num_sampled_tokens) == (5, 1)
     assert [r.turns for r in a.rows] == [(1, 1), (0, 0, -1, 2)]
     assert [r.turns for r in b.rows] == [(0,)], "one turn, if none is named"
+    assert sums_of(episodes())["tokens"] == 6, "of the totals of generate, too"
 
 
 @pytest.mark.parametrize(
@@ -146,6 +148,12 @@ def test_turns_that_contradict_the_tokens_are_refused(wrong: Sample, message: st
 def test_a_reward_of_zero_needs_no_token() -> None:
     found = groups_to_batch([group(sample("x", row((5,), (0,)), turn_rewards=(0.5, 0.0)))])
     assert found.turn_rewards is not None and found.turn_rewards.tolist() == [0, 0.5]
+
+
+def test_the_last_call_may_have_sampled_nothing() -> None:
+    found = groups_to_batch([group(sample("x", row((5,), (0,)), row((6,), ())))])
+    assert found.sample_ids is not None and found.sample_ids.tolist() == [0, 0]
+    assert found.num_tokens == 1
 
 
 def test_row_samples_are_in_the_order_of_ids_whatever_the_order_of_rows() -> None:

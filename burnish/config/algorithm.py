@@ -253,6 +253,13 @@ class AlgorithmConfig(Node):
     """Off-policy correction. None: none."""
 
     @property
+    def reduces_over_samples(self) -> bool:
+        """True if the loss of a token depends on all tokens of its sample, so that the rows of a
+        sample must be in one micro-batch."""
+        by_sample = self.correction is not None and self.correction.level != "token"
+        return by_sample or self.policy_loss.kind == "gspo"
+
+    @property
     def aggregation(self) -> Aggregation:
         """Aggregation of per-token losses: the setting, or the default of the algorithm."""
         return self._aggregation()[0]

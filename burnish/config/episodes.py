@@ -189,21 +189,21 @@ def _workers_line(episodes: EpisodesConfig) -> tuple[str, str, str]:
 
 
 def episode_rules(
-    episodes: EpisodesConfig | None, data: PromptDataConfig, rewards: Sequence[RewardConfig]
+    episodes: EpisodesConfig | None,
+    data: PromptDataConfig,
+    rewards: Sequence[RewardConfig],
+    *,
+    key: str = "data",
 ) -> Iterator[str]:
     """Yield an error for each field of a recipe that is inconsistent with its episodes, or with
-    their absence."""
+    their absence. ``key``: key of ``data`` in the recipe."""
+    yield from episode_data_rules(episodes, data, key=key)
     kinds = [reward.kind for reward in rewards]
     if episodes is None:
         if "episode" in kinds:
             yield (
                 "rewards has an entry of kind episode, and without episodes no environment gives "
                 "such rewards; set episodes, or use another kind"
-            )
-        if any(isinstance(source, SeedSource) for source in data.sources):
-            yield (
-                "data.sources has an entry of kind seeds, whose rows have no prompt; set episodes "
-                "with an environment that makes tasks from seeds, or use another source"
             )
         return
     if "environment" in kinds:
@@ -216,8 +216,21 @@ def episode_rules(
             "rewards has an entry of kind episode, and tools give no rewards; use another kind of "
             "reward, or an environment"
         )
-    if episodes.max_tokens <= data.prompt_max_len:
+
+
+def episode_data_rules(
+    episodes: EpisodesConfig | None, data: PromptDataConfig, *, key: str
+) -> Iterator[str]:
+    """Yield an error for each field of ``data``, whose key is ``key``, that is inconsistent with
+    the episodes of a recipe, or with their absence."""
+    if episodes is None:
+        if any(isinstance(source, SeedSource) for source in data.sources):
+            yield (
+                f"{key}.sources has an entry of kind seeds, whose rows have no prompt; set "
+                "episodes with an environment that makes tasks from seeds, or use another source"
+            )
+    elif episodes.max_tokens <= data.prompt_max_len:
         yield (
             f"episodes.max_tokens={episodes.max_tokens} counts the prompt and all turns, and must "
-            f"exceed data.prompt_max_len={data.prompt_max_len}"
+            f"exceed {key}.prompt_max_len={data.prompt_max_len}"
         )

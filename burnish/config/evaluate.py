@@ -78,7 +78,7 @@ class EvaluateConfig(InferenceJob):
                 "eval.generate_max_len is not set, and this job has no rollout to inherit it "
                 "from; set it"
             )
-        yield from episode_rules(self.episodes, self.eval.data, self.rewards)
+        yield from episode_rules(self.episodes, self.eval.data, self.rewards, key="eval.data")
 
     def advice(self) -> Iterator[str]:
         yield from pass_advice(self.eval, self.rewards)

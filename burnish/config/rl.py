@@ -16,7 +16,7 @@ from burnish.config.algorithm import (
 )
 from burnish.config.arithmetic import BatchError, BatchPlan, check_rollout
 from burnish.config.data import PromptDataConfig, held_out_advice
-from burnish.config.episodes import episode_rules, episodes_lines
+from burnish.config.episodes import episode_data_rules, episode_rules, episodes_lines
 from burnish.config.job import TrainingJob, derived_batch, training_rules
 from burnish.config.model import (
     CriticConfig,
@@ -140,6 +140,9 @@ class RLConfig(TrainingJob):
             ranks=self.cluster.ranks("policy"),
             lengths=self.row_lengths,
             train=self.train,
+            rows_per_unit=self.row_lengths.rows_per_sample
+            if self.algorithm.reduces_over_samples
+            else 1,
             with_entropy=True,
             dropout=False,
             needs_old_logprobs=self.needs_old_logprobs,
@@ -275,6 +278,8 @@ def _field_rules(config: RLConfig) -> Iterator[str]:
     yield from _kl_rules(config)
     yield from _reward_rules(config)
     yield from episode_rules(config.rollout.episodes, config.data, config.rewards)
+    if config.eval is not None:
+        yield from episode_data_rules(config.rollout.episodes, config.eval.data, key="eval.data")
     kind = config.algorithm.advantage.kind
     by_turn = any(isinstance(entry, EpisodeReward) and entry.per_turn for entry in config.rewards)
     if by_turn and kind in WITHOUT_TURN_REWARDS:

@@ -31,6 +31,17 @@ class RowLengths:
     """Maximum prompt length. 0: rows are given, not sampled."""
     rest: int
     """Maximum number of tokens after the prompt."""
+    episodes: EpisodesConfig | None = None
+    """Multi-turn episodes, whose conversations are the rows. Their first messages may be shorter
+    than ``prompt``, and their rest longer. None: single responses, or given rows."""
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Maximum number of rows of a sample: one per turn of an episode that is rendered again for
+        every turn, else 1."""
+        if self.episodes is None or self.episodes.history != "template":
+            return 1
+        return self.episodes.max_turns
 
     def within(self, limit: int) -> tuple[int, int]:
         """Return (row length, prompt length) for a model with ``limit`` positions.
@@ -53,7 +64,8 @@ def sampled_lengths(
     of an episode."""
     if episodes is None:
         return RowLengths(data.prompt_max_len, new_tokens)
-    return RowLengths(data.prompt_max_len, max(1, episodes.max_tokens - data.prompt_max_len))
+    rest = max(1, episodes.max_tokens - data.prompt_max_len)
+    return RowLengths(data.prompt_max_len, rest, episodes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +113,8 @@ class TrainRole(RoleSpec):
     lr: float | None = None
     """Peak learning rate. None: ``train.lr``."""
     rows_per_unit: int = 1
-    """Number of rows that must stay together: 2 for pairs."""
+    """Maximum number of rows that must stay together: 2 for pairs, all rows of an episode if the
+    loss of a token depends on them."""
     rows_per_pass: int | None = None
     """Rows per forward pass of a reward model. None: micro-batches of the job."""
     with_entropy: bool = False
@@ -136,6 +149,11 @@ class TrainRole(RoleSpec):
         return self.train.engine.tensor_parallel_size
 
     @property
+    def rows_per_sample(self) -> int:
+        """Maximum number of rows of a sample: 2 for pairs, several for some episodes."""
+        return max(self.rows_per_unit, self.lengths.rows_per_sample)
+
+    @property
     def num_forward_passes(self) -> int:
         """Number of passes over a step's rows without gradient, outside of the updates: outputs of
         a frozen role, values, old log-probs, the log-probs of a reference that the role holds, and
@@ -168,6 +186,7 @@ class TrainRole(RoleSpec):
     ) -> TrainRole:
         """Return another role on the same batches. ``model`` None: this role's model."""
         kind = role_of(name)
+        divides = self.lengths.episodes is not None and not trainable  # log-probs are per row
         return TrainRole(
             name=name,
             kind=kind,
@@ -178,7 +197,7 @@ class TrainRole(RoleSpec):
             head="scalar" if kind == "critic" else "lm",
             trainable=trainable,
             train=self.train.model_copy(update={"moe_aux_loss_coef": 0.0}),
-            rows_per_unit=self.rows_per_unit,
+            rows_per_unit=1 if divides else self.rows_per_unit,
             dropout=self.dropout,
             checkpoint=self.checkpoint if trainable else None,
         )

@@ -14,7 +14,7 @@ from burnish.config.generate import ConditionConfig
 from burnish.data.encoded import EncodedTable
 from burnish.data.messages import as_messages
 from burnish.data.prompts import PromptEncoder, check_label_key
-from burnish.data.rows import prompt_column
+from burnish.data.rows import TOKENS, TOKENS_MASK, TOKENS_TEXT, prompt_column
 from burnish.data.sources import DataError, Row
 from burnish.data.stream import RowRef
 from burnish.types import Prompt
@@ -37,6 +37,9 @@ OWN_COLUMNS = frozenset(
 The output writes all of them except ``messages``. ``messages`` is excluded because SFT would prefer
 it to ``prompt`` and ``response``.
 """
+
+EPISODE_COLUMNS = OWN_COLUMNS | {"tools", "status", "turns", TOKENS, TOKENS_MASK, TOKENS_TEXT}
+"""The same, if the output rows are episodes."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class GenerationPrompt:
     label: Any
     has_label: bool
     columns: Mapping[str, Any]
-    """The row's other columns, except for those in OWN_COLUMNS."""
+    """The row's other columns, except for those that the output writes."""
 
 
 class GenerationPrompts(EncodedTable[GenerationPrompt]):
@@ -75,13 +78,14 @@ class GenerationPrompts(EncodedTable[GenerationPrompt]):
         limit: int | None = None,
         condition: ConditionConfig | None = None,
         one_form: bool = False,
+        own_columns: frozenset[str] = OWN_COLUMNS,
     ) -> None:
         """``one_form``: require all prompts to be texts or all to be messages, because a column of
-        a Parquet file has one type.
+        a Parquet file has one type. ``own_columns``: names of columns that are not copied.
 
         Raises one DataError for all unusable prompts.
         """
-        encoder = _GenerationPromptEncoder(config, tokenizer, condition)
+        encoder = _GenerationPromptEncoder(config, tokenizer, condition, own_columns)
         super().__init__(config, encoder, limit=limit)
         check_label_key(config, self.sources)
         if one_form and len(encoder.forms) > 1:
@@ -94,7 +98,7 @@ class GenerationPrompts(EncodedTable[GenerationPrompt]):
         """Digest of all prompt ids, tokens, labels and other columns. A resumed run must have the
         same digest."""
         self.left_out = sorted(encoder.left_out)
-        """Columns of the data that are not copied to the output (see OWN_COLUMNS)."""
+        """Columns of the data that are not copied to the output (``own_columns``)."""
         encoder.scanned = True
 
 
@@ -127,8 +131,10 @@ class _GenerationPromptEncoder:
         config: PromptDataConfig,
         tokenizer: PreTrainedTokenizerBase,
         condition: ConditionConfig | None,
+        own_columns: frozenset[str],
     ) -> None:
         self.limit = config.prompt_max_len
+        self.own_columns = own_columns
         self.digest = hashlib.sha256()
         self.left_out: set[str] = set()
         self.forms: set[bool] = set()
@@ -173,5 +179,5 @@ class _GenerationPromptEncoder:
         used = {self._config.prompt_key, self._config.label_key}
         other: Sequence[str] = [key for key in values if key not in used]
         if not self.scanned:
-            self.left_out |= OWN_COLUMNS & set(other)
-        return {key: values[key] for key in other if key not in OWN_COLUMNS}
+            self.left_out |= self.own_columns & set(other)
+        return {key: values[key] for key in other if key not in self.own_columns}

@@ -82,10 +82,9 @@ class ResponseParser:
         text = _SPACES.sub(r"\1", text)
         num_calls = text.count(self._format.opening) if self._format and self._format.opening else 0
         if num_calls > MAX_CALLS:
-            refused = (
-                f"there are {num_calls} tool calls in one response, and the limit is {MAX_CALLS}"
+            return ParsedMessage(
+                {"role": "assistant", "content": text.strip()}, _refused(num_calls)
             )
-            return ParsedMessage({"role": "assistant", "content": text.strip()}, refused)
         try:
             found = self._tokenizer.parse_response(
                 text, self._template, prefix=self._prefix, tools=[dict(tool) for tool in tools]
@@ -176,6 +175,8 @@ def _read_calls(
     """Return (well-formed calls, problems). A call of an unknown tool is in both."""
     values = found if isinstance(found, list) else [] if found is None else [found]
     values = [call for value in values for call in (value if isinstance(value, list) else [value])]
+    if len(values) > MAX_CALLS:  # one list may contain all calls
+        return [], [_refused(len(values))]
     functions = tool_functions(tools)
     calls: list[dict[str, Any]] = []
     problems: list[str] = []
@@ -187,13 +188,17 @@ def _read_calls(
             continue
         name, arguments, call_id = call
         if not call_id or any(call_id == other["id"] for other in calls):
-            call_id = blake2b(salt + bytes([number % 256]), digest_size=8).hexdigest()[:9]
+            call_id = blake2b(salt + bytes([number]), digest_size=8).hexdigest()[:9]
         function = {"name": name, "arguments": arguments}
         calls.append({"id": call_id, "type": "function", "function": function})
         problem = _mismatch(functions, name, arguments)
         if problem:
             problems.append(f"{label} {problem}")
     return calls, problems
+
+
+def _refused(num_calls: int) -> str:
+    return f"there are {num_calls} tool calls in one response, and the limit is {MAX_CALLS}"
 
 
 def _read_call(value: Any) -> tuple[str, dict[str, Any], str] | str:
@@ -221,8 +226,19 @@ def _read_call(value: Any) -> tuple[str, dict[str, Any], str] | str:
         return f"has arguments that are not a JSON object: {json.dumps(arguments)[:_SHOWN]}"
     if _is_deep(arguments):
         return f"has arguments that are nested more than {MAX_DEPTH} deep"
+    if not _is_json(arguments):
+        return "has a number in its arguments that is not finite, which JSON does not have"
     call_id = value.get("id")
     return name.strip(), dict(arguments), call_id if isinstance(call_id, str) else ""
+
+
+def _is_json(value: Any) -> bool:
+    """Return whether all numbers are finite. Python reads ``NaN``, ``Infinity`` and ``1e999``."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_deep(value: Any) -> bool:

@@ -273,17 +273,18 @@ class _Game:
         """Return the prompt of the next turn."""
         renderer = self.policy.renderer
         if renderer.history == "template":
-            return await self._render(self.messages)
+            return await self._render(self._messages())
         return await self.policy.in_renderer(
             renderer.bridge, prompt, completion.token_ids, messages, self.tools
         )
 
-    @property
-    def messages(self) -> list[Message]:
-        """The conversation so far."""
+    def _messages(self) -> list[Message]:
+        """Return the conversation to render. Calls that were not run are left out: templates may
+        reject calls without results."""
         found = list(self.start)
         for turn in self.turns:
-            found += [turn.message, *turn.answer]
+            kept = {k: v for k, v in turn.message.items() if not turn.problem or k != "tool_calls"}
+            found += [kept, *turn.answer]
         return found
 
 

@@ -45,7 +45,8 @@ class ChatRenderer:
     ``today``: date for templates that write one. It is fixed at creation, so that prompts of one
     episode agree across midnight.
 
-    Special tokens in tool results become ordinary text, so that a result cannot end a turn.
+    Special tokens in tool results, and in other messages after a turn of the policy, become
+    ordinary text, so that they cannot end a turn.
 
     Not thread-safe: fast tokenizers are not re-entrant.
 
@@ -150,7 +151,7 @@ class ChatRenderer:
             )
         try:
             new = self._identified(new_messages, sampled_ids, tools, prompt_ids)
-            found = self._template.continuation(self._template.marked(new), tools)
+            found = self._template.continuation(self._template.marked(new, follow=True), tools)
         except DataError as error:
             raise RendererError(f"the new messages cannot be rendered: {error}") from error
         if not sampled_ids or sampled_ids[-1] not in self._closing_ids:

@@ -27,7 +27,7 @@ from burnish.types import Group, Prompt, Sample, Stats
 
 log = logging.getLogger("burnish")
 
-FAILED = ("env_error", "infra_error", "timeout", "cancelled")
+FAILED: tuple[EpisodeStatus, ...] = ("env_error", "infra_error", "timeout", "cancelled")
 """Statuses that the policy did not cause. Their episodes are not scored."""
 
 CUT = ("max_tokens", "max_turn_tokens")
@@ -94,9 +94,11 @@ class Players:
 
     def close(self) -> None:
         """End the environments' processes and the event loop's thread."""
-        self.loop.run(self.player.close)
-        self.loop.close()
-        self._rendering.shutdown()
+        try:
+            self.loop.run(self.player.close)
+        finally:
+            self.loop.close()
+            self._rendering.shutdown()
 
 
 class EpisodeRunner(Runner):
@@ -127,8 +129,10 @@ class EpisodeRunner(Runner):
 
     def close(self) -> None:
         """Close the rewards, the engine and the environments."""
-        super().close()
-        self.players.close()
+        try:
+            super().close()
+        finally:
+            self.players.close()
 
     def fill(self, next_prompts: Callable[[int], Sequence[Prompt]], count: int) -> Rollout:
         """Return ``count`` scored groups, as :meth:`Runner.fill`. ``max_failed_frac`` is the share

@@ -234,17 +234,23 @@ class ChatTemplate:
         )
         return frozenset(stop_ids), frozenset(stop_ids | close_ids)
 
-    def marked(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Return the messages with marks around special tokens in tool results.
+    def marked(self, messages: Sequence[Message], *, follow: bool = False) -> list[dict[str, Any]]:
+        """Return the messages with marks around special tokens in tool results, and in messages
+        that answer the policy. ``follow``: the messages follow a turn of the policy.
 
-        A result is data: a web page that contains ``<|im_end|>`` must not end a turn.
+        An answer is data: a web page that contains ``<|im_end|>``, or an error that quotes it,
+        must not end a turn.
         """
-        return [
-            {**m, "content": self._special.sub(_in_marks, _LITERAL.sub(_unmarked, m["content"]))}
-            if m["role"] == "tool" and isinstance(m.get("content"), str)
-            else dict(m)
-            for m in messages
-        ]
+        found = []
+        for message in messages:
+            follow = follow or message["role"] == "assistant"
+            content, role = message.get("content"), message["role"]
+            is_data = role == "tool" or (follow and role != "assistant")
+            if is_data and isinstance(content, str):
+                literal = self._special.sub(_in_marks, _LITERAL.sub(_unmarked, content))
+                message = {**message, "content": literal}
+            found.append(dict(message))
+        return found
 
     @cached_property
     def generation_prompt(self) -> str:

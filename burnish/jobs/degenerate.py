@@ -22,7 +22,7 @@ from burnish.config.algorithm import (
 )
 from burnish.jobs.errors import StoppedError
 from burnish.rewards.base import RewardSet
-from burnish.types import Batch, Group, Prompt, all_equal
+from burnish.types import Batch, Group, Prompt, Sample, all_equal
 
 log = logging.getLogger("burnish")
 
@@ -152,7 +152,7 @@ def _why_equal(
             "rewards differ by less than the resolution of fp32 (such as 1e9 and 1e9 + 1); "
             "subtract a constant in the reward, or scale it down"
         )
-    if len(groups) > 1 and all(len({s.text for s in g.samples}) == 1 for g in groups):
+    if len(groups) > 1 and all(len(set(map(_responses, g.samples))) == 1 for g in groups):
         return "all responses of each group are identical; raise rollout.temperature"
     values = sorted({unit[0] for unit in empty})
     if len(values) == 1:
@@ -164,6 +164,13 @@ def _why_equal(
         "the responses to each prompt have the same reward; either the prompts are too hard or too "
         "easy (rollout.dynamic_sampling drops such groups), or the reward ignores the response"
     )
+
+
+def _responses(sample: Sample) -> object:
+    """Return what the policy wrote: the text, or all tokens of an episode."""
+    if sample.episode is None:
+        return sample.text
+    return tuple(row.response_ids for row in sample.rows)
 
 
 def pair_signal(batch: Batch) -> Finding:

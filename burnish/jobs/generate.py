@@ -17,7 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config import GenerateConfig
 from burnish.config.model import ModelConfig
-from burnish.data.generation_prompts import GenerationPrompt, GenerationPrompts
+from burnish.data.generation_prompts import (
+    EPISODE_COLUMNS,
+    OWN_COLUMNS,
+    GenerationPrompt,
+    GenerationPrompts,
+)
 from burnish.data.selection import DROPS, Selection, select
 from burnish.episodes.runner import Players
 from burnish.jobs.base import Functions, Metrics
@@ -168,6 +173,7 @@ def _build(
         limit=config.num_prompts,
         condition=config.condition,
         one_form=not config.output.lower().endswith(".jsonl"),
+        own_columns=OWN_COLUMNS if config.rollout.episodes is None else EPISODE_COLUMNS,
     )
     rewards = reward_set(
         weighted_rewards(config.rewards, runtime, functions),

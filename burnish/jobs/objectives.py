@@ -27,13 +27,6 @@ from burnish.train.base import Loss, Outputs
 from burnish.types import Batch, Stats
 
 
-def reduces_over_samples(config: AlgorithmConfig) -> bool:
-    """Return whether the RL loss of a token depends on all tokens of its sample, so that the rows
-    of a sample must be in one micro-batch."""
-    by_sample = config.correction is not None and config.correction.level != "token"
-    return by_sample or config.policy_loss.kind in BY_ROW
-
-
 def policy_objective(
     config: AlgorithmConfig, *, max_len: int, kl_coef: Callable[[], float]
 ) -> Loss:

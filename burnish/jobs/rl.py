@@ -27,7 +27,6 @@ from burnish.jobs.base import Metrics
 from burnish.jobs.credit import assign_advantages
 from burnish.jobs.degenerate import NoSignalMonitor, reward_signal
 from burnish.jobs.distill import Teacher, teacher_stats
-from burnish.jobs.objectives import reduces_over_samples
 from burnish.jobs.ptx import Ptx
 from burnish.jobs.saving import save_engines
 from burnish.jobs.updates import Updates
@@ -127,7 +126,8 @@ def minibatches(batch: Batch, config: RLConfig, step: int) -> Iterator[Batch]:
     """
     plan = config.batch_plan()
     num_steps = (plan.samples_per_rollout or 1) // plan.train_batch_size
-    batch = replace(batch, samples_together=_keeps_samples_together(batch, config))
+    together = batch.sample_ids is not None and config.algorithm.reduces_over_samples
+    batch = replace(batch, samples_together=together)
     for epoch in range(config.train.epochs_per_rollout):
         groups = _groups_of_samples(batch)
         if num_steps > 1:
@@ -138,10 +138,6 @@ def minibatches(batch: Batch, config: RLConfig, step: int) -> Iterator[Batch]:
         for begin, end in itertools.pairwise([0, *ends]):
             rows = [row for sample in samples[begin:end] for row in sample]
             yield batch.select(rows).with_global_counts()
-
-
-def _keeps_samples_together(batch: Batch, config: RLConfig) -> bool:
-    return batch.sample_ids is not None and reduces_over_samples(config.algorithm)
 
 
 def _groups_of_samples(batch: Batch) -> list[list[list[int]]]:

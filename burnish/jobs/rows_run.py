@@ -67,7 +67,8 @@ called. After a reward failure, a run can therefore resume with the changes that
 suggests."""
 
 _MAX_LOST_STEPS = 10
-"""Number of consecutive steps after which the run ends, if a reward failed on every prompt."""
+"""Number of consecutive steps after which the run ends, if rewards or episodes failed for every
+prompt."""
 
 
 @dataclass(frozen=True)
@@ -302,9 +303,9 @@ class RowsRun(Driver[RowsLoop]):
         lost = all(i.dropped.get("prompts_reward_failed", 0) == i.prompts for i in newest)
         if len(newest) == _MAX_LOST_STEPS and lost:
             raise RewardError(
-                f"a reward failed on every prompt of the last {_MAX_LOST_STEPS} steps (the "
-                "warnings above give the errors). Correct the cause and resume; "
-                "on_reward_failure.then=fail stops at the first error"
+                f"rewards or episodes failed for every prompt of the last {_MAX_LOST_STEPS} steps "
+                "(the warnings above give the errors). Correct the cause and resume; "
+                "on_reward_failure.then=fail stops at the first error of a reward"
             )
 
     def _finish(self) -> Metrics:
@@ -340,7 +341,7 @@ def sums_of(groups: Sequence[Group]) -> dict[str, float]:
     scored = [s.reward for s in samples if s.reward_parts]
     found: dict[str, float] = {
         "samples": len(samples),
-        "tokens": sum(len(s.response_ids) for s in samples),
+        "tokens": sum(s.num_sampled_tokens for s in samples),
         "truncated": sum(s.finish_reason != "stop" for s in samples),
     }
     if scored:

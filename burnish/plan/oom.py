@@ -191,6 +191,10 @@ def _rollout_suggestions(role: RolloutRole) -> Iterator[Suggestion]:
 
 
 def _length_suggestions(role: TrainRole) -> Iterator[Suggestion]:
-    key = "rollout.generate_max_len" if role.lengths.prompt else "data.max_len"
-    half = max(1, role.lengths.rest // 2)
+    lengths = role.lengths
+    key, half = "rollout.generate_max_len", max(1, lengths.rest // 2)
+    if lengths.episodes is not None:
+        key, half = "rollout.episodes.max_tokens", lengths.prompt + half
+    elif not lengths.prompt:
+        key = "data.max_len"
     yield Suggestion((f"{key}={half}",), "shorter rows; this changes training results")

@@ -92,7 +92,12 @@ def _on_ranks(count: int) -> list[str]:
 
 
 def _lengths(role: TrainRole, share: float) -> list[str]:
-    prompt, rest = role.lengths.prompt, role.lengths.rest
+    prompt, rest, episodes = role.lengths.prompt, role.lengths.rest, role.lengths.episodes
+    if episodes is not None:
+        return [
+            f"rollout.episodes.max_tokens={max(2, int(share * episodes.max_tokens))}",
+            f"data.prompt_max_len={max(1, int(share * prompt))}",
+        ]
     if prompt:
         return [
             f"rollout.generate_max_len={max(1, int(share * rest))}",

@@ -186,7 +186,7 @@ def _batch(job: JobSpec, role: TrainRole, ranks: int) -> Batch:
     limit = positions(shape_of(job.model))
     micro = largest_rows(job, role, limit)
     unit, group = job.trained.rows_per_unit, job.samples_per_prompt
-    share = job.batch.train_batch_size * unit // ranks
+    share = job.batch.train_batch_size * job.trained.rows_per_sample // ranks
     rows = [row for _ in range(ranks * min(2, max(1, share // len(micro)))) for row in micro]
     vocabulary = int(shape_of(job.model).text.vocab_size)
     longest = max(row.length for row in rows)

@@ -135,8 +135,9 @@ def largest_rows(
 ) -> tuple[RowSize, ...]:
     """Return the rows of the largest micro-batch that the recipe allows. All have full length, but
     every second one is one token shorter, because rows of equal length would be computed without a
-    mask."""
+    mask. Rows of episodes share no prompt, because their first messages may be short."""
     length, prompt = role.lengths.within(limit)
+    prompt = prompt if role.lengths.episodes is None else 1
     if role.rows_per_pass is not None:
         return uniform_rows(role.rows_per_pass, length, prompt, group=1)
     assert job.batch is not None
@@ -156,7 +157,7 @@ def _update_rows(
     """Return the largest micro-batch of the job's own rows, for ``lengths`` (row, prompt)."""
     length, prompt = lengths
     unit, group = role.rows_per_unit, plan.n_samples_per_prompt
-    share = max(1, plan.train_batch_size // role.ranks) * unit
+    share = max(1, plan.train_batch_size // role.ranks) * role.rows_per_sample
     if plan.micro_train_batch_size is not None:
         return uniform_rows(plan.micro_train_batch_size * unit, length, prompt, group=group)
     budget = role.train.max_tokens_per_micro_batch
@@ -191,7 +192,7 @@ def _passes(
         passes["log-probs"] = base
     if role.trainable:
         assert batch is not None
-        share = batch.train_batch_size * role.rows_per_unit // batch.data_parallel_size
+        share = batch.train_batch_size * role.rows_per_sample // batch.data_parallel_size
         passes["forward/backward"] = replace(
             base,
             train=True,

@@ -325,10 +325,11 @@ class RewardSet:
             reward = shaped(
                 total, sample, config=self._shaping, generate_max_len=self._generate_max_len
             )
-            _check_total(reward, own, RewardInput(group.prompt, sample))
+            of_turns = self._turn_rewards(RewardInput(group.prompt, sample))
+            for value in (reward, *of_turns):
+                _check_total(value, own, RewardInput(group.prompt, sample))
             if reward != total:
                 own["shaping"] = reward - total
-            of_turns = self._turn_rewards(RewardInput(group.prompt, sample))
             samples.append(replace(sample, reward=reward, reward_parts=own, turn_rewards=of_turns))
         return replace(group, samples=tuple(samples))
 
@@ -379,12 +380,13 @@ class NoRewards(RewardSet):
 
 
 def _check_total(reward: float, parts: Mapping[str, float], item: RewardInput) -> None:
-    """Raise RewardError if a total exceeds the fp32 range; advantages are computed in fp32."""
+    """Raise RewardError if the total reward of a sample or of one turn exceeds the fp32 range;
+    advantages are computed in fp32."""
     if not abs(reward) <= _LARGEST:
         raise RewardError(
             f"the total reward {reward:g} is beyond fp32's range, +-{_LARGEST:.1e}; it is the "
-            f"weighted sum of the scores {dict(parts)}\n{describe(item)}\n  What to do: lower the "
-            "weights of the rewards, or scale the scores down"
+            f"weighted sum of the scores {dict(parts)}, or of those of one turn\n{describe(item)}\n"
+            "  What to do: lower the weights of the rewards, or scale the scores down"
         )
 
 

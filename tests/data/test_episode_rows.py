@@ -10,8 +10,9 @@ import yaml
 
 import burnish
 from burnish.config import load_config
-from burnish.config.data import SFTDataConfig
+from burnish.config.data import PromptDataConfig, SFTDataConfig
 from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.data.generation_prompts import EPISODE_COLUMNS, GenerationPrompts
 from burnish.data.sft import SFTStream
 from burnish.models.load import load_tokenizer
 
@@ -43,6 +44,16 @@ def generate(tmp_path: Path, output: str, **changes: Any) -> list[dict[str, Any]
     import pyarrow.parquet as pq
 
     return list(pq.read_table(tmp_path / output).to_pylist())
+
+
+def test_columns_of_the_data_do_not_become_those_of_episodes(tmp_path: Path) -> None:
+    data = {"prompt": "1", "status": "open", "tokens": [1], "tools": "none", "level": 3}
+    (tmp_path / "data.jsonl").write_text(json.dumps(data))
+    config = PromptDataConfig(sources=[str(tmp_path / "data.jsonl")], prompt_max_len=8)
+    tokenizer = load_tokenizer(ModelConfig(scratch=ScratchConfig(**SCRATCH)))
+    found = GenerationPrompts(config, tokenizer, own_columns=EPISODE_COLUMNS)
+    assert found.take(0, 1)[0].columns == {"level": 3}
+    assert found.left_out == ["status", "tokens", "tools"]
 
 
 def test_sft_trains_on_the_sampled_tokens_of_an_episode(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_families import chat_tokenizer
+from chat_families import CHATML_DROPS, chat_tokenizer
 from scripted_engine import Answer, ScriptedEngine
 
 from burnish.config.episodes import EpisodesConfig
@@ -200,6 +200,36 @@ def test_failures_are_conserved_and_leave_the_baseline() -> None:
     assert len(groups) + ended["groups_dropped"] == 20
     assert kept <= ended["done"] + ended.get("max_turns", 0)
     assert not engine.busy
+
+
+def test_calls_that_were_not_run_are_not_rendered_again() -> None:
+    """Templates may reject calls without results. The record of the episode keeps them."""
+    tokenizer = chat_tokenizer("chatml_drops")
+    tokenizer.chat_template = CHATML_DROPS.replace(
+        "{{ m.content }}",
+        "{% if m.tool_calls and not loop.last "
+        "and messages[loop.index0 + 1].role == 'user' %}"
+        "{{ raise_exception('calls need results') }}{% endif %}{{ m.content }}",
+        1,
+    )
+    runtime = InlineRuntime(
+        tokenizer, precision=PrecisionConfig(), device="cpu", timeline=Timeline()
+    )
+    call = '<tool_call>\n{"name": "nothing", "arguments": {}}\n</tool_call>'
+    engine = ScriptedEngine(lambda request: says(call), tokenizer)
+    config = options("Fixed", history="template", max_turns=2)
+    made = build_players(config, MODEL, runtime)
+    assert made is not None
+    try:
+        task_runner = runner(engine, made)
+        task_runner.sampling = Sampling(100)
+        (group,), _ = task_runner.sample(prompts(1, **FOREVER))
+    finally:
+        made.close()
+    for sample in group.samples:
+        assert sample.episode is not None and sample.episode.status == "max_turns"
+        assert all(turn.message["tool_calls"] and turn.problem for turn in sample.episode.turns)
+        assert len(sample.rows) == 2
 
 
 def test_too_many_failures_stop_the_run_with_the_cause() -> None:

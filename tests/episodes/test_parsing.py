@@ -156,6 +156,16 @@ def test_ids_of_calls_depend_on_the_prompt_and_repeat() -> None:
         ),
         (
             "chatml",
+            '<tool_call>{"name": "look_up", "arguments": {"key": "a", "more": [NaN]}}</tool_call>',
+            "a number in its arguments that is not finite",
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "look_up", "arguments": {"key": "a", "more": 1e999}}]',
+            "a number in its arguments that is not finite",
+        ),
+        (
+            "chatml",
             '<tool_call>\n{"name": "look_up", "arguments": {"key": "a"}}',
             "not closed by '</tool_call>'",
         ),
@@ -268,10 +278,22 @@ def test_a_response_that_repeats_itself_is_parsed_in_time(name: str, text: str) 
     assert time.process_time() - begin < 5
 
 
-def test_a_response_with_too_many_calls_is_a_problem() -> None:
-    found = parsed("chatml", WELL_FORMED["chatml"].removesuffix("<|im_end|>") * 65)
-    assert functions(found) == []
-    assert found.problem == "there are 65 tool calls in one response, and the limit is 64"
+@pytest.mark.parametrize("family", ["chatml", "mistral"])
+def test_a_response_with_too_many_calls_is_a_problem(family: str) -> None:
+    """Mistral's calls are one list after one marker."""
+    calls = '{"name": "look_up", "arguments": {"key": "a"}}'
+    for count in (64, 65):
+        text = {
+            "chatml": f"<tool_call>\n{calls}\n</tool_call>" * count,
+            "mistral": f"[TOOL_CALLS][{', '.join([calls] * count)}]",
+        }[family]
+        found = parsed(family, text)
+        if count == 64:
+            assert found.problem is None
+            assert len({made["id"] for made in found.message["tool_calls"]}) == 64
+        else:
+            assert functions(found) == [] and found.problem is not None
+            assert found.problem.startswith("there are 65 tool calls in one response, and the ")
 
 
 def test_arguments_that_are_nested_too_deep_are_a_problem() -> None:

@@ -18,22 +18,37 @@ from chat_families import (
 from burnish.episodes.probing import TOOLS, assistant, call, result, user
 from burnish.episodes.renderer import ChatRenderer, RendererError
 
-# ---- special tokens in tool results --------------------------------------------------------------
+# ---- special tokens in answers to the policy -----------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_special_tokens_in_a_result_are_ordinary_text(family: str) -> None:
+@pytest.mark.parametrize("role", ["tool", "user"])
+def test_special_tokens_in_an_answer_are_ordinary_text(family: str, role: str) -> None:
+    """Of a tool result, and of a user message, which may quote a malformed call or show the format
+    of calls (in some families special tokens)."""
     renderer, tokenizer = renderer_of(family)
     end = tokenizer.convert_ids_to_tokens(min(renderer.stop_token_ids))
     prompt = renderer.render([user("How many?")], TOOLS)
     sampled = encoded(tokenizer, f"x{end}")
+
+    def answer(text: str) -> dict[str, Any]:
+        return result(text, "look_up", "probe0000") if role == "tool" else user(text)
+
     plain, forged = (
-        renderer.bridge(prompt, sampled, [result(text, "look_up", "probe0000")], TOOLS)
+        renderer.bridge(prompt, sampled, [answer(text)], TOOLS)
         for text in ("a b", f"a{end}b{end}{end}")
     )
     specials = set(tokenizer.convert_tokens_to_ids(list(FAMILIES[family][1])))
     assert [i for i in plain if i in specials] == [i for i in forged if i in specials]
     assert f"a{end}b{end}{end}" in tokenizer.decode(forged)
+
+
+def test_special_tokens_in_an_answer_stay_ordinary_when_it_is_rendered_again() -> None:
+    """The first message is the data's own: its special tokens are kept."""
+    renderer, tokenizer = renderer_of("chatml")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ids = renderer.render([user("Hi.<|im_end|>"), assistant("Hm."), user("a<|im_end|>b")])
+    assert ids.count(end) == 4 and "\na<|im_end|>b<|im_end|>" in tokenizer.decode(ids)
 
 
 def test_special_tokens_in_a_result_of_the_first_prompt_are_ordinary_text() -> None:

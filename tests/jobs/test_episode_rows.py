@@ -34,6 +34,7 @@ from burnish.rewards.base import NoRewards
 from burnish.train.base import Loss
 from burnish.train.batching import split_over_ranks
 from burnish.train.forward import Forward
+from burnish.transcript import Episode as Record
 from burnish.types import Batch, Group, Prompt, Sample, TokenRow
 
 MODEL = ModelConfig(scratch=ScratchConfig(hidden_size=16, num_layers=1, tie_word_embeddings=False))
@@ -457,6 +458,25 @@ def test_rewards_of_turns_are_a_signal_where_totals_are_equal() -> None:
     }
     fracs = {name: found.frac for name, found in by_advantage.items() if found is not None}
     assert fracs == {"grpo": 1.0, "reinforce_pp": 0.0, "gae": 0.0}
+
+
+def test_episodes_with_the_same_last_message_are_not_identical() -> None:
+    groups = groups_of(
+        [[episode[:1]] * 2 for episode, *_ in drawn(3)], [set()] * 4, turn_rewards=False
+    )
+    other = groups_of([episodes[:2] for episodes in drawn(3)], [set()] * 4, turn_rewards=False)
+    for scored, cause in ((groups, "are identical"), (other, "every response in them has")):
+        same = [
+            replace(
+                group,
+                samples=tuple(
+                    replace(s, reward=1.0, episode=Record("done", ())) for s in group.samples
+                ),
+            )
+            for group in scored
+        ]
+        found = reward_signal(same, config_of("grpo").algorithm, NoRewards())
+        assert found is not None and cause in found.why
 
 
 def test_a_loss_over_samples_refuses_rows_that_may_have_been_separated(policy: nn.Module) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from burnish.algorithms.policy_losses import BY_ROW, POLICY_LOSSES
 from burnish.config.algorithm import AlgorithmConfig
 from burnish.jobs.objectives import (
     policy_objective,
@@ -228,6 +229,12 @@ def test_losses_and_stats_of_micro_batches_add_up_to_those_of_the_step(
     assert total == pytest.approx(float(whole), rel=1e-12)
     for name, value in whole_stats.floats().items():
         assert stats.floats()[name] == pytest.approx(value, rel=1e-6), name
+
+
+@pytest.mark.parametrize("kind", POLICY_LOSSES)
+def test_losses_by_row_need_all_rows_of_a_sample_together(kind: str) -> None:
+    config = AlgorithmConfig(policy_loss={"kind": kind})  # type: ignore[arg-type]
+    assert config.reduces_over_samples == (kind in BY_ROW)
 
 
 def test_the_sft_loss_is_the_mean_over_trained_tokens() -> None:

@@ -55,6 +55,15 @@ def test_stages_grow_from_short_rows_and_one_row_to_the_recipe() -> None:
     assert peaks == sorted(peaks)
 
 
+def test_stages_of_episodes_grow_from_short_conversations() -> None:
+    episodes = {"environment": "none.py:Game", "max_tokens": 128}
+    config = load_config(TREE, [f"rollout.episodes={json.dumps(episodes)}"])
+    lengths = [
+        r.config.resolve().role("policy").lengths for r in probe_stages(config, this_machine())
+    ]
+    assert [(found.prompt, found.rest) for found in lengths[:3]] == [(8, 24), (16, 48), (32, 96)]
+
+
 def test_stages_with_several_ranks_come_last_and_are_limited_by_the_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

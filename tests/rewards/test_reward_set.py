@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import torch
 
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.rewards.base import Reward, RewardError, RewardSet
+from burnish.rewards.episode import EpisodeReward
 from burnish.rewards.function import FunctionReward
+from burnish.transcript import Episode, Turn
 from burnish.types import Group
 
 MakeGroup = Callable[..., Group]
@@ -263,3 +266,31 @@ def test_a_dropped_group_does_not_enter_the_running_statistics(
     (again,) = rewards.score([make_group(2, ["8"])]).groups
     assert again.samples[0].reward == group.samples[0].reward
     rewards.load_state_dict({})
+
+
+def _played(group: Group, *rewards: dict[str, float]) -> Group:
+    """The group's samples as episodes with these rewards of their turns."""
+    record = Episode("done", (), turns=tuple(Turn({}, (), rewards=given) for given in rewards))
+    return replace(group, samples=tuple(replace(s, episode=record) for s in group.samples))
+
+
+def test_rewards_of_turns_are_weighted_parts_of_the_total(make_group: MakeGroup) -> None:
+    """a: 1 - 3 = -2, weight 2, per turn: 2 and -6. b: 4, weight 0.5, of the entire episode. Total
+    -4 + 2, minus 0.25 for each of two tokens; the penalty belongs to no turn."""
+    rewards = _set(
+        (EpisodeReward("a", name="a", per_turn=True), 2.0),
+        (EpisodeReward("b", name="b"), 0.5),
+        shaping=ShapingConfig(length_penalty=0.25),
+    )
+    group = _played(make_group(0, ["x"]), {"a": 1.0, "b": 4.0}, {"a": -3.0})
+    (sample,) = rewards.score([group]).groups[0].samples
+    assert (sample.reward, sample.turn_rewards) == (-2.5, (2.0, -6.0))
+    assert sample.reward_parts == {"a": -2.0, "b": 4.0, "shaping": -0.5}
+
+
+def test_the_reward_of_a_turn_beyond_fp32_is_an_error(make_group: MakeGroup) -> None:
+    """Although the total is 0."""
+    rewards = _set((EpisodeReward(None, name="a", per_turn=True), 2.0))
+    group = _played(make_group(0, ["x"]), {"a": 3e38}, {"a": -3e38})
+    with pytest.raises(RewardError, match=r"6e\+38 is beyond fp32's range"):
+        rewards.score([group])

@@ -307,6 +307,15 @@ def test_an_evaluation_without_any_episode_left_says_why(
     [
         (["rollout.episodes.max_turns=0"], "must be at least 1"),
         (["rollout.episodes.max_tokens=4"], "must exceed data.prompt_max_len"),
+        (
+            ["eval.data.sources=[{kind: seeds}]", "eval.data.prompt_max_len=32"],
+            "must exceed eval.data.prompt_max_len=32",
+        ),
+        (
+            ["eval.data.sources=[{kind: seeds}]", "rollout.episodes=null"],
+            "eval.data.sources has an entry of kind seeds",
+        ),
+        (["shaping.overlong_buffer_len=28"], "below rollout.episodes.max_tokens - data.prompt_max"),
         (["rollout.episodes.environment=null"], "one of environment and tools"),
         (["rollout.episodes.environment=guess"], "not of the form"),
         (["rollout.episodes=null"], "set episodes"),
@@ -323,3 +332,8 @@ def test_senseless_settings_are_refused_at_load(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         recipe(tmp_path, *overrides)
+
+
+def test_the_overlong_buffer_may_be_longer_than_a_turn(tmp_path: Path) -> None:
+    """Turns have 3 tokens, and a conversation 28 after the prompt."""
+    assert recipe(tmp_path, "shaping.overlong_buffer_len=27").shaping.overlong_buffer_len == 27

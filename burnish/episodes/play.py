@@ -28,8 +28,6 @@ from burnish.transcript import Episode, EpisodeStatus, Turn
 Message = Mapping[str, Any]
 T = TypeVar("T")
 
-_SEED_BITS = (1 << 63) - 1
-
 
 @dataclass(frozen=True)
 class Limits:
@@ -292,5 +290,6 @@ def call_seed(seed: int, prompt_ids: Sequence[int], attempt: int = 0) -> int:
     """Return the sampling seed of a call: a function of the episode's seed, the exact prompt, and
     the number of earlier calls with this prompt in the episode. A resumed run, and calls that
     arrive in another order, draw the same tokens."""
-    ids = array("q", [seed & _SEED_BITS, attempt, *prompt_ids])
-    return int.from_bytes(blake2b(ids.tobytes(), digest_size=8).digest(), "little")
+    own = seed.to_bytes(max(8, seed.bit_length() // 8 + 1), "little", signed=True)
+    ids = array("q", [attempt, *prompt_ids])
+    return int.from_bytes(blake2b(own + ids.tobytes(), digest_size=8).digest(), "little")

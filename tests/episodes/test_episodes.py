@@ -18,7 +18,7 @@ from scripted_engine import Answer, ScriptedEngine
 from burnish.config.episodes import EpisodesConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
-from burnish.episodes.play import Played
+from burnish.episodes.play import Played, call_seed
 from burnish.episodes.runner import EpisodeRunner, EpisodesFailedError, Players, episode_stats
 from burnish.episodes.template import RendererError
 from burnish.jobs.episodes import build_players
@@ -117,6 +117,13 @@ def test_members_of_a_group_start_equally_and_sample_differently() -> None:
         assert one.rows[0].prompt_ids == other.rows[0].prompt_ids
     seeds = [request.seed for request, _ in engine.log]
     assert len(set(seeds)) == len(seeds)
+
+
+def test_any_seed_of_a_run_gives_its_own_tokens() -> None:
+    """A run's seed is multiplied by 2^52 in the seed of an episode."""
+    found = {call_seed(seed << 52, (1, 2)) for seed in (0, 1, 2047, 2048, 4096, -1, 1 << 62)}
+    assert len(found) == 7
+    assert call_seed(5, (1, 2)) == call_seed(5, [1, 2]) != call_seed(5, (1, 2), attempt=1)
 
 
 def statuses(groups: Sequence[Group]) -> Counter[str]:

@@ -27,7 +27,7 @@ from burnish.types import Group, Prompt, Sample, Stats
 
 log = logging.getLogger("burnish")
 
-FAILED: tuple[EpisodeStatus, ...] = ("env_error", "infra_error", "timeout", "cancelled")
+FAILED = ("env_error", "infra_error", "timeout", "cancelled")
 """Statuses that the policy did not cause. Their episodes are not scored."""
 
 CUT = ("max_tokens", "max_turn_tokens")

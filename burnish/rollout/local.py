@@ -51,6 +51,8 @@ class LocalRolloutEngine:
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.decoding = decoding
         self.network = LocalModel(model, config)
+        self.max_len = row_limit(model.config)
+        """Maximum length of prompt and response in tokens. None: unlimited."""
         self.device = self.network.device
         self.batch: RunningBatch | RowQueue = (
             RunningBatch(self.network)
@@ -72,11 +74,6 @@ class LocalRolloutEngine:
     def version(self, version: int) -> None:
         self._version = version
         self._forget()
-
-    @property
-    def max_len(self) -> int | None:
-        """Return the maximum length of prompt and response in tokens; None: unlimited."""
-        return row_limit(self.model.config)
 
     @property
     def busy(self) -> bool:

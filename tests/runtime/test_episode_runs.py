@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 import burnish
 from burnish.config import load_config
@@ -69,6 +70,7 @@ def thinking(tmp_path: Path) -> list[str]:
     config = ModelConfig(scratch=ScratchConfig(alphabet="12345?<>", hidden_size=32, num_layers=1))
     tokenizer, model = load_tokenizer(config), load_causal_lm(config)
     tokenizer.add_tokens(["<think>", "</think>"])
+    torch.manual_seed(0)  # the new embeddings are random
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     tokenizer.chat_template = DROPS
     model.save_pretrained(tmp_path / "thinking")
@@ -85,7 +87,7 @@ def thinking(tmp_path: Path) -> list[str]:
         "algorithm.advantage={kind: gae, discount: turn, gamma: 0.9}",
         "algorithm.kl={init_kl_coef: 0.1, placement: reward, estimator: k1}",
         "shaping={overlong_buffer_len: 40, length_penalty: 0.01, truncation_penalty: 0.2}",
-        "train={train_batch_size: 8, micro_train_batch_size: 2, epochs_per_rollout: 2, lr: 1e-2}",
+        "train={train_batch_size: 8, micro_train_batch_size: 4, epochs_per_rollout: 2, lr: 1e-2}",
     ]
 
 
@@ -133,13 +135,13 @@ def test_each_turn_is_a_row_if_the_template_drops_reasoning(
 ) -> None:
     """PPO with rewards of turns, four updates of a varying number of rows per rollout. Later
     prompts lack the reasoning that was sampled. A resumed run continues exactly."""
-    burnish.run(recipe(tmp_path, *thinking, name="one"))
+    burnish.run(recipe(tmp_path, *thinking, "max_steps=2", name="one"))
     burnish.run(recipe(tmp_path, *thinking, "max_steps=1", name="two"))
     two = tmp_path / "two"
-    burnish.run(load_config(two / "config.yaml", ["max_steps=3"]), resume=two)
+    burnish.run(load_config(two / "config.yaml", ["max_steps=2"]), resume=two)
     found = metrics(tmp_path / "one")
     assert found == metrics(two)
-    assert found[3]["train/mismatch_max"] < 1e-5  # fp32; stale weights or other tokens: 1e-2
+    assert found[2]["train/mismatch_max"] < 1e-5  # fp32; stale weights or other tokens: 1e-2
     tokenizer = load_tokenizer(ModelConfig(path=str(tmp_path / "thinking")))
     dropped = 0
     for sample in read_samples(tmp_path / "one"):
@@ -155,7 +157,7 @@ def test_each_turn_is_a_row_if_the_template_drops_reasoning(
             assert row["prompt_tokens"] == len(ids)
             dropped += number > 0 and "reasoning_content" in messages[-2]
             messages = [*messages, turn["message"], *turn["answer"]]
-    assert dropped > 5
+    assert dropped
 
 
 @pytest.mark.slow

@@ -135,6 +135,11 @@ class EpisodesConfig(Node):
                 "the policy receives its timeout as an error message; set step_timeout_s to at "
                 f"least {math.ceil(self.tool_timeout_s / TOOLS_FRAC)}, or lower tool_timeout_s"
             )
+        if self.server_host in ("0.0.0.0", "::"):
+            yield (
+                f"server_host={self.server_host} is not an address that agents can call; give an "
+                "address of this machine that they can reach"
+            )
         for name in ("environment", "agent"):
             given = vars(self)[name]
             if given is not None and ":" not in given:

@@ -1,0 +1,152 @@
+"""Runs with agent programs: the same curve as with the environment, locally and on Ray, and the
+page about them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from socket import AF_INET
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+import burnish
+from burnish.config import load_config
+from burnish.config.load import ConfigError
+from burnish.config.yaml_text import RecipeLoader
+from burnish.environments.base import EnvironmentSetupError
+from burnish.observe.samples import read_samples
+
+ROOT = Path(__file__).parents[2]
+AGENT = ROOT / "recipes/agents/guess_number.py"
+ENVIRONMENT = ROOT / "recipes/environments/guess_number.py"
+PLAYED_BY = {
+    "environment": f"{{environment: '{ENVIRONMENT}:GuessNumber', max_turns: 3, max_tokens: 32}}",
+    "agent": f"{{agent: '{AGENT}:agent', workers: 2, max_turns: 3, max_tokens: 32}}",
+    "command": f"{{command: [{sys.executable}, '{AGENT}'], max_turns: 3, max_tokens: 32}}",
+}
+
+
+def run(folder: Path, *overrides: str) -> list[dict[str, Any]]:
+    """Run the recipe of the page's example for two steps. Return its metrics."""
+    recipe = load_config(
+        ROOT / "recipes/tiny_agent.yaml",
+        [
+            f"run_dir={folder}",
+            "max_steps=2",
+            "rollout.rollout_batch_size=2",
+            "rollout.n_samples_per_prompt=4",
+            "train.train_batch_size=8",
+            "eval=null",
+            *overrides,
+        ],
+    )
+    burnish.run(recipe)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def tokens(folder: Path) -> list[Any]:
+    """The messages of the policy and the rows of every episode of a run."""
+    records = [json.loads(sample["episode"]) for sample in read_samples(folder)]
+    return [([turn["message"] for turn in r["turns"]], r["rows"]) for r in records]
+
+
+def test_an_openai_client_gives_the_curve_of_the_environment(tmp_path: Path) -> None:
+    """Token for token, because the requests are the same: as a function in a worker, and as a
+    process per episode."""
+    curves = {
+        kind: run(tmp_path / kind, f"rollout.episodes={episodes}")
+        for kind, episodes in PLAYED_BY.items()
+    }
+    same = ("reward/", "train/loss", "train/grad_norm", "episodes/turns", "episodes/tokens")
+    for kind in ("agent", "command"):
+        assert tokens(tmp_path / kind) == tokens(tmp_path / "environment")
+        for found, wanted in zip(curves[kind], curves["environment"], strict=True):
+            names = [name for name in wanted if name.startswith(same)]
+            assert len(names) > 5
+            assert {name: found[name] for name in names} == {name: wanted[name] for name in names}
+            assert found["train/mismatch_max"] < 1e-5
+            assert found["episodes/done_frac"] == 1
+
+
+def address() -> str:
+    """An address of this machine, not of the loopback if there is another."""
+    found = [
+        at.address for of in psutil.net_if_addrs().values() for at in of if at.family == AF_INET
+    ]
+    return next((one for one in found if not one.startswith("127.")), "127.0.0.1")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_agents_on_ray_equal_those_in_one_process(tmp_path: Path, ray_cluster: Any) -> None:
+    """With two rollout workers. The server listens on an address of the node's network, if there is
+    one; then the agents run in actors."""
+    run(tmp_path / "inline")
+    on_ray = ["cluster.runtime=ray", "cluster.layout=separate", "cluster.rollout_workers=2"]
+    found = run(tmp_path / "ray", *on_ray, f"rollout.episodes.server_host={address()}")
+    assert tokens(tmp_path / "ray") == tokens(tmp_path / "inline")
+    assert all(step["train/mismatch_max"] < 1e-5 for step in found)
+
+
+@pytest.mark.parametrize(
+    ("episodes", "message"),
+    [
+        ("{agent: a.py:f, command: [x], max_tokens: 32}", "agent and command are"),
+        ("{agent: a.py, max_tokens: 32}", "not of the form"),
+        ("{command: [x], workers: 2, max_tokens: 32}", "workers has no effect with command"),
+        ("{agent: a.py:f, step_timeout_s: 2, max_tokens: 32}", "step_timeout_s has no effect"),
+        ("{agent: a.py:f, server_host: 0.0.0.0, max_tokens: 32}", "not an address that agents"),
+        ("{environment: a.py:F, server_port: 80, max_tokens: 32}", "server_port has no effect"),
+    ],
+)
+def test_senseless_settings_are_refused_at_load(
+    tmp_path: Path, episodes: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path, f"rollout.episodes={episodes}")
+
+
+def test_a_missing_agent_stops_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("burnish.runtime.inline.load_causal_lm", load)
+    with pytest.raises(EnvironmentSetupError, match="no file"):
+        run(tmp_path, f"rollout.episodes={{agent: '{tmp_path}/none.py:f', max_tokens: 32}}")
+
+
+# ---- docs/agents.md ----------------------------------------------------------------------------
+
+PAGE = (ROOT / "docs/agents.md").read_text(encoding="utf-8")
+
+
+def block(kind: str) -> str:
+    (text,) = re.findall(rf"^```{re.escape(kind)}\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE)
+    return str(text)
+
+
+def test_the_agent_and_the_recipe_of_the_page_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_agent.py").write_text(block("python agent"))
+    rows = [{"prompt": f"What is {i} + 1?", "label": str(i + 1)} for i in range(9)]
+    Path("train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipe = yaml.load(block("yaml agent"), Loader=RecipeLoader)
+    scratch = "{scratch: {alphabet: '0123456789 +?abcdefghijklmnopqrstuvwxyz'}}"
+    smaller = [
+        "rollout.episodes.max_tokens=500",
+        "rollout.rollout_batch_size=1",
+        "train.train_batch_size=8",
+        "max_steps=1",
+    ]
+    found = burnish.run(load_config(recipe, [f"model={scratch}", *smaller]))
+    assert found.metrics["episodes/turns"] == 2
+    assert found.metrics["episodes/done_frac"] == 1

@@ -318,7 +318,7 @@ def test_an_evaluation_without_any_episode_left_says_why(
             "eval.data.sources has an entry of kind seeds",
         ),
         (["shaping.overlong_buffer_len=28"], "below rollout.episodes.max_tokens - data.prompt_max"),
-        (["rollout.episodes.environment=null"], "one of environment and tools"),
+        (["rollout.episodes.environment=null"], "exactly one of environment, tools"),
         (["rollout.episodes.environment=guess"], "not of the form"),
         (["rollout.episodes=null"], "set episodes"),
         (["rewards=[{kind: environment}]"], "use kind episode"),

@@ -7,10 +7,10 @@ open, and otherwise polls the engine and carries out commands between two polls.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ _CLOSE_S = 60.0
 
 
 class RolloutService:
-    """Shares one engine between threads. Close it to get the engine back."""
+    """A rollout engine shared by threads. Close the service to get the engine back."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         """Start the engine thread. Nothing else may use ``engine`` until :meth:`close`."""
@@ -59,13 +59,16 @@ class RolloutService:
         if request.n != 1:
             raise ValueError(f"request {name} has n={request.n}; a service takes n=1")
         future: Future[Completion] = Future()
+        future.add_done_callback(partial(self._answered, name))
         with self._changed:
             self._check()
-            if name in self._open:
+            before = self._open.get(name)
+            if before is not None and not before.done():
                 raise ValueError(f"request {name} is already open; give each request its own id")
+            if before is not None:  # its callbacks have not run yet
+                self._add(partial(self._drop, name, before))
             self._open[name] = future
             self._add(partial(self._submit, request, sampling, future))
-        future.add_done_callback(partial(self._answered, name))
         return future
 
     def cancel(self, request_id: str) -> None:
@@ -95,17 +98,18 @@ class RolloutService:
     def drain(self, timeout_s: float) -> None:
         """Wait until no request is open and all calls and releases are done. Raises TimeoutError
         after ``timeout_s`` seconds, or the engine's error if it failed."""
-        deadline = time.monotonic() + timeout_s
         self.call(lambda engine: None)  # commands are carried out in order, this one last
         with self._changed:
-            while self._error is None and (self._open or self._calls):
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    raise TimeoutError(
-                        f"{len(self._open)} requests are still open after {timeout_s:g} s; raise "
-                        "the time limit, or cancel them"
-                    )
+            done = self._changed.wait_for(
+                lambda: self._error is not None or not (self._open or self._calls), timeout_s
+            )
             if self._error is not None:
                 raise self._error
+            if not done:
+                raise TimeoutError(
+                    f"{len(self._open)} requests and {len(self._calls)} calls are still open after "
+                    f"{timeout_s:g} s; raise the time limit, or cancel them"
+                )
 
     def close(self) -> None:
         """Cancel open requests and end the engine thread. The engine is not closed. May be called
@@ -115,6 +119,8 @@ class RolloutService:
             self._changed.notify_all()
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
+            for future in list(self._open.values()):
+                future.cancel()
             raise TimeoutError(
                 f"the rollout engine did not return from a poll within {_CLOSE_S:g} s, so its "
                 "thread cannot be ended and the engine cannot be used"
@@ -134,8 +140,11 @@ class RolloutService:
 
     def _answered(self, request_id: str, future: Future[Completion]) -> None:
         """Forget a future that is done; drop the request if it was canceled."""
+        if future.cancelled():
+            future.set_running_or_notify_cancel()  # concurrent.futures.wait waits for this
         with self._changed:
-            self._open.pop(request_id, None)
+            if self._open.get(request_id) is future:
+                del self._open[request_id]
             if future.cancelled() and not self._closed:
                 self._add(partial(self._drop, request_id, future))
             self._changed.notify_all()
@@ -162,9 +171,8 @@ class RolloutService:
         for command in commands:
             command()
         for completion in self._engine.poll() if self._engine.busy else ():
-            future = self._submitted.pop(completion.request_id)
-            if future.set_running_or_notify_cancel():
-                future.set_result(completion)
+            with suppress(InvalidStateError):  # canceled during the poll
+                self._submitted.pop(completion.request_id).set_result(completion)
         return True
 
     def _submit(self, request: Request, sampling: Sampling, future: Future[Completion]) -> None:
@@ -174,7 +182,7 @@ class RolloutService:
             self._engine.submit([request], sampling)
             self._submitted[request.request_id] = future
         except ValueError as error:
-            if future.set_running_or_notify_cancel():
+            with suppress(InvalidStateError):  # canceled meanwhile
                 future.set_exception(error)
 
     def _drop(self, request_id: str, future: Future[Completion]) -> None:
@@ -193,17 +201,23 @@ class RolloutService:
             self._changed.notify_all()
 
     def _end(self, error: BaseException | None) -> None:
-        """Answer all open requests and calls: with ``error``, or as canceled."""
+        """Answer all open requests and calls, with ``error`` or as canceled, and drop the requests
+        from the engine."""
         with self._changed:
             self._error, self._closed = error, True
-            left = [*self._open.values(), *self._calls]
+            requests, calls = list(self._open.values()), list(self._calls)
             self._commands.clear()
             self._calls.clear()
             self._changed.notify_all()
-        for future in left:
+        for future in requests:
             if error is None:
                 future.cancel()
-            elif future.set_running_or_notify_cancel():
-                future.set_exception(error)
-        if error is None:
-            self._engine.cancel(self._submitted)
+            else:
+                with suppress(InvalidStateError):  # canceled or finished meanwhile
+                    future.set_exception(error)
+        for call in calls:
+            if error is None:
+                call.cancel()
+            if call.running() or call.set_running_or_notify_cancel():
+                call.set_exception(error)
+        self._engine.cancel(list(self._submitted))

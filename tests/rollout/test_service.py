@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 
 import pytest
@@ -122,6 +123,7 @@ def test_canceling_the_future_or_the_id_drops_the_request(
     again = ask(service, "a")
     service.call(lambda e: None).result(WAIT_S)
     assert b.cancelled() and engine.log == ["a", "b"]
+    assert not wait([a, b], WAIT_S).not_done
     engine.permits.release(2)
     assert {f.result(WAIT_S).request_id for f in (c, again)} == {"a", "c"}
 
@@ -151,6 +153,39 @@ def test_a_completion_of_a_canceled_request_is_not_that_of_the_next_with_its_id(
     assert again.result(WAIT_S).request_id == "a"
 
 
+@pytest.mark.parametrize("canceled", [False, True])
+def test_the_id_of_a_finished_or_canceled_request_is_free_at_once(
+    canceled: bool,
+    service: RolloutService,
+    engine: GatedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread that waits for the result may continue before the callbacks of the future ran."""
+    go_on, answered = threading.Event(), service._answered
+
+    def late(name: str, future: Future[Completion]) -> None:
+        assert go_on.wait(WAIT_S)
+        answered(name, future)
+
+    monkeypatch.setattr(service, "_answered", late)
+    first = ask(service, "a")
+    with ThreadPoolExecutor(1) as pool:
+        if canceled:
+            service.call(lambda e: None).result(WAIT_S)  # the engine has it
+            pool.submit(first.cancel)
+            with pytest.raises(CancelledError):
+                first.result(WAIT_S)
+        else:
+            engine.permits.release()
+            assert first.result(WAIT_S).request_id == "a"
+        again = ask(service, "a")
+        go_on.set()
+    service.call(lambda e: None).result(WAIT_S)  # the engine has dropped the first one
+    engine.permits.release()
+    assert again.result(WAIT_S).request_id == "a"
+    service.drain(WAIT_S)
+
+
 def test_an_engine_error_fails_all_open_requests_and_later_ones(
     service: RolloutService, engine: GatedEngine
 ) -> None:
@@ -164,6 +199,23 @@ def test_an_engine_error_fails_all_open_requests_and_later_ones(
         ask(service, "c")
     with pytest.raises(RuntimeError, match="the device is gone"):
         service.drain(WAIT_S)
+    assert not engine.busy, "its owner may use it again, e.g. with other weights"
+
+
+def test_an_exit_in_a_call_answers_every_future(
+    service: RolloutService, engine: GatedEngine
+) -> None:
+    open_request, canceled = ask(service, "a"), service.call(lambda e: engine.permits.acquire())
+    exits = service.call(lambda e: sys.exit("the call exits"))
+    later = service.call(lambda e: None)
+    canceled_later = service.call(lambda e: None)
+    assert canceled_later.cancel()
+    engine.permits.release()
+    assert canceled.result(WAIT_S)
+    for future in (open_request, exits, later):
+        with pytest.raises(SystemExit, match="the call exits"):
+            future.result(WAIT_S)
+    assert not wait([canceled_later], WAIT_S).not_done
 
 
 def test_closing_cancels_what_is_open(service: RolloutService, engine: GatedEngine) -> None:
@@ -194,7 +246,7 @@ def test_calls_run_between_polls_and_keep_their_errors(
 
 def test_draining_ends_after_its_time(service: RolloutService, engine: GatedEngine) -> None:
     ask(service, "a")
-    with pytest.raises(TimeoutError, match=r"1 requests are still open after 0\.05 s"):
+    with pytest.raises(TimeoutError, match=r"1 requests and 0 calls are still open after 0\.05 s"):
         service.drain(0.05)
     engine.permits.release()
     service.drain(WAIT_S)
@@ -244,7 +296,9 @@ def test_closing_a_service_whose_engine_hangs_is_an_error(monkeypatch: pytest.Mo
     service = RolloutService(GatedEngine())
     service.call(lambda _: (begun.set(), hangs.wait(WAIT_S)))
     assert begun.wait(WAIT_S)
+    waiting = ask(service, "a")
     with pytest.raises(TimeoutError, match="did not return"):
         service.close()
+    assert waiting.cancelled()
     hangs.set()
     service.close()

@@ -9,8 +9,8 @@ for which elementwise functions end at a full vector (:meth:`LocalModel.padded`)
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -26,6 +26,8 @@ from burnish.rollout.cuda_graphs import DecodeGraphs
 
 _VECTOR = 32
 """Numbers that PyTorch's CPU kernels compute at once: two vectors of 16 fp32 numbers."""
+_THREAD = 1 << 15
+"""PyTorch uses at most one more thread for each of these many numbers."""
 
 
 class LocalModel:
@@ -42,8 +44,8 @@ class LocalModel:
         self._onednn = onednn_layers(model, bf16=wanted is True)
         self.stable = wanted is not False and _all_in(model, self._onednn)
         """True if the forward passes are batch invariant."""
-        self._multiples: dict[int, int] = {}
-        """Number of threads -> multiple of :meth:`padded`."""
+        self._padded: dict[tuple[int, int], int] = {}
+        """(number of threads, rows) -> result of :meth:`padded`."""
         self._wide: list[Fp32Layer] | None = None
         self._graphs: DecodeGraphs | None = None
 
@@ -75,13 +77,12 @@ class LocalModel:
         """
         if not self.stable:
             return rows
-        threads = torch.get_num_threads()
-        if threads not in self._multiples:
-            vector, head = _VECTOR * threads, self.model.get_output_embeddings()
+        key = torch.get_num_threads(), rows
+        if key not in self._padded:
+            head = self.model.get_output_embeddings()
             widths = {layer.out_features for layer in self._onednn if layer is not head}
-            self._multiples[threads] = max(vector // math.gcd(vector, width) for width in widths)
-        multiple = self._multiples[threads]
-        return -(-rows // multiple) * multiple
+            self._padded[key] = full_vectors(rows, widths, threads=key[0])
+        return self._padded[key]
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Return the fp32 logits [B, V] of last hidden states [B, H]."""
@@ -120,6 +121,24 @@ class LocalModel:
             "Either training diverged (use a lower train.lr), or the dtype has too little range "
             "(precision.dtype)"
         )
+
+
+def full_vectors(rows: int, widths: Collection[int], *, threads: int) -> int:
+    """Return the least number of rows, at least ``rows``, for which an elementwise function of
+    [rows, width] ends at a full vector in the part of every thread, for each of ``widths``."""
+
+    def ends(count: int) -> bool:
+        return all(part % _VECTOR == 0 for part in _parts(count, widths, threads))
+
+    return next(count for count in itertools.count(rows) if ends(count))
+
+
+def _parts(rows: int, widths: Collection[int], threads: int) -> Iterator[int]:
+    """Yield the elements of a tensor [rows, width] and of a thread's part of it, for each width."""
+    for width in widths:
+        elements = rows * width
+        yield elements
+        yield -(-elements // min(threads, -(-elements // _THREAD)))
 
 
 def _all_in(model: nn.Module, layers: Sequence[nn.Linear]) -> bool:

@@ -19,6 +19,10 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple
     log-probs [B] fp32 of the FULL distribution at the sampling temperature, before top-k and
     top-p. Temperature 0 is argmax, with the log-probs of temperature 1.
     """
+    if len(logits) == 1 and logits.device.type == "cpu":
+        # PyTorch divides the sum of a single long row among the threads, with other bits.
+        tokens, logprobs = sample_tokens(logits.repeat(2, 1), uniforms.repeat(2), sampling)
+        return tokens[:1], logprobs[:1]
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
         return tokens, logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)

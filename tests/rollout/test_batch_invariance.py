@@ -8,12 +8,15 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.nn.functional import silu
 
 from burnish.config.model import Dtype, ModelConfig, ScratchConfig
 from burnish.config.rollout import LocalEngine
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.local_model import full_vectors
+from burnish.rollout.sampling import sample_tokens
 
 SIZES = {
     "tiny heads": ScratchConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2),
@@ -105,6 +108,38 @@ def test_bits_do_not_depend_on_the_batch_with_two_threads() -> None:
     with threads(2):
         expected = alone(engine_of("grouped queries"), asked)
         assert together(engine_of("grouped queries"), asked, 1) == expected
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1), Sampling(1, 0.0), Sampling(1, 0.7), Sampling(1, top_p=0.9)]
+)
+def test_a_draw_from_a_large_vocabulary_does_not_depend_on_other_rows(sampling: Sampling) -> None:
+    """PyTorch divides the sum of a single row of more than 32,768 numbers among the threads."""
+    draw = torch.Generator().manual_seed(0)
+    logits, uniforms = 4 * torch.randn(8, 50_000, generator=draw), torch.rand(8, generator=draw)
+    with threads(2):
+        tokens, logprobs = sample_tokens(logits.clone(), uniforms, sampling)
+        for i in range(8):
+            token, logprob = sample_tokens(logits[i : i + 1].clone(), uniforms[i : i + 1], sampling)
+            assert token == tokens[i] and logprob == logprobs[i]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("width", [352, 896, 2048])
+def test_activations_of_padded_rows_do_not_depend_on_the_rows(width: int, count: int) -> None:
+    """PyTorch divides 200 x 2048 elements among the threads; their parts are computed in vectors.
+
+    Example: four threads available, 35 rows of 2048 = 71,680 elements, at most 32,768 a thread: 3
+    threads with 23,894 elements each, no multiple of 32. 36 rows: 3 x 24,576 = 3 x 768 x 32."""
+    if (width, count) == (2048, 4):
+        assert full_vectors(35, [2048], threads=4) == 36
+    rows = torch.randn(200, width, generator=torch.Generator().manual_seed(0))
+    with threads(1):
+        expected = silu(rows)  # 200 x width is a multiple of 32
+    with threads(count):
+        for least in range(1, 190, 9):
+            padded = full_vectors(least, [width], threads=count)
+            assert torch.equal(silu(rows[:padded]), expected[:padded]), (least, padded)
 
 
 def test_prefilled_and_decoded_tokens_have_the_same_bits() -> None:

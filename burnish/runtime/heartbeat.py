@@ -165,7 +165,7 @@ class HeartbeatMonitor:
             return
         passed, self._polled_at = min(now - self._polled_at, 2 * self.every_s), now
         counts = self._read()
-        for worker in self._workers.values():
+        for worker in list(self._workers.values()):  # another thread may add workers
             count = counts.get(worker.number, 0)
             if count != worker.counted or not worker.started:
                 worker.counted, worker.missed_s = count, 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +51,7 @@ class RemoteRolloutEngine:
         self.max_len: int | None = None
         """Maximum length of a row in tokens; None: unlimited. Known once a worker is ready."""
         self._requests = OpenRequests()
-        self._orders: dict[int, list[Orders]] = {}
+        self._orders: dict[int, list[_Order]] = {}
         """Worker -> orders that it has not received."""
         self._open: dict[str, _OpenRequest] = {}
         self._calls: dict[Any, int] = {}
@@ -99,24 +99,20 @@ class RemoteRolloutEngine:
         try:
             for call in ready:
                 worker = self._calls.pop(call)
-                done += [c for c in self._answer(call, worker, lost) if self._take(c)]
+                done += [c for c in self._answer(call, worker, lost) if self._take(c, worker)]
         except Exception:  # an error of a worker: the others may have the same one in their answers
             self._calls.clear()
             self.cancel(list(self._open))
             raise
         if lost:
-            self._resubmit(lost)
+            self.replace(lost)
         self._send()
         return done
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """Drop open requests. Unknown ids are ignored."""
-        gone = self._requests.drop(request_ids)
-        by_worker: dict[int, list[str]] = {}
-        for name in gone:
-            by_worker.setdefault(self._open.pop(name).worker, []).append(name)
-        for worker, names in by_worker.items():
-            self._order(worker, Orders(cancel=tuple(names)))
+        for name in self._requests.drop(request_ids):
+            self._order(self._open.pop(name).worker, _Order(cancel=name))
         self._send()
 
     def release(self, conversations: Iterable[str]) -> None:
@@ -124,7 +120,7 @@ class RemoteRolloutEngine:
         for name in conversations:
             worker = self._homes.pop(name, None)
             if worker is not None:
-                self._order(worker, Orders(release=(name,)))
+                self._order(worker, _Order(release=name))
         self._send()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
@@ -147,15 +143,14 @@ class RemoteRolloutEngine:
             shares[self._homes[request.conversation]].append(request)
         for worker, share in enumerate(shares):
             for request in share:
-                self._open[request.request_id].worker = worker
+                found = self._open[request.request_id]
+                found.worker, found.sent = worker, False
+                self._order(worker, _Order(submit=found))
                 if request.conversation is not None:
                     self._homes[request.conversation] = worker
-            orders = [(r, self._open[r.request_id].sampling) for r in share]
-            if orders:
-                self._order(worker, Orders(submit=tuple(orders)))
 
-    def _order(self, worker: int, orders: Orders) -> None:
-        self._orders.setdefault(worker, []).append(orders)
+    def _order(self, worker: int, order: _Order) -> None:
+        self._orders.setdefault(worker, []).append(order)
 
     def _send(self) -> None:
         """Call every worker that has orders or open requests and owes no answer."""
@@ -163,36 +158,40 @@ class RemoteRolloutEngine:
         working = {open_request.worker for open_request in self._open.values()}
         for worker in sorted((working | set(self._orders)) - called):
             given = self._orders.pop(worker, [])
+            new = [o.submit for o in given if o.submit is not None]
+            new = [r for r in new if self._open.get(r.request.request_id) is r]
+            for open_request in new:
+                open_request.sent = True
             orders = Orders(
-                tuple(name for o in given for name in o.cancel),
-                tuple(name for o in given for name in o.release),
-                tuple(order for o in given for order in o.submit if self._is_at(order[0], worker)),
+                tuple(o.cancel for o in given if o.cancel is not None),
+                tuple(o.release for o in given if o.release is not None),
+                tuple((r.request, r.sampling) for r in new),
             )
             self._calls[self.workers[worker].advance.remote(orders)] = worker
 
-    def _is_at(self, request: Request, worker: int) -> bool:
-        """Return whether a request is still open and assigned to ``worker``."""
-        found = self._open.get(request.request_id)
-        return found is not None and found.request is request and found.worker == worker
-
-    def _take(self, completion: Completion) -> bool:
-        """Return whether a completion is wanted, and count it."""
+    def _take(self, completion: Completion, worker: int) -> bool:
+        """Return whether a completion of ``worker`` is wanted, and count it. That of a canceled
+        request may arrive after another request got its id."""
         found = self._open.get(completion.request_id)
         if found is None or completion.index in found.done:
+            return False
+        if found.worker != worker or not found.sent:
             return False
         found.done.add(completion.index)
         self._requests.finish(completion.request_id)
         if completion.request_id not in self._requests:
             del self._open[completion.request_id]
+            conversation = found.request.conversation
+            if conversation is not None and conversation not in self._homes:
+                self._order(worker, _Order(release=conversation))  # released while it was open
         return True
 
-    def _resubmit(self, lost: Mapping[int, str]) -> None:
-        """Replace lost workers and submit their open requests again."""
+    def _assign_again(self, lost: Collection[int]) -> None:
+        """Forget what workers were told that are replaced, and assign their open requests again."""
         self._calls = {call: w for call, w in self._calls.items() if w not in lost}
         for worker in lost:
             self._orders.pop(worker, None)
         self._homes = {name: w for name, w in self._homes.items() if w not in lost}
-        self.replace(lost)
         again = [o for o in self._open.values() if o.worker in lost]
         for open_request in again:
             open_request.worker = -1
@@ -253,8 +252,11 @@ class RemoteRolloutEngine:
 
     def replace(self, lost: Mapping[int, str]) -> None:
         """Replace lost workers with new ones that have the same weights, repeatedly if more are
-        lost. Raises ClusterError once ``max_restarts`` is exceeded."""
+        lost, and assign their open requests again. Raises ClusterError once ``max_restarts`` is
+        exceeded."""
+        replaced = set(lost)
         while lost:
+            replaced |= set(lost)
             monitor = self.cluster.monitor
             reasons = [f"{monitor.name(self.workers[i])} {why}" for i, why in sorted(lost.items())]
             self.cluster.end(self.workers[i] for i in lost)
@@ -262,6 +264,7 @@ class RemoteRolloutEngine:
             for i in lost:
                 self.workers[i] = self.cluster.start_one("rollout", RolloutWorker, i, self.size)
             lost = self._prepare(list(lost))
+        self._assign_again(replaced)
 
     def _prepare(self, indices: Sequence[int]) -> dict[int, str]:
         """Load the model and the weights in new workers. Return worker -> why it was lost."""
@@ -312,7 +315,9 @@ class RemoteRolloutEngine:
         self.replace(self._call(range(self.size), lambda w: w.wake.remote()))
 
     def close(self) -> None:
-        """Close the engines, then end their processes. May be called twice."""
+        """Drop open requests, close the engines, then end their processes. May be called twice."""
+        self._requests.drop(list(self._requests.ids))
+        self._open, self._orders, self._calls, self._homes = {}, {}, {}, {}
         if self.workers:
             closing = [w.close.remote() for w in self.workers]
             self.cluster.ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
@@ -320,14 +325,25 @@ class RemoteRolloutEngine:
         self.workers = []
 
 
-@dataclass
+@dataclass(eq=False)
 class _OpenRequest:
     request: Request
     sampling: Sampling
     worker: int = -1
     """Index of its worker; -1: not assigned."""
+    sent: bool = False
+    """True once the worker was told."""
     done: set[int] = field(default_factory=set)
     """Indices of finished samples."""
+
+
+@dataclass(frozen=True)
+class _Order:
+    """One change of a worker's open requests that it has not received."""
+
+    cancel: str | None = None
+    release: str | None = None
+    submit: _OpenRequest | None = None
 
 
 def _shares(requests: Sequence[Request], loads: Sequence[int]) -> list[list[Request]]:

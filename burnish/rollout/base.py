@@ -130,7 +130,8 @@ class RolloutEngine(Protocol):
     def poll(self) -> list[Completion]:
         """Advance the open requests by one unit of work; return the completions that finished.
 
-        An empty list is not the end: requests may still be open (:attr:`busy`).
+        An empty list is not the end: requests may still be open (:attr:`busy`). Raises the errors
+        of the model and of workers. Requests may be open afterwards: cancel them.
         """
         ...
 
@@ -139,7 +140,8 @@ class RolloutEngine(Protocol):
         ...
 
     def release(self, conversations: Iterable[str]) -> None:
-        """Free the kept cache of conversations. Unknown names are ignored."""
+        """Free the kept cache of conversations. Unknown names are ignored. If a conversation has an
+        open request, its cache is freed when the request finishes."""
         ...
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
@@ -152,9 +154,10 @@ class RolloutEngine(Protocol):
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights; afterwards ``self.version == version``.
 
-        Nothing computed from the previous weights is used afterwards: kept conversations are
-        dropped, and open requests recompute the keys and values of their tokens and continue with
-        the new weights.
+        Nothing computed from the previous weights is used afterwards, except tokens: kept
+        conversations are dropped, and open requests continue with the new weights. The local engine
+        recomputes the keys and values of their tokens; vLLM samples them from the beginning. After
+        an error the engine cannot sample until a load succeeds.
         """
         ...
 

@@ -60,6 +60,8 @@ class LocalRolloutEngine:
             else RowQueue(RowSampler(model, use_cache=decoding == "cached"), self.network)
         )
         self._version = 0
+        self._problem: str | None = None
+        """Reason not to sample; None: ready to sample."""
         self._open = OpenRequests()
         self._end_tokens = end_tokens(model.generation_config, tokenizer)
 
@@ -84,9 +86,11 @@ class LocalRolloutEngine:
         """Queue ``requests``.
 
         Raises ValueError, before any is queued, if a prompt is empty or does not fit, if a
-        ``max_tokens`` is below 1, or if an id or a conversation is already open.
+        ``max_tokens`` is below 1, or if an id or a conversation is already open. Raises
+        RuntimeError after a failed load of weights.
         """
         check_requests(requests, sampling, limit=self.max_len)
+        self._check_ready()
         self._open.add(requests)
         stop = StopRule(self.tokenizer, sampling, self._end_tokens)
         for request in requests:
@@ -94,7 +98,9 @@ class LocalRolloutEngine:
 
     def poll(self) -> list[Completion]:
         """Prefill waiting prompts or decode one token for every active sample (row by row: finish
-        one sample). Return what finished."""
+        one sample). Return what finished. Raises RuntimeError after a failed load of weights; the
+        requests stay open."""
+        self._check_ready()
         done = self.batch.step(self.version)
         for completion in done:
             self._open.finish(completion.request_id)
@@ -116,8 +122,9 @@ class LocalRolloutEngine:
         """Copy weights by name. Merged weights of a LoRA model require a model without adapters.
 
         Raises ValueError if a name is unknown, a shape differs, or a parameter or persistent
-        buffer is missing.
+        buffer is missing. After any error the engine cannot sample until a load succeeds.
         """
+        self._problem = f"its load of the weights of version {version} failed"
         own: dict[str, Tensor] = dict(self.model.named_parameters())
         own |= dict(persistent_buffers(self.model))
         names = WeightNameCheck({name: tensor.shape for name, tensor in own.items()})
@@ -129,6 +136,7 @@ class LocalRolloutEngine:
                 else:
                     own[name].copy_(tensor)
         names.complete()
+        self._problem = None
         self.version = version  # drops all that was computed with the previous weights
 
     def _take_format(self, name: str, tensor: Tensor) -> None:
@@ -151,6 +159,13 @@ class LocalRolloutEngine:
         self.sleep()
 
     # ---- parts -----------------------------------------------------------------------------
+
+    def _check_ready(self) -> None:
+        if self._problem is not None:
+            raise RuntimeError(
+                f"the local engine cannot sample: {self._problem}, so some may be those of version "
+                f"{self.version}; load all weights again"
+            )
 
     def _forget(self, *, everything: bool = False) -> None:
         """Drop what was computed from the weights. Captured graphs read the weights in place, so

@@ -19,10 +19,17 @@ def check_requests(
     holder: str = "the model has",
 ) -> None:
     """Raise ValueError if a prompt is empty, if ``max_tokens`` is below 1, if prompt plus response
-    exceed ``limit`` positions, or if a request of a conversation has ``n`` != 1.
+    exceed ``limit`` positions, if a request of a conversation has ``n`` != 1, or if a stop string
+    is in no response or in all.
 
     ``holder`` starts the clause about the limit in the message.
     """
+    for string in sampling.stop:
+        if not string or any("\ud800" <= character <= "\udfff" for character in string):
+            raise ValueError(
+                f"stop string {string!r} is empty or has half of a surrogate pair, which no text "
+                "contains; remove it"
+            )
     for request in requests:
         if request.conversation is not None and request.n != 1:
             raise ValueError(
@@ -54,6 +61,7 @@ class OpenRequests:
     def __init__(self) -> None:
         self._left: dict[str, int] = {}  # request id -> samples that are not finished
         self._conversations: dict[str, str] = {}  # request id -> conversation
+        self._talks: set[str] = set()  # the values of _conversations
 
     def __bool__(self) -> bool:
         return bool(self._left)
@@ -69,9 +77,9 @@ class OpenRequests:
     def add(self, requests: Sequence[Request]) -> None:
         """Open ``requests``. Raises ValueError, and opens none, if an id or a conversation is
         already open or given twice."""
-        ids, talks = set(self._left), set(self._conversations.values())
+        ids, talks = set[str](), set[str]()
         for request in requests:
-            if request.request_id in ids:
+            if request.request_id in self._left or request.request_id in ids:
                 raise ValueError(
                     f"request {request.request_id} is already open; every open request needs an id "
                     "of its own"
@@ -79,7 +87,7 @@ class OpenRequests:
             ids.add(request.request_id)
             if request.conversation is None:
                 continue
-            if request.conversation in talks:
+            if request.conversation in self._talks or request.conversation in talks:
                 raise ValueError(
                     f"request {request.request_id}: conversation {request.conversation} already "
                     "has an open request; submit the next one after its completion"
@@ -90,6 +98,7 @@ class OpenRequests:
                 self._left[request.request_id] = request.n
             if request.n > 0 and request.conversation is not None:
                 self._conversations[request.request_id] = request.conversation
+                self._talks.add(request.conversation)
 
     def finish(self, request_id: str) -> None:
         """Count one finished sample; the last one closes the request."""
@@ -102,7 +111,8 @@ class OpenRequests:
         dropped = {name for name in request_ids if name in self._left}
         for name in dropped:
             del self._left[name]
-            self._conversations.pop(name, None)
+            if name in self._conversations:
+                self._talks.remove(self._conversations.pop(name))
         return dropped
 
 

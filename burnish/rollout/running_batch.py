@@ -43,6 +43,8 @@ class _Row(LiveSample):
     """A sample that decodes in the batch."""
 
     uniforms: Tensor  # [maximum new tokens]
+    released = False
+    """True if the conversation was released while the sample was open: its cache is not kept."""
 
 
 @dataclass
@@ -63,8 +65,8 @@ class RunningBatch:
         self.waiting: deque[list[_Row]] = deque()
         """Samples that share one prefill."""
         self.active: list[_Row] = []
-        self.kept: dict[str, _Kept] = {}
-        """Conversation -> its cache, the least recently used first."""
+        self.kept: dict[str | None, _Kept] = {}
+        """Conversation -> its cache, the least recently used first. None is never a key."""
         self.cache: KVCache | None = None
         self.graphs: DecodeGraphs | None = None
         device = network.device
@@ -87,19 +89,23 @@ class RunningBatch:
         left = [rows for rows in self.waiting if rows[0].request.request_id not in request_ids]
         self.waiting = deque(left)
         self._remove([i for i, r in enumerate(self.active) if r.request.request_id in request_ids])
+        self._free_if_idle()
 
     def release(self, conversations: Iterable[str]) -> None:
-        """Drop the cache of conversations."""
-        for name in conversations:
+        """Drop the cache of conversations. That of an open request is dropped when it finishes."""
+        names = set(conversations)
+        for name in names:
             self.kept.pop(name, None)
+        for row in [*self.active, *(row for rows in self.waiting for row in rows)]:
+            row.released |= row.request.conversation in names
         self._free_if_idle()
 
     def restart(self) -> None:
         """Drop the cache. Active samples wait again, before all others, and continue after their
         tokens: a prefill recomputes their keys and values."""
         self.waiting.extendleft([row] for row in reversed(self.active))
-        self._remove(range(len(self.active)))
-        self.kept = {}
+        self.active, self.kept = [], {}
+        self.tokens, self.positions = self.tokens[:0], self.positions[:0]
         self.cache = self.graphs = None
 
     # ---- computing -------------------------------------------------------------------------
@@ -108,15 +114,19 @@ class RunningBatch:
         """Prefill waiting prompts if there are free slots, else decode one token for every active
         sample. Return what finished. ``version`` is that of the weights.
 
-        Raises SamplingError if a log-prob is not finite.
+        Raises SamplingError if a log-prob is not finite. After any error all samples wait again.
         """
         if not self.waiting and not self.active:
             return []
-        with self.network.computing():
-            if self._can_admit():
-                self._admit(version)
-            else:
-                self._decode(version)
+        try:
+            with self.network.computing():
+                if self._can_admit():
+                    self._admit(version)
+                else:
+                    self._decode(version)
+        except BaseException:
+            self.restart()  # the step may have changed a part of the state
+            raise
         done = [row.completion() for row in self.active if row.reason is not None]
         self._remove([i for i, row in enumerate(self.active) if row.reason is not None])
         self._free_if_idle()
@@ -148,8 +158,8 @@ class RunningBatch:
             units.append(self.waiting.popleft())
             free, budget = free - len(units[-1]), budget - cost
         first, new = len(self.active), [row for unit in units for row in unit]
+        self.active += new  # before anything that can fail: restart finds them
         cached = self._place(units, first)
-        self.active += new  # before the prefill: cancel finds them if it fails
         logits = self.network.head_logits(self._prefill(units, cached, first))
         counts = torch.tensor([len(unit) for unit in units], device=logits.device)
         lengths = torch.tensor([unit[0].length for unit in units], device=logits.device)
@@ -192,7 +202,7 @@ class RunningBatch:
     def _reusable(self, row: _Row) -> int:
         """Return the number of tokens of ``row`` that the kept cache of its conversation has. The
         last token is always computed."""
-        kept = self.kept.get(row.request.conversation or "")
+        kept = self.kept.get(row.request.conversation)
         if kept is None:
             return 0
         most = min(len(kept.ids), row.length - 1)
@@ -207,7 +217,7 @@ class RunningBatch:
         cached, length = [], 0
         for unit in units:
             cached.append(self._reusable(unit[0]))
-            kept = self.kept.pop(unit[0].request.conversation or "", None)
+            kept = self.kept.pop(unit[0].request.conversation, None)
             if kept is not None and cached[-1]:
                 moves.append((kept.slot, slot))
                 length = max(length, cached[-1])
@@ -330,9 +340,9 @@ class RunningBatch:
         length = max((self.active[mover].length - 1 for mover in movers), default=0)
         for i in gone:
             row = self.active[i]
-            if row.reason is None or row.request.conversation is None or not self.network.stable:
+            ends = row.reason is None or row.request.conversation is None or row.released
+            if ends or not self.network.stable:
                 continue
-            self.kept.pop(row.request.conversation, None)
             kept = _Kept(swapped.get(i, i), row.ids[:-1])  # the last token was never an input
             self.kept[row.request.conversation] = kept
             moves.append((i, kept.slot))
@@ -340,9 +350,6 @@ class RunningBatch:
         self._move(moves, length)
         index = torch.tensor(order, dtype=torch.int64, device=self.tokens.device)
         self.active = [self.active[i] for i in order]
-        # If a prefill failed, its samples have no tokens and positions yet.
-        have = self.tokens.numel()
-        index = index[index < have]
         self.tokens, self.positions = self.tokens[index], self.positions[index]
 
 

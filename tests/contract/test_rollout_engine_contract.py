@@ -206,6 +206,8 @@ def test_mismatched_weights_are_refused(engine: RolloutEngine) -> None:
         with pytest.raises(ValueError, match=name):
             engine.load_weights(9, wrong)
         assert engine.version == 1
+        with pytest.raises(RuntimeError, match="weights"):
+            run(engine, Sampling(2))  # two versions may be mixed
     engine.load_weights(2, good.items())
     assert engine.version == 2, "a good load mends it"
     assert all(c.version == 2 for c in run(engine, Sampling(2)).values())
@@ -334,6 +336,10 @@ def test_prompts_that_cannot_run_are_refused(engine: RolloutEngine) -> None:
     for prompt in ((), (7,) * 510):
         with pytest.raises(ValueError, match="odd"):
             list(engine.generate([Request("odd", prompt)], Sampling(8)))
+    for stop in ("", "\ud800"):
+        with pytest.raises(ValueError, match="stop string"):
+            engine.submit(REQUESTS, Sampling(8, stop=(stop,)))
+    assert not engine.busy
 
 
 def test_a_request_may_set_its_own_maximum_length(engine: RolloutEngine) -> None:

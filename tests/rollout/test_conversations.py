@@ -107,6 +107,31 @@ def test_a_follow_up_prefills_its_new_tokens(engine: LocalRolloutEngine) -> None
     assert (fourth.token_ids, fourth.logprobs) == (third.token_ids, third.logprobs)
 
 
+def test_a_conversation_released_while_it_is_sampled_is_not_kept(
+    engine: LocalRolloutEngine,
+) -> None:
+    waiting = LocalRolloutEngine(engine.model, engine.tokenizer, LocalEngine(max_batch_size=1))
+    for i in range(2):
+        waiting.submit([Request(str(i), (7, 8), conversation=f"c{i}")], SAMPLING)
+    waiting.poll()
+    waiting.release(["c0", "c1"])  # c0 is active, c1 waits
+    while waiting.busy:
+        waiting.poll()
+    assert not batch_of(waiting).kept and batch_of(waiting).cache is None
+
+
+def test_requests_without_conversation_use_no_kept_keys(engine: LocalRolloutEngine) -> None:
+    """Not even those of a conversation named ''."""
+    (first,) = engine.generate([Request("0", (7, 8, 9), conversation="")], SAMPLING)
+    plain = Request("1", (7, 8, 9, 10), n=3, seed=4)
+    found = list(engine.generate([plain], SAMPLING))
+    assert {c.cached_tokens for c in found} == {0}
+    (second,) = engine.generate(
+        [Request("2", (7, 8, 9, *first.token_ids), conversation="")], SAMPLING
+    )
+    assert second.cached_tokens == 3 + len(first.token_ids) - 1
+
+
 def test_the_least_recently_used_conversation_is_dropped(engine: LocalRolloutEngine) -> None:
     small = LocalRolloutEngine(engine.model, engine.tokenizer, LocalEngine(max_batch_size=3))
     for i in (0, 1, 2, 0):

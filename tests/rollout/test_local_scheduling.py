@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pytest
@@ -189,6 +190,39 @@ def test_a_generate_needs_an_engine_without_open_requests(
     with pytest.raises(RuntimeError, match="without open requests"):
         next(engine.generate([Request("x", (7,))], Sampling(4)))
     assert len(list(first)) == 5 and not engine.busy
+
+
+def test_a_failed_step_changes_no_results_and_a_cancel_frees_the_cache(
+    tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Each pass fails once, before or after it has written keys and values."""
+    requests = [Request(str(i), (7, 8 + i), n=2, seed=i) for i in range(5)]
+    engine = LocalRolloutEngine(tiny_model, tiny_tokenizer, LocalEngine(max_batch_size=6))
+    expected = {(c.request_id, c.index): c for c in engine.generate(requests, Sampling(9))}
+    body, passes = engine.network.body, 0
+
+    def failing(input_ids: Tensor, position_ids: Tensor, plan: object) -> Tensor:
+        nonlocal passes
+        passes += 1
+        if passes % 4 == 1:
+            raise MemoryError
+        hidden = body(input_ids, position_ids, plan)
+        if passes % 4 == 3:
+            raise MemoryError
+        return hidden
+
+    engine.network.body = failing  # type: ignore[method-assign]
+    engine.submit(requests, Sampling(9))
+    found: dict[tuple[str, int], Completion] = {}
+    while engine.busy:
+        with suppress(MemoryError):
+            found |= {(c.request_id, c.index): c for c in engine.poll()}
+    assert found == expected and passes > 12
+    engine.network.body = body  # type: ignore[method-assign]
+    engine.submit(requests, Sampling(9))
+    engine.poll()
+    engine.cancel([request.request_id for request in requests])
+    assert isinstance(engine.batch, RunningBatch) and engine.batch.cache is None
 
 
 def test_the_cache_grows_in_slots_and_positions_with_later_requests(

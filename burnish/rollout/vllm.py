@@ -204,13 +204,14 @@ class VllmRolloutEngine:
 
     def poll(self) -> list[Completion]:
         """Run one step of vLLM over all open requests; return what finished. Raises RuntimeError
-        if the engine has no verified weights."""
+        if the engine has no verified weights, or if vLLM ends a request early."""
         if not self.busy:
             return []
         self._check_ready()
         self.wake()
         while self._waiting:
-            self._add(self._waiting.popleft())
+            self._add(self._waiting[0])  # if vLLM refuses it, it waits until it is canceled
+            self._waiting.popleft()
         done = self._step()
         for completion in done:
             self._open.finish(completion.request_id)
@@ -320,9 +321,9 @@ class VllmRolloutEngine:
         """Submit one sample to vLLM."""
         self._num_samples += 1
         name = f"{self._num_samples}"
-        self._samples[name] = sample
         prompt = {"prompt_token_ids": list(sample.request.prompt_ids)}
         self._llm.add_request(name, prompt, _parameters(sample))
+        self._samples[name] = sample
 
     def _step(self) -> list[Completion]:
         """Run one step of vLLM and return what finished."""
@@ -334,6 +335,12 @@ class VllmRolloutEngine:
             if sample is None:
                 continue
             _take(sample, output.outputs[0], self.version)
+            if sample.reason is None and output.finished:
+                raise RuntimeError(
+                    f"vLLM ended request {sample.request.request_id} after {len(sample.tokens)} "
+                    f"tokens for the reason {output.outputs[0].finish_reason!r}, but neither a "
+                    "stop condition nor the maximum length is reached; please report it"
+                )
             if sample.reason is None:
                 continue
             del self._samples[output.request_id]

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,36 @@ def check_greedy(engine: VllmRolloutEngine, model: Any) -> None:
 
 
 # ---- tokens and log-probs --------------------------------------------------------------------
+
+
+def test_a_request_that_vllm_refuses_or_ends_early_is_an_error_until_it_is_canceled(
+    loaded: VllmRolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_request = loaded._llm.add_request
+
+    def refusing(name: str, prompt: dict[str, list[int]], parameters: Any) -> None:
+        if prompt["prompt_token_ids"] == [9]:
+            raise ValueError("refused")
+        add_request(name, prompt, parameters)
+
+    loaded.submit([Request("good", (7, 8)), Request("odd", (9,))], GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(loaded._llm, "add_request", refusing)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="refused"):
+                loaded.poll()
+    loaded.cancel(["odd"])
+    (name,) = loaded._samples
+    ended = SimpleNamespace(token_ids=[], logprobs=[], finish_reason="abort")
+    output = SimpleNamespace(request_id=name, finished=True, outputs=[ended])
+    with monkeypatch.context() as patch:
+        patch.setattr(loaded._llm, "step", lambda: [output])
+        with pytest.raises(RuntimeError, match=r"request good after 0 tokens.*'abort'"):
+            loaded.poll()
+    done: list[Completion] = []
+    while loaded.busy:
+        done += loaded.poll()
+    assert [c.request_id for c in done] == ["good"]
 
 
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(

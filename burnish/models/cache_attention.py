@@ -29,9 +29,10 @@ _VALUE_ROWS = 4
 _CHUNK = 256
 """Keys per matmul with the values: longer sums are split by the kernel, depending on the length."""
 _SCORES = 1 << 24
-"""Scores computed at once: 64 MiB."""
+"""Maximum scores computed at once: 64 MiB."""
 _TILE = 64
-"""Queries computed at once if there are more scores than that; at least, if there are less."""
+"""Queries of a sequence computed at once if all of them would exceed :data:`_SCORES`; otherwise the
+minimum."""
 
 
 @dataclass(frozen=True)

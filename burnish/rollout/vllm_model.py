@@ -1,4 +1,4 @@
-"""The description of a model for vLLM, and the models that vLLM cannot run. Nothing here imports
+"""Config of a model for vLLM, and checks for models that vLLM cannot run. Nothing here imports
 vllm."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from burnish.models.support import row_limit
 
 
 def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without weights (on the meta device), with the names and shapes that a trainer
-    hands over, and a config that names its class.
+    """Return the model without weights (on the meta device), with the names and shapes that a
+    trainer sends, and a config that names its class.
 
     Raises ModelError for a composite model, of which vLLM would start all parts.
     """
@@ -33,7 +33,7 @@ def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def check_parallel_size(config: PretrainedConfig, parallel: int) -> None:
-    """Raise ModelError where ``parallel`` processes cannot share the heads evenly."""
+    """Raise ModelError if ``parallel`` does not divide the numbers of heads."""
     for name, heads in (
         ("attention", config.num_attention_heads),
         ("key/value", _kv_heads(config)),
@@ -47,8 +47,8 @@ def check_parallel_size(config: PretrainedConfig, parallel: int) -> None:
 
 
 def check_head_dim(config: PretrainedConfig, known: Sequence[int]) -> None:
-    """Raise ModelError where vLLM's attention on CPU has no form for the model's heads. (It would
-    start, and die at the first token.)
+    """Raise ModelError if vLLM's attention on CPU does not support the model's head size. vLLM
+    would start, and fail at the first token.
 
     Latent attention is refused too: on CPU, vLLM 0.32 gave log-probs that were up to 3.9 nats away
     from those of transformers, for a small DeepSeek-V3 with the same weights.
@@ -67,8 +67,8 @@ def check_head_dim(config: PretrainedConfig, known: Sequence[int]) -> None:
 
 
 def longest_row(config: PretrainedConfig, wanted: int | None) -> int:
-    """Return the most tokens of a row: ``wanted``, and no more than the model reads. Raises
-    ModelError if neither says."""
+    """Return the maximum tokens of a row: the smaller of ``wanted`` and the model's limit. Raises
+    ModelError if both are unknown."""
     limits = [limit for limit in (wanted, row_limit(config)) if limit is not None]
     if not limits:
         raise ModelError(
@@ -79,15 +79,16 @@ def longest_row(config: PretrainedConfig, wanted: int | None) -> int:
 
 
 def cache_bytes(config: PretrainedConfig, length: int, *, dtype: torch.dtype, block: int) -> int:
-    """Bytes of one sequence of ``length`` tokens in the key/value cache, in whole blocks, and a
-    spare block."""
+    """Return the bytes of one sequence of ``length`` tokens in the key/value cache: full blocks and
+    a spare one."""
     blocks = -(-length // block) + 1
     per_token = 2 * config.num_hidden_layers * _kv_heads(config) * _head_dim(config)
     return int(blocks * block * per_token * dtype.itemsize)
 
 
 def _kv_heads(config: PretrainedConfig) -> int:
-    """As many as heads where the config has no number of its own (GPT-2, GPT-NeoX, OPT)."""
+    """Return the number of key/value heads: that of heads if the config has none (GPT-2, GPT-NeoX,
+    OPT)."""
     return int(config.to_dict().get("num_key_value_heads") or config.num_attention_heads)
 
 

@@ -1,4 +1,4 @@
-"""New weights on their way into vLLM, and the proof that it samples from them.
+"""Transfer of new weights to vLLM, and verification that it samples from them.
 
 This side: :class:`WeightStream` checks and fingerprints the tensors as vLLM reads them, and
 compares them with what the workers report. The workers' side: :class:`WorkerExtension`. Nothing
@@ -28,9 +28,8 @@ from burnish.rollout.weights import WeightNameCheck, fingerprint, read_fingerpri
 
 
 class WeightStream:
-    """The tensors of one load as vLLM reads them, checked and fingerprinted on the way. Where one
-    is wrong the stream ends, so that vLLM's loader is never left in the middle; :meth:`finish`
-    then raises."""
+    """The tensors of one load as vLLM reads them, with checks and fingerprints. If one is wrong,
+    the stream ends early, so that vLLM's loader always returns; :meth:`finish` then raises."""
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class WeightStream:
             self._error = error
 
     def _parts(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The weights of the hub's files that a tensor is made of, with their fingerprints."""
+        """Yield the weights of the hub's files that a tensor consists of, and fingerprint them."""
         for part_name, part in self._hub.of(name, tensor):
             self._fingerprints[part_name] = fingerprint(part, self._dtype)
             if name in self._buffers:
@@ -67,7 +66,7 @@ class WeightStream:
             yield part_name, nn.Buffer(part) if name in self._buffers else part
 
     def finish(self) -> None:
-        """Raise what went wrong in the stream, or ValueError where weights are missing."""
+        """Raise the error of the stream, or ValueError if weights are missing."""
         if self._error is not None:
             raise self._error
         self._names.complete()
@@ -109,7 +108,7 @@ class WeightStream:
 
 
 def _totals(numbers: Sequence[int]) -> set[int]:
-    """Fingerprints that a tensor may have: split over the workers, or the same on each."""
+    """Return the fingerprints that a tensor may have: split over the workers, or equal on each."""
     same = {numbers[0]} if len(set(numbers)) == 1 else set()
     return {sum(numbers) % (1 << 64)} | same
 
@@ -133,14 +132,14 @@ def _mismatch(given: Sequence[str], held: Sequence[str]) -> str:
 
 
 def shapes_of(skeleton: PreTrainedModel) -> dict[str, torch.Size]:
-    """Return the shapes of all that a trainer hands over: parameters and persistent buffers."""
+    """Return the shapes of all tensors that a trainer sends: parameters and persistent buffers."""
     state = [*skeleton.named_parameters(), *persistent_buffers(skeleton)]
     return {name: tensor.shape for name, tensor in state}
 
 
 def shared_folder(num_bytes: int) -> Path:
-    """A new folder in shared memory, or on disk where that has no room for ``num_bytes`` twice.
-    What processes left that were killed in a load is removed first."""
+    """Return a new folder in shared memory, or on disk if shared memory has no room for twice
+    ``num_bytes``. Remove first the folders of processes that were killed during a load."""
     shared, disk = Path("/dev/shm"), Path(tempfile.gettempdir())
     shm.sweep("weights", shared, disk)
     roomy = shared.is_dir() and shutil.disk_usage(shared).free > 2 * num_bytes
@@ -148,7 +147,7 @@ def shared_folder(num_bytes: int) -> Path:
 
 
 def write_weights(stream: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype) -> None:
-    """The stream as safetensors files of about 1 GiB."""
+    """Write the stream as safetensors files of about 1 GiB."""
     bucket: dict[str, Tensor] = {}
     count = size = 0
     for name, tensor in stream:
@@ -177,14 +176,14 @@ class WorkerExtension:
     model_runner: Any
 
     def burnish_shared_name(self) -> str | None:
-        """How the names of this engine's shared memory begin, and of the file by which its
-        processes met (on CPU)."""
+        """Return the prefix of the names of this engine's shared memory and of the file through
+        which its processes found each other (on CPU)."""
         return os.environ.get("VLLM_DIST_IDENT")
 
     def burnish_load(self, source: Any, dtype: torch.dtype) -> dict[str, Any]:
-        """Load from a stream or a folder of safetensors; report what the model then holds:
-        ``fingerprints`` by vLLM's names, ``names`` (given name -> vLLM's), ``exact`` (tensors of
-        which the fingerprint is of their fp32 values) and ``findings``, what is wrong."""
+        """Load from a stream or a folder of safetensors. Return a report of the loaded model:
+        ``fingerprints`` by vLLM's names, ``names`` (given name -> vLLM's), ``exact`` (tensors whose
+        fingerprint is of their fp32 values) and ``findings`` (problems)."""
         model = self.model_runner.model
         _full_logprobs(self.model_runner.sampler)
         tensors = iter(read_weights(Path(source)) if isinstance(source, str) else source)
@@ -225,8 +224,8 @@ class WorkerExtension:
 
 
 def _full_logprobs(sampler: Any) -> None:
-    """Make vLLM's sampler report log-probs before top-k and top-p. (Its own modes are raw: before
-    the temperature, and processed: after both.)"""
+    """Make vLLM's sampler report log-probs before top-k and top-p. Its own modes are ``raw``,
+    before the temperature, and ``processed``, after top-k and top-p."""
     draw = sampler.topk_topp_sampler
     if "burnish_inner" in vars(draw):
         return
@@ -242,8 +241,8 @@ def _full_logprobs(sampler: Any) -> None:
 
 
 def _derive(model: Any, dtype: torch.dtype) -> set[str]:
-    """Let layers with latent attention (DeepSeek) compute the products that they keep of their
-    weights (``W_UV``, ``W_UK_T``) from the new ones, as at start; return the names of these."""
+    """Recompute the products of weights (``W_UV``, ``W_UK_T``) that layers with latent attention
+    (DeepSeek) store, as at start. Return their names."""
     derived = set[str]()
     for name, layer in model.named_modules():
         if "kv_b_proj" in layer._modules and "kv_lora_rank" in vars(layer):
@@ -256,11 +255,11 @@ def _derive(model: Any, dtype: torch.dtype) -> set[str]:
 
 @torch.no_grad()
 def _not_live(model: Any, derived: Container[str] = ()) -> list[str]:
-    """Layers that compute with something else than the parameter they hold (a packed copy made at
-    start), and parameters for which that cannot be seen.
+    """Return findings: layers that compute with a copy of their parameter (packed at start), and
+    parameters for which that cannot be verified.
 
-    Each linear layer's weight is negated for a moment: its output must be negated with it, which no
-    copy does however small the last update was.
+    Each linear layer's weight is negated temporarily. The output must change its sign with it; that
+    of a copy does not, however small the last update was.
     """
     found, seen, negated = list[str](), set[int](), dict[str, Tensor]()
     for name, layer in model.named_modules():
@@ -291,9 +290,9 @@ def _not_live(model: Any, derived: Container[str] = ()) -> list[str]:
 
 
 def _negates(layer: Any, method: Any, weight: Tensor) -> Tensor:
-    """Return a bool scalar on the device: whether the layer's output changes its sign with its
-    weight. A copy gives the same output twice, up to rounding: a GPU's product may add its terms in
-    another order at each call, so the two outputs are compared by their sizes, not bit by bit."""
+    """Return a bool scalar on the device: True if the layer's output changes its sign with its
+    weight. A copy gives the same output twice, up to rounding. A GPU may sum a product in another
+    order in each call, so the norms of the outputs are compared, not their bits."""
     x = torch.linspace(-1, 1, weight.shape[1], device=weight.device, dtype=weight.dtype)[None]
     before = method.apply(layer, x, None).float().clone()
     weight.data.neg_()

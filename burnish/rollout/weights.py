@@ -1,5 +1,5 @@
-"""New weights on their way into a rollout engine: nothing missing, nothing twice, nothing of
-another shape; and a number by which what arrived is compared with what was sent."""
+"""Checks of weights that a rollout engine receives: names, shapes, and fingerprints that are
+compared with those of the sender."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _CHUNKS = {"cpu": 1 << 15}
 
 
 class WeightNameCheck:
-    """Check that every weight of a model comes exactly once, in its shape."""
+    """Check that every weight of a model is received exactly once, with its shape."""
 
     def __init__(self, expected: Mapping[str, Shape] | None) -> None:
         """``expected``: shape of every weight. None: any names, each once."""
         self._expected = expected
         self.given: dict[str, Shape] = {}
-        """Names and shapes that came so far, in order."""
+        """Names and shapes received so far, in order."""
 
     def add(self, name: str, shape: Shape) -> None:
-        """Raise ValueError if ``name`` is unknown or came before, or if its shape differs (which a
-        copy could broadcast silently)."""
+        """Count one weight. Raises ValueError if ``name`` is unknown or was received before, or if
+        its shape differs, which a copy could broadcast silently."""
         if name in self.given:
             raise ValueError(
                 f"weight {name} was received twice; the sender's weights() repeats it, or a bucket "
@@ -46,7 +46,7 @@ class WeightNameCheck:
         self.given[name] = shape
 
     def complete(self) -> None:
-        """Raise ValueError if a weight has not come."""
+        """Raise ValueError if a weight was not received."""
         missing = [n for n in self._expected or () if n not in self.given]
         if missing:
             raise ValueError(
@@ -56,14 +56,14 @@ class WeightNameCheck:
 
 
 def fingerprint(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a 64-bit number of the values of ``tensor`` in ``dtype``, in any order: each value's
-    bits are mixed (the finalizer of SplitMix64, doi 10.1145/2660193.2660195), then added modulo
-    2^64.
+    """Return a 64-bit hash of the values of ``tensor`` in ``dtype``, independent of their order.
+    The bits of each value are mixed (the finalizer of SplitMix64, doi 10.1145/2660193.2660195) and
+    added modulo 2^64.
 
-    So the number of a concatenation is the sum of its parts', zeros add nothing, and one bit
-    changed anywhere changes it (two changes cancel with a chance of 2^-64). It is an int64 scalar
-    on the device of ``tensor``, which :func:`read_fingerprints` reads: nothing here waits for the
-    device.
+    The hash of a concatenation is the sum of the hashes of its parts, and zeros add nothing. A
+    change of one bit changes the hash; two changes cancel with probability 2^-64. Returns an int64
+    scalar on the device of ``tensor`` without waiting for the device; :func:`read_fingerprints`
+    reads it.
     """
     bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)

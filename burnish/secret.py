@@ -1,4 +1,4 @@
-"""Detect environment variables with secrets, and redact their values in texts."""
+"""Detect and read environment variables with secrets, and redact their values in texts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,27 @@ _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 def is_secret(name: str) -> bool:
     """Return whether a variable of this name may contain a secret, such as ``HF_TOKEN``."""
     return any(part in name.upper() for part in _PARTS)
+
+
+def read_token(variable: str) -> str:
+    """Return the bearer token in an environment variable, stripped of white space.
+
+    Raises ValueError if the variable is not set or is not a valid bearer token. The message does
+    not contain the value.
+    """
+    token = os.environ.get(variable, "").strip()
+    if not token:
+        raise ValueError(
+            f"token_env names the environment variable {variable}, which is not set or is empty; "
+            f"export {variable}=..., or remove token_env"
+        )
+    if not re.fullmatch(r"[A-Za-z0-9._~+/-]+=*", token):  # RFC 6750, 2.1
+        raise ValueError(
+            f"the environment variable {variable} (token_env) contains characters that are not "
+            "valid in a bearer token; set it to the token alone: letters, digits and -._~+/, with "
+            "= at the end"
+        )
+    return token
 
 
 def without_secrets(text: str) -> str:

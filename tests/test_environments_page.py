@@ -13,6 +13,7 @@ import yaml
 
 import burnish
 from burnish.config import load_config
+from burnish.config.episodes import EpisodesConfig
 from burnish.config.yaml_text import RecipeLoader
 from burnish.environments.pool import EnvironmentPool
 from burnish.episodes.play import Played
@@ -104,3 +105,10 @@ def test_every_metric_is_in_the_table() -> None:
     names = {re.sub(rf"/({'|'.join(statuses)})(_frac)?$", r"/<status>\2", name) for name in names}
     listed = set(re.findall(r"`(episodes/[^`]+)`", PAGE.partition("## Metrics")[2]))
     assert names <= listed and listed - names <= {"episodes/groups_dropped"}
+
+
+def test_the_recipe_of_the_code_tool_is_valid() -> None:
+    episodes = EpisodesConfig(**recipe("code")["rollout"]["episodes"], max_tokens=100)
+    assert not episodes.broken_rules()
+    options = environment_spec(episodes).options
+    assert options["tools"] == ["python"] and options["sandbox"]["max_concurrent"] == 8

@@ -14,7 +14,7 @@ from burnish.config.registry import REGISTRY
 PACKAGE = Path(burnish.__file__).parent
 
 MATHS = {"types", "tensors", "transcript"}
-BASE = MATHS | {"config", "errors", "messages", "oom", "secret", "shm", "templates"}
+BASE = MATHS | {"config", "errors", "messages", "oom", "secret", "shm", "templates", "loop_thread"}
 LOOPS = BASE | {
     *(
         "batches",
@@ -32,6 +32,7 @@ LOOPS = BASE | {
     "environments",
     "episodes",
     "agents",
+    "sandbox",
 }
 
 ALLOWED: dict[str, set[str]] = {
@@ -39,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "transcript": set(),
     "batches": {"types"},
     "errors": set(),
+    "loop_thread": set(),
     "messages": set(),
     "oom": set(),
     "secret": set(),
@@ -49,12 +51,13 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"errors"},
     # engines and what feeds them; neighbours only where one is made of the other
     "models": BASE,
-    "environments": BASE,
+    "sandbox": BASE,
+    "environments": BASE | {"sandbox"},
     "observe": BASE,
     "train": BASE | {"models", "checkpoint"},
     "data": BASE | {"environments"},
     "checkpoint": BASE | {"models"},
-    "rewards": BASE | {"environments", "models", "train", "algorithms", "data"},
+    "rewards": BASE | {"environments", "models", "train", "algorithms", "data", "sandbox"},
     "rollout": BASE | {"models", "rewards", "environments"},
     "episodes": BASE | {"data", "environments", "rewards", "rollout"},
     "sync": BASE | {"models", "checkpoint", "train", "rollout"},

@@ -11,6 +11,7 @@ from pydantic import Field
 from burnish.config.base import Node, PathText
 from burnish.config.data import PromptDataConfig, SeedSource
 from burnish.config.rewards import RewardConfig
+from burnish.config.sandbox import SandboxConfig
 
 FormatName = Literal["hermes", "xml", "glm", "llama3_json", "mistral", "mistral_args", "harmony"]
 """hermes: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen2.5, Qwen3).
@@ -32,6 +33,8 @@ _BELONGS_TO: dict[str, tuple[EpisodeKind, ...]] = {
     "workers": ("environment", "tools", "agent"),
     "step_timeout_s": ("environment", "tools"),
     "tool_timeout_s": ("tools",),
+    "tool_result_chars": ("tools",),
+    "sandbox": ("tools",),
     "on_parse_error": ("environment", "tools"),
     "server_host": ("agent", "command"),
     "server_port": ("agent", "command"),
@@ -50,8 +53,11 @@ class EpisodesConfig(Node):
     """Environment class, ``path/to/file.py:Class`` or ``package.module:Class``, with the methods
     ``reset(task, seed)`` and ``step(message)``. None: ``tools``."""
     tools: tuple[str, ...] = ()
-    """Python functions with type hints and a docstring, ``path/to/file.py:name``. The policy may
-    call them; its first response without a call ends the episode."""
+    """Python functions with type hints and a docstring, ``path/to/file.py:name``. ``python`` is the
+    built-in tool that runs code in ``sandbox``, each call in a new process. The policy may call
+    tools; its first response without a call ends the episode."""
+    sandbox: SandboxConfig | None = None
+    """Sandbox of the tool ``python``. None: bubblewrap with its defaults."""
     agent: str | None = None
     """Agent function ``async def agent(task, endpoint)``, ``path/to/file.py:name`` or
     ``package.module:name``. It calls the policy at ``endpoint.base_url`` and returns its reward: a
@@ -84,6 +90,8 @@ class EpisodesConfig(Node):
     tool_timeout_s: float = Field(10.0, gt=0)
     """Maximum seconds of one call of a tool. The calls of a turn run one after the other and may
     take 0.9 x ``step_timeout_s`` together. The policy receives a timeout as an error message."""
+    tool_result_chars: int = Field(20_000, ge=1)
+    """Maximum characters of a tool's result. Longer ones are cut."""
     max_concurrent: int | None = Field(None, ge=1)
     """Maximum episodes at once. None: all episodes of a rollout."""
     history: Literal["keep", "template"] | None = None
@@ -135,6 +143,14 @@ class EpisodesConfig(Node):
                 "the policy receives its timeout as an error message; set step_timeout_s to at "
                 f"least {math.ceil(self.tool_timeout_s / TOOLS_FRAC)}, or lower tool_timeout_s"
             )
+        if self.sandbox is not None and self.tools and "python" not in self.tools:
+            yield "sandbox is for the tool python, which is not in tools; remove it, or add python"
+        for tool in self.tools:
+            if ":" not in tool and tool != "python":
+                yield (
+                    f"tools has {tool!r}, which is neither path/to/file.py:name nor "
+                    "package.module:name nor the built-in tool python"
+                )
         if self.server_host in ("0.0.0.0", "::"):
             yield (
                 f"server_host={self.server_host} is not an address that agents can call; give an "

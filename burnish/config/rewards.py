@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -11,6 +10,10 @@ from pydantic import Field
 
 from burnish.config.base import Node
 from burnish.config.model import ModelConfig
+from burnish.config.sandbox import BubblewrapSandbox, SandboxConfig
+from burnish.config.urls import is_local, token_env_problems, url_problems
+
+_EXAMPLE = "http://host:5000/get_reward"
 
 StepAggregation = Literal["min", "product", "last", "mean"]
 
@@ -81,6 +84,35 @@ class MathReward(_Reward):
     """Worker processes."""
 
 
+class PythonCodeReward(_Reward):
+    """Run the response's Python code against the tests in the label, in a sandbox.
+
+    Tests are asserts, pairs of stdin and stdout, or unit tests (docs/rewards.md lists the forms). A
+    response without code scores 0."""
+
+    kind: Literal["python_code"] = "python_code"
+    code: Literal["last_block", "all"] = "last_block"
+    """Code in the response. last_block: the last fenced block of Python or of no language, after
+    the last ``</think>``. all: all text after the last ``</think>``."""
+    score: Literal["all", "share"] = "all"
+    """all: 1 if every test passes, else 0; the first failure ends the tests. share: the share of
+    tests that pass."""
+    test_timeout_s: float = Field(5.0, gt=0)
+    """Maximum seconds of CPU time of one test, and a third of its maximum total time. A longer test
+    fails."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Maximum seconds of all tests of a response. Tests that have not run by then fail."""
+    sandbox: SandboxConfig = Field(default_factory=BubblewrapSandbox)
+    """Sandbox in which code and tests run."""
+
+    def rules(self) -> Iterator[str]:
+        if self.test_timeout_s > self.timeout_s:
+            yield (
+                f"test_timeout_s={self.test_timeout_s:g} exceeds timeout_s={self.timeout_s:g}, "
+                "the limit of all tests; lower test_timeout_s, or raise timeout_s"
+            )
+
+
 class EnvironmentReward(_Reward):
     """Score computed by the prompt's own environment."""
 
@@ -147,14 +179,11 @@ class RemoteReward(_Reward):
 
     def rules(self) -> Iterator[str]:
         for i, url in enumerate(self.urls):
-            yield from (f"urls[{i}] {problem}" for problem in _url_problems(url))
+            yield from (f"urls[{i}] {problem}" for problem in url_problems(url, _EXAMPLE))
         if len(set(self.urls)) < len(self.urls):
             yield "urls contains the same URL twice; remove one"
-        if self.token_env is not None and not re.fullmatch(r"[A-Za-z_]\w*", self.token_env):
-            yield (
-                "token_env must be the name of an environment variable (letters, digits and "
-                "underscores); put the token into a variable, and set token_env to its name"
-            )
+        if self.token_env is not None:
+            yield from token_env_problems(self.token_env)
         if self.max_backoff_s < self.backoff_s:
             yield (
                 f"max_backoff_s={self.max_backoff_s:g} is below backoff_s={self.backoff_s:g}; "
@@ -162,35 +191,20 @@ class RemoteReward(_Reward):
             )
 
     def advice(self) -> Iterator[str]:
-        plain = [url for url in self.urls if url.startswith("http:") and not _is_local(url)]
+        plain = [url for url in self.urls if url.startswith("http:") and not is_local(url)]
         if self.token_env is not None and plain:
             host = urlsplit(plain[0]).hostname
             yield f"the token would be sent to {host} unencrypted (http); use https"
 
 
-def _url_problems(url: str) -> Iterator[str]:
-    """Yield the problems of a reward server's URL, without repeating a password in it."""
-    example = "use the form http://host:5000/get_reward"
-    try:
-        parts = urlsplit(url)
-        port_ok = parts.port is None or parts.port > 0
-    except ValueError:  # the port, or an IPv6 address
-        yield f"has an invalid host or port; {example}"
-        return
-    if parts.username is not None or parts.password is not None:
-        yield "contains a user name or password; use token_env"
-    elif parts.scheme not in ("http", "https"):
-        yield f"is {url!r}, which starts with neither http:// nor https://; {example}"
-    elif not parts.hostname or not port_ok or re.search(r"[\s#\x00-\x1f]", url):
-        yield f"is {url!r}, which is not a valid server URL; {example}"
-
-
-def _is_local(url: str) -> bool:
-    return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
-
-
 RewardConfig = Annotated[
-    FunctionReward | ModelReward | MathReward | EnvironmentReward | EpisodeReward | RemoteReward,
+    FunctionReward
+    | ModelReward
+    | MathReward
+    | PythonCodeReward
+    | EnvironmentReward
+    | EpisodeReward
+    | RemoteReward,
     Field(discriminator="kind"),
 ]
 

@@ -165,6 +165,8 @@ def machine_lines(version: str, facts: Facts) -> Iterator[str]:
     yield f"network: {'; '.join(facts.links.network) or 'no active adapter found'}"
     if facts.nccl:
         yield f"NCCL {facts.nccl}"
+    isolates = "does not work" if facts.sandbox_problem else "isolates model-written code"
+    yield f"sandbox: bubblewrap {isolates}"
     yield ", ".join(f"{n} {facts.versions[n]}" for n in SHOWN if n in facts.versions)
 
 

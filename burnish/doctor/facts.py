@@ -18,7 +18,10 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from burnish.config.sandbox import BubblewrapSandbox
 from burnish.doctor.links import Links, find_links
+from burnish.sandbox.base import SandboxError
+from burnish.sandbox.make import check_sandbox
 from burnish.secret import is_secret
 
 EXTRAS = {
@@ -73,6 +76,8 @@ class Facts:
     driver: str | None = None
     """Version of the NVIDIA driver. None: unknown."""
     links: Links = field(default_factory=Links)
+    sandbox_problem: str | None = None
+    """Reason why bubblewrap does not run code in isolation. None: it does."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that influence Burnish or its libraries, without secrets."""
 
@@ -106,10 +111,19 @@ def gather_facts() -> Facts:
         driver_present=shutil.which("nvidia-smi") is not None or DRIVER_FILE.is_file(),
         driver=driver_version(DRIVER_FILE),
         links=find_links(),
+        sandbox_problem=_sandbox_problem(),
         environment={
             k: v for k, v in os.environ.items() if k.startswith(watched) and not is_secret(k)
         },
     )
+
+
+def _sandbox_problem() -> str | None:
+    try:
+        check_sandbox(BubblewrapSandbox())
+    except SandboxError as error:
+        return str(error)
+    return None
 
 
 def _versions() -> dict[str, str]:

@@ -203,6 +203,17 @@ def small_shared_memory(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def no_sandbox(facts: Facts) -> Iterator[Finding]:
+    """Find machines on which model-written code cannot be isolated."""
+    if facts.sandbox_problem is not None:
+        yield Finding(
+            "warning",
+            "the code tool (rollout.episodes.tools: [python]) and rewards of kind python_code do "
+            f"not start here: {facts.sandbox_problem}",
+            "a test program in the sandbox",
+        )
+
+
 def few_open_files(facts: Facts) -> Iterator[Finding]:
     """Find a limit on open files that is too low for Ray."""
     if facts.version("ray") is not None and facts.open_files < 4096:
@@ -224,6 +235,7 @@ RULES: tuple[Rule, ...] = (
     gpus_without_peer_access,
     small_shared_memory,
     few_open_files,
+    no_sandbox,
 )
 
 

@@ -36,10 +36,21 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from burnish.config.explain import nearest
 from burnish.environments.base import EnvironmentSetupError
+from burnish.environments.code_tool import (
+    CodeTimeoutError,
+    check_code_tool,
+    code_tool,
+    read_sandbox,
+)
 from burnish.environments.importing import LoadError, load_object
 from burnish.environments.multi_turn import Message, Start, Step
 from burnish.errors import BurnishError
+from burnish.sandbox.base import SandboxError
 
+CODE_TOOL = "python"
+"""Name of the built-in tool that runs code."""
+CODE_TIMEOUT_S = 30.0
+"""Time limit of code in an environment whose calls have no limit."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -67,10 +78,11 @@ class Tool:
 class ToolEnvironment:
     """An environment in which the policy may call tools until it answers without a call.
 
-    Options of the recipe: ``tools`` (``path/to/file.py:function`` or ``package.module:function``),
-    ``system_prompt``, ``timeout_s`` (time limit of one call; None: no limit), ``turn_timeout_s``
-    (time limit of all calls of one turn together; None: no limit), ``max_result_chars`` (longer
-    results are cut).
+    Options of the recipe: ``tools`` (``path/to/file.py:function``, ``package.module:function``, or
+    ``python``, the built-in tool that runs code in a sandbox), ``system_prompt``, ``timeout_s``
+    (time limit of one call; None: no limit), ``turn_timeout_s`` (time limit of all calls of one
+    turn together; None: no limit), ``max_result_chars`` (longer results are cut), ``sandbox`` (of
+    the tool ``python``, with the keys of ``SandboxConfig``).
 
     The task's ``prompt`` (text or messages) starts the episode. It ends at the first message
     without tool calls. Subclasses may set :attr:`tools` (functions, names as above, or names of
@@ -112,8 +124,14 @@ class ToolEnvironment:
         timeout_s: float | None = 30.0,
         turn_timeout_s: float | None = None,
         max_result_chars: int = 20_000,
+        sandbox: Mapping[str, Any] | None = None,
     ) -> None:
-        self._tools = make_tools((*type(self).tools, *tools), type(self))
+        specs = (*type(self).tools, *tools)
+        self._runs_code = CODE_TOOL in specs and not _is_method(type(self), CODE_TOOL)
+        if self._runs_code:
+            run = code_tool(read_sandbox(sandbox), timeout_s or CODE_TIMEOUT_S, max_result_chars)
+            specs = tuple(run if spec == CODE_TOOL else spec for spec in specs)
+        self._tools = make_tools(specs, type(self))
         self._system_prompt = system_prompt
         self._timeout_s = timeout_s
         self._turn_timeout_s = turn_timeout_s
@@ -138,6 +156,8 @@ class ToolEnvironment:
                 raise EnvironmentSetupError(
                     f"environment {cls.__name__}: options.{name} is {value!r}; it must be above 0"
                 )
+        if made._runs_code:
+            check_code_tool(options.get("sandbox"))
 
     def reset(self, task: Mapping[str, Any], seed: int) -> Start:
         """Return the task's prompt, after the system prompt if there is one, and the tools."""
@@ -160,10 +180,12 @@ class ToolEnvironment:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             try:
                 content = self._shown(await self._run(name, arguments, end - clock()))
+            except SandboxError:  # a failure of the machine, not of the policy
+                raise
             except Exception as error:  # an answer to the policy
                 content = self._shown(f"error: {_described(error)}")
                 counts["tool_errors"] += 1
-                counts["tool_timeouts"] += isinstance(error, _CallTimeoutError)
+                counts["tool_timeouts"] += isinstance(error, _CallTimeoutError | CodeTimeoutError)
             results.append(
                 {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
             )
@@ -201,7 +223,9 @@ class ToolEnvironment:
             if self._thread is None:
                 self._thread = _CallThread()
             running = self._thread.start(lambda: tool.function(*positional, **named))
-        limit = min(left_s, math.inf if self._timeout_s is None else self._timeout_s)
+        limits_itself = self._runs_code and name == CODE_TOOL  # without its time in the queue
+        own = None if limits_itself else self._timeout_s
+        limit = min(left_s, math.inf if own is None else own)
         done, _ = await asyncio.wait([running], timeout=None if limit == math.inf else limit)
         if done:
             return running.result()
@@ -223,6 +247,11 @@ class ToolEnvironment:
         if len(text) <= self._max_chars:
             return text
         return f"{text[: self._max_chars]}\n(cut: {len(text)} characters in total)"
+
+
+def _is_method(owner: type, name: str) -> bool:
+    """Return whether a class or one of its bases defines ``name``."""
+    return any(name in vars(cls) for cls in owner.__mro__)
 
 
 class _UnknownToolError(BurnishError, LookupError):
@@ -266,8 +295,10 @@ def _tool_of(spec: str | Callable[..., Any], owner: type | None) -> Tool:
     methods = dict(inspect.getmembers(owner, inspect.isfunction)) if owner else {}
     if spec not in methods:
         raise EnvironmentSetupError(
-            f"tool {spec!r} is neither path/to/file.py:function nor package.module:function, nor a "
-            f"method of {owner.__name__ if owner else 'the environment'}{nearest(spec, methods)}"
+            f"tool {spec!r} is neither path/to/file.py:function nor package.module:function, nor "
+            f"the built-in tool {CODE_TOOL}, nor a method of "
+            f"{owner.__name__ if owner else 'the environment'}"
+            f"{nearest(spec, (*methods, CODE_TOOL))}"
         )
     return _make_tool(methods[spec], True)
 
@@ -365,7 +396,8 @@ def _described(error: Exception) -> str:
             for detail in error.errors(include_url=False, include_context=False)
         )
         return f"ValidationError: {'; '.join(parts)}"
-    kind = "TimeoutError" if isinstance(error, _CallTimeoutError) else type(error).__name__
+    timed_out = isinstance(error, _CallTimeoutError | CodeTimeoutError)
+    kind = "TimeoutError" if timed_out else type(error).__name__
     return f"{kind.lstrip('_')}: {error}"
 
 

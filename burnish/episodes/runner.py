@@ -17,8 +17,8 @@ from burnish.episodes.play import EpisodePlayer, Limits, Played, Policy, Task
 from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.rows import episode_rows
 from burnish.errors import BurnishError
+from burnish.loop_thread import LoopThread
 from burnish.rewards.base import NoGroupLeftError, RewardSet
-from burnish.rewards.loop_thread import LoopThread
 from burnish.rollout.base import RolloutEngine, Sampling
 from burnish.rollout.runner import Rollout, Runner, prompt_seed
 from burnish.rollout.service import RolloutService

@@ -19,10 +19,10 @@ from burnish.environments.process import start_process
 from burnish.episodes.play import EnvironmentPlayer, EpisodePlayer
 from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.runner import EpisodeRunner, Players
+from burnish.loop_thread import LoopThread
 from burnish.models.load import ModelError, describe, num_positions
 from burnish.observe.timeline import Timeline, timed
 from burnish.rewards.base import RewardSet
-from burnish.rewards.loop_thread import LoopThread
 from burnish.rollout.base import RolloutEngine, Sampling
 from burnish.rollout.runner import Runner
 from burnish.runtime.base import Runtime
@@ -110,7 +110,10 @@ def environment_spec(config: EpisodesConfig) -> EnvironmentSpec:
         "tools": [absolute_path(tool) for tool in config.tools],
         "timeout_s": config.tool_timeout_s,
         "turn_timeout_s": TOOLS_FRAC * config.step_timeout_s,
+        "max_result_chars": config.tool_result_chars,
     }
+    if config.sandbox is not None:
+        options["sandbox"] = config.sandbox.model_dump(mode="json")
     return EnvironmentSpec(TOOL_ENVIRONMENT, options, config.python)
 
 

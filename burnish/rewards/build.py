@@ -16,6 +16,7 @@ from burnish.rewards.environment import EnvironmentReward
 from burnish.rewards.episode import EpisodeReward
 from burnish.rewards.function import FunctionReward
 from burnish.rewards.math import MathReward
+from burnish.rewards.python_code import PythonCodeReward
 from burnish.rewards.remote import RemoteReward
 
 Functions = Mapping[str, Callable[..., Any]]
@@ -61,6 +62,8 @@ def _build(
         return FunctionReward(function, name=name)
     if isinstance(entry, config.MathReward):
         return MathReward(name=name, timeout_s=entry.timeout_s, num_workers=entry.num_workers)
+    if isinstance(entry, config.PythonCodeReward):
+        return PythonCodeReward(entry, name=name)
     if isinstance(entry, config.EnvironmentReward):
         return EnvironmentReward(name=name)
     if isinstance(entry, config.EpisodeReward):

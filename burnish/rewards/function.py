@@ -8,8 +8,8 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from burnish.loop_thread import LoopThread
 from burnish.rewards.base import RewardError, RewardInput, SampleError
-from burnish.rewards.loop_thread import LoopThread
 
 _SINGLE: dict[str, Callable[[RewardInput], Any]] = {
     "prompt": lambda item: item.prompt.text,

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,9 +14,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from burnish import secret
 from burnish.config.rewards import RemoteReward as RemoteRewardConfig
+from burnish.loop_thread import LoopThread
 from burnish.rewards.base import RewardError, RewardInput, SampleError
-from burnish.rewards.loop_thread import LoopThread
 from burnish.rewards.remote_client import COUNTS, RemoteError, Reply, RewardClient
 
 log = logging.getLogger("burnish")
@@ -182,21 +181,8 @@ def _decode(
 
 
 def read_token(variable: str) -> str:
-    """Return the bearer token in an environment variable, stripped of white space.
-
-    Raises RewardError if the variable is not set or is not a valid bearer token. The message does
-    not contain the value.
-    """
-    token = os.environ.get(variable, "").strip()
-    if not token:
-        raise RewardError(
-            f"token_env names the environment variable {variable}, which is not set or is empty; "
-            f"export {variable}=..., or remove token_env"
-        )
-    if not re.fullmatch(r"[A-Za-z0-9._~+/-]+=*", token):  # RFC 6750, 2.1
-        raise RewardError(
-            f"the environment variable {variable} (token_env) contains characters that are not "
-            "valid in a bearer token; set it to the token alone: letters, digits and -._~+/, with "
-            "= at the end"
-        )
-    return token
+    """Return the bearer token in an environment variable. Raises RewardError."""
+    try:
+        return secret.read_token(variable)
+    except ValueError as error:
+        raise RewardError(str(error)) from error

@@ -168,6 +168,11 @@ def test_the_version_of_the_driver_is_read_from_its_kernel_module(
     assert driver_version(tmp_path / "version") is None
 
 
+def test_a_machine_without_a_sandbox_is_reported() -> None:
+    ((level, text),) = reported(sandbox_problem="bubblewrap is not installed: install bubblewrap")
+    assert level == "warning" and "python_code" in text and "install bubblewrap" in text
+
+
 def test_small_shared_memory_and_few_files_are_warnings_with_ray() -> None:
     assert reported(shm_bytes=64 << 20, open_files=1024) == []
     found = reported({"ray": "2.60.0"}, shm_bytes=64 << 20, open_files=1024)

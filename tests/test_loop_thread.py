@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 
-from burnish.rewards.loop_thread import LoopThread
+from burnish.loop_thread import LoopThread
 
 
 async def fails() -> None:

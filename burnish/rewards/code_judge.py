@@ -1,0 +1,884 @@
+# house: ok it is sent into the sandbox as one file
+"""Runs tests on model-written code, inside a sandbox. Run as a program there, not imported.
+
+Three kinds of processes, so that the code cannot forge a result:
+
+- the judge (this process) has the tests. It evaluates every assertion and compares every output
+  itself, and it alone holds the descriptors of stdin and stdout. It is not dumpable: processes of
+  the same user cannot read its memory or its descriptors.
+- the starter is forked before the judge reads the tests, so its memory never contains them. It
+  forks the processes that run the code.
+- the solution executes the code. In tests with ``calls`` or ``source`` it serves calls over a
+  socket: arguments and results are sent as data (JSON), or as references to objects that stay in
+  the solution. In tests with ``programs`` it is a program with stdin and stdout, once per test.
+
+The judge reads one JSON object from stdin: ``{"nonce", "code", "tests", "test_s", "stop"}`` with
+``tests`` one of ``{"programs": [[stdin, stdout], ...]}``, ``{"calls": [[arguments, result], ...],
+"name": f}`` and ``{"source": text, "name": f or null}``. Each line that it writes begins with the
+nonce: ``{"count": n}``, then ``{"test": i, "why": null or text}`` for each test (null: passed), or
+``{"bad_tests": text}``.
+
+Limits of a test: ``test_s`` seconds of CPU time of the solution, and WALL times as many in total.
+A reference never equals a value of the tests, and no operator combines the two: an object that
+claims to equal everything passes no comparison. Only the standard library, Python 3.10+.
+
+Reading order: main, Judge, Solution, Reference; Starter; serve (in the solution), Codec.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import ctypes
+import io
+import json
+import operator
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, NoReturn
+
+WALL = 3
+MAX_WHY_CHARS = 120
+MAX_MESSAGE_BYTES = 32 << 20
+PR_SET_DUMPABLE = 4
+LITERALS: dict[str, Any] = {"Decimal": Decimal, "Fraction": Fraction, "bytes": bytes.fromhex}
+
+
+class OutOfTime(BaseException):
+    """The test exceeded its time limit."""
+
+
+class Ended(Exception):
+    """The solution's process has ended."""
+
+
+class BadTests(Exception):
+    """The tests cannot be used."""
+
+
+def set_dumpable(value: int) -> None:
+    """Allow or forbid that processes of the same user read this one."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE) failed")
+
+
+# The judge
+
+
+def main() -> None:
+    """Run the tests of stdin."""
+    set_dumpable(0)
+    starter = Starter()
+    task = json.loads(sys.stdin.buffer.read())
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    with open(os.devnull, "r+") as nothing:  # prints of test code are no results
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(nothing.fileno(), 1)
+    judge = Judge(task, starter, lambda **line: tell(out, task["nonce"], line))
+    try:
+        judge.run()
+    except BadTests as error:
+        tell(out, task["nonce"], {"bad_tests": str(error)[:MAX_WHY_CHARS]})
+    starter.kill()
+    os._exit(0)
+
+
+def tell(out: Any, nonce: str, line: Mapping[str, Any]) -> None:
+    """Write one line of results."""
+    out.write(nonce + " " + json.dumps(line) + "\n")
+    out.flush()
+
+
+class Judge:
+    """Runs the tests one after the other."""
+
+    def __init__(self, task: Mapping[str, Any], starter: Starter, say: Callable[..., None]) -> None:
+        self.task, self.starter, self.say = task, starter, say
+        self.solution: Solution | None = None
+        self.broken: str | None = None
+        self.tested = 0
+        signal.signal(signal.SIGALRM, self._alarm)
+
+    @staticmethod
+    def _alarm(number: int, frame: Any) -> NoReturn:
+        raise OutOfTime
+
+    def run(self) -> None:
+        """Run all tests of the task."""
+        tests = self.task["tests"]
+        if "programs" in tests:
+            self.say(count=len(tests["programs"]))
+            for given, wanted in tests["programs"]:
+                if not self.test(self.check_program, given, wanted):
+                    return
+        elif "calls" in tests:
+            self.say(count=len(tests["calls"]))
+            for arguments, wanted in tests["calls"]:
+                if not self.test(self.check_call, tests["name"], arguments, wanted):
+                    return
+        else:
+            SourceTests(self, tests["source"], tests["name"]).run()
+
+    def test(self, check: Callable[..., None], *arguments: Any) -> bool:
+        """Run one test and report it. Returns whether to go on."""
+        why = self.guarded(check, *arguments)
+        self.say(test=self.tested, why=why)
+        self.tested += 1
+        return why is None or not self.task["stop"]
+
+    def guarded(self, function: Callable[..., None], *arguments: Any) -> str | None:
+        """Return why a call failed, or None."""
+        signal.setitimer(signal.ITIMER_REAL, WALL * self.task["test_s"])
+        try:
+            function(*arguments)
+            return None
+        except OutOfTime:
+            self.drop_solution()
+            return "timeout"
+        except BadTests:
+            raise
+        except BaseException as error:  # becomes data: the test failed
+            ended = self.solution is not None and self.solution.ended
+            return "timeout" if ended and self.drop_solution() else describe(error)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def check_program(self, given: str, wanted: str) -> None:
+        """Run the code as a program and compare its output."""
+        limit = 2 * len(wanted.encode()) + (64 << 10)
+        pid, output = self.starter.program(self.task["code"], given, self.task["test_s"])
+        try:
+            found, status = self.starter.read_to_end(output, limit)
+        except OutOfTime:
+            raise
+        finally:
+            self.starter.end(pid)
+            os.close(output)
+        if len(found) > limit:
+            raise AssertionError("too much output")
+        if status_is_timeout(status):
+            raise OutOfTime
+        if lines_of(found.decode("utf-8", "replace")) != lines_of(wanted):
+            raise AssertionError("wrong output" if status == 0 else "ended with an error")
+
+    def check_call(self, name: str, arguments: Sequence[Any], wanted: Any) -> None:
+        """Call the function ``name`` and compare its result. Tuples equal lists."""
+        function = self.names().get(name)
+        if function is None and "Solution" in self.names():
+            function = getattr(self.names()["Solution"](), name, None)  # house: ok a test's name
+        if not callable(function):
+            raise AssertionError("there is no function " + name)
+        if as_lists(function(*arguments)) != as_lists(wanted):
+            raise AssertionError("wrong result")
+
+    def names(self) -> dict[str, Any]:
+        """Return the names that the code defines, from a process that is alive."""
+        if self.broken is not None:
+            raise Ended(self.broken)
+        if self.solution is None or self.solution.ended:
+            self.drop_solution()
+            try:
+                self.solution = Solution(self.starter, self.task)
+            except BaseException as error:
+                self.broken = describe(error)
+                raise
+        return self.solution.names
+
+    def drop_solution(self) -> bool:
+        """End the solution's process. Returns whether its limit of CPU time had ended it."""
+        solution, self.solution = self.solution, None
+        return solution is not None and status_is_timeout(solution.close())
+
+
+class SourceTests:
+    """Tests in Python source: asserts at the top level, functions ``test_*``, unittest classes, and
+    ``check(candidate)``."""
+
+    def __init__(self, judge: Judge, source: str, name: str | None) -> None:
+        self.judge, self.name = judge, name
+        try:
+            self.body = ast.parse(source).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise BadTests("the tests are not Python source: " + describe(error)) from None
+        functions = [n for n in self.body if isinstance(n, ast.FunctionDef)]
+        defined = {node.name for node in functions}
+        called = {called_name(node) for node in self.body} & defined
+        self.steps = [n for n in self.body if isinstance(n, ast.Assert) or called_name(n) in called]
+        self.functions = [
+            node.name
+            for node in functions
+            if node.name not in called
+            and (node.name == "check" or (node.name.startswith("test") and not node.args.args))
+        ]
+        self.methods = [
+            (node.name, method.name)
+            for node in self.body
+            if isinstance(node, ast.ClassDef)
+            for method in node.body
+            if isinstance(method, ast.FunctionDef) and method.name.startswith("test")
+        ]
+        self.count = len(self.steps) + len(self.functions) + len(self.methods)
+        if not self.count:
+            raise BadTests("there is no assert, no function test_*, and no method test_*")
+        self.own: dict[str, Any] = {"__name__": "tests"}
+        self.given: dict[str, Any] = {}
+        self.modules = sys.stdlib_module_names & {
+            node.value.id
+            for part in self.body
+            for node in ast.walk(part)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        }
+
+    def run(self) -> None:
+        """Run the statements in order, then the functions and the methods."""
+        self.judge.say(count=self.count)
+        for node in self.body:
+            code = compile(ast.Module([node], []), "tests.py", "exec")
+            if node in self.steps:
+                if not self.judge.test(self.execute, code):
+                    return
+            else:
+                why = self.judge.guarded(self.execute, code, isinstance(node, IMPORTS))
+                if why is not None:
+                    return  # later tests depend on it
+        for name in self.functions:
+            if not self.judge.test(self.call, name):
+                return
+        for name, method in self.methods:
+            if not self.judge.test(self.call_method, name, method):
+                return
+
+    def execute(self, code: types.CodeType, is_import: bool = False) -> None:
+        """Execute a statement of the tests with the names of the code."""
+        self.refresh()
+        try:
+            exec(code, self.own)
+        except ImportError as error:
+            if is_import:
+                raise BadTests("the tests cannot import: " + str(error)) from None
+            raise
+
+    def refresh(self) -> None:
+        """Add the names of the code, unless the tests, Python or the standard library define
+        them."""
+        names = self.judge.names()
+        module = types.ModuleType("solution")
+        vars(module).update(names)
+        sys.modules["solution"] = module
+        for name, value in names.items():
+            if name in self.own and self.own[name] is not self.given.get(name):
+                continue
+            if name != self.name and name in self.modules:
+                value = __import__(name)
+            elif value is None or (name in vars(builtins) and name != self.name):
+                continue
+            self.own[name] = self.given[name] = value
+
+    def call(self, name: str) -> None:
+        """Call a function of the tests; ``check`` with the function to test."""
+        self.refresh()
+        function = self.own[name]
+        if name != "check" or not function.__code__.co_argcount:
+            function()
+            return
+        names = self.judge.names()
+        candidate = self.name or next(
+            (n for n in reversed(list(names)) if isinstance(names[n], Reference)), None
+        )
+        if candidate not in names:
+            raise AssertionError("there is no function " + str(candidate))
+        function(names[candidate])
+
+    def call_method(self, name: str, method: str) -> None:
+        """Run a test of a class, of unittest or a plain one."""
+        self.refresh()
+        made = self.own[name]
+        unittest = sys.modules.get("unittest")
+        if unittest is None or not issubclass(made, unittest.TestCase):
+            getattr(made(), method)()  # house: ok a test's name
+            return
+        result = unittest.TestResult()
+        made(method).run(result)
+        failed = [*result.failures, *result.errors]
+        if not result.wasSuccessful() or result.skipped:
+            raise AssertionError(failed[0][1].strip()[-MAX_WHY_CHARS:] if failed else "skipped")
+
+
+IMPORTS = (ast.Import, ast.ImportFrom)
+
+
+def called_name(node: ast.AST) -> str | None:
+    """Return f of a statement ``f(...)``, or None."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        function = node.value.func
+        return function.id if isinstance(function, ast.Name) else None
+    return None
+
+
+def describe(error: BaseException) -> str:
+    """Return the type and the text of an error, which may be the solution's."""
+    try:
+        return (type(error).__name__ + ": " + str(error))[:MAX_WHY_CHARS]
+    except Exception:
+        return type(error).__name__
+
+
+def lines_of(text: str) -> str:
+    """Return the lines without white space at their ends and without empty lines at the end."""
+    return "\n".join(line.rstrip() for line in text.splitlines()).rstrip()
+
+
+def as_lists(value: Any) -> Any:
+    """Replace tuples by lists."""
+    if isinstance(value, (list, tuple)):
+        return [as_lists(item) for item in value]
+    if isinstance(value, dict):
+        return {key: as_lists(item) for key, item in value.items()}
+    return value
+
+
+def status_is_timeout(status: int) -> bool:
+    """Return whether a process was ended by its limit of CPU time."""
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGXCPU)
+
+
+# Data between judge and solution
+
+
+class Codec:
+    """Values as JSON: plain data by value, everything else by reference.
+
+    Subclasses of list, dict, ... are sent as plain data, so no method of theirs is called by the
+    judge."""
+
+    def refer(self, value: Any) -> dict[str, Any]:
+        """Encode an object that is not plain data."""
+        raise NotImplementedError
+
+    def resolve(self, kind: str, content: Any) -> Any:
+        """Decode what ``refer`` of the other side encoded."""
+        raise NotImplementedError
+
+    def encode(self, value: Any) -> Any:
+        """Return JSON of a value."""
+        if value is None or value is True or value is False:
+            return value
+        if isinstance(value, str):
+            return str.__str__(value)
+        if isinstance(value, int):
+            return {"int": hex(int.__index__(value))}
+        if isinstance(value, float):
+            return float.__float__(value)
+        if isinstance(value, complex):
+            return {"complex": [complex(value).real, complex(value).imag]}
+        if isinstance(value, (bytes, bytearray)):
+            return {"bytes": bytes(value).hex()}
+        for kind in (list, tuple, set, frozenset):
+            if isinstance(value, kind):
+                items = kind.__iter__(value)  # type: ignore[arg-type]  # (not a subclass's)
+                return {kind.__name__: [self.encode(item) for item in items]}
+        if isinstance(value, dict):
+            pairs = [[self.encode(k), self.encode(v)] for k, v in dict.items(value)]
+            return {"dict": pairs}
+        for name in ("Decimal", "Fraction"):
+            if type(value) is LITERALS[name]:
+                return {name: str(value)}
+        return self.refer(value)
+
+    def decode(self, tree: Any) -> Any:
+        """Return the value of JSON."""
+        if not isinstance(tree, dict):
+            return tree
+        ((kind, content),) = tree.items()
+        if kind == "int":
+            return int(content, 16)
+        if kind == "complex":
+            return complex(*content)
+        if kind in LITERALS:
+            return LITERALS[kind](content)
+        if kind in ("list", "tuple", "set", "frozenset"):
+            make: Callable[[Any], Any] = vars(builtins)[kind]
+            return make(self.decode(item) for item in content)
+        if kind == "dict":
+            return {self.decode(key): self.decode(value) for key, value in content}
+        return self.resolve(kind, content)
+
+
+class Lines:
+    """JSON messages over a socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self.buffer = connection, b""
+
+    def send(self, tree: Any) -> None:
+        """Send a message. Raises Ended if nobody reads it."""
+        try:
+            self.connection.sendall(json.dumps(tree).encode("utf-8", "surrogatepass") + b"\n")
+        except OSError:
+            raise Ended("the code ended its process") from None
+
+    def receive(self) -> Any:
+        """Return the next message. Raises Ended if there is none."""
+        parts = [self.buffer]
+        total = len(self.buffer)
+        while b"\n" not in parts[-1]:
+            try:
+                parts.append(self.connection.recv(1 << 20))
+            except OSError:
+                parts.append(b"")
+            total += len(parts[-1])
+            if not parts[-1] or total > MAX_MESSAGE_BYTES:
+                raise Ended("the code ended its process")
+        line, _, self.buffer = b"".join(parts).partition(b"\n")
+        return json.loads(line.decode("utf-8", "surrogatepass"))
+
+
+class Solution(Codec):
+    """The judge's side of a process that serves the code."""
+
+    def __init__(self, starter: Starter, task: Mapping[str, Any]) -> None:
+        self.starter = starter
+        self.ended = False
+        self.callbacks: dict[int, Callable[..., Any]] = {}
+        self.errors: dict[int, type[Exception]] = {}
+        mine, other = socket.socketpair()
+        with other:
+            self.pid = starter.server(task["code"], other, task["test_s"])
+        self.lines = Lines(mine)
+        try:
+            self.names = dict(self.exchange())
+        except BaseException:
+            self.close()
+            raise
+
+    def apply(self, function: str, *arguments: Any, **named: Any) -> Any:
+        """Apply a function of FUNCTIONS in the solution, and update arguments that it changed."""
+        self.send(
+            {
+                "apply": function,
+                "arguments": [self.encode(value) for value in arguments],
+                "named": {name: self.encode(value) for name, value in named.items()},
+            }
+        )
+        return self.exchange(arguments)
+
+    def send(self, tree: Any) -> None:
+        """Send a message."""
+        if self.ended:
+            raise Ended("the code ended its process")
+        self.lines.send(tree)
+
+    def exchange(self, arguments: Sequence[Any] = ()) -> Any:
+        """Answer calls of functions of the tests until the reply comes, and return its value."""
+        while True:
+            try:
+                reply = self.lines.receive()
+                if "call" in reply:
+                    self.send(self.called(reply))
+                    continue
+                if "error" in reply:
+                    raise self.error_of(reply["error"])
+                for index, content in reply.get("changed", ()):
+                    update(arguments[index], self.decode(content))
+                return self.decode(reply["value"])
+            except (Ended, ValueError, KeyError, TypeError, IndexError) as error:
+                if isinstance(error, RemoteError):
+                    raise
+                self.ended = True  # (a reply that is not valid: forged)
+                raise Ended("the code ended its process") from None
+
+    def called(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Call a function of the tests for the solution, and return the message with its result."""
+        try:
+            arguments = [self.decode(item) for item in message["arguments"]]
+            return {"value": self.encode(self.callbacks[message["call"]](*arguments))}
+        except Exception as error:
+            return {"error": describe(error)}
+
+    def error_of(self, error: Mapping[str, Any]) -> Exception:
+        """Return the exception to raise for an error in the solution: of the same class if it is
+        built in, else of a class that stands for it."""
+        return self.error_class(error)(str(error["text"]))
+
+    def error_class(self, error: Mapping[str, Any]) -> type[Exception]:
+        """Return the class that stands for an exception class of the solution."""
+        number = error["class"]
+        if number not in self.errors:
+            found = [vars(builtins).get(name) for name in error["names"]]
+            bases = [c for c in found if isinstance(c, type) and issubclass(c, Exception)]
+            bases = [c for c in bases if c.__name__ not in SEVERAL_ARGUMENTS]
+            base = next(iter(bases), Exception)
+            self.errors[number] = type(str(error["names"][0]), (RemoteError, base), {})
+        return self.errors[number]
+
+    def refer(self, value: Any) -> dict[str, Any]:
+        """Encode an object of the tests."""
+        if isinstance(value, Reference):
+            if vars(value)["_solution"] is not self:
+                raise Ended("the object's process has ended")
+            return {"object": vars(value)["_number"]}
+        if isinstance(value, type) and value.__module__ == "builtins":
+            return {"builtin": value.__name__}
+        if callable(value) and not isinstance(value, type):
+            self.callbacks[id(value)] = value
+            return {"call": id(value)}
+        raise TypeError("a test passes a " + type(value).__name__ + ", which cannot be sent")
+
+    def resolve(self, kind: str, content: Any) -> Any:
+        """Decode an object of the solution."""
+        if kind == "error_class":
+            return self.error_class(content)
+        return Reference(self, int(content))
+
+    def close(self) -> int:
+        """End the process and return its status."""
+        self.ended = True
+        self.lines.connection.close()
+        return self.starter.end(self.pid)
+
+
+SEVERAL_ARGUMENTS = (
+    *("UnicodeDecodeError", "UnicodeEncodeError", "UnicodeTranslateError", "ExceptionGroup"),
+)
+"""Exceptions that cannot be created from a text."""
+
+
+class RemoteError(Exception):
+    """Base of errors that were raised in the solution."""
+
+
+def update(container: Any, value: Any) -> None:
+    """Give a list, dict or set of the tests the content that the solution gave its copy."""
+    if isinstance(container, list):
+        container[:] = value
+    elif isinstance(container, (dict, set)):
+        container.clear()
+        container.update(value)
+
+
+class Reference:
+    """An object in the solution, as the tests see it.
+
+    Operators work between references only, and a reference equals no value: otherwise an object
+    whose methods always return true would pass every test."""
+
+    def __init__(self, solution: Solution, number: int) -> None:
+        vars(self).update(_solution=solution, _number=number)
+
+    def __getattr__(self, name: str) -> Any:
+        return vars(self)["_solution"].apply("getattr", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self)["_solution"].apply("setattr", self, name, value)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return vars(self)["_solution"].apply("call", self, *arguments, **named)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Reference):
+            return False
+        same = vars(self)["_solution"] is vars(other)["_solution"]
+        return same and vars(self)["_solution"].apply("eq", self, other) is True
+
+    def __ne__(self, other: object) -> bool:
+        if not isinstance(other, Reference):
+            return True
+        return vars(self)["_solution"].apply("ne", self, other) is True
+
+    def __hash__(self) -> int:
+        return vars(self)["_solution"].apply("hash", self)
+
+    def __iter__(self) -> Iterator[Any]:
+        found = vars(self)["_solution"].apply("iter", self)
+        return found if isinstance(found, Reference) else iter(found)
+
+    def __next__(self) -> Any:
+        return vars(self)["_solution"].apply("next", self)
+
+    def __enter__(self) -> Any:
+        return self.__getattr__("__enter__")()
+
+    def __exit__(self, *error: object) -> bool:
+        return self.__getattr__("__exit__")(None, None, None) is True
+
+
+def add_operators() -> None:
+    """Define the operators of Reference that one function of FUNCTIONS implements."""
+    for name in ("len", "str", "repr", "bool", "int", "float", "index", "getitem", "setitem"):
+        add_operator(name, False)
+    add_operator("delitem", False)
+    for name in BINARY:
+        add_operator(name, True)
+
+
+def add_operator(name: str, only_references: bool) -> None:
+    """Define one operator. ``only_references``: refuse other operands."""
+
+    def method(self: Reference, *others: Any) -> Any:
+        if only_references and not all(isinstance(other, Reference) for other in others):
+            return NotImplemented
+        return vars(self)["_solution"].apply(name, self, *others)
+
+    setattr(Reference, "__" + name.rstrip("_") + "__", method)
+
+
+BINARY = ("lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "and_", "or_")
+FUNCTIONS = {
+    **{name: vars(operator)[name] for name in (*BINARY, "eq", "ne", "index")},
+    **{name: vars(operator)[name] for name in ("getitem", "setitem", "delitem")},
+    **{name: vars(builtins)[name] for name in ("len", "str", "repr", "bool", "int", "float")},
+    **{name: vars(builtins)[name] for name in ("hash", "iter", "next", "getattr", "setattr")},
+    "call": lambda function, *arguments, **named: function(*arguments, **named),
+}
+
+
+# The starter and the processes that it forks
+
+
+class Starter:
+    """The judge's side of the starter. One process runs at a time."""
+
+    def __init__(self) -> None:
+        self.control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = os.fork()
+        if self.pid == 0:
+            self.control.close()
+            with contextlib.suppress(BaseException):
+                start_all(other)
+            os._exit(1)
+        other.close()
+        self.running: int | None = None
+
+    def server(self, code: str, connection: socket.socket, test_s: float) -> int:
+        """Start a process that serves calls over ``connection``. Returns its id."""
+        return self.start(b"s", test_s, (connection.fileno(), memory_file(code)))
+
+    def program(self, code: str, given: str, test_s: float) -> tuple[int, int]:
+        """Start the code as a program. Returns its id and the descriptor of its output."""
+        output, write = os.pipe()
+        pid = self.start(b"p", test_s, (memory_file(given), memory_file(code), write))
+        os.close(write)
+        return pid, output
+
+    def start(self, kind: bytes, test_s: float, fds: Sequence[int]) -> int:
+        """Ask for a process, after the last one. Closes the descriptors of files."""
+        if self.running is not None:
+            self.end(self.running)
+        try:
+            socket.send_fds(self.control, [kind + struct.pack("d", test_s)], list(fds))
+            reply = self.control.recv(8)
+        except OSError:
+            reply = b""
+        finally:
+            for fd in fds[:2] if kind == b"p" else fds[1:]:
+                os.close(fd)
+        if len(reply) != 4:
+            raise Ended("the code ended the process that starts it")
+        (self.running,) = struct.unpack("i", reply)
+        return self.running
+
+    def read_to_end(self, output: int, limit: int) -> tuple[bytes, int]:
+        """Return what a program writes until it ends, and its status."""
+        found = b""
+        sources: list[Any] = [output, self.control]
+        while len(found) <= limit:
+            ready, _, _ = select.select(sources, [], [])
+            if output in ready:
+                chunk = os.read(output, 1 << 16)
+                found += chunk
+                if not chunk:
+                    sources.remove(output)
+            elif self.control in ready:
+                return found, self.status()
+        return found, 0
+
+    def status(self) -> int:
+        """Return the status of the process, once it has ended."""
+        reply = self.control.recv(8)
+        self.running = None
+        if len(reply) != 4:
+            raise Ended("the code ended the process that starts it")
+        return struct.unpack("i", reply)[0]
+
+    def end(self, pid: int) -> int:
+        """Kill a process and its group, and return its status, or 0 if it has been read."""
+        for kill in (os.killpg, os.kill):  # (it may not have begun its group yet)
+            with contextlib.suppress(OSError):
+                kill(pid, signal.SIGKILL)
+        with contextlib.suppress(OSError, Ended):
+            return self.status() if self.running == pid else 0
+        return 0
+
+    def kill(self) -> None:
+        """End the starter."""
+        with contextlib.suppress(OSError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def memory_file(text: str) -> int:
+    """Return a descriptor at the start of an anonymous file with ``text``."""
+    fd = os.memfd_create("file")
+    with os.fdopen(os.dup(fd), "wb") as file:
+        file.write(text.encode("utf-8", "surrogatepass"))
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def start_all(control: socket.socket) -> None:
+    """Fork a process for each request, and report its id and its status. Runs in the starter."""
+    with open(os.devnull, "r+") as nothing:
+        for fd in range(3):
+            os.dup2(nothing.fileno(), fd)
+    while True:
+        request, fds, _, _ = socket.recv_fds(control, 16, 4)
+        if not request:
+            return
+        pid = os.fork()
+        if pid == 0:
+            try:
+                become(request, fds)
+            finally:
+                os._exit(1)
+        for fd in fds:
+            os.close(fd)
+        control.send(struct.pack("i", pid))
+        control.send(struct.pack("i", os.waitpid(pid, 0)[1]))
+
+
+def become(request: bytes, fds: Sequence[int]) -> None:
+    """Become the process of a request. Keeps only its descriptors."""
+    os.setpgid(0, 0)
+    (test_s,) = struct.unpack("d", request[1:])
+    copies = [os.dup(fd) for fd in fds]
+    high = [fd + 100 for fd in range(len(copies))]
+    for copy, fd in zip(copies, high, strict=True):
+        os.dup2(copy, fd)
+    os.closerange(3, 100)
+    set_dumpable(1)
+    with os.fdopen(high[1], "rb") as file:
+        code = file.read().decode("utf-8", "surrogatepass")
+    if request[:1] == b"p":
+        os.dup2(high[0], 0)
+        os.dup2(high[2], 1)
+        os.closerange(100, 110)
+        signal.setitimer(signal.ITIMER_PROF, test_s)
+        run_program(code)
+    else:
+        serve(code, socket.socket(fileno=high[0]), test_s)
+
+
+def run_program(code: str) -> NoReturn:
+    """Run the code as a program and exit."""
+    sys.stdin = io.TextIOWrapper(os.fdopen(0, "rb", closefd=False), "utf-8", "replace")
+    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), "utf-8", "replace")
+    sys.argv = ["program.py"]
+    status = 0
+    try:
+        exec(compile(code, "program.py", "exec"), namespace("__main__"))
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        status = 1
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+    os._exit(status & 255)
+
+
+def namespace(name: str) -> dict[str, Any]:
+    """Return the globals of a module that begins to execute, which pickle and dataclasses find in
+    sys.modules."""
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    return vars(module)
+
+
+class Service(Codec):
+    """The solution's side: executes the code and applies functions to its objects."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.lines = Lines(connection)
+        self.objects: list[Any] = []
+
+    def refer(self, value: Any) -> dict[str, Any]:
+        """Encode an object by reference."""
+        self.objects.append(value)
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return {"error_class": self.class_of(value)}
+        return {"object": len(self.objects) - 1}
+
+    def resolve(self, kind: str, content: Any) -> Any:
+        """Decode a reference of the tests."""
+        if kind == "object":
+            return self.objects[content]
+        if kind == "builtin":
+            return vars(builtins)[content]
+        return lambda *arguments: self.call_back(content, arguments)
+
+    def call_back(self, number: int, arguments: Sequence[Any]) -> Any:
+        """Call a function of the tests."""
+        self.lines.send({"call": number, "arguments": [self.encode(v) for v in arguments]})
+        reply = self.lines.receive()
+        if "error" in reply:
+            raise RuntimeError(reply["error"])
+        return self.decode(reply["value"])
+
+    def class_of(self, error: type[BaseException]) -> dict[str, Any]:
+        """Return the description of an exception class."""
+        names = [c.__name__ for c in error.__mro__]
+        return {"class": id(error), "names": names}
+
+    def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the reply to a message."""
+        arguments = [self.decode(item) for item in message["arguments"]]
+        before = [mutable_json(item) for item in message["arguments"]]
+        named = {name: self.decode(item) for name, item in message["named"].items()}
+        value = self.encode(FUNCTIONS[message["apply"]](*arguments, **named))
+        changed = []
+        for index, old in enumerate(before):
+            if old is not None and (new := self.encode(arguments[index])) != old:
+                changed.append([index, new])
+        return {"value": value, "changed": changed}
+
+
+def mutable_json(tree: Any) -> Any:
+    """Return the JSON of a list, dict or set, and None for others."""
+    return tree if isinstance(tree, dict) and {"list", "dict", "set"} & set(tree) else None
+
+
+def serve(code: str, connection: socket.socket, test_s: float) -> NoReturn:
+    """Execute the code, then answer messages until the judge ends the process."""
+    service = Service(connection)
+    module = namespace("solution")
+
+    def start(message: Any) -> dict[str, Any]:
+        exec(compile(code, "solution.py", "exec"), module)
+        found = [(n, v) for n, v in module.items() if not n.startswith("__")]
+        pairs = [[n, service.encode(v)] for n, v in found if not isinstance(v, types.ModuleType)]
+        modules = [[n, None] for n, v in found if isinstance(v, types.ModuleType)]
+        return {"value": {"dict": pairs + modules}}
+
+    handle, message = start, None
+    while True:
+        signal.setitimer(signal.ITIMER_PROF, test_s)
+        try:
+            reply = handle(message)
+        except BaseException as error:
+            reply = {"error": {**service.class_of(type(error)), "text": describe(error)}}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        service.lines.send(reply)
+        message, handle = service.lines.receive(), service.answer
+
+
+add_operators()
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Tests of code in a label, and the code in a response."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from burnish.errors import BurnishError
+
+FORMS = (
+    "a list of asserts, a list of {input, output}, {inputs, outputs}, {inputs, outputs, fn_name}, "
+    "or Python source with asserts or unit tests (docs/rewards.md)"
+)
+_BLOCK = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.M)
+_PYTHON = ("", "python", "python3", "py")
+
+
+class TestsError(BurnishError, ValueError):
+    """A label has no tests. The message continues a sentence about the label."""
+
+    __test__ = False  # (pytest would collect the class by its name)
+
+
+def read_code(response: str, which: Literal["last_block", "all"]) -> str | None:
+    """Return the code in a response, or None if there is none."""
+    text = response.rpartition("</think>")[2]
+    if which == "all":
+        return text if text.strip() else None
+    blocks = [body for language, body in _BLOCK.findall(text) if language.lower() in _PYTHON]
+    return blocks[-1] if blocks else None
+
+
+def read_tests(label: Any, entry_point: Any = None) -> dict[str, Any]:
+    """Return the tests in a label, as ``code_judge.py`` reads them.
+
+    ``entry_point``: name of the function to test, for sources with ``check(candidate)``. Raises
+    TestsError if the label has none of the known forms.
+    """
+    if isinstance(label, str):
+        label = _parsed(label)
+    if isinstance(label, str):
+        return _source(label, entry_point)
+    if isinstance(label, Sequence) and label:
+        if all(isinstance(test, str) for test in label):
+            return _source("\n".join(label), entry_point)
+        if all(isinstance(test, Mapping) and {"input", "output"} <= set(test) for test in label):
+            return {"programs": [[_text(t["input"]), _text(t["output"])] for t in label]}
+    if isinstance(label, Mapping):
+        if isinstance(label.get("source"), str):
+            return _source(label["source"], label.get("entry_point", entry_point))
+        if {"inputs", "outputs"} <= set(label):
+            return _pairs(label["inputs"], label["outputs"], label.get("fn_name"))
+    raise TestsError(f"has none of the known forms: {FORMS}")
+
+
+def _parsed(label: str) -> Any:
+    """Return the JSON in a label, or the label if it is not JSON."""
+    if label.lstrip()[:1] not in ("[", "{"):
+        return label
+    try:
+        return json.loads(label)
+    except (ValueError, RecursionError):
+        return label
+
+
+def _source(text: str, entry_point: Any) -> dict[str, Any]:
+    if not text.strip():
+        raise TestsError(f"is empty; it needs tests: {FORMS}")
+    return {"source": text, "name": entry_point if isinstance(entry_point, str) else None}
+
+
+def _pairs(inputs: Any, outputs: Any, name: Any) -> dict[str, Any]:
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs:
+        raise TestsError("has inputs and outputs that are not lists, or are empty")
+    if len(inputs) != len(outputs):
+        raise TestsError(f"has {len(inputs)} inputs and {len(outputs)} outputs")
+    pairs = list(zip(inputs, outputs, strict=True))
+    if name is None:
+        return {"programs": [[_text(given), _text(wanted)] for given, wanted in pairs]}
+    if not all(isinstance(given, list) for given in inputs):
+        raise TestsError("has a fn_name, and inputs that are not lists of arguments")
+    return {"calls": [[given, wanted] for given, wanted in pairs], "name": str(name)}
+
+
+def _text(value: Any) -> str:
+    """Return a text, or the lines of a list as one."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    raise TestsError(f"has an input or output that is not text: {value!r:.80}")

@@ -1,0 +1,172 @@
+"""Python code of a response, scored by the tests in the label, in a sandbox.
+
+The tests run in ``code_judge.py``, whose processes are separated so that the code cannot forge a
+result. Its lines begin with a random nonce, which the code does not know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from burnish.config.rewards import PythonCodeReward as PythonCodeConfig
+from burnish.loop_thread import LoopThread
+from burnish.rewards.base import RewardError, RewardInput, SampleError
+from burnish.rewards.code_tests import TestsError, read_code, read_tests
+from burnish.sandbox.base import PYTHON, Program, Result, Sandbox, SandboxError
+from burnish.sandbox.make import make_sandbox
+
+log = logging.getLogger("burnish")
+
+_JUDGE = Path(__file__).with_name("code_judge.py")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Results of the tests of one response."""
+
+    count: int
+    passed: int
+    timed_out: bool
+
+
+class PythonCodeReward:
+    """A reward that runs the response's code against the tests in the label.
+
+    A label without usable tests is an error in the data: SampleError. ``no_code`` counts responses
+    without code, ``timeouts`` those with a test that exceeded a time limit. ``tests_passed_frac``
+    is the mean share of tests that passed (with ``score: all`` up to the first failure).
+
+    Raises RewardError if the sandbox cannot be used.
+    """
+
+    takes_label = True
+
+    def __init__(self, config: PythonCodeConfig, *, name: str = "python_code") -> None:
+        self.name, self._config = name, config
+        self._counts: Counter[str] = Counter()
+        self._passed = (0.0, 0.0)
+        self._loop = LoopThread(f"reward-{name}")
+        try:
+            self._sandbox = self._loop.run(self._start)
+        except SandboxError as error:
+            self._loop.close()
+            raise RewardError(f"reward {name!r}: {error}") from error
+        except BaseException:
+            self._loop.close()
+            raise
+
+    def score(self, items: Sequence[RewardInput]) -> list[float | SampleError]:
+        """Return one score or SampleError per item. Raises RewardError if the sandbox fails."""
+        try:
+            return self._loop.run(self._score_all, items)
+        except SandboxError as error:
+            raise RewardError(f"reward {self.name!r}: {error}") from error
+
+    def take_counts(self) -> Mapping[str, int]:
+        """Return the counts since the last call and reset them."""
+        counts, self._counts = self._counts, Counter()
+        return {"no_code": counts["no_code"], "timeouts": counts["timeouts"]}
+
+    def take_means(self) -> Mapping[str, tuple[float, float]]:
+        """Return (sum, count) of the share of passed tests since the last call and reset it."""
+        passed, self._passed = self._passed, (0.0, 0.0)
+        return {"tests_passed_frac": passed} if passed[1] else {}
+
+    def close(self) -> None:
+        """Release the sandbox and its thread."""
+        self._loop.run(self._sandbox.close)
+        self._loop.close()
+
+    async def _start(self) -> Sandbox:
+        sandbox = make_sandbox(self._config.sandbox)
+        await sandbox.check()
+        return sandbox
+
+    async def _score_all(self, items: Sequence[RewardInput]) -> list[float | SampleError]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._settled(item)) for item in items]
+        found = [task.result() for task in tasks]
+        for result in found:
+            if isinstance(result, SandboxError):
+                raise result
+        return [result for result in found if not isinstance(result, SandboxError)]
+
+    async def _settled(self, item: RewardInput) -> float | SampleError | SandboxError:
+        try:
+            return await self._score(item)
+        except (SampleError, SandboxError) as error:  # becomes data; the other items continue
+            return error
+
+    async def _score(self, item: RewardInput) -> float:
+        """Return the score of one response. Raises SampleError and SandboxError."""
+        try:
+            tests = read_tests(item.prompt.label, item.prompt.metadata.get("entry_point"))
+        except TestsError as error:
+            raise self._bad_label(item, str(error)) from error
+        code = read_code(item.sample.text, self._config.code)
+        if code is None:
+            self._counts["no_code"] += 1
+            self._note(0.0)
+            return 0.0
+        nonce = secrets.token_hex(16)
+        result = await self._sandbox.run(self._program(code, tests, nonce))
+        verdict = self._verdict(item, result, nonce)
+        self._counts["timeouts"] += verdict.timed_out
+        share = verdict.passed / verdict.count
+        self._note(share)
+        return float(share == 1) if self._config.score == "all" else share
+
+    def _note(self, share: float) -> None:
+        self._passed = (self._passed[0] + share, self._passed[1] + 1)
+
+    def _program(self, code: str, tests: Mapping[str, Any], nonce: str) -> Program:
+        task = {
+            "nonce": nonce,
+            "code": code,
+            "tests": tests,
+            "test_s": self._config.test_timeout_s,
+            "stop": self._config.score == "all",
+        }
+        return Program(
+            (PYTHON, "-I", _JUDGE.name),
+            stdin=json.dumps(task).encode(),
+            files={_JUDGE.name: _JUDGE.read_bytes()},
+            wall_s=self._config.timeout_s,
+        )
+
+    def _verdict(self, item: RewardInput, result: Result, nonce: str) -> Verdict:
+        """Return the results that the judge wrote. Raises SampleError if the tests cannot be used,
+        SandboxError if the judge did not begin."""
+        count, whys = 0, {}
+        for line in result.stdout.decode(errors="replace").splitlines():
+            mark, _, content = line.partition(" ")
+            if mark != nonce:
+                continue
+            report = json.loads(content)
+            if "bad_tests" in report:
+                raise self._bad_label(item, f"cannot be used: {report['bad_tests']}")
+            count = report.get("count", count)
+            if "test" in report:
+                whys[report["test"]] = report["why"]
+        if not count:
+            said = result.stderr.decode(errors="replace").strip()[-1000:]
+            raise SandboxError(
+                f"the tests of sample {item.sample.sample_id!r} did not begin: {result.ended} "
+                f"{result.exit_code} after {result.seconds:.1f} s: {said}; the judge needs Python "
+                "3.10+ with ctypes, and the limits of `sandbox` must leave it room"
+            )
+        log.debug("reward %s, sample %s: %s", self.name, item.sample.sample_id, whys)
+        timed_out = result.ended != "exit" or "timeout" in whys.values()
+        return Verdict(count, sum(why is None for why in whys.values()), timed_out)
+
+    def _bad_label(self, item: RewardInput, what: str) -> SampleError:
+        advice = "correct the label in the data, or set data.label_key to the column with the tests"
+        return SampleError(self, item, f"cannot use the label: it {what}", advice=advice)

@@ -90,6 +90,11 @@ class TrainingSession:
         """Limit that a call exceeded, unless a shorter conversation went on after it."""
         self._closed: str | None = None
 
+    @property
+    def num_calls(self) -> int:
+        """Return the number of answered calls."""
+        return len(self._recorded)
+
     # ---- Backend ---------------------------------------------------------------------------
 
     @property

@@ -90,7 +90,7 @@ async def call(
     return reply
 
 
-def send_calls(port: int, path: str, keys: Sequence[str], count: int, done: Connection) -> None:
+def send_calls(port: int, path: str, keys: Sequence[str], *, count: int, done: Connection) -> None:
     """Send ``count`` calls over :data:`CONNECTIONS` connections (in a process of its own)."""
 
     async def one(number: int) -> None:
@@ -120,9 +120,10 @@ async def measure_calls(server: EpisodeServer, policy: Policy, count: int) -> No
             keys = [endpoint.api_key for endpoint in endpoints]
             port = int(server.root_url.rpartition(":")[2])
             receiving, sending = multiprocessing.Pipe(duplex=False)
-            arguments = (port, path, keys, count, sending)
             clients = multiprocessing.get_context("spawn").Process(
-                target=send_calls, args=arguments
+                target=send_calls,
+                args=(port, path, keys),
+                kwargs={"count": count, "done": sending},
             )
             clients.start()
             sending.close()

@@ -121,6 +121,8 @@ class ModelCall:
     seed: int | None = None
     logprobs: bool = False
     """Return the log-probs of the sampled tokens."""
+    return_token_ids: bool = False
+    """Return the sampled ids with each response. Not part of a stream."""
     stream: bool = False
     """Return the reply as server-sent events."""
     stream_usage: bool = False

@@ -86,7 +86,7 @@ class AgentPlayer:
         """Play one episode: run the agent until it returns, fails, or reaches the time limit."""
         session = TrainingSession(task, policy, limits)
         endpoint = self.server.admit(session)
-        row = {**task.row, "seed": task.environment_seed}
+        row = {**task.row, "seed": task.environment_seed, "prompt_text": task.prompt_text}
         agent = asyncio.ensure_future(self.agents.run(row, endpoint, timeout_s=limits.timeout_s))
         rewards: Mapping[str, float] = {}
         error: EpisodeFailedError | None = None

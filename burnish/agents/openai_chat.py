@@ -91,7 +91,6 @@ _NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "verbosity": (),
     "prediction": (),
-    "return_token_ids": (False,),
 }
 
 
@@ -134,6 +133,7 @@ class ChatCompletions:
                     if call.logprobs
                     else None,
                     "finish_reason": choice.finish_reason,
+                    **_token_ids(call, choice),
                 }
                 for index, choice in enumerate(reply.choices)
             ],
@@ -184,7 +184,7 @@ class Completions:
     def write(self, call: ModelCall, reply: ModelReply) -> dict[str, Any]:
         """Return the response body."""
         choices = [
-            {"index": index, **_completion(call, choice)}
+            {"index": index, **_completion(call, choice), **_token_ids(call, choice)}
             for index, choice in enumerate(reply.choices)
         ]
         return {
@@ -228,6 +228,7 @@ def _shared(root: Json) -> dict[str, Any]:
         "stop": root.read("stop", stop_texts, ()),
         "n": root.read("n", lambda node: node.integer(1, MAX_N), 1),
         "stream_usage": options.read("include_usage", Json.boolean, False) if options else False,
+        "return_token_ids": root.read("return_token_ids", Json.boolean, False),
     }
 
 
@@ -365,6 +366,11 @@ def _chunk(
     delta: dict[str, Any], *, logprobs: Any = None, finish_reason: str | None = None
 ) -> dict[str, Any]:
     return {"delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _token_ids(call: ModelCall, choice: Choice) -> dict[str, Any]:
+    """Return the sampled ids, if the call wants them (an extension of vLLM)."""
+    return {"token_ids": list(choice.token_ids)} if call.return_token_ids else {}
 
 
 def _completion(call: ModelCall, choice: Choice) -> dict[str, Any]:

@@ -51,7 +51,8 @@ class EpisodesConfig(Node):
 
     environment: str | None = None
     """Environment class, ``path/to/file.py:Class`` or ``package.module:Class``, with the methods
-    ``reset(task, seed)`` and ``step(message)``. None: ``tools``."""
+    ``reset(task, seed)`` and ``step(message)``. ``trl:path/to/file.py:name``: an environment of
+    TRL (``environment_factory``)."""
     tools: tuple[str, ...] = ()
     """Python functions with type hints and a docstring, ``path/to/file.py:name``. ``python`` is the
     built-in tool that runs code in ``sandbox``, each call in a new process. The policy may call
@@ -61,7 +62,7 @@ class EpisodesConfig(Node):
     agent: str | None = None
     """Agent function ``async def agent(task, endpoint)``, ``path/to/file.py:name`` or
     ``package.module:name``. It calls the policy at ``endpoint.base_url`` and returns its reward: a
-    number, numbers by name, or None. Its options are further keyword arguments."""
+    number, numbers by name, or None. ``openrlhf:path/to/file.py``: an agent file of OpenRLHF."""
     command: tuple[str, ...] = ()
     """Agent program and arguments, started once per episode. Environment variables have the address
     of the policy (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ...), and the

@@ -126,6 +126,8 @@ class ToolEnvironment:
         max_result_chars: int = 20_000,
         sandbox: Mapping[str, Any] | None = None,
     ) -> None:
+        self._owner: Any = self
+        """Object whose methods are tools."""
         specs = (*type(self).tools, *tools)
         self._runs_code = CODE_TOOL in specs and not _is_method(type(self), CODE_TOOL)
         if self._runs_code:
@@ -215,7 +217,7 @@ class ToolEnvironment:
         if not isinstance(given, Mapping):
             raise TypeError(f"the arguments of {name} must be a JSON object, not {given!r:.80}")
         named = tool.validated(given)
-        positional = (self,) if tool.is_method else ()
+        positional = (self._owner,) if tool.is_method else ()
         running: Any
         if inspect.iscoroutinefunction(tool.function):
             running = asyncio.ensure_future(_without_exit(tool.function(*positional, **named)))

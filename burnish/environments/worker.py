@@ -197,6 +197,9 @@ class Worker:
             raise TypeError(what) from None
         except ValueError:  # a function without an inspectable signature
             pass
+        check = vars(sys.modules[found.__module__]).get("check_options")
+        if inspect.isfunction(check):
+            check(**options)
         self.agent = functools.partial(found, **options)
         return {"python": sys.version.split()[0]}
 

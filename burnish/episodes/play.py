@@ -75,6 +75,8 @@ class Task:
     """Equal for all members of a group."""
     sampling_seed: int
     """Different for every member of a group."""
+    prompt_text: str = ""
+    """The prompt as text, rendered by the chat template if it has messages."""
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,7 @@ class EpisodeRunner(Runner):
             row,
             environment_seed=given if isinstance(given, int) else seed % (1 << 53),
             sampling_seed=(seed << 20) + zlib.crc32(name.encode()),
+            prompt_text=prompt.text,
         )
 
     def _check_failures(self, played: Sequence[Played]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from burnish import agents
 from burnish.agents.commands import CommandAgents
 from burnish.agents.episodes import AgentPlayer
 from burnish.agents.functions import FunctionAgents
@@ -28,6 +31,10 @@ from burnish.rollout.runner import Runner
 from burnish.runtime.base import Runtime
 
 TOOL_ENVIRONMENT = "burnish.environments.tools:ToolEnvironment"
+TRL_ENVIRONMENT = "burnish.environments.trl:TrlEnvironment"
+AGENT_ADAPTERS = {"openrlhf": "path"}
+"""Prefix of ``episodes.agent`` -> option that gets the rest. The adapter is the file of that name
+in burnish/agents/, loaded by path, so that it runs under any interpreter."""
 
 
 def build_players(
@@ -54,7 +61,7 @@ def build_players(
         runtime.tokenizer, history=config.history, tool_format=config.tool_format
     )
     loop = LoopThread("episodes")
-    player = _player(config, runtime)
+    player = _player(config, model, runtime)
     try:
         loop.run(player.start)
         if config.tools:
@@ -67,7 +74,7 @@ def build_players(
     return Players(config, player, renderer, loop)
 
 
-def _player(config: EpisodesConfig, runtime: Runtime) -> EpisodePlayer:
+def _player(config: EpisodesConfig, model: ModelConfig, runtime: Runtime) -> EpisodePlayer:
     """Return what plays the episodes of a recipe, not started."""
     if not config.has_agent:
         spec = environment_spec(config).with_absolute_paths()  # workers of a cluster run elsewhere
@@ -76,10 +83,12 @@ def _player(config: EpisodesConfig, runtime: Runtime) -> EpisodePlayer:
     server = EpisodeServer(config.server_host, config.server_port)
     if config.agent is None:
         return AgentPlayer(server, CommandAgents(config.command))
-    agent = EnvironmentSpec(config.agent, config.options, config.python, role="agent")
+    agent = agent_spec(config, model)
     start = start_process if server.is_local else runtime.start_worker
-    agents = FunctionAgents(agent.with_absolute_paths(), workers=config.workers, start_worker=start)
-    return AgentPlayer(server, agents)
+    functions = FunctionAgents(
+        agent.with_absolute_paths(), workers=config.workers, start_worker=start
+    )
+    return AgentPlayer(server, functions)
 
 
 async def _check_tools(pool: EnvironmentPool, renderer: ChatRenderer, timeout_s: float) -> None:
@@ -105,6 +114,10 @@ def closed_on_error(players: Players | None) -> Iterator[None]:
 def environment_spec(config: EpisodesConfig) -> EnvironmentSpec:
     """Return the environment that a recipe describes: a class, or the one that calls tools."""
     if config.environment is not None:
+        adapter, _, name = config.environment.partition(":")
+        if adapter == "trl":
+            given = {"factory": absolute_path(name), **config.options}
+            return EnvironmentSpec(TRL_ENVIRONMENT, given, config.python)
         return EnvironmentSpec(config.environment, config.options, config.python)
     options: dict[str, Any] = {
         "tools": [absolute_path(tool) for tool in config.tools],
@@ -115,6 +128,21 @@ def environment_spec(config: EpisodesConfig) -> EnvironmentSpec:
     if config.sandbox is not None:
         options["sandbox"] = config.sandbox.model_dump(mode="json")
     return EnvironmentSpec(TOOL_ENVIRONMENT, options, config.python)
+
+
+def agent_spec(config: EpisodesConfig, model: ModelConfig) -> EnvironmentSpec:
+    """Return the agent function that a recipe describes, or the adapter for its agent file."""
+    assert config.agent is not None
+    adapter, _, rest = config.agent.partition(":")
+    if adapter not in AGENT_ADAPTERS:
+        return EnvironmentSpec(config.agent, config.options, config.python, role="agent")
+    file = Path(agents.__file__).with_name(f"{adapter}.py")
+    options: dict[str, Any] = {AGENT_ADAPTERS[adapter]: rest}
+    if adapter == "openrlhf":
+        options = {"path": os.path.abspath(rest), "tokenizer": model.tokenizer_path or model.path}
+    return EnvironmentSpec(
+        f"{file}:agent", {**options, **config.options}, config.python, role="agent"
+    )
 
 
 @dataclass(frozen=True)

@@ -7,24 +7,20 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_session import END, RENDERER, TOKENIZER, wait_for, words
+from agent_session import play_tasks
 from scripted_engine import ScriptedEngine
 
 from burnish.agents.commands import CommandAgents
-from burnish.agents.episodes import AgentPlayer, Agents
+from burnish.agents.episodes import Agents
 from burnish.agents.functions import FunctionAgents
-from burnish.agents.server import EpisodeServer
 from burnish.environments.base import EnvironmentSetupError
 from burnish.environments.pool import EnvironmentSpec
-from burnish.episodes.play import Limits, Played, Policy, Task
+from burnish.episodes.play import Limits, Played
 from burnish.episodes.rows import episode_rows
-from burnish.rollout.base import Sampling
-from burnish.rollout.service import RolloutService
 
 FILE = Path(__file__).with_name("hostile_agents.py")
 LIMITS = Limits(max_turns=6, max_tokens=2000, step_timeout_s=5, timeout_s=4)
@@ -45,24 +41,9 @@ STATUSES = {
 
 def play(agents: Agents, names: list[str]) -> tuple[Mapping[str, list[Played]], ScriptedEngine]:
     """Play an episode with each agent, all at once."""
-    engine = ScriptedEngine(words, TOKENIZER)
-
-    async def inside() -> list[Played]:
-        player = AgentPlayer(EpisodeServer("127.0.0.1", 0), agents)
-        service = RolloutService(engine)
-        try:
-            await player.start()
-            with ThreadPoolExecutor(1) as rendering:
-                policy = Policy(service, RENDERER, Sampling(40, stop_token_ids=(END,)), rendering)
-                tasks = [Task(f"{n}:{i}", {"agent": n}, 0, i) for i, n in enumerate(names)]
-                return list(await asyncio.gather(*(player.play(t, policy, LIMITS) for t in tasks)))
-        finally:
-            await player.close()
-            await wait_for(lambda: not engine.busy)
-            service.close()
-
+    found, engine = play_tasks(agents, [{"agent": name} for name in names], LIMITS)
     played: dict[str, list[Played]] = {}
-    for name, one in zip(names, asyncio.run(inside()), strict=True):
+    for name, one in zip(names, found, strict=True):
         played.setdefault(name, []).append(one)
     return played, engine
 

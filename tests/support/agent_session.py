@@ -13,6 +13,8 @@ from chat_families import chat_tokenizer
 from scripted_engine import Answer, ScriptedEngine
 
 from burnish.agents.calls import ModelCall
+from burnish.agents.episodes import AgentPlayer, Agents
+from burnish.agents.server import EpisodeServer
 from burnish.agents.session import TrainingSession
 from burnish.episodes.play import Limits, Played, Policy, Task
 from burnish.episodes.renderer import ChatRenderer
@@ -82,3 +84,29 @@ async def wait_for(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+def play_tasks(
+    agents: Agents, rows: Sequence[dict[str, Any]], limits: Limits, answer: Answer = words
+) -> tuple[list[Played], ScriptedEngine]:
+    """Play an episode with each row, all at once. Return the episodes and the engine."""
+    engine = ScriptedEngine(answer, TOKENIZER)
+
+    async def inside() -> list[Played]:
+        player = AgentPlayer(EpisodeServer("127.0.0.1", 0), agents)
+        service = RolloutService(engine)
+        try:
+            await player.start()
+            with ThreadPoolExecutor(1) as rendering:
+                policy = Policy(service, RENDERER, Sampling(40, stop_token_ids=(END,)), rendering)
+                tasks = [
+                    Task(f"t:{i}", row, 0, i, prompt_text=row.get("prompt", ""))
+                    for i, row in enumerate(rows)
+                ]
+                return list(await asyncio.gather(*(player.play(t, policy, limits) for t in tasks)))
+        finally:
+            await player.close()
+            await wait_for(lambda: not engine.busy)
+            service.close()
+
+    return asyncio.run(inside()), engine

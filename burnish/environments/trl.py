@@ -1,0 +1,87 @@
+"""Environments of TRL (``environment_factory``) as they are.
+
+The factory makes an object whose public methods are tools. ``reset(**row)`` prepares it and may
+return text, which is appended to the last message of the prompt. ``get_reward()``, if present,
+gives the reward. TRL's functions for ``tools=`` need no adapter: they are ``episodes.tools``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from burnish.environments.base import EnvironmentSetupError
+from burnish.environments.importing import LoadError, load_object
+from burnish.environments.multi_turn import Message, Start, Step
+from burnish.environments.tools import ToolEnvironment, make_tools
+
+_NO_TOOLS = ("reset", "get_reward")
+
+
+class TrlEnvironment(ToolEnvironment):
+    """One episode of a TRL environment.
+
+    Options: ``factory`` (``path/to/file.py:name`` or ``package.module:name``), and those of
+    :class:`~burnish.environments.tools.ToolEnvironment`. The reward is named ``reward``. A sync
+    ``get_reward`` is called after every turn, so that an episode that a limit ends is scored, too;
+    an async one (a judge, for example) is called once, at the end.
+
+    Raises EnvironmentSetupError if the factory fails or its object has no method ``reset``.
+    """
+
+    def __init__(self, *, factory: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._environment = _made(factory)
+        kind = type(self._environment)
+        methods = [name for name, _ in inspect.getmembers(kind, inspect.isfunction)]
+        if "reset" not in methods:
+            raise EnvironmentSetupError(
+                f"environment trl:{factory}: {kind.__name__} has no method reset; an environment "
+                "of TRL needs one"
+            )
+        public = [name for name in methods if name[0] != "_" and name not in _NO_TOOLS]
+        self._tools |= make_tools(public, kind)
+        self._owner = self._environment
+        self._get_reward = vars(kind).get("get_reward") or inspect.getattr_static(
+            kind, "get_reward", None
+        )
+        self._given = 0.0
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Start:  # type: ignore[override]
+        """Reset the environment with the columns of the data row that it accepts. Return the
+        prompt."""
+        row = {"prompt": task["prompt"], **task}
+        parameters = inspect.signature(self._environment.reset).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            row = {name: value for name, value in row.items() if name in parameters}
+        text = self._environment.reset(**row)
+        text = await text if inspect.isawaitable(text) else text
+        start = super().reset(task, seed)
+        messages = list(start.messages)
+        if text is not None:
+            messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{text}"}
+        return Start(messages, start.tools)
+
+    async def step(self, message: Message) -> Step:
+        """Run the calls of a message. The rewards are what ``get_reward`` gained."""
+        step = await super().step(message)
+        if self._get_reward is None:
+            return step
+        if inspect.iscoroutinefunction(self._get_reward):
+            reward = await self._environment.get_reward() if step.done else self._given
+        else:
+            reward = self._environment.get_reward()
+        gained, self._given = float(reward) - self._given, float(reward)
+        return Step(step.messages, step.done, {"reward": gained}, step.counts)
+
+
+def _made(factory: str) -> Any:
+    try:
+        return load_object(factory)()
+    except LoadError as error:
+        raise EnvironmentSetupError(f"environment trl:{error}") from error
+    except Exception as error:
+        raise EnvironmentSetupError(
+            f"environment trl:{factory}: calling it raised {type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,156 @@
+"""Agents and environments of other frameworks, unchanged: OpenRLHF's agent files, TRL's tools and
+environments."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_session import TOKENIZER, check_rows, play_tasks
+
+from burnish.agents.functions import FunctionAgents
+from burnish.config.episodes import EpisodesConfig
+from burnish.config.model import ModelConfig
+from burnish.environments.base import EnvironmentSetupError
+from burnish.environments.tools import ToolEnvironment
+from burnish.environments.trl import TrlEnvironment
+from burnish.episodes.play import Limits
+from burnish.episodes.rows import episode_rows
+from burnish.jobs.episodes import agent_spec, environment_spec
+
+FOLDER = Path(__file__).parent
+LIMITS = Limits(max_turns=6, max_tokens=2000, step_timeout_s=20, timeout_s=20)
+
+
+def openrlhf(name: str, model: Path | None = None) -> FunctionAgents:
+    config = EpisodesConfig(agent=f"openrlhf:{FOLDER / name}", max_tokens=2000)
+    return FunctionAgents(agent_spec(config, ModelConfig(path=str(model or "none"))), workers=1)
+
+
+@pytest.mark.parametrize("max_turns", [6, 1])
+def test_an_agent_instance_of_openrlhf_plays_in_text(max_turns: int) -> None:
+    limits = Limits(max_turns=max_turns, max_tokens=2000, step_timeout_s=20, timeout_s=20)
+    row = {"prompt": "2+2=", "label": "?"}
+    (played, other), engine = play_tasks(openrlhf("openrlhf_agents.py"), [row, row], limits)
+    assert other.record.status == played.record.status
+    first, *rest = played.calls
+    assert TOKENIZER.decode(first.prompt_ids) == "2+2=?"
+    assert len(episode_rows(played.calls)) == 1
+    assert len(rest) == min(max_turns, 2) - 1
+    reward = sum(turn.rewards.get("reward", 0.0) for turn in played.record.turns)
+    assert reward == min(max_turns, 2)
+    assert played.record.status == ("done" if max_turns > 1 else "max_turns")
+    if rest:
+        new = rest[0].prompt_ids[len(first.prompt_ids) + len(first.completion.token_ids) :]
+        assert TOKENIZER.decode(new) == " wrong, again: "
+    assert len(engine.log) == 2 * len(played.calls)
+
+
+def test_an_executor_of_openrlhf_works_on_token_ids(tmp_path: Path) -> None:
+    TOKENIZER.save_pretrained(tmp_path)
+    agents = openrlhf("openrlhf_executor.py", tmp_path)
+    (played,), engine = play_tasks(agents, [{"prompt": "2+2=", "label": None}], LIMITS)
+    assert played.record.status == "done", played.record.error
+    check_rows(played, engine)
+    assert len(episode_rows(played.calls)) == 1
+    assert len(played.calls) == 2
+    assert played.record.turns[-1].rewards == {"reward": 0.5}
+
+
+def test_a_file_without_an_agent_is_refused_at_start() -> None:
+    for name, message in (("hostile_agents.py", "neither a class"), ("none.py", "No such file")):
+        with pytest.raises(EnvironmentSetupError, match=message):
+            asyncio.run(openrlhf(name).start())
+
+
+# ---- TRL ---------------------------------------------------------------------------------------
+
+
+class Counter:
+    """An environment in the form of TRL."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def reset(self, prompt: Any, start: int = 0, **_: Any) -> str:
+        self.count = start
+        return f" The count is {start}."
+
+    def increment(self, step: int) -> int:
+        """Increment the counter.
+
+        Args:
+            step: The value to add.
+        """
+        self.count += step
+        return self.count
+
+    def get_reward(self) -> float:
+        return float(self.count)
+
+
+class Judged(Counter):
+    async def get_reward(self) -> float:  # type: ignore[override]
+        return 0.25
+
+
+class NoReset:
+    def act(self) -> str:
+        """Act."""
+        return ""
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two integers.
+
+    Args:
+        a: The first factor.
+        b: The second factor.
+
+    Returns:
+        The product.
+    """
+    return a * b
+
+
+def calls(*steps: int) -> dict[str, Any]:
+    made = [
+        {"id": str(i), "function": {"name": "increment", "arguments": {"step": step}}}
+        for i, step in enumerate(steps)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": made}
+
+
+async def play(environment: ToolEnvironment, task: dict[str, Any], messages: Any) -> Any:
+    start: Any = environment.reset(task, 0)
+    start = await start if asyncio.iscoroutine(start) else start
+    steps = [await environment.step(message) for message in messages]
+    environment.close()
+    return start, steps
+
+
+def test_an_environment_of_trl_keeps_its_state_and_gives_the_reward() -> None:
+    said = {"role": "assistant", "content": "done"}
+    task = {"prompt": "Count to 7.", "label": None, "start": 2}
+    made = TrlEnvironment(factory=f"{__file__}:Counter")
+    start, steps = asyncio.run(play(made, task, [calls(1, 2), calls(10), said]))
+    assert start.messages == [{"role": "user", "content": "Count to 7. The count is 2."}]
+    assert [tool["function"]["name"] for tool in start.tools] == ["increment"]
+    assert [m["content"] for m in steps[0].messages] == ["3", "5"]
+    assert [step.rewards["reward"] for step in steps] == [5, 10, 0]  # the sum is the last reward
+    judged = TrlEnvironment(factory=f"{__file__}:Judged")
+    _, steps = asyncio.run(play(judged, task, [calls(1), said]))
+    assert [step.rewards["reward"] for step in steps] == [0, 0.25]
+
+
+def test_environments_and_tools_of_trl_in_a_recipe() -> None:
+    config = EpisodesConfig(environment=f"trl:{__file__}:Counter", max_tokens=99)
+    spec = environment_spec(config)
+    TrlEnvironment.check_options(**spec.options)
+    tools = EpisodesConfig(tools=(f"{__file__}:multiply",), max_tokens=99)
+    ToolEnvironment.check_options(**environment_spec(tools).options)
+    for name, message in (("NoReset", "has no method reset"), ("Missing", "Missing")):
+        with pytest.raises(EnvironmentSetupError, match=message):
+            TrlEnvironment(factory=f"{__file__}:{name}")

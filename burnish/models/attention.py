@@ -38,6 +38,7 @@ from burnish.errors import BurnishError
 from burnish.models.cache_attention import (
     Options,
     PrefillPlan,
+    additive_mask,
     prefill_attention,
     stable_attention,
 )
@@ -137,9 +138,18 @@ class DecodePlan:
     positions: Tensor  # [B] position of the new token
     length: int
     """Number of keys to read: the longest active sequence, including its new token."""
-    mask: Tensor  # [B, 1, 1, length] True = may read
-    stable: bool = False
-    """True if the bits of a row must not depend on the batch (``models/cache_attention.py``)."""
+    mask: Tensor | None  # [B, 1, 1, length] True = may read
+    """None: the bits of a row must not depend on the batch (``models/cache_attention.py``). The
+    cache then has transposed keys."""
+    _added: dict[int | None, Tensor] = field(default_factory=dict, compare=False)
+
+    def added_mask(self, window: int | None) -> Tensor:
+        """Return the additive fp32 mask [B, 1, 1, length] for a sliding window, shared by all
+        layers."""
+        if window not in self._added:
+            keys = range(self.length)
+            self._added[window] = additive_mask(self.positions[:, None], keys, window)
+        return self._added[window]
 
 
 @dataclass(frozen=True)
@@ -214,9 +224,11 @@ def decode_plan(
     """Return the plan for one new token per active sequence, at ``positions`` [B]. ``length`` is
     at least the largest position + 1."""
     slots = torch.arange(positions.numel(), device=positions.device)
+    if stable:
+        return DecodePlan(cache, slots, positions, length, None)
     reach = torch.arange(length, device=positions.device)
     mask = (reach[None, :] <= positions[:, None])[:, None, None, :]
-    return DecodePlan(cache, slots, positions, length, mask, stable)
+    return DecodePlan(cache, slots, positions, length, mask)
 
 
 class UnsupportedAttention(BurnishError, NotImplementedError):
@@ -422,12 +434,13 @@ def _decode(plan: DecodePlan, qkv: tuple[Tensor, Tensor, Tensor], options: Optio
     keys = plan.cache.keys[options.layer][:batch, :, : plan.length]
     values = plan.cache.values[options.layer][:batch, :, : plan.length]
     mask = plan.mask
+    if mask is None:
+        added = plan.added_mask(window)
+        out = stable_attention(query, (keys, values), added, options).transpose(1, 2)
+        return F.pad(out, (0, 0, 0, 0, 0, 0, 0, padding - batch)) if padding > batch else out
     if window is not None and plan.length > window:
         reach = torch.arange(plan.length, device=mask.device)
         mask = mask & (reach[None, :] > plan.positions[:, None] - window)[:, None, None, :]
-    if plan.stable:
-        out = stable_attention(query, (keys, values), ~mask, options).transpose(1, 2)
-        return F.pad(out, (0, 0, 0, 0, 0, 0, 0, padding - batch)) if padding > batch else out
     # The query heads that share a key/value head are the rows of one small matmul.
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, dim)
     on_cpu = query.device.type == "cpu" and query.dtype != torch.bfloat16

@@ -4,15 +4,17 @@ batch.
 On a CPU, the output of a token must have the same bits whatever else is computed with it, and
 whether the keys before it were computed in the same pass, in earlier passes or token by token. The
 matmuls of :func:`stable_attention` therefore have shapes for which PyTorch's CPU kernels give the
-same bits (docs/lab-notebook.md, 2026-11-23): at least :data:`_KEY_ROWS` query rows per matmul, key
-lengths rounded up to :data:`KEY_MULTIPLE`, and sums over the keys in chunks of :data:`_CHUNK`.
-Masked keys have weight 0, which adds nothing.
+same bits (docs/lab-notebook.md, 2026-11-23): at least two query rows per matmul, keys whose
+positions are contiguous in memory, and sums over the keys in chunks of at least
+:data:`_LEAST_KEYS` and at most :data:`_CHUNK`. Masked keys have weight 0, which adds nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, reduce
 
 import numpy as np
 import torch
@@ -21,13 +23,18 @@ from torch import Tensor
 
 from burnish.models.kv_cache import KVCache
 
-KEY_MULTIPLE = 16
-_KEY_ROWS = ((128, 8), (1 << 30, 16))
-"""(largest head size, least query rows of a matmul with the keys)."""
-_VALUE_ROWS = 4
-"""Least query rows of a matmul with the values."""
+_KEY_MULTIPLE = 4
+"""Key lengths are rounded up to this, so that the rows of the scores are aligned."""
+_SMALL = 400
+"""PyTorch computes matmuls with fewer multiplications than this in a loop, with other bits."""
+_VECTOR = 32
+"""Numbers that PyTorch's CPU kernels compute at once: two vectors of 16 fp32 numbers."""
+_THREAD = 1 << 15
+"""PyTorch uses at most one more thread for each of these many numbers."""
 _CHUNK = 256
 """Keys per matmul with the values: longer sums are split by the kernel, depending on the length."""
+_LEAST_KEYS = 16
+"""Least keys of a chunk. Sums over fewer have other bits."""
 _SCORES = 1 << 24
 """Maximum scores computed at once: 64 MiB."""
 _TILE = 64
@@ -71,7 +78,8 @@ class _Bucket:
     length: int
     """Keys of the longest one, rounded up."""
     masks: dict[tuple[int, int, int | None], tuple[int, Tensor]] = field(default_factory=dict)
-    """(first row, first query, window) -> (number of keys, mask), shared by all layers."""
+    """(first row, first query, window) -> (number of keys, mask of the last ones), shared by all
+    layers."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +98,27 @@ class PrefillPlan:
 
 
 def rounded(length: int) -> int:
-    """Return ``length`` rounded up to :data:`KEY_MULTIPLE`."""
-    return -(-length // KEY_MULTIPLE) * KEY_MULTIPLE
+    """Return the least number of keys from ``length`` on whose sums are stable."""
+    chunks, rest = divmod(length, _CHUNK)
+    keys = max(_LEAST_KEYS, -(-rest // _KEY_MULTIPLE) * _KEY_MULTIPLE) if rest else 0
+    return chunks * _CHUNK + keys
+
+
+@cache
+def matmuls_are_stable(threads: int) -> bool:
+    """Return whether this machine's batched matmuls with ``threads`` threads give a row the same
+    bits in any number of rows, as :func:`stable_attention` requires. MKL's kernels for AVX2 do
+    not; those for AVX-512 do."""
+    draw = torch.Generator().manual_seed(threads)
+    shapes = [(dim, 96) for dim in (16, 64, 128)]  # with the keys; reversed: with the values
+    for inner, columns in shapes + [shape[::-1] for shape in shapes]:
+        left = torch.randn(2, 64, inner, generator=draw)
+        right = torch.randn(2, inner, columns, generator=draw)
+        expected = torch.bmm(left, right)
+        for rows in (2, 3, 7, 8, 15, 33):
+            if not torch.equal(torch.bmm(left[:, :rows], right), expected[:, :rows]):
+                return False
+    return True
 
 
 def prefill_plan(
@@ -171,10 +198,8 @@ def _attend(
     cache: KVCache, bucket: _Bucket, query: Tensor, rows: slice, options: Options
 ) -> Tensor:
     """Return the attention of some rows of a bucket, [S, heads, Lq, dim]."""
-    slots, length = bucket.slots[rows], bucket.length
-    keys = cache.keys[options.layer][:, :, :length][slots]
-    values = cache.values[options.layer][:, :, :length][slots]
-    queries = query.shape[2]
+    length, queries = bucket.length, query.shape[2]
+    keys, values = cache.read(options.layer, bucket.slots[rows], length)
     small = query.shape[0] * query.shape[1] * queries * length <= _SCORES
     tile = max(_TILE, queries // 4) if small else _TILE
     outputs = []
@@ -183,50 +208,85 @@ def _attend(
         if key not in bucket.masks:
             at = bucket.positions[rows, begin : begin + tile]
             reach = min(length, rounded(int(at.max()) + 1))
-            bucket.masks[key] = reach, hidden_keys(at, reach, options.window)
+            masked = options.window is not None and reach > options.window
+            first = 0 if masked else int(at.min())  # all queries read the keys before it
+            bucket.masks[key] = reach, additive_mask(at, range(first, reach), options.window)
         reach, mask = bucket.masks[key]
         kv = keys[:, :, :reach], values[:, :, :reach]
         outputs.append(stable_attention(query[:, :, begin : begin + tile], kv, mask, options))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 
-def hidden_keys(positions: Tensor, length: int, window: int | None) -> Tensor:
-    """Return the mask [S, 1, Lq, length] that is True if the query at ``positions`` [S, Lq] must
-    not read a key: keys after its position, or before the sliding window."""
-    keys = torch.arange(length, device=positions.device)
-    hidden = keys > positions[..., None]
-    if window is not None and length > window:
-        hidden |= keys <= positions[..., None] - window
-    return hidden[:, None]
+def additive_mask(positions: Tensor, keys: range, window: int | None) -> Tensor:
+    """Return the mask [S, 1, Lq, M] of M keys: 0 if the query at ``positions`` [S, Lq] reads the
+    key; -inf for keys after its position, or before the sliding window."""
+    at = torch.arange(keys.start, keys.stop, device=positions.device)
+    hidden = at > positions[..., None]
+    if window is not None and keys.stop > window:
+        hidden |= at <= positions[..., None] - window
+    return torch.zeros(hidden.shape, device=at.device).masked_fill_(hidden, -torch.inf)[:, None]
 
 
 def stable_attention(
-    query: Tensor, kv: tuple[Tensor, Tensor], hidden: Tensor, options: Options
+    query: Tensor, kv: tuple[Tensor, Tensor], mask: Tensor, options: Options
 ) -> Tensor:
     """Return the attention [S, heads, Lq, dim] in fp32, with bits that do not depend on the batch.
 
-    ``query`` [S, heads, Lq, dim], ``kv`` [S, kv_heads, L, dim], ``hidden`` [S, 1, Lq, L] with True
-    = must not read. The query heads that share a key/value head are the rows of one matmul.
+    ``query`` [S, heads, Lq, dim], ``kv`` [S, kv_heads, L, dim] with transposed keys
+    (``KVCache``), ``mask`` [S, 1, Lq, M] added to the scores of the last M keys. The query heads
+    that share a key/value head are the rows of one matmul.
     """
     keys, values = kv
     rows, heads, queries, dim = query.shape
     kv_heads, length = keys.shape[1:3]
     group = heads // kv_heads
-    q = query.reshape(rows, kv_heads, group * queries, dim).float() * options.scale
-    least = next(count for size, count in _KEY_ROWS if dim <= size)
-    if group * queries < least:
-        q = F.pad(q, (0, 0, 0, least - group * queries))
+    count = group * queries
+    q = query.reshape(rows, kv_heads, count, dim).float() * options.scale
+    scores_per_row = rows * kv_heads * length
+    padding = _padded_rows(count, min(dim, values.shape[-1]), scores_per_row, options) - count
+    if padding:
+        q = F.pad(q, (0, 0, 0, padding))
     scores = torch.matmul(q, keys.float().transpose(-1, -2))  # [S, kv_heads, R, L]
     if options.softcap is not None:
         scores = torch.tanh(scores / options.softcap) * options.softcap
-    scores = scores[:, :, : max(group * queries, _VALUE_ROWS)]
-    real = scores[:, :, : group * queries].unflatten(2, (group, queries))
-    real.masked_fill_(hidden[:, :, None], -torch.inf)
+    read = scores if mask.shape[-1] == length else scores[..., length - mask.shape[-1] :]
+    if queries == 1:
+        read.add_(mask)
+    else:
+        read[:, :, :count].unflatten(2, (group, queries)).add_(mask[:, :, None])
     weights = scores.softmax(-1)
     wide = values.float()
-    out = torch.matmul(weights[..., :_CHUNK], wide[:, :, :_CHUNK])
-    for begin in range(_CHUNK, length, _CHUNK):
-        end = begin + _CHUNK
-        out += torch.matmul(weights[..., begin:end], wide[:, :, begin:end])
-    out = out[:, :, : group * queries].to(query.dtype)
+    if length <= _CHUNK:
+        out = torch.matmul(weights, wide)
+    else:
+        parts = zip(weights.split(_CHUNK, -1), wide.split(_CHUNK, 2), strict=True)
+        out = reduce(Tensor.add_, (torch.matmul(*part) for part in parts))
+    out = (out[:, :, :count] if padding else out).to(query.dtype)
     return out.reshape(rows, heads, queries, values.shape[-1])
+
+
+def _padded_rows(count: int, dim: int, scores: int, options: Options) -> int:
+    """Return the number of rows of a matmul for ``count`` queries of ``dim`` numbers. ``scores``:
+    scores per row, of all matmuls together."""
+    least = max(count, 2, -(-_SMALL // (_LEAST_KEYS * dim)))
+    if options.softcap is None:
+        return least
+    return full_vectors(least, [scores], threads=torch.get_num_threads())
+
+
+def full_vectors(rows: int, widths: Collection[int], *, threads: int) -> int:
+    """Return the least number of rows, at least ``rows``, for which an elementwise function of
+    [rows, width] ends at a full vector in the part of every thread, for each of ``widths``."""
+
+    def ends(count: int) -> bool:
+        return all(part % _VECTOR == 0 for part in _parts(count, widths, threads))
+
+    return next(count for count in itertools.count(rows) if ends(count))
+
+
+def _parts(rows: int, widths: Collection[int], threads: int) -> Iterator[int]:
+    """Yield the elements of a tensor [rows, width] and of a thread's part of it, for each width."""
+    for width in widths:
+        elements = rows * width
+        yield elements
+        yield -(-elements // min(threads, -(-elements // _THREAD)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -11,11 +10,15 @@ class KVCache:
 
     Slots ``0 .. B-1`` hold the B active sequences, so a decode step reads a plain slice. A layer is
     allocated on its first write, in the shape and dtype of the keys and values.
+
+    With ``transposed_keys`` the keys have the same shape, but their positions are contiguous in
+    memory, which batch-invariant matmuls need (``models/cache_attention.py``).
     """
 
-    def __init__(self, num_slots: int, capacity: int) -> None:
+    def __init__(self, num_slots: int, capacity: int, *, transposed_keys: bool = False) -> None:
         self.num_slots = num_slots
         self.capacity = capacity
+        self.transposed_keys = transposed_keys
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
@@ -25,12 +28,20 @@ class KVCache:
         """Store keys and values [W, kv_heads, head_dim] at (slot, position) pairs."""
         key, value = kv
         if layer not in self.keys:
-            _, heads, dim = key.shape
-            shape = (self.num_slots, heads, self.capacity, dim)
-            self.keys[layer] = key.new_zeros(shape)
-            self.values[layer] = value.new_zeros((*shape[:3], value.shape[-1]))
+            self.keys[layer] = self._zeros(key, transposed=self.transposed_keys)
+            self.values[layer] = self._zeros(value, transposed=False)
         self.keys[layer][slots, :, positions] = key
         self.values[layer][slots, :, positions] = value
+
+    def read(self, layer: int, slots: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Return copies of the first ``length`` keys and values [S, kv_heads, length, head_dim] of
+        some slots, in the memory order of the cache."""
+        keys, values = self.keys[layer][:, :, :length], self.values[layer][:, :, :length]
+        if self.transposed_keys:
+            keys = keys.transpose(2, 3).index_select(0, slots).transpose(2, 3)
+        else:
+            keys = keys.index_select(0, slots)
+        return keys, values.index_select(0, slots)
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first ``length`` positions of slots ``source`` into slots ``target``."""
@@ -38,35 +49,34 @@ class KVCache:
             for tensor in store.values():
                 tensor[target, :, :length] = tensor[source, :, :length]
 
-    def grow(self, capacity: int) -> None:
-        """Extend each slot to ``capacity`` positions and keep its contents. Never shrinks."""
-        extra = capacity - self.capacity
-        if extra <= 0:
+    def resize(self, *, num_slots: int = 0, capacity: int = 0) -> None:
+        """Extend the cache to these sizes and keep its contents. Never shrinks."""
+        if num_slots <= self.num_slots and capacity <= self.capacity:
             return
-        for store in (self.keys, self.values):
-            for layer, tensor in store.items():
-                store[layer] = F.pad(tensor, (0, 0, 0, extra))
-        self.capacity = capacity
-
-    def add_slots(self, num_slots: int) -> None:
-        """Extend the cache to ``num_slots`` slots and keep its contents. Never shrinks."""
-        extra = num_slots - self.num_slots
-        if extra <= 0:
-            return
-        for store in (self.keys, self.values):
-            for layer, tensor in store.items():
-                store[layer] = F.pad(tensor, (0, 0, 0, 0, 0, 0, 0, extra))
-        self.num_slots = num_slots
+        self.num_slots = max(num_slots, self.num_slots)
+        self.capacity = max(capacity, self.capacity)
+        stores = ((self.keys, self.transposed_keys), (self.values, False))
+        for store, transposed in stores:
+            for layer, old in store.items():
+                store[layer] = self._zeros(old[:, :, 0], transposed=transposed)
+                store[layer][: old.shape[0], :, : old.shape[2]] = old
 
     def copy_from(self, other: KVCache) -> None:
         """Copy the contents of a cache that is not larger."""
         for own, given in ((self.keys, other.keys), (self.values, other.values)):
             for layer, tensor in given.items():
                 if layer not in own:
-                    shape = (self.num_slots, tensor.shape[1], self.capacity, tensor.shape[3])
-                    own[layer] = tensor.new_zeros(shape)
+                    transposed = self.transposed_keys and own is self.keys
+                    own[layer] = self._zeros(tensor[:, :, 0], transposed=transposed)
                 own[layer][: other.num_slots, :, : other.capacity] = tensor
 
     @property
     def num_bytes(self) -> int:
         return sum(t.nbytes for store in (self.keys, self.values) for t in store.values())
+
+    def _zeros(self, like: Tensor, *, transposed: bool) -> Tensor:
+        """Return the tensor of a layer for keys or values like those given, [W, kv_heads, dim]."""
+        _, heads, dim = like.shape
+        if transposed:
+            return like.new_zeros(self.num_slots, heads, dim, self.capacity).transpose(2, 3)
+        return like.new_zeros(self.num_slots, heads, self.capacity, dim)

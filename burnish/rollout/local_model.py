@@ -9,8 +9,7 @@ for which elementwise functions end at a full vector (:meth:`LocalModel.padded`)
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,15 +18,11 @@ from transformers import PreTrainedModel
 
 from burnish.config.rollout import LocalEngine
 from burnish.models.attention import NO_MASK
+from burnish.models.cache_attention import full_vectors, matmuls_are_stable
 from burnish.models.kv_cache import KVCache
 from burnish.models.logit_scaling import logit_scaling
 from burnish.rollout.cpu_linear import Fp32Layer, fp32_layers, onednn_layers, onednn_linear
 from burnish.rollout.cuda_graphs import DecodeGraphs
-
-_VECTOR = 32
-"""Numbers that PyTorch's CPU kernels compute at once: two vectors of 16 fp32 numbers."""
-_THREAD = 1 << 15
-"""PyTorch uses at most one more thread for each of these many numbers."""
 
 
 class LocalModel:
@@ -42,7 +37,11 @@ class LocalModel:
         self._no_mask = NO_MASK.to(self.device)  # copied here: a copy in a captured graph fails
         wanted = config.batch_invariant
         self._onednn = onednn_layers(model, bf16=wanted is True)
-        self.stable = wanted is not False and _all_in(model, self._onednn)
+        self.stable = (
+            wanted is not False
+            and _all_in(model, self._onednn)
+            and matmuls_are_stable(torch.get_num_threads())
+        )
         """True if the forward passes are batch invariant."""
         self._padded: dict[tuple[int, int], int] = {}
         """(number of threads, rows) -> result of :meth:`padded`."""
@@ -121,24 +120,6 @@ class LocalModel:
             "Either training diverged (use a lower train.lr), or the dtype has too little range "
             "(precision.dtype)"
         )
-
-
-def full_vectors(rows: int, widths: Collection[int], *, threads: int) -> int:
-    """Return the least number of rows, at least ``rows``, for which an elementwise function of
-    [rows, width] ends at a full vector in the part of every thread, for each of ``widths``."""
-
-    def ends(count: int) -> bool:
-        return all(part % _VECTOR == 0 for part in _parts(count, widths, threads))
-
-    return next(count for count in itertools.count(rows) if ends(count))
-
-
-def _parts(rows: int, widths: Collection[int], threads: int) -> Iterator[int]:
-    """Yield the elements of a tensor [rows, width] and of a thread's part of it, for each width."""
-    for width in widths:
-        elements = rows * width
-        yield elements
-        yield -(-elements // min(threads, -(-elements // _THREAD)))
 
 
 def _all_in(model: nn.Module, layers: Sequence[nn.Linear]) -> bool:

@@ -194,10 +194,10 @@ class RunningBatch:
             if old is not None and old is not self.cache:
                 self.cache.copy_from(old)
         elif old is None:
-            self.cache = KVCache(slots, self._rounded(capacity))
+            stable = self.network.stable
+            self.cache = KVCache(slots, self._rounded(capacity), transposed_keys=stable)
         else:
-            old.grow(self._rounded(capacity))
-            old.add_slots(slots)
+            old.resize(num_slots=slots, capacity=self._rounded(capacity))
 
     def _reusable(self, row: _Row) -> int:
         """Return the number of tokens of ``row`` that the kept cache of its conversation has. The
@@ -297,7 +297,7 @@ class RunningBatch:
         """Return the logits [B, V] of the next tokens. ``length``: of the longest sample."""
         stable, count = self.network.stable, len(self.active)
         if length > cache.capacity:
-            cache.grow(self._rounded(length + length // 2))
+            cache.resize(capacity=self._rounded(length + length // 2))
         plan = decode_plan(cache, self.positions, self._rounded(length), stable=stable)
         padding = self.network.padded(count) - count
         tokens, positions = self.tokens, self.positions

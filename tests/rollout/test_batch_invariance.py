@@ -8,16 +8,29 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import silu
 
 from burnish.config.model import Dtype, ModelConfig, ScratchConfig
 from burnish.config.rollout import LocalEngine
+from burnish.models import cache_attention
+from burnish.models.cache_attention import (
+    Options,
+    additive_mask,
+    full_vectors,
+    matmuls_are_stable,
+    rounded,
+    stable_attention,
+)
+from burnish.models.kv_cache import KVCache
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.local import LocalRolloutEngine
-from burnish.rollout.local_model import full_vectors
 from burnish.rollout.sampling import sample_tokens
 
+pytestmark = pytest.mark.skipif(
+    not matmuls_are_stable(1), reason="the matmuls of this machine depend on the number of rows"
+)
 SIZES = {
     "tiny heads": ScratchConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2),
     "grouped queries": ScratchConfig(
@@ -157,3 +170,55 @@ def test_prefilled_and_decoded_tokens_have_the_same_bits() -> None:
         if polls % 7 == 0:
             engine.version = 0  # the same weights again
     assert found == expected
+
+
+@pytest.mark.parametrize(("softcap", "num_threads"), [(None, 1), (30.0, 1), (30.0, 3)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 3, 32), (14, 2, 64)])
+def test_attention_of_many_queries_has_the_bits_of_single_ones(
+    heads: int, kv_heads: int, dim: int, softcap: float | None, num_threads: int
+) -> None:
+    """300 tokens in parts of 1, 2, 43 and 254 queries, over different numbers of keys, and all as
+    one decode batch. 300 keys are two chunks of sums."""
+    draw, count = torch.Generator().manual_seed(0), 300
+    options = Options(layer=0, scale=dim**-0.5, window=None, dropout=0.0, softcap=softcap)
+    cache = KVCache(1, rounded(count), transposed_keys=True)
+    at = torch.arange(count)
+    new = torch.randn(2, count, kv_heads, dim, generator=draw).unbind(0)
+    cache.write(0, torch.zeros_like(at), at, new)
+    query = torch.randn(count, heads, 1, dim, generator=draw)
+
+    def attended(tokens: Tensor, length: int) -> Tensor:
+        """As one row of queries, [T, heads, dim]."""
+        keys, values = cache.read(0, torch.tensor([0]), length)
+        mask = additive_mask(tokens[None], range(length), None)
+        rows = query[tokens, :, 0].transpose(0, 1)[None]
+        return stable_attention(rows, (keys, values), mask, options)[0].transpose(0, 1)
+
+    with threads(num_threads):
+        alone = torch.cat([attended(at[i : i + 1], rounded(i + 1)) for i in range(count)])
+        for begin, end in ((0, 1), (1, 3), (3, 46), (46, count)):
+            for length in (rounded(end), cache.capacity):
+                assert torch.equal(attended(at[begin:end], length), alone[begin:end])
+        kv = cache.read(0, torch.zeros_like(at), cache.capacity)
+        mask = additive_mask(at[:, None], range(cache.capacity), None)
+        assert torch.equal(stable_attention(query, kv, mask, options)[:, :, 0], alone)
+
+
+def test_a_machine_whose_matmuls_depend_on_the_rows_is_not_called_batch_invariant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As MKL with AVX2: with 7 rows the last row has other bits."""
+    true_bmm = torch.bmm
+
+    def bmm(left: Tensor, right: Tensor) -> Tensor:
+        out = true_bmm(left, right)
+        if left.shape[1] == 7:
+            out[:, -1] *= 1 + 1e-6
+        return out
+
+    matmuls_are_stable.cache_clear()
+    monkeypatch.setattr(cache_attention.torch, "bmm", bmm)
+    assert not engine_of("tiny heads").network.stable
+    monkeypatch.undo()
+    matmuls_are_stable.cache_clear()
+    assert engine_of("tiny heads").network.stable

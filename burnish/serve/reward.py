@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import signal
-import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from burnish.config.model import ModelConfig
-from burnish.rewards.base import RewardError
-from burnish.rewards.remote import read_token
 from burnish.serve.base import ServeError, ServeOptions
+from burnish.serve.running import address_of, check_extra, run_until_signal, token_of
 from burnish.serve.scorer import load_text_scorer
-
-if TYPE_CHECKING:
-    import uvicorn
 
 
 def serve_reward(model: str, options: ServeOptions, *, version: str) -> None:
@@ -26,8 +18,8 @@ def serve_reward(model: str, options: ServeOptions, *, version: str) -> None:
     without a token, or a model that is not a reward model.
     """
     options.check()
-    _check_extra()
-    token = _token(options)
+    check_extra()
+    token = token_of(options)
     if (Path(model) / "checkpoints").is_dir():
         raise ServeError(
             f"{model} is a run folder; write its model to a folder first: "
@@ -42,43 +34,6 @@ def serve_reward(model: str, options: ServeOptions, *, version: str) -> None:
         scorer = load_text_scorer(ModelConfig(path=model), options)
         name = Path(model).name if Path(model).is_dir() else model
         app = RewardApp(scorer, options, token=token, model=name, version=version)
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        ready = f"serving {name} at http://{shown}:{port}{REWARD_PATH}"
-        _run(make_server(app.asgi, app.guard, shutdown_s=options.shutdown_s), listener, ready)
-
-
-def _run(server: uvicorn.Server, listener: socket.socket, ready: str) -> None:
-    """Run the server. uvicorn raises the signal that stopped it again, so it is handled here: for a
-    server it is the normal exit."""
-
-    def end(*_: object) -> None:
-        server.should_exit = True  # for a signal before uvicorn installs its handlers
-
-    before = {s: signal.signal(s, end) for s in (signal.SIGINT, signal.SIGTERM)}
-    print(ready, flush=True)
-    try:
-        server.run(sockets=[listener])
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _check_extra() -> None:
-    for package in ("starlette", "uvicorn"):
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            raise ServeError(
-                f"serving needs the package {package}, but importing it failed ({error}); install "
-                "it with: pip install 'burnish[serve]'"
-            ) from error
-
-
-def _token(options: ServeOptions) -> str | None:
-    if options.token_env is None:
-        return None
-    try:
-        return read_token(options.token_env)
-    except RewardError as error:
-        raise ServeError(str(error)) from error
+        ready = f"serving {name} at {address_of(listener)}{REWARD_PATH}"
+        server = make_server(app.asgi, app.guard, shutdown_s=options.shutdown_s)
+        run_until_signal(server, listener, ready)

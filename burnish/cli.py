@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from burnish import __version__
+from burnish import __version__, cli_serve
 from burnish.cli_arguments import (
     Arguments,
     DryRun,
@@ -22,7 +22,6 @@ from burnish.cli_arguments import (
     RayAddress,
     Recipe,
     Resume,
-    ServedOverlong,
     check_export,
     on_ray,
     split,
@@ -337,81 +336,9 @@ def plan(  # house: ok typer makes the options from the signature
         raise typer.Exit(4)
 
 
-@app.command("serve-reward")
-def serve_reward(  # house: ok typer makes the options from the signature
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or hub name.")],
-    host: Annotated[
-        str,
-        typer.Option(
-            help="Address to listen on; addresses reachable from other machines need a token."
-        ),
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 5000,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Another name of this server. May be repeated."),
-    ] = None,
-    token_env: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Environment variable with the token that requests must have."
-        ),
-    ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Number format of the model.")] = Dtype.fp32,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    max_batch_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of one forward pass.")
-    ] = 16384,
-    max_wait_ms: Annotated[
-        float, typer.Option(min=0, help="Maximum wait for more requests to fill a pass.")
-    ] = 5.0,
-    max_len: Annotated[
-        int | None,
-        typer.Option(min=1, help="Maximum text length in tokens. Default: the model's limit."),
-    ] = None,
-    max_chars: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Maximum text length in characters. Default: 32 per token of max-len."
-        ),
-    ] = None,
-    overlong: Annotated[
-        ServedOverlong,
-        typer.Option(help="Longer texts: reject them, or truncate them on the left."),
-    ] = ServedOverlong.error,
-    append_eos: Annotated[
-        bool, typer.Option("--append-eos", help="Append the end token to every text.")
-    ] = False,
-    max_items: Annotated[int, typer.Option(min=1, help="Maximum texts per request.")] = 1024,
-    max_request_bytes: Annotated[int, typer.Option(min=1, help="Maximum size of a request.")] = 16
-    << 20,
-    max_queue: Annotated[int, typer.Option(min=1, help="Maximum number of waiting texts.")] = 4096,
-) -> None:
-    """Serve the scores of a reward model over HTTP, compatible with OpenRLHF's servers."""
-    if problem := folder_problem(model):
-        raise ConfigError(problem.replace("--out DIR", "--model reward --out DIR"))
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from burnish.serve.base import ServeOptions
-    from burnish.serve.reward import serve_reward
-
-    options = ServeOptions(
-        host=host,
-        port=port,
-        allowed_hosts=tuple(allowed_host or ()),
-        token_env=token_env,
-        dtype=dtype.value,
-        device=device,
-        max_batch_tokens=max_batch_tokens,
-        max_wait_ms=max_wait_ms,
-        max_len=max_len,
-        max_chars=max_chars,
-        overlong=overlong.value,
-        append_eos=append_eos,
-        max_items=max_items,
-        max_request_bytes=max_request_bytes,
-        max_queue=max_queue,
-    )
-    serve_reward(model, options, version=__version__)
+app.command("serve-reward")(cli_serve.serve_reward)
+app.command()(cli_serve.serve)
+app.command()(cli_serve.chat)
 
 
 @app.command()

@@ -75,6 +75,45 @@ class ServedOverlong(StrEnum):
     truncate_left = "truncate_left"
 
 
+class Engine(StrEnum):
+    """Rollout engines of a served model."""
+
+    local = "local"
+    vllm = "vllm"
+
+
+ServedModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A checkpoint, a run folder (its newest checkpoint), a model folder or a hub name.",
+    ),
+]
+ServerHost = Annotated[
+    str,
+    typer.Option(
+        help="Address to listen on; addresses reachable from other machines need a token."
+    ),
+]
+ServerPort = Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")]
+AllowedHost = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Another name of this server. May be repeated."),
+]
+ServerTokenEnv = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Environment variable with the token that requests must have."
+    ),
+]
+EngineOption = Annotated[Engine, typer.Option(help="The engine that samples.")]
+ServedDtype = Annotated[
+    Dtype | None,
+    typer.Option(help="Number format of the model. Default: bf16 on CUDA, else fp32."),
+]
+ServedDevice = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+
+
 def on_ray(arguments: list[str] | None, address: str | None) -> list[str]:
     """Return the arguments with the overrides set by ``--ray-address``."""
     if address is not None and not address.strip():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -74,12 +74,22 @@ APIS = (CHAT, _Api("completions", Completions()), ANTHROPIC, _Api("responses", R
 class AgentApp:
     """The application. ``asgi`` is the ASGI application."""
 
-    def __init__(self, resolve: Resolve, guard: Guard, *, wait_s: float | None = None) -> None:
+    def __init__(
+        self,
+        resolve: Resolve,
+        guard: Guard,
+        *,
+        health: Callable[[], Mapping[str, Any]] | None = None,
+        wait_s: float | None = None,
+    ) -> None:
+        """``health`` returns the body of ``/health``: ``ready``, and more to show. ``wait_s``: see
+        :data:`WAIT_S`."""
         self._resolve, self.guard = resolve, guard
         self._wait_s = WAIT_S if wait_s is None else wait_s
+        self._state = health or _is_ready
         guard.refusal = self._refused
         self.asgi = Starlette(
-            routes=[Route("/health", _health, methods=["GET"]), *self._routes()],
+            routes=[Route("/health", self._health, methods=["GET"]), *self._routes()],
             exception_handlers={HTTPException: self._refused, CallError: self._refused},
         )
 
@@ -157,6 +167,11 @@ class AgentApp:
             raise CallError(what, status=404, kind="not_found_error", param="model")
         return JSONResponse(_model(name))
 
+    async def _health(self, _: Request) -> Response:
+        """Return the health status. No key is needed."""
+        state = self._state()
+        return JSONResponse(dict(state), status_code=200 if state["ready"] else 503)
+
     async def _refused(self, request: Request, error: Exception) -> Response:
         """Return an error in the form of the API that the request was for."""
         api = _api_of(request)
@@ -179,9 +194,8 @@ class AgentApp:
         return JSONResponse(body, status_code=error.status, headers=headers)
 
 
-async def _health(_: Request) -> Response:
-    """Return that the server runs. No key is needed."""
-    return JSONResponse({"ready": True})
+def _is_ready() -> Mapping[str, Any]:
+    return {"ready": True}
 
 
 def _model(name: str) -> dict[str, Any]:

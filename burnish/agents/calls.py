@@ -138,6 +138,11 @@ class ModelCall:
     """Parameters that have no effect with any backend, such as ``reasoning_effort``. A backend
     includes them in :attr:`ModelReply.ignored`."""
 
+    @property
+    def shown_tools(self) -> tuple[Mapping[str, Any], ...]:
+        """Return the tools that the model sees."""
+        return () if self.tool_choice == "none" else self.tools
+
 
 def check_supported(call: ModelCall) -> None:
     """Raise CallError (400) with all reasons if the call has unsupported parameters."""

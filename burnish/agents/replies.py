@@ -1,4 +1,4 @@
-"""Completions of the engine to replies for clients."""
+"""Parts of backends: prompts of clients to the engine, and its completions to replies."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from burnish.agents.calls import Choice, ModelCall, ModelReply
+from burnish.agents.calls import Choice, ModelCall, ModelReply, invalid
 from burnish.data.messages import Message
 from burnish.episodes.parsing import ParsedMessage
+from burnish.episodes.renderer import TextCodec
 from burnish.rollout.base import Completion, Sampling
+
+
+def checked_ids(ids: tuple[int, ...], codec: TextCodec) -> tuple[int, ...]:
+    """Return the ids of a prompt. Raises CallError (400) if there are none, or if one is not in the
+    vocabulary."""
+    size = codec.num_tokens
+    if not ids or any(not 0 <= token < size for token in ids):
+        raise invalid("prompt", f"a prompt needs at least one id, and ids below {size}")
+    return ids
 
 
 def with_stop(sampling: Sampling, stop: Sequence[str]) -> Sampling:

@@ -21,7 +21,14 @@ from typing import Any
 
 from burnish.agents.calls import CallError, ModelCall, ModelReply, check_supported, invalid
 from burnish.agents.matching import History
-from burnish.agents.replies import make_choice, make_reply, stop_in, with_stop, without_stop
+from burnish.agents.replies import (
+    checked_ids,
+    make_choice,
+    make_reply,
+    stop_in,
+    with_stop,
+    without_stop,
+)
 from burnish.agents.retries import Retries
 from burnish.data.messages import Message
 from burnish.environments.pool import EpisodeFailedError
@@ -274,7 +281,7 @@ class TrainingSession:
             messages, parsed = await self._parse(call, prompt.ids, completion)
         return _Recorded(
             messages=messages,
-            tools=_shown_tools(call),
+            tools=call.shown_tools,
             prompt=prompt,
             completion=completion,
             parsed=parsed,
@@ -290,7 +297,7 @@ class TrainingSession:
         renderer, messages = self.policy.renderer, call.messages
         parsed = ParsedMessage({"role": "assistant", "content": completion.text}, None)
         if call.prompt is None:
-            tools = _shown_tools(call)
+            tools = call.shown_tools
             parsed = await self.policy.in_renderer(
                 renderer.parse, completion.token_ids, tools, prompt_ids=prompt
             )
@@ -334,13 +341,13 @@ class TrainingSession:
     async def _prompt(self, call: ModelCall) -> _Prompt:
         """Return the prompt of a call. Raises CallError if it cannot be rendered."""
         renderer = self.policy.renderer
-        tools = _shown_tools(call)
+        tools = call.shown_tools
         found = None if renderer.history == "template" else self._history.find(call.messages, tools)
         try:
             if isinstance(call.prompt, str):
                 return await self._text_prompt(call.prompt)
             if call.prompt is not None:
-                return _Prompt(self._checked_ids(call.prompt), None)
+                return _Prompt(checked_ids(call.prompt, renderer), None)
             if found is None:
                 ids = await self.policy.in_renderer(renderer.render, call.messages, tools)
                 return _Prompt(ids, None)
@@ -356,19 +363,14 @@ class TrainingSession:
         except RendererError as error:
             raise invalid("messages", str(error)) from error
 
-    def _checked_ids(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        size = self.policy.renderer.num_tokens
-        if not ids or any(not 0 <= token < size for token in ids):
-            raise invalid("prompt", f"a prompt needs at least one id, and ids below {size}")
-        return ids
-
     async def _text_prompt(self, text: str) -> _Prompt:
         """Return a prompt without a chat template. If the text begins with that of a recorded call
         and its response, it continues their tokens."""
         encode = self.policy.renderer.encode
         found = [(known, one) for known, one in self._texts if text.startswith(known)]
         if not found:
-            return _Prompt(self._checked_ids(await self.policy.in_renderer(encode, text)), None)
+            ids = await self.policy.in_renderer(encode, text)
+            return _Prompt(checked_ids(ids, self.policy.renderer), None)
         known, parent = max(found, key=lambda pair: len(pair[0]))
         more = await self.policy.in_renderer(encode, text[len(known) :], follows=True)
         ids = (*parent.prompt.ids, *parent.completion.token_ids, *more)
@@ -415,8 +417,3 @@ class TrainingSession:
         except BaseException:
             self._latest[name] = before
             raise
-
-
-def _shown_tools(call: ModelCall) -> tuple[Mapping[str, Any], ...]:
-    """Return the tools that the policy sees."""
-    return () if call.tool_choice == "none" else call.tools

@@ -79,6 +79,16 @@ class Task:
     """The prompt as text, rendered by the chat template if it has messages."""
 
 
+async def sample(service: RolloutService, request: Request, sampling: Sampling) -> Completion:
+    """Sample one response. Cancelling the wait cancels the request."""
+    future = asyncio.wrap_future(service.submit(request, sampling))
+    try:
+        return await future
+    except asyncio.CancelledError:
+        service.cancel(request.request_id)
+        raise
+
+
 @dataclass(frozen=True)
 class Policy:
     """The sampled policy: engine, chat format and sampling parameters."""
@@ -91,12 +101,7 @@ class Policy:
 
     async def respond(self, request: Request) -> Completion:
         """Sample one response. Cancelling the wait cancels the request."""
-        future = asyncio.wrap_future(self.service.submit(request, self.sampling))
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self.service.cancel(request.request_id)
-            raise
+        return await sample(self.service, request, self.sampling)
 
     async def in_renderer(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
         """Return the result of a method of the renderer, called in its thread."""

@@ -14,7 +14,7 @@ from datetime import datetime
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from burnish.data.chat import check_rendering, encode_piece, encode_prompt
+from burnish.data.chat import check_rendering, encode_piece, encode_prompt, response_text
 from burnish.data.messages import Message, as_messages
 from burnish.data.sources import DataError
 from burnish.episodes.formats import FORMATS, FormatName, response_template
@@ -25,11 +25,45 @@ from burnish.episodes.template import ChatTemplate, RendererError, Tools, litera
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_CONTEXT = 8
+"""Tokens of a prompt that determine how the first token of a response decodes."""
 History = Literal["keep", "template"]
 """keep: what was sampled stays in the prompt. template: every turn renders all messages again."""
 
 
-class ChatRenderer:
+class TextCodec:
+    """Text to token ids and back, without a chat template. Not thread-safe: fast tokenizers are not
+    re-entrant."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the size of the vocabulary."""
+        return len(self._tokenizer)
+
+    def encode(self, text: str, *, follows: bool = False) -> tuple[int, ...]:
+        """Return the ids of text without the chat template. ``follows``: it continues other tokens,
+        so no BOS token is added."""
+        if follows:
+            return tuple(encode_piece(self._tokenizer, text, follows=True))
+        return tuple(encode_prompt(self._tokenizer, text)[1])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, with special tokens."""
+        return str(self._tokenizer.decode(list(ids)))
+
+    def token_texts(self, ids: Sequence[int]) -> tuple[str, ...]:
+        """Return the text of every token by itself. Parts of a character become U+FFFD."""
+        return tuple(str(self._tokenizer.decode([token])) for token in ids)
+
+    def response_text(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> str:
+        """Return the text of a response as a continuation of its prompt, without special tokens."""
+        return response_text(self._tokenizer, prompt_ids[-_CONTEXT:], sampled_ids)
+
+
+class ChatRenderer(TextCodec):
     """Renders conversations with a tokenizer's chat template and extends prompts turn by turn.
 
     ``history`` matters for templates that are not append-only: they render earlier turns
@@ -69,7 +103,7 @@ class ChatRenderer:
                 "template (every turn renders all messages again)"
             )
         _check_transformers(tokenizer)
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer)
         self._own_format = tool_format is not None
         self._template = ChatTemplate(tokenizer, today=today or datetime.now())
         self.differences, self.rejected = self._template.probe()
@@ -174,26 +208,6 @@ class ChatRenderer:
         text = self._decode(sampled_ids, prompt_ids)
         return self._parser.parse(text, tools, salt=salt.digest())
 
-    @property
-    def num_tokens(self) -> int:
-        """Return the size of the vocabulary."""
-        return len(self._tokenizer)
-
-    def encode(self, text: str, *, follows: bool = False) -> tuple[int, ...]:
-        """Return the ids of text without the chat template. ``follows``: it continues other tokens,
-        so no BOS token is added."""
-        if follows:
-            return tuple(encode_piece(self._tokenizer, text, follows=True))
-        return tuple(encode_prompt(self._tokenizer, text)[1])
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, with special tokens."""
-        return str(self._tokenizer.decode(list(ids)))
-
-    def token_texts(self, ids: Sequence[int]) -> tuple[str, ...]:
-        """Return the text of every token by itself. Parts of a character become U+FFFD."""
-        return tuple(str(self._tokenizer.decode([token])) for token in ids)
-
     def _encode(self, text: str, *, follows: bool = True) -> list[int]:
         ids: list[int] = []
         text = text.encode("utf-8", "replace").decode()  # tokenizers reject lone surrogates
@@ -207,7 +221,7 @@ class ChatRenderer:
         ids = list(sampled_ids)
         if ids and ids[-1] in self._closing_ids:
             ids.pop()
-        before = list(prompt_ids)[-8:]
+        before = list(prompt_ids)[-_CONTEXT:]
         head, both = (str(self._tokenizer.decode(part)) for part in (before, before + ids))
         return both[len(head) :] if both.startswith(head) else str(self._tokenizer.decode(ids))
 

@@ -47,6 +47,11 @@ class RolloutService:
         """Version of the engine's weights."""
         return self._engine.version
 
+    @property
+    def error(self) -> BaseException | None:
+        """Return the engine's error that ended the service; None: it has not failed."""
+        return self._error
+
     def submit(self, request: Request, sampling: Sampling) -> Future[Completion]:
         """Submit a request with ``n`` = 1 and return its completion as a future. Canceling the
         future drops the request.

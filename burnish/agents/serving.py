@@ -1,0 +1,313 @@
+"""A served model: answers calls by themselves, with the sampling parameters of the client.
+
+Nothing is kept between calls. Every call renders all its messages; vLLM's prefix cache then finds
+the tokens that it computed for an earlier turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+from hashlib import sha256
+from hmac import compare_digest
+from typing import Any, TypeVar
+
+from burnish.agents.calls import (
+    Backend,
+    CallError,
+    Choice,
+    ModelCall,
+    ModelReply,
+    check_supported,
+    invalid,
+)
+from burnish.agents.replies import (
+    checked_ids,
+    make_choice,
+    make_reply,
+    stop_in,
+    with_stop,
+    without_stop,
+)
+from burnish.data.messages import Message
+from burnish.episodes.parsing import ParsedMessage
+from burnish.episodes.play import call_seed, sample
+from burnish.episodes.renderer import ChatRenderer, TextCodec
+from burnish.errors import BurnishError
+from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.service import RolloutService
+
+log = logging.getLogger("burnish")
+
+T = TypeVar("T")
+
+COMPLETION_TOKENS = 16
+"""Most sampled tokens of a completion whose client sets no limit, as in OpenAI's API. A chat
+completion without a limit may use all that the model reads."""
+_MIN_TEMPERATURE = 1e-3
+"""Lower temperatures are greedy: scaled logits would not be finite."""
+_MAX_RENDERERS = 8
+_RETRY_AFTER_S = 1.0
+
+
+class NoChatError(BurnishError, ValueError):
+    """The model cannot answer chat messages. The message contains the reason."""
+
+
+class Renderers:
+    """Renderers of one model: one for each set of variables of its chat template.
+
+    ``make`` returns a renderer for the variables, or raises BurnishError if the template does not
+    read one of them or cannot be used. Renderers are made again on another day, because templates
+    may write the date.
+    """
+
+    def __init__(self, make: Callable[[Mapping[str, Any]], ChatRenderer]) -> None:
+        self._make = make
+        self._made: OrderedDict[str, ChatRenderer] = OrderedDict()
+        self.problem: str | None = None
+        """Why the model cannot answer chat messages; None: it can."""
+        try:
+            self.find({})
+        except BurnishError as error:
+            self.problem = str(error)
+
+    def find(self, variables: Mapping[str, Any]) -> ChatRenderer:
+        """Return the renderer for the variables. Raises NoChatError, or BurnishError for unusable
+        variables."""
+        if self.problem is not None:
+            raise NoChatError(
+                f"this model answers no chat messages, only completions: {self.problem}"
+            )
+        name = f"{datetime.now().date()} {json.dumps(variables, sort_keys=True)}"
+        if name not in self._made:
+            self._made[name] = self._make(variables)
+        self._made.move_to_end(name)
+        while len(self._made) > _MAX_RENDERERS:
+            self._made.popitem(last=False)
+        return self._made[name]
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """The prompt of a call."""
+
+    ids: tuple[int, ...]
+    renderer: ChatRenderer | None
+    """None: a completion, without a chat template."""
+
+
+class ServingBackend:
+    """Answers the calls of all clients of one model. Implements
+    :class:`burnish.agents.calls.Backend`."""
+
+    def __init__(
+        self,
+        service: RolloutService,
+        codec: TextCodec,
+        renderers: Renderers,
+        *,
+        names: Sequence[str],
+        max_len: int,
+        max_queue: int,
+    ) -> None:
+        """``names``: accepted names of the model; the first one is shown. ``max_len``: most tokens
+        of prompt and response. ``max_queue``: most responses that are sampled or wait."""
+        self._service, self._codec, self._renderers = service, codec, renderers
+        self._names, self._max_len, self._max_queue = tuple(names), max_len, max_queue
+        self._rendering = ThreadPoolExecutor(1, thread_name_prefix="rendering")
+        self._num_calls = 0
+        self.num_open = 0
+        """Responses that are sampled or wait."""
+        self._has_reported = False
+
+    def close(self) -> None:
+        """End the thread of the renderers."""
+        self._rendering.shutdown()
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether the engine can sample."""
+        return self._service.error is None
+
+    # ---- Backend ---------------------------------------------------------------------------
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Return the name of the model."""
+        return self._names[:1]
+
+    async def respond(self, call: ModelCall, *, digest: bytes, is_retry: bool) -> ModelReply:
+        """Answer a call. ``digest`` and ``is_retry`` are not used: without a seed, a retry may
+        sample another response."""
+        self._check(call)
+        if call.n > self._max_queue:
+            what = f"n is {call.n}, but the server samples at most {self._max_queue} responses"
+            raise invalid("n", f"{what} at once (--max-queue)")
+        if self.num_open + call.n > self._max_queue:
+            what = f"{self.num_open} responses are sampled or wait, and the limit is"
+            raise CallError(
+                f"{what} {self._max_queue}; retry later",
+                status=429,
+                kind="rate_limit_error",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self.num_open += call.n
+        try:
+            return await self._answer(call)
+        finally:
+            self.num_open -= call.n
+
+    async def count_tokens(self, call: ModelCall) -> int:
+        """Return the number of prompt tokens of a call. Raises CallError."""
+        self._check(call)
+        return len((await self._prompt(call)).ids)
+
+    def undelivered(self, reply: ModelReply, digest: bytes) -> None:
+        """Do nothing: replies are not kept."""
+
+    # ---- one call --------------------------------------------------------------------------
+
+    def _check(self, call: ModelCall) -> None:
+        if call.model not in self._names:
+            what = f"there is no model {call.model!r}; this server has {self._names[0]!r}"
+            raise CallError(what, status=404, kind="not_found_error", param="model")
+        check_supported(call)
+
+    async def _answer(self, call: ModelCall) -> ModelReply:
+        prompt = await self._prompt(call)
+        room = self._max_len - len(prompt.ids)
+        if room <= 0:
+            what = (
+                f"the prompt has {len(prompt.ids)} tokens; with the response, at most "
+                f"{self._max_len} are possible"
+            )
+            raise CallError(what, status=400, kind="context_length_exceeded", param="messages")
+        wanted = call.max_tokens or (room if prompt.renderer else COMPLETION_TOKENS)
+        sampling = _sampling(call, min(wanted, room), prompt.renderer)
+        self._num_calls += 1
+        name, seed = f"call-{self._num_calls}", call.seed
+        seed = secrets.randbits(63) if seed is None else seed
+        requests = [
+            Request(f"{name}/{i}", prompt.ids, seed=call_seed(seed, prompt.ids, i))
+            for i in range(call.n)
+        ]
+        completions = await self._sample(requests, sampling)
+        choices = [await self._choice(call, prompt, completion) for completion in completions]
+        return make_reply(
+            call,
+            prompt.ids,
+            choices,
+            reply_id=f"{name}-{secrets.token_hex(6)}",
+            cached_tokens=completions[0].cached_tokens,
+            ignored=(*call.ignored, *["tool_choice"] * (call.tool_choice == "required")),
+        )
+
+    async def _sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """Sample all responses. If one fails or the wait is cancelled, the others are dropped."""
+        tasks = [asyncio.create_task(sample(self._service, each, sampling)) for each in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        except Exception as error:  # becomes the answer of this call
+            if self.is_ready:
+                raise invalid(None, f"the engine refuses this request: {error}") from error
+            if not self._has_reported:
+                log.exception("the engine has failed")
+            self._has_reported = True
+            what = "the engine of this server has failed; restart it"
+            raise CallError(what, status=503, kind="api_error") from error
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _prompt(self, call: ModelCall) -> _Prompt:
+        """Return the prompt of a call. Raises CallError if it cannot be rendered."""
+        if call.prompt is not None:
+            ids = call.prompt
+            if isinstance(ids, str):
+                ids = await self._in_thread(self._codec.encode, ids)
+            return _Prompt(checked_ids(ids, self._codec), None)
+        renderer = await self._renderer(call.template_kwargs)
+        try:
+            ids = await self._in_thread(renderer.render, call.messages, call.shown_tools)
+        except BurnishError as error:
+            raise invalid("messages", str(error)) from error
+        return _Prompt(ids, renderer)
+
+    async def _renderer(self, variables: Mapping[str, Any]) -> ChatRenderer:
+        try:
+            return await self._in_thread(self._renderers.find, variables)
+        except NoChatError as error:
+            raise invalid("messages", str(error)) from error
+        except BurnishError as error:
+            raise invalid("chat_template_kwargs", str(error)) from error
+
+    async def _choice(self, call: ModelCall, prompt: _Prompt, completion: Completion) -> Choice:
+        ids = completion.token_ids
+        if prompt.renderer is None:
+            text = await self._in_thread(self._codec.response_text, prompt.ids, ids)
+            parsed = ParsedMessage({"role": "assistant", "content": text}, None)
+        else:
+            parsed = await self._in_thread(
+                prompt.renderer.parse, ids, call.shown_tools, prompt_ids=prompt.ids
+            )
+        message: Message = without_stop(parsed, stop_in(completion, call.stop)).message
+        texts: tuple[str, ...] = ()
+        if call.logprobs:
+            texts = await self._in_thread(self._codec.token_texts, ids)
+        return make_choice(call, completion, message, texts)
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Call a function that uses the tokenizer in the one thread that may do so."""
+        call = partial(function, *args, **options)
+        return await asyncio.get_running_loop().run_in_executor(self._rendering, call)
+
+
+def _sampling(call: ModelCall, max_tokens: int, renderer: ChatRenderer | None) -> Sampling:
+    """Return the client's sampling parameters. Those that it does not give are off."""
+    temperature = 1.0 if call.temperature is None else call.temperature
+    plain = Sampling(
+        max_tokens=max_tokens,
+        temperature=0.0 if temperature < _MIN_TEMPERATURE else temperature,
+        top_p=1.0 if call.top_p is None else call.top_p,
+        top_k=call.top_k or 0,
+    )
+    if renderer is not None:
+        plain = replace(plain, stop_token_ids=tuple(sorted(renderer.stop_token_ids)))
+    return with_stop(plain, call.stop)
+
+
+@dataclass(frozen=True)
+class OneModel:
+    """Finds the backend of a server with one model. Implements
+    :class:`burnish.agents.app.Resolve`."""
+
+    backend: Backend
+    token: str | None
+    """Secret that requests must contain. None: none."""
+
+    def __call__(self, key: str | None, name: str | None) -> Backend:
+        """Return the backend. Raises CallError for a wrong key (401) or a path of episodes
+        (404). Compares in constant time."""
+        if self.token is not None and not compare_digest(_digest(key or ""), _digest(self.token)):
+            what = (
+                "the server's token is missing or wrong; send it as 'Authorization: Bearer TOKEN' "
+                "or as 'x-api-key: TOKEN'"
+            )
+            raise CallError(what, status=401, kind="authentication_error")
+        if name is not None:
+            what = "this server has a model, not episodes; use its address without /s/..."
+            raise CallError(what, status=404, kind="not_found_error")
+        return self.backend
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode("utf-8", "surrogatepass")).digest()

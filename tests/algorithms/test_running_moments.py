@@ -90,3 +90,10 @@ def test_a_loaded_state_is_converted_to_a_count_and_two_floats() -> None:
     moments = RunningMoments()
     moments.load_state_dict({"count": 2.0, "mean": 2, "m2": 2})
     assert [type(x) for x in (moments.count, moments.mean, moments.m2)] == [int, float, float]
+
+
+def test_values_up_to_the_bound_are_accepted() -> None:
+    """{-1e150, 1e150} has std 1e150: its squares 1e300 fit into fp64."""
+    moments = fed([-1e150, 1e150])
+    # 1e-12: fp64 square root
+    assert moments.std == pytest.approx(1e150, rel=1e-12)

@@ -199,6 +199,7 @@ def chat(  # house: ok typer makes the options from the signature
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from burnish.jobs.serve import in_background
     from burnish.serve.base import ModelOptions
+    from burnish.serve.running import sigterm_exits
 
     options = ModelOptions(
         port=0,
@@ -207,7 +208,7 @@ def chat(  # house: ok typer makes the options from the signature
         device=device,
         max_batch_size=1,
     )
-    with in_background(model, options, version=__version__) as url:
+    with sigterm_exits(), in_background(model, options, version=__version__) as url:
         talk(Chat(url, system=system, parameters=wanted))
 
 

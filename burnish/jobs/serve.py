@@ -25,7 +25,13 @@ from burnish.observe.timeline import Timeline
 from burnish.rollout.service import RolloutService
 from burnish.runtime.inline import InlineRuntime
 from burnish.serve.base import ModelOptions, ServeError
-from burnish.serve.running import address_of, check_extra, run_until_signal, token_of
+from burnish.serve.running import (
+    address_of,
+    check_extra,
+    run_until_signal,
+    sigterm_exits,
+    token_of,
+)
 
 if TYPE_CHECKING:
     import uvicorn
@@ -57,7 +63,7 @@ def serve(model: str, options: ModelOptions, *, version: str) -> None:
     or one that other machines can reach without a token; CheckpointError or ModelError for a model
     that cannot be loaded.
     """
-    with model_server(model, options, version=version) as made:
+    with sigterm_exits(), model_server(model, options, version=version) as made:
         ready = f"serving {made.name} at {made.url}"
         run_until_signal(made.server, made.listener, ready)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import signal
 import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from burnish.rewards.base import RewardError
@@ -42,6 +45,21 @@ def address_of(listener: socket.socket) -> str:
     """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextmanager
+def sigterm_exits() -> Iterator[None]:
+    """Make SIGTERM raise SystemExit during the ``with`` block, so that temporary folders are
+    removed. For the main thread, before and after the server runs."""
+
+    def end(*_: object) -> None:
+        sys.exit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run_until_signal(server: uvicorn.Server, listener: socket.socket, ready: str) -> None:

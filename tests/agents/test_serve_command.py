@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import importlib.util
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -46,6 +50,7 @@ from burnish.rollout.vllm import INSTALL
 from burnish.runtime.inline import InlineRuntime
 from burnish.serve.base import ModelOptions
 from burnish.serve.guard import Guard, Limits
+from burnish.serve.running import sigterm_exits
 
 ROOT = Path(burnish.__file__).parents[1]
 BRIEF = "{% if brief %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"
@@ -394,6 +399,59 @@ def test_chat_answers_one_question_from_standard_input(folder: Path, url: str, c
     assert here.exit_code == 0 and here.stdout == expected + "\n"
     refused = run("chat", root, question="Why?\n")
     assert refused.exit_code == 2 and "name its token with --token-env" in refused.stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_a_response_and_ctrl_d_ends_the_loop(url: str) -> None:
+    """On a pseudo-terminal. The server drops the stopped response."""
+    root = url.removesuffix("/v1")
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "burnish", "chat", root, "--token-env", "SERVED_TOKEN"]
+    process = subprocess.Popen(
+        [*command, "--temperature", "0"],
+        cwd=ROOT,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(theirs, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+
+    def read_until(text: str) -> str:
+        found = b""
+        while not found.decode("utf-8", "replace").replace("\r\n", "\n").endswith(text):
+            assert select.select([ours], [], [], 60)[0], found
+            found += os.read(ours, 4096)
+        return found.decode("utf-8", "replace")
+
+    def wait_for_open(count: int) -> None:
+        deadline = time.monotonic() + 60
+        while httpx.get(f"{root}/health", trust_env=False).json()["open_responses"] != count:
+            assert time.monotonic() < deadline
+
+    try:
+        read_until("> ")
+        os.write(ours, b"What is 2 + 2?\n")
+        wait_for_open(1)
+        os.write(ours, b"\x03")
+        assert "[stopped]" in read_until("\n> ")
+        wait_for_open(0)
+        os.write(ours, b"\x04")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_sigterm_before_the_server_runs_removes_temporary_folders(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"), sigterm_exits():
+        with tempfile.TemporaryDirectory(dir=tmp_path):
+            signal.raise_signal(signal.SIGTERM)
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_problems_are_reported_before_the_model_is_loaded(folder: Path, tmp_path: Path) -> None:

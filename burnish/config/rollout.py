@@ -47,7 +47,8 @@ class LocalEngine(Node):
     length."""
     batch_invariant: bool | None = None
     """CPU with AVX-512: log-probs have the same bits whatever else is in the batch. None: in fp32
-    and fp16. true in bf16: linear layers are computed in fp32 (4 more bytes per parameter)."""
+    and fp16, if possible. true: an error if it is not; in bf16, linear layers are computed in fp32
+    (4 more bytes per parameter)."""
     sleep_between_rollouts: bool = False
     """Free the graphs' cache after every rollout: less memory in training, but graphs are recorded
     again."""

@@ -21,6 +21,7 @@ from burnish.models.attention import NO_MASK
 from burnish.models.cache_attention import full_vectors, matmuls_are_stable
 from burnish.models.kv_cache import KVCache
 from burnish.models.logit_scaling import logit_scaling
+from burnish.models.paths import ModelError
 from burnish.rollout.cpu_linear import Fp32Layer, fp32_layers, onednn_layers, onednn_linear
 from burnish.rollout.cuda_graphs import DecodeGraphs
 
@@ -37,11 +38,13 @@ class LocalModel:
         self._no_mask = NO_MASK.to(self.device)  # copied here: a copy in a captured graph fails
         wanted = config.batch_invariant
         self._onednn = onednn_layers(model, bf16=wanted is True)
-        self.stable = (
-            wanted is not False
-            and _all_in(model, self._onednn)
-            and matmuls_are_stable(torch.get_num_threads())
-        )
+        obstacle = _obstacle(model, self._onednn)
+        if wanted and obstacle is not None:
+            raise ModelError(
+                f"rollout.engine.batch_invariant: true is not possible: {obstacle}. Set it to null "
+                "(batch invariant if possible) or false"
+            )
+        self.stable = wanted is not False and obstacle is None
         """True if the forward passes are batch invariant."""
         self._padded: dict[tuple[int, int], int] = {}
         """(number of threads, rows) -> result of :meth:`padded`."""
@@ -120,6 +123,19 @@ class LocalModel:
             "Either training diverged (use a lower train.lr), or the dtype has too little range "
             "(precision.dtype)"
         )
+
+
+def _obstacle(model: PreTrainedModel, layers: Sequence[nn.Linear]) -> str | None:
+    """Return why forward passes cannot be batch invariant if ``layers`` are computed by oneDNN;
+    None if they can."""
+    kind = next(model.parameters()).device.type
+    if kind != "cpu":
+        return f"it is for CPUs, and the model is on {kind}"
+    if not _all_in(model, layers):
+        return "the model has matrices that are not weights of linear layers that oneDNN computes"
+    if not matmuls_are_stable(torch.get_num_threads()):
+        return "the matmuls of this CPU depend on the number of rows"
+    return None
 
 
 def _all_in(model: nn.Module, layers: Sequence[nn.Linear]) -> bool:

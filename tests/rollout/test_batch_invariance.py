@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from burnish.models.cache_attention import (
 )
 from burnish.models.kv_cache import KVCache
 from burnish.models.load import load_causal_lm, load_tokenizer
+from burnish.models.paths import ModelError
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.rollout.sampling import sample_tokens
@@ -41,14 +43,14 @@ SIZES = {
 Results = dict[str, Completion]
 
 
-def engine_of(name: str, dtype: Dtype = "fp32", **config: int) -> LocalRolloutEngine:
+def engine_of(name: str, dtype: Dtype = "fp32", **config: Any) -> LocalRolloutEngine:
     model = ModelConfig(scratch=SIZES[name])
     network = load_causal_lm(model, dtype=dtype)
     with torch.no_grad():
         for parameter in network.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(4)
-    options = LocalEngine(batch_invariant=True, **config)
+    options = LocalEngine(**{"batch_invariant": True, **config})
     return LocalRolloutEngine(network, load_tokenizer(model), options)
 
 
@@ -218,7 +220,9 @@ def test_a_machine_whose_matmuls_depend_on_the_rows_is_not_called_batch_invarian
 
     matmuls_are_stable.cache_clear()
     monkeypatch.setattr(cache_attention.torch, "bmm", bmm)
-    assert not engine_of("tiny heads").network.stable
+    with pytest.raises(ModelError, match="depend on the number of rows"):
+        engine_of("tiny heads")
+    assert not engine_of("tiny heads", batch_invariant=None).network.stable
     monkeypatch.undo()
     matmuls_are_stable.cache_clear()
     assert engine_of("tiny heads").network.stable

@@ -3,6 +3,7 @@ page about them."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import sys
@@ -20,6 +21,7 @@ from burnish.config.load import ConfigError
 from burnish.config.yaml_text import RecipeLoader
 from burnish.environments.base import EnvironmentSetupError
 from burnish.observe.samples import read_samples
+from burnish.rollout.vllm import INSTALL
 
 ROOT = Path(__file__).parents[2]
 AGENT = ROOT / "recipes/agents/guess_number.py"
@@ -91,6 +93,19 @@ def test_agents_on_ray_equal_those_in_one_process(tmp_path: Path, ray_cluster: A
     found = run(tmp_path / "ray", *on_ray, f"rollout.episodes.server_host={address()}")
     assert tokens(tmp_path / "ray") == tokens(tmp_path / "inline")
     assert all(step["train/mismatch_max"] < 1e-5 for step in found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("quick_vllm_starts")
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=INSTALL)
+def test_agents_play_with_vllm(tmp_path: Path) -> None:
+    heads = ["model.scratch.num_heads=2", "model.scratch.num_kv_heads=2"]  # of 32
+    found = run(tmp_path, "rollout.engine.kind=vllm", "train.lr=1e-2", *heads)
+    for step in found:
+        # fp32: log-probs of up to 3 by other kernels. Stale weights: 1e-2 and more.
+        assert step["train/mismatch_max"] < 1e-5
+        assert step["episodes/done_frac"] == 1
 
 
 @pytest.mark.parametrize(

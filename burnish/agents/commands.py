@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import signal
-import stat
 import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.agents.episodes import Endpoint
+from burnish.agents.relay import read_reward
 from burnish.environments.base import EnvironmentSetupError
 from burnish.environments.pool import EpisodeFailedError
 
@@ -28,7 +28,6 @@ log = logging.getLogger("burnish")
 
 MAX_LINES = 20
 """Lines of a failed agent's output in the error message."""
-MAX_REWARD_BYTES = 1 << 20
 TERMINATE_S = 2.0
 """Time between SIGTERM and SIGKILL for an agent whose episode has ended."""
 DRAIN_S = 1.0
@@ -58,7 +57,8 @@ class CommandAgents:
         """
         with tempfile.TemporaryDirectory(prefix="burnish-agent-", ignore_cleanup_errors=True) as at:
             folder = Path(at)
-            given = variables(task, endpoint, folder)
+            given = variables(endpoint, folder)
+            Path(given["BURNISH_TASK"]).write_text(task_text(task), encoding="utf-8")
             async with _process(self._command, {**os.environ, **given}) as (process, lines):
                 try:
                     code = await asyncio.wait_for(process.wait(), timeout_s)
@@ -66,17 +66,19 @@ class CommandAgents:
                     what = f"the agent took more than {timeout_s:g} s (episodes.timeout_s)"
                     raise EpisodeFailedError("timeout", what) from error
             if code:
-                raise EpisodeFailedError(*_outcome(self._command, code, lines))
-            return _reward(folder / "reward.json")
+                raise failure_of(self._command, code, lines)
+            try:
+                reward = read_reward(given["BURNISH_REWARD"])
+            except (OSError, ValueError) as error:
+                raise unreadable_reward(error) from error
+            return parse_reward(reward)
 
     async def close(self) -> None:
         """Do nothing: each process ends with its episode."""
 
 
-def variables(task: Mapping[str, Any], endpoint: Endpoint, folder: Path) -> dict[str, str]:
-    """Return the environment variables of an agent's process, after writing its task to a file."""
-    path = folder / "task.json"
-    path.write_text(json.dumps(dict(task)), encoding="utf-8")
+def variables(endpoint: Endpoint, folder: Path) -> dict[str, str]:
+    """Return the environment variables of an agent's process whose working folder is ``folder``."""
     return {
         "OPENAI_BASE_URL": endpoint.base_url,
         "OPENAI_API_KEY": endpoint.api_key,
@@ -86,7 +88,7 @@ def variables(task: Mapping[str, Any], endpoint: Endpoint, folder: Path) -> dict
         "BURNISH_BASE_URL": endpoint.base_url,
         "BURNISH_API_KEY": endpoint.api_key,
         "BURNISH_MODEL": endpoint.model,
-        "BURNISH_TASK": str(path),
+        "BURNISH_TASK": str(folder / "task.json"),
         "BURNISH_REWARD": str(folder / "reward.json"),
         "BURNISH_WORKDIR": str(folder),
     }
@@ -146,29 +148,34 @@ async def _end(process: asyncio.subprocess.Process, reader: asyncio.Task[None]) 
     await asyncio.gather(reader, return_exceptions=True)
 
 
-def _outcome(command: Sequence[str], code: int, lines: Sequence[str]) -> tuple[Any, str]:
-    """Return status and message of an agent that failed."""
+def task_text(task: Mapping[str, Any]) -> str:
+    """Return a task as JSON. Raises EpisodeFailedError if it has other values."""
+    try:
+        return json.dumps(dict(task))
+    except (TypeError, ValueError) as error:
+        text = f"the task is not JSON: {error}; remove that column from the data"
+        raise EpisodeFailedError("env_error", text) from error
+
+
+def failure_of(command: Sequence[str], code: int, lines: Sequence[str]) -> EpisodeFailedError:
+    """Return the error of an agent that failed. ``lines``: its last output."""
     said = "\n".join(lines)
-    what = f"exited with code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+    names: dict[int, str] = {s.value: s.name for s in signal.Signals}
+    ended = names.get(-code, f"signal {-code}")
+    what = f"exited with code {code}" if code > 0 else f"was ended by {ended}"
     text = f"the agent {command[0]!r} {what}" + (f"; its last output:\n{said}" if said else "")
-    return ("infra_error" if code == -signal.SIGKILL else "env_error"), text
+    return EpisodeFailedError("infra_error" if code == -signal.SIGKILL else "env_error", text)
 
 
-def _reward(path: Path) -> Any:
+def unreadable_reward(error: object) -> EpisodeFailedError:
+    """Return the error of an agent whose reward cannot be read."""
+    return EpisodeFailedError("env_error", f"BURNISH_REWARD cannot be read: {error}")
+
+
+def parse_reward(text: bytes | None) -> Any:
     """Return the reward that an agent wrote; None if it wrote none. Raises EpisodeFailedError."""
     try:
-        if not stat.S_ISREG(path.lstat().st_mode):  # reading a pipe would wait
-            raise EpisodeFailedError("env_error", "BURNISH_REWARD is not a regular file")
-        with path.open("rb") as file:
-            text = file.read(MAX_REWARD_BYTES + 1)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise EpisodeFailedError("env_error", f"BURNISH_REWARD cannot be read: {error}") from error
-    try:
-        if len(text) > MAX_REWARD_BYTES:
-            raise ValueError(f"more than {MAX_REWARD_BYTES} bytes")
-        return json.loads(text)
+        return None if text is None else json.loads(text)
     except (ValueError, RecursionError) as error:
         what = f"BURNISH_REWARD must contain a number or an object of numbers as JSON: {error}"
         raise EpisodeFailedError("env_error", what) from error

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import resource
 import secrets
+import shutil
 import socket
+import tempfile
 from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import sha256
@@ -83,11 +85,12 @@ def _digest(key: str) -> bytes:
 class EpisodeServer:
     """Serves open episodes. Implements :class:`burnish.agents.episodes.AgentServer`.
 
-    ``unix_path``: also listen on this Unix socket, for agents in a sandbox without a network.
+    ``unix_socket``: also listen on a Unix socket, for agents in a sandbox without a network.
     """
 
-    def __init__(self, host: str, port: int, *, unix_path: Path | None = None) -> None:
-        self._host, self._port, self._unix_path = host, port, unix_path
+    def __init__(self, host: str, port: int, *, unix_socket: bool = False) -> None:
+        self._host, self._port, self._unix_socket = host, port, unix_socket
+        self._unix_path: Path | None = None
         self._endpoints = Endpoints()
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -100,6 +103,12 @@ class EpisodeServer:
         from burnish.serve.guard import is_loopback
 
         return is_loopback(self._host)
+
+    @property
+    def unix_path(self) -> Path:
+        """Return the path of the Unix socket, once started."""
+        assert self._unix_path is not None
+        return self._unix_path
 
     async def start(self) -> None:
         """Listen. Raises ServeError if the address cannot be used or a package is missing."""
@@ -119,10 +128,8 @@ class EpisodeServer:
         port = listening[0].getsockname()[1]
         shown = f"[{self._host}]" if ":" in self._host else self._host
         self.root_url = f"http://{shown}:{port}"
-        if self._unix_path is not None:
-            local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            local.bind(str(self._unix_path))
-            local.listen()
+        if self._unix_socket:
+            self._unix_path, local = _unix_listener()
             listening.append(local)
         self._server = make_server(app.asgi, guard, shutdown_s=SHUTDOWN_S)
         self._serving = asyncio.create_task(self._server.serve(sockets=listening))
@@ -144,7 +151,24 @@ class EpisodeServer:
             self._server.should_exit = True
             await self._serving
         if self._unix_path is not None:
-            self._unix_path.unlink(missing_ok=True)
+            shutil.rmtree(self._unix_path.parent, ignore_errors=True)
+
+
+def _unix_listener() -> tuple[Path, socket.socket]:
+    """Return path and socket of a new Unix socket.
+
+    It is in /tmp, because paths of sockets are limited to 107 bytes, and open to other users,
+    because sandboxes run as ``nobody`` if Burnish runs as root. As on the loopback interface, a
+    call needs a key.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="burnish-", dir="/tmp"))
+    folder.chmod(0o711)
+    path = folder / "server"
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    made.bind(str(path))
+    path.chmod(0o666)
+    made.listen(1024)
+    return path, made
 
 
 def _allow_open_files() -> None:

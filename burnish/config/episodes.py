@@ -11,7 +11,7 @@ from pydantic import Field
 from burnish.config.base import Node, PathText
 from burnish.config.data import PromptDataConfig, SeedSource
 from burnish.config.rewards import RewardConfig
-from burnish.config.sandbox import SandboxConfig
+from burnish.config.sandbox import AnySandbox, BubblewrapSandbox, SandboxConfig
 
 FormatName = Literal["hermes", "xml", "glm", "llama3_json", "mistral", "mistral_args", "harmony"]
 """hermes: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen2.5, Qwen3).
@@ -34,7 +34,7 @@ _BELONGS_TO: dict[str, tuple[EpisodeKind, ...]] = {
     "step_timeout_s": ("environment", "tools"),
     "tool_timeout_s": ("tools",),
     "tool_result_chars": ("tools",),
-    "sandbox": ("tools",),
+    "sandbox": ("tools", "command"),
     "on_parse_error": ("environment", "tools"),
     "server_host": ("agent", "command"),
     "server_port": ("agent", "command"),
@@ -58,7 +58,9 @@ class EpisodesConfig(Node):
     built-in tool that runs code in ``sandbox``, each call in a new process. The policy may call
     tools; its first response without a call ends the episode."""
     sandbox: SandboxConfig | None = None
-    """Sandbox of the tool ``python``. None: bubblewrap with its defaults."""
+    """Sandbox of the tool ``python`` (None: bubblewrap with its defaults), or of ``command``, in
+    which only the policy can be reached (None: none; only bubblewrap). Of a command's limits,
+    ``output_bytes`` bounds the reward; ``max_concurrent`` is that of the episodes."""
     agent: str | None = None
     """Agent function ``async def agent(task, endpoint)``, ``path/to/file.py:name`` or
     ``package.module:name``. It calls the policy at ``endpoint.base_url`` and returns its reward: a
@@ -129,6 +131,12 @@ class EpisodesConfig(Node):
             have = f"{' and '.join(found)} are" if found else "none is"
             yield f"episodes needs exactly one of {', '.join(kinds)}, and {have} set; set one"
             return
+        if self.agent is not None and self.sandbox is not None:
+            yield (
+                "sandbox has no effect with agent, because a process plays many episodes at once, "
+                "which could reach each other; use command, a process per episode"
+            )
+            return
         for name, belongs_to in _BELONGS_TO.items():
             field = type(self).model_fields[name]
             default = field.get_default(call_default_factory=True)
@@ -146,6 +154,8 @@ class EpisodesConfig(Node):
             )
         if self.sandbox is not None and self.tools and "python" not in self.tools:
             yield "sandbox is for the tool python, which is not in tools; remove it, or add python"
+        if self.command and self.sandbox is not None:
+            yield from _command_sandbox_rules(self.sandbox)
         for tool in self.tools:
             if ":" not in tool and tool != "python":
                 yield (
@@ -164,6 +174,16 @@ class EpisodesConfig(Node):
                     f"{name}={given!r} is not of the form path/to/file.py:name or "
                     "package.module:name"
                 )
+
+
+def _command_sandbox_rules(sandbox: AnySandbox) -> Iterator[str]:
+    if not isinstance(sandbox, BubblewrapSandbox):
+        yield (
+            f"sandbox.kind={sandbox.kind} cannot run command, because only bubblewrap connects a "
+            "program to the policy and to nothing else; use kind=bubblewrap, or remove sandbox"
+        )
+    elif sandbox.max_concurrent is not None:
+        yield "sandbox.max_concurrent has no effect with command; use episodes.max_concurrent"
 
 
 def episodes_lines(
@@ -202,7 +222,8 @@ def _workers_line(episodes: EpisodesConfig) -> tuple[str, str, str]:
     address = f"; they call the policy at {episodes.server_host}"
     match episodes.kind:
         case "command":
-            return "agents", "1 each", f"process {' '.join(episodes.command)}{address}"
+            inside = "" if episodes.sandbox is None else ", in bubblewrap"
+            return "agents", "1 each", f"process {' '.join(episodes.command)}{inside}{address}"
         case "agent":
             text = f"processes with {episodes.agent}{python}{address}"
             return "agent workers", str(episodes.workers), text

@@ -1,4 +1,4 @@
-"""Config of the sandbox that runs code written by a model."""
+"""Config of the sandbox that runs code written by a model, or agent programs."""
 
 from __future__ import annotations
 

@@ -13,10 +13,12 @@ from burnish import agents
 from burnish.agents.commands import CommandAgents
 from burnish.agents.episodes import AgentPlayer
 from burnish.agents.functions import FunctionAgents
+from burnish.agents.sandboxed import SandboxedCommands
 from burnish.agents.server import EpisodeServer
 from burnish.config.episodes import TOOLS_FRAC, EpisodesConfig
 from burnish.config.model import ModelConfig
 from burnish.config.rollout import DynamicSampling
+from burnish.config.sandbox import BubblewrapSandbox
 from burnish.environments.pool import EnvironmentPool, EnvironmentSpec, absolute_path
 from burnish.environments.process import start_process
 from burnish.episodes.play import EnvironmentPlayer, EpisodePlayer
@@ -46,8 +48,8 @@ def build_players(
     single-turn recipes.
 
     Call it before any model is loaded: raises EnvironmentSetupError if the environment, its tools
-    or its interpreter cannot be used, and RendererError if the chat template cannot be extended or
-    cannot render the tools.
+    or its interpreter cannot be used, SandboxError if the sandbox cannot be used, and RendererError
+    if the chat template cannot be extended or cannot render the tools.
     """
     if config is None:
         return None
@@ -60,8 +62,8 @@ def build_players(
     renderer = ChatRenderer(
         runtime.tokenizer, history=config.history, tool_format=config.tool_format
     )
-    loop = LoopThread("episodes")
     player = _player(config, model, runtime)
+    loop = LoopThread("episodes")
     try:
         loop.run(player.start)
         if config.tools:
@@ -80,9 +82,14 @@ def _player(config: EpisodesConfig, model: ModelConfig, runtime: Runtime) -> Epi
         spec = environment_spec(config).with_absolute_paths()  # workers of a cluster run elsewhere
         start = runtime.start_worker
         return EnvironmentPlayer(EnvironmentPool(spec, workers=config.workers, start_worker=start))
-    server = EpisodeServer(config.server_host, config.server_port)
+    sandbox = config.sandbox
+    inside = sandbox is not None
+    server = EpisodeServer(config.server_host, config.server_port, unix_socket=inside)
     if config.agent is None:
-        return AgentPlayer(server, CommandAgents(config.command))
+        if not inside:
+            return AgentPlayer(server, CommandAgents(config.command))
+        assert isinstance(sandbox, BubblewrapSandbox)  # (EpisodesConfig.rules)
+        return AgentPlayer(server, SandboxedCommands(config.command, sandbox, server))
     agent = agent_spec(config, model)
     start = start_process if server.is_local else runtime.start_worker
     functions = FunctionAgents(

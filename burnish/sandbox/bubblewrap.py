@@ -25,8 +25,9 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ DEFAULT_PYTHON = "/usr/bin/python3"
 NOBODY = 65534
 WORK = "/tmp"
 """Working directory of programs."""
+SOCKET = "/run/burnish"
+"""Path of the Unix socket of an :class:`Opening`."""
 SHM_BYTES = 16 << 20
 """Size of /dev/shm, which multiprocessing needs for its locks."""
 OPEN_FILES = 256
@@ -102,6 +105,16 @@ print(json.dumps(wrong))
 """
 
 
+@dataclass(frozen=True)
+class Opening:
+    """A part of this machine that one program can use, in addition to those of the config."""
+
+    socket: Path
+    """Unix socket, which is ``SOCKET`` in the sandbox."""
+    folder: str
+    """Empty folder that exists in the sandbox."""
+
+
 class Bubblewrap:
     """Programs in bubblewrap. Implements ``base.Sandbox``.
 
@@ -130,7 +143,10 @@ class Bubblewrap:
 
     async def check(self) -> None:
         """Run a program that tries to leave the sandbox. Raises SandboxError."""
-        memory, paths = 2 * self._config.memory_bytes, ("/", "/usr", "/dev", os.getcwd(), "/etc")
+        memory, here = 2 * self._config.memory_bytes, os.getcwd()
+        paths = ["/", "/usr", "/dev", "/etc"]
+        if not Path(here).is_relative_to(WORK):  # (its name may exist in the private folder)
+            paths.append(here)
         with socket.create_server(("127.0.0.1", 0)) as server:
             given = json.dumps([server.getsockname()[1], memory, paths]).encode()
             result = await self.run(python_program(_PROBE, stdin=given, wall_s=START_S))
@@ -155,14 +171,24 @@ class Bubblewrap:
         async with self._slots:
             return await self._run(program)
 
+    async def run_open(self, program: Program, opening: Opening) -> Result:
+        """Run a program that can use a part of this machine. Raises SandboxError if bubblewrap
+        fails.
+
+        It does not wait for other programs. It may write to stderr without limit: the last
+        ``output_bytes`` are returned.
+        """
+        check_files(program.files)
+        return await self._run(program, opening)
+
     async def close(self) -> None:
         """Do nothing: every program has ended."""
 
-    async def _run(self, program: Program) -> Result:
+    async def _run(self, program: Program, opening: Opening | None = None) -> Result:
         with ExitStack() as stack:
             status = _StatusPipe(stack)
             files = {name: _memory_file(data, stack) for name, data in program.files.items()}
-            command = [*self._outer(status.fd), *self._inner(program, files)]
+            command = [*self._outer(status.fd), *self._inner(program, files, opening)]
             try:
                 raw = await run_process(
                     command,
@@ -173,6 +199,7 @@ class Bubblewrap:
                         "env": {"PATH": "/usr/bin:/bin"},
                         "pass_fds": (status.fd, *files.values()),
                     },
+                    last_stderr=opening is not None,
                     may_kill=status.begun,
                 )
             except OSError as error:
@@ -187,6 +214,10 @@ class Bubblewrap:
         cause = cause_of(raw, exit_code)
         return Result(raw.stdout, raw.stderr, exit_code, cause, raw.seconds)
 
+    def resolved(self, command: Sequence[str]) -> list[str]:
+        """Return a command with the path of the interpreter in the place of ``PYTHON``."""
+        return [self._python if command[0] == PYTHON else command[0], *command[1:]]
+
     def _outer(self, status_fd: int) -> list[str]:
         """Return the command up to bubblewrap's options."""
         user = ["--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"]
@@ -198,11 +229,11 @@ class Bubblewrap:
             *(self._tools["bwrap"], "--json-status-fd", str(status_fd)),
         ]
 
-    def _inner(self, program: Program, files: Mapping[str, int]) -> list[str]:
+    def _inner(
+        self, program: Program, files: Mapping[str, int], opening: Opening | None
+    ) -> list[str]:
         """Return bubblewrap's options and the program's command. ``files``: path -> descriptor."""
         config = self._config
-        command = [self._python if program.command[0] == PYTHON else program.command[0]]
-        command += program.command[1:]
         options = [
             *("--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"),
             *("--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"),
@@ -211,6 +242,7 @@ class Bubblewrap:
             *("--size", str(config.files_bytes), "--tmpfs", WORK, "--chdir", WORK),
             *(word for path in self._shown for word in ("--ro-bind", path, path)),
             *(w for name, fd in files.items() for w in ("--file", str(fd), f"{WORK}/{name}")),
+            *([] if opening is None else _opened(opening)),
             *("--remount-ro", "/", "--remount-ro", "/dev"),
             *("--size", str(min(SHM_BYTES, config.files_bytes)), "--tmpfs", "/dev/shm"),
             *("--setenv", "PATH", f"{os.path.dirname(self._python)}:/usr/bin:/bin"),
@@ -224,7 +256,7 @@ class Bubblewrap:
             *("/usr/bin/prlimit", f"--as={config.memory_bytes}", f"--cpu={cpu_s}:{cpu_s + 1}"),
             *(f"--nproc={config.processes}", f"--fsize={config.files_bytes}"),
             *(f"--nofile={OPEN_FILES}", "--core=0", "--"),
-            *command,
+            *self.resolved(program.command),
         ]
 
 
@@ -289,6 +321,11 @@ class _StatusPipe:
             log.warning("processes in a sandbox do not end although they were killed")
         finally:
             self._process.close()
+
+
+def _opened(opening: Opening) -> list[str]:
+    """Return bubblewrap's options for an opening."""
+    return ["--ro-bind", str(opening.socket), SOCKET, "--dir", opening.folder]
 
 
 def _memory_file(data: bytes, stack: ExitStack) -> int:

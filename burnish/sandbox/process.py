@@ -43,9 +43,10 @@ class Raw:
 
 
 class _Pipe:
-    """The read end of a pipe. Keeps the first ``limit`` bytes and discards the rest."""
+    """The read end of a pipe. Keeps the first ``limit`` bytes, discards the rest and calls
+    ``over``; without ``over``, keeps the last bytes."""
 
-    def __init__(self, fd: int, limit: int, over: Callable[[], object]) -> None:
+    def __init__(self, fd: int, limit: int, over: Callable[[], object] | None) -> None:
         self.data = bytearray()
         self.closed = asyncio.Event()
         self._fd, self._limit, self._over = fd, limit, over
@@ -59,6 +60,10 @@ class _Pipe:
             return
         if not chunk:
             self.close()
+            return
+        if self._over is None:
+            self.data += chunk
+            del self.data[: -self._limit]
             return
         room = self._limit - len(self.data)
         self.data += chunk[:room]
@@ -134,12 +139,14 @@ async def run_process(
     wall_s: float,
     output_bytes: int,
     start: Mapping[str, object],
+    last_stderr: bool = False,
     may_kill: asyncio.Event | None = None,
 ) -> Raw:
     """Run a command in a new session and return its end. Its process group is killed at the end, at
     a limit, and if the call is cancelled.
 
-    ``output_bytes``: limit of stdout and of stderr. ``start``: further arguments of Popen.
+    ``output_bytes``: limit of stdout and of stderr. ``last_stderr``: stderr has no limit, and its
+    last ``output_bytes`` are returned. ``start``: further arguments of Popen.
     ``may_kill``: the process is not killed before this is set, unless that takes START_TIMEOUT_S.
 
     Raises OSError if the command cannot be started.
@@ -164,7 +171,10 @@ async def run_process(
     exited = ProcessEnd(process.pid)
     given = _Input(os.dup(process.stdin.fileno()), stdin)
     process.stdin.close()
-    pipes = [_Pipe(p.fileno(), output_bytes, over) for p in (process.stdout, process.stderr)]
+    pipes = [
+        _Pipe(process.stdout.fileno(), output_bytes, over),
+        _Pipe(process.stderr.fileno(), output_bytes, None if last_stderr else over),
+    ]
     waiting: asyncio.Future[Any] = asyncio.create_task(exited.event.wait())
     ended: Literal["exit", "wall_time", "output"] = "wall_time"
     try:

@@ -2,9 +2,13 @@
 they run in a worker, and as a program (``python hostile_agents.py NAME``) once per episode."""
 
 import asyncio
+import contextlib
+import glob
 import json
 import os
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -110,6 +114,122 @@ def chats_on_after_the_end(task, endpoint):
 def calls_on_and_on(task, endpoint):
     while True:
         ask(endpoint, [{"role": "user", "content": "again"}])
+
+
+# ---- in a sandbox: each returns what it could do, as a reward of 1 by name ----------------------
+
+
+def worked(attempt, *arguments):
+    """Whether an attempt to leave the sandbox succeeds."""
+    try:
+        attempt(*arguments)
+    except OSError:
+        return False
+    return True
+
+
+def writes_outside(task, endpoint):
+    good(task, endpoint)
+    places = [*task["places"], "/proc/1/cwd", "/proc/1/root/etc", "/proc/2/cwd"]
+    for place in places:
+        with contextlib.suppress(OSError), open(os.path.join(place, "hostile"), "w") as file:
+            file.write("x")
+    return {}
+
+
+def connects_elsewhere(task, endpoint):
+    good(task, endpoint)
+
+    def connect(family, address):
+        with socket.socket(family) as client:
+            client.settimeout(1)
+            client.connect(address)
+
+    addresses = [("127.0.0.1", port) for port in task["ports"]]
+    addresses += [("127.0.0.1", 22), (task["address"], task["ports"][0]), ("192.0.2.1", 80)]
+    found = {str(a): 1 for a in addresses if worked(connect, socket.AF_INET, a)}
+    paths = ["\0" + task["abstract"], task["outside"] + "/socket"]
+    return found | {str(p): 1 for p in paths if worked(connect, socket.AF_UNIX, p)}
+
+
+def reads_secrets(task, endpoint):
+    good(task, endpoint)
+    files = [f"/proc/{p}/{f}" for p in os.listdir("/proc") for f in ("environ", "cmdline")]
+    files += [task["outside"] + "/secret", os.path.join(os.getcwd(), "pyproject.toml")]
+    found = {}
+    for path in files:
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            text = file.read()
+            if b"hostile-secret" in text or b"[project]" in text:
+                found[path] = 1
+    return found
+
+
+def looks_for_other_episodes(task, endpoint):
+    """Its key does not open other episodes, and it sees neither their processes nor their files."""
+    good(task, endpoint)
+    found = {}
+    root = endpoint.base_url.rpartition("/s/")[0]
+    for base, key in ((f"{root}/s/other/v1", endpoint.api_key), (endpoint.base_url, "other-key")):
+        request = urllib.request.Request(
+            base + "/models", headers={"Authorization": "Bearer " + key}
+        )
+        if worked(urllib.request.urlopen, request):
+            found[base] = 1
+    shown = [os.readlink(p) for p in glob.glob("/proc/[0-9]*/exe") if os.access(p, os.R_OK)]
+    found |= {"processes": 1} if len([p for p in shown if "python" in p]) > 2 else {}
+    sockets = [p for p in glob.glob("/run/*") + glob.glob("/tmp/*") if stat.S_ISSOCK(os.stat(p)[0])]
+    return found | ({} if sockets == ["/run/burnish"] else {"sockets": 1})
+
+
+def fills_the_disk(task, endpoint):
+    good(task, endpoint)
+    try:
+        for number in range(1000):
+            with open(f"/tmp/{number}", "wb") as file:
+                file.write(bytes(1 << 20))
+    except OSError:
+        for name in range(number + 1):
+            os.unlink(f"/tmp/{name}")
+        return {} if number < 100 else {"disk": 1}
+    return {"disk": 1}
+
+
+def forks_without_end(task, endpoint):
+    good(task, endpoint)
+    while True:
+        try:
+            os.fork()
+        except OSError:
+            time.sleep(0.1)
+
+
+def allocates_without_end(task, endpoint):
+    good(task, endpoint)
+    kept = []
+    while True:
+        kept.append(bytearray(16 << 20))
+
+
+def prints_forever(task, endpoint):
+    good(task, endpoint)
+    while True:
+        print("x" * 10000)
+
+
+def kills_the_relay(task, endpoint):
+    good(task, endpoint)
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def forges_a_result(task, endpoint):
+    good(task, endpoint)
+    try:
+        with open(f"/proc/{os.getppid()}/fd/1", "w") as file:
+            file.write('{"code": -77, "reward": [[')
+    except PermissionError:  # (the pipe belongs to root)
+        kills_the_relay(task, endpoint)
 
 
 def any_of_them(task, endpoint):

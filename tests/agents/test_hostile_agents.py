@@ -5,11 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import socket
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from agent_session import play_tasks
 from scripted_engine import ScriptedEngine
@@ -17,10 +23,15 @@ from scripted_engine import ScriptedEngine
 from burnish.agents.commands import CommandAgents
 from burnish.agents.episodes import Agents
 from burnish.agents.functions import FunctionAgents
+from burnish.agents.sandboxed import SandboxedCommands
+from burnish.agents.server import EpisodeServer
+from burnish.config.sandbox import BubblewrapSandbox
 from burnish.environments.base import EnvironmentSetupError
 from burnish.environments.pool import EnvironmentSpec
 from burnish.episodes.play import Limits, Played
 from burnish.episodes.rows import episode_rows
+from burnish.sandbox.base import SandboxError
+from burnish.sandbox.make import check_sandbox
 
 FILE = Path(__file__).with_name("hostile_agents.py")
 LIMITS = Limits(max_turns=6, max_tokens=2000, step_timeout_s=5, timeout_s=4)
@@ -39,9 +50,17 @@ STATUSES = {
 }
 
 
-def play(agents: Agents, names: list[str]) -> tuple[Mapping[str, list[Played]], ScriptedEngine]:
-    """Play an episode with each agent, all at once."""
-    found, engine = play_tasks(agents, [{"agent": name} for name in names], LIMITS)
+def play(
+    agents: Agents,
+    names: list[str],
+    *,
+    server: EpisodeServer | None = None,
+    limits: Limits = LIMITS,
+    more: Mapping[str, Any] | None = None,
+) -> tuple[Mapping[str, list[Played]], ScriptedEngine]:
+    """Play an episode with each agent, all at once. ``more``: further fields of the tasks."""
+    rows = [{"agent": name, **(more or {})} for name in names]
+    found, engine = play_tasks(agents, rows, limits, server=server)
     played: dict[str, list[Played]] = {}
     for name, one in zip(names, found, strict=True):
         played.setdefault(name, []).append(one)
@@ -73,6 +92,96 @@ def test_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for pid in pids.read_text().split():
         assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
     assert os.listdir(tmp_path) == ["pids"]  # no folder of an episode is left
+
+
+ESCAPES = (
+    "writes_outside",
+    "connects_elsewhere",
+    "reads_secrets",
+    "looks_for_other_episodes",
+    "fills_the_disk",
+)
+"""Agents that return what they could do outside of their sandbox."""
+
+SANDBOXED = {
+    "good": "done",
+    "never_calls": "env_error",
+    "leaves": "env_error",
+    "writes_a_strange_reward": "env_error",
+    "allocates_without_end": "env_error",
+    "forks_without_end": "timeout",
+    "prints_forever": "timeout",
+    "ignores_signals": "timeout",
+    "kills_the_relay": "infra_error",
+    "forges_a_result": "infra_error",
+    "calls_on_and_on": "max_turns",
+    **dict.fromkeys(ESCAPES, "done"),
+}
+
+
+@pytest.fixture
+def shown() -> Iterator[str]:
+    """A copy of the agents in a folder that every user can read."""
+    with tempfile.TemporaryDirectory(prefix="hostile-", dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        yield shutil.copy(FILE, folder)
+
+
+def sandboxed(
+    script: str, *, paths: Sequence[str] | None = None, program: str = "python"
+) -> tuple[SandboxedCommands, EpisodeServer]:
+    try:
+        check_sandbox(BubblewrapSandbox())
+    except SandboxError as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(error))
+    server = EpisodeServer("127.0.0.1", 0, unix_socket=True)
+    folders = (os.path.dirname(script),) if paths is None else tuple(paths)
+    config = BubblewrapSandbox(memory_bytes=256 << 20, processes=24, read_only_paths=folders)
+    return SandboxedCommands([program, script], config, server), server
+
+
+def test_programs_in_a_sandbox(shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They reach the policy and nothing else, and a good one plays as without a sandbox."""
+    monkeypatch.setenv("HOSTILE_SECRET", "hostile-secret")
+    places = ["/", "/etc", "/usr", "/usr/lib", "/dev", "/run", "/tmp", "/var/tmp", os.getcwd()]
+    places += [os.path.dirname(shown), str(tmp_path)]
+    (tmp_path / "secret").write_text("hostile-secret")
+    agents, server = sandboxed(shown)
+    with ExitStack() as stack:
+        port = stack.enter_context(socket.create_server(("", 0))).getsockname()[1]
+        for address in ("\0" + tmp_path.name, str(tmp_path / "socket")):
+            listening = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listening.bind(address)
+            listening.listen()
+        more = {
+            "outside": str(tmp_path),
+            "places": places,
+            "ports": [port],
+            "address": socket.gethostbyname(socket.gethostname()),
+            "abstract": tmp_path.name,
+        }
+        limits = replace(LIMITS, timeout_s=8)
+        names = [*SANDBOXED, "good"]
+        played, engine = play(agents, names, server=server, limits=limits, more=more)
+    assert {name: one[0].record.status for name, one in played.items()} == SANDBOXED
+    for name in ESCAPES:
+        assert played[name][0].record.turns[-1].rewards == {}, name
+        assert len(played[name][0].calls) == 2
+    assert "exited with code 3" in str(played["leaves"][0].error)
+    assert "MemoryError" in str(played["allocates_without_end"][0].error)
+    assert not [place for place in places if os.path.exists(f"{place}/hostile")]
+    assert not engine.busy
+    assert not [p for p in psutil.process_iter(["cmdline"]) if shown in (p.info["cmdline"] or [])]
+
+    others, _ = play(CommandAgents([sys.executable, shown]), list(SANDBOXED)[:1])
+    (outside,) = others["good"]
+    inside = played["good"][0]
+    assert [(c.prompt_ids, c.completion.token_ids) for c in inside.calls] == [
+        (c.prompt_ids, c.completion.token_ids) for c in outside.calls
+    ]
+    assert inside.record.turns[-1].rewards == outside.record.turns[-1].rewards == {"reward": 1.0}
 
 
 def test_functions() -> None:
@@ -113,3 +222,14 @@ def test_wrong_agents_are_refused_before_a_model_is_loaded() -> None:
     ):
         with pytest.raises(EnvironmentSetupError, match=message):
             start(agents)
+
+
+def test_agents_that_a_sandbox_does_not_show_are_refused(shown: str) -> None:
+    for given, message in (
+        ({"paths": ()}, "add its folder to read_only_paths"),
+        ({"program": "no-such-program-here"}, "there is no program 'no-such-program-here' in it"),
+    ):
+        agents, server = sandboxed(shown, **given)
+        with pytest.raises(EnvironmentSetupError, match=message):
+            play(agents, [], server=server)
+        assert not server.unix_path.exists()

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 from socket import AF_INET
 from typing import Any
@@ -22,6 +24,7 @@ from burnish.config.yaml_text import RecipeLoader
 from burnish.environments.base import EnvironmentSetupError
 from burnish.observe.samples import read_samples
 from burnish.rollout.vllm import INSTALL
+from burnish.sandbox.base import SandboxError
 
 ROOT = Path(__file__).parents[2]
 AGENT = ROOT / "recipes/agents/guess_number.py"
@@ -75,6 +78,44 @@ def test_an_openai_client_gives_the_curve_of_the_environment(tmp_path: Path) -> 
             assert found["episodes/done_frac"] == 1
 
 
+WITHOUT_PACKAGES = """
+import json, os, urllib.request
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"model": "m", "messages": [{"role": "user", "content": "?"}]}).encode(),
+    {"x-api-key": os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+)
+found = len(json.load(urllib.request.urlopen(request))["choices"])
+with open(os.environ["BURNISH_REWARD"], "w") as file:
+    json.dump({"found": found}, file)
+"""
+
+
+def test_agents_in_a_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's settings, with the default interpreter. Without bubblewrap: skipped, or failed
+    under CI=true."""
+    episodes = yaml.load(block("yaml sandbox"), Loader=RecipeLoader)["rollout"]["episodes"]
+    with tempfile.TemporaryDirectory(prefix="burnish-test-", dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        monkeypatch.chdir(folder)
+        Path("agents").mkdir()
+        Path("agents/my_agent.py").write_text(WITHOUT_PACKAGES)
+        episodes["sandbox"]["python"] = None
+        episodes["max_tokens"] = 32
+        try:
+            (step,) = run(
+                tmp_path,
+                "max_steps=1",
+                f"rollout.episodes={json.dumps(episodes)}",
+            )
+        except SandboxError as error:
+            if os.environ.get("CI") == "true":
+                raise
+            pytest.skip(str(error))
+    assert step["episodes/done_frac"] == step["episodes/turns"] == 1
+    assert step["reward/mean"] == 1
+
+
 def address() -> str:
     """An address of this machine, not of the loopback if there is another."""
     found = [
@@ -116,6 +157,10 @@ def test_agents_play_with_vllm(tmp_path: Path) -> None:
         ("{command: [x], workers: 2, max_tokens: 32}", "workers has no effect with command"),
         ("{agent: a.py:f, step_timeout_s: 2, max_tokens: 32}", "step_timeout_s has no effect"),
         ("{agent: a.py:f, server_host: 0.0.0.0, max_tokens: 32}", "not an address that agents"),
+        ("{agent: a.py:f, sandbox: bubblewrap, max_tokens: 32}", "use command, a process per"),
+        ("{environment: a.py:F, sandbox: bubblewrap, max_tokens: 32}", "sandbox has no effect"),
+        ("{command: [x], sandbox: unsafe_subprocess, max_tokens: 32}", "cannot run command"),
+        ("{command: [x], sandbox: {max_concurrent: 2}, max_tokens: 32}", "episodes.max_concurrent"),
         ("{environment: a.py:F, server_port: 80, max_tokens: 32}", "server_port has no effect"),
     ],
 )

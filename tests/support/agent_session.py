@@ -87,13 +87,18 @@ async def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def play_tasks(
-    agents: Agents, rows: Sequence[dict[str, Any]], limits: Limits, answer: Answer = words
+    agents: Agents,
+    rows: Sequence[dict[str, Any]],
+    limits: Limits,
+    answer: Answer = words,
+    *,
+    server: EpisodeServer | None = None,
 ) -> tuple[list[Played], ScriptedEngine]:
     """Play an episode with each row, all at once. Return the episodes and the engine."""
     engine = ScriptedEngine(answer, TOKENIZER)
 
     async def inside() -> list[Played]:
-        player = AgentPlayer(EpisodeServer("127.0.0.1", 0), agents)
+        player = AgentPlayer(server or EpisodeServer("127.0.0.1", 0), agents)
         service = RolloutService(engine)
         try:
             await player.start()

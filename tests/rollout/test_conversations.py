@@ -82,6 +82,19 @@ def test_bits_do_not_depend_on_what_was_kept(slots: int, engine: LocalRolloutEng
     assert batch_of(small).cache is None and not batch_of(small).kept, "all were released"
 
 
+def test_without_batch_invariance_conversations_are_kept_too(engine: LocalRolloutEngine) -> None:
+    """Log-probs are those of another order of sums, to 1e-5 nats."""
+    expected = talk(engine, 6, 4, seed=0, keep=False)
+    for slots in (5, 128):
+        config = LocalEngine(batch_invariant=False, max_batch_size=slots, max_prefill_tokens=40)
+        other = LocalRolloutEngine(engine.model, engine.tokenizer, config)
+        found = talk(other, 6, 4, seed=1)
+        for key, one in found.items():
+            assert one.token_ids == expected[key].token_ids
+            assert one.logprobs == pytest.approx(expected[key].logprobs, abs=1e-5)
+    assert sum(c.cached_tokens > 0 for (_, turn), c in found.items() if turn) == 18
+
+
 def test_a_follow_up_prefills_its_new_tokens(engine: LocalRolloutEngine) -> None:
     """The last sampled token was never an input of the model, so it is computed too."""
     prefills: list[int] = []

@@ -67,6 +67,18 @@ def test_the_environment_and_its_recipes_run(
     assert trained.metrics["train/loss"] > 0
 
 
+def test_the_recipe_with_mcp_servers_is_valid() -> None:
+    more = {"job": "rl", "max_steps": 1, "model": {"scratch": {}}}
+    config = load_config(recipe("mcp") | more | {"train": {"train_batch_size": 64}})
+    assert config.rollout.episodes.kind == "tools"
+    changed = load_config(
+        recipe("mcp") | more | {"train": {"train_batch_size": 64}},
+        ["rollout.episodes.mcp.search.prefix=web_", "rollout.episodes.mcp.new.url=http://a/mcp"],
+    )
+    servers = changed.rollout.episodes.mcp
+    assert servers["search"].prefix == "web_" and servers["new"].per_episode
+
+
 def test_the_tool_and_its_recipe_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("my_tools.py").write_text(block("python tools"))

@@ -83,3 +83,6 @@ def _nodes_below(value: Any, path: str) -> Iterator[tuple[str, Node]]:
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
             yield from _nodes_below(item, f"{path}[{i}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _nodes_below(item, f"{path}.{key}")

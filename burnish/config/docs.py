@@ -14,7 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from burnish.config.base import Node
 from burnish.config.registry import JOBS
-from burnish.config.schema import is_list, kinds_of, nodes_in, type_words
+from burnish.config.schema import is_list, kinds_of, nodes_in, type_words, value_of
 
 TABLE_HEAD = ("key | type | default | meaning", "-|-|-|-")
 """First lines of a table of keys."""
@@ -76,9 +76,16 @@ def _rows(node: type[Node], above: str, *, seen: dict[type[Node], str]) -> Itera
         yield FieldRow(path, type_words(field.annotation), default_text(field), text)
         if not known:
             seen.update({variant: path for variant in below})
-            inner = f"{path}.N." if is_list(field.annotation) else f"{path}."
+            inner = f"{path}.{_item_key(field.annotation)}"
             for variant in below:
                 yield from _variant_rows(variant, inner, seen=seen)
+
+
+def _item_key(annotation: Any) -> str:
+    """Return the key between a field and the keys of the nodes in it."""
+    if is_list(annotation):
+        return "N."
+    return "NAME." if value_of(annotation) is not None else ""
 
 
 def _variant_rows(

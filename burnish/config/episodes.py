@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
@@ -42,12 +43,56 @@ _BELONGS_TO: dict[str, tuple[EpisodeKind, ...]] = {
 """Key -> the forms of episodes in which it has an effect."""
 
 
+_PREFIX = r"[A-Za-z0-9_.-]*"
+
+
+class McpServerConfig(Node):
+    """An MCP server whose tools the policy may call: a program (stdio), or a URL (streamable
+    HTTP)."""
+
+    command: tuple[str, ...] = ()
+    """Program and arguments. It uses stdin and stdout for the protocol."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the program, in addition to HOME, LOGNAME, PATH, SHELL, TERM and
+    USER. They are stored with the recipe; use ``pass_env`` for secrets."""
+    pass_env: tuple[str, ...] = ()
+    """Names of environment variables of the run that the program also gets."""
+    url: str | None = None
+    """URL of the server, such as ``http://127.0.0.1:8000/mcp``."""
+    token_env: str | None = None
+    """Name of the environment variable with the bearer token for ``url``."""
+    tools: tuple[str, ...] | None = None
+    """Names of the tools that the policy may call. None: all tools of the server."""
+    prefix: str = ""
+    """Text before the names of the tools, to distinguish tools of several servers."""
+    per_episode: bool = True
+    """True: every episode has its own process or session, started at its first call, so that
+    episodes share no state. False: the episodes of a worker process share one. Set it only if
+    calls have no effect on later calls."""
+
+    def rules(self) -> Iterator[str]:
+        if bool(self.command) == (self.url is not None):
+            have = "both are" if self.command else "neither is"
+            yield f"an MCP server needs either command or url, and {have} set; set one"
+            return
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            yield f"url={self.url!r} must begin with http:// or https://"
+        mine, other = ("command", "url") if self.command else ("url", "command")
+        for name in ("token_env",) if self.command else ("env", "pass_env"):
+            if vars(self)[name]:
+                yield f"{name} has no effect with {mine}: it belongs to {other}; remove {name}"
+        if not re.fullmatch(_PREFIX, self.prefix):
+            yield f"prefix={self.prefix!r} may contain only letters, digits, '_', '-' and '.'"
+        if self.tools == ():
+            yield "tools is empty, so the server is not used; remove the server, or name tools"
+
+
 class EpisodesConfig(Node):
     """Multi-turn rollouts: the policy responds, an environment or tools answer, and so on. Or an
     agent program calls the policy through a model API.
 
-    Exactly one of ``environment``, ``tools``, ``agent`` and ``command`` is set.
-    ``rollout.generate_max_len`` limits one turn."""
+    Exactly one of ``environment``, ``tools``, ``agent`` and ``command`` is set. ``mcp`` counts as
+    ``tools``, and both may be set. ``rollout.generate_max_len`` limits one turn."""
 
     environment: str | None = None
     """Environment class, ``path/to/file.py:Class`` or ``package.module:Class``, with the methods
@@ -61,6 +106,8 @@ class EpisodesConfig(Node):
     """Sandbox of the tool ``python`` (None: bubblewrap with its defaults), or of ``command``, in
     which only the policy can be reached (None: none; only bubblewrap). Of a command's limits,
     ``output_bytes`` bounds the reward; ``max_concurrent`` is that of the episodes."""
+    mcp: dict[str, McpServerConfig] = Field(default_factory=dict)
+    """MCP servers by name, whose tools the policy may call (``pip install 'burnish[mcp]'``)."""
     agent: str | None = None
     """Agent function ``async def agent(task, endpoint)``, ``path/to/file.py:name`` or
     ``package.module:name``. It calls the policy at ``endpoint.base_url`` and returns its reward: a
@@ -115,9 +162,12 @@ class EpisodesConfig(Node):
     @property
     def kind(self) -> EpisodeKind | None:
         """Return which of the four forms is set; None unless it is exactly one."""
-        kinds: tuple[EpisodeKind, ...] = get_args(EpisodeKind)
-        found = [kind for kind in kinds if vars(self)[kind]]
+        found = self._kinds()
         return found[0] if len(found) == 1 else None
+
+    def _kinds(self) -> list[EpisodeKind]:
+        kinds: tuple[EpisodeKind, ...] = get_args(EpisodeKind)
+        return [k for k in kinds if vars(self)[k] or (k == "tools" and self.mcp)]
 
     @property
     def has_agent(self) -> bool:
@@ -127,7 +177,7 @@ class EpisodesConfig(Node):
     def rules(self) -> Iterator[str]:
         kinds = get_args(EpisodeKind)
         if self.kind is None:
-            found = [kind for kind in kinds if vars(self)[kind]]
+            found = self._kinds()
             have = f"{' and '.join(found)} are" if found else "none is"
             yield f"episodes needs exactly one of {', '.join(kinds)}, and {have} set; set one"
             return
@@ -145,14 +195,14 @@ class EpisodesConfig(Node):
                     f"{name} has no effect with {self.kind}: it belongs to "
                     f"{' and '.join(belongs_to)}; remove {name}"
                 )
-        if self.tools and self.tool_timeout_s > TOOLS_FRAC * self.step_timeout_s:
+        if self.kind == "tools" and self.tool_timeout_s > TOOLS_FRAC * self.step_timeout_s:
             yield (
                 f"tool_timeout_s={self.tool_timeout_s:g} must be at most {TOOLS_FRAC:g} x "
                 f"step_timeout_s={self.step_timeout_s:g}, or a slow tool ends the episode before "
                 "the policy receives its timeout as an error message; set step_timeout_s to at "
                 f"least {math.ceil(self.tool_timeout_s / TOOLS_FRAC)}, or lower tool_timeout_s"
             )
-        if self.sandbox is not None and self.tools and "python" not in self.tools:
+        if self.sandbox is not None and self.kind == "tools" and "python" not in self.tools:
             yield "sandbox is for the tool python, which is not in tools; remove it, or add python"
         if self.command and self.sandbox is not None:
             yield from _command_sandbox_rules(self.sandbox)
@@ -199,7 +249,7 @@ def episodes_lines(
     limits = f"{episodes.timeout_s:g} s per episode"
     if not episodes.has_agent:
         limits = f"{episodes.step_timeout_s:g} s per call of the environment, {limits}"
-    if episodes.tools:
+    if episodes.kind == "tools":
         limits = f"{episodes.tool_timeout_s:g} s per call of a tool, {limits}"
     return [
         ("turns of an episode", str(episodes.max_turns), f"at most{tokens}"),
@@ -227,7 +277,8 @@ def _workers_line(episodes: EpisodesConfig) -> tuple[str, str, str]:
         case "agent":
             text = f"processes with {episodes.agent}{python}{address}"
             return "agent workers", str(episodes.workers), text
-    source = episodes.environment or "tools " + ", ".join(episodes.tools)
+    servers = [f"MCP server {name}" for name in episodes.mcp]
+    source = episodes.environment or "tools " + ", ".join([*episodes.tools, *servers])
     return "environment workers", str(episodes.workers), f"processes with {source}{python}"
 
 
@@ -254,7 +305,7 @@ def episode_rules(
             "rewards has an entry of kind environment, which scores a single response; use kind "
             "episode for the rewards of a multi-turn environment"
         )
-    if "episode" in kinds and episodes.tools:
+    if "episode" in kinds and episodes.kind == "tools":
         yield (
             "rewards has an entry of kind episode, and tools give no rewards; use another kind of "
             "reward, or an environment"

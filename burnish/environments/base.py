@@ -9,7 +9,8 @@ Environments of several turns have another interface (``multi_turn.py``) and run
 processes.
 
 Reading order of this package: base, make, importing, reasoning_gym; for several turns: multi_turn,
-worker, worker_set, process, host, pool, tools.
+worker, worker_set, process, host, pool, tools, call_thread, mcp_servers, mcp_connection,
+mcp_guard.
 """
 
 from __future__ import annotations
@@ -24,6 +25,15 @@ from burnish.errors import BurnishError
 class EnvironmentSetupError(BurnishError, ValueError):
     """An environment cannot be created. The message contains the wrong name or option and the
     nearest valid one."""
+
+
+class EpisodeInfraError(BurnishError, RuntimeError):
+    """An environment of several turns lost something outside the policy's control, such as a
+    server. The episode ends with the status ``infra_error`` and is played again."""
+
+
+class ToolError(BurnishError, RuntimeError):
+    """A call of a tool failed. The message is the answer to the policy, after ``error: ``."""
 
 
 @dataclass(frozen=True)

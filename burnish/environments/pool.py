@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from burnish.environments.base import EnvironmentSetupError
+from burnish.environments.base import EnvironmentSetupError, EpisodeInfraError
 from burnish.environments.multi_turn import Start, Step
 from burnish.environments.process import start_process
 from burnish.environments.worker_set import (
@@ -178,8 +178,11 @@ class OpenEpisode:
         try:
             return await self._session.call(timeout_s, op=op, **request)
         except ReplyError as error:
+            # (the worker sends the name of the exception's class)
+            infra = error.args[0] == EpisodeInfraError.__name__
             raise EpisodeFailedError(
-                "env_error", f"{what}: {method}() raised {error}{error.trace}"
+                "infra_error" if infra else "env_error",
+                f"{what}: {method}() raised {error}{error.trace}",
             ) from error
         except TimeoutError as error:
             raise EpisodeFailedError("timeout", f"{what}: {method}() {error}") from error

@@ -23,19 +23,18 @@ import asyncio
 import inspect
 import json
 import math
-import queue
 import re
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
 from burnish.config.explain import nearest
-from burnish.environments.base import EnvironmentSetupError
+from burnish.environments.base import EnvironmentSetupError, EpisodeInfraError, ToolError
+from burnish.environments.call_thread import CallThread
 from burnish.environments.code_tool import (
     CodeTimeoutError,
     check_code_tool,
@@ -46,6 +45,9 @@ from burnish.environments.importing import LoadError, load_object
 from burnish.environments.multi_turn import Message, Start, Step
 from burnish.errors import BurnishError
 from burnish.sandbox.base import SandboxError
+
+if TYPE_CHECKING:
+    from burnish.environments.mcp_servers import McpCalls, McpTool
 
 CODE_TOOL = "python"
 """Name of the built-in tool that runs code."""
@@ -82,7 +84,8 @@ class ToolEnvironment:
     ``python``, the built-in tool that runs code in a sandbox), ``system_prompt``, ``timeout_s``
     (time limit of one call; None: no limit), ``turn_timeout_s`` (time limit of all calls of one
     turn together; None: no limit), ``max_result_chars`` (longer results are cut), ``sandbox`` (of
-    the tool ``python``, with the keys of ``SandboxConfig``).
+    the tool ``python``, with the keys of ``SandboxConfig``), ``mcp`` (MCP servers by name, with the
+    keys of ``rollout.episodes.mcp``).
 
     The task's ``prompt`` (text or messages) starts the episode. It ends at the first message
     without tool calls. Subclasses may set :attr:`tools` (functions, names as above, or names of
@@ -116,7 +119,7 @@ class ToolEnvironment:
     tools: ClassVar[Sequence[str | Callable[..., Any]]] = ()
     """Tools of a subclass."""
 
-    def __init__(
+    def __init__(  # house: ok the options of a recipe, all named
         self,
         *,
         tools: Sequence[str] = (),
@@ -125,6 +128,7 @@ class ToolEnvironment:
         turn_timeout_s: float | None = None,
         max_result_chars: int = 20_000,
         sandbox: Mapping[str, Any] | None = None,
+        mcp: Mapping[str, Any] | None = None,
     ) -> None:
         self._owner: Any = self
         """Object whose methods are tools."""
@@ -133,12 +137,17 @@ class ToolEnvironment:
         if self._runs_code:
             run = code_tool(read_sandbox(sandbox), timeout_s or CODE_TIMEOUT_S, max_result_chars)
             specs = tuple(run if spec == CODE_TOOL else spec for spec in specs)
-        self._tools = make_tools(specs, type(self))
+        self._tools: dict[str, Tool | McpTool] = {}
+        self._tools.update(make_tools(specs, type(self)))
+        self._mcp: McpCalls | None = None
+        if mcp:
+            self._mcp, found = _mcp_calls(mcp)
+            _add_tools(self._tools, found)
         self._system_prompt = system_prompt
         self._timeout_s = timeout_s
         self._turn_timeout_s = turn_timeout_s
         self._max_chars = max_result_chars
-        self._thread: _CallThread | None = None
+        self._thread: CallThread | None = None
 
     @classmethod
     def check_options(cls, **options: Any) -> None:
@@ -147,7 +156,7 @@ class ToolEnvironment:
         if not made._tools:
             raise EnvironmentSetupError(
                 f"environment {cls.__name__} has no tools; set options.tools to a list such as "
-                "[path/to/file.py:function], or `tools` in the class"
+                "[path/to/file.py:function], options.mcp to servers, or `tools` in the class"
             )
         for name, value in (
             ("timeout_s", made._timeout_s),
@@ -176,13 +185,14 @@ class ToolEnvironment:
         if not calls:
             return Step(done=True, rewards=self.finish(message))
         results, counts = [], {"tool_calls": len(calls), "tool_errors": 0, "tool_timeouts": 0}
+        restarts = self._mcp.restarts if self._mcp is not None else 0
         clock = asyncio.get_running_loop().time
         end = clock() + self._turn_timeout_s if self._turn_timeout_s is not None else math.inf
         for call in calls:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             try:
-                content = self._shown(await self._run(name, arguments, end - clock()))
-            except SandboxError:  # a failure of the machine, not of the policy
+                content = self._shown(await self._run(name, arguments, end))
+            except (SandboxError, EpisodeInfraError):  # a failure of the machine, not of the policy
                 raise
             except Exception as error:  # an answer to the policy
                 content = self._shown(f"error: {_described(error)}")
@@ -191,6 +201,8 @@ class ToolEnvironment:
             results.append(
                 {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
             )
+        if self._mcp is not None:
+            counts["mcp_restarts"] = self._mcp.restarts - restarts
         return Step(results, counts=counts)
 
     def finish(self, message: Message) -> Mapping[str, float]:
@@ -198,16 +210,24 @@ class ToolEnvironment:
         return {}
 
     def close(self) -> None:
-        """End the thread of the calls."""
+        """End the thread of the calls, and the MCP servers of the episode."""
+        self._end_thread()
+        if self._mcp is not None:
+            self._mcp.close()
+
+    def _end_thread(self) -> None:
         if self._thread is not None:
             self._thread.end()
+        self._thread = None  # the next call gets another thread
 
-    async def _run(self, name: str, arguments: Any, left_s: float) -> Any:
-        """Return the result of one call. ``left_s``: seconds left for the calls of this turn.
+    async def _run(self, name: str, arguments: Any, end: float) -> Any:
+        """Return the result of one call. ``end``: time of the loop's clock at which the calls of
+        this turn must have ended.
 
         Raises as the tool does, pydantic.ValidationError, _CallTimeoutError or _UnknownToolError.
         """
-        if left_s <= 0:
+        clock = asyncio.get_running_loop().time
+        if end <= clock():
             raise self._turn_too_long()
         tool = self._tools.get(name)
         if tool is None:
@@ -217,26 +237,34 @@ class ToolEnvironment:
         if not isinstance(given, Mapping):
             raise TypeError(f"the arguments of {name} must be a JSON object, not {given!r:.80}")
         named = tool.validated(given)
-        positional = (self._owner,) if tool.is_method else ()
         running: Any
-        if inspect.iscoroutinefunction(tool.function):
-            running = asyncio.ensure_future(_without_exit(tool.function(*positional, **named)))
+        if isinstance(tool, Tool):
+            running = self._started(tool, named)
         else:
-            if self._thread is None:
-                self._thread = _CallThread()
-            running = self._thread.start(lambda: tool.function(*positional, **named))
+            assert self._mcp is not None
+            await self._mcp.ready(tool, end - clock())
+            running = asyncio.ensure_future(self._mcp.call(tool, named))
         limits_itself = self._runs_code and name == CODE_TOOL  # without its time in the queue
         own = None if limits_itself else self._timeout_s
+        left_s = end - clock()
         limit = min(left_s, math.inf if own is None else own)
         done, _ = await asyncio.wait([running], timeout=None if limit == math.inf else limit)
         if done:
             return running.result()
         running.cancel()
-        self.close()
-        self._thread = None  # the next call gets another thread
+        self._end_thread()
         if limit == left_s:
             raise self._turn_too_long()
         raise _CallTimeoutError(f"the call took longer than {self._timeout_s:g} s")
+
+    def _started(self, tool: Tool, named: Mapping[str, Any]) -> asyncio.Future[Any]:
+        """Start a call of a function."""
+        positional = (self._owner,) if tool.is_method else ()
+        if inspect.iscoroutinefunction(tool.function):
+            return asyncio.ensure_future(_without_exit(tool.function(*positional, **named)))
+        if self._thread is None:
+            self._thread = CallThread()
+        return self._thread.start(lambda: tool.function(*positional, **named))
 
     def _turn_too_long(self) -> _CallTimeoutError:
         return _CallTimeoutError(
@@ -262,6 +290,32 @@ class _UnknownToolError(BurnishError, LookupError):
 
 class _CallTimeoutError(BurnishError, TimeoutError):
     """A call exceeded its time limit."""
+
+
+def _mcp_calls(mcp: Mapping[str, Any]) -> tuple[McpCalls, Sequence[McpTool]]:
+    """Return the calls of one environment object, and the tools of its servers."""
+    try:
+        from burnish.environments.mcp_servers import McpCalls, open_servers
+    except ImportError as error:
+        raise EnvironmentSetupError(
+            f"mcp needs the package {error.name}; install it with: pip install 'burnish[mcp]'"
+        ) from error
+    servers = open_servers(mcp)
+    return McpCalls(servers), servers.tools
+
+
+def _add_tools(tools: dict[str, Tool | McpTool], found: Sequence[McpTool]) -> None:
+    """Add tools of MCP servers. Raises EnvironmentSetupError if two have the same name."""
+    for tool in found:
+        if tool.name in tools:
+            other = tools[tool.name]
+            first = _origin(other.function) if isinstance(other, Tool) else other.origin
+            raise EnvironmentSetupError(
+                f"two tools have the name {tool.name!r} ({first} and {tool.origin}); the policy "
+                f"could not tell them apart. Set mcp.{tool.server}.prefix, for example to "
+                f"{tool.server + '_'!r}"
+            )
+        tools[tool.name] = tool
 
 
 def make_tools(
@@ -398,6 +452,8 @@ def _described(error: Exception) -> str:
             for detail in error.errors(include_url=False, include_context=False)
         )
         return f"ValidationError: {'; '.join(parts)}"
+    if isinstance(error, ToolError):
+        return str(error)
     timed_out = isinstance(error, _CallTimeoutError | CodeTimeoutError)
     kind = "TimeoutError" if timed_out else type(error).__name__
     return f"{kind.lstrip('_')}: {error}"
@@ -418,49 +474,3 @@ async def _without_exit(call: Awaitable[Any]) -> Any:
         raise
     except BaseException as raised:
         raise RuntimeError(f"{type(raised).__name__}: {raised}") from raised
-
-
-class _CallThread:
-    """A thread that runs functions one after the other."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, daemon=True, name="tool").start()
-
-    def start(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
-        """Queue a call and return the future of its result."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-
-        def run() -> None:
-            result, error = None, None
-            try:
-                result = function()
-            except Exception as raised:
-                error = raised
-            except BaseException as raised:  # exit() in a tool must not end the worker
-                error = RuntimeError(f"{type(raised).__name__}: {raised}")
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_finish, future, result, error)
-
-        self._calls.put(run)
-        return future
-
-    def end(self) -> None:
-        """End the thread after its current call."""
-        self._calls.put(None)
-
-    def _serve(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
-
-
-def _finish(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if future.cancelled():
-        return
-    if error is None:
-        future.set_result(result)
-    elif isinstance(error, StopIteration):  # a future refuses it
-        future.set_exception(RuntimeError(f"StopIteration: {error}"))
-    else:
-        future.set_exception(error)

@@ -66,7 +66,7 @@ def build_players(
     loop = LoopThread("episodes")
     try:
         loop.run(player.start)
-        if config.tools:
+        if config.kind == "tools":
             assert isinstance(player, EnvironmentPlayer)
             loop.run(_check_tools, player.environments, renderer, config.step_timeout_s)
     except BaseException:
@@ -134,6 +134,8 @@ def environment_spec(config: EpisodesConfig) -> EnvironmentSpec:
     }
     if config.sandbox is not None:
         options["sandbox"] = config.sandbox.model_dump(mode="json")
+    if config.mcp:
+        options["mcp"] = {name: one.model_dump(mode="json") for name, one in config.mcp.items()}
     return EnvironmentSpec(TOOL_ENVIRONMENT, options, config.python)
 
 

@@ -1,0 +1,253 @@
+"""A connection to one MCP server: its start, requests, and the end of its process.
+
+Servers are not trusted to work: they may end, hang, print other text, or send too much. Reading
+order: Connection, then the limits of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx2
+import mcp_types as types
+from mcp import Client, MCPError, StdioServerParameters
+from mcp.client.stdio import stdio_client
+from mcp.client.streamable_http import streamable_http_client
+
+from burnish.config.episodes import McpServerConfig
+from burnish.environments.base import EnvironmentSetupError
+from burnish.errors import BurnishError
+
+T = TypeVar("T")
+
+CLOSE_TIMEOUT_S = 10.0
+"""Time in which a closed connection must have ended its server."""
+MAX_MESSAGE_BYTES = 16 << 20
+"""Maximum size of one message of a server."""
+MAX_TOOLS, MAX_PAGES = 1000, 100
+MAX_ERROR_CHARS = 500
+
+_GUARD = str(Path(__file__).with_name("mcp_guard.py"))
+
+
+class ServerLostError(BurnishError, RuntimeError):
+    """A server ended, or its connection did."""
+
+
+class Connection:
+    """A started server and the session with it. Its methods run in the thread of MCP.
+
+    One task enters and leaves the contexts of the package, as anyio requires.
+    """
+
+    def __init__(self, name: str, config: McpServerConfig) -> None:
+        self._name, self._config = name, config
+        self._closing = asyncio.Event()
+        self._said: deque[str] = deque(maxlen=20)
+        self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._run())
+        _running.add(self._task)
+        self._task.add_done_callback(_running.discard)
+
+    async def ready(self, limit_s: float) -> None:
+        """Wait for the start. Raises ServerLostError."""
+        done, _ = await asyncio.wait([self._client], timeout=limit_s)
+        if not done:
+            self.close()
+            raise self._lost(f"did not start within {limit_s:g} s")
+        self._client.result()
+
+    async def tools(self) -> list[types.Tool]:
+        """Return all tools of the server. Raises EnvironmentSetupError if there is no end."""
+        found: list[types.Tool] = []
+        cursor = None
+        for _ in range(MAX_PAGES):
+            page = await self._guarded(self._client.result().list_tools(cursor=cursor))
+            found += page.tools
+            cursor = page.next_cursor
+            if len(found) > MAX_TOOLS:
+                break
+            if cursor is None:
+                return found
+        raise EnvironmentSetupError(
+            f"episodes.mcp.{self._name}: the server lists more than {MAX_TOOLS} tools or "
+            f"{MAX_PAGES} pages of tools"
+        )
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> types.CallToolResult:
+        """Return the result of a call. Raises ServerLostError; MCPError if the server refuses the
+        call; pydantic.ValidationError or RuntimeError if the result is invalid."""
+        return await self._guarded(self._client.result().call_tool(tool, arguments))
+
+    def close(self) -> None:
+        """Begin to end the session and the server."""
+        self._closing.set()
+        if not self._client.done():  # it hangs in its start
+            self._task.cancel()
+
+    async def closed(self) -> None:
+        """Wait for the end of the server."""
+        await asyncio.wait([self._task], timeout=CLOSE_TIMEOUT_S)
+
+    async def _guarded(self, request: Coroutine[Any, Any, T]) -> T:
+        """Return the reply to a request. Raises ServerLostError if the connection ends."""
+        call = asyncio.ensure_future(request)
+        try:
+            await asyncio.wait([call, self._task], return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise self._lost("ended")
+            return call.result()
+        except MCPError as error:
+            lost = {types.CONNECTION_CLOSED}
+            if self._config.url is not None:  # the server does not know the session any more
+                lost.add(types.INVALID_REQUEST)
+            if error.code in lost:
+                raise self._lost(f"ended ({error.message[:MAX_ERROR_CHARS]})") from error
+            raise
+        finally:
+            call.cancel()
+
+    async def _run(self) -> None:
+        reason = "ended during its start"
+        try:
+            async with AsyncExitStack() as stack:
+                transport = await self._transport(stack)
+                client = Client(transport, cache=None)
+                await stack.enter_async_context(client)
+                self._client.set_result(client)
+                await self._closing.wait()
+        except Exception as error:  # the failure of a server, reported by ready() or as a loss
+            reason = f"cannot be used: {reason_of(error)}"
+            self._said.append(reason_of(error))
+        finally:
+            if not self._client.done():
+                self._client.set_exception(self._lost(reason))
+                self._client.exception()  # (read, or asyncio reports it as forgotten)
+
+    async def _transport(self, stack: AsyncExitStack) -> Any:
+        """Return the transport to the server, which is not connected."""
+        config = self._config
+        if config.url is not None:
+            http = await stack.enter_async_context(self._http_client())
+            return streamable_http_client(
+                config.url, http_client=http, max_sse_event_size=MAX_MESSAGE_BYTES
+            )
+        env = {**_from_environment(config.pass_env, "pass_env"), **config.env}
+        program = shutil.which(config.command[0], path=env.get("PATH"))
+        if program is None:
+            raise ServerLostError(
+                f"there is no program {config.command[0]!r}; give its path, or a name that is "
+                "found in PATH"
+            )
+        read, write = os.pipe()
+        log = stack.enter_context(os.fdopen(write, "w"))
+        reader = asyncio.create_task(self._read_log(read))
+        stack.push_async_callback(_ended, reader)
+        arguments = ["-I", "-S", _GUARD, str(MAX_MESSAGE_BYTES), program, *config.command[1:]]
+        server = StdioServerParameters(
+            command=sys.executable, args=arguments, env=env, encoding_error_handler="replace"
+        )
+        return stdio_client(server, errlog=log)
+
+    def _http_client(self) -> httpx2.AsyncClient:
+        headers = {"Accept-Encoding": "identity"}
+        if self._config.token_env is not None:
+            (token,) = _from_environment((self._config.token_env,), "token_env").values()
+            headers["Authorization"] = f"Bearer {token}"
+
+        async def note(response: httpx2.Response) -> None:
+            if response.status_code >= 400:
+                self._said.append(f"HTTP status {response.status_code}")
+
+        return httpx2.AsyncClient(
+            headers=headers,
+            timeout=httpx2.Timeout(30.0, read=None),  # (calls have their own time limit)
+            transport=_LimitedTransport(),
+            event_hooks={"response": [note]},
+        )
+
+    async def _read_log(self, pipe: int) -> None:
+        """Copy the server's stderr to that of the worker."""
+        reader = asyncio.StreamReader()
+        loop, protocol = asyncio.get_running_loop(), asyncio.StreamReaderProtocol(reader)
+        transport, _ = await loop.connect_read_pipe(lambda: protocol, os.fdopen(pipe, "rb"))
+        try:
+            while chunk := await reader.read(1 << 16):
+                for line in chunk.decode(errors="replace").splitlines():
+                    self._said.append(line[:MAX_ERROR_CHARS])
+                    print(f"MCP server {self._name}: {line}", file=sys.stderr)
+        finally:
+            transport.close()
+
+    def _lost(self, reason: str) -> ServerLostError:
+        """Return the error, with the last output of the server."""
+        shown = self._config.url or " ".join(self._config.command)
+        what = f"MCP server {self._name} ({shown}) {reason}"
+        return ServerLostError("\n".join([what, *self._said]))
+
+
+_running: set[asyncio.Task[None]] = set()
+"""Tasks of connections: asyncio itself keeps only weak references."""
+
+
+class _LimitedTransport(httpx2.AsyncHTTPTransport):
+    """HTTP whose JSON replies are limited to MAX_MESSAGE_BYTES. (The package limits events.)"""
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        response = await super().handle_async_request(request)
+        if response.headers.get("content-encoding", "identity") != "identity":
+            await response.aclose()
+            raise httpx2.StreamError("the reply is compressed, which the client did not ask for")
+        kind = response.headers.get("content-type", "")
+        if not kind.lower().startswith("text/event-stream"):
+            response.stream = _LimitedStream(response.stream)
+        return response
+
+
+class _LimitedStream(httpx2.AsyncByteStream):
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        left = MAX_MESSAGE_BYTES
+        async for chunk in self._stream:
+            left -= len(chunk)
+            if left < 0:
+                raise httpx2.StreamError(f"the reply has more than {MAX_MESSAGE_BYTES} bytes")
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+def _from_environment(names: tuple[str, ...], key: str) -> dict[str, str]:
+    missing = [name for name in names if not os.environ.get(name)]
+    if missing:
+        raise ServerLostError(
+            f"{key}: the environment variable {missing[0]} is not set; set it where the run starts"
+        )
+    return {name: os.environ[name] for name in names}
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the text of an error, or of the first one in a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    text = str(error)[:MAX_ERROR_CHARS]
+    if isinstance(error, BurnishError | MCPError | TimeoutError):
+        return text
+    return f"{type(error).__name__}: {text}"
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    """End a task. The log is read to its end if that comes soon."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(task, 1.0)

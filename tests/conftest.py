@@ -14,6 +14,7 @@ import re
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,13 +62,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files whose tests may take longest (by their ``timeout``) come first: where several files run
-    at a time, short ones are left to fill in at the end."""
+    """Files whose tests may take longest come first (by the longest ``timeout``, then by the number
+    of ``slow`` tests): where several files run at a time, short ones are left to fill in at the
+    end."""
     patience: dict[Path, float] = {}
+    slow: Counter[Path] = Counter()
     for item in items:
         mark = item.get_closest_marker("timeout")
         patience[item.path] = max(patience.get(item.path, 0), mark.args[0] if mark else 0)
-    items.sort(key=lambda item: -patience[item.path])
+        slow[item.path] += item.get_closest_marker("slow") is not None
+    items.sort(key=lambda item: (-patience[item.path], -slow[item.path]))
 
 
 @pytest.fixture

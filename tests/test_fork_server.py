@@ -52,6 +52,42 @@ def test_arguments_streams_folder_environment_and_exit_code_are_the_commands(scr
     assert done.returncode == 7
 
 
+NESTED = """
+import subprocess, sys
+answer = "import sys; print('torch' in sys.modules, sys.argv)"
+for words in (["-c", answer, "x"], ["-P", "-c", answer]):
+    subprocess.run([sys.executable, *words], check=True)
+subprocess.run([sys.executable, "-m", "burnish", "--version"], check=True)
+"""
+
+
+@pytest.mark.slow
+def test_the_interpreter_forks_code_and_modules_and_what_they_start() -> None:
+    """An option of Python gets a plain interpreter, which has not loaded torch."""
+    done = subprocess.run(
+        [fork_server.interpreter(), "-c", NESTED], capture_output=True, text=True, check=True
+    )
+    *found, version = done.stdout.splitlines()
+    assert found == ["True ['-c', 'x']", "False ['-c']"]
+    assert version.startswith("burnish ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_to_the_interpreter_reach_its_process(number: signal.Signals) -> None:
+    code = (
+        "import signal, sys\n"
+        f"signal.signal({int(number)}, lambda *_: sys.exit(7))\n"
+        "print('ready', flush=True)\n"
+        "signal.pause()"
+    )
+    command = [fork_server.interpreter(), "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as waits:
+        assert waits.stdout is not None and waits.stdout.readline() == "ready\n"
+        waits.send_signal(number)
+        assert waits.wait(60) == 7
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("OMP_NUM_THREADS", "2"), (fork_server.ADDRESS, "/nowhere")],

@@ -2,11 +2,13 @@
 
 import importlib
 import importlib.util
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import pytest
 import yaml
 from typer.main import get_command
@@ -54,9 +56,11 @@ def test_the_remote_reward_is_valid():
 @pytest.mark.slow
 def test_the_python_example_runs(tmp_path):
     code = block(API, "python example")
+    kept = ("BURNISH_FORK_", "DS_", "OMP_")
+    environment = {name: value for name, value in os.environ.items() if name.startswith(kept)}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""},
+        [fork_server.interpreter(), "-c", code], cwd=tmp_path, capture_output=True, text=True,
+        env=environment | {"PYTHONPATH": str(ROOT), "PATH": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().splitlines()[-1].startswith("runs/api ")

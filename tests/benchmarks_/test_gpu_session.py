@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -361,7 +362,7 @@ def test_cells_cannot_break_a_table(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_whole_session_runs_on_a_cpu_with_tiny_shapes(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "gpu_session.py"), "--tiny"]
+    command = [fork_server.interpreter(), str(BENCHMARKS / "gpu_session.py"), "--tiny"]
     done = subprocess.run(
         [*command, "--out", str(tmp_path / "out")],
         capture_output=True, text=True, cwd=tmp_path,

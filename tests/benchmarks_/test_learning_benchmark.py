@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+import fork_server
 
 ROOT = Path(__file__).parents[2]
 
@@ -14,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def learning(*words: str) -> subprocess.CompletedProcess[str]:
     """``python benchmarks/learning.py WORDS``."""
     return subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "learning.py"), *words],
+        [fork_server.interpreter(), str(ROOT / "benchmarks" / "learning.py"), *words],
         capture_output=True, text=True, cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 def benchmark(*args: str) -> str:
     """What ``python benchmarks/precision.py ARGS`` prints."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "precision.py"), *args],
+        [fork_server.interpreter(), str(ROOT / "benchmarks" / "precision.py"), *args],
         capture_output=True, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip

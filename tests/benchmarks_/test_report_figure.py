@@ -3,15 +3,16 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+import fork_server
 
 ROOT = Path(__file__).parents[2]
 
 
 def draw(run: Path, out: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "report_figure.py", run, "--out", out],
+        [fork_server.interpreter(), ROOT / "benchmarks" / "report_figure.py", run, "--out", out],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 from typer.testing import CliRunner
 
@@ -206,13 +208,17 @@ def test_self_tests_cover_the_installed_engines() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["torch fp32", "rollout local"])
-def test_a_self_test_passes_on_this_machine(name: str) -> None:
+def test_a_self_test_passes_on_this_machine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", fork_server.interpreter())
     outcome = run(name)
     assert outcome.passed, outcome.text
 
 
 @pytest.mark.slow
-def test_a_self_test_that_cannot_run_fails_with_a_reason() -> None:
+def test_a_self_test_that_cannot_run_fails_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "executable", fork_server.interpreter())
     outcome = run("no such engine")
     assert not outcome.passed and "no such engine" in outcome.text
 

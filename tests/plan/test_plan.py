@@ -373,10 +373,10 @@ def test_if_nothing_fits_the_smallest_cluster_is_reported():
         "cluster": {"runtime": "ray", "policy_ranks": 2, "gpus_per_worker": 1},
         "train": {
             "engine": {"kind": "deepspeed", "zero_stage": 3, "zero_init": True},
-            "train_batch_size": 64,
+            "train_batch_size": 8,
             "micro_train_batch_size": 1,
         },
-        "rollout": {**TINY["rollout"], "rollout_batch_size": 16, "engine": {"kind": "vllm"}},
+        "rollout": {**TINY["rollout"], "rollout_batch_size": 2, "engine": {"kind": "vllm"}},
     }
     found = fit(load_config(recipe), parse_cluster("1x2xRTX4090-24GB", host_gb=64))
     assert not found.proposals

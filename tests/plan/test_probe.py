@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import psutil
 import pytest
 from typer.testing import CliRunner
@@ -42,6 +43,12 @@ SFT = {
     "data": {"sources": ["none.jsonl"], "max_len": 64},
     "train": {"train_batch_size": 4, "micro_train_batch_size": 2},
 }
+
+
+@pytest.fixture(autouse=True)
+def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes of probes."""
+    monkeypatch.setattr(sys, "executable", fork_server.interpreter())
 
 
 def test_stages_grow_from_short_rows_and_one_row_to_the_recipe() -> None:
@@ -223,7 +230,8 @@ def test_every_role_and_phase_is_measured(
 def test_a_killed_probe_leaves_no_process(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps(TREE))
-    command_line = [sys.executable, "-m", "burnish", "plan", str(recipe), "--probe"]
+    python = os.environ[fork_server.PYTHON]  # a fork's processes are no children of its command
+    command_line = [python, "-m", "burnish", "plan", str(recipe), "--probe"]
     parent = subprocess.Popen(command_line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     children: list[psutil.Process] = []
     while not children and parent.poll() is None:

@@ -9,9 +9,9 @@ import re
 import shlex
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
+import fork_server
 import psutil
 import pytest
 import yaml
@@ -54,7 +54,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     """The environment of an allocation of one node, this one."""
     commands = tmp_path / "bin"
     commands.mkdir()
-    python = shlex.quote(sys.executable)
+    python = shlex.quote(fork_server.interpreter())
     script(commands / "srun", SRUN)
     script(commands / "scontrol", "#!/bin/sh\necho localhost\n")
     script(commands / "hostname", "#!/bin/sh\necho 127.0.0.1\n")

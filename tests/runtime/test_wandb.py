@@ -8,7 +8,6 @@ import shutil
 import socket
 import struct
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import fork_server
 import pytest
 import wandb
 from wandb.proto.wandb_internal_pb2 import Record
@@ -367,6 +367,6 @@ tree = dict(job="sft", run_dir={str(tmp_path / "run")!r}, model=dict(scratch=dic
 burnish.run(burnish.load_config(tree))
 print([name for name in ("wandb", "tensorboard") if name in sys.modules])
 """
-    command = [sys.executable, "-c", code]
+    command = [fork_server.interpreter(), "-c", code]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[]"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 from typer.testing import CliRunner
 
@@ -39,7 +40,7 @@ def start(reward_model: Path) -> Iterator[Callable[..., tuple[Any, str]]]:
     processes: list[Any] = []
 
     def started(*options: str) -> tuple[Any, str]:
-        command = [sys.executable, "-m", "burnish", "serve-reward", str(reward_model)]
+        command = [fork_server.interpreter(), "-m", "burnish", "serve-reward", str(reward_model)]
         process = subprocess.Popen(
             [*command, "--port", "0", *options],
             cwd=ROOT,

@@ -7,13 +7,16 @@ nothing. The command
     python -S -E tests/support/fork_server.py run SCRIPT [ARGUMENT ...]
 
 behaves like ``python SCRIPT ARGUMENT ...``: the server forks a process that runs the script with
-the command's arguments, environment, working folder and standard streams. The command ends with
-the exit status of that process, and killing the command kills it. If no server answers, or if the
-environment differs in a variable that a library reads at import, the command becomes a plain
-``python``.
+the command's arguments, environment, working folder and standard streams. The same holds for
+``-c CODE`` and ``-m MODULE`` instead of SCRIPT. The command ends with the exit status of that
+process, passes SIGTERM and SIGINT to it, and killing the command kills it. The command becomes a
+plain ``python`` if no server answers, if the environment differs in a variable that a library
+reads at import, for any other option of the interpreter, or if it inherits more than the three
+standard streams.
 
 Ray starts its workers by this command (:func:`runtime_env_hook`); tests that start ranks call
-:func:`command`.
+:func:`command`. :func:`interpreter` is the same command as one file. In its processes
+``sys.executable`` is that file, so processes that they start are forks, too.
 """
 
 from __future__ import annotations
@@ -27,10 +30,14 @@ ADDRESS = "BURNISH_FORK_SERVER"
 """Environment variable that holds the path of the server's socket."""
 PYTHON = "BURNISH_FORK_PYTHON"
 """Environment variable that holds the path of the server's interpreter."""
+INTERPRETER = "BURNISH_FORK_INTERPRETER"
+"""Environment variable that holds the path that :func:`interpreter` returns."""
 READ_AT_IMPORT = ("DS_", "HF_", "OMP_", "TRANSFORMERS_")
 """Prefixes of environment variables that a library reads when it is imported or loaded. Left out
 are variables that an import sets (DeepSpeed: ``TORCHINDUCTOR_CACHE_DIR``; vLLM: ``LD_PRELOAD``,
 ``KMP_*``): a process that has imported the library would never get a fork."""
+OFFLINE = "HF_HUB_OFFLINE"
+"""Read at import too, but a fork can apply it: the library has it as one variable."""
 PRELOADED = (
     "burnish.runtime.worker",
     "burnish.runtime.rollout_worker",
@@ -45,41 +52,66 @@ PRELOADED = (
     "google.protobuf.descriptor_pb2",
     "peft",
 )
-OTHER_PYTHON = b"exec"
+OTHER_PYTHON = b"exec\n"
 """Answer of the server: the request needs an interpreter with another environment."""
 
 
 def read_at_import(environment: dict[str, str]) -> dict[str, str]:
     """Return the variables that must be equal in the server and in a process forked from it."""
-    return {k: v for k, v in environment.items() if k.startswith(READ_AT_IMPORT)}
+    return {k: v for k, v in environment.items() if k.startswith(READ_AT_IMPORT) and k != OFFLINE}
 
 
 # ---- the command -------------------------------------------------------------------------------
 
 
-def run(words: list[str]) -> None:
-    """Have the server fork a process that runs ``words``, wait for it, and end as it ends."""
+def run(words: list[str], *, nested: bool = False) -> None:
+    """Have the server fork a process that runs ``words``, wait for it, and end as it ends.
+    ``nested``: its ``sys.executable`` is :func:`interpreter`."""
     import array
     import json
+    import signal
 
     python = os.environ[PYTHON]
+    if nested and not _can_fork(words):
+        os.execv(python, [python, *words])
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(os.environ[ADDRESS])
     except OSError:
         os.execv(python, [python, *words])
-    request = {"words": words, "cwd": os.getcwd(), "environment": dict(os.environ)}
+    request = {
+        "words": words,
+        "cwd": os.getcwd(),
+        "environment": dict(os.environ),
+        "nested": nested,
+        "leads_group": os.getpgrp() == os.getpid(),
+    }
     data = json.dumps(request).encode()
     streams = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
     connection.sendmsg([len(data).to_bytes(8, "little")], streams)
     connection.sendall(data)
-    answer = connection.recv(16)  # the exit code, or nothing if the server has ended
-    if answer == OTHER_PYTHON:
+    answers = connection.makefile("rb")
+    first = answers.readline()
+    if first == OTHER_PYTHON:
         os.execv(python, [python, *words])
+    if nested:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: os.kill(int(first), number))
+    answer = answers.readline()  # the exit code, or nothing if the server has ended
     code = int(answer) if answer else 1
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
     if code < 0:
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def _can_fork(words: list[str]) -> bool:
+    """Return False for options of the interpreter, and if descriptors are inherited."""
+    option = words[0] if words else "-"
+    inherited = [int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2]
+    inherited = [number for number in inherited if os.path.exists(f"/proc/self/fd/{number}")]
+    return (option in ("-c", "-m") or not option.startswith("-")) and not inherited
 
 
 # ---- the server --------------------------------------------------------------------------------
@@ -116,13 +148,18 @@ class Server:
                 key.data()
 
     def close(self) -> None:
+        import contextlib
+
         for pid in self.children:
             self._kill(pid)
-        os.unlink(self.listener.getsockname())
+        for path in (self.listener.getsockname(), f"{self.listener.getsockname()}-python"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
         sys.exit()
 
     def accept(self) -> None:
         """Fork the process that one connection asks for."""
+        import contextlib
         import selectors
 
         connection, _ = self.listener.accept()
@@ -135,6 +172,8 @@ class Server:
             connection.close()
         elif (pid := self._fork(request, streams)) is not None:
             self.children[pid] = connection
+            with contextlib.suppress(BrokenPipeError):
+                connection.sendall(f"{pid}\n".encode())
             self.selector.register(connection, selectors.EVENT_READ, lambda: self.drop(pid))
         for stream in streams:
             os.close(stream)
@@ -174,7 +213,7 @@ class Server:
             with contextlib.suppress(KeyError):  # dropped
                 self.selector.unregister(connection)
             with contextlib.suppress(BrokenPipeError):
-                connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+                connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
             connection.close()
 
 
@@ -205,7 +244,6 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | No
 def _become(request: dict[str, Any], streams: list[int]) -> None:
     """Run the script of a request in this process, a fork of the server. Does not return."""
     import atexit
-    import runpy
     import signal
     import traceback
 
@@ -221,12 +259,13 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["cwd"])
-        words: list[str] = request["words"]
-        sys.argv = words[:]
-        added = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-        sys.path[:1] = [os.path.dirname(words[0]), *added]
+        if request["leads_group"]:
+            os.setpgid(0, 0)
+        if request["nested"]:
+            sys.executable = os.environ[INTERPRETER]
+        _apply_offline()
         _reseed()
-        runpy.run_path(words[0], run_name="__main__")
+        _run_words(request["words"])
         code = 0
     except SystemExit as end:
         if isinstance(end.code, str):
@@ -239,6 +278,31 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code & 0xFF)
+
+
+def _apply_offline() -> None:
+    import huggingface_hub.constants
+
+    offline = os.environ.get(OFFLINE, "").upper() in {"1", "ON", "YES", "TRUE"}
+    huggingface_hub.constants.HF_HUB_OFFLINE = offline
+
+
+def _run_words(words: list[str]) -> None:
+    """Run a script, ``-c CODE`` or ``-m MODULE``, as the interpreter does."""
+    import runpy
+    import types
+
+    added = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if words[0] == "-c":
+        sys.argv, sys.path[:1] = ["-c", *words[2:]], ["", *added]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(words[1], "<string>", "exec"), vars(sys.modules["__main__"]))
+    elif words[0] == "-m":
+        sys.argv, sys.path[:1] = words[1:], [os.getcwd(), *added]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[:1] = words[:], [os.path.dirname(words[0]), *added]
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def _reseed() -> None:
@@ -266,9 +330,15 @@ def command() -> list[str]:
     return [os.environ[PYTHON], "-S", "-E", os.path.abspath(__file__), "run"]
 
 
+def interpreter() -> str:
+    """Return the path of a command that is called like ``python`` (see the module docstring)."""
+    return os.environ[INTERPRETER]
+
+
 def start(folder: str) -> None:
     """Start a server that ends with this process. Processes that this one starts inherit the
     environment variables that lead to it."""
+    import shlex
     import subprocess
 
     address = os.path.join(folder, f"fork-server-{os.getpid()}")
@@ -280,6 +350,11 @@ def start(folder: str) -> None:
     assert server.stdout is not None and server.stdout.readline() == b"ready\n"
     _running.append(server)
     os.environ[ADDRESS], os.environ[PYTHON] = address, sys.executable
+    os.environ[INTERPRETER] = f"{address}-python"
+    with open(os.environ[INTERPRETER], "w", encoding="utf-8") as script:
+        python, this = shlex.quote(sys.executable), shlex.quote(os.path.abspath(__file__))
+        script.write(f'#!/bin/sh\nexec {python} -S -E {this} python "$@"\n')
+    os.chmod(os.environ[INTERPRETER], 0o755)
     here = os.path.dirname(os.path.abspath(__file__))
     paths = [here, os.path.dirname(os.path.dirname(here)), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -291,8 +366,8 @@ _running: list[Any] = []
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "run":
-        run(sys.argv[2:])
+    if sys.argv[1] in ("run", "python"):
+        run(sys.argv[2:], nested=sys.argv[1] == "python")
     else:
         made = Server(sys.argv[2])
         print("ready", flush=True)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +23,7 @@ _SPEC.loader.exec_module(tool)
 @pytest.mark.slow
 def test_the_table_lists_the_engines_and_properties_of_the_suite() -> None:
     done = subprocess.run(
-        [sys.executable, str(TOOL), "--check"], capture_output=True, text=True, cwd=ROOT
+        [fork_server.interpreter(), str(TOOL), "--check"], capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 

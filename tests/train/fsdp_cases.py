@@ -47,7 +47,7 @@ TEAMS = ("sequence_parallel_size", "tensor_parallel_size")
 
 @dataclass(frozen=True)
 class Case:
-    """Five optimizer steps."""
+    """Three optimizer steps."""
 
     loss: str = "sft"
     split: str = "micro 3"
@@ -135,13 +135,13 @@ def weights(engine: TorchTrainEngine) -> dict[str, Tensor]:
 
 
 def run_case(case: Case, ranks: RankGroup) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Log-probs or values before, weights after five steps, and the step statistics."""
+    """Log-probs or values before, weights after three steps, and the step statistics."""
     loss = LOSSES[case.loss][1]
     batch = two_ranks.batch_for(case.loss).select(list(range(case.rows)))
     engine = make_engine(ranks, case)
     outputs = engine.values(batch) if engine.scalar else engine.logprobs(batch)
     said: dict[str, float] = {}
-    for step in range(5):
+    for step in range(3):
         stats = engine.forward_backward(batch, loss)
         norm = engine.optim_step().grad_norm
         said |= {f"{step} {k}": v for k, v in stats.floats().items()} | {f"{step} norm": norm}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 import burnish
 from burnish.config import load_config
@@ -37,9 +39,17 @@ def run_recipe() -> object:
 
 @pytest.fixture(scope="session")
 def sft(run_recipe: object, tmp_path_factory: pytest.TempPathFactory) -> Step:
-    """recipes/tiny_1_sft.yaml and its export. Four of its six epochs, to save time."""
-    folder = tmp_path_factory.mktemp("sft")
-    run_dir = run_recipe(  # type: ignore[operator]
-        "tiny_1_sft", f"run_dir={folder / 'run'}", "max_epochs=4"
-    )
-    return Step(run_dir, burnish.export(run_dir, folder / "model", model="policy"))
+    """recipes/tiny_1_sft.yaml and its export. Four of its six epochs, to save time. Processes of
+    pytest-xdist share one run."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    step, done = Step(folder / "sft" / "run", folder / "sft" / "model"), folder / "sft-done"
+    with FileLock(folder / "sft.lock"):
+        if not done.exists():
+            run_recipe(  # type: ignore[operator]
+                "tiny_1_sft", f"run_dir={step.run_dir}", "max_epochs=4"
+            )
+            burnish.export(step.run_dir, step.model, model="policy")
+            done.touch()
+    return step

@@ -153,7 +153,7 @@ def nan_parts(ranks: RankGroup, folder: Path) -> dict[str, Any]:
     floor = PrecisionConfig(dtype="fp16", initial_scale_power=1, hysteresis=2)
     short = {"max_consecutive_skips": 2}
     return {
-        "traces": {f"{s} {n}": trace(ranks, s, n) for s in (1, 2, 3) for n in SCALERS},
+        "traces": {f"{s} {n}": trace(ranks, s, n) for s, n in enumerate(SCALERS, 1)},
         "skips": {case.key: skips(ranks, case, folder) for case in SKIP_CASES},
         "floor": {s: stops(ranks, Case("", s, precision=floor), overflowing, 9) for s in (1, 2, 3)},
         "limit": {s: stops(ranks, Case("", s, train=short), not_finite, 9) for s in (0, 2, 3)},

@@ -68,8 +68,8 @@ ENGINES: dict[int, dict[str, dict[str, Any]]] = {
 
 
 def cases_of(size: int, name: str) -> list[Any]:
-    """Return the cases of an engine: losses, layouts and options. Of engines of four ranks, each runs
-    every second loss on rows for one micro-batch only."""
+    """Return the cases of an engine: losses, layouts and options. Each engine of four ranks
+    runs every second loss on rows for one micro-batch only."""
     engine = ENGINES[size][name]
     losses = itertools.product(two_ranks.NAMES, LAYOUTS)
     place = list(ENGINES[size]).index(name)

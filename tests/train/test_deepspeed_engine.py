@@ -126,7 +126,7 @@ def largest_gap(own: dict[str, Tensor], expected: dict[str, Tensor], kind: str) 
 
 @pytest.mark.parametrize("case", script.CASES, ids=lambda case: case.key)
 @two_processes
-def test_five_steps_over_two_ranks_are_those_of_torch_on_one(case: Any, trained: Reports) -> None:
+def test_steps_over_two_ranks_are_those_of_torch_on_one(case: Any, trained: Reports) -> None:
     """Weights, log-probs or values before and after, the base of a LoRA policy, stats, norms and
     learning rates; ragged rows, budgets, a rank without rows."""
     expected, said = script.run_case(case, SINGLE, "torch")
@@ -187,11 +187,10 @@ def test_one_rank_steps_as_torch_in_every_format(case: Any, tmp_path: Path) -> N
 
 
 @two_processes
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("name", script.SCALERS)
-def test_the_loss_scale_follows_the_scaler_of_burnish(name: str, stage: int, bad: Reports) -> None:
+@pytest.mark.parametrize(("stage", "name"), enumerate(script.SCALERS, 1))
+def test_the_loss_scale_follows_the_scaler_of_burnish(stage: int, name: str, bad: Reports) -> None:
     """The gradient of one rank of two overflows in some steps; 43 steps, window and hysteresis
-    passed several times."""
+    passed several times. A stage each; the contract suite has every stage."""
     scaler = DynamicLossScaler(initial_scale_power=10, **script.SCALERS[name])
     expected = []
     for overflow in script.PATTERN:

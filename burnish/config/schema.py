@@ -89,8 +89,6 @@ def _words(annotation: Any) -> str:
         fixed = Ellipsis not in args and origin is tuple
         inner = ", ".join(type_words(arg) for arg in args if arg is not Ellipsis)
         return f"list of {len(args)} ({inner})" if fixed else f"list ({inner} each)"
-    if nodes and origin is dict:
-        return f"mapping (name: {type_words(args[1])})"
     if nodes:
         return f"mapping with kind: {' | '.join(kinds)}" if kinds else "mapping"
     if origin in (typing.Union, types.UnionType):

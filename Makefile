@@ -43,7 +43,7 @@ demo: $(VENV)/.demo  ## train a small model on this machine; print accuracy befo
 
 test: $(VENV)/.dev lint $(VLLM)  ## lint, then run every test that needs no GPU (`VLLM=`: without vLLM, 0.8 GB)
 	$(PYTEST) -m "not gpu and not alone and not clients" $(ARGS)
-	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and alone and not clients" || test $$? -eq 5  # none, without vLLM)
+	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and alone and not clients" $$(grep -rl --include='*.py' pytest.mark.alone tests) || test $$? -eq 5  # none, without vLLM)
 
 test-fast: $(VENV)/.dev  ## run the fast tests
 	$(PYTEST) -m "not gpu and not slow and not alone and not clients" $(ARGS)

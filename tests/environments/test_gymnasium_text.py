@@ -23,11 +23,11 @@ def ways(text: str) -> dict[str, str]:
         (i, j), path = queue.popleft()
         for letter, (down, right) in MOVES.items():
             cell = (i + down, j + right)
-            if cell in cells and cell not in seen:
-                seen.add(cell)
-                found.setdefault(cells[cell], path + letter)
-                if cells[cell] != "H":
-                    queue.append((cell, path + letter))
+            if cell not in cells or cell in seen:
+                continue
+            seen.add(cell)
+            found.setdefault(cells[cell], path + letter)
+            queue.extend([(cell, path + letter)] if cells[cell] != "H" else [])
     return found
 
 

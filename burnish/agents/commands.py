@@ -16,6 +16,8 @@ import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,14 @@ from burnish.agents.episodes import Endpoint
 from burnish.agents.relay import read_reward
 from burnish.environments.base import EnvironmentSetupError
 from burnish.environments.pool import EpisodeFailedError
+from burnish.environments.process import ProcessPipes
 
 log = logging.getLogger("burnish")
 
 MAX_LINES = 20
 """Lines of a failed agent's output in the error message."""
+MAX_LINE_BYTES = 1 << 16
+"""Longest line of an agent's output. Longer ones are left out, except for their end."""
 TERMINATE_S = 2.0
 """Time between SIGTERM and SIGKILL for an agent whose episode has ended."""
 DRAIN_S = 1.0
@@ -55,18 +60,17 @@ class CommandAgents:
         Canceling the wait ends the process and everything that it started. Raises
         EpisodeFailedError.
         """
-        with tempfile.TemporaryDirectory(prefix="burnish-agent-", ignore_cleanup_errors=True) as at:
-            folder = Path(at)
+        async with _folder() as folder:
             given = variables(endpoint, folder)
             Path(given["BURNISH_TASK"]).write_text(task_text(task), encoding="utf-8")
-            async with _process(self._command, {**os.environ, **given}) as (process, lines):
+            async with _process(self._command, {**os.environ, **given}) as process:
                 try:
-                    code = await asyncio.wait_for(process.wait(), timeout_s)
+                    await asyncio.wait_for(process.pipes.exited.wait(), timeout_s)
                 except TimeoutError as error:
                     what = f"the agent took more than {timeout_s:g} s (episodes.timeout_s)"
                     raise EpisodeFailedError("timeout", what) from error
-            if code:
-                raise failure_of(self._command, code, lines)
+            if code := process.transport.get_returncode():
+                raise failure_of(self._command, code, process.lines)
             try:
                 reward = read_reward(given["BURNISH_REWARD"])
             except (OSError, ValueError) as error:
@@ -95,57 +99,81 @@ def variables(endpoint: Endpoint, folder: Path) -> dict[str, str]:
 
 
 @asynccontextmanager
+async def _folder() -> AsyncIterator[Path]:
+    """Make a temporary folder and delete it at the end, in a thread: it may contain many files."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="burnish-agent-", ignore_cleanup_errors=True)
+    except OSError as error:
+        what = f"there is no temporary folder for an agent: {error}"
+        raise EpisodeFailedError("infra_error", what) from error
+    try:
+        yield Path(folder.name)
+    finally:
+        await asyncio.to_thread(folder.cleanup)
+
+
+@dataclass(frozen=True)
+class _Process:
+    """An agent's process and the last lines of its output."""
+
+    transport: asyncio.SubprocessTransport
+    pipes: ProcessPipes
+    lines: deque[str]
+
+
+@asynccontextmanager
 async def _process(
     command: Sequence[str], environment: Mapping[str, str]
-) -> AsyncIterator[tuple[asyncio.subprocess.Process, deque[str]]]:
-    """Start a command in a session of its own. Yield the process and its last lines of output. Kill
-    the session at the end."""
+) -> AsyncIterator[_Process]:
+    """Start a command in a session of its own. Kill the session at the end."""
     try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
+        transport, pipes = await asyncio.get_running_loop().subprocess_exec(
+            *(partial(ProcessPipes, MAX_LINE_BYTES), *command),
             env=environment,
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
         )
     except OSError as error:
         what = f"the agent {command[0]!r} cannot be started: {error.strerror}"
         raise EpisodeFailedError("infra_error", what) from error
-    lines: deque[str] = deque(maxlen=MAX_LINES)
-    reader = asyncio.create_task(_read(process, lines))
+    process = _Process(transport, pipes, deque(maxlen=MAX_LINES))
+    reader = asyncio.create_task(_read(process))
     try:
-        yield process, lines
+        yield process
     finally:
         await _end(process, reader)
 
 
-async def _read(process: asyncio.subprocess.Process, lines: deque[str]) -> None:
-    assert process.stdout is not None
+async def _read(process: _Process) -> None:
+    output = process.pipes.stdout
+    assert output is not None
+    pid = process.transport.get_pid()
     while True:
         try:
-            line = await process.stdout.readline()
+            line = await output.readline()
         except ValueError:  # a longer line than the limit: its rest is read as the next one
             continue
         if not line:
             return
         text = line.decode(errors="replace").rstrip()
-        lines.append(text)
-        log.debug("agent %d: %s", process.pid, text)
+        process.lines.append(text)
+        log.debug("agent %d: %s", pid, text)
 
 
-async def _end(process: asyncio.subprocess.Process, reader: asyncio.Task[None]) -> None:
-    """End the process and its session: SIGTERM, then SIGKILL."""
-    if process.returncode is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
+async def _end(process: _Process, reader: asyncio.Task[None]) -> None:
+    """End the process and its process group, SIGTERM, then SIGKILL, and close its pipes."""
+    pid, exited = process.transport.get_pid(), process.pipes.exited
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if number == signal.SIGKILL or not exited.is_set():
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, number)
         with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(process.wait()), TERMINATE_S)
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.wait_for(exited.wait(), TERMINATE_S)
     await asyncio.wait([reader], timeout=DRAIN_S)
     reader.cancel()
     await asyncio.gather(reader, return_exceptions=True)
+    process.transport.close()  # processes outside the group may hold the pipes open
 
 
 def task_text(task: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from burnish.agents.calls import Backend
@@ -20,7 +20,7 @@ class Endpoint:
 
     root_url: str
     """Without ``/v1``: the base URL of Anthropic's clients."""
-    api_key: str
+    api_key: str = field(repr=False)
     model: str = MODEL
 
     @property
@@ -102,6 +102,8 @@ class AgentPlayer:
             agent.cancel()
             await asyncio.gather(agent, return_exceptions=True)
             await session.close()
+        if not session.failure.cancelled():  # the engine failed just when the agent ended
+            session.failure.result()
         return session.played(rewards, error)
 
     async def close(self) -> None:

@@ -9,8 +9,9 @@ calls. The recorded tokens stay as they were sampled.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
 from burnish.agents.calls import well_formed
@@ -25,22 +26,20 @@ class History(Generic[T]):
     def __init__(self) -> None:
         self._turns: dict[bytes, T] = {}
 
-    def add(
-        self, messages: Sequence[Message], reply: Message, tools: Sequence[Any], turn: T
-    ) -> None:
-        """Record ``turn``: the answer ``reply`` to ``messages``, with ``tools``. A later turn
-        replaces an earlier one with the same conversation."""
-        *_, last = _digests([*messages, reply], tools)
-        self._turns[last] = turn
+    def add(self, digest: bytes, reply: Message, turn: T) -> None:
+        """Record ``turn``: the answer ``reply`` to the conversation whose last digest is
+        ``digest``. A later turn replaces an earlier one with the same conversation."""
+        self._turns[_extended(digest, reply)] = turn
 
-    def find(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[T, int] | None:
+    def find(
+        self, messages: Sequence[Message], digests: Sequence[bytes]
+    ) -> tuple[T, int] | None:
         """Return the turn that ``messages`` continue and the number of messages of its
-        conversation; None if there is none.
+        conversation; None if there is none. ``digests``: :func:`digests_of` the messages.
 
         It is the longest one, if only messages that are not the assistant's follow it. Otherwise
         the client has inserted or rewritten an answer, and the conversation is a new one.
         """
-        digests = list(_digests(messages, tools))
         for count in range(len(messages) - 1, 0, -1):
             if messages[count]["role"] == "assistant":
                 return None
@@ -49,12 +48,15 @@ class History(Generic[T]):
         return None
 
 
-def _digests(messages: Iterable[Message], tools: Sequence[Any]) -> Iterator[bytes]:
-    """Yield a digest of the tools and the first n messages, for n = 1, 2, ..."""
-    digest = blake2b(_canonical(list(tools)), digest_size=16).digest()
-    for message in messages:
-        digest = blake2b(digest + message_key(message), digest_size=16).digest()
-        yield digest
+def digests_of(messages: Iterable[Message], tools: Sequence[Any]) -> tuple[bytes, ...]:
+    """Return a digest of the tools and the first n messages, for n = 1, 2, ..."""
+    first = blake2b(_canonical(list(tools)), digest_size=16).digest()
+    return tuple(accumulate(messages, _extended, initial=first))[1:]
+
+
+def _extended(digest: bytes, message: Message) -> bytes:
+    """Return the digest of a conversation with one more message."""
+    return blake2b(digest + message_key(message), digest_size=16).digest()
 
 
 def message_key(message: Message) -> bytes:

@@ -8,6 +8,7 @@ repetitions: an agent may sample several responses to one prompt.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ class _Work:
 
     task: asyncio.Task[ModelReply]
     clients: int = 0
+    is_answered: bool = False
+    """True once a client has the reply."""
 
 
 class Retries:
@@ -31,16 +34,18 @@ class Retries:
         self._open: set[_Work] = set()
         self._replies: dict[bytes, ModelReply] = {}
         self._undelivered: dict[bytes, ModelReply] = {}
+        self._left: Counter[bytes] = Counter()
+        """Calls that were canceled because their clients left, and that were not sent again."""
 
     def finished(self, digest: bytes, *, is_retry: bool) -> ModelReply | None:
         """Return the reply that a request must get again; None if it is a call of its own.
 
         That is the reply of an equal request whose client was gone, and for a retry the last reply
-        to an equal request.
+        to an equal request. The retry of a canceled call is a call of its own.
         """
         if (lost := self._undelivered.pop(digest, None)) is not None:
             return lost
-        return self._replies.get(digest) if is_retry else None
+        return self._replies.get(digest) if is_retry and not self._left[digest] else None
 
     def undelivered(self, digest: bytes, reply: ModelReply) -> None:
         """Keep a reply whose client was gone before it could be sent."""
@@ -55,7 +60,11 @@ class Retries:
     ) -> ModelReply:
         """Return the result of ``work``. A retry waits for the running call that it repeats, if
         there is one. The call is canceled when nobody waits for it anymore."""
-        found = self._running.get(digest) if is_retry else None
+        found = None
+        if is_retry and self._left[digest]:
+            self._left[digest] -= 1
+        elif is_retry:
+            found = self._running.get(digest)
         if found is None:
             found = _Work(asyncio.create_task(work()))
             self._running[digest] = found
@@ -63,15 +72,25 @@ class Retries:
         found.clients += 1
         try:
             reply = await asyncio.shield(found.task)
+            found.is_answered = True
+            self._replies[digest] = reply
+            return reply
         finally:
             found.clients -= 1
             if not found.clients:
-                found.task.cancel()
-                self._open.discard(found)
-                if self._running.get(digest) is found:
-                    del self._running[digest]
-        self._replies[digest] = reply
-        return reply
+                self._end(digest, found)
+
+    def _end(self, digest: bytes, work: _Work) -> None:
+        """Forget a call for which nobody waits anymore. Cancel it if it runs; keep its reply if it
+        ended just when its client left."""
+        self._open.discard(work)
+        if self._running.get(digest) is work:
+            del self._running[digest]
+        task = work.task
+        if task.cancel():
+            self._left[digest] += 1
+        elif not (work.is_answered or task.cancelled() or task.exception()):
+            self.undelivered(digest, task.result())
 
     async def cancel(self) -> None:
         """Cancel all running calls and wait for their end."""

@@ -135,6 +135,9 @@ class EpisodeServer:
         self._serving = asyncio.create_task(self._server.serve(sockets=listening))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.01)
+        if self._serving.done():
+            self._serving.result()  # raises its error
+            raise ServeError(f"the server of the agents ended at its start ({self.root_url})")
 
     def admit(self, backend: Backend) -> Endpoint:
         """Return a new endpoint whose calls ``backend`` answers."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from burnish.agents.calls import CallError, ModelCall, ModelReply, check_supported, invalid
-from burnish.agents.matching import History
+from burnish.agents.matching import History, digests_of
 from burnish.agents.replies import (
     checked_ids,
     make_choice,
@@ -46,16 +46,24 @@ MODEL = "policy"
 class _Recorded:
     """One answered call."""
 
-    messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...]
     prompt: _Prompt
     completion: Completion
     parsed: ParsedMessage
+    token_texts: tuple[str, ...]
+    """Text of each sampled token, if the client wants log-probs."""
     conversation: str
     began: float
     ended: float
-    counts: bool = True
-    """False if the client was gone before it got the reply, and no later call shows that it did."""
+    num_clients: int = 0
+    """Clients that got the reply: more than one after retries."""
+    is_continued: bool = False
+    """True if a later call shows that the client got the reply."""
+
+    @property
+    def counts(self) -> bool:
+        """Return whether the agent has seen the reply."""
+        return self.num_clients > 0 or self.is_continued
 
 
 @dataclass(frozen=True)
@@ -63,10 +71,16 @@ class _Prompt:
     """The prompt of a call."""
 
     ids: tuple[int, ...]
-    parent: _Recorded | None
+    messages: tuple[Message, ...]
+    """The conversation. Prompts without a chat template are messages of a user."""
+    parent: _Recorded | None = None
     """The call whose conversation this one continues."""
     num_known: int = 0
     """Number of messages in that conversation."""
+    digest: bytes = b""
+    """Digest of the conversation; empty if later calls are not compared with it."""
+    text: str = ""
+    """The prompt, if it has no chat template."""
 
 
 class TrainingSession:
@@ -95,6 +109,8 @@ class TrainingSession:
         self._num_requests = 0
         self._limit: EpisodeStatus | None = None
         """Limit that a call exceeded, unless a shorter conversation went on after it."""
+        self._limit_s = 0.0
+        """Time of that call."""
         self._closed: str | None = None
 
     @property
@@ -120,21 +136,25 @@ class TrainingSession:
         old = self._retries.finished(digest, is_retry=is_retry)
         if old is not None:
             self.counts["replayed"] += 1
-            self._find(old).counts = True
+            self._find(old).num_clients += 1
             return old
         try:
-            return await self._retries.run(digest, lambda: self._answer(call), is_retry=is_retry)
+            reply = await self._retries.run(digest, lambda: self._answer(call), is_retry=is_retry)
         except asyncio.CancelledError:
             waiting = asyncio.current_task()
             if waiting is None or not waiting.cancelling():
                 self._check_open()  # the episode ended while this call waited
             raise
+        self._find(reply).num_clients += 1
+        return reply
 
     def undelivered(self, reply: ModelReply, digest: bytes) -> None:
-        """Note that the client was gone before it got a reply. The next equal call gets it. The
-        call only counts if that happens or if a later call continues it."""
-        self._retries.undelivered(digest, reply)
-        self._find(reply).counts = False
+        """Note that a client was gone before it got a reply. If no other client got it, the next
+        equal call does. The call only counts if that happens or if a later call continues it."""
+        found = self._find(reply)
+        found.num_clients -= 1
+        if not found.num_clients:
+            self._retries.undelivered(digest, reply)
 
     async def count_tokens(self, call: ModelCall) -> int:
         """Return the number of prompt tokens of a call. Raises CallError."""
@@ -177,7 +197,7 @@ class TrainingSession:
         first = recorded[0] if recorded else None
         record = Episode(
             status=status,
-            start=() if first is None else first.messages,
+            start=() if first is None else first.prompt.messages,
             tools=() if first is None else first.tools,
             turns=tuple(self._turns(recorded, rewards)),
             seconds=time.monotonic() - self._began,
@@ -193,13 +213,13 @@ class TrainingSession:
             follower = recorded[number + 1] if number + 1 < len(recorded) else None
             answer: tuple[Message, ...] = ()
             if follower is not None and follower.prompt.parent is one:
-                answer = follower.messages[follower.prompt.num_known :]
+                answer = follower.prompt.messages[follower.prompt.num_known :]
             continues = number == 0 or one.prompt.parent is recorded[number - 1]
             until = now if follower is None else follower.began
             yield Turn(
                 message=one.parsed.message,
                 answer=answer,
-                prompt=None if continues else one.messages,
+                prompt=None if continues else one.prompt.messages,
                 rewards=rewards if follower is None else {},
                 counts=self.counts if follower is None else {},
                 problem=one.parsed.problem or "",
@@ -218,7 +238,6 @@ class TrainingSession:
         try:
             with self._turn():
                 one = await self._sample(call)
-                texts = await self._token_texts(call, one.completion)
         except (CallError, asyncio.CancelledError):
             raise
         except Exception as error:  # the engine has failed, and the run with it
@@ -226,27 +245,27 @@ class TrainingSession:
                 self.failure.set_exception(error)
             what = "the rollout engine has failed"
             raise CallError(what, status=503, kind="api_error") from error
-        self._record(call, one)
+        self._record(one)
         return make_reply(
             call,
             one.prompt.ids,
-            [make_choice(call, one.completion, one.parsed.message, texts)],
+            [make_choice(call, one.completion, one.parsed.message, one.token_texts)],
             reply_id=f"{self.task.episode_id}-{len(self._recorded) - 1}",
             cached_tokens=one.completion.cached_tokens,
             ignored=ignored,
         )
 
-    def _record(self, call: ModelCall, one: _Recorded) -> None:
-        if self._limit != "max_turns":
+    def _record(self, one: _Recorded) -> None:
+        if self._limit != "max_turns" and one.began > self._limit_s:
             self._limit = None
         self._recorded.append(one)
         if one.prompt.parent is not None:
-            one.prompt.parent.counts = True
+            one.prompt.parent.is_continued = True
         self._latest[one.conversation] = one
-        if call.prompt is None:
-            self._history.add(one.messages, one.parsed.message, one.tools, one)
-        else:
-            self._texts.append((one.messages[0]["content"] + one.completion.text, one))
+        if one.prompt.digest:
+            self._history.add(one.prompt.digest, one.parsed.message, one)
+        if one.prompt.text:
+            self._texts.append((one.prompt.text + one.completion.text, one))
 
     async def _token_texts(self, call: ModelCall, completion: Completion) -> tuple[str, ...]:
         if not call.logprobs:
@@ -278,13 +297,14 @@ class TrainingSession:
             )
             began = time.monotonic()
             completion = await policy.respond(request)
-            messages, parsed = await self._parse(call, prompt.ids, completion)
+            parsed = await self._parse(call, prompt.ids, completion)
+            texts = await self._token_texts(call, completion)
         return _Recorded(
-            messages=messages,
             tools=call.shown_tools,
             prompt=prompt,
             completion=completion,
             parsed=parsed,
+            token_texts=texts,
             conversation=name,
             began=began,
             ended=time.monotonic(),
@@ -292,21 +312,15 @@ class TrainingSession:
 
     async def _parse(
         self, call: ModelCall, prompt: tuple[int, ...], completion: Completion
-    ) -> tuple[tuple[Message, ...], ParsedMessage]:
-        """Return the messages of a call, and the response as the client gets it."""
-        renderer, messages = self.policy.renderer, call.messages
+    ) -> ParsedMessage:
+        """Return the response as the client gets it."""
         parsed = ParsedMessage({"role": "assistant", "content": completion.text}, None)
         if call.prompt is None:
-            tools = call.shown_tools
+            parse, tools = self.policy.renderer.parse, call.shown_tools
             parsed = await self.policy.in_renderer(
-                renderer.parse, completion.token_ids, tools, prompt_ids=prompt
+                parse, completion.token_ids, tools, prompt_ids=prompt
             )
-        else:
-            text = call.prompt
-            if not isinstance(text, str):
-                text = await self.policy.in_renderer(renderer.decode, text)
-            messages = ({"role": "user", "content": text},)
-        return messages, without_stop(parsed, stop_in(completion, call.stop))
+        return without_stop(parsed, stop_in(completion, call.stop))
 
     def _check_parameters(self, call: ModelCall) -> tuple[str, ...]:
         """Return the parameters of a call that have no effect, after counting them. Raises
@@ -332,7 +346,7 @@ class TrainingSession:
     def _exceeded(self, status: EpisodeStatus, error: CallError) -> CallError:
         """Note the limit that a call exceeds. It is the status of the episode, unless the agent
         goes on with a call that fits."""
-        self._limit = status
+        self._limit, self._limit_s = status, time.monotonic()
         self.counts["refused"] += 1
         return error
 
@@ -340,28 +354,33 @@ class TrainingSession:
 
     async def _prompt(self, call: ModelCall) -> _Prompt:
         """Return the prompt of a call. Raises CallError if it cannot be rendered."""
-        renderer = self.policy.renderer
-        tools = call.shown_tools
-        found = None if renderer.history == "template" else self._history.find(call.messages, tools)
+        if isinstance(call.prompt, str):
+            return await self._text_prompt(call.prompt)
+        if call.prompt is not None:
+            ids = checked_ids(call.prompt, self.policy.renderer)
+            text = await self.policy.in_renderer(self.policy.renderer.decode, ids)
+            return _Prompt(ids, (_said(text),), text=text)
         try:
-            if isinstance(call.prompt, str):
-                return await self._text_prompt(call.prompt)
-            if call.prompt is not None:
-                return _Prompt(checked_ids(call.prompt, renderer), None)
-            if found is None:
-                ids = await self.policy.in_renderer(renderer.render, call.messages, tools)
-                return _Prompt(ids, None)
-            parent, known = found
-            ids = await self.policy.in_renderer(
-                renderer.bridge,
-                parent.prompt.ids,
-                parent.completion.token_ids,
-                call.messages[known:],
-                tools,
-            )
-            return _Prompt(ids, parent, known)
+            return await self._chat_prompt(call.messages, call.shown_tools)
         except RendererError as error:
             raise invalid("messages", str(error)) from error
+
+    async def _chat_prompt(
+        self, messages: tuple[Message, ...], tools: tuple[Mapping[str, Any], ...]
+    ) -> _Prompt:
+        """Return the prompt of a conversation. Raises RendererError."""
+        renderer, in_renderer = self.policy.renderer, self.policy.in_renderer
+        if renderer.history == "template":
+            return _Prompt(await in_renderer(renderer.render, messages, tools), messages)
+        digests = await in_renderer(digests_of, messages, tools)
+        found = self._history.find(messages, digests)
+        if found is None:
+            ids = await in_renderer(renderer.render, messages, tools)
+            return _Prompt(ids, messages, digest=digests[-1])
+        parent, known = found
+        before, sampled = parent.prompt.ids, parent.completion.token_ids
+        ids = await in_renderer(renderer.bridge, before, sampled, messages[known:], tools)
+        return _Prompt(ids, messages, parent, known, digests[-1])
 
     async def _text_prompt(self, text: str) -> _Prompt:
         """Return a prompt without a chat template. If the text begins with that of a recorded call
@@ -370,11 +389,14 @@ class TrainingSession:
         found = [(known, one) for known, one in self._texts if text.startswith(known)]
         if not found:
             ids = await self.policy.in_renderer(encode, text)
-            return _Prompt(checked_ids(ids, self.policy.renderer), None)
+            ids = checked_ids(ids, self.policy.renderer)
+            return _Prompt(ids, (_said(text),), text=text)
         known, parent = max(found, key=lambda pair: len(pair[0]))
-        more = await self.policy.in_renderer(encode, text[len(known) :], follows=True)
+        new = text[len(known) :]
+        more = await self.policy.in_renderer(encode, new, follows=True)
         ids = (*parent.prompt.ids, *parent.completion.token_ids, *more)
-        return _Prompt(ids, parent, num_known=1)
+        before = (*parent.prompt.messages, parent.parsed.message)
+        return _Prompt(ids, (*before, _said(new)), parent, len(before), text=text)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -417,3 +439,8 @@ class TrainingSession:
         except BaseException:
             self._latest[name] = before
             raise
+
+
+def _said(text: str) -> Message:
+    """Return text that the agent wrote as a message."""
+    return {"role": "user", "content": text}

@@ -251,15 +251,19 @@ def _messages(value: Any, method: str) -> tuple[Mapping[str, Any], ...]:
             f"{method}() returned messages={value!r:.120}; expected a list of "
             '{"role": ..., "content": ...}'
         )
-    return tuple({**message, "content": _text(message["content"], method)} for message in value)
+    return tuple(
+        {**message, "content": plain_text(message["content"], method)} for message in value
+    )
 
 
-def _text(content: Any, method: str) -> str:
+def plain_text(content: Any, method: str) -> str:
     """Return content as text. A list of text parts is joined: many chat templates would write the
-    list itself. Raises ValueError for other parts."""
+    list itself. Raises ValueError for other values, and for other parts."""
     if isinstance(content, str):
         return content
-    parts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
+    parts: list[Any] = [None]
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
     if not all(isinstance(part, str) for part in parts):
         raise ValueError(
             f"{method}() returned the content {content!r:.120}; expected text, or a list of "

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -37,17 +38,18 @@ async def start_process(python: str | None) -> WorkerProcess:
     """
     script = str(Path(__file__).with_name("worker.py"))
     pipes = await asyncio.get_running_loop().subprocess_exec(
-        *(_Protocol, python or sys.executable, script), start_new_session=True
+        *(partial(ProcessPipes, MAX_MESSAGE_BYTES), python or sys.executable, script),
+        start_new_session=True,
     )
     return WorkerProcess(*pipes)
 
 
-class _Protocol(asyncio.subprocess.SubprocessStreamProtocol):
-    """The pipes of a worker. ``exited`` is set at its end, even if other processes hold the pipes
+class ProcessPipes(asyncio.subprocess.SubprocessStreamProtocol):
+    """The pipes of a process. ``exited`` is set at its end, even if other processes hold the pipes
     open; then ``Process.wait`` does not return in all versions of Python."""
 
-    def __init__(self) -> None:
-        super().__init__(limit=MAX_MESSAGE_BYTES, loop=asyncio.get_running_loop())
+    def __init__(self, max_line_bytes: int) -> None:
+        super().__init__(limit=max_line_bytes, loop=asyncio.get_running_loop())
         self.exited = asyncio.Event()
 
     def process_exited(self) -> None:
@@ -58,7 +60,7 @@ class _Protocol(asyncio.subprocess.SubprocessStreamProtocol):
 class WorkerProcess:
     """A worker process. Implements :class:`~burnish.environments.worker_set.Worker`."""
 
-    def __init__(self, transport: asyncio.SubprocessTransport, protocol: _Protocol) -> None:
+    def __init__(self, transport: asyncio.SubprocessTransport, protocol: ProcessPipes) -> None:
         self.process = asyncio.subprocess.Process(transport, protocol, asyncio.get_running_loop())
         self._transport, self._exited = transport, protocol.exited
         self._ids = count()

@@ -26,7 +26,7 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -262,9 +262,13 @@ class ToolEnvironment:
         positional = (self._owner,) if tool.is_method else ()
         if inspect.iscoroutinefunction(tool.function):
             return asyncio.ensure_future(_without_exit(tool.function(*positional, **named)))
+        return self._in_thread(partial(tool.function, *positional, **named))
+
+    def _in_thread(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
+        """Call a function in the thread of the calls. Return the future of its result."""
         if self._thread is None:
             self._thread = CallThread()
-        return self._thread.start(lambda: tool.function(*positional, **named))
+        return self._thread.start(function)
 
     def _turn_too_long(self) -> _CallTimeoutError:
         return _CallTimeoutError(

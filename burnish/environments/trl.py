@@ -8,12 +8,14 @@ gives the reward. TRL's functions for ``tools=`` need no adapter: they are ``epi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from burnish.environments.base import EnvironmentSetupError
 from burnish.environments.importing import LoadError, load_object
 from burnish.environments.multi_turn import Message, Start, Step
+from burnish.environments.pool import plain_text
 from burnish.environments.tools import ToolEnvironment, make_tools
 
 _NO_TOOLS = ("reset", "get_reward")
@@ -55,12 +57,12 @@ class TrlEnvironment(ToolEnvironment):
         parameters = inspect.signature(self._environment.reset).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             row = {name: value for name, value in row.items() if name in parameters}
-        text = self._environment.reset(**row)
-        text = await text if inspect.isawaitable(text) else text
+        text = await self._called(partial(self._environment.reset, **row))
         start = super().reset(task, seed)
         messages = list(start.messages)
         if text is not None:
-            messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{text}"}
+            parts = (plain_text(part, "reset") for part in (messages[-1]["content"], text))
+            messages[-1] = {**messages[-1], "content": "".join(parts)}
         return Start(messages, start.tools)
 
     async def step(self, message: Message) -> Step:
@@ -68,12 +70,19 @@ class TrlEnvironment(ToolEnvironment):
         step = await super().step(message)
         if self._get_reward is None:
             return step
-        if inspect.iscoroutinefunction(self._get_reward):
-            reward = await self._environment.get_reward() if step.done else self._given
-        else:
-            reward = self._environment.get_reward()
+        reward = self._given
+        if step.done or not inspect.iscoroutinefunction(self._get_reward):
+            reward = await self._called(self._environment.get_reward)
         gained, self._given = float(reward) - self._given, float(reward)
         return Step(step.messages, step.done, {"reward": gained}, step.counts)
+
+    async def _called(self, method: Callable[[], Any]) -> Any:
+        """Return the result of a method. One that is no coroutine function runs in the thread of
+        the tools, so that it does not block other episodes."""
+        if inspect.iscoroutinefunction(method):
+            return await method()
+        result = await self._in_thread(method)
+        return await result if inspect.isawaitable(result) else result
 
 
 def _made(factory: str) -> Any:

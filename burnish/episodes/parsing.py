@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
+from jsonschema_specifications import REGISTRY
 
 from burnish.data.messages import Message
 from burnish.episodes.formats import ToolFormat
@@ -147,7 +148,8 @@ def argument_problem(parameters: Mapping[str, Any] | None, arguments: Any) -> st
 def _validator(schema_json: str) -> Draft202012Validator:
     schema = _with_null(json.loads(schema_json))
     Draft202012Validator.check_schema(schema)
-    return Draft202012Validator(schema)
+    # With a registry of its own, a validator does not download what a `$ref` names.
+    return Draft202012Validator(schema, registry=REGISTRY)
 
 
 def _with_null(schema: Any) -> Any:

@@ -94,6 +94,11 @@ def prints_without_end(task, endpoint):
     return 1.0
 
 
+def ends_by_a_signal_without_a_name(task, endpoint):
+    good(task, endpoint)
+    os.kill(os.getpid(), 40)
+
+
 def writes_a_strange_reward(task, endpoint):
     good(task, endpoint)
     os.mkfifo(os.environ["BURNISH_REWARD"])

@@ -4,6 +4,7 @@ environments."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,22 @@ class Judged(Counter):
         return 0.25
 
 
+class Slow(Counter):
+    def reset(self, prompt: Any, **_: Any) -> Any:
+        """Return parts of text, in a thread that is not the event loop's."""
+        self.thread = threading.current_thread()
+        return [{"type": "text", "text": " Go."}]
+
+    def get_reward(self) -> float:
+        assert threading.current_thread() is self.thread is not threading.main_thread()
+        return 1.0
+
+
+class Images(Counter):
+    def reset(self, prompt: Any, **_: Any) -> Any:
+        return [{"type": "image", "image": "x.png"}]
+
+
 class NoReset:
     def act(self) -> str:
         """Act."""
@@ -143,6 +160,17 @@ def test_an_environment_of_trl_keeps_its_state_and_gives_the_reward() -> None:
     judged = TrlEnvironment(factory=f"{__file__}:Judged")
     _, steps = asyncio.run(play(judged, task, [calls(1), said]))
     assert [step.rewards["reward"] for step in steps] == [0, 0.25]
+
+
+def test_sync_methods_of_trl_do_not_block_and_only_text_is_accepted() -> None:
+    said = {"role": "assistant", "content": "done"}
+    task = {"prompt": [{"role": "user", "content": [{"type": "text", "text": "Count."}]}]}
+    made = TrlEnvironment(factory=f"{__file__}:Slow")
+    start, steps = asyncio.run(play(made, task, [said]))
+    assert start.messages == [{"role": "user", "content": "Count. Go."}]
+    assert steps[0].rewards == {"reward": 1.0}
+    with pytest.raises(ValueError, match="no images"):
+        asyncio.run(play(TrlEnvironment(factory=f"{__file__}:Images"), task, [said]))
 
 
 def test_environments_and_tools_of_trl_in_a_recipe() -> None:

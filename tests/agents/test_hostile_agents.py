@@ -73,6 +73,8 @@ def check(played: Mapping[str, list[Played]], engine: ScriptedEngine, but: str =
             assert one.record.status == expected or name == but, (name, one.record)
             sampled = sum(sum(row.action_mask) for row in episode_rows(one.calls))
             assert sampled == sum(len(call.completion.token_ids) for call in one.calls)
+    for one in played.get("leaves_a_process_behind", ()):
+        assert one.record.status == "done"  # although the process holds its output open
     for one in played.get("good", ()):
         assert len(one.calls) == 2 and len(episode_rows(one.calls)) == 1
         assert one.record.turns[-1].rewards == {"reward": 1.0}
@@ -83,11 +85,13 @@ def test_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pids = tmp_path / "pids"
     monkeypatch.setenv("HOSTILE_PIDS", str(pids))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    more = ["leaves_a_process_behind", "writes_a_strange_reward", "good", "good"]
+    more = ["writes_a_strange_reward", "ends_by_a_signal_without_a_name", "good", "good"]
+    more += ["leaves_a_process_behind"]
     played, engine = play(CommandAgents([sys.executable, str(FILE)]), [*STATUSES, *more])
     check(played, engine)
     assert "agent bug" in str(played["raises"][0].error)
     assert "SIGKILL" in str(played["kills_itself"][0].error)
+    assert "signal 40" in str(played["ends_by_a_signal_without_a_name"][0].error)
     assert "regular file" in str(played["writes_a_strange_reward"][0].error)
     for pid in pids.read_text().split():
         assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()

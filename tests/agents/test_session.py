@@ -13,6 +13,7 @@ from agent_session import RENDERER, TOKENIZER, call, check_rows, session, user, 
 from scripted_engine import Answer, ScriptedEngine
 
 from burnish.agents.calls import CallError, ModelReply
+from burnish.agents.retries import Retries
 from burnish.agents.session import TrainingSession
 from burnish.environments.pool import EpisodeFailedError
 from burnish.episodes.rows import episode_rows
@@ -118,7 +119,9 @@ def test_retry_gets_the_reply_of_the_call_it_repeats() -> None:
         again = await made.respond(wanted, digest=b"a", is_retry=True)
         assert again == await first
         assert again == await made.respond(wanted, digest=b"a", is_retry=True)
-        made.undelivered(again, b"a")
+        for _ in range(3):
+            assert len(made.played({}).calls) == 1  # one of the three clients got it
+            made.undelivered(again, b"a")
         assert len(made.played({}).calls) == 0  # the agent never saw it
         assert again == await made.respond(wanted, digest=b"a")
         assert len(engine.log) == len(made.played({}).calls) == 1
@@ -151,6 +154,42 @@ def test_client_that_leaves_frees_its_request_and_its_retry_draws_the_same_token
         gate = value
 
     run(scenario, answer)
+
+
+def test_reply_that_ends_just_when_its_client_leaves_is_given_to_the_retry() -> None:
+    reply = ModelReply("t-0", 0, "m", (), 1, 0, 1)
+
+    async def scenario() -> None:
+        retries = Retries()
+
+        async def work() -> ModelReply:
+            waiting.cancel()  # in the last step of the work
+            return reply
+
+        waiting = asyncio.create_task(retries.run(b"a", work, is_retry=False))
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert retries.finished(b"a", is_retry=True) is reply
+
+    asyncio.run(scenario())
+
+
+def test_retry_of_a_canceled_call_is_not_the_reply_of_its_twin() -> None:
+    """Two equal calls are two votes. One client leaves and sends its call again."""
+
+    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
+        engine.poll, polled = list, engine.poll  # type: ignore[method-assign]
+        same = [made.respond(call(user("vote")), digest=b"v") for _ in range(2)]
+        first, second = map(asyncio.create_task, same)
+        await wait_for(lambda: len(engine._open) == 2)
+        first.cancel()
+        again = asyncio.create_task(made.respond(call(user("vote")), digest=b"v", is_retry=True))
+        await wait_for(lambda: len(engine._open) == 2 and made._num_requests == 3)
+        engine.poll = polled  # type: ignore[method-assign]
+        assert (await again).choices[0].token_ids != (await second).choices[0].token_ids
+        assert len(made.played({}).calls) == len(engine.log) == 2
+
+    run(scenario)
 
 
 def test_limits_refuse_calls_and_give_the_status() -> None:
@@ -230,6 +269,8 @@ def test_raw_prompts_continue_the_tokens_of_earlier_ones() -> None:
             await ask(made, prompt=(1, 10**9))
         played = made.played({})
         assert len(episode_rows(played.calls)) == 1
+        assert [m["role"] for m in played.record.messages] == ["user", "assistant"] * 2
+        assert played.record.messages[2]["content"] == "\nObservation: 4\n"
         check_rows(played, engine)
 
     run(scenario)

@@ -128,7 +128,8 @@ async def _process(
     """Start a command in a session of its own. Kill the session at the end."""
     try:
         transport, pipes = await asyncio.get_running_loop().subprocess_exec(
-            *(partial(ProcessPipes, MAX_LINE_BYTES), *command),
+            partial(ProcessPipes, MAX_LINE_BYTES),
+            *command,
             env=environment,
             stdin=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.STDOUT,

@@ -31,9 +31,7 @@ class History(Generic[T]):
         ``digest``. A later turn replaces an earlier one with the same conversation."""
         self._turns[_extended(digest, reply)] = turn
 
-    def find(
-        self, messages: Sequence[Message], digests: Sequence[bytes]
-    ) -> tuple[T, int] | None:
+    def find(self, messages: Sequence[Message], digests: Sequence[bytes]) -> tuple[T, int] | None:
         """Return the turn that ``messages`` continue and the number of messages of its
         conversation; None if there is none. ``digests``: :func:`digests_of` the messages.
 

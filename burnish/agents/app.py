@@ -11,7 +11,6 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -118,18 +117,23 @@ class AgentApp:
                     raise
         return self._resolve(keys[-1] if keys else None, name)
 
-    @asynccontextmanager
-    async def _body(self, request: Request) -> AsyncIterator[tuple[Any, bytes]]:
-        """Yield the parsed body of a request, and its digest."""
+    async def _read(
+        self, request: Request, read: Callable[..., ModelCall]
+    ) -> tuple[ModelCall, bytes]:
+        """Return the call in the body of a request, and the digest of the body. ``read``: method of
+        a dialect."""
         async with self.guard.json_body(request) as body:
             digest = blake2b(request.url.path.encode() + b"\0" + body, digest_size=16).digest()
-            parse = partial(parse_json, bytes(body))
-            yield (await asyncio.to_thread(parse) if len(body) > _LARGE else parse()), digest
+            given = bytes(body)
+
+            def parse() -> ModelCall:
+                return read(parse_json(given), max_messages=MAX_MESSAGES)
+
+            return (await asyncio.to_thread(parse) if len(body) > _LARGE else parse()), digest
 
     async def _call(self, api: _Api, request: Request) -> Response:
         backend = self._backend(request)
-        async with self._body(request) as (body, digest):
-            call = api.dialect.read(body, max_messages=MAX_MESSAGES)
+        call, digest = await self._read(request, api.dialect.read)
         is_retry = _count(request.headers.get("x-stainless-retry-count")) > 0
         answering = asyncio.create_task(backend.respond(call, digest=digest, is_retry=is_retry))
         answer = _Answer(backend, digest, answering)
@@ -149,8 +153,7 @@ class AgentApp:
 
     async def _count_tokens(self, request: Request) -> Response:
         backend = self._backend(request)
-        async with self._body(request) as (body, _):
-            call = _MESSAGES.read_count(body, max_messages=MAX_MESSAGES)
+        call, _ = await self._read(request, _MESSAGES.read_count)
         count = await while_connected(request, backend.count_tokens(call))
         return JSONResponse(_MESSAGES.write_count(count))
 

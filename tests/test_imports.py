@@ -62,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": BASE | {"models", "rewards", "environments"},
     "episodes": BASE | {"data", "environments", "rewards", "rollout"},
     "sync": BASE | {"models", "checkpoint", "train", "rollout"},
-    "agents": BASE | {"data", "environments", "episodes", "rewards", "rollout", "serve"},
+    "agents": BASE | {"data", "environments", "episodes", "rewards", "rollout", "sandbox", "serve"},
     "serve": BASE | {"models", "train", "rewards"},
     "plan": BASE | {"models", "observe", "rollout", "train"},
     # runtime builds engines; loops ask it for them

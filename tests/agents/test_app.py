@@ -205,6 +205,37 @@ def test_hostile_requests_get_errors_and_leave_no_trace() -> None:
     run(scenario)
 
 
+def test_endless_headers_and_a_body_that_never_comes_hold_nothing() -> None:
+    """Timeouts of slow clients are those of the guard (tests/serve/test_guard.py)."""
+
+    async def scenario(made: Any, engine: Any, endpoint: Endpoint) -> None:
+        port = int(endpoint.root_url.split(":")[2].split("/")[0])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\n")
+        sent = 0
+        while sent < 1 << 20 and not reader.at_eof():
+            writer.write(b"X-Header: " + b"a" * 1000 + b"\r\n")
+            sent += 1000
+            try:
+                await writer.drain()
+            except ConnectionError:
+                break
+            await asyncio.sleep(0)
+        assert sent < 1 << 20
+        writer.close()
+        _, sending = await asyncio.open_connection("127.0.0.1", port)
+        key = endpoint.api_key
+        sending.write(
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
+            f"Authorization: Bearer {key}\r\nContent-Type: application/json\r\n\r\n{{".encode()
+        )
+        assert (await post(endpoint)).status_code == 200  # others are served meanwhile
+        sending.close()
+        assert len(engine.log) == 1
+
+    run(scenario)
+
+
 def test_ignored_parameters_are_in_a_header() -> None:
     async def scenario(made: Any, engine: Any, endpoint: Endpoint) -> Any:
         return await post(

@@ -25,7 +25,7 @@ PACKAGES = (
 )
 OPTIONAL = (
     *("ray", "deepspeed", "vllm", "datasets", "plotly", "math_verify", "gguf", "starlette"),
-    *("uvicorn", "reasoning_gym", "tensorboard", "wandb", "trl"),
+    *("uvicorn", "reasoning_gym", "tensorboard", "wandb", "trl", "verifiers", "mcp"),
 )
 """Modules that a bare machine lacks. Only parts of Burnish that need them may fail to import."""
 NOT_IMPORTED = ("burnish.__main__",)

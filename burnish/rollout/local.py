@@ -122,15 +122,16 @@ class LocalRolloutEngine:
         """Copy weights by name. Merged weights of a LoRA model require a model without adapters.
 
         Raises ValueError if a name is unknown, a shape differs, or a parameter or persistent
-        buffer is missing. After any error the engine cannot sample until a load succeeds.
+        buffer is missing. After an error the engine cannot sample until a load succeeds, unless
+        nothing was written.
         """
-        self._problem = f"its load of the weights of version {version} failed"
         own: dict[str, Tensor] = dict(self.model.named_parameters())
         own |= dict(persistent_buffers(self.model))
         names = WeightNameCheck({name: tensor.shape for name, tensor in own.items()})
         with torch.no_grad():
             for name, tensor in tensors:
                 names.add(name, tensor.shape)
+                self._problem = f"its load of the weights of version {version} failed"
                 if isinstance(own[name], nn.Buffer) and own[name].dtype != tensor.dtype:
                     self._take_format(name, tensor)
                 else:

@@ -20,6 +20,7 @@ OTHERS = {
     "math_surroundings": (*range(8), 13, 21),
     "rl_prompt_ids": (*range(20), 27, 47, 58, 72),
     "ends_are_not_doubled": (*range(20), 34, 39, 51, 125),
+    "override_is_file": tuple(range(60)),
 }
 """Seeds of the others; without an entry: the first 24."""
 ALL = (relations_data, relations_models, relations_rules)

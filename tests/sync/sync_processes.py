@@ -116,11 +116,12 @@ def expected_tokens(engine: TorchTrainEngine, dtype: Dtype) -> dict[str, list[in
 
 
 def tried(call: Callable[[], Any]) -> dict[str, Any]:
-    """What a call says: its result, or its error and how long it took to know."""
+    """What a call says: its result, or its error and how long it took to know. RuntimeError: an
+    engine that was written in part refuses to sample."""
     started = time.monotonic()
     try:
         return {"result": call()}
-    except SyncError as error:
+    except (SyncError, RuntimeError) as error:
         seconds = time.monotonic() - started
         return {"error": str(error), "type": type(error).__name__, "seconds": seconds}
 

@@ -96,6 +96,8 @@ class SimulatedWorker:
         self.left: list[Completion] = []
         self.size = 1
         self.tokens, self.logprobs = tuple(range(tokens)), (-0.5,) * tokens
+        self._made_of = tokens, workers
+        self._others: dict[int, SimulatedWorker] = {}
 
     def build(self, *_: Any, ready: bool) -> None:
         """Do nothing: there is no model."""
@@ -110,6 +112,11 @@ class SimulatedWorker:
     def heartbeat(self, *_: Any) -> tuple[str, int]:
         """Is always there."""
         return "node", 0
+
+    def advance_of(self, index: int, orders: Orders) -> list[Completion]:
+        """The next parcel of worker ``index``, one of several in this process."""
+        worker = self._others.setdefault(index, SimulatedWorker(*self._made_of))
+        return worker.advance(orders)
 
     def advance(self, orders: Orders) -> list[Completion]:
         """The next parcel of completions."""
@@ -276,10 +283,23 @@ def connect(clock: Clock, workers: int, args: argparse.Namespace) -> SimulatedCl
         options |= {"logging_level": "ERROR", "runtime_env": paths}
         real.init(address="local", num_cpus=args.ray + 1, **options)
     kind = real.remote(SimulatedWorker).options(num_cpus=0)
-    handles = [kind.remote(args.tokens, workers) for _ in range(min(args.ray, workers))]
-    real.get([h.heartbeat.remote() for h in handles])
+    processes = [kind.remote(args.tokens, workers) for _ in range(min(args.ray, workers))]
+    real.get([h.heartbeat.remote() for h in processes])
+    handles = [_hosted(processes[i % len(processes)], i) for i in range(workers)]
     return SimulatedCluster(
         real, real.remote(HeartbeatRegistry).options(num_cpus=0).remote(), handles, workers=workers
+    )
+
+
+def _hosted(process: Any, index: int) -> Any:
+    """A handle of worker ``index``, one of several in a process."""
+    advance = SimpleNamespace(remote=lambda orders: process.advance_of.remote(index, orders))
+    return SimpleNamespace(
+        build=process.build,
+        receive_snapshot=process.receive_snapshot,
+        heartbeat=process.heartbeat,
+        peaks=process.peaks,
+        advance=advance,
     )
 
 

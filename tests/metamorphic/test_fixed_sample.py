@@ -16,7 +16,6 @@ MODELS = {
 }
 """Seeds that draw each of the usual families at least once."""
 OTHERS = {
-    "override_is_file": range(8),
     "math_surroundings": (*range(8), 13, 21),
     "rl_prompt_ids": (*range(20), 27, 47, 58, 72),
     "ends_are_not_doubled": (*range(20), 34, 39, 51, 125),

@@ -283,7 +283,9 @@ def connect(clock: Clock, workers: int, args: argparse.Namespace) -> SimulatedCl
         options |= {"logging_level": "ERROR", "runtime_env": paths}
         real.init(address="local", num_cpus=args.ray + 1, **options)
     kind = real.remote(SimulatedWorker).options(num_cpus=0)
-    processes = [kind.remote(args.tokens, workers) for _ in range(min(args.ray, workers))]
+    processes: list[Any] = [
+        kind.remote(args.tokens, workers) for _ in range(min(args.ray, workers))
+    ]
     real.get([h.heartbeat.remote() for h in processes])
     handles = [_hosted(processes[i % len(processes)], i) for i in range(workers)]
     return SimulatedCluster(

@@ -61,7 +61,7 @@ class _Recorded:
     """True if a later call shows that the client got the reply."""
 
     @property
-    def counts(self) -> bool:
+    def was_seen(self) -> bool:
         """Return whether the agent has seen the reply."""
         return self.num_clients > 0 or self.is_continued
 
@@ -150,7 +150,7 @@ class TrainingSession:
 
     def undelivered(self, reply: ModelReply, digest: bytes) -> None:
         """Note that a client was gone before it got a reply. If no other client got it, the next
-        equal call does. The call only counts if that happens or if a later call continues it."""
+        equal call does. The call is only recorded if that happens or if a later call continues it."""
         found = self._find(reply)
         found.num_clients -= 1
         if not found.num_clients:
@@ -185,10 +185,10 @@ class TrainingSession:
         """Return the finished episode.
 
         ``rewards``: those that the agent gave, by name. ``error``: the failure of the agent. A
-        limit that the last call exceeded counts more than an error of the agent's code, which may
+        limit that the last call exceeded takes precedence over an error of the agent's code, which may
         be its consequence.
         """
-        recorded = [one for one in self._recorded if one.counts]
+        recorded = [one for one in self._recorded if one.was_seen]
         if error is None and not recorded and self._limit is None:
             error = EpisodeFailedError("env_error", "the agent ended without calling the model")
         if self._limit is not None and (error is None or error.status == "env_error"):

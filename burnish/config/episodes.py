@@ -26,7 +26,7 @@ TOOLS_FRAC = 0.9
 transfer of their results."""
 
 EpisodeKind = Literal["environment", "tools", "agent", "command"]
-"""What plays an episode with the policy."""
+"""Kind of program that plays an episode with the policy."""
 
 _BELONGS_TO: dict[str, tuple[EpisodeKind, ...]] = {
     "options": ("environment", "agent"),

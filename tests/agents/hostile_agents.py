@@ -125,7 +125,7 @@ def calls_on_and_on(task, endpoint):
 
 
 def worked(attempt, *arguments):
-    """Whether an attempt to leave the sandbox succeeds."""
+    """Return whether an attempt to leave the sandbox succeeds."""
     try:
         attempt(*arguments)
     except OSError:

@@ -24,8 +24,8 @@ from burnish.episodes.renderer import ChatRenderer, RendererError
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("role", ["tool", "user"])
 def test_special_tokens_in_an_answer_are_ordinary_text(family: str, role: str) -> None:
-    """Of a tool result, and of a user message, which may quote a malformed call or show the format
-    of calls (in some families special tokens)."""
+    """In tool results, and in user messages, which may quote a malformed call or show the format of
+    calls (in some families special tokens)."""
     renderer, tokenizer = renderer_of(family)
     end = tokenizer.convert_ids_to_tokens(min(renderer.stop_token_ids))
     prompt = renderer.render([user("How many?")], TOOLS)

@@ -43,7 +43,7 @@ class Service:
 
 
 def run(body: dict[str, Any]) -> tuple[int, bytes]:
-    """What ``print(EXPRESSION)`` prints, as a service would reply."""
+    """Reply as a service would to the program ``print(EXPRESSION)``."""
     source = base64.b64decode(body["files"]["program.py"]).decode()
     output = str(eval(source.removeprefix("print(").removesuffix(")"))) + "\n"
     return 200, reply_of(stdout=base64.b64encode(output.encode()).decode())

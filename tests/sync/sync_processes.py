@@ -116,7 +116,7 @@ def expected_tokens(engine: TorchTrainEngine, dtype: Dtype) -> dict[str, list[in
 
 
 def tried(call: Callable[[], Any]) -> dict[str, Any]:
-    """What a call says: its result, or its error and how long it took to know. RuntimeError: an
+    """Return the result of a call, or its error and the seconds until it was raised. RuntimeError: an
     engine that was written in part refuses to sample."""
     started = time.monotonic()
     try:

@@ -150,7 +150,7 @@ class TrainingSession:
 
     def undelivered(self, reply: ModelReply, digest: bytes) -> None:
         """Note that a client was gone before it got a reply. If no other client got it, the next
-        equal call does. The call is only recorded if that happens or if a later call continues it."""
+        equal call does. The call is recorded if that happens, or if a later call continues it."""
         found = self._find(reply)
         found.num_clients -= 1
         if not found.num_clients:
@@ -185,8 +185,8 @@ class TrainingSession:
         """Return the finished episode.
 
         ``rewards``: those that the agent gave, by name. ``error``: the failure of the agent. A
-        limit that the last call exceeded takes precedence over an error of the agent's code, which may
-        be its consequence.
+        limit that the last call exceeded takes precedence over an error of the agent's code, which
+        may be its consequence.
         """
         recorded = [one for one in self._recorded if one.was_seen]
         if error is None and not recorded and self._limit is None:

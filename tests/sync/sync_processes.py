@@ -116,8 +116,8 @@ def expected_tokens(engine: TorchTrainEngine, dtype: Dtype) -> dict[str, list[in
 
 
 def tried(call: Callable[[], Any]) -> dict[str, Any]:
-    """Return the result of a call, or its error and the seconds until it was raised. RuntimeError: an
-    engine that was written in part refuses to sample."""
+    """Return the result of a call, or its error and the seconds until it was raised. RuntimeError:
+    an engine that was written in part refuses to sample."""
     started = time.monotonic()
     try:
         return {"result": call()}

@@ -457,7 +457,8 @@ class Solution(Codec):
         try:
             self.names = dict(self.exchange())
         except BaseException:
-            self.close()
+            if status_is_timeout(self.close()):
+                raise OutOfTime from None
             raise
 
     def apply(self, function: str, *arguments: Any, **named: Any) -> Any:

@@ -27,15 +27,15 @@ def noisy(responses):  # draws random numbers, as a reward that samples would
 @pytest.fixture
 def same_results(measured: Callable[[Path], list[dict[str, Any]]]) -> Callable[..., None]:
     """``same_results(one, other, kind)`` asserts that two runs left the same output, metrics,
-    samples and files. ``timeline.json`` is left out: a run that is killed between its output and
-    its end has none."""
+    samples and files. What a run writes after its output is left out: a run that is killed in
+    between has none of it."""
 
     def check(one: Path, other: Path, kind: str) -> None:
         assert (one / f"rows.{kind}").read_bytes() == (other / f"rows.{kind}").read_bytes()
         assert measured(one) == measured(other)
         assert read_samples(one) == read_samples(other)
         names = [{path.name for path in folder.iterdir()} for folder in (one, other)]
-        assert names[0] ^ names[1] <= {"timeline.json"}
+        assert names[0] ^ names[1] <= {"timeline.json", "memory.json", "memory.txt"}
 
     return check
 

@@ -251,6 +251,10 @@ class AlgorithmConfig(Node):
     """KL term."""
     correction: CorrectionConfig | None = None
     """Off-policy correction. None: none."""
+    old_policy: Literal["trainer", "sampler"] = "trainer"
+    """Policy in the denominator of the loss's ratio. trainer: the one before the update, whose
+    log-probs the trainer computes. sampler: the one that sampled the tokens, by its own log-probs;
+    the ratio then includes the age of the tokens, and needs no correction."""
 
     @property
     def reduces_over_samples(self) -> bool:

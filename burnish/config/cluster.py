@@ -92,7 +92,7 @@ class ClusterConfig(Node):
         if self.runtime == "inline":
             if self.ray_address is not None:
                 yield (
-                    "ray_address={self.ray_address!r} has no effect with runtime=inline, which "
+                    f"ray_address={self.ray_address!r} has no effect with runtime=inline, which "
                     "does not use Ray; set runtime=ray"
                 )
             roles: tuple[ClusterRole, ...] = ("policy", "reference", "teacher", "critic", "rollout")

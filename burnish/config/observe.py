@@ -71,5 +71,8 @@ class ObserveConfig(TrackersConfig):
 
     samples_per_step: int = Field(64, ge=0)
     """Samples kept per step in ``samples/``. 0: none."""
+    record_rollouts: bool = False
+    """RL: write every group that is trained, with its tokens and rewards, to ``rollouts/``, so that
+    ``burnish rl --replay`` can repeat the training."""
     log_every_n_steps: int = Field(1, ge=1)
     """Print progress every this many steps (metrics.jsonl has every step)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -52,6 +53,9 @@ class LocalEngine(Node):
     sleep_between_rollouts: bool = False
     """Free the graphs' cache after every rollout: less memory in training, but graphs are recorded
     again."""
+    own_weights: bool = False
+    """runtime=inline: sample from a copy of the policy's weights, so that sampling and training can
+    overlap (``rollout.max_staleness``). On Ray every worker has a copy."""
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -135,7 +139,83 @@ class PromptsRollout(SamplingConfig):
     """Multi-turn episodes. None: one response per prompt."""
 
 
-class RolloutConfig(PromptsRollout):
+InFlight = Literal["recompute", "finish", "continue"]
+
+
+class AsynchronousRollout(Node):
+    """Options for sampling while the policy is trained.
+
+    The age of a group is the number of RL steps between the oldest weights that sampled one of its
+    tokens and the weights that are trained on it."""
+
+    max_staleness: int | None = Field(None, ge=0)
+    """Maximum age of a group. It is never exceeded, and no group is dropped for its age. 0: the
+    results of a synchronous run. None: synchronous."""
+    run_ahead: int = Field(1, ge=0)
+    """Rollouts started ahead of the one that the next step needs, at most ``max_staleness``. Sets
+    the mean age; ``max_staleness`` only bounds it."""
+    oversample: float = Field(1.0, ge=1)
+    """Start this many times the groups that a step needs and train on those that finish first; the
+    others are for the next steps."""
+    in_flight: InFlight = "recompute"
+    """Responses in progress when new weights arrive. recompute: compute their keys and values again
+    with the new weights and continue. finish: end them with the old weights; new ones wait.
+    continue: keep the old keys and values and continue with the new weights."""
+    partial: bool = False
+    """Pause sampling while the policy is trained: unfinished responses are continued in the next
+    step. Needs no second copy of the weights. Requires ``max_staleness``."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Return whether the age of groups is managed, also if it is 0."""
+        return self.max_staleness is not None
+
+    @property
+    def overlaps(self) -> bool:
+        """Return whether responses are sampled while the policy is trained."""
+        return bool(self.max_staleness) and not self.partial
+
+    @property
+    def rollouts_ahead(self) -> int:
+        """Return ``run_ahead``, bounded by ``max_staleness``."""
+        return min(self.run_ahead, self.max_staleness or 0)
+
+    def capacity(self, groups: int) -> int:
+        """Return the maximum number of groups that are started and not yet trained, for steps of
+        ``groups`` groups."""
+        return self.rollouts_ahead * groups + math.ceil(self.oversample * groups)
+
+    def rules(self) -> Iterator[str]:
+        most = self.max_staleness
+        if most is None:
+            given = [n for n in AsynchronousRollout.model_fields if self.is_own(n)]
+            if given:
+                yield (
+                    f"{given[0]} has no effect without max_staleness, which makes the run "
+                    "asynchronous; set max_staleness (1 is a usual start), or remove "
+                    f"{given[0]}"
+                )
+            return
+        if self.is_own("run_ahead") and self.run_ahead > most:
+            yield (
+                f"run_ahead={self.run_ahead} is above max_staleness={most}: a group that is "
+                "started further ahead would be too old; lower run_ahead or raise max_staleness"
+            )
+        elif self.rollouts_ahead + self.oversample > most + 1:
+            yield (
+                f"oversample={self.oversample:g} with run_ahead={self.rollouts_ahead} starts "
+                f"{self.rollouts_ahead + self.oversample:g} rollouts at a time, and "
+                f"max_staleness={most} allows {most + 1}; lower oversample or run_ahead, or raise "
+                "max_staleness"
+            )
+        if self.partial and not most:
+            yield (
+                "partial continues responses under newer weights, which max_staleness=0 does not "
+                "allow; set max_staleness=1 or more"
+            )
+
+
+class RolloutConfig(PromptsRollout, AsynchronousRollout):
     """One rollout: P prompts with n samples each fill the buffer for one RL step."""
 
     rollout_batch_size: int = Field(ge=1)
@@ -145,6 +225,12 @@ class RolloutConfig(PromptsRollout):
     group."""
 
     def rules(self) -> Iterator[str]:
+        yield from AsynchronousRollout.rules(self)
+        if self.is_asynchronous and self.engine.sleep_between_rollouts:
+            yield (
+                "engine.sleep_between_rollouts frees memory between rollouts, and with "
+                "max_staleness the engine samples all the time; remove one of them"
+            )
         if self.temperature == 0:
             yield (
                 "temperature=0 gives n equal responses and no exploration; use a value above 0 "
@@ -182,6 +268,9 @@ class EvalConfig(Node):
     """Strings that end a response. None: as in rollout."""
     stop_token_ids: tuple[TokenId, ...] | None = None
     """Token ids that end a response. None: as in rollout."""
+    training_groups: Literal["continue", "wait"] = "continue"
+    """Asynchronous runs: groups for training share the engine during an evaluation, or wait until
+    it is done. Both measure exactly the weights of the step."""
 
     def rules(self) -> Iterator[str]:
         for k in self.pass_k:

@@ -15,6 +15,7 @@ from burnish.config.algorithm import (
     OnPolicyDistillAdvantage,
 )
 from burnish.config.arithmetic import BatchError, BatchPlan, check_rollout
+from burnish.config.asynchronous import asynchronous_advice, asynchronous_rules
 from burnish.config.data import PromptDataConfig, held_out_advice
 from burnish.config.episodes import episode_data_rules, episode_rules, episodes_lines
 from burnish.config.job import TrainingJob, derived_batch, training_rules
@@ -43,7 +44,7 @@ from burnish.config.roles import (
     sampled_lengths,
     samples_with_policy,
 )
-from burnish.config.rollout import EvalConfig, RolloutConfig, pass_advice
+from burnish.config.rollout import EvalConfig, LocalEngine, RolloutConfig, pass_advice
 from burnish.config.sync import LinkSync, SyncConfig, sync_rules
 from burnish.config.teacher import TeacherConfig, without_rewards
 from burnish.config.train import RLTrainConfig
@@ -158,9 +159,12 @@ class RLConfig(TrainingJob):
             prompts=self.rollout.rollout_batch_size,
             samples_per_prompt=self.rollout.n_samples_per_prompt,
             episodes=self.rollout.episodes,
+            asynchronous=self.rollout if self.rollout.is_asynchronous else None,
             evaluation=self.eval,
             of_policy=True,
-            shares_weights=samples_with_policy(self.train.engine, self.precision),
+            shares_weights=isinstance(self.rollout.engine, LocalEngine)
+            and not self.rollout.engine.own_weights
+            and samples_with_policy(self.train.engine, self.precision),
         )
 
     @property
@@ -226,6 +230,7 @@ class RLConfig(TrainingJob):
         yield from ptx_rules(self.ptx, temperature=self.rollout.temperature)
         yield from _teacher_rules(self)
         yield from sync_rules(self.sync, self.cluster.runtime)
+        yield from asynchronous_rules(self.rollout, self.roles(), self.cluster, self.sync)
         if self.algorithm.policy_loss.kind == "reinforce" and self.several_updates:
             yield (
                 "algorithm.policy_loss=reinforce has no ratio, so it is correct only for one "
@@ -248,6 +253,7 @@ class RLConfig(TrainingJob):
 
     def advice(self) -> Iterator[str]:
         yield from _sampling_advice(self)
+        yield from asynchronous_advice(self.rollout, self.roles(), self.cluster, self.eval)
         yield from lora_advice(self.model)
         if self.eval is not None:
             yield from held_out_advice(self.data, self.eval.data, "eval.data")

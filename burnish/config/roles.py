@@ -17,7 +17,7 @@ from burnish.config.episodes import EpisodesConfig
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.ptx import PtxConfig
 from burnish.config.rewards import ModelReward, RewardConfig
-from burnish.config.rollout import EvalConfig, RolloutEngineConfig
+from burnish.config.rollout import AsynchronousRollout, EvalConfig, RolloutEngineConfig
 from burnish.config.sync import SyncConfig
 from burnish.config.train import CheckpointConfig, TrainConfig
 from burnish.config.train_engines import TrainEngineConfig
@@ -215,6 +215,8 @@ class RolloutRole(RoleSpec):
     samples_per_prompt: int = 1
     episodes: EpisodesConfig | None = None
     """Multi-turn episodes, whose conversations are its prompts. None: one response per prompt."""
+    asynchronous: AsynchronousRollout | None = None
+    """Bound on the age of groups, and groups started ahead. None: a synchronous run."""
     evaluation: EvalConfig | None = None
     """Held-out evaluation that also runs on this engine. None: none."""
     of_policy: bool = False
@@ -227,6 +229,18 @@ class RolloutRole(RoleSpec):
     def tensor_parallel(self) -> int:
         """Number of processes, each on a GPU, that share one copy of the model."""
         return self.engine.tensor_parallel_size
+
+    @property
+    def overlaps(self) -> bool:
+        """Return whether the engine samples while the policy is trained."""
+        return self.asynchronous is not None and self.asynchronous.overlaps
+
+    @property
+    def groups_at_once(self) -> int:
+        """Maximum number of groups that are sampled at the same time, over all workers."""
+        if self.asynchronous is None:
+            return self.prompts
+        return self.asynchronous.capacity(self.prompts)
 
 
 Role = TrainRole | RolloutRole

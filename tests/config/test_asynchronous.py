@@ -1,0 +1,63 @@
+"""Recipes that cannot sample while the policy is trained are refused, each with a way out."""
+
+import pytest
+
+from burnish.config import ConfigError, load_config
+
+RECIPE = {
+    "job": "rl",
+    "max_steps": 1,
+    "model": {"scratch": {}},
+    "data": {"sources": ["prompts.jsonl"], "prompt_max_len": 16},
+    "rollout": {
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 4,
+        "generate_max_len": 8,
+        "max_staleness": 1,
+    },
+    "train": {"train_batch_size": 16},
+}
+RAY, GPUS = "cluster.runtime=ray", "cluster.gpus_per_worker=1"
+COPY, PARTIAL = "rollout.engine.own_weights=true", "rollout.partial=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem", "ways_out"),
+    [
+        ([], "uses the policy's own weights", [[RAY], [COPY], [PARTIAL]]),
+        (
+            [RAY, GPUS],
+            "puts each rollout worker on the GPU of a policy rank",
+            [["cluster.layout=separate"], ["cluster.layout=colocate_actor_ref"], [PARTIAL]],
+        ),
+        (
+            [RAY, "sync.kind=disk", "sync.folder=weights", "sync.keep=1"],
+            "could delete the files",
+            [["sync.keep=2"]],
+        ),
+        (
+            [PARTIAL, "rollout.in_flight=finish"],
+            "end with the old ones",
+            [[COPY, "rollout.partial=false"]],
+        ),
+    ],
+)
+def test_a_run_that_cannot_overlap_is_refused_and_each_way_out_is_accepted(
+    overrides, problem, ways_out
+):
+    with pytest.raises(ConfigError, match=problem):
+        load_config(RECIPE, overrides)
+    for way_out in ways_out:
+        load_config(RECIPE, [*overrides, *way_out])
+
+
+def test_settings_without_the_benefit_of_overlap_are_advised_against():
+    """No group ahead; CPUs of a policy rank; a key of overlapping runs in a paused one."""
+    held_out = {"data": {"sources": ["held_out.jsonl"]}, "training_groups": "wait"}
+    found = load_config(RECIPE | {"eval": held_out}, [RAY, "rollout.run_ahead=0"]).warnings()
+    assert [text for text in found if "use run_ahead=1" in text]
+    assert [text for text in found if "uses the CPUs of a policy rank" in text]
+    assert not [text for text in found if "training_groups" in text]
+    paused = load_config(RECIPE | {"eval": held_out}, [RAY, PARTIAL]).warnings()
+    assert [text for text in paused if "eval.training_groups=wait has no effect" in text]
+    assert not [text for text in paused if "CPUs of a policy rank" in text]

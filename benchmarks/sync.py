@@ -68,7 +68,9 @@ class Loader:
         self.version = 0
         self.own = {n: torch.zeros(s, dtype=torch.bfloat16) for n, s in shapes.items()}
 
-    def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
+    def load_weights(
+        self, version: int, tensors: Iterable[tuple[str, Any]], *, keep_cache: bool = False
+    ) -> None:
         """Copy in by name."""
         for name, tensor in tensors:
             self.own[name].copy_(tensor)

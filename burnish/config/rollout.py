@@ -62,6 +62,13 @@ class LocalEngine(Node):
         """Return 1: each worker has its own copy of the model."""
         return 1
 
+    @property
+    def keeps_cache_on_update(self) -> bool:
+        """Return True: responses can continue with the cache of older weights
+        (``in_flight: continue``). A family that is decoded row by row has no response in progress
+        between polls, so all values of ``in_flight`` give the same result."""
+        return True
+
 
 class VllmEngine(Node):
     """vLLM, in the trainer's process or on Ray in each rollout worker (more processes if
@@ -90,6 +97,12 @@ class VllmEngine(Node):
     sleep_between_rollouts: bool = False
     """CUDA: free weights and cache after every training rollout; updated weights are loaded before
     the next. No effect on CPU."""
+
+    @property
+    def keeps_cache_on_update(self) -> bool:
+        """Return True: responses can continue with the cache of older weights
+        (``in_flight: continue``)."""
+        return True
 
 
 def _kind_left_out(value: Any) -> Any:

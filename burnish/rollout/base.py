@@ -110,6 +110,12 @@ class RolloutEngine(Protocol):
     """Version of its current weights."""
 
     @property
+    def keeps_cache_on_update(self) -> bool:
+        """Return whether ``load_weights(keep_cache=True)`` keeps caches of the old weights. The
+        engine's config has the same property, for checks before a model is loaded."""
+        ...
+
+    @property
     def max_len(self) -> int | None:
         """Return the maximum length of prompt and response in tokens; None: unlimited."""
         ...
@@ -151,13 +157,24 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights; afterwards ``self.version == version``.
+    def load_weights(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, keep_cache: bool = False
+    ) -> None:
+        """Replace the weights; afterwards ``self.version == version``. After an error the engine
+        cannot sample until a load succeeds.
 
-        Nothing computed from the previous weights is used afterwards, except tokens: kept
-        conversations are dropped, and open requests continue with the new weights. The local engine
-        recomputes the keys and values of their tokens; vLLM samples them from the beginning. After
-        an error the engine cannot sample until a load succeeds.
+        Open requests keep their tokens and continue with the new weights and the next random
+        numbers; :attr:`Completion.spans` has the version of each token.
+
+        By default nothing else that was computed from the previous weights is used afterwards:
+        kept conversations are dropped, and the keys and values of the tokens of open requests are
+        computed again. Every new token then has the log-prob that the new weights give it after
+        these tokens.
+
+        With ``keep_cache`` no key or value is computed again: responses in progress and the kept
+        caches of conversations continue with those of the previous weights. Samples without tokens
+        and new requests outside these conversations use the new weights only. If
+        :attr:`keeps_cache_on_update` is False, ``keep_cache`` has no effect.
         """
         ...
 

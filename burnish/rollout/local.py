@@ -74,8 +74,22 @@ class LocalRolloutEngine:
 
     @version.setter
     def version(self, version: int) -> None:
+        self.weights_changed(version)
+
+    @property
+    def keeps_cache_on_update(self) -> bool:
+        """Return whether there are caches to keep. Row by row there are none: each poll samples a
+        response from its first to its last token, so none is in progress when weights change."""
+        return self.decoding == "batched"
+
+    def weights_changed(self, version: int, *, keep_cache: bool = False) -> None:
+        """Declare that the weights of a shared module have changed in place. ``keep_cache`` is that
+        of :meth:`load_weights`."""
         self._version = version
-        self._forget()
+        if keep_cache:
+            self.network.weights_changed()
+        else:
+            self._forget()
 
     @property
     def busy(self) -> bool:
@@ -118,8 +132,13 @@ class LocalRolloutEngine:
         """Yield completions as they finish. Raises like :meth:`submit`, before the first one."""
         return generate(self, requests, sampling)
 
-    def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, keep_cache: bool = False
+    ) -> None:
         """Copy weights by name. Merged weights of a LoRA model require a model without adapters.
+
+        With ``keep_cache``, responses in progress and kept conversations continue with the keys and
+        values of the previous weights; otherwise these are computed again, or dropped.
 
         Raises ValueError if a name is unknown, a shape differs, or a parameter or persistent
         buffer is missing. After an error the engine cannot sample until a load succeeds, unless
@@ -138,11 +157,11 @@ class LocalRolloutEngine:
                     own[name].copy_(tensor)
         names.complete()
         self._problem = None
-        self.version = version  # drops all that was computed with the previous weights
+        self.weights_changed(version, keep_cache=keep_cache)
 
     def _take_format(self, name: str, tensor: Tensor) -> None:
         """Replace a buffer by the trainer's, in its dtype. A model loaded in half precision may
-        have a rounded buffer."""
+        have a rounded buffer until the first load. Caches are not kept."""
         replace_buffers(self.model, {name: tensor.detach().to(self.device, copy=True)})
         self._forget(everything=True)  # captured graphs read the previous buffer
 

@@ -1,3 +1,4 @@
+# house: ok one engine, and the start and end of the only library that it imports
 """The vLLM rollout engine: vLLM's scheduler, paged cache and kernels behind our contract.
 
 vLLM runs in this process; with ``tensor_parallel_size`` above 1 its workers are separate processes.
@@ -19,7 +20,8 @@ import os
 import shutil
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,14 @@ class VllmRolloutEngine:
         self._samples: dict[str, LiveSample] = {}
         """vLLM's request id -> sample."""
         self._num_samples = 0
+        self._finished: list[Completion] = []
+        """Completions that finished between two polls."""
+        self._num_salts = 0
+        self._salt = ""
+        """Salt of vLLM's prefix cache for new prompts. Prompts share blocks if they have the same
+        salt; each load that keeps the cache starts a new one."""
+        self._salts: dict[str, tuple[str, str]] = {}
+        """Conversation -> (salt, id of its first request), since the prefix cache was reset."""
         if _alive:
             raise ModelError(
                 "this process already has a vLLM engine, and all engines of a process share vLLM's "
@@ -181,6 +191,11 @@ class VllmRolloutEngine:
         """Return whether any request is open."""
         return bool(self._open)
 
+    @property
+    def keeps_cache_on_update(self) -> bool:
+        """Return True: responses can continue with the cache of older weights."""
+        return self.config.keeps_cache_on_update
+
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Queue ``requests``. Each sample is a separate request to vLLM, with its own seed; with
         the prefix cache, their common prompt is computed once.
@@ -212,7 +227,8 @@ class VllmRolloutEngine:
         while self._waiting:
             self._add(self._waiting[0])  # if vLLM refuses it, it waits until it is canceled
             self._waiting.popleft()
-        done = self._step()
+        self._finished += self._step()
+        done, self._finished = self._finished, []
         for completion in done:
             self._open.finish(completion.request_id)
         return done
@@ -221,6 +237,7 @@ class VllmRolloutEngine:
         """Abort open requests. Unknown ids are ignored."""
         gone = self._open.drop(request_ids)
         self._waiting = deque(s for s in self._waiting if s.request.request_id not in gone)
+        self._finished = [c for c in self._finished if c.request_id not in gone]
         running = [n for n, s in self._samples.items() if s.request.request_id in gone]
         for name in running:
             del self._samples[name]
@@ -228,27 +245,36 @@ class VllmRolloutEngine:
             self._llm.abort_request(running)
 
     def release(self, conversations: Iterable[str]) -> None:
-        """Do nothing: vLLM's prefix cache evicts blocks by itself."""
+        """Forget which weights the conversations started with. vLLM's prefix cache evicts blocks
+        by itself."""
+        for name in conversations:
+            self._salts.pop(name, None)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Yield completions as they finish. Raises like :meth:`submit`, before the first one."""
         return generate(self, requests, sampling)
 
-    def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load new weights into vLLM in one pass over ``tensors``, verify them, and reset the
-        prefix cache. Open requests start over with the new weights.
+    def load_weights(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, keep_cache: bool = False
+    ) -> None:
+        """Load new weights into vLLM in one pass over ``tensors`` and verify them.
+
+        By default the prefix cache is reset, and responses in progress are preempted: vLLM keeps
+        their tokens and random generators, and prefills them again. With ``keep_cache`` they and
+        known conversations continue with the blocks of the previous weights, which other prompts do
+        not share.
 
         Raises ValueError if a name is unknown, a shape differs, or a parameter is missing. Raises
         StaleWeightsError if vLLM does not compute with the given weights. After either error the
         engine keeps its version and cannot sample until a load succeeds.
         """
-        self._start_over()
+        self._finish_steps()
         self._sleep.wake("weights")  # the cache's memory stays free until the next poll
         self._problem = "its last load of weights failed: they may be partially loaded"
         stream = WeightStream(tensors, self._skeleton, self.dtype)
         problems = stream.compare(self._send(stream))
-        if not problems and not self._llm.reset_prefix_cache():
-            problems = ["its prefix cache could not be reset"]
+        if not problems:
+            problems = self._separate_caches() if keep_cache else self._reset_caches()
         if problems:
             self._problem = "; ".join(problems[:3])
             raise StaleWeightsError(
@@ -256,6 +282,7 @@ class VllmRolloutEngine:
                 f"findings): {self._problem}. It is no longer used; rollout.engine.kind=local "
                 "samples from the trainer's own weights"
             )
+        self._llm.set_weight_version(f"{version}")  # of the tokens that are sampled from now on
         self.version, self._problem = version, None
         self.cached_tokens = self.prompt_tokens = 0
 
@@ -265,7 +292,8 @@ class VllmRolloutEngine:
         No effect on CPU, because vLLM has no sleep there. Open requests start over at the next
         poll.
         """
-        self._start_over()
+        self._finish_steps()
+        self._start_over(list(self._samples))
         if self._sleep.begin(drop_weights=new_weights_follow) and new_weights_follow:
             self._problem = "it dropped its weights when it was put to sleep; load new ones first"
 
@@ -277,7 +305,7 @@ class VllmRolloutEngine:
         """Stop vLLM's processes, destroy its process groups, and free its memory."""
         if self._closer.alive:
             self._open.drop(list(self._open.ids))
-            self._samples, self._waiting = {}, deque()
+            self._samples, self._waiting, self._finished = {}, deque(), []
             self._problem = "it was closed"
             del self._llm, self._sleep
             self._closer()
@@ -306,22 +334,63 @@ class VllmRolloutEngine:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _start_over(self) -> None:
-        """Abort vLLM's requests; their samples wait, without tokens, for the next poll. A request
-        of vLLM that is submitted again would repeat its first random numbers, so the tokens cannot
-        be kept."""
-        running, self._samples = self._samples, {}
-        for sample in reversed(running.values()):
+    def _reset_caches(self) -> list[str]:
+        """Preempt the responses in progress and empty the prefix cache. Return problems."""
+        try:
+            emptied = self._llm.reset_prefix_cache(reset_running_requests=True)
+        except RuntimeError as error:  # becomes a finding, with vLLM's own words
+            return [f"its prefix cache could not be reset: {error}"]
+        if not emptied:
+            return ["its prefix cache could not be reset"]
+        self._salt, self._salts = "", {}
+        return []
+
+    def _separate_caches(self) -> list[str]:
+        """Let responses in progress and known conversations continue with their blocks, and give
+        all others a new salt. Samples without tokens start again with it. Return no problems."""
+        self._num_salts += 1
+        self._salt = f"{self._num_salts}"
+        states = self._llm.output_processor.request_states.values()
+        begun = {state.external_req_id for state in states if not state.is_prefilling}
+        self._start_over(self._samples.keys() - begun)
+        waiting = {sample.request.request_id for sample in self._waiting}
+        self._salts = {
+            talk: first for talk, first in self._salts.items() if first[1] not in waiting
+        }
+        return []
+
+    def _finish_steps(self) -> None:
+        """Complete the steps that vLLM has begun and not returned (asynchronous scheduling, on
+        CUDA), so that their tokens are of the current weights."""
+        core = self._llm.engine_core.engine_core
+        if not core.batch_queue:
+            return
+        core.pause_scheduler("keep", clear_cache=False)
+        while core.batch_queue:
+            self._finished += self._step()
+        core.resume_scheduler()
+
+    def _start_over(self, names: Container[str]) -> None:
+        """Abort some of vLLM's requests. Their samples wait, without tokens, for the next poll."""
+        gone = {name: sample for name, sample in self._samples.items() if name in names}
+        for name, sample in reversed(gone.items()):
+            del self._samples[name]
             fresh = LiveSample(sample.request, sample.index, sample.sampling, sample.stop)
             self._waiting.appendleft(fresh)
-        if running:
-            self._llm.abort_request(list(running))
+        if gone:
+            self._llm.abort_request(list(gone))
 
     def _add(self, sample: LiveSample) -> None:
         """Submit one sample to vLLM."""
         self._num_samples += 1
         name = f"{self._num_samples}"
-        prompt = {"prompt_token_ids": list(sample.request.prompt_ids)}
+        prompt: dict[str, Any] = {"prompt_token_ids": list(sample.request.prompt_ids)}
+        conversation, salt = sample.request.conversation, self._salt
+        if conversation is not None:
+            first = salt, sample.request.request_id
+            salt, _ = self._salts.setdefault(conversation, first)
+        if salt:
+            prompt["cache_salt"] = salt
         self._llm.add_request(name, prompt, _parameters(sample))
         self._samples[name] = sample
 
@@ -354,10 +423,16 @@ class VllmRolloutEngine:
 
 
 def _take(sample: LiveSample, output: Any, version: int) -> None:
-    """Append the tokens of a step. vLLM may have sampled tokens beyond a stop string; these are
-    dropped."""
-    for token, position in zip(output.token_ids, output.logprobs, strict=True):
-        sample.add(int(token), min(float(position[token].logprob), 0.0), version)
+    """Append the tokens of an output: those of a step, which ``version`` sampled, or all of a
+    response (FINAL_ONLY), whose versions vLLM recorded. vLLM may have sampled tokens beyond a stop
+    string; these are dropped."""
+    versions: Iterable[int] = repeat(version, len(output.token_ids))
+    if not sample.tokens and output.weight_versions:
+        spans = output.weight_versions
+        versions = (int(s.version) for s in spans for _ in range(s.start, s.end))
+    tokens = zip(output.token_ids, output.logprobs, versions, strict=True)
+    for token, position, sampled_by in tokens:
+        sample.add(int(token), min(float(position[token].logprob), 0.0), sampled_by)
         if sample.reason is not None:
             return
 

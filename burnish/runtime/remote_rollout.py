@@ -50,6 +50,7 @@ class RemoteRolloutEngine:
         self.ready, self.version = ready, 0
         self.max_len: int | None = None
         """Maximum length of a row in tokens; None: unlimited. Known once a worker is ready."""
+        self.keeps_cache_on_update = config.keeps_cache_on_update
         self._requests = OpenRequests()
         self._orders: dict[int, list[_Order]] = {}
         """Worker -> orders that it has not received."""
@@ -281,28 +282,38 @@ class RemoteRolloutEngine:
         left = [i for i in left if i not in lost]
         return lost | (self.refill(left) if left else {})
 
-    def receive_snapshot(self, kept: WeightSnapshot[Any], *, verify: bool) -> None:
+    def receive_snapshot(
+        self, kept: WeightSnapshot[Any], *, verify: bool, keep_cache: bool = False
+    ) -> None:
         """Send one transfer to all workers. It stays in the object store until the next one, for
-        replaced workers. Raises SyncError if a worker rejects it."""
+        replaced workers. ``keep_cache`` is that of :meth:`load_weights`. Raises SyncError if a
+        worker rejects it."""
 
         def give(indices: Sequence[int]) -> Lost:
             version, headers = kept.end.version, kept.headers
             return self._call(
                 indices,
-                lambda w: w.receive_snapshot.remote(version, verify, headers, *kept.payloads),
+                lambda w: w.receive_snapshot.remote(
+                    version, verify, headers, *kept.payloads, keep_cache=keep_cache
+                ),
             )
 
         self.refill = give
         self.replace(give(range(self.size)))
         self.version = kept.end.version
 
-    def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Put weights into the object store and load them in all workers."""
+    def load_weights(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, keep_cache: bool = False
+    ) -> None:
+        """Put weights into the object store and load them in all workers. With ``keep_cache``,
+        responses in progress and kept conversations continue with the keys and values of the
+        previous weights."""
         ray = self.cluster.ray
         found = messages(tensors, _new_buffer, push=0, version=version)
         pairs = [(encode(message), ray.put(payload.numpy())) for message, payload in found]
         headers, payloads = zip(*pairs, strict=True)
-        self.receive_snapshot(WeightSnapshot(headers, payloads[:-1]), verify=True)
+        snapshot = WeightSnapshot(headers, payloads[:-1])
+        self.receive_snapshot(snapshot, verify=True, keep_cache=keep_cache)
 
     def sleep(self, *, new_weights_follow: bool = False) -> None:
         """Free the workers' caches until the next poll. Lost workers are replaced."""

@@ -104,13 +104,19 @@ class RolloutWorker(Worker):
         self.engine.wake()
 
     def receive_snapshot(
-        self, version: int, verify: bool, headers: Sequence[bytes], *payloads: Any
+        self,
+        version: int,
+        verify: bool,
+        headers: Sequence[bytes],
+        *payloads: Any,
+        keep_cache: bool = False,
     ) -> Metrics:
-        """Load a snapshot of the policy's weights. Raises SyncError if it is incomplete."""
+        """Load a snapshot of the policy's weights. ``keep_cache`` is that of
+        :meth:`RolloutEngine.load_weights`. Raises SyncError if it is incomplete."""
         self.engine.source.close()
         source = SnapshotSource(headers, payloads, expected=self._expected, check=verify)
         self.engine.source = source
-        metrics = self.engine.receive(version)
+        metrics = self.engine.receive(version, keep_cache=keep_cache)
         self._expected = source.expected
         return metrics
 

@@ -140,8 +140,14 @@ class SyncedEngine:
         version."""
         return self.engine.version
 
-    def receive(self, version: int | None = None) -> Metrics:
-        """Load one transfer (of ``version``; None: of any version) into the engine.
+    @property
+    def keeps_cache_on_update(self) -> bool:
+        """Return whether the engine keeps caches of the old weights if it is told to."""
+        return self.engine.keeps_cache_on_update
+
+    def receive(self, version: int | None = None, *, keep_cache: bool = False) -> Metrics:
+        """Load one transfer (of ``version``; None: of any version) into the engine. ``keep_cache``
+        is that of :meth:`RolloutEngine.load_weights`.
 
         Raises SyncError if the transfer fails. The engine then refuses to sample until one
         succeeds.
@@ -149,7 +155,7 @@ class SyncedEngine:
         started, transfer = time.perf_counter(), None
         try:
             with self.source.open(version) as transfer:
-                self.load_weights(transfer.version, transfer)
+                self.load_weights(transfer.version, transfer, keep_cache=keep_cache)
         except Exception as error:
             if transfer is None:
                 self._mark_invalid(error, wrote=False)
@@ -201,7 +207,9 @@ class SyncedEngine:
         """Yield completions as they finish. Raises InvalidWeightsError after a failed transfer."""
         return generate(self, requests, sampling)
 
-    def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, keep_cache: bool = False
+    ) -> None:
         """Replace the weights. After a failure the engine refuses to sample until a load
         succeeds."""
         begun = False
@@ -215,7 +223,7 @@ class SyncedEngine:
 
         ended: list[bool] = []
         try:
-            self.engine.load_weights(version, watched())
+            self.engine.load_weights(version, watched(), keep_cache=keep_cache)
             if not ended:
                 raise SyncError(
                     f"the rollout engine did not consume all weights of version {version}, so "

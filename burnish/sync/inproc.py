@@ -23,15 +23,16 @@ class InprocSync:
         self.shared = local and rollout.model is policy.model  # type: ignore[attr-defined]
         self.push()
 
-    def push(self) -> Metrics:
+    def push(self, *, keep_cache: bool = False) -> Metrics:
         """Load the policy's weights and version into the rollout engine; return metrics.
+        ``keep_cache`` is that of :meth:`RolloutEngine.load_weights`.
 
         If the rollout engine uses the same module, only the version is set and there are no
         metrics.
         """
         version = self.policy.version
-        if self.shared:
-            self.rollout.version = version
+        if self.shared and isinstance(self.rollout, LocalRolloutEngine):
+            self.rollout.weights_changed(version, keep_cache=keep_cache)
             return {}
         started, num_bytes = time.perf_counter(), 0
 
@@ -41,5 +42,5 @@ class InprocSync:
                 num_bytes += tensor.nbytes
                 yield name, tensor
 
-        self.rollout.load_weights(version, counted())
+        self.rollout.load_weights(version, counted(), keep_cache=keep_cache)
         return sync_metrics(version, num_bytes, buckets=0, seconds=time.perf_counter() - started)

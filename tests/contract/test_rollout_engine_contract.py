@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -97,6 +97,7 @@ def engine(started: RolloutEngine) -> RolloutEngine:
     return started
 
 
+@cache
 def lively(seed: int) -> dict[str, Tensor]:
     """Weights whose distributions are far from uniform."""
     other = ModelConfig(scratch=SIZES.model_copy(update={"seed": seed}))
@@ -104,7 +105,10 @@ def lively(seed: int) -> dict[str, Tensor]:
     return {n: p.detach() * (8 if p.ndim == 2 else 1) for n, p in parameters}
 
 
-def run(engine: RolloutEngine, sampling: Sampling) -> dict[tuple[str, int], Completion]:
+Done = dict[tuple[str, int], Completion]
+
+
+def run(engine: RolloutEngine, sampling: Sampling) -> Done:
     done = list(engine.generate(REQUESTS, sampling))
     found = {(c.request_id, c.index): c for c in done}
     assert len(found) == len(done)
@@ -222,14 +226,14 @@ def test_sleeping_and_waking_change_nothing(engine: RolloutEngine) -> None:
     assert run(engine, Sampling(12)) == before, "generate wakes it"
 
 
-def poll_all(engine: RolloutEngine) -> dict[tuple[str, int], Completion]:
+def poll_all(engine: RolloutEngine) -> Done:
     done: list[Completion] = []
     while engine.busy:
         done += engine.poll()
     return {(c.request_id, c.index): c for c in done}
 
 
-def tokens(done: dict[tuple[str, int], Completion]) -> dict[tuple[str, int], tuple[int, ...]]:
+def tokens(done: Done) -> dict[tuple[str, int], tuple[int, ...]]:
     return {key: c.token_ids for key, c in done.items()}
 
 
@@ -297,12 +301,65 @@ def test_a_conversation_continues_with_the_tokens_of_a_single_prompt(
     assert second.logprobs == pytest.approx(plain.logprobs, abs=3e-5)
 
 
+def begin(engine: RolloutEngine, requests: list[Request], sampling: Sampling, polls: int) -> Done:
+    """Submit and poll. On Ray nothing is polled: a poll may be all steps."""
+    engine.submit(requests, sampling)
+    polls = 0 if isinstance(engine, RemoteRolloutEngine) else polls
+    return {(c.request_id, c.index): c for _ in range(polls) for c in engine.poll()}
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_the_same_weights_loaded_after_every_poll_change_no_token(
+    keep_cache: bool, engine: RolloutEngine
+) -> None:
+    """So no draw is repeated or lost, and samples of a prompt stay distinct."""
+    expected = run(engine, Sampling(24))
+    assert len({expected["c", i].token_ids for i in range(5)}) == 5
+    engine.submit(REQUESTS, Sampling(24))
+    done, version = Done(), 1
+    while engine.busy:
+        done |= {(c.request_id, c.index): c for c in engine.poll()}
+        version += 1
+        engine.load_weights(version, lively(0).items(), keep_cache=keep_cache)
+    assert tokens(done) == tokens(expected)
+    local = isinstance(engine, LocalRolloutEngine)
+    for key, c in done.items():
+        # the local engine's bits do not depend on prefill or decode; vLLM's do
+        exact = local and engine.network.stable  # type: ignore[attr-defined]
+        assert c.logprobs == pytest.approx(expected[key].logprobs, abs=0 if exact else 3e-5, rel=0)
+        if not isinstance(engine, RemoteRolloutEngine):
+            assert len(set(c.versions)) == len(c.token_ids), "a version for each token"
+        assert list(c.versions) == sorted(c.versions) and c.version <= version
+
+
+def test_recomputed_responses_continue_as_those_of_a_new_engine(engine: RolloutEngine) -> None:
+    """Greedy, so that a new request with prompt and tokens continues in the same way. Interrupted
+    after every number of tokens."""
+    local = isinstance(engine, LocalRolloutEngine)
+    polls = range(13) if local else (0, 1, 6)
+    request, sampling = REQUESTS[2], Sampling(12, 0.0)
+    (old,) = engine.generate([replace(request, n=1)], sampling)
+    assert len(old.token_ids) == 12
+    for count in polls:
+        engine.load_weights(1, lively(0).items())
+        done = begin(engine, [replace(request, n=1)], sampling, count)
+        engine.load_weights(2, lively(1).items())
+        (c,) = (done | poll_all(engine)).values()
+        k = c.versions.count(1)
+        assert k == (0 if isinstance(engine, RemoteRolloutEngine) else count)
+        assert c.token_ids[:k] == old.token_ids[:k] and c.logprobs[:k] == old.logprobs[:k]
+        if k == 12:
+            continue
+        longer = replace(request, n=1, prompt_ids=(*request.prompt_ids, *c.token_ids[:k]))
+        (new,) = engine.generate([replace(longer, max_tokens=12 - k)], sampling)
+        assert c.token_ids[k:] == new.token_ids and c.finish_reason == new.finish_reason
+        exact = local and engine.network.stable  # type: ignore[attr-defined]
+        assert c.logprobs[k:] == pytest.approx(new.logprobs, abs=0 if exact else 3e-5, rel=0)
+
+
 def test_open_requests_continue_with_new_weights(engine: RolloutEngine) -> None:
     """Tokens of a version have the log-probs of its weights."""
-    engine.submit(REQUESTS, Sampling(24))
-    remote = isinstance(engine, RemoteRolloutEngine)  # a poll is many steps there
-    polls = 0 if remote else 5
-    done = {(c.request_id, c.index): c for _ in range(polls) for c in engine.poll()}
+    done = begin(engine, REQUESTS, Sampling(24), 5)
     engine.load_weights(2, lively(1).items())
     done |= poll_all(engine)
     prompts = {r.request_id: r.prompt_ids for r in REQUESTS}
@@ -312,6 +369,63 @@ def test_open_requests_continue_with_new_weights(engine: RolloutEngine) -> None:
         expected = torch.stack([by_version[v][i] for i, v in enumerate(c.versions)])
         torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=3e-5, rtol=0)
     assert {c.version for c in done.values()} == {2}
+    if not isinstance(engine, RemoteRolloutEngine):
+        assert max(len(c.spans) for c in done.values()) == 2
+
+
+LONG = tuple(range(6, 50)) * 2  # two blocks of vLLM's cache, and 24 tokens
+
+
+def cached_logprobs(prompt: tuple[int, ...], c: Completion, cached: int) -> Tensor:
+    """Log-probs of version 2 if the keys and values of the first ``cached`` tokens are those of
+    version 1."""
+    old, new = load_causal_lm(MODEL), load_causal_lm(MODEL)
+    old.load_state_dict(lively(0))
+    new.load_state_dict(lively(1))
+    ids = torch.tensor([[*prompt, *c.token_ids]])
+    with torch.no_grad():
+        cache = old(ids[:, :cached], use_cache=True).past_key_values if cached else None
+        log_p = new(ids[:, cached:-1], past_key_values=cache).logits[0].log_softmax(-1)
+    found = log_p.gather(-1, ids[0, cached + 1 :, None])[:, 0]
+    return found[len(prompt) - 1 - cached :] if cached < len(prompt) else found
+
+
+@pytest.mark.parametrize("polls", [0, 1, 7])
+def test_with_keep_cache_only_old_responses_and_conversations_read_old_keys(
+    polls: int, engine: RolloutEngine
+) -> None:
+    """The oracle continues the old model's cache with the new model."""
+    assert engine.keeps_cache_on_update
+    talk = Request("t0", LONG, seed=1, conversation="t")
+    (first,) = engine.generate([talk], Sampling(12))
+    list(engine.generate([Request("seen", LONG, seed=2)], Sampling(2)))  # vLLM shares its blocks
+    running = [Request("r", LONG, n=2, seed=5), Request("s", (*LONG, 8), seed=4, conversation="s")]
+    done = begin(engine, running, Sampling(24), polls)
+    engine.load_weights(2, lively(1).items(), keep_cache=True)
+    longer = (*LONG, *first.token_ids, 9)
+    new = [Request("t1", longer, seed=2, conversation="t"), Request("new", LONG, seed=1)]
+    engine.submit([*new, Request("u", LONG, seed=6, conversation="u")], Sampling(24))
+    done |= poll_all(engine)
+    second = done["t1", 0]
+    assert set(second.versions) == {2} and second.cached_tokens >= 64
+    prompts = {"r": LONG, "s": (*LONG, 8), "t1": longer, "new": LONG, "u": LONG}
+    for (name, _), c in done.items():
+        k = c.versions.count(1)
+        assert c.versions == (1,) * k + (2,) * (len(c.token_ids) - k)
+        assert k == 0 or name in "rs"
+        before = plain_logprobs(lively(0), prompts[name], c, 1.0)[:k]
+        cached = len(prompts[name]) + k - 1 if k else 0
+        cached = c.cached_tokens if name == "t1" else cached
+        after = cached_logprobs(prompts[name], c, cached)[-(len(c.token_ids) - k) :]
+        if k < len(c.token_ids):
+            expected = torch.cat([before, after])
+            torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=3e-5, rtol=0)
+    engine.load_weights(3, lively(0).items())
+    (third,) = engine.generate([Request("t2", longer, seed=2, conversation="t")], Sampling(12))
+    assert third.cached_tokens == 0 and set(third.versions) == {3}
+    expected = plain_logprobs(lively(0), longer, third, 1.0)
+    torch.testing.assert_close(torch.tensor(third.logprobs), expected, atol=3e-5, rtol=0)
+    engine.release(["t", "s", "u"])
 
 
 def test_after_new_weights_a_known_conversation_answers_as_a_new_one(

@@ -14,9 +14,11 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from burnish.config.model import Dtype, ModelConfig
 from burnish.config.rollout import LocalEngine
 from burnish.config.train import TrainConfig
+from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import load_causal_lm
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.running_batch import RunningBatch
 from burnish.train.spec import EngineSpec
 from burnish.train.torch import TorchTrainEngine
 from burnish.types import rows_to_batch
@@ -311,3 +313,50 @@ def test_half_precision_samples_with_logprobs_close_to_fp32(
     exact = make_engine().logprobs(batch)[batch.action_mask]
     assert float((ours - exact).abs().max()) < tolerance
     assert not torch.equal(ours, exact)
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
+def test_responses_continue_when_a_shared_module_changes(
+    half: bool,
+    keep_cache: bool,
+    lively_model: LlamaForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only the head changes, so old keys are those of the new weights. In fp16 the engine computes
+    with fp32 copies of the weights."""
+    if half:
+        for parameter in lively_model.parameters():
+            parameter.data = parameter.data.half()
+        assert use_fp32_products(lively_model)
+    engine = LocalRolloutEngine(lively_model, tiny_tokenizer, LocalEngine())
+    assert isinstance(engine.batch, RunningBatch)
+    admitted: list[int] = []
+    admit = engine.batch._admit
+    monkeypatch.setattr(engine.batch, "_admit", lambda v: (admitted.append(v), admit(v)))
+    request = Request("r", (7, 9, 12))
+    engine.submit([request], GREEDY)
+    for _ in range(5):
+        assert not engine.poll()
+    with torch.no_grad():
+        lively_model.lm_head.weight.copy_(lively_model.lm_head.weight.flip(0))
+    engine.weights_changed(3, keep_cache=keep_cache)
+    (done,) = [c for _ in range(40) for c in engine.poll()]
+    assert admitted == ([0] if keep_cache else [0, 3]), "prefilled once, or again"
+    assert done.versions == (0,) * 5 + (3,) * (len(done.token_ids) - 5)
+    longer = replace(request, prompt_ids=(*request.prompt_ids, *done.token_ids[:5]))
+    (new,) = engine.generate([replace(longer, max_tokens=19)], GREEDY)
+    assert (new.token_ids, new.logprobs) == (done.token_ids[5:], done.logprobs[5:])
+
+
+def test_row_by_row_no_response_is_in_progress_at_an_update(
+    lively_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    engine = LocalRolloutEngine(lively_model, tiny_tokenizer, LocalEngine(), decoding="cached")
+    assert not engine.keeps_cache_on_update
+    engine.submit([Request("r", (7, 9, 12), n=2)], Sampling(8))
+    (first,) = engine.poll()
+    engine.weights_changed(1, keep_cache=True)
+    (second,) = engine.poll()
+    assert (set(first.versions), set(second.versions)) == ({0}, {1})

@@ -64,7 +64,9 @@ class GatedEngine:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         return generate(self, requests, sampling)
 
-    def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, keep_cache: bool = False
+    ) -> None:
         self.version = version
 
     def sleep(self, *, new_weights_follow: bool = False) -> None: ...

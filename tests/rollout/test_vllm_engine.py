@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import random
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -185,7 +186,7 @@ def test_a_request_that_vllm_refuses_or_ends_early_is_an_error_until_it_is_cance
                 loaded.poll()
     loaded.cancel(["odd"])
     (name,) = loaded._samples
-    ended = SimpleNamespace(token_ids=[], logprobs=[], finish_reason="abort")
+    ended = SimpleNamespace(token_ids=[], logprobs=[], finish_reason="abort", weight_versions=None)
     output = SimpleNamespace(request_id=name, finished=True, outputs=[ended])
     with monkeypatch.context() as patch:
         patch.setattr(loaded._llm, "step", lambda: [output])
@@ -389,7 +390,7 @@ def test_a_cached_prompt_is_recomputed_after_a_load(
     loaded.load_weights(3, old.named_parameters())
     list(loaded.generate(request, Sampling(8, 0.0)))
     with monkeypatch.context() as patch:
-        patch.setattr(loaded._llm, "reset_prefix_cache", lambda: True)
+        patch.setattr(loaded._llm, "reset_prefix_cache", lambda **_: True)
         loaded.load_weights(4, new.named_parameters())
     assert gap() > 1e-2, "the cache holds nothing of the weights, so resetting it proves nothing"
 
@@ -397,7 +398,7 @@ def test_a_cached_prompt_is_recomputed_after_a_load(
 def test_a_load_that_cannot_reset_the_cache_is_refused(
     loaded: VllmRolloutEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loaded._llm, "reset_prefix_cache", lambda: False)
+    monkeypatch.setattr(loaded._llm, "reset_prefix_cache", lambda **_: False)
     with pytest.raises(StaleWeightsError, match="its prefix cache could not be reset"):
         loaded.load_weights(2, lively(config_of(tied=False)).named_parameters())
 
@@ -568,22 +569,72 @@ def test_requests_that_overlap_do_not_mix(loaded: VllmRolloutEngine) -> None:
     }
 
 
-def test_open_requests_start_over_with_new_weights(loaded: VllmRolloutEngine) -> None:
-    """So a completion is entirely of one version."""
-    requests, sampling = requests_for(PROMPTS, n=3), Sampling(40, stop=("??",))
-    loaded.submit(requests, sampling)
-    for _ in range(4):
-        assert not loaded.poll()
-    loaded.load_weights(2, lively(config_of(tied=False)).named_parameters())
-    assert not loaded._llm.has_unfinished_requests()
+def poll_all(engine: VllmRolloutEngine) -> list[Completion]:
     done: list[Completion] = []
-    while loaded.busy:
-        done += loaded.poll()
-    after = by_sample(loaded.generate(requests, sampling))
-    assert {c.version for c in done} == {2} and all(len(c.spans) == 1 for c in done)
-    assert {k: c.token_ids for k, c in by_sample(iter(done)).items()} == {
-        k: c.token_ids for k, c in after.items()
-    }
+    while engine.busy:
+        done += engine.poll()
+    return done
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_responses_with_stop_strings_keep_their_tokens(
+    keep_cache: bool, loaded: VllmRolloutEngine
+) -> None:
+    """vLLM returns their tokens step by step, and those of others at the end."""
+    requests, sampling = requests_for(PROMPTS, n=3), Sampling(40, stop=("??",))
+    alone = by_sample(loaded.generate(requests, sampling))
+    loaded.submit(requests, sampling)
+    done = [c for _ in range(4) for c in loaded.poll()]
+    loaded.load_weights(2, lively(config_of(tied=False)).named_parameters(), keep_cache=keep_cache)
+    found = by_sample(iter([*done, *poll_all(loaded)]))
+    assert {k: c.token_ids for k, c in found.items()} == {k: c.token_ids for k, c in alone.items()}
+    for c in found.values():
+        assert c.versions == ((1,) * 4 + (2,) * 36)[: len(c.token_ids)]
+
+
+def test_samples_that_wait_in_vllm_use_no_old_keys(loaded: VllmRolloutEngine) -> None:
+    """30 prompts of 88 tokens are more than a step takes (2,048): the last ones wait, and with them
+    those whose prompts are in the cache."""
+    prompts = [(6 + i, *LONG[1:]) for i in range(33)]
+    new, requests = lively(config_of(tied=False, seed=8)), requests_for(prompts)
+    list(loaded.generate(requests[30:], Sampling(1)))
+    loaded.submit(requests, Sampling(6))
+    loaded.poll()
+    loaded.load_weights(2, new.named_parameters(), keep_cache=True)
+    done = poll_all(loaded)
+    late = [c for c in done if set(c.versions) == {2}]
+    assert {"r30", "r31", "r32"} < {c.request_id for c in late} < {c.request_id for c in done}
+    for c in late:
+        expected = plain_logprobs(new, prompts[int(c.request_id[1:])], c, 1.0)
+        torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=3e-5, rtol=0)
+
+
+def test_a_step_that_vllm_has_begun_is_of_the_old_weights(
+    loaded: VllmRolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With vLLM's queue of steps, as on CUDA: a poll may begin a step and return another."""
+    core = loaded._llm.engine_core.engine_core
+    monkeypatch.setattr(core, "batch_queue_size", 2)
+    monkeypatch.setattr(core, "batch_queue", deque(maxlen=2))
+    monkeypatch.setattr(core, "step_fn", core.step_with_batch_queue)
+    new = lively(config_of(tied=False, seed=8))
+    for keep_cache in (False, True):
+        loaded.load_weights(1, lively(config_of(tied=False)).named_parameters())
+        loaded.submit([Request("one", (7, 8, 9), max_tokens=1)], Sampling(1))
+        loaded.submit([Request("r", (7, 8, 9), seed=3)], Sampling(12))
+        early = loaded.poll()
+        assert not early and core.batch_queue
+        loaded.load_weights(2, new.named_parameters(), keep_cache=keep_cache)
+        assert not core.batch_queue
+        found = {c.request_id: c for c in poll_all(loaded)}
+        assert found["one"].versions == (1,), "finished by the load, returned by the next poll"
+        c = found["r"]
+        assert c.versions == (1,) + (2,) * (len(c.token_ids) - 1)
+        first = plain_logprobs(lively(config_of(tied=False)), (7, 8, 9), c, 1.0)[0]
+        assert c.logprobs[0] == pytest.approx(float(first), abs=3e-5)
+        if not keep_cache:
+            rest = plain_logprobs(new, (7, 8, 9), c, 1.0)[1:]
+            torch.testing.assert_close(torch.tensor(c.logprobs[1:]), rest, atol=3e-5, rtol=0)
 
 
 def test_global_generators_and_threads_are_unchanged() -> None:

@@ -35,7 +35,7 @@ def test_a_shared_module_is_never_copied_and_its_version_follows(
 ) -> None:
     policy = make_engine(lr=0.05)
     rollout = LocalRolloutEngine(policy.model, tiny_tokenizer, LocalEngine())
-    monkeypatch.setattr(rollout, "load_weights", lambda *_: pytest.fail("copied"))
+    monkeypatch.setattr(rollout, "load_weights", lambda *_, **__: pytest.fail("copied"))
     sync = InprocSync(policy, rollout)
     request = [Request("r", (7, 8, 9), seed=1)]
     (before,) = rollout.generate(request, Sampling(8))
@@ -45,6 +45,14 @@ def test_a_shared_module_is_never_copied_and_its_version_follows(
     assert rollout.version == policy.version == 1
     (after,) = rollout.generate(request, Sampling(8))
     assert (before.version, after.version) == (0, 1) and before.logprobs != after.logprobs
+    for version, keep_cache in ((2, True), (3, False)):
+        rollout.submit(request, Sampling(8))
+        assert not rollout.poll()
+        step(policy, ragged_batch, nll)
+        sync.push(keep_cache=keep_cache)
+        assert bool(rollout.batch.active) == keep_cache  # type: ignore[union-attr]
+        (mixed,) = [c for _ in range(9) for c in rollout.poll()]
+        assert mixed.versions == (version - 1, *(version for _ in mixed.token_ids[1:]))
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(lora_rank=4)])

@@ -27,7 +27,7 @@ class Recorder:
         self.version, self.held, self.log = 0, dict[str, Tensor](), list[str]()
         self.takes = takes
         """Stop reading after so many weights. None: read all."""
-        self.max_len = None
+        self.max_len, self.keeps_cache_on_update = None, True
         self.left: list[Request] = []
 
     @property
@@ -51,7 +51,9 @@ class Recorder:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         return generate(self, requests, sampling)
 
-    def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, keep_cache: bool = False
+    ) -> None:
         for name, tensor in tensors:
             if name == "refused":
                 raise ValueError("refused is not a parameter")
@@ -59,6 +61,7 @@ class Recorder:
             if self.takes is not None and len(self.held) >= self.takes:
                 break
         self.version = version
+        self.log += ["caches kept"] * keep_cache
 
     def sleep(self, *, new_weights_follow: bool = False) -> None:
         self.log.append("sleep")
@@ -106,10 +109,11 @@ def test_nothing_is_sampled_before_the_first_weight_transfer(memory_link_type: A
 def test_completions_have_the_version_of_the_last_transfer(ends: Any) -> None:
     sender, synced, link = ends
     assert sampled(synced) == [3, 3] and synced.version == 3
+    assert synced.engine.log == [] and synced.keeps_cache_on_update
     assert all(torch.equal(synced.engine.held[n], t) for n, t in WEIGHTS.items())
     sender.policy.version = 9
-    sent, received = sender.push(), synced.receive()
-    assert sampled(synced) == [9, 9]
+    sent, received = sender.push(), synced.receive(keep_cache=True)
+    assert sampled(synced) == [9, 9] and synced.engine.log == ["caches kept"]
     names = {"sync/version", "sync/bytes", "sync/buckets", "sync/seconds", "sync/bytes_per_s"}
     for metrics in (sent, received):
         assert metrics.keys() == names
@@ -202,7 +206,9 @@ def test_an_engine_that_reports_another_version_fails_the_transfer(
     memory_link_type: Any, weights_type: Any
 ) -> None:
     class Stale(Recorder):
-        def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        def load_weights(
+            self, version: int, tensors: Iterable[tuple[str, Tensor]], *, keep_cache: bool = False
+        ) -> None:
             super().load_weights(version - 1, tensors)
 
     link = memory_link_type(64)

@@ -72,6 +72,7 @@ def run(words: list[str], *, nested: bool = False) -> None:
     import signal
 
     python = os.environ[PYTHON]
+    passed_on = {signal.SIGTERM, signal.SIGINT} if nested else set()
     if nested and not _can_fork(words):
         os.execv(python, [python, *words])
     connection = socket.socket(socket.AF_UNIX)
@@ -87,16 +88,19 @@ def run(words: list[str], *, nested: bool = False) -> None:
         "leads_group": os.getpgrp() == os.getpid(),
     }
     data = json.dumps(request).encode()
+    # The process may run before its number arrives here. A signal until then stays pending.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
     streams = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
     connection.sendmsg([len(data).to_bytes(8, "little")], streams)
     connection.sendall(data)
     answers = connection.makefile("rb")
     first = answers.readline()
     if first == OTHER_PYTHON:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         os.execv(python, [python, *words])
-    if nested:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, _: os.kill(int(first), number))
+    for number in passed_on:
+        signal.signal(number, lambda number, _: os.kill(int(first), number))
+    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     answer = answers.readline()  # the exit code, or nothing if the server has ended
     code = int(answer) if answer else 1
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -180,14 +184,18 @@ class Server:
 
     def _fork(self, request: dict[str, Any], streams: list[int]) -> int:
         import gc
+        import signal
 
         if not self.imported:
             _import()
             self.imported = True
         gc.freeze()
+        # The fork ignores SIGINT, as the server does, until it has its own handler.
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         pid = os.fork()
         if pid == 0:
-            _become(request, streams)
+            _become(request, streams, unblocked)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         return pid
 
     def drop(self, pid: int) -> None:
@@ -241,8 +249,9 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | No
     return (json.loads(data), list(streams)) if header and len(data) == size else None
 
 
-def _become(request: dict[str, Any], streams: list[int]) -> None:
-    """Run the script of a request in this process, a fork of the server. Does not return."""
+def _become(request: dict[str, Any], streams: list[int], unblocked: set[Any]) -> None:
+    """Run the script of a request in this process, a fork of the server. Does not return.
+    ``unblocked``: the signal mask of the script."""
     import atexit
     import signal
     import traceback
@@ -252,6 +261,7 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
         os.closerange(3, 4096)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import suppress
@@ -146,6 +147,8 @@ def talk(chat: Chat) -> None:
 def _loop(chat: Chat) -> None:
     with suppress(ImportError):
         import readline  # noqa: F401 (line editing and history in input())
+    # A shell may start a command with SIGINT ignored: in the background, or after `trap '' INT`.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     typer.echo(f"{chat.model}: Ctrl-C stops a response, Ctrl-D ends")
     while True:
         try:

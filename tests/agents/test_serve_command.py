@@ -403,12 +403,13 @@ def test_chat_answers_one_question_from_standard_input(folder: Path, url: str, c
 
 @pytest.mark.slow
 def test_ctrl_c_stops_a_response_and_ctrl_d_ends_the_loop(url: str) -> None:
-    """On a pseudo-terminal. The server drops the stopped response."""
+    """On a pseudo-terminal, from a shell that ignores SIGINT (as those of background jobs do). The
+    server drops the stopped response."""
     root = url.removesuffix("/v1")
     ours, theirs = os.openpty()
     command = [sys.executable, "-m", "burnish", "chat", root, "--token-env", "SERVED_TOKEN"]
     process = subprocess.Popen(
-        [*command, "--temperature", "0"],
+        ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command, "--temperature", "0"],
         cwd=ROOT,
         stdin=theirs,
         stdout=theirs,

@@ -3,7 +3,7 @@ episode one or several."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,22 +13,25 @@ from torch import Tensor
 from burnish.types import Batch, Group, Sample, TokenRow, flat_array, rows_to_batch
 
 
-def groups_to_batch(groups: Sequence[Group]) -> Batch:
+def groups_to_batch(groups: Sequence[Group], ages: Mapping[int, int] | None = None) -> Batch:
     """Build one :class:`Batch` from scored groups, rows in group order, with sampler log-probs and
     rewards.
 
-    The fields of episodes (``sample_ids``, ``sample_tokens``, ``turn_ids``, ``turn_rewards``) are
-    set only if a sample has turns, several rows or turn rewards. Raises ValueError if turns and
-    action masks contradict each other."""
+    ``ages`` maps versions of the policy (:attr:`Sample.versions`) to their ages in RL steps, for
+    ``Batch.ages``. None: a synchronous run. The fields of episodes (``sample_ids``,
+    ``sample_tokens``, ``turn_ids``, ``turn_rewards``) are set only if a sample has turns, several
+    rows or turn rewards. Raises ValueError if turns and action masks contradict each other, or if
+    ``ages`` lacks the version of an action token."""
     samples = [sample for group in groups for sample in group.samples]
     if not any(s.turns or s.earlier_rows or s.turn_rewards for s in samples):
-        return _scored_rows(samples, samples)
+        return _with_ages(_scored_rows(samples, samples), samples, ages)
     for sample in samples:
         _check_turns(sample)
     rows = [(i, row) for i, sample in enumerate(samples) for row in sample.rows]
     sample_ids = torch.tensor([i for i, _ in rows], dtype=torch.int64)
     counts = torch.tensor([sample.num_sampled_tokens for sample in samples])
     batch = _scored_rows([row for _, row in rows], [samples[i] for i, _ in rows])
+    batch = _with_ages(batch, [row for _, row in rows], ages)
     turns = [(-1,) * len(row.prompt_ids) + row.turns for _, row in rows]
     batch = replace(
         batch,
@@ -56,6 +59,32 @@ def _scored_rows(rows: Sequence[TokenRow | Sample], samples: Sequence[Sample]) -
         sampler_logprobs=flat_array(logprobs, np.float32, count=batch.tokens.numel()),
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
     )
+
+
+def _with_ages(
+    batch: Batch, rows: Sequence[TokenRow | Sample], ages: Mapping[int, int] | None
+) -> Batch:
+    """Return the batch of ``rows`` with the age of each action token; unchanged without ``ages``.
+    Raises ValueError for a version that is not in ``ages``."""
+    if ages is None:
+        return batch
+    versions = [(0,) * len(row.prompt_ids) + row.versions for row in rows]
+    flat = flat_array(versions, np.int64, count=batch.tokens.numel())
+    sampled_by = flat[batch.action_mask]
+    lowest = int(sampled_by.min()) if sampled_by.numel() else 0
+    found = sorted({int(i) + lowest for i in torch.bincount(sampled_by - lowest).nonzero()})
+    unknown = [version for version in found if version not in ages]
+    if unknown:
+        raise ValueError(
+            f"a token was sampled by policy version {unknown[0]}, but ages has only the versions "
+            f"{sorted(ages)}; pass an age for every version of the groups"
+        )
+    table = torch.zeros(found[-1] - lowest + 1 if found else 1, dtype=torch.int64)
+    for version in found:
+        table[version - lowest] = ages[version]
+    placed = torch.zeros_like(batch.tokens)
+    placed[batch.action_mask] = table[sampled_by - lowest]
+    return replace(batch, ages=placed)
 
 
 def _check_turns(sample: Sample) -> None:

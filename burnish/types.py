@@ -209,6 +209,9 @@ class Batch:
     samples."""
     sampler_logprobs: Tensor | None = None
     """[M] fp32"""
+    ages: Tensor | None = None
+    """[M] int64: RL steps between the weights that sampled each action token and the weights at the
+    start of the update; 0 for other tokens. None: a synchronous run"""
     old_logprobs: Tensor | None = None
     """[M] fp32"""
     ref_logprobs: Tensor | None = None

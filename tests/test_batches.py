@@ -107,7 +107,7 @@ def test_global_counts_count_samples() -> None:
 
 
 def test_moving_and_packing_keep_the_fields_of_episodes() -> None:
-    batch = replace(groups_to_batch(episodes()), samples_together=True)
+    batch = replace(groups_to_batch(episodes(), {0: 2}), samples_together=True)
     for other in (unpack_batch(pack_batch(batch)), batch.to("cpu"), batch.to("meta")):
         for name, value in vars(batch).items():
             found = vars(other)[name]
@@ -120,6 +120,7 @@ def test_moving_and_packing_keep_the_fields_of_episodes() -> None:
     moved = batch.to("meta")
     assert moved.turn_ids is not None and moved.turn_ids.is_meta
     assert moved.sample_tokens is not None and moved.sample_tokens.is_meta
+    assert moved.ages is not None and moved.ages.is_meta
 
 
 def test_all_rows_of_a_sample_count_as_sampled() -> None:

@@ -167,8 +167,9 @@ PolicyLossConfig = Annotated[
 
 
 class CorrectionConfig(Node):
-    """Off-policy correction if sampler and trainer disagree: each token's loss is multiplied by w =
-    exp(trainer's log-prob - sampler's log-prob), bounded."""
+    """Off-policy correction if sampler and trainer disagree, or if samples are stale (decoupled
+    PPO): each token's loss is multiplied by w = exp(trainer's log-prob - sampler's log-prob),
+    bounded. The trainer's log-prob is that of the start of the update."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
     """Scope of w. token: per token. sequence: the product over the sampled tokens of the response
@@ -253,8 +254,9 @@ class AlgorithmConfig(Node):
     """Off-policy correction. None: none."""
     old_policy: Literal["trainer", "sampler"] = "trainer"
     """Policy in the denominator of the loss's ratio. trainer: the one before the update, whose
-    log-probs the trainer computes. sampler: the one that sampled the tokens, by its own log-probs;
-    the ratio then includes the age of the tokens, and needs no correction."""
+    log-probs the trainer computes. sampler: the one that sampled the tokens, by its own log-probs,
+    which saves the trainer's pass; the ratio then includes the age of the tokens, and replaces the
+    correction. KL in the reward and a teacher are also compared with it."""
 
     @property
     def reduces_over_samples(self) -> bool:

@@ -25,6 +25,7 @@ from burnish.config.model import (
     lora_advice,
     random_reference_advice,
 )
+from burnish.config.off_policy import off_policy_advice, off_policy_rules
 from burnish.config.passes import passes_lines, total_rows
 from burnish.config.ptx import PtxConfig, ptx_rules
 from burnish.config.rewards import (
@@ -183,7 +184,10 @@ class RLConfig(TrainingJob):
     def needs_old_logprobs(self) -> bool:
         """Return whether log-probs of the policy before the update are computed. They are needed if
         a rollout has several updates, because the policy then differs from the one that sampled.
-        They are also needed if the reward contains KL, or if a teacher is compared with them."""
+        They are also needed if the reward contains KL, or if a teacher is compared with them.
+        With ``old_policy=sampler``, those of the sampler are used for all of these."""
+        if self.algorithm.old_policy == "sampler":
+            return False
         kl = self.algorithm.kl
         in_reward = bool(kl.init_kl_coef) and kl.placement == "reward"
         return in_reward or self.teacher is not None or self.several_updates
@@ -231,19 +235,9 @@ class RLConfig(TrainingJob):
         yield from _teacher_rules(self)
         yield from sync_rules(self.sync, self.cluster.runtime)
         yield from asynchronous_rules(self.rollout, self.roles(), self.cluster, self.sync)
-        if self.algorithm.policy_loss.kind == "reinforce" and self.several_updates:
-            yield (
-                "algorithm.policy_loss=reinforce has no ratio, so it is correct only for one "
-                "optimizer step per rollout; use ppo, or train_batch_size = rollout_batch_size x "
-                "n_samples_per_prompt with epochs_per_rollout=1"
-            )
-        cut = _cut_sampling(self)
-        if self.algorithm.correction is not None and cut:
-            yield (
-                "algorithm.correction weights tokens by the sampler's log-probs, but with "
-                f"rollout.{cut} tokens are drawn from another distribution; use top_p=1 and "
-                "top_k=0, or remove correction"
-            )
+        yield from off_policy_rules(
+            self.algorithm, self.rollout, several_updates=self.several_updates
+        )
         best = self.checkpoint.best_metric
         if best and best.startswith("eval/") and self.eval is None:
             yield (
@@ -252,8 +246,8 @@ class RLConfig(TrainingJob):
             )
 
     def advice(self) -> Iterator[str]:
-        yield from _sampling_advice(self)
         yield from asynchronous_advice(self.rollout, self.roles(), self.cluster, self.eval)
+        yield from off_policy_advice(self.algorithm, self.rollout)
         yield from lora_advice(self.model)
         if self.eval is not None:
             yield from held_out_advice(self.data, self.eval.data, "eval.data")
@@ -290,22 +284,6 @@ def _field_rules(config: RLConfig) -> Iterator[str]:
     by_turn = any(isinstance(entry, EpisodeReward) and entry.per_turn for entry in config.rewards)
     if by_turn and kind in WITHOUT_TURN_REWARDS:
         yield turn_rewards_refused(kind)
-
-
-def _sampling_advice(config: RLConfig) -> Iterator[str]:
-    """Yield one sentence for each combination of fields that is valid but rarely intended."""
-    kind, cut = config.algorithm.advantage.kind, _cut_sampling(config)
-    if kind == "on_policy_distill" and cut:
-        yield (
-            f"rollout.{cut} with algorithm.advantage={kind}: tokens are drawn from another "
-            "distribution than the one that is compared with the teacher, so the loss does not "
-            "minimize the reverse KL; use top_p=1 and top_k=0"
-        )
-
-
-def _cut_sampling(config: RLConfig) -> str | None:
-    """Return the setting that restricts sampling to a part of the distribution, or None."""
-    return "top_p<1" if config.rollout.top_p < 1 else "top_k>0" if config.rollout.top_k else None
 
 
 def _advantage_rules(config: RLConfig) -> Iterator[str]:

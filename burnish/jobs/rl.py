@@ -105,10 +105,13 @@ def with_reference(batch: Batch, reference: HasLogprobs | None) -> Batch:
 def with_old_policy(batch: Batch, run: RL) -> Batch:
     """Return the batch with the models' outputs from before the update.
 
-    ``old_logprobs`` are computed only if ``RLConfig.needs_old_logprobs``, and ``values`` only if
-    there is a critic.
+    ``old_logprobs`` are those of the sampler with ``old_policy=sampler``. Otherwise they are
+    computed only if ``RLConfig.needs_old_logprobs``. ``values`` are computed only if there is a
+    critic.
     """
-    if run.config.needs_old_logprobs:
+    if run.config.algorithm.old_policy == "sampler":
+        batch = replace(batch, old_logprobs=batch.sampler_logprobs)
+    elif run.config.needs_old_logprobs:
         batch = replace(batch, old_logprobs=run.policy.logprobs(batch))
     if run.critic is not None:
         batch = replace(batch, values=run.critic.values(batch))

@@ -15,6 +15,7 @@ RECIPE = {
         "generate_max_len": 8,
         "max_staleness": 1,
     },
+    "algorithm": {"correction": {"mode": "truncate"}},
     "train": {"train_batch_size": 16},
 }
 RAY, GPUS = "cluster.runtime=ray", "cluster.gpus_per_worker=1"

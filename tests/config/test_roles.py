@@ -13,6 +13,7 @@ Recipes = dict[str, dict[str, Any]]
 RAY = "cluster.runtime=ray"
 GAE = "algorithm.advantage=gae"
 KL = "algorithm.kl.init_kl_coef=0.1"
+BY_SAMPLER = "algorithm.old_policy=sampler"
 IN_REWARD = ("algorithm.kl.placement=reward", "algorithm.kl.estimator=k1")
 LORA = "model.lora.lora_rank=4"
 WIDE = "{scratch: {hidden_size: 128}}"
@@ -85,6 +86,8 @@ def test_only_the_trained_policy_balances_experts(recipes: Recipes) -> None:
         (["train.epochs_per_rollout=2"], True, False),
         ([KL], False, False),
         ([KL, "algorithm.advantage=rloo", *IN_REWARD], True, False),
+        (["train.epochs_per_rollout=2", BY_SAMPLER], False, False),
+        ([KL, "algorithm.advantage=rloo", *IN_REWARD, BY_SAMPLER], False, False),
         ([KL, LORA], False, True),
         ([KL, LORA, f"reference.model={WIDE}"], False, False),
     ],
@@ -97,6 +100,7 @@ def test_log_probs_that_the_policy_computes_before_the_update(
     config = load_config(recipes["rl"], [*sizes, "train.train_batch_size=8", *overrides])
     policy = config.resolve().role("policy")
     assert (policy.needs_old_logprobs, policy.holds_reference) == (old, holds)
+    assert policy.num_forward_passes == old + holds
 
 
 def test_a_teacher_keeps_its_own_dtype(recipes: Recipes) -> None:

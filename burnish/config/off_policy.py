@@ -1,0 +1,129 @@
+"""Rules for samples that another policy than the trained one has drawn: stale samples, several
+updates, and a sampler with other log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from burnish.config.algorithm import AlgorithmConfig, GspoLoss
+from burnish.config.rollout import RolloutConfig
+
+
+def cut_sampling(rollout: RolloutConfig) -> str | None:
+    """Return the setting that restricts sampling to a part of the distribution, or None."""
+    return "top_p<1" if rollout.top_p < 1 else "top_k>0" if rollout.top_k else None
+
+
+def off_policy_rules(
+    algorithm: AlgorithmConfig, rollout: RolloutConfig, *, several_updates: bool
+) -> Iterator[str]:
+    """Yield an error for each setting whose gradient would be wrong for the samples of a run.
+    ``several_updates``: a rollout is used for several optimizer steps."""
+    yield from _ratio_rules(algorithm, several_updates=several_updates)
+    yield from _stale_rules(algorithm, rollout)
+    cut = cut_sampling(rollout)
+    if cut is None:
+        return
+    if algorithm.correction is not None:
+        yield (
+            "algorithm.correction weights tokens by the sampler's log-probs, but with "
+            f"rollout.{cut} tokens are drawn from another distribution; use top_p=1 and "
+            "top_k=0, or remove correction"
+        )
+    if algorithm.old_policy == "sampler":
+        yield (
+            "algorithm.old_policy=sampler divides by the sampler's probabilities over the entire "
+            f"vocabulary, but with rollout.{cut} tokens are drawn from another distribution; use "
+            "top_p=1 and top_k=0, or old_policy=trainer"
+        )
+
+
+def _ratio_rules(algorithm: AlgorithmConfig, *, several_updates: bool) -> Iterator[str]:
+    """Yield an error for each inconsistency of ratio, correction and number of updates."""
+    no_ratio = algorithm.policy_loss.kind == "reinforce"
+    by_sampler = algorithm.old_policy == "sampler"
+    if no_ratio and several_updates:
+        yield (
+            "algorithm.policy_loss=reinforce has no ratio, so it is correct only for one "
+            "optimizer step per rollout; use ppo, or train_batch_size = rollout_batch_size x "
+            "n_samples_per_prompt with epochs_per_rollout=1"
+        )
+    if no_ratio and by_sampler:
+        yield (
+            "algorithm.old_policy=sampler is the denominator of a ratio, and "
+            "policy_loss=reinforce has no ratio; use ppo, or a correction instead of old_policy"
+        )
+    if by_sampler and algorithm.correction is not None:
+        yield (
+            "algorithm.correction multiplies the loss by the trainer's probability over the "
+            "sampler's, and with old_policy=sampler the ratio of the loss contains the same "
+            "factor, so it would count twice; remove one of the two"
+        )
+
+
+def _stale_rules(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator[str]:
+    """Yield an error for each setting that is wrong for samples of an older policy."""
+    stale, by_sampler = rollout.max_staleness, algorithm.old_policy == "sampler"
+    if not stale:
+        return
+    if algorithm.correction is None and not by_sampler:
+        no_ratio = algorithm.policy_loss.kind == "reinforce"
+        other = "" if no_ratio else ", or algorithm.old_policy=sampler"
+        yield (
+            f"rollout.max_staleness={stale} trains on tokens of older policies, and nothing "
+            "weights them by the probability with which they were sampled: old_policy=trainer "
+            "compares the policy with itself at the start of the update; set "
+            f"algorithm.correction={{mode: truncate}} (decoupled PPO){other}"
+        )
+    if algorithm.advantage.kind == "on_policy_distill" and by_sampler:
+        yield (
+            f"algorithm.advantage=on_policy_distill with rollout.max_staleness={stale} and "
+            "old_policy=sampler: the advantage contains the log-probs of the older policy, and "
+            "its gradient moves the policy away from that policy; use old_policy=trainer with "
+            "a correction"
+        )
+
+
+def off_policy_advice(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator[str]:
+    """Yield one sentence for each combination that is valid but biased or without effect."""
+    kind, cut = algorithm.advantage.kind, cut_sampling(rollout)
+    if kind == "on_policy_distill" and cut:
+        yield (
+            f"rollout.{cut} with algorithm.advantage={kind}: tokens are drawn from another "
+            "distribution than the one that is compared with the teacher, so the loss does not "
+            "minimize the reverse KL; use top_p=1 and top_k=0"
+        )
+    loss, correction = algorithm.policy_loss, algorithm.correction
+    if isinstance(loss, GspoLoss) and correction is not None and correction.level == "token":
+        yield (
+            "algorithm.correction.level=token with policy_loss=gspo: the loss has one ratio per "
+            "sequence, and weights per token make it differ within the sequence again; use "
+            "level=geometric or level=sequence"
+        )
+    if rollout.max_staleness:
+        yield from _stale_advice(algorithm, rollout.max_staleness)
+
+
+def _stale_advice(algorithm: AlgorithmConfig, stale: int) -> Iterator[str]:
+    loss, kl, by_sampler = algorithm.policy_loss, algorithm.kl, algorithm.old_policy == "sampler"
+    if isinstance(loss, GspoLoss) and not loss.is_own("clip_low") and by_sampler:
+        yield (
+            f"algorithm.policy_loss.clip_low={loss.clip_low:g} of gspo bounds the change of one "
+            f"update, but with old_policy=sampler and rollout.max_staleness={stale} the ratio "
+            "also contains the change of earlier steps, so most sequences may be clipped "
+            "(train/clip_frac); use old_policy=trainer with correction.level=geometric, or wider "
+            "bounds"
+        )
+    if kl.init_kl_coef and kl.placement == "reward" and by_sampler:
+        yield (
+            "algorithm.kl.placement=reward with old_policy=sampler and "
+            f"rollout.max_staleness={stale}: the penalty is the KL of the policies that sampled, "
+            "not that of the trained one; use old_policy=trainer with a correction, or "
+            "placement=loss"
+        )
+    if algorithm.advantage.kind == "gae":
+        yield (
+            f"algorithm.advantage=gae with rollout.max_staleness={stale}: returns are those of "
+            "older policies, so the critic learns their values, and no weight corrects that; keep "
+            "max_staleness small, or use a group advantage"
+        )

@@ -1,10 +1,13 @@
-"""Mismatch of the sampler's and the trainer's log-probs for the same weights and tokens.
+"""Mismatch of the sampler's and the trainer's log-probs for the same tokens.
 
-``mismatch_stats`` measures it, ``correction_weights`` returns the factors of each token's loss.
+The trainer's policy is the proximal policy of decoupled PPO, the sampler's the behavior policy.
+``mismatch_stats`` and ``age_stats`` measure the mismatch, ``correction_weights`` returns the
+factors of each token's loss.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -18,6 +21,12 @@ from burnish.types import Stats
 
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "clip", "mask"]
+
+LAST_AGE = 8
+"""In RL steps. Tokens of this age and older ones have one metric together."""
+
+MOMENTS = ("weight", "weight_square")
+"""Means in the stats of weights, for :func:`effective_sample_frac`."""
 
 
 def correction_weights(  # house: ok the terms of the equation
@@ -40,11 +49,12 @@ def correction_weights(  # house: ok the terms of the equation
 
     Tensors are padded [N, T], or packed [M] with ``row_ids`` [M] (of an episode with several rows:
     one id for all of them); returns weights of that shape, 1 outside the mask. Stats: means
-    ``correction_weight``, ``correction_frac`` (tokens whose weight was changed); maxima
-    ``correction_max`` (before the bounds). If a sampler's log-prob is NaN, its token (or row) has
-    weight 0 and counts as changed. Token and truncate is truncated importance sampling (TIS), token
-    and mask IcePop (arXiv 2510.18855), geometric and mask masked importance sampling. Raises
-    ValueError for another level or mode.
+    ``correction_weight``, ``correction_frac`` (tokens whose weight was changed) and those of
+    :func:`weight_moments`; maxima ``correction_max`` (before the bounds). If a sampler's log-prob
+    is NaN, its token (or row) has weight 0 and counts as changed. Token and truncate is truncated
+    importance sampling (TIS), token and mask IcePop (arXiv 2510.18855), geometric and mask masked
+    importance sampling. Of stale samples, it is the weight of decoupled PPO (arXiv 2110.00641).
+    Raises ValueError for another level or mode.
     """
     sampler = at_least_fp32(sampler_logprobs.detach())
     gap = at_least_fp32(old_logprobs.detach()) - sampler
@@ -70,7 +80,8 @@ def correction_weights(  # house: ok the terms of the equation
         "correction_weight": (masked_sum(weights, mask), count),
         "correction_frac": (masked_sum((weights != raw) | unknown, mask), count),
     }
-    return weights, Stats(means=means, maxima={"correction_max": masked_max(raw, mask)})
+    stats = Stats(means=means, maxima={"correction_max": masked_max(raw, mask)})
+    return weights, stats + weight_moments(weights, mask)
 
 
 def mismatch_stats(trainer_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Stats:
@@ -89,3 +100,65 @@ def mismatch_stats(trainer_logprobs: Tensor, sampler_logprobs: Tensor, mask: Ten
         },
         maxima={"mismatch_max": masked_max(gap, mask)},
     )
+
+
+def sampler_ratio(trainer_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor:
+    """The trainer's probability over the sampler's, per token, without a bound except
+    exp(MAX_LOG_RATIO); no gradient. Tensors of any one shape."""
+    trainer, sampler = (at_least_fp32(x.detach()) for x in (trainer_logprobs, sampler_logprobs))
+    return (trainer - sampler).clamp(max=MAX_LOG_RATIO).exp()
+
+
+def age_stats(
+    trainer_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    ages: Tensor,
+    found: Iterable[int],
+) -> Stats:
+    """Ratio and KL of the proximal policy (the trainer's) to the behavior policy (the sampler's),
+    by the age of the action tokens.
+
+    Means ``behavior_ratio_<name>`` = exp(g) and ``behavior_kl_<name>`` = exp(g) - 1 - g in nats, g
+    as in :func:`mismatch_stats`, for each name of :func:`age_name`. The mean ratio is 1 in
+    expectation. Tensors of one shape; ``ages`` int64, in RL steps; ``found``: the ages to measure.
+    """
+    ratio = sampler_ratio(trainer_logprobs, sampler_logprobs)
+    kl = k3(*(at_least_fp32(x.detach()) for x in (sampler_logprobs, trainer_logprobs)))
+    means = {}
+    for age in sorted({min(age, LAST_AGE) for age in found}):
+        own = mask & (ages.clamp(max=LAST_AGE) == age)
+        means[f"behavior_ratio_{age_name(age)}"] = (masked_sum(ratio, own), own.sum())
+        means[f"behavior_kl_{age_name(age)}"] = (masked_sum(kl, own), own.sum())
+    return Stats(means=means)
+
+
+def age_name(age: int) -> str:
+    """The part of a metric's name for tokens of an age in RL steps.
+
+    >>> [age_name(age) for age in (0, 7, 8, 30)]
+    ['age_0', 'age_7', 'age_8_up', 'age_8_up']
+    """
+    return f"age_{LAST_AGE}_up" if age >= LAST_AGE else f"age_{age}"
+
+
+def weight_moments(weights: Tensor, mask: Tensor) -> Stats:
+    """First and second moment of importance weights over action tokens, for
+    :func:`effective_sample_frac`. Tensors of one shape; no gradient."""
+    w, count = at_least_fp32(weights.detach()), mask.sum()
+    first, second = MOMENTS
+    means = {first: (masked_sum(w, mask), count), second: (masked_sum(w.square(), mask), count)}
+    return Stats(means=means)
+
+
+def effective_sample_frac(stats: Stats) -> float:
+    """(sum w)^2 / (n sum w^2), from added-up stats of :func:`weight_moments`: the effective sample
+    size of n weights, as a share of n.
+
+    1: equal weights; 1 / n: a single weight above 0; 0: all weights are 0. NaN without weights.
+    Source: Kong 1992.
+    """
+    mean = stats.floats()
+    first, second = (mean[name] for name in MOMENTS)
+    return first**2 / second if second else 0.0

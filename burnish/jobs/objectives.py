@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms import KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES, reduce
-from burnish.algorithms.correction import correction_weights, mismatch_stats
+from burnish.algorithms.correction import (
+    age_stats,
+    correction_weights,
+    mismatch_stats,
+    sampler_ratio,
+    weight_moments,
+)
 from burnish.algorithms.experts import expert_loads, load_balancing_loss
 from burnish.algorithms.policy_losses import BY_ROW
 from burnish.algorithms.preference import centering
@@ -31,7 +37,8 @@ def policy_objective(
     config: AlgorithmConfig, *, max_len: int, kl_coef: Callable[[], float]
 ) -> Loss:
     """Return the RL loss: policy loss, minus the entropy bonus, plus the KL term if it is placed in
-    the loss.
+    the loss. With a correction the policy loss is that of decoupled PPO: ``old_logprobs`` are the
+    proximal policy, ``sampler_logprobs`` the behavior policy.
 
     If the batch has no ``old_logprobs`` (one update per rollout), the detached log-probs of the
     current pass replace them. The policy has not changed since the start of the update.
@@ -59,7 +66,11 @@ def policy_objective(
         loss = total(per_token)
         stats += Stats(sums={"policy_loss": loss.detach()})
         if batch.sampler_logprobs is not None:
-            stats += mismatch_stats(old, batch.sampler_logprobs, mask)
+            by_sampler = config.old_policy == "sampler"
+            stats += _sampler_stats(outputs.logprobs if by_sampler else old, batch)
+            if by_sampler:
+                ratio = sampler_ratio(outputs.logprobs, batch.sampler_logprobs)
+                stats += weight_moments(ratio, mask)
         if outputs.entropy is not None:
             stats += _mean("entropy", outputs.entropy, mask)
             if config.entropy_coef:
@@ -83,6 +94,18 @@ def _correction(config: CorrectionConfig, old: Tensor, batch: Batch) -> tuple[Te
         row_ids=batch.row_ids if config.level == "token" else _entire_samples(batch),
         **config.model_dump(),
     )
+
+
+def _sampler_stats(trainer: Tensor, batch: Batch) -> Stats:
+    """Return the mismatch of the trainer's log-probs [M] and the sampler's, and its parts by age if
+    the tokens have ages. Ages are read from the host, without device synchronization."""
+    sampler, mask, host = batch.sampler_logprobs, batch.action_mask, batch.on_host
+    assert sampler is not None
+    stats = mismatch_stats(trainer, sampler, mask)
+    if batch.ages is None or host.ages is None:
+        return stats
+    found = torch.bincount(host.ages[host.action_mask]).nonzero()[:, 0].tolist()
+    return stats + age_stats(trainer, sampler, mask, ages=batch.ages, found=found)
 
 
 def _entire_samples(batch: Batch) -> Tensor:

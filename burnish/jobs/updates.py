@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from burnish.algorithms.correction import MOMENTS, effective_sample_frac
 from burnish.algorithms.value_losses import explained_variance
 from burnish.jobs.base import Metrics
 from burnish.jobs.errors import StoppedError
@@ -43,13 +44,16 @@ class Updates:
 
     def metrics(self) -> Metrics:
         """Return the metrics as numbers. Losses, which are sums over one update, become means over
-        the updates."""
+        the updates. Moments of importance weights become an effective sample size."""
         out: Metrics = {}
         for role, stats in self.stats.items():
             steps = self.steps[role]
             mean_sums = {name: (value, len(steps)) for name, value in stats.sums.items()}
-            out |= Stats({**stats.means, **mean_sums}, stats.maxima).floats(f"{role}/")
+            means = {name: mean for name, mean in stats.means.items() if name not in MOMENTS}
+            out |= Stats({**means, **mean_sums}, stats.maxima).floats(f"{role}/")
             out |= {f"{role}/{name}": value for name, value in step_metrics(steps).items()}
+            if len(means) < len(stats.means):
+                out[f"{role}/effective_sample_frac"] = effective_sample_frac(stats)
             if role == "critic":
                 out["critic/explained_variance"] = explained_variance(stats)
         return out

@@ -80,6 +80,12 @@ CHARTS = (
     Chart(UPDATE, "Trainer vs. sampler", "nats per token, mean", ("*/mismatch_abs",)),
     Chart(UPDATE, "Trainer vs. sampler, largest", "nats per token", ("*/mismatch_max",)),
     Chart(UPDATE, "Trainer vs. sampler, KL", "nats per token, k3", ("*/mismatch_k3",)),
+    Chart(UPDATE, "Ratio to the sampler by age", "mean", ("*/behavior_ratio_age_*",)),
+    Chart(UPDATE, "KL to the sampler by age", "nats per token, k3", ("*/behavior_kl_age_*",)),
+    Chart(UPDATE, "Off-policy correction, mean weight", "", ("*/correction_weight",)),
+    Chart(UPDATE, "Off-policy correction, largest weight", "", ("*/correction_max",)),
+    Chart(UPDATE, "Off-policy correction, changed weights", "fraction", ("*/correction_frac",)),
+    Chart(UPDATE, "Effective sample size of the weights", "fraction", ("*/effective_sample_frac",)),
     Chart(ROLLOUT, "Response length", "tokens", ("rollout/response_len", "rollout/response_len_*")),
     Chart(ROLLOUT, "Held-out response length", "tokens", ("eval/response_len",)),
     Chart(
@@ -95,7 +101,14 @@ CHARTS = (
     Chart(ROLLOUT, "Reward of the rows", "per row", ("generate/kept_reward",)),
     Chart(ROLLOUT, "Margin of the pairs", "per row", ("generate/margin",)),
     Chart(ROLLOUT, "Prompts", "since the start", ("generate/prompts_done",)),
-    Chart(ROLLOUT, "Staleness", "optimizer steps", ("rollout/staleness", "rollout/staleness_*")),
+    Chart(ROLLOUT, "Tokens by age", "fraction", ("rollout/age_*_frac",)),
+    Chart(
+        ROLLOUT,
+        "Age",
+        "RL steps",
+        ("rollout/age_mean", "rollout/age_max", "rollout/group_age_mean"),
+    ),
+    Chart(ROLLOUT, "Age of tokens", "optimizer steps", ("rollout/age_optimizer_steps_*",)),
     Chart(EPISODES, "Turns", "per episode", ("episodes/turns", "episodes/turns_max")),
     Chart(EPISODES, "Sampled tokens", "per episode", ("episodes/tokens",)),
     Chart(

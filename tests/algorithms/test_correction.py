@@ -7,7 +7,15 @@ import math
 import pytest
 import torch
 
-from burnish.algorithms.correction import correction_weights, mismatch_stats
+from burnish.algorithms.correction import (
+    age_name,
+    age_stats,
+    correction_weights,
+    effective_sample_frac,
+    mismatch_stats,
+    sampler_ratio,
+    weight_moments,
+)
 
 
 def test_mismatch_by_hand() -> None:
@@ -180,3 +188,56 @@ def test_an_infinite_ratio_stops_at_exp_20() -> None:
     weights, _ = correction_weights(x, torch.zeros(1, 1), x > 0, **options)
     # 1e-6: fp32 exp
     assert weights.item() == pytest.approx(485_165_195, rel=1e-6)
+
+
+def test_ratio_and_kl_by_age_by_hand() -> None:
+    """Gaps ln 2 (age 0), -ln 4 and 0 (age 1), ln 3 (age 8), ln 5 (age 11), and a token that is not
+    an action. Ratios: 2; (1/4 + 1) / 2; (3 + 5) / 2. exp(g) - 1 - g: 1 - 0.693147; (-3/4 + 1.386294
+    + 0) / 2; (2 - 1.098612 + 4 - 1.609438) / 2. Age 2 was not asked for."""
+    ratios = torch.tensor([2.0, 0.25, 1.0, 3.0, 5.0, 7.0, 9.0]).double()
+    mask = torch.tensor([True] * 5 + [False, True])
+    sampler = torch.full((7,), -3.0).double().requires_grad_()
+    trainer = (sampler.detach() + ratios.log()).requires_grad_()
+    ages = torch.tensor([0, 1, 1, 8, 11, 1, 2])
+    stats = age_stats(trainer, sampler, mask, ages=ages, found=[11, 1, 8, 0])
+    expected = {
+        **{"behavior_ratio_age_0": 2, "behavior_kl_age_0": 0.306853},
+        **{"behavior_ratio_age_1": 0.625, "behavior_kl_age_1": 0.318147},
+        **{"behavior_ratio_age_8_up": 4, "behavior_kl_age_8_up": 1.645975},
+    }
+    # 1e-6: six written decimals
+    assert stats.floats() == pytest.approx(expected, abs=1e-6)
+    assert not any(number.requires_grad for number, _ in stats.means.values())
+    assert [age_name(age) for age in (0, 7, 8, 9)] == ["age_0", "age_7", "age_8_up", "age_8_up"]
+
+
+def test_the_ratio_to_the_sampler_is_that_of_fp32_and_bounded() -> None:
+    """bf16 log-probs -5 and -0.0078125 differ by 4.9921875, which bf16 rounds to 5; exp(20)."""
+    x, y = torch.tensor([-0.0078125]).bfloat16(), torch.tensor([-5.0]).bfloat16()
+    # 1e-6: fp32 exp
+    assert sampler_ratio(x, y).item() == pytest.approx(math.exp(4.9921875), rel=1e-6)
+    assert sampler_ratio(x + 500, x).item() == pytest.approx(math.exp(20), rel=1e-6)
+    kl = age_stats(x, y, x < 0, ages=torch.tensor([0]), found=[0]).floats()["behavior_kl_age_0"]
+    assert kl == pytest.approx(math.exp(4.9921875) - 1 - 4.9921875, rel=1e-6)
+
+
+def test_the_effective_sample_size_by_hand() -> None:
+    """Weights 4, 1/2, 1/4, 1, 1: sum 6.75, squares 18.3125: 45.5625 / (5 x 18.3125). In two parts,
+    in fp32 (bf16 rounds the square of 1.0078125). Equal weights: 1; one of four: 1/4; none: 0."""
+    total = weight_moments(GAPS[0].exp(), MASK[0]) + weight_moments(GAPS[1].exp(), MASK[1])
+    assert effective_sample_frac(total) == pytest.approx(45.5625 / 91.5625, abs=1e-12)
+    narrow = torch.full((3,), 1.0078125).bfloat16().requires_grad_()
+    stats = weight_moments(narrow, narrow > 0)
+    assert effective_sample_frac(stats) == pytest.approx(1, abs=1e-6)  # fp32 sums
+    assert not stats.means["weight"][0].requires_grad  # type: ignore[union-attr]
+    one, every = torch.tensor([0.0, 3.0, 0.0, 0.0]), torch.ones(4, dtype=torch.bool)
+    assert effective_sample_frac(weight_moments(one, every)) == 0.25
+    assert effective_sample_frac(weight_moments(one, one == 0)) == 0.0
+    assert math.isnan(effective_sample_frac(weight_moments(one, one < 0)))
+
+
+def test_corrections_report_the_moments_of_the_bounded_weights() -> None:
+    """Weights 4, 1/2, 1/4, 1, 1 in [0.6, 1.5]: 1.5, 0.6, 0.6, 1, 1: sum 4.7, squares 4.97."""
+    options = {"level": "token", "mode": "clip", "low": 0.6, "high": 1.5}
+    stats = correction_weights(GAPS, torch.zeros(2, 3), MASK, **options)[1]
+    assert effective_sample_frac(stats) == pytest.approx(4.7**2 / (5 * 4.97), abs=1e-12)

@@ -14,7 +14,7 @@ import pytest
 from burnish.observe import report_figures
 from burnish.observe.metrics import MetricsLog
 from burnish.observe.report import build_report
-from burnish.observe.report_catalog import UPDATE, Chart, arrange
+from burnish.observe.report_catalog import ROLLOUT, UPDATE, Chart, arrange
 from burnish.observe.report_figures import MAX_POINTS, Curve, Figure, curve_figure, step_points
 
 SCALE = Chart(UPDATE, "Loss scale", "log scale", ("train/loss_scale",), log=True)
@@ -54,6 +54,20 @@ def test_every_metric_of_precision_has_its_chart_in_the_update_section() -> None
         "Trainer vs. sampler, largest": (("train/mismatch_max",), False),
         "Trainer vs. sampler, KL": (("train/mismatch_k3",), False),
     }
+
+
+def test_every_metric_of_ages_and_weights_has_its_chart() -> None:
+    update = [
+        *("train/behavior_ratio_age_0", "train/behavior_kl_age_0", "train/effective_sample_frac"),
+        *("train/correction_frac", "train/correction_weight", "train/correction_max"),
+    ]
+    rollout = [
+        *("rollout/age_0_frac", "rollout/age_8_up_frac", "rollout/age_mean", "rollout/age_max"),
+        *("rollout/group_age_mean", "rollout/age_optimizer_steps_mean"),
+    ]
+    charts = arrange(update + rollout)
+    assert [chart.section for chart in charts] == [UPDATE] * 6 + [ROLLOUT] * 3
+    assert charts[-3].names == ("rollout/age_0_frac", "rollout/age_8_up_frac")
 
 
 def test_the_loss_scale_is_drawn_in_steps_on_an_axis_of_powers_of_two() -> None:

@@ -150,6 +150,7 @@ def flat(batch: Batch) -> Tensor:
 
 
 RL = {name: flat for name in ("advantages", "old_logprobs", "sampler_logprobs", "ref_logprobs")}
+AGES = {"ages": lambda batch: torch.arange(batch.tokens.numel()) % 3}
 PAIRS = {"ref_logprobs": flat, "rows_per_unit": 2}
 
 
@@ -170,7 +171,8 @@ PPO = {
 }
 CASES: dict[str, tuple[str, Loss, dict[str, Any]]] = {
     "sft": ("policy", sft_objective(), {}),
-    "ppo": ("policy", rl(**PPO), RL),
+    "ppo": ("policy", rl(**PPO), RL | AGES),
+    "the sampler's ratio": ("policy", rl(old_policy="sampler"), RL),
     "gspo": ("policy", rl(policy_loss={"kind": "gspo"}), RL),
     "dpo": ("policy", preference("dpo"), PAIRS),
     "orpo": ("policy", preference("orpo"), {"rows_per_unit": 2}),

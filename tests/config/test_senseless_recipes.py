@@ -20,9 +20,6 @@ from burnish.config.train import better
 
 Recipes = dict[str, dict[str, Any]]
 
-STALE = ("rollout.max_staleness=1", "rollout.partial=true")
-"""Partial rollouts: an asynchronous run that shares the trainer's weights."""
-
 
 def problems(recipe: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     with pytest.raises(ConfigError) as caught:
@@ -99,42 +96,6 @@ SENSELESS = {
         "rl",
         ["algorithm.correction={}", "rollout.top_k=5"],
         "rollout.top_k>0 tokens are drawn from another distribution",
-    ),
-    "stale samples that nothing weights": (
-        "rl",
-        [*STALE],
-        "recipe: rollout.max_staleness=1 trains on tokens of older policies, and nothing weights "
-        "them by the probability with which they were sampled: old_policy=trainer compares the "
-        "policy with itself at the start of the update; set algorithm.correction={mode: truncate} "
-        "(decoupled PPO), or algorithm.old_policy=sampler",
-    ),
-    "stale samples without a ratio": (
-        "rl",
-        [*STALE, "algorithm.policy_loss=reinforce"],
-        "set algorithm.correction={mode: truncate} (decoupled PPO)",
-    ),
-    "the sampler's probability twice": (
-        "rl",
-        ["algorithm.old_policy=sampler", "algorithm.correction={}"],
-        "recipe: algorithm.correction multiplies the loss by the trainer's probability",
-    ),
-    "a denominator without a ratio": (
-        "rl",
-        ["algorithm.old_policy=sampler", "algorithm.policy_loss=reinforce"],
-        "recipe: algorithm.old_policy=sampler is the denominator of a ratio",
-    ),
-    "a ratio to a sampler that draws from a part of the distribution": (
-        "rl",
-        ["algorithm.old_policy=sampler", "rollout.top_p=0.9"],
-        "recipe: algorithm.old_policy=sampler divides by the sampler's probabilities",
-    ),
-    "a teacher compared with an older policy": (
-        "rl",
-        [
-            *(*STALE, "algorithm.old_policy=sampler", "teacher.model.path=x"),
-            "algorithm.advantage=on_policy_distill",
-        ],
-        "recipe: algorithm.advantage=on_policy_distill with rollout.max_staleness=1 and",
     ),
     "a reference that nothing reads": (
         "rl",
@@ -387,34 +348,6 @@ ODD = {
         "rl",
         ["algorithm.advantage=on_policy_distill", "teacher.model.path=x", "rollout.top_k=5"],
         "recipe: rollout.top_k>0 with algorithm.advantage=on_policy_distill",
-    ),
-    "weights per token of a ratio per sequence": (
-        "rl",
-        ["algorithm.policy_loss=gspo", "algorithm.correction={}"],
-        "recipe: algorithm.correction.level=token with policy_loss=gspo",
-    ),
-    "bounds of one update for a ratio over several steps": (
-        "rl",
-        [*STALE, "algorithm.policy_loss=gspo", "algorithm.old_policy=sampler"],
-        "recipe: algorithm.policy_loss.clip_low=0.0003 of gspo",
-    ),
-    "a penalty for the distance of older policies": (
-        "rl",
-        [
-            *(
-                *STALE,
-                "algorithm.old_policy=sampler",
-                "algorithm.advantage=rloo",
-                "model={path: x}",
-            ),
-            "algorithm.kl={init_kl_coef: 0.1, placement: reward, estimator: k1}",
-        ],
-        "recipe: algorithm.kl.placement=reward with old_policy=sampler",
-    ),
-    "a critic of older policies": (
-        "rl",
-        [*STALE, "algorithm.correction={}", "algorithm.advantage=gae"],
-        "recipe: algorithm.advantage=gae with rollout.max_staleness=1",
     ),
     "held-out scores that are always 0": (
         "evaluate",

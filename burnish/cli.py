@@ -295,6 +295,12 @@ def plan(  # house: ok typer makes the options from the signature
     network_gbs: Annotated[
         float | None, typer.Option(min=0.01, help="GB/s from a GPU to other nodes.")
     ] = None,
+    rates: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_DIR", help="Estimate times from those measured in a run on this hardware."
+        ),
+    ] = None,
     probe: Annotated[
         bool,
         typer.Option(
@@ -321,6 +327,7 @@ def plan(  # house: ok typer makes the options from the signature
         details=details,
         fit=fit,
         write=write,
+        rates=rates,
     )
     if probe:
         from burnish.plan.probe_command import probe_recipe

@@ -236,6 +236,11 @@ class RolloutRole(RoleSpec):
         return self.asynchronous is not None and self.asynchronous.overlaps
 
     @property
+    def continues(self) -> bool:
+        """Return whether responses may be in progress when a step ends."""
+        return self.asynchronous is not None and bool(self.asynchronous.max_staleness)
+
+    @property
     def groups_at_once(self) -> int:
         """Maximum number of groups that are sampled at the same time, over all workers."""
         if self.asynchronous is None:

@@ -166,14 +166,27 @@ def format_duration(seconds: float) -> str:
     return f"{minutes}m{s:02d}s" if minutes else f"{s}s"
 
 
-def time_phases(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return phase name -> seconds from the ``time/<phase>_s`` metrics, without ``step`` and
-    ``total``."""
+def time_phases(metrics: Mapping[str, float], lane: str = "") -> dict[str, float]:
+    """Return phase name -> seconds of a lane: of the trainer from the ``time/<phase>_s`` metrics,
+    without ``step`` and ``total``, or of another from ``time/<lane>/<phase>_s``.
+
+    >>> line = {"time/step_s": 3.0, "time/wait_s": 1.0, "time/sampler/rollout_s": 2.5}
+    >>> time_phases(line), time_phases(line, "sampler")
+    ({'wait': 1.0}, {'rollout': 2.5})
+    """
+    start = f"time/{lane}/" if lane else "time/"
     return {
-        name.removeprefix("time/").removesuffix("_s"): seconds
+        name.removeprefix(start).removesuffix("_s"): seconds
         for name, seconds in metrics.items()
-        if name.startswith("time/") and name.endswith("_s") and name not in _NOT_PHASES
+        if name.startswith(start) and name.endswith("_s") and name not in _NOT_PHASES
+        if "/" not in name.removeprefix(start)
     }
+
+
+def time_lanes(metrics: Mapping[str, float]) -> list[str]:
+    """Return the lanes of a step, the trainer's ("") first."""
+    parts = [name.split("/") for name in metrics if name.startswith("time/")]
+    return ["", *sorted({lane for _, lane, *rest in parts if rest})]
 
 
 def setup_logging(run_dir: Path) -> None:

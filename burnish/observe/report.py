@@ -36,7 +36,7 @@ from burnish.observe.report_figures import (
     curves_of,
     smooth,
     thin,
-    time_figure,
+    time_splits,
 )
 from burnish.observe.report_memory import memory_table
 from burnish.observe.report_samples import embed_samples
@@ -105,16 +105,16 @@ def build_report(run_dir: Path) -> Path:
     except ValueError as error:
         raise ReportError(str(error)) from error
     curves = curves_of(metrics)
-    timing = time_figure(metrics)
+    timing = time_splits(metrics)
     samples = embed_samples(run_dir)
     job = str(config.get("job", "run"))
     page = _template().render(
         title=_title(config, run_dir),
         job=_JOBS.get(job, job.capitalize()),
         facts=_facts(config, run_dir, metrics),
-        tiles=_tiles(config, metrics, curves, total_s=timing[2] if timing else None),
+        tiles=_tiles(config, metrics, curves, total_s=timing[0].total_s if timing else None),
         sections=_sections(curves),
-        time=timing,
+        times=timing,
         memory=memory_table(run_dir),
         samples=samples,
         config=config_text,

@@ -15,7 +15,8 @@ from typing import get_args
 from burnish.transcript import EpisodeStatus
 
 NOT_DRAWN = (
-    "time/*",  # in the time split
+    "time/*_s",  # in the time split
+    "time/*/*_s",
     "generate/prompts_total",  # a constant
     *(f"episodes/{status}" for status in get_args(EpisodeStatus)),  # drawn as shares
 )
@@ -150,6 +151,7 @@ CHARTS = (
         ("episodes/parse_problems",),
     ),
     Chart(EPISODES, "Groups of episodes dropped", "per step", ("episodes/groups_dropped",)),
+    Chart(MACHINE, "Idle", "fraction", ("time/*_idle_frac",)),
     Chart(MACHINE, "Speed", "tokens per second", ("*/tokens_per_s",)),
     Chart(MACHINE, "GPU memory by phase, tensors", "bytes", ("memory/*/peak_bytes",)),
     Chart(MACHINE, "GPU memory by phase, reserved", "bytes", ("memory/*/reserved_peak_bytes",)),

@@ -15,7 +15,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from burnish.observe.progress import format_duration, time_phases
+from burnish.observe.progress import format_duration, time_lanes, time_phases
 from burnish.observe.report_catalog import Chart, words
 
 PALETTE = ("#c8652b", "#2b8a8f", "#5677d8", "#a65a9c", "#8c8b2f", "#c24a5a", "#6f7c8a", "#3f9b62")
@@ -170,12 +170,26 @@ def curve_figure(chart: Chart, curves: Mapping[str, Curve]) -> Figure:
     return Figure(chart.title, unit, "; ".join(dict.fromkeys(notes)), _fragment(figure))
 
 
-def time_figure(metrics: Sequence[Mapping[str, Any]]) -> tuple[Figure, list[Phase], float] | None:
-    """Return (seconds per step stacked by phase, rows of its table, total seconds).
+@dataclass(frozen=True)
+class TimeSplit:
+    """Seconds per step of one lane."""
 
-    None if there are no ``time/*_s`` metrics.
-    """
-    lines = [(int(line["step"]), _phases(line)) for line in metrics]
+    figure: Figure
+    """Bars stacked by phase."""
+    phases: list[Phase]
+    total_s: float
+
+
+def time_splits(metrics: Sequence[Mapping[str, Any]]) -> list[TimeSplit]:
+    """Return the time split of the trainer and, in asynchronous runs, of the threads that work at
+    the same time; empty if there are no ``time/*_s`` metrics."""
+    lanes = dict.fromkeys(lane for line in metrics for lane in time_lanes(line))
+    found = [_time_split(metrics, lane) for lane in lanes]
+    return [split for split in found if split is not None]
+
+
+def _time_split(metrics: Sequence[Mapping[str, Any]], lane: str) -> TimeSplit | None:
+    lines = [(int(line["step"]), _phases(line, lane)) for line in metrics]
     lines = [(step, phases) for step, phases in lines if phases]
     if not lines:
         return None
@@ -197,12 +211,15 @@ def time_figure(metrics: Sequence[Mapping[str, Any]]) -> tuple[Figure, list[Phas
         )
         for i, name in enumerate(names)
     ]
-    return Figure("Time per step", "seconds", note, _fragment(figure)), table, everything
+    title = "Time per step" + (f", {lane}" if lane else "")
+    return TimeSplit(Figure(title, "seconds", note, _fragment(figure)), table, everything)
 
 
-def _phases(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the seconds of each phase, and the rest of the step's time as ``other``."""
-    phases = {name: s for name, s in time_phases(line).items() if s > 0}  # NaN is not above 0
+def _phases(line: Mapping[str, Any], lane: str) -> dict[str, float]:
+    """Return the seconds of each phase of a lane, and the rest of the step's time as ``other``."""
+    phases = {n: s for n, s in time_phases(line, lane).items() if s > 0}  # NaN is not above 0
+    if lane and not phases:
+        return {}
     whole = line.get("time/step_s", 0.0)
     rest = whole - sum(phases.values())
     return {**phases, "other": rest} if rest > 0.005 * whole > 0 else phases

@@ -3,6 +3,9 @@
 Instrumentation is outside of the training loops: :func:`timed` wraps an engine where it is built,
 and the loop uses the wrapped engine like the original. Only the outermost spans of a thread are
 summed, so the sums of one thread never exceed wall-clock time. Nested spans are in the trace.
+
+Threads that work at the same time as the trainer's name their spans ``<lane>/<name>``, such as
+``sampler/rollout``. Spans without a lane are the trainer's, and only those add up to its step.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +33,13 @@ _JOINED = frozenset({"poll"})
 """Methods that are called thousands of times per second."""
 
 
-@dataclass(frozen=True, slots=True)
+SAMPLER = "sampler"
+"""Lane of the thread that samples while the trainer trains."""
+SCORING = "scoring"
+"""Lane of the thread that scores meanwhile."""
+
+
+@dataclass(slots=True)
 class _Event:
     name: str
     start: float
@@ -51,6 +60,8 @@ class Timeline:
         """Create an empty timeline. ``peaks`` measures memory in the outermost spans."""
         self.peaks = peaks
         self._events: deque[_Event] = deque(maxlen=max_events)
+        self._newest: dict[int, _Event] = {}
+        """Thread -> its newest event, which a joined span extends."""
         self._num_events = 0
         self._since_collect: dict[str, float] = {}
         self._totals: dict[str, float] = {}
@@ -73,7 +84,8 @@ class Timeline:
             self._add_event(name, start, end, join=join)
 
     def collect(self) -> dict[str, float]:
-        """Return seconds by name of outermost, finished spans since the last call."""
+        """Return seconds by name of outermost, finished spans of all threads since the last
+        call."""
         with self._lock:
             collected, self._since_collect = self._since_collect, {}
         return collected
@@ -91,7 +103,7 @@ class Timeline:
         recorded spans and of omitted old ones.
         """
         with self._lock:
-            events, recorded = list(self._events), self._num_events
+            events, recorded = [replace(e) for e in self._events], self._num_events
             threads = dict(self._thread_names)
         pid = os.getpid()
         named = [
@@ -145,12 +157,13 @@ class Timeline:
     def _add_event(self, name: str, start: float, end: float, *, join: bool = False) -> None:
         thread = threading.get_ident()
         with self._lock:
-            last = self._events[-1] if join and self._events else None
-            same = last is not None and (last.name, last.thread) == (name, thread)
+            last = self._newest.get(thread) if join else None
+            same = last is not None and last.name == name
             if last is not None and same and start - last.start - last.seconds <= _JOIN_GAP_S:
-                self._events[-1] = _Event(name, last.start, end - last.start, thread)
+                last.seconds = end - last.start
                 return
-            self._events.append(_Event(name, start, end - start, thread))
+            event = self._newest[thread] = _Event(name, start, end - start, thread)
+            self._events.append(event)
             self._num_events += 1
             if thread not in self._thread_names:
                 self._thread_names[thread] = threading.current_thread().name

@@ -20,7 +20,9 @@ from burnish.plan.hardware import (
 )
 from burnish.plan.launch import hardware_of
 from burnish.plan.predict import make_plan
+from burnish.plan.rates import measured_rates
 from burnish.plan.shapes import PlanError
+from burnish.plan.split import split_text, splits
 from burnish.plan.time import estimate
 
 
@@ -39,6 +41,8 @@ class PlanOptions:
     fit: bool = False
     write: Path | None = None
     """File for the fastest recipe that fits."""
+    rates: Path | None = None
+    """Run folder whose measured speeds are used."""
 
 
 def check_probe_options(options: PlanOptions) -> None:
@@ -60,13 +64,17 @@ def plan_text(
     tables = load_tables(options.gpus)
     hardware = _hardware(config, options, tables)
     plan = make_plan(config, hardware, assume=options.assume)
-    found = fit(config, hardware, assume=options.assume) if options.fit else None
-    time = estimate(config, hardware)
+    rates = None if options.rates is None else measured_rates(options.rates, hardware)
+    found = fit(config, hardware, assume=options.assume, rates=rates) if options.fit else None
+    time = estimate(config, hardware, rates)
     if options.write is not None and found is not None and found.proposals:
         _write(options.write, found.proposals[0].config, cluster=options.cluster)
     if options.as_json:
         tree = json.loads(plan.to_json())
         tree["seconds_per_step"], tree["samples_per_s"] = time.seconds, time.samples_per_s
+        if time.overlap is not None:
+            tree["asynchronous"] = time.overlap.to_dict()
+            tree["splits"] = [vars(split) for split in splits(config, hardware, rates)]
         if found is not None:
             tree["proposals"] = [
                 {"overrides": p.overrides, "seconds_per_step": p.seconds, "reason": p.reason}
@@ -75,7 +83,10 @@ def plan_text(
             tree["smallest_cluster"] = found.smallest
         tree["models"] = list(notes)
         return json.dumps(tree, indent=1), plan.fits
-    parts = [plan.to_text(details=options.details), time.to_text()]
+    times = [time.to_text()]
+    if best := split_text(config, hardware, rates, time.seconds):
+        times.append(f"  {best}")
+    parts = [plan.to_text(details=options.details), "\n".join(times)]
     parts += ["\n".join(["models", *(f"  {note}" for note in notes)])] if notes else []
     if found is not None:
         parts.append(_fit_text(found, options.write))

@@ -1,7 +1,8 @@
 """Find settings of a recipe that fit a cluster, fastest first, or the smallest cluster that fits.
 
 The search varies micro-batches and token budgets, checkpointing, sharding or the ZeRO stage,
-offload, and vLLM's memory share and tensor parallelism. Settings that affect learning do not
+offload, and vLLM's memory share and tensor parallelism. For asynchronous runs on separate GPUs it
+also varies the split into policy ranks and rollout workers. Settings that affect learning do not
 change: batch sizes of optimizer steps, data and losses. Every candidate is a complete recipe that
 was loaded and planned.
 """
@@ -23,10 +24,13 @@ from burnish.plan.hardware import Hardware
 from burnish.plan.memory_plan import TIGHT, Plan
 from burnish.plan.predict import make_plan
 from burnish.plan.shapes import PlanError
-from burnish.plan.time import estimate
+from burnish.plan.split import splits
+from burnish.plan.time import Rates, estimate
 
 SHOWN = 3
 """Maximum number of proposals."""
+_SPLITS = 3
+"""Number of splits of the GPUs, the fastest ones, whose memory is planned."""
 UNCHANGED = "the unchanged recipe"
 _MOST_GPUS = 4096
 
@@ -65,11 +69,24 @@ class Fitting:
         return "\n".join(lines)
 
 
-def fit(config: JobConfig, hardware: Hardware, *, assume: Iterable[str] = ()) -> Fitting:
+def fit(
+    config: JobConfig,
+    hardware: Hardware,
+    *,
+    assume: Iterable[str] = (),
+    rates: Rates | None = None,
+) -> Fitting:
     """Return the fastest few settings that fit. If possible, only settings that leave a share of
     ``TIGHT`` free are returned."""
     assumptions = tuple(assume)
-    found, tried = _search(config, hardware, assumptions)
+    found, tried = _search(config, hardware, assumptions, rates=rates)
+    now = (config.cluster.ranks("policy"), config.cluster.ranks("rollout"))
+    others = [s for s in splits(config, hardware, rates) if s.workers != now]
+    for split in others[:_SPLITS]:
+        changed = load_config(config.model_dump(mode="json"), split.overrides, job=config.job)
+        more, count = _search(changed, hardware, assumptions, rates=rates)
+        found += [replace(p, overrides=(*split.overrides, *p.overrides)) for p in more]
+        tried += count
     if found:
         roomy = [p for p in found if _free(p.plan) >= TIGHT] or found
         best = sorted(roomy, key=lambda p: (p.seconds, len(p.overrides)))
@@ -98,7 +115,11 @@ def _distinct(found: Sequence[Proposal]) -> Iterator[Proposal]:
 
 
 def _search(
-    config: JobConfig, hardware: Hardware, assume: Sequence[str]
+    config: JobConfig,
+    hardware: Hardware,
+    assume: Sequence[str],
+    *,
+    rates: Rates | None = None,
 ) -> tuple[list[Proposal], int]:
     found, tried = [], 0
     for overrides in candidates(config, hardware):
@@ -109,7 +130,7 @@ def _search(
             continue
         tried += 1
         if plan.fits:
-            time = estimate(changed, hardware)
+            time = estimate(changed, hardware, rates)
             reason = _reason(plan, time.seconds, time.samples_per_s)
             found.append(Proposal(tuple(overrides), changed, plan, time.seconds, reason))
     return found, tried

@@ -14,6 +14,7 @@ MEMORY_JSON = "memory.json"
 PLANNED_AS: Mapping[str, tuple[str, str]] = {
     "load": ("", "load"),
     "rollout": ("rollout", "rollout"),
+    "wait": ("rollout", "rollout"),
     "eval": ("rollout", "rollout"),
     "rollout_sync": ("rollout", "sync"),
     "reward": ("reward", "log-probs"),

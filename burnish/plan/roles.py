@@ -31,5 +31,8 @@ def roles_memory(
     return found
 
 
+_PROCESS = ("CUDA context", "a Python process", "NCCL")
+
+
 def _no_process(items: Items) -> Items:
-    return tuple(i for i in items if i.name != "overhead" or "asleep" in i.how)
+    return tuple(i for i in items if i.name != "overhead" or not i.how.startswith(_PROCESS))

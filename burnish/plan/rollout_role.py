@@ -40,19 +40,35 @@ def rollout_role(context: Context, role: RolloutRole) -> RoleMemory:
     return _local_role(context, role, role.engine, shape=shape, demand=demand)
 
 
+def responses_at_once(role: RolloutRole) -> int:
+    """Return the maximum number of training responses (or episodes) that one rollout worker has at
+    once."""
+    count = -(-role.groups_at_once // role.ranks) * role.samples_per_prompt
+    return min(count, _concurrent(role))
+
+
+def _concurrent(role: RolloutRole) -> int:
+    """Return the maximum number of responses or episodes that the recipe runs at once on a
+    worker."""
+    if role.episodes is None or role.episodes.max_concurrent is None:
+        return 1 << 30
+    return -(-role.episodes.max_concurrent // role.ranks)
+
+
 def demand_of(role: RolloutRole, shape: ModelShape) -> Demand:
     """Return the largest load of one rollout worker."""
     limit = positions(shape)
     length, prompt = role.lengths.within(limit)
-    new, workers, held_out = length - prompt, role.ranks, role.evaluation
-    sequences = -(-role.prompts // workers) * role.samples_per_prompt
+    new, held_out = length - prompt, role.evaluation
+    sequences = responses_at_once(role)
     if held_out is not None:
         prompt = max(prompt, min(held_out.data.prompt_max_len, limit))
         new = max(new, held_out.generate_max_len or new)
         count = held_out.num_prompts or 1 << 20
-        sequences = max(sequences, -(-count // workers) * held_out.n_samples_per_prompt)
-    if role.episodes is not None and role.episodes.max_concurrent is not None:
-        sequences = min(sequences, -(-role.episodes.max_concurrent // workers))
+        evaluated = -(-count // role.ranks) * held_out.n_samples_per_prompt
+        together = role.overlaps and held_out.training_groups == "continue"
+        sequences = evaluated + sequences if together else max(evaluated, sequences)
+        sequences = min(sequences, _concurrent(role))
     return Demand(sequences, min(prompt, limit - 1), min(new, limit))
 
 
@@ -93,11 +109,17 @@ def _local_role(
     prefill = Item("activations", max(0.0, peaks.activations - peaks.output), "prefill, traced")
     own = () if inline and role.shares_weights else _own_weights(setup)
     always = (*(() if inline else overhead(context, 1)), *own)
+    staged = _staged(setup) if inline and role.overlaps else ()
     passing = [cache, logits, prefill]
     if not gpu and dtype == "fp16":
         passing.append(Item("parameters", 4.0 * shape.parameters, "fp32 copies for the CPU"))
-    kept = (cache,) if graphs and not engine.sleep_between_rollouts else ()
-    resident: dict[str, Items] = {phase: (*always, *kept) for phase in PHASES}
+    kept: Items = ()
+    if role.overlaps:  # sampling goes on in all phases
+        kept = with_fragmentation(context, tuple(passing))
+        passing = []
+    elif role.continues or (graphs and not engine.sleep_between_rollouts):
+        kept = (cache,)
+    resident: dict[str, Items] = {phase: (*always, *staged, *kept) for phase in PHASES}
     resident["load"] = always
     loads: Items = ()
     if own and gpu:
@@ -125,6 +147,13 @@ def _own_weights(setup: EngineSetup) -> Items:
     size = setup.model.parameters * setup.weight_size
     how = f"{setup.model.parameters / 1e9:.3f}e9 x {setup.weight_size} B"
     return (Item("parameters", size, how),)
+
+
+def _staged(setup: EngineSetup) -> Items:
+    """Return the copy of new weights that waits in the trainer's process until the engine loads
+    it."""
+    (weights,) = _own_weights(setup)
+    return (replace(weights, how=f"staged copy of new weights: {weights.how}"),)
 
 
 def _vllm_role(
@@ -168,7 +197,7 @@ def _vllm_role(
         first = {"load": (*reads, copy), "sync": (copy,)}
     if context.has_store:
         store = replace(model, how="weights of the last sync, in this node's object store")
-        for phase in ("sync", "rollout"):
+        for phase in PHASES[1:] if role.overlaps else ("sync", "rollout"):
             first[phase] = (*first.get(phase, ()), store)
     return RoleMemory(
         **common,

@@ -2,25 +2,28 @@
 speeds.
 
 Use it to compare layouts, not as a guarantee: the shares (``efficiency`` in ``hardware.yaml``) are
-assumed until they are measured. Every phase waits for the previous one, as in ``jobs/rl.py``. A
-step is therefore the sum of its phases, and a GPU is idle in phases in which its roles do not work.
+assumed until they are measured. In a synchronous run every phase waits for the previous one, as in
+``jobs/rl.py``. A step is therefore the sum of its phases, and a GPU is idle in phases in which its
+roles do not work. ``overlap.py`` combines the two sides of an asynchronous run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from burnish.config.job import JobConfig
 from burnish.config.placement import placement_groups
 from burnish.config.roles import JobSpec, RolloutRole, RowLengths, TrainRole
 from burnish.config.rollout import VllmEngine
+from burnish.config.sync import SyncConfig, resolve_kind
 from burnish.plan.engine_profile import TrainEngineProfile, profile_of
 from burnish.plan.hardware import Hardware
 from burnish.plan.kv_cache import bytes_per_token, vllm_on_gpu
 from burnish.plan.model_state import SIZES, EngineSetup
+from burnish.plan.overlap import Overlap, Sides, overlap
 from burnish.plan.role_base import positions
-from burnish.plan.rollout_role import demand_of
+from burnish.plan.rollout_role import demand_of, responses_at_once
 from burnish.plan.shapes import ModelShape, matrix_flops, shape_of
 from burnish.plan.train_role import setup_of
 
@@ -37,6 +40,37 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Rates:
+    """Speed of the phases of a measured run."""
+
+    factors: Mapping[tuple[str, str], float]
+    """:func:`rate_key` -> measured divided by estimated seconds."""
+    source: str
+    """Description of the run."""
+
+    def apply(self, part: Part) -> Part:
+        """Return a part with its time multiplied by the factor of its phase, if it is known."""
+        return replace(part, seconds=part.seconds * self.factors.get(rate_key(part), 1.0))
+
+
+def rate_key(part: Part) -> tuple[str, str]:
+    """Return the (role, phase) under which the time of a part is measured. All reward models, all
+    parts of sampling, and all parts of the transfer of weights are measured together."""
+    if part.phase in TRANSFER:
+        return "policy", "sync"
+    role = part.role.partition(" ")[0]
+    return role, "rollout" if part.phase in SAMPLING else part.phase
+
+
+SAMPLING = ("prefill", "decode", "drain", "recompute")
+"""Phases in which an engine samples."""
+TRANSFER = ("sync", "stage weights", "load weights")
+"""Phases of the transfer of weights. ``sync``: both sides wait for it."""
+STAGED = ("object_store", "disk")
+"""Kinds of sync whose transfer needs no process of the trainer while the workers load."""
+
+
+@dataclass(frozen=True)
 class TimePlan:
     """Time of one step of an RL job (a rollout and its updates), or of one optimizer step."""
 
@@ -44,10 +78,19 @@ class TimePlan:
     samples: int
     idle: dict[str, float] = field(default_factory=dict)
     """Placement -> share of a step in which its GPUs are idle."""
+    overlap: Overlap | None = None
+    """The two sides of an asynchronous run. None: one phase after the other."""
+    rates: str = "peak speeds and assumed efficiencies"
+    """Source of the speeds."""
 
     @property
     def seconds(self) -> float:
         """Duration of the step."""
+        return self.work_s if self.overlap is None else self.overlap.seconds
+
+    @property
+    def work_s(self) -> float:
+        """Sum of all phases, of both sides of an asynchronous run."""
         return sum(p.seconds for p in self.parts)
 
     @property
@@ -58,7 +101,7 @@ class TimePlan:
     def to_text(self) -> str:
         """Return the estimate as text, slowest phase first."""
         lines = [
-            f"time (estimated from peak speeds and assumed efficiencies): {self.seconds:.1f} s per "
+            f"time (estimated from {self.rates}): {self.seconds:.1f} s per "
             f"step, {self.samples_per_s:.2f} samples/s"
         ]
         for part in sorted(self.parts, key=lambda p: -p.seconds):
@@ -69,28 +112,92 @@ class TimePlan:
         lines += [
             f"  {placement}: idle {share:.0%} of the step" for placement, share in self.idle.items()
         ]
+        if self.overlap is not None:
+            lines += [f"  {line}" for line in self.overlap.lines()]
         return "\n".join(lines)
 
 
-def estimate(config: JobConfig, hardware: Hardware) -> TimePlan:
-    """Estimate the time of a step of ``config``."""
+def estimate(config: JobConfig, hardware: Hardware, rates: Rates | None = None) -> TimePlan:
+    """Estimate the time of a step of ``config``, with the speeds of ``rates`` where it has some."""
     job = config.resolve()
     clock = _Clock(job, hardware)
     parts: list[Part] = []
     for role in job.roles:
         parts += clock.rollout(role) if isinstance(role, RolloutRole) else clock.engine(role)
-    return TimePlan(tuple(parts), job.rows_per_step, _idle(config, parts))
+    if rates is not None:
+        parts = [rates.apply(part) for part in parts]
+    found = _overlap(config, clock, parts)
+    duration = sum(p.seconds for p in parts) if found is None else found.seconds
+    return TimePlan(
+        tuple(parts),
+        job.rows_per_step,
+        _idle(config, parts, duration),
+        overlap=found,
+        rates=TimePlan.rates if rates is None else rates.source,
+    )
 
 
-def _idle(config: JobConfig, parts: Sequence[Part]) -> dict[str, float]:
-    duration = sum(p.seconds for p in parts)
+def _overlap(config: JobConfig, clock: _Clock, parts: Sequence[Part]) -> Overlap | None:
+    """Return the two sides of an asynchronous run. None: each phase waits for the previous one."""
+    role = clock.job.rollout
+    if role is None or role.asynchronous is None or not role.continues:
+        return None
+    places = _places(config)
+    trainers = next(place for place in places if "policy" in place)
+    busy = [_busy(place, parts) for place in places]
+    scores = [p for p in parts if p.role.startswith("reward") and p.role not in trainers]
+    trains = [p for p in parts if p.role != "rollout" and p not in scores]
+    waits = ("sync",) if role.overlaps else ()  # with partial, sampling is paused anyway
+    samples = [p for p in parts if p.role == "rollout" or p.phase in waits]
+    decode = next(p for p in parts if p.role == "rollout" and p.phase == "decode")
+    batch = clock.sampling_batch(role)
+    per_step = decode.seconds / batch.steps
+    sides = Sides(
+        trainer_s=sum(p.seconds for p in trains),
+        rollout_s=sum(p.seconds for p in samples),
+        longest_s=per_step * batch.longest,
+        response_s=per_step * batch.mean,
+        running_groups=batch.rows * role.ranks / role.samples_per_prompt / role.prompts,
+        scoring_s=sum(p.seconds for p in scores),
+        busiest_s=max(busy),
+    )
+    return overlap(sides, role.asynchronous)
+
+
+def _places(config: JobConfig) -> list[tuple[str, ...]]:
+    """Return the roles in each kind of place."""
+    if config.cluster.runtime == "inline":
+        return [tuple(role.name for role in config.roles())]
+    return [placement.roles for placement in placement_groups(config)]
+
+
+def _busy(roles: Sequence[str], parts: Sequence[Part]) -> float:
+    """Return the seconds in which the places of ``roles`` compute."""
+    return sum(p.seconds for p in parts if p.role in roles or p.phase == "sync")
+
+
+def _idle(config: JobConfig, parts: Sequence[Part], duration: float) -> dict[str, float]:
     if config.cluster.runtime == "inline" or not duration:
         return {}
-    return {
-        "+".join(placement.roles): 1.0
-        - sum(p.seconds for p in parts if p.role in placement.roles or p.phase == "sync") / duration
-        for placement in placement_groups(config)
-    }
+    return {"+".join(roles): 1.0 - _busy(roles, parts) / duration for roles in _places(config)}
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Decoding of one step's responses on one rollout worker."""
+
+    rows: int
+    """Responses decoded at once."""
+    steps: float
+    """Decode steps."""
+    longest: int
+    """Tokens of the longest response."""
+    mean: float
+    """Tokens of a response of mean length."""
+    length: float
+    """Tokens of a row of mean length."""
+    sequences: int
+    """Responses of one step."""
 
 
 class _Clock:
@@ -155,7 +262,7 @@ class _Clock:
             parts.append(Part(role.name, "forward/backward", seconds, how))
             parts.append(self._step(profile, role.name))
         if role.sync is not None:
-            parts.append(self._sync(setup))
+            parts += self._transfer(setup, role.sync)
         return parts
 
     def _mean_lengths(self, lengths: RowLengths, shape: ModelShape) -> tuple[float, float]:
@@ -187,6 +294,25 @@ class _Clock:
             how = f"Adam: {own / 1e9:.2f}e9 parameters per rank"
         return Part(role, "step", self.updates * seconds, f"{self.updates} x {how}")
 
+    def _transfer(self, setup: EngineSetup, sync: SyncConfig) -> list[Part]:
+        """Return the transfer of weights: both sides wait for it, or the trainer stages a copy and
+        goes on, and the workers load it between two decode steps."""
+        rollout = self.job.rollout
+        if rollout is None or not rollout.overlaps:
+            return [self._sync(setup)]
+        size = setup.model.parameters * setup.weight_size
+        if self.job.inline:
+            seconds, how = 2 * size / self.memory_bytes_per_s(), "a copy in this process"
+        else:
+            kind = resolve_kind(sync, same_process=False, same_memory=False, has_store=True)
+            if kind not in STAGED:
+                return [self._sync(setup)]  # a connection, which needs both sides
+            seconds, how = size / self.pcie_bytes_per_s(), f"{size / 1e9:.1f} GB of host memory"
+        return [
+            Part("policy", "stage weights", seconds, how),
+            Part("rollout", "load weights", seconds, "between two decode steps"),
+        ]
+
     def _sync(self, setup: EngineSetup) -> Part:
         size = setup.model.parameters * setup.weight_size
         if self.job.inline:
@@ -204,39 +330,75 @@ class _Clock:
     # ---- rollout -------------------------------------------------------------------------
 
     def rollout(self, role: RolloutRole) -> list[Part]:
+        shape = shape_of(role.model.model_copy(update={"lora": None}))
+        batch = self.sampling_batch(role)
+        prompt = batch.length - batch.mean
+        parts, speed = role.tensor_parallel, self.flops_per_s(role.dtype != "fp32")
+        size = shape.parameters * SIZES[role.dtype] / parts
+        read = size + batch.rows * (prompt + batch.mean / 2) * (
+            bytes_per_token(shape, role.dtype) / parts
+        )
+        token = max(
+            read / self.memory_bytes_per_s(),
+            batch.rows * flops(shape, batch.length) / parts / speed,
+        )
+        tokens = batch.sequences / role.samples_per_prompt * prompt
+        prefill = tokens * flops(shape, prompt) / parts
+        found = [
+            Part("rollout", "prefill", prefill / speed, f"compute: {prefill:.2e} FLOPs per GPU"),
+            Part(
+                "rollout",
+                "decode",
+                batch.steps * token,
+                f"{batch.steps:.0f} steps of {batch.rows} rows, {token * 1e3:.1f} ms each",
+            ),
+        ]
+        if role.continues:
+            found += self._at_update(role, shape, batch, token)
+        return found
+
+    def sampling_batch(self, role: RolloutRole) -> _Batch:
+        """Return the decoding of one step on one worker. If sampling never ends, other responses
+        use the slots of those that have ended, and no step waits for its longest response."""
         hardware, dtype, engine = self.hardware, role.dtype, role.engine
         shape = shape_of(role.model.model_copy(update={"lora": None}))
         demand = demand_of(role, shape)
-        parts = role.tensor_parallel
         most = engine.max_num_seqs if isinstance(engine, VllmEngine) else engine.max_batch_size
         length, prompt = self._mean_lengths(role.lengths, shape)
-        new = length - prompt
-        sequences = max(1, self.samples // role.ranks)
         if isinstance(engine, VllmEngine) and hardware.gpu is not None:
             over = dict(hardware.tables.overhead)
             found = vllm_on_gpu(
                 shape, engine, demand, dtype=dtype, gpu_bytes=hardware.gpu.bytes, overhead=over
             )
             most = max(1, min(most, int(found.cache_tokens / max(length, 1))))
-        batch = min(most, sequences)
-        size = shape.parameters * SIZES[dtype] / parts
-        read = size + batch * (prompt + new / 2) * bytes_per_token(shape, dtype) / parts
-        token = max(
-            read / self.memory_bytes_per_s(),
-            batch * flops(shape, length) / parts / self.flops_per_s(dtype != "fp32"),
+        sequences = max(1, self.samples // role.ranks)
+        rows = min(most, responses_at_once(role) if role.continues else sequences)
+        steps = sequences * (length - prompt) / rows
+        full, cut = role.lengths.within(positions(shape))
+        return _Batch(
+            rows=rows,
+            steps=steps if role.continues else max(steps, float(demand.new_tokens)),
+            longest=full - cut,
+            mean=length - prompt,
+            length=length,
+            sequences=sequences,
         )
-        steps = max(sequences * new / batch, float(demand.new_tokens))
-        prefill = sequences / role.samples_per_prompt * prompt * flops(shape, prompt) / parts
-        seconds = prefill / self.flops_per_s(dtype != "fp32")
-        return [
-            Part("rollout", "prefill", seconds, f"compute: {prefill:.2e} FLOPs per GPU"),
-            Part(
-                "rollout",
-                "decode",
-                steps * token,
-                f"{steps:.0f} steps of {batch} rows, {token * 1e3:.1f} ms each",
-            ),
-        ]
+
+    def _at_update(
+        self, role: RolloutRole, shape: ModelShape, batch: _Batch, token: float
+    ) -> list[Part]:
+        """Return the cost of new weights for the responses in progress."""
+        assert role.asynchronous is not None
+        if role.asynchronous.in_flight == "finish":
+            how = "half of the slots are empty while the longest response in progress ends"
+            return [Part("rollout", "drain", batch.longest * token / 2, how)]
+        if role.asynchronous.in_flight == "continue":
+            return []
+        length = batch.length - batch.mean / 2  # half of a response on average
+        work = batch.rows * length * flops(shape, length) / role.tensor_parallel
+        seconds = work / self.flops_per_s(role.dtype != "fp32")
+        how = f"new keys and values of {batch.rows} rows of {length:.0f} tokens"
+        return [Part("rollout", "recompute", seconds, how)]
 
 
 def flops(shape: ModelShape, length: float) -> float:

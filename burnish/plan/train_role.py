@@ -236,9 +236,14 @@ def _at_stage(profile: TrainEngineProfile, peaks: Peaks, stage: str, accumulates
 
 
 def _object_store(context: Context, setup: EngineSetup) -> dict[str, Items]:
-    """Return the weights of the last sync in shared memory."""
+    """Return the weights of the last sync in shared memory. In runs whose sampling and training
+    overlap, the next version is staged before all workers have loaded the last one."""
     if not context.has_store:
         return {}
     size = setup.model.parameters * setup.weight_size
     item = Item("parameters", size, "weights of the last sync, in Ray's object store", "host")
+    rollout = context.job.rollout
+    if rollout is not None and rollout.overlaps:
+        how = f"staged weights, two versions of {size / 1e9:.3g} GB in Ray's object store"
+        item = Item("parameters", 2 * size, how, "host")
     return {phase: (item,) for phase in PHASES if phase != "load"}

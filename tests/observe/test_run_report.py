@@ -21,7 +21,7 @@ from burnish.episodes.runner import episode_stats
 from burnish.observe.metrics import MetricsLog
 from burnish.observe.report import ReportError, build_report
 from burnish.observe.report_catalog import CHARTS, EPISODES, LEARNING, MORE, arrange
-from burnish.observe.report_figures import curves_of, is_noisy, smooth, thin, time_figure
+from burnish.observe.report_figures import curves_of, is_noisy, smooth, thin, time_splits
 from burnish.observe.report_samples import embed_samples
 from burnish.observe.samples import SCHEMA, write_samples
 from burnish.transcript import Episode, Turn
@@ -281,16 +281,31 @@ def test_time_is_split_by_phase_and_the_rest_is_other() -> None:
         {"step": 1, "time": 0.0, "time/rollout_s": 3.0, "time/train_s": 1.0, "time/step_s": 5.0},
         {"step": 2, "time": 9.0, "time/rollout_s": 3.0, "time/train_s": 1.0, "time/step_s": 4.0},
     ]
-    timing = time_figure(lines)
-    assert timing is not None
-    _, phases, total = timing
-    assert total == pytest.approx(9.0)  # sums of a few floats: default relative 1e-6
+    (split,) = time_splits(lines)
+    phases = split.phases
+    assert split.total_s == pytest.approx(9.0)  # sums of a few floats: default relative 1e-6
     assert [(p.name, p.total, p.per_step) for p in phases] == [
         ("rollout", "6s", "3 s"),
         ("train", "2s", "1 s"),
         ("other", "1s", "0.5 s"),
     ]
     assert phases[0].percent == pytest.approx(100 * 6 / 9)
+
+
+def test_the_lanes_of_an_asynchronous_run_are_split_on_their_own() -> None:
+    """A step of 10 s: the trainer waits 4 and trains 6, the sampler works 7 and loads 1, so its
+    rest is 2. No lane contains the seconds of another."""
+    line = {"step": 1, "time": 0.0, "time/step_s": 10.0, "time/wait_s": 4.0, "time/train_s": 6.0}
+    line |= {"time/sampler/rollout_s": 7.0, "time/sampler/load_s": 1.0}
+    line |= {"time/trainer_idle_frac": 0.4}
+    trainer, sampler = time_splits([line])
+    assert (trainer.total_s, sampler.total_s) == (10.0, 10.0)
+    assert [(p.name, p.percent) for p in trainer.phases] == [("train", 60.0), ("wait", 40.0)]
+    found = [(p.name, p.percent) for p in sampler.phases]
+    assert found == [("rollout", 70.0), ("other", 20.0), ("load", 10.0)]
+    assert sampler.figure.title == "Time per step, sampler"
+    (idle,) = arrange([name for name in line if name.startswith("time/")])
+    assert (idle.title, idle.names) == ("Idle", ("time/trainer_idle_frac",))
 
 
 def test_a_long_run_is_drawn_in_few_points_that_keep_its_mean() -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from burnish.observe import timeline as timeline_module
-from burnish.observe.timeline import Timeline, timed
+from burnish.observe.timeline import SAMPLER, Timeline, timed
 
 
 class Clock:
@@ -196,3 +197,24 @@ def test_spans_of_another_thread_do_not_nest_into_this_ones(clock: Clock) -> Non
 
 def _spans(path: Path) -> list[dict[str, float]]:
     return [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+
+
+def test_two_threads_at_once_have_sums_of_their_own_and_joined_polls(
+    clock: Clock, tmp_path: Path
+) -> None:
+    """The trainer trains for 2 s. Meanwhile the engine's thread polls for 1 s, a span of the
+    trainer ends, and the thread polls again: 2 s of sampling in one event of the trace."""
+    line, engine = Timeline(), Engine(clock)
+    sampler = timed(engine, line, {"poll": f"{SAMPLER}/rollout"})
+    with ThreadPoolExecutor(1) as thread, line.span("train"):
+        thread.submit(sampler.poll).result()
+        with line.span("inner"):
+            pass
+        thread.submit(sampler.poll).result()
+    assert line.collect() == pytest.approx({"train": 2.0, "sampler/rollout": 2.0})
+    line.save(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = {e["name"]: (e["dur"], e["tid"]) for e in trace if e["ph"] == "X"}
+    assert len([e for e in trace if e["ph"] == "X"]) == 3
+    assert spans["sampler/rollout"][0] == pytest.approx(2e6)
+    assert spans["sampler/rollout"][1] != spans["train"][1]

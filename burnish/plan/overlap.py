@@ -1,0 +1,153 @@
+"""Time of a step of an asynchronous run, and the age of its groups.
+
+Notation: a step trains P groups. R = ``run_ahead``, o = ``oversample``, S = ``max_staleness``.
+R + o rollouts are started and not yet trained. A slot of the admission is freed when the weights of
+the step that trained its group have been announced. From this follow lower bounds of a step's time:
+
+- rollout side: an engine that is always full samples P groups in ``rollout_s``.
+- trainer side: ``trainer_s``, and, if R + o < 2, the part of P groups that cannot be started before
+  the announcement: (2 - R - o) ``rollout_s``. (R + o = 1: one side after the other.)
+- bound: a group that was started with version v is trained at version v + S at the latest, so
+  S + 1 steps contain its longest response and one update: (``longest_s`` + ``trainer_s``)/(S + 1).
+- admission, by Little's law: R + o rollouts each last at least a mean response and an update:
+  (``response_s`` + ``trainer_s``)/(R + o).
+
+The estimate is the largest of them. It assumes that every step has a response of maximum length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from burnish.config.rollout import AsynchronousRollout
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Seconds that each side of a run needs for one step."""
+
+    trainer_s: float
+    """From the groups of a step to its announced weights."""
+    rollout_s: float
+    """Sampling the groups of a step with all slots in use, and loading weights."""
+    longest_s: float
+    """One response of maximum length."""
+    response_s: float
+    """One response of mean length."""
+    running_groups: float
+    """Groups that the engines sample at once, divided by the groups of a step."""
+    scoring_s: float = 0.0
+    """Reward models on places of their own; they score while others sample and train."""
+    busiest_s: float = 0.0
+    """All work of the busiest place, whose roles take turns."""
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Estimated step of an asynchronous run."""
+
+    seconds: float
+    limit: str
+    """Limiting part of the step, as text."""
+    sides: Sides
+    mean_age: float
+    """Mean age of a group at consumption, in RL steps."""
+    max_age: int
+    """``max_staleness``."""
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    """Description -> lower bound of the step's seconds, for each of them."""
+
+    @property
+    def trainer_idle_frac(self) -> float:
+        """Share of the step in which the trainer waits for groups."""
+        return 1.0 - self.sides.trainer_s / self.seconds if self.seconds else 0.0
+
+    @property
+    def rollout_idle_frac(self) -> float:
+        """Share of the step that the engines would not need with all slots in use."""
+        return 1.0 - self.sides.rollout_s / self.seconds if self.seconds else 0.0
+
+    def lines(self) -> list[str]:
+        """Return the estimate as lines of text."""
+        return [
+            f"trainer side: {self.sides.trainer_s:.1f} s, idle {self.trainer_idle_frac:.0%} of the "
+            "step",
+            f"rollout side: {self.sides.rollout_s:.1f} s, idle or not full "
+            f"{self.rollout_idle_frac:.0%} of the step",
+            f"limited by {self.limit}",
+            f"age of groups: {self.mean_age:.1f} RL steps on average, never above {self.max_age}",
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the estimate for JSON."""
+        return {
+            "limit": self.limit,
+            "trainer_s": self.sides.trainer_s,
+            "rollout_s": self.sides.rollout_s,
+            "trainer_idle_frac": self.trainer_idle_frac,
+            "rollout_idle_frac": self.rollout_idle_frac,
+            "mean_age": self.mean_age,
+            "max_age": self.max_age,
+            "bounds_s": dict(self.bounds),
+        }
+
+
+def overlap(sides: Sides, rollout: AsynchronousRollout) -> Overlap:
+    """Estimate a step whose sampling overlaps with training, or is only paused by it
+    (``partial``)."""
+    bounds = _paused(sides, rollout) if rollout.partial else _overlapping(sides, rollout)
+    limit = max(bounds, key=lambda name: bounds[name])
+    sampling = limit in (_SAMPLING, _LONGEST)
+    return Overlap(
+        seconds=bounds[limit],
+        limit=limit,
+        sides=sides,
+        mean_age=mean_age(sides, rollout, trainer_waits=sampling),
+        max_age=rollout.max_staleness or 0,
+        bounds=bounds,
+    )
+
+
+_SAMPLING, _TRAINING = "sampling", "training"
+_LONGEST = "the longest responses, which max_staleness waits for"
+
+
+def _overlapping(sides: Sides, rollout: AsynchronousRollout) -> dict[str, float]:
+    started = rollout.rollouts_ahead + rollout.oversample
+    late = max(0.0, 2.0 - started) * sides.rollout_s
+    return {
+        _SAMPLING: sides.rollout_s,
+        _TRAINING: sides.trainer_s + late,
+        _LONGEST: (sides.longest_s + sides.trainer_s) / ((rollout.max_staleness or 0) + 1),
+        "admission (run_ahead, oversample)": (sides.response_s + sides.trainer_s) / started,
+        "reward models": sides.scoring_s,
+        "roles that share a device and take turns": sides.busiest_s,
+    }
+
+
+def _paused(sides: Sides, rollout: AsynchronousRollout) -> dict[str, float]:
+    """Sampling stops while the policy is trained, and S + 1 sampling phases contain the longest
+    response."""
+    longest = sides.longest_s / ((rollout.max_staleness or 0) + 1)
+    return {
+        _SAMPLING: sides.trainer_s + max(sides.rollout_s, sides.scoring_s),
+        _LONGEST: sides.trainer_s + longest,
+    }
+
+
+def mean_age(sides: Sides, rollout: AsynchronousRollout, *, trainer_waits: bool) -> float:
+    """Return the expected age of a group at consumption, in RL steps.
+
+    If every free slot of the admission is refilled at once, a group stays for R + o steps by
+    Little's law, and its age is one less. If the engines have fewer slots than that and the trainer
+    waits for them, groups that wait in the queue have no tokens yet: the age is the time of
+    sampling, in steps, and half a step until the next consumption (none with ``partial``, where
+    the trainer takes groups as soon as there are enough).
+    """
+    full = rollout.rollouts_ahead + rollout.oversample - 1.0
+    if not trainer_waits:
+        return full
+    wait = 0.0 if rollout.partial else 0.5
+    return min(full, sides.running_groups + wait)

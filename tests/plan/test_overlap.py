@@ -1,0 +1,204 @@
+"""The plan of asynchronous runs: bounds of a step, ages, memory, and the split of the GPUs, by
+hand."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from burnish.config import load_config
+from burnish.config.rollout import AsynchronousRollout
+from burnish.plan.command import PlanOptions, plan_text
+from burnish.plan.fit import fit
+from burnish.plan.hardware import parse_cluster
+from burnish.plan.overlap import Sides, overlap
+from burnish.plan.predict import make_plan
+from burnish.plan.rates import measured_rates
+from burnish.plan.shapes import PlanError
+from burnish.plan.split import splits
+from burnish.plan.time import Rates, estimate, rate_key
+
+SIDES = Sides(trainer_s=6.0, rollout_s=4.0, longest_s=8.0, response_s=2.0, running_groups=0.25)
+RECIPE = {
+    "job": "rl",
+    "max_steps": 1,
+    "model": {"scratch": {}},
+    "data": {"sources": ["prompts.jsonl"], "prompt_max_len": 16},
+    "rollout": {
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 4,
+        "generate_max_len": 8,
+        "max_staleness": 2,
+    },
+    "train": {"train_batch_size": 16},
+    "cluster": {"runtime": "ray", "layout": "separate", "gpus_per_worker": 1},
+}
+ALONE = ["cluster.runtime=inline", "cluster.layout=colocate_all", "cluster.gpus_per_worker=0"]
+
+
+def step(sides=SIDES, **settings):
+    return overlap(sides, AsynchronousRollout(**settings))
+
+
+def test_a_step_takes_as_long_as_its_slower_side():
+    """Training 6, sampling 4; the longest response and an update, 8 + 6, in S + 1 = 3 steps: 4.7.
+    The trainer is never idle, the engines 1 - 4/6. R + o = 2 rollouts in progress: age 1.
+
+    With sampling 9 instead: 9, the trainer idles 1 - 6/9. The engines have slots for a quarter of
+    a step's groups: age 0.25 + 0.5."""
+    found = step(max_staleness=2)
+    assert (found.seconds, found.limit, found.mean_age) == (6.0, "training", 1.0)
+    assert (found.trainer_idle_frac, found.rollout_idle_frac) == (0.0, pytest.approx(1 / 3))
+    slow = step(replace(SIDES, rollout_s=9.0), max_staleness=2)
+    assert (slow.seconds, slow.limit, slow.mean_age) == (9.0, "sampling", 0.75)
+    assert slow.trainer_idle_frac == pytest.approx(1 / 3)
+
+
+def test_bounds_other_than_the_slower_side():
+    """S = 1 and a longest response of 20: (20 + 6) / 2 = 13. Nothing ahead: 6 + 4, one after the
+    other; half a rollout ahead (o = 1.5): 6 + 4/2. A mean response of 20, R = 1: (20 + 6) / 2.
+    One device for both: 6 + 4. Reward models that take 7 s: 7. Paused: 6 + 4, and with the longest
+    response 20 in two phases of sampling: 6 + 10."""
+    assert step(replace(SIDES, longest_s=20.0), max_staleness=1).seconds == 13.0
+    assert step(max_staleness=2, run_ahead=0).seconds == 10.0
+    assert step(max_staleness=2, run_ahead=0, oversample=1.5).seconds == 8.0
+    slow = step(replace(SIDES, response_s=20.0), max_staleness=8)
+    assert (slow.seconds, slow.limit) == (13.0, "admission (run_ahead, oversample)")
+    assert step(replace(SIDES, busiest_s=10.0), max_staleness=2).seconds == 10.0
+    assert step(replace(SIDES, scoring_s=7.0), max_staleness=2).limit == "reward models"
+    assert step(max_staleness=1, partial=True).seconds == 10.0
+    assert step(replace(SIDES, longest_s=20.0), max_staleness=1, partial=True).seconds == 16.0
+
+
+def test_the_bound_zero_is_planned_as_a_synchronous_run():
+    hardware = parse_cluster("3xA100-80GB")
+    plain = {**RECIPE, "rollout": {**RECIPE["rollout"], "max_staleness": None}}
+    seconds = [
+        estimate(load_config(tree, overrides), hardware)
+        for tree, overrides in ((plain, []), (RECIPE, ["rollout.max_staleness=0"]))
+    ]
+    assert seconds[0] == seconds[1] and seconds[0].overlap is None
+
+
+def test_trainer_and_rollout_are_added_up_by_side_and_a_connection_blocks_both():
+    """Staged: the trainer's side has policy and copy, the rollout's has sampling and loading. A
+    collective is in both. On one device everything is added."""
+    hardware = parse_cluster("2xA100-80GB")
+
+    def parts(*overrides):
+        found = estimate(load_config(RECIPE, overrides), hardware)
+        return found, {(p.role, p.phase): p.seconds for p in found.parts}
+
+    staged, seconds = parts()
+    rollout = {key: s for key, s in seconds.items() if key[0] == "rollout"}
+    assert {phase for _, phase in rollout} == {"prefill", "decode", "recompute", "load weights"}
+    assert staged.overlap.sides.rollout_s == pytest.approx(sum(rollout.values()))
+    trainer = sum(seconds.values()) - sum(rollout.values())
+    assert staged.overlap.sides.trainer_s == pytest.approx(trainer)
+    assert staged.seconds == pytest.approx(max(staged.overlap.bounds.values()))
+
+    linked, seconds = parts("sync=collective", "rollout.in_flight=continue")
+    sync = seconds["policy", "sync"]
+    sampling = seconds["rollout", "prefill"] + seconds["rollout", "decode"]
+    assert linked.overlap.sides.rollout_s == pytest.approx(sampling + sync)
+    assert ("rollout", "recompute") not in seconds
+
+    one, seconds = parts(*ALONE, "rollout.engine.own_weights=true")
+    assert one.seconds == pytest.approx(sum(seconds.values()))
+    assert "take turns" in one.overlap.limit
+
+
+def test_memory_of_staged_weights_and_of_sampling_in_all_phases():
+    """126,592 weights x 4 B = 506,368 B. In Ray's store: two versions instead of one. In one
+    process: the engine's copy and a staged one, also in the optimizer step; and the memory of
+    sampling C = (1 + 1) x 4 groups of 4 responses with its fragmentation. (The synchronous run
+    keeps its cache of 16 slots x 24 positions x 512 B in the step, too.)"""
+    weights, cache = 126_592 * 4, 16 * 24 * 512
+    store = []
+    for bound in ("null", "2"):
+        config = load_config(RECIPE, [f"rollout.max_staleness={bound}"])
+        plan = make_plan(config, parse_cluster("2xA100-80GB"))
+        rows = [r for r in plan.rows if "object store" in r.how and r.phase == "step"]
+        store.append(sum(r.bytes for r in rows))
+    assert store == [weights, 2 * weights]
+
+    peaks = []
+    for changes in (["rollout.max_staleness=null"], ["rollout.engine.own_weights=true"]):
+        plan = make_plan(load_config(RECIPE, [*ALONE, *changes]), parse_cluster("A100-80GB"))
+        peaks.append(next(p for p in plan.peaks if (p.where, p.phase) == ("device", "step")).bytes)
+    rows = [r for r in plan.rows if (r.role, r.phase, r.where) == ("rollout", "rollout", "device")]
+    assert [r.bytes for r in rows if r.item == "parameters"] == [weights, weights]
+    assert [r.how for r in rows if r.item == "KV cache"] == ["32 slots x 24 positions x 512 B"]
+    assert [r.how for r in rows if r.item == "overhead"] == [
+        "fragmentation: 5% of temporary memory"
+    ]
+    assert peaks[1] - peaks[0] == pytest.approx(sum(r.bytes for r in rows) - cache)
+
+
+def test_measured_rates_replace_the_assumed_ones(tmp_path):
+    """A run whose sampling took 3x and whose updates took 2x the estimate: the median of its last
+    two steps, without the first. Its times apply to another split."""
+    run, hardware = tmp_path / "run", parse_cluster("2xA100-80GB")
+    tree = {**RECIPE, "rollout": {**RECIPE["rollout"], "max_staleness": None}}
+    plan = estimate(load_config(tree), hardware)
+    sampling = sum(p.seconds for p in plan.parts if p.phase in ("prefill", "decode"))
+    update = next(p.seconds for p in plan.parts if p.phase == "forward/backward")
+    with pytest.raises(PlanError, match=r"it has no config\.yaml"):
+        measured_rates(run, hardware)
+    run.mkdir()
+    (run / "config.yaml").write_text(json.dumps(tree))
+    with pytest.raises(PlanError, match="no step with a measured time"):
+        measured_rates(run, hardware)
+    line = {"step": 1, "time": 0.0, "time/step_s": 9.0, "time/rollout_s": 99.0, "time/train_s": 9.0}
+    later = line | {"time/rollout_s": 3 * sampling, "time/train_s": 2 * update}
+    lines = [line, later | {"step": 2}, later | {"step": 3}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in lines))
+
+    config = load_config(RECIPE, ["cluster.policy_ranks=2"])
+    hardware = parse_cluster("3xA100-80GB")
+    rates = measured_rates(run, hardware)
+    times = []
+    for plan in (estimate(config, hardware), estimate(config, hardware, rates)):
+        times.append({(p.role, p.phase): p.seconds for p in plan.parts})
+    assumed, measured = times
+    factors = {key: measured[key] / assumed[key] for key in assumed}
+    assert factors.pop(("policy", "forward/backward")) == pytest.approx(2)
+    for phase in ("prefill", "decode", "recompute"):
+        assert factors.pop(("rollout", phase)) == pytest.approx(3)
+    assert set(factors.values()) == {1.0}  # unknown: as assumed
+    text, _ = plan_text(load_config(RECIPE), PlanOptions(cluster="2xA100-80GB", rates=run))
+    assert "2 steps of" in text
+
+
+def test_the_best_split_gives_the_slower_side_more_gpus_and_fit_proposes_it(monkeypatch):
+    """On 10 GPUs, p divides the batch of 16, and w takes the rest, at most one worker for each of
+    C = 8 groups. If only sampling takes time, p = 1 has most workers; 9 would have no use, so p = 2
+    is as fast. If only training does, p = 8 is best, and 4x as fast as p = 2 (with links so fast
+    that gradients take no time)."""
+    hardware = parse_cluster("10xA100-80GB")
+    hardware = replace(hardware, gpu=replace(hardware.gpu, link_gbs=1e9))
+    config = load_config(RECIPE)
+    found = splits(config, hardware)
+    assert {s.workers for s in found} == {(1, 8), (2, 8), (4, 6), (8, 2)}
+    for split in found:
+        changed = load_config(RECIPE, split.overrides)
+        assert estimate(changed, hardware).seconds == split.seconds
+    keys = {rate_key(p) for p in estimate(config, hardware).parts}
+
+    def only(key):
+        rates = Rates({k: float(k == key) for k in keys}, "test")
+        return {s.workers: s.seconds for s in splits(config, hardware, rates)}
+
+    sampling = only(("rollout", "rollout"))
+    assert min(sampling.values()) == sampling[1, 8] == sampling[2, 8] < sampling[4, 6]
+    training = only(("policy", "forward/backward"))
+    assert min(training, key=lambda workers: training[workers]) == (8, 2)
+    assert training[2, 8] == pytest.approx(4 * training[8, 2])
+    assert not splits(load_config(RECIPE, ["rollout.max_staleness=null"]), hardware)
+
+    monkeypatch.setattr("burnish.plan.fit.candidates", lambda config, hardware: [[]])  # fewer plans
+    assert fit(config, hardware).proposals[0].overrides == tuple(found[0].overrides)
+    tree = json.loads(plan_text(config, PlanOptions(cluster="10xA100-80GB", as_json=True))[0])
+    seconds = [split["seconds"] for split in tree["splits"]]
+    assert len(seconds) == 4 and seconds == sorted(seconds)
+    assert tree["asynchronous"]["max_age"] == 2

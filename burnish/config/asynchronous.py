@@ -40,6 +40,12 @@ def asynchronous_rules(
             "puts each rollout worker on the GPU of a policy rank, where they take turns; use "
             f"{ALONE}, or rollout.partial=true (sampling pauses in the update)"
         )
+    if rollout.in_flight == "continue" and not rollout.engine.keeps_cache_on_update:
+        yield (
+            f"rollout.in_flight=continue keeps the cache of older weights, which the engine "
+            f"{rollout.engine.kind} cannot; use in_flight=recompute (the default) or finish, or "
+            "another rollout.engine"
+        )
     if isinstance(sync, DiskSync) and sync.keep == 1:
         yield (
             f"{bound} with sync.keep=1: the trainer goes on while the workers read the weights, so "

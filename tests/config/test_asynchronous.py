@@ -3,6 +3,7 @@
 import pytest
 
 from burnish.config import ConfigError, load_config
+from burnish.config.rollout import LocalEngine
 
 RECIPE = {
     "job": "rl",
@@ -50,6 +51,15 @@ def test_a_run_that_cannot_overlap_is_refused_and_each_way_out_is_accepted(
         load_config(RECIPE, overrides)
     for way_out in ways_out:
         load_config(RECIPE, [*overrides, *way_out])
+
+
+def test_an_engine_that_drops_its_cache_at_an_update_cannot_continue_with_it(monkeypatch):
+    overrides = [RAY, "rollout.in_flight=continue"]
+    load_config(RECIPE, overrides)
+    monkeypatch.setattr(LocalEngine, "keeps_cache_on_update", False)
+    with pytest.raises(ConfigError, match="the engine local cannot; use in_flight=recompute"):
+        load_config(RECIPE, overrides)
+    load_config(RECIPE, [RAY, "rollout.in_flight=finish"])
 
 
 def test_settings_without_the_benefit_of_overlap_are_advised_against():

@@ -30,6 +30,7 @@ RECIPE = {
         "generate_max_len": 8,
         "max_staleness": 2,
     },
+    "algorithm": {"correction": {"mode": "truncate"}},
     "train": {"train_batch_size": 16},
     "cluster": {"runtime": "ray", "layout": "separate", "gpus_per_worker": 1},
 }

@@ -9,9 +9,17 @@ from __future__ import annotations
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal
 
-from burnish.agents.calls import CallError, ModelCall, ModelReply, ToolChoice, well_formed
+from burnish.agents.calls import (
+    CallError,
+    Delta,
+    ModelCall,
+    ModelReply,
+    ReplyStart,
+    ToolChoice,
+    well_formed,
+)
 from burnish.agents.conversation import (
     Conversation,
     assistant_message,
@@ -32,7 +40,7 @@ from burnish.agents.reading import (
     stop_texts,
     unsupported_parameters,
 )
-from burnish.agents.writing import compact, event, shown
+from burnish.agents.writing import compact, event, rest_of, shown
 
 _TEXT = {"text": "text"}
 _ROLES = ("user", "assistant", "system")
@@ -81,24 +89,13 @@ class Messages:
             **_head(reply),
             "content": _blocks(call, reply),
             **_stop(reply),
-            "usage": _usage(reply),
+            "usage": _usage(reply, reply.completion_tokens),
         }
 
-    def events(self, call: ModelCall, reply: ModelReply) -> Iterator[str]:
-        """Yield the events of a message: start, those of each block, delta with the stop reason and
-        the usage, stop."""
-        usage = _usage(reply)
-        nothing = {"stop_reason": None, "stop_sequence": None}
-        begun = {**_head(reply), "content": [], **nothing, "usage": {**usage, "output_tokens": 0}}
-        yield _event("message_start", {"message": begun})
-        for index, block in enumerate(_blocks(call, reply)):
-            emptied, deltas = _streamed(block)
-            yield _event("content_block_start", {"index": index, "content_block": emptied})
-            for delta in deltas:
-                yield _event("content_block_delta", {"index": index, "delta": delta})
-            yield _event("content_block_stop", {"index": index})
-        yield _event("message_delta", {"delta": _stop(reply), "usage": usage})
-        yield _event("message_stop", {})
+    def writer(self, call: ModelCall, start: ReplyStart) -> MessageWriter:
+        """Return the writer of the events of a message: start, those of each block, delta with the
+        stop reason and the usage, stop."""
+        return MessageWriter(call, start)
 
     def error(self, error: CallError) -> dict[str, Any]:
         """Return the error body."""
@@ -249,7 +246,78 @@ def _event(name: str, data: Mapping[str, Any]) -> str:
     return event({"type": name, **data}, name)
 
 
-def _head(reply: ModelReply) -> dict[str, Any]:
+class MessageWriter:
+    """Events of a message. Implements :class:`~burnish.agents.calls.EventWriter`.
+
+    Reasoning that comes after content has begun is in a block of its own.
+    """
+
+    def __init__(self, call: ModelCall, start: ReplyStart) -> None:
+        self._call, self._start = call, start
+        self._begun = False
+        self._index = -1
+        self._open: Literal["", "thinking", "text"] = ""
+        self._thought = ""
+        """Text of the last thinking block."""
+        self._sent = {"thinking": "", "text": ""}
+
+    def add(self, delta: Delta) -> Iterator[str]:
+        """Yield the events of more text."""
+        if not self._begun:
+            self._begun = True
+            nothing = {"stop_reason": None, "stop_sequence": None}
+            usage = _usage(self._start, 0)
+            begun = {**_head(self._start), "content": [], **nothing, "usage": usage}
+            yield _event("message_start", {"message": begun})
+        if delta.reasoning and self._call.show_reasoning:
+            yield from self._text("thinking", delta.reasoning)
+        if delta.content:
+            yield from self._text("text", delta.content)
+
+    def _text(self, kind: Literal["thinking", "text"], text: str) -> Iterator[str]:
+        if self._open != kind:
+            yield from self._close()
+            self._open, self._index, self._thought = kind, self._index + 1, ""
+            signature = {"signature": ""} if kind == "thinking" else {}
+            block = {"type": kind, kind: "", **signature}
+            yield _event("content_block_start", {"index": self._index, "content_block": block})
+        self._sent[kind] += text
+        self._thought += text
+        yield self._delta({"type": f"{kind}_delta", kind: text})
+
+    def _delta(self, delta: Mapping[str, Any]) -> str:
+        return _event("content_block_delta", {"index": self._index, "delta": delta})
+
+    def _close(self) -> Iterator[str]:
+        if self._open == "thinking":
+            signature = _signature(self._thought)
+            yield self._delta({"type": "signature_delta", "signature": signature})
+        if self._open:
+            yield _event("content_block_stop", {"index": self._index})
+        self._open = ""
+
+    def finish(self, reply: ModelReply) -> Iterator[str]:
+        """Yield the events that are left. There is a text block unless there are tool calls."""
+        response = shown(self._call, reply.choices[0])
+        reasoning = rest_of(self._sent["thinking"], response.reasoning)
+        content = rest_of(self._sent["text"], response.content)
+        yield from self.add(Delta(0, reasoning, content))
+        if not response.content and not response.calls:
+            yield from self._text("text", "")
+        yield from self._close()
+        for made in response.calls:
+            self._index += 1
+            used = {"type": "tool_use", "id": made.call_id, "name": made.name, "input": {}}
+            yield _event("content_block_start", {"index": self._index, "content_block": used})
+            text = compact(made.arguments)
+            yield self._delta({"type": "input_json_delta", "partial_json": text})
+            yield _event("content_block_stop", {"index": self._index})
+        usage = _usage(reply, reply.completion_tokens)
+        yield _event("message_delta", {"delta": _stop(reply), "usage": usage})
+        yield _event("message_stop", {})
+
+
+def _head(reply: ModelReply | ReplyStart) -> dict[str, Any]:
     name = f"msg_{reply.reply_id}"
     return {"id": name, "type": "message", "role": "assistant", "model": reply.model}
 
@@ -263,12 +331,13 @@ def _stop(reply: ModelReply) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": stopped}
 
 
-def _usage(reply: ModelReply) -> dict[str, Any]:
+def _usage(reply: ModelReply | ReplyStart, sampled: int) -> dict[str, Any]:
+    """Return the usage object. ``sampled``: number of sampled tokens."""
     return {
         "input_tokens": reply.prompt_tokens - reply.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": reply.cached_tokens,
-        "output_tokens": reply.completion_tokens,
+        "output_tokens": sampled,
     }
 
 
@@ -290,18 +359,3 @@ def _blocks(call: ModelCall, reply: ModelReply) -> list[dict[str, Any]]:
 def _signature(reasoning: str) -> str:
     """Return the signature of a thinking block. Clients must return one; it is not checked."""
     return b64encode(blake2b(reasoning.encode(), digest_size=24).digest()).decode()
-
-
-def _streamed(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return a block without its value, and the deltas that fill it."""
-    match block["type"]:
-        case "thinking":
-            return {**block, "thinking": "", "signature": ""}, [
-                {"type": "thinking_delta", "thinking": block["thinking"]},
-                {"type": "signature_delta", "signature": block["signature"]},
-            ]
-        case "text":
-            return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
-        case _:
-            text = compact(block["input"])
-            return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": text}]

@@ -23,7 +23,17 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from burnish.agents.anthropic_messages import Messages
-from burnish.agents.calls import Backend, CallError, Dialect, ErrorKind, ModelCall, ModelReply
+from burnish.agents.calls import (
+    Backend,
+    CallError,
+    Delta,
+    Dialect,
+    ErrorKind,
+    EventWriter,
+    ModelCall,
+    ModelReply,
+    ReplyStart,
+)
 from burnish.agents.openai_chat import ChatCompletions, Completions
 from burnish.agents.openai_responses import Responses
 from burnish.serve.guard import Guard, while_connected
@@ -135,11 +145,21 @@ class AgentApp:
         backend = self._backend(request)
         call, digest = await self._read(request, api.dialect.read)
         is_retry = _count(request.headers.get("x-stainless-retry-count")) > 0
-        answering = asyncio.create_task(backend.respond(call, digest=digest, is_retry=is_retry))
-        answer = _Answer(backend, digest, answering)
+        live = _Live()
+        answering = asyncio.create_task(
+            backend.respond(
+                call, digest=digest, is_retry=is_retry, progress=live if call.stream else None
+            )
+        )
+        answer = _Answer(backend, digest, answering, live)
         try:
-            timeout = self._wait_s if call.stream else None
-            await while_connected(request, asyncio.wait({answering}, timeout=timeout))
+            events: set[asyncio.Future[Any]] = {answering, live.begun}
+            first = asyncio.wait(
+                events,
+                timeout=self._wait_s if call.stream else None,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            await while_connected(request, first)
             if answering.done():
                 answering.result()
                 if await request.is_disconnected():
@@ -230,6 +250,26 @@ def _count(text: str | None) -> int:
 # ---- replies -----------------------------------------------------------------------------------
 
 
+class _Live:
+    """The text of a reply that is being sampled. Implements
+    :class:`burnish.agents.calls.Progress`."""
+
+    def __init__(self) -> None:
+        self.head: ReplyStart | None = None
+        self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Set by the first delta."""
+        self.deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+        """None: the reply is there."""
+
+    def start(self, start: ReplyStart) -> None:
+        self.head = start
+
+    def add(self, delta: Delta) -> None:
+        self.deltas.put_nowait(delta)
+        if not self.begun.done():
+            self.begun.set_result(None)
+
+
 @dataclass(frozen=True)
 class _Answer:
     """The answer to one call, and what must happen if nobody gets it."""
@@ -237,6 +277,7 @@ class _Answer:
     backend: Backend
     digest: bytes
     task: asyncio.Task[ModelReply]
+    live: _Live
 
     def give_up(self) -> None:
         """Cancel the call, or report its reply as not delivered."""
@@ -250,8 +291,18 @@ class _Answer:
         reply = self.task.result()
         return JSONResponse(api.dialect.write(call, reply), headers=_headers(reply))
 
+    @property
+    def has_start(self) -> bool:
+        """Return whether :attr:`start` is known."""
+        return self.live.head is not None or self.task.done()
 
-def _headers(reply: ModelReply) -> dict[str, str]:
+    @property
+    def start(self) -> ReplyStart:
+        """Return the part of the reply that is known first."""
+        return self.live.head or self.task.result().start
+
+
+def _headers(reply: ModelReply | ReplyStart) -> dict[str, str]:
     headers = {"x-request-id": _ascii(reply.reply_id)}
     if reply.ignored:
         headers["burnish-ignored"] = _ascii(", ".join(reply.ignored))
@@ -263,29 +314,36 @@ def _ascii(text: str) -> str:
 
 
 class _EventStream(StreamingResponse):
-    """A reply as server-sent events, which begin before the reply exists."""
+    """A reply as server-sent events, which begin before the reply is complete."""
 
     def __init__(self, api: _Api, call: ModelCall, answer: _Answer, wait_s: float) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        if answer.task.done():
-            headers |= _headers(answer.task.result())
+        if answer.has_start:
+            headers |= _headers(answer.start)
         self._sent = False
         self._answer = answer
         events = self._events(api, call, wait_s)
         super().__init__(events, media_type="text/event-stream", headers=headers)
 
     async def _events(self, api: _Api, call: ModelCall, wait_s: float) -> AsyncIterator[str]:
-        task = self._answer.task
-        while not task.done():
-            yield api.waiting
-            await asyncio.wait({task}, timeout=wait_s)
+        task, deltas = self._answer.task, self._answer.live.deltas
+        task.add_done_callback(lambda _: deltas.put_nowait(None))
+        writer: EventWriter | None = None
         try:
+            async for delta in _until_none(deltas, wait_s):
+                if delta is None:
+                    yield api.waiting
+                    continue
+                writer = writer or api.dialect.writer(call, self._answer.start)
+                for event in writer.add(delta):
+                    yield event
             reply = task.result()
+            writer = writer or api.dialect.writer(call, reply.start)
+            for event in writer.finish(reply):
+                yield event
         except CallError as error:
             yield api.dialect.error_event(error)
             return
-        for event in api.dialect.events(call, reply):
-            yield event
         self._sent = True
 
     async def __call__(self, scope: Any, receive: Any, send: Callable[..., Awaitable[Any]]) -> None:
@@ -294,6 +352,23 @@ class _EventStream(StreamingResponse):
         finally:
             if not self._sent:
                 self._answer.give_up()
+
+
+async def _until_none(
+    deltas: asyncio.Queue[Delta | None], wait_s: float
+) -> AsyncIterator[Delta | None]:
+    """Yield the items of a queue up to the first None, and None after each ``wait_s`` seconds
+    without one."""
+    while True:
+        try:
+            async with asyncio.timeout(wait_s):
+                delta = await deltas.get()
+        except TimeoutError:
+            yield None
+            continue
+        if delta is None:
+            return
+        yield delta
 
 
 # ---- JSON --------------------------------------------------------------------------------------

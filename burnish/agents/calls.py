@@ -193,6 +193,72 @@ class ModelReply:
     ignored: tuple[str, ...] = ()
     """Parameters of the call without effect, such as ``("temperature",)``."""
 
+    @property
+    def start(self) -> ReplyStart:
+        """Return the part that is known before anything is sampled, with the cached tokens."""
+        return ReplyStart(
+            self.reply_id,
+            self.created,
+            self.model,
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.ignored,
+        )
+
+
+@dataclass(frozen=True)
+class ReplyStart:
+    """The part of a :class:`ModelReply` that is known before its responses are sampled. The fields
+    are those of the reply."""
+
+    reply_id: str
+    created: int
+    model: str
+    prompt_tokens: int
+    cached_tokens: int = 0
+    """0 while it is unknown."""
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Text of a response that later tokens cannot change.
+
+    The deltas of a response are, in order, prefixes of its reasoning and of its content. Content
+    with no delta yet, tool calls and what follows them come with the :class:`ModelReply`.
+    """
+
+    index: int
+    """Number of the response in ``ModelReply.choices``."""
+    reasoning: str = ""
+    content: str = ""
+
+
+class Progress(Protocol):
+    """Receiver of the text of a reply while it is sampled. All methods are called in the event
+    loop, ``start`` once and before the first delta. A backend may call none of them."""
+
+    def start(self, start: ReplyStart) -> None:
+        """Accept the known part of the reply."""
+        ...
+
+    def add(self, delta: Delta) -> None:
+        """Accept more text of a response."""
+        ...
+
+
+class EventWriter(Protocol):
+    """Writer of the server-sent events of one reply. Events end with a blank line."""
+
+    def add(self, delta: Delta) -> Iterator[str]:
+        """Yield the events of more text."""
+        ...
+
+    def finish(self, reply: ModelReply) -> Iterator[str]:
+        """Yield all events that are left. Raises CallError (500) if the added text is not a prefix
+        of the reply."""
+        ...
+
 
 class Dialect(Protocol):
     """Translator of one HTTP API. Stateless; knows neither HTTP objects nor tokens."""
@@ -209,8 +275,8 @@ class Dialect(Protocol):
         """Return the JSON body of the response."""
         ...
 
-    def events(self, call: ModelCall, reply: ModelReply) -> Iterator[str]:
-        """Yield the server-sent events of the response, each with its terminating blank line."""
+    def writer(self, call: ModelCall, start: ReplyStart) -> EventWriter:
+        """Return the writer of the events of a reply."""
         ...
 
     def error(self, error: CallError) -> dict[str, Any]:
@@ -230,11 +296,19 @@ class Backend(Protocol):
         """Names of the models that clients may request."""
         ...
 
-    async def respond(self, call: ModelCall, *, digest: bytes, is_retry: bool) -> ModelReply:
+    async def respond(
+        self,
+        call: ModelCall,
+        *,
+        digest: bytes,
+        is_retry: bool = False,
+        progress: Progress | None = None,
+    ) -> ModelReply:
         """Answer a call. Cancelling the task cancels its request to the engine.
 
         ``digest``: hash of the API and the request body. ``is_retry``: the client says that it sent
-        the same request before. Raises CallError.
+        the same request before. ``progress`` receives text while it is sampled, if the backend can
+        tell what is final. Raises CallError.
         """
         ...
 

@@ -6,11 +6,19 @@ own API returns none. Log-probs cover every sampled token, those of reasoning an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
-from burnish.agents.calls import CallError, Choice, ModelCall, ModelReply, invalid
+from burnish.agents.calls import (
+    CallError,
+    Choice,
+    Delta,
+    ModelCall,
+    ModelReply,
+    ReplyStart,
+    invalid,
+)
 from burnish.agents.conversation import (
     Conversation,
     arguments_of,
@@ -36,6 +44,7 @@ from burnish.agents.writing import (
     finite_logprob,
     openai_error,
     openai_usage,
+    rest_of,
     shown,
     token_logprobs,
 )
@@ -140,18 +149,10 @@ class ChatCompletions:
             "usage": openai_usage(reply),
         }
 
-    def events(self, call: ModelCall, reply: ModelReply) -> Iterator[str]:
-        """Yield chunks: role, reasoning, content, tool calls, finish reason; then the usage if the
-        call wants it, and ``[DONE]``."""
-        head = _head(reply, "chat.completion.chunk")
-        if call.stream_usage:
-            head["usage"] = None
-        for index, choice in enumerate(reply.choices):
-            for part in _chunks(call, choice):
-                yield event({**head, "choices": [{"index": index, **part}]})
-        if call.stream_usage:
-            yield event({**head, "choices": [], "usage": openai_usage(reply)})
-        yield _DONE
+    def writer(self, call: ModelCall, start: ReplyStart) -> ChunkWriter:
+        """Return the writer of chunks: role, reasoning, content, tool calls and finish reason of
+        each choice; then the usage if the call wants it, and ``[DONE]``."""
+        return ChunkWriter(call, start, "chat.completion.chunk", ChatChunks)
 
     def error(self, error: CallError) -> dict[str, Any]:
         """Return the error body."""
@@ -193,16 +194,10 @@ class Completions:
             "usage": openai_usage(reply),
         }
 
-    def events(self, call: ModelCall, reply: ModelReply) -> Iterator[str]:
-        """Yield one chunk per choice, then the usage if the call wants it, and ``[DONE]``."""
-        head = _head(reply, "text_completion")
-        if call.stream_usage:
-            head["usage"] = None
-        for index, choice in enumerate(reply.choices):
-            yield event({**head, "choices": [{"index": index, **_completion(call, choice)}]})
-        if call.stream_usage:
-            yield event({**head, "choices": [], "usage": openai_usage(reply)})
-        yield _DONE
+    def writer(self, call: ModelCall, start: ReplyStart) -> ChunkWriter:
+        """Return the writer of chunks: text of each choice, with the finish reason in the last one;
+        then the usage if the call wants it, and ``[DONE]``."""
+        return ChunkWriter(call, start, "text_completion", CompletionChunks)
 
     def error(self, error: CallError) -> dict[str, Any]:
         """Return the error body."""
@@ -317,7 +312,7 @@ def _read_prompt(node: Json) -> str | tuple[int, ...]:
 # ---- replies -----------------------------------------------------------------------------------
 
 
-def _head(reply: ModelReply, kind: str) -> dict[str, Any]:
+def _head(reply: ModelReply | ReplyStart, kind: str) -> dict[str, Any]:
     prefix = "cmpl" if kind == "text_completion" else "chatcmpl"
     return {
         "id": f"{prefix}-{reply.reply_id}",
@@ -325,6 +320,104 @@ def _head(reply: ModelReply, kind: str) -> dict[str, Any]:
         "created": reply.created,
         "model": reply.model,
     }
+
+
+class ChunkWriter:
+    """Chunks of all choices. Implements :class:`~burnish.agents.calls.EventWriter`."""
+
+    def __init__(
+        self,
+        call: ModelCall,
+        start: ReplyStart,
+        kind: str,
+        make: Callable[[ModelCall], ChatChunks | CompletionChunks],
+    ) -> None:
+        self._call, self._head, self._make = call, _head(start, kind), make
+        if call.stream_usage:
+            self._head["usage"] = None
+        self._choices: dict[int, ChatChunks | CompletionChunks] = {}
+
+    def add(self, delta: Delta) -> Iterator[str]:
+        """Yield the chunks of more text."""
+        for part in self._choice(delta.index).add(delta):
+            yield self._chunk(delta.index, part)
+
+    def finish(self, reply: ModelReply) -> Iterator[str]:
+        """Yield the chunks that are left, the usage if the call wants it, and ``[DONE]``."""
+        for index, choice in enumerate(reply.choices):
+            for part in self._choice(index).finish(choice):
+                yield self._chunk(index, part)
+        if self._call.stream_usage:
+            yield event({**self._head, "choices": [], "usage": openai_usage(reply)})
+        yield _DONE
+
+    def _choice(self, index: int) -> ChatChunks | CompletionChunks:
+        if index not in self._choices:
+            self._choices[index] = self._make(self._call)
+        return self._choices[index]
+
+    def _chunk(self, index: int, part: Mapping[str, Any]) -> str:
+        return event({**self._head, "choices": [{"index": index, **part}]})
+
+
+class ChatChunks:
+    """Chunks of one choice of a chat completion: ``delta``, ``logprobs``, ``finish_reason``."""
+
+    def __init__(self, call: ModelCall) -> None:
+        self._call = call
+        self._begun = False
+        self._reasoning = self._content = ""
+
+    def add(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of more text."""
+        yield from self._texts(delta.reasoning if self._call.show_reasoning else "", delta.content)
+
+    def _texts(
+        self, reasoning: str, content: str, logprobs: Any = None
+    ) -> Iterator[dict[str, Any]]:
+        if not self._begun:
+            self._begun = True
+            yield _chunk({"role": "assistant", "content": ""})
+        self._reasoning += reasoning
+        self._content += content
+        if reasoning:
+            yield _chunk({"reasoning_content": reasoning})
+        if content:
+            yield _chunk({"content": content}, logprobs=logprobs)
+
+    def finish(self, choice: Choice) -> Iterator[dict[str, Any]]:
+        """Yield the chunks that are left. The log-probs of all tokens are in the last chunk with
+        content, or in the one with the finish reason."""
+        response = shown(self._call, choice)
+        given = None
+        if self._call.logprobs:
+            given = {"content": token_logprobs(choice), "refusal": None}
+        content = rest_of(self._content, response.content)
+        yield from self._texts(rest_of(self._reasoning, response.reasoning), content, given)
+        for index, made in enumerate(response.calls):
+            function = {"name": made.name, "arguments": ""}
+            opening = {"index": index, "id": made.call_id, "type": "function", "function": function}
+            yield _chunk({"tool_calls": [opening]})
+            yield _chunk({"tool_calls": [{"index": index, "function": {"arguments": made.text}}]})
+        yield _chunk({}, logprobs=None if content else given, finish_reason=choice.finish_reason)
+
+
+class CompletionChunks:
+    """Chunks of one choice of a completion: ``text``, ``logprobs``, ``finish_reason``."""
+
+    def __init__(self, call: ModelCall) -> None:
+        self._call = call
+        self._text = ""
+
+    def add(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """Yield the chunk of more text."""
+        self._text += delta.content
+        yield {"text": delta.content, "logprobs": None, "finish_reason": None}
+
+    def finish(self, choice: Choice) -> Iterator[dict[str, Any]]:
+        """Yield the last chunk, with the log-probs of all tokens."""
+        last = _completion(self._call, choice)
+        yield {**last, "text": rest_of(self._text, last["text"])}
 
 
 def _message(response: Shown) -> dict[str, Any]:
@@ -342,24 +435,6 @@ def _message(response: Shown) -> dict[str, Any]:
             for made in response.calls
         ]
     return message
-
-
-def _chunks(call: ModelCall, choice: Choice) -> Iterator[dict[str, Any]]:
-    """Yield ``delta``, ``logprobs`` and ``finish_reason`` of the chunks of one choice."""
-    response = shown(call, choice)
-    logprobs = {"content": token_logprobs(choice), "refusal": None} if call.logprobs else None
-    yield _chunk({"role": "assistant", "content": ""})
-    if response.reasoning:
-        yield _chunk({"reasoning_content": response.reasoning})
-    if response.content:
-        yield _chunk({"content": response.content}, logprobs=logprobs)
-        logprobs = None
-    for index, made in enumerate(response.calls):
-        function = {"name": made.name, "arguments": ""}
-        opening = {"index": index, "id": made.call_id, "type": "function", "function": function}
-        yield _chunk({"tool_calls": [opening]})
-        yield _chunk({"tool_calls": [{"index": index, "function": {"arguments": made.text}}]})
-    yield _chunk({}, logprobs=logprobs, finish_reason=choice.finish_reason)
 
 
 def _chunk(

@@ -6,11 +6,11 @@ Consecutive items of this kind in the input are one assistant message.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from burnish.agents.calls import CallError, ModelCall, ModelReply
+from burnish.agents.calls import CallError, Delta, ModelCall, ModelReply, ReplyStart
 from burnish.agents.conversation import (
     Conversation,
     arguments_of,
@@ -29,7 +29,7 @@ from burnish.agents.reading import (
     sampling_parameters,
     unsupported_parameters,
 )
-from burnish.agents.writing import event, openai_error, shown, token_logprobs
+from burnish.agents.writing import ShownCall, event, openai_error, rest_of, shown, token_logprobs
 
 _TEXT = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _THOUGHT = {"reasoning_text": "text", "summary_text": "text", "text": "text"}
@@ -81,11 +81,10 @@ class Responses:
         """Return the response object."""
         return _finished(call, reply, _items(call, reply))
 
-    def events(self, call: ModelCall, reply: ModelReply) -> Iterator[str]:
-        """Yield the events of a response: created, in progress, those of each item, and completed
-        or incomplete."""
-        for number, (name, data) in enumerate(_events(call, reply)):
-            yield event({"type": name, "sequence_number": number, **data}, name)
+    def writer(self, call: ModelCall, start: ReplyStart) -> ResponseWriter:
+        """Return the writer of the events of a response: created, in progress, those of each item,
+        and completed or incomplete."""
+        return ResponseWriter(call, start)
 
     def error(self, error: CallError) -> dict[str, Any]:
         """Return the error body."""
@@ -241,33 +240,47 @@ def _items(call: ModelCall, reply: ModelReply) -> list[dict[str, Any]]:
     response = shown(call, choice)
     items: list[dict[str, Any]] = []
     if response.reasoning:
-        part = {"type": "reasoning_text", "text": response.reasoning}
-        name = f"rs_{reply.reply_id}"
-        items.append({"type": "reasoning", "id": name, "summary": [], "content": [part]})
+        items.append(_text_item("reasoning", f"rs_{reply.reply_id}", response.reasoning))
     if response.content or not response.calls:
-        logprobs = token_logprobs(choice) if call.logprobs else []
-        text = {"type": "output_text", "text": response.content, "annotations": []}
-        message = {"type": "message", "id": f"msg_{reply.reply_id}", "role": "assistant"}
-        items.append({**message, "content": [{**text, "logprobs": logprobs}]})
-    for number, made in enumerate(response.calls):
-        items.append(
-            {
-                "type": "function_call",
-                "id": f"fc_{reply.reply_id}_{number}",
-                "call_id": made.call_id,
-                "name": made.name,
-                "arguments": made.text,
-            }
-        )
-    for item in items:
-        item["status"] = "completed"
+        items.append(_text_item("message", f"msg_{reply.reply_id}", response.content))
+        items[-1]["content"][0]["logprobs"] = token_logprobs(choice) if call.logprobs else []
+    items += _call_items(reply, response.calls)
     if choice.finish_reason == "length":
         items[-1]["status"] = "incomplete"
     return items
 
 
+def _text_item(kind: Literal["reasoning", "message"], name: str, text: str) -> dict[str, Any]:
+    """Return an item with text. ``name``: its id."""
+    if kind == "reasoning":
+        part: dict[str, Any] = {"type": "reasoning_text", "text": text}
+        more: dict[str, Any] = {"summary": []}
+    else:
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        more = {"role": "assistant"}
+    return {"type": kind, "id": name, **more, "content": [part], "status": "completed"}
+
+
+def _call_items(reply: ModelReply, calls: Sequence[ShownCall]) -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "function_call",
+            "id": f"fc_{reply.reply_id}_{number}",
+            "call_id": made.call_id,
+            "name": made.name,
+            "arguments": made.text,
+            "status": "completed",
+        }
+        for number, made in enumerate(calls)
+    ]
+
+
 def _response(
-    call: ModelCall, reply: ModelReply, *, status: str, output: list[dict[str, Any]]
+    call: ModelCall,
+    reply: ModelReply | ReplyStart,
+    *,
+    status: str,
+    output: list[dict[str, Any]],
 ) -> dict[str, Any]:
     tools = [{"type": "function", **tool["function"], "strict": False} for tool in call.tools]
     return {
@@ -311,38 +324,100 @@ def _finished(call: ModelCall, reply: ModelReply, items: list[dict[str, Any]]) -
     return response
 
 
-def _events(call: ModelCall, reply: ModelReply) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (type, fields) of every event."""
-    begun = _response(call, reply, status="in_progress", output=[])
-    yield "response.created", {"response": begun}
-    yield "response.in_progress", {"response": begun}
-    items = _items(call, reply)
-    for number, item in enumerate(items):
-        where = {"output_index": number}
-        emptied = {key: [] if key == "content" else value for key, value in item.items()}
-        emptied["status"] = "in_progress"
-        if item["type"] == "function_call":
-            emptied["arguments"] = ""
-        yield "response.output_item.added", {**where, "item": emptied}
-        for name, data in _item_events(item):
-            yield name, {**where, "item_id": item["id"], **data}
-        yield "response.output_item.done", {**where, "item": item}
-    finished = _finished(call, reply, items)
-    yield f"response.{finished['status']}", {"response": finished}
+class ResponseWriter:
+    """Events of a response. Implements :class:`~burnish.agents.calls.EventWriter`.
 
+    Reasoning that comes after content has begun is in an item of its own.
+    """
 
-def _item_events(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (type, fields) of the events that fill an item."""
-    if item["type"] == "function_call":
-        yield "response.function_call_arguments.delta", {"delta": item["arguments"]}
-        done = {"arguments": item["arguments"], "name": item["name"]}
-        yield "response.function_call_arguments.done", done
-        return
-    part, where = item["content"][0], {"content_index": 0}
-    logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-    empty = {**part, "text": "", **({"logprobs": []} if logprobs else {})}
-    yield "response.content_part.added", {**where, "part": empty}
-    kind = f"response.{part['type']}"
-    yield f"{kind}.delta", {**where, "delta": part["text"], **logprobs}
-    yield f"{kind}.done", {**where, "text": part["text"], **logprobs}
-    yield "response.content_part.done", {**where, "part": part}
+    def __init__(self, call: ModelCall, start: ReplyStart) -> None:
+        self._call, self._start = call, start
+        self._num_events = 0
+        self._items: list[dict[str, Any]] = []
+        self._is_open = False
+        """True while the last item gets more text."""
+        self._sent = {"reasoning": "", "message": ""}
+
+    def _event(self, kind: str, /, **data: Any) -> str:
+        numbered = {"type": kind, "sequence_number": self._num_events, **data}
+        self._num_events += 1
+        return event(numbered, kind)
+
+    def _item_event(self, kind: str, /, **data: Any) -> str:
+        return self._event(f"response.{kind}", output_index=len(self._items) - 1, **data)
+
+    def _part_event(self, kind: str, /, **data: Any) -> str:
+        where = {"item_id": self._items[-1]["id"], "content_index": 0}
+        return self._item_event(kind, **where, **data)
+
+    def add(self, delta: Delta) -> Iterator[str]:
+        """Yield the events of more text."""
+        if not self._num_events:
+            begun = _response(self._call, self._start, status="in_progress", output=[])
+            yield self._event("response.created", response=begun)
+            yield self._event("response.in_progress", response=begun)
+        if delta.reasoning:
+            yield from self._text("reasoning", delta.reasoning)
+        if delta.content:
+            yield from self._text("message", delta.content)
+
+    def _text(self, kind: Literal["reasoning", "message"], text: str) -> Iterator[str]:
+        if not self._is_open or self._items[-1]["type"] != kind:
+            yield from self._close()
+            prefix, number = ("rs" if kind == "reasoning" else "msg"), len(self._items)
+            name = f"{prefix}_{self._start.reply_id}" + (f"_{number}" if number > 1 else "")
+            item = _text_item(kind, name, "")
+            self._items.append(item)
+            self._is_open = True
+            emptied = {**item, "content": [], "status": "in_progress"}
+            yield self._item_event("output_item.added", item=emptied)
+            yield self._part_event("content_part.added", part=item["content"][0])
+        self._sent[kind] += text
+        part = self._items[-1]["content"][0] = dict(self._items[-1]["content"][0])
+        part["text"] += text
+        given: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        yield self._part_event(f"{part['type']}.delta", delta=text, **given)
+
+    def _close(self, *, status: str = "completed", logprobs: Any = None) -> Iterator[str]:
+        """End the open item, if there is one. ``logprobs``: of the text of a message."""
+        if not self._is_open:
+            return
+        item = self._items[-1]
+        part, item["status"], self._is_open = item["content"][0], status, False
+        if logprobs is not None and item["type"] == "message":
+            part["logprobs"] = logprobs
+        given = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
+        yield self._part_event(f"{part['type']}.done", text=part["text"], **given)
+        yield self._part_event("content_part.done", part=part)
+        yield self._item_event("output_item.done", item=item)
+
+    def finish(self, reply: ModelReply) -> Iterator[str]:
+        """Yield the events that are left. There is a message unless there are tool calls."""
+        choice = reply.choices[0]
+        response = shown(self._call, choice)
+        reasoning = rest_of(self._sent["reasoning"], response.reasoning)
+        content = rest_of(self._sent["message"], response.content)
+        yield from self.add(Delta(0, reasoning, content))
+        if not response.content and not response.calls:
+            yield from self._text("message", "")
+        logprobs = token_logprobs(choice) if self._call.logprobs else None
+        last = "incomplete" if choice.finish_reason == "length" else "completed"
+        yield from self._close(status="completed" if response.calls else last, logprobs=logprobs)
+        calls = _call_items(reply, response.calls)
+        if calls:
+            calls[-1]["status"] = last
+        for item in calls:
+            self._items.append(item)
+            yield from self._call_events(item)
+        finished = _finished(self._call, reply, self._items)
+        yield self._event(f"response.{finished['status']}", response=finished)
+
+    def _call_events(self, item: dict[str, Any]) -> Iterator[str]:
+        emptied = {**item, "arguments": "", "status": "in_progress"}
+        yield self._item_event("output_item.added", item=emptied)
+        where, given = {"item_id": item["id"]}, item["arguments"]
+        yield self._item_event("function_call_arguments.delta", **where, delta=given)
+        yield self._item_event(
+            "function_call_arguments.done", **where, arguments=given, name=item["name"]
+        )
+        yield self._item_event("output_item.done", item=item)

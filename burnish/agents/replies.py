@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from burnish.agents.calls import Choice, ModelCall, ModelReply, invalid
+from burnish.agents.calls import Choice, ModelCall, ModelReply, ReplyStart, invalid
 from burnish.data.messages import Message
 from burnish.episodes.parsing import ParsedMessage
 from burnish.episodes.renderer import TextCodec
@@ -59,23 +59,28 @@ def make_choice(
     )
 
 
-def make_reply(
-    call: ModelCall,
-    prompt_ids: Sequence[int],
-    choices: Sequence[Choice],
-    *,
-    reply_id: str,
-    cached_tokens: int,
-    ignored: Sequence[str] = (),
-) -> ModelReply:
-    """Return the reply to a call."""
+def make_reply(start: ReplyStart, choices: Sequence[Choice], *, cached_tokens: int) -> ModelReply:
+    """Return the reply to a call, of which ``start`` was known before."""
     return ModelReply(
+        reply_id=start.reply_id,
+        created=start.created,
+        model=start.model,
+        choices=tuple(choices),
+        prompt_tokens=start.prompt_tokens,
+        cached_tokens=cached_tokens,
+        completion_tokens=sum(len(choice.token_ids) for choice in choices),
+        ignored=start.ignored,
+    )
+
+
+def make_start(
+    call: ModelCall, prompt_ids: Sequence[int], reply_id: str, *, ignored: Sequence[str] = ()
+) -> ReplyStart:
+    """Return the part of a reply that is known before its responses are sampled."""
+    return ReplyStart(
         reply_id=reply_id,
         created=int(time.time()),
         model=call.model,
-        choices=tuple(choices),
         prompt_tokens=len(prompt_ids),
-        cached_tokens=cached_tokens,
-        completion_tokens=sum(len(choice.token_ids) for choice in choices),
         ignored=tuple(ignored),
     )

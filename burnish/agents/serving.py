@@ -26,6 +26,7 @@ from burnish.agents.calls import (
     Choice,
     ModelCall,
     ModelReply,
+    Progress,
     check_supported,
     invalid,
 )
@@ -33,10 +34,12 @@ from burnish.agents.replies import (
     checked_ids,
     make_choice,
     make_reply,
+    make_start,
     stop_in,
     with_stop,
     without_stop,
 )
+from burnish.agents.streaming import Reader, Responses
 from burnish.data.messages import Message
 from burnish.episodes.parsing import ParsedMessage
 from burnish.episodes.play import call_seed, sample
@@ -145,9 +148,16 @@ class ServingBackend:
         """Return the name of the model."""
         return self._names[:1]
 
-    async def respond(self, call: ModelCall, *, digest: bytes, is_retry: bool) -> ModelReply:
+    async def respond(
+        self,
+        call: ModelCall,
+        *,
+        digest: bytes,
+        is_retry: bool = False,
+        progress: Progress | None = None,
+    ) -> ModelReply:
         """Answer a call. ``digest`` and ``is_retry`` are not used: without a seed, a retry may
-        sample another response."""
+        sample another response. ``progress``: see :class:`Progress`."""
         self._check(call)
         if call.n > self._max_queue:
             what = f"n is {call.n}, but the server samples at most {self._max_queue} responses"
@@ -162,7 +172,7 @@ class ServingBackend:
             )
         self.num_open += call.n
         try:
-            return await self._answer(call)
+            return await self._answer(call, progress)
         finally:
             self.num_open -= call.n
 
@@ -182,7 +192,7 @@ class ServingBackend:
             raise CallError(what, status=404, kind="not_found_error", param="model")
         check_supported(call)
 
-    async def _answer(self, call: ModelCall) -> ModelReply:
+    async def _answer(self, call: ModelCall, progress: Progress | None) -> ModelReply:
         prompt = await self._prompt(call)
         room = self._max_len - len(prompt.ids)
         if room <= 0:
@@ -200,16 +210,30 @@ class ServingBackend:
             Request(f"{name}/{i}", prompt.ids, seed=call_seed(seed, prompt.ids, i))
             for i in range(call.n)
         ]
-        completions = await self._sample(requests, sampling)
-        choices = [await self._choice(call, prompt, completion) for completion in completions]
-        return make_reply(
+        start = make_start(
             call,
             prompt.ids,
-            choices,
-            reply_id=f"{name}-{secrets.token_hex(6)}",
-            cached_tokens=completions[0].cached_tokens,
+            f"{name}-{secrets.token_hex(6)}",
             ignored=(*call.ignored, *["tool_choice"] * (call.tool_choice == "required")),
         )
+        if progress is None:
+            completions = await self._sample(requests, sampling)
+        else:
+            live = await self._responses(call, prompt)
+            requests = [replace(one, on_tokens=live.listener(i)) for i, one in enumerate(requests)]
+            async with live.followed(progress, start, self._in_thread):
+                completions = await self._sample(requests, sampling)
+        choices = [await self._choice(call, prompt, completion) for completion in completions]
+        return make_reply(start, choices, cached_tokens=completions[0].cached_tokens)
+
+    async def _responses(self, call: ModelCall, prompt: _Prompt) -> Responses:
+        """Return the readers of the responses to a call."""
+        renderer = prompt.renderer
+        make: Callable[[Sequence[int]], Reader] = (
+            self._codec.stream_text if renderer is None else renderer.stream
+        )
+        readers = [await self._in_thread(make, prompt.ids) for _ in range(call.n)]
+        return Responses(readers, call.stop)
 
     async def _sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Sample all responses. If one fails or the wait is cancelled, the others are dropped."""

@@ -19,12 +19,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from burnish.agents.calls import CallError, ModelCall, ModelReply, check_supported, invalid
+from burnish.agents.calls import (
+    CallError,
+    ModelCall,
+    ModelReply,
+    Progress,
+    check_supported,
+    invalid,
+)
 from burnish.agents.matching import History, digests_of
 from burnish.agents.replies import (
     checked_ids,
     make_choice,
     make_reply,
+    make_start,
     stop_in,
     with_stop,
     without_stop,
@@ -126,9 +134,15 @@ class TrainingSession:
         return (MODEL,)
 
     async def respond(
-        self, call: ModelCall, *, digest: bytes, is_retry: bool = False
+        self,
+        call: ModelCall,
+        *,
+        digest: bytes,
+        is_retry: bool = False,
+        progress: Progress | None = None,
     ) -> ModelReply:
-        """Return the reply to a call. ``digest`` is that of the request's body. Raises CallError.
+        """Return the reply to a call. ``digest`` is that of the request's body. ``progress`` is not
+        used: a reply may go to several clients. Raises CallError.
 
         A repetition gets the reply of the call that it repeats (``retries.py``).
         """
@@ -246,14 +260,10 @@ class TrainingSession:
             what = "the rollout engine has failed"
             raise CallError(what, status=503, kind="api_error") from error
         self._record(one)
-        return make_reply(
-            call,
-            one.prompt.ids,
-            [make_choice(call, one.completion, one.parsed.message, one.token_texts)],
-            reply_id=f"{self.task.episode_id}-{len(self._recorded) - 1}",
-            cached_tokens=one.completion.cached_tokens,
-            ignored=ignored,
-        )
+        name = f"{self.task.episode_id}-{len(self._recorded) - 1}"
+        choice = make_choice(call, one.completion, one.parsed.message, one.token_texts)
+        start = make_start(call, one.prompt.ids, name, ignored=ignored)
+        return make_reply(start, [choice], cached_tokens=one.completion.cached_tokens)
 
     def _record(self, one: _Recorded) -> None:
         if self._limit != "max_turns" and one.began > self._limit_s:

@@ -64,6 +64,15 @@ def shown(call: ModelCall, choice: Choice) -> Shown:
     return Shown(reasoning, message.get("content") or "", tuple(calls))
 
 
+def rest_of(sent: str, text: str) -> str:
+    """Return ``text`` without its beginning ``sent``. Raises CallError (500) if it begins
+    otherwise."""
+    if not text.startswith(sent):
+        what = "the text of the response changed while it was sampled; repeat the call unstreamed"
+        raise CallError(what, status=500, kind="api_error")
+    return text[len(sent) :]
+
+
 def compact(value: Any) -> str:
     """Return JSON text of a well-formed value."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)

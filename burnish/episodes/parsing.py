@@ -7,7 +7,6 @@ describes every mistake in words for the policy, so that it can answer with a co
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -21,17 +20,16 @@ from jsonschema_specifications import REGISTRY
 
 from burnish.data.messages import Message
 from burnish.episodes.formats import ToolFormat
+from burnish.episodes.streaming import REASONING, MessageText, without_long_spaces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")
 _SHOWN = 200  # characters of a malformed call that are shown to the policy
 MAX_CALLS = 64
 """Maximum tool calls of one response."""
 MAX_DEPTH = 64
 """Maximum depth of lists and objects in the arguments of a call."""
-_SPACES = re.compile(r"(\s{256})\s+")
 
 
 @dataclass(frozen=True)
@@ -80,29 +78,39 @@ class ResponseParser:
         templates require, and depend only on ``salt`` and the position. Of more than 256
         consecutive spaces, 256 are kept: patterns of published templates need quadratic time.
         """
-        text = _SPACES.sub(r"\1", text)
+        text = without_long_spaces(text)
         num_calls = text.count(self._format.opening) if self._format and self._format.opening else 0
         if num_calls > MAX_CALLS:
-            return ParsedMessage(
-                {"role": "assistant", "content": text.strip()}, _refused(num_calls)
-            )
+            return ParsedMessage(self._without_calls(text), _refused(num_calls))
         try:
             found = self._tokenizer.parse_response(
                 text, self._template, prefix=self._prefix, tools=[dict(tool) for tool in tools]
             )
         except Exception as error:  # a malformed response is data
-            whole = {"role": "assistant", "content": text.strip()}
-            return ParsedMessage(whole, self._with_example(f"the tool call is malformed: {error}"))
-        content = str(found.get("content") or "") + str(found.get("outside") or "")
-        message: dict[str, Any] = {"role": "assistant", "content": content.strip()}
-        reasoning = next((str(found[key]) for key in _REASONING if found.get(key)), "")
-        if reasoning:
-            message["reasoning_content"] = reasoning
+            problem = self._with_example(f"the tool call is malformed: {error}")
+            return ParsedMessage(self._without_calls(text), problem)
+        message, content, reasoning = _texts(found)
         calls, problems = _read_calls(found.get("tool_calls"), tools, salt)
         if calls:
             message["tool_calls"] = calls
         problems += self._left_over(text, content, reasoning)
         return ParsedMessage(message, self._with_example("; ".join(problems)) if problems else None)
+
+    def stream(self) -> MessageText:
+        """Return a reader of a response that is being sampled. What it returns is a beginning of
+        what :meth:`parse` returns."""
+        return MessageText(self._template, prefix=self._prefix)
+
+    def _without_calls(self, text: str) -> dict[str, Any]:
+        """Return the message of a response whose calls cannot be read: they are content."""
+        fields = {n: field for n, field in self._template["fields"].items() if n != "tool_calls"}
+        try:
+            found = self._tokenizer.parse_response(
+                text, {**self._template, "fields": fields}, prefix=self._prefix
+            )
+        except Exception:  # the malformed part is in another field
+            return {"role": "assistant", "content": text.strip()}
+        return _texts(found)[0]
 
     def _left_over(self, text: str, content: str, reasoning: str) -> Iterator[str]:
         """Describe calls that are not closed, or whose beginning is left in the content."""
@@ -122,6 +130,16 @@ class ResponseParser:
     def _with_example(self, problem: str) -> str:
         example = f"\nWrite a tool call as:\n{self._format.example}" if self._format else ""
         return problem + example
+
+
+def _texts(found: Mapping[str, Any]) -> tuple[dict[str, Any], str, str]:
+    """Return (message without calls, content with the white space around it, reasoning)."""
+    content = str(found.get("content") or "") + str(found.get("outside") or "")
+    message: dict[str, Any] = {"role": "assistant", "content": content.strip()}
+    reasoning = next((str(found[key]) for key in REASONING if found.get(key)), "")
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    return message, content, reasoning
 
 
 def tool_functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -20,13 +20,12 @@ from burnish.data.sources import DataError
 from burnish.episodes.formats import FORMATS, FormatName, response_template
 from burnish.episodes.parsing import ParsedMessage, ResponseParser, argument_problem
 from burnish.episodes.probing import call
+from burnish.episodes.streaming import CONTEXT, MessageStream, TextStream, TokenText
 from burnish.episodes.template import ChatTemplate, RendererError, Tools, literal_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CONTEXT = 8
-"""Tokens of a prompt that determine how the first token of a response decodes."""
 History = Literal["keep", "template"]
 """keep: what was sampled stays in the prompt. template: every turn renders all messages again."""
 
@@ -60,7 +59,12 @@ class TextCodec:
 
     def response_text(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> str:
         """Return the text of a response as a continuation of its prompt, without special tokens."""
-        return response_text(self._tokenizer, prompt_ids[-_CONTEXT:], sampled_ids)
+        return response_text(self._tokenizer, prompt_ids[-CONTEXT:], sampled_ids)
+
+    def stream_text(self, prompt_ids: Sequence[int]) -> TextStream:
+        """Return a reader of a response that is being sampled. What it returns is a beginning of
+        what :meth:`response_text` returns."""
+        return TextStream(TokenText(self._tokenizer, prompt_ids, skip_special_tokens=True))
 
 
 class ChatRenderer(TextCodec):
@@ -208,6 +212,12 @@ class ChatRenderer(TextCodec):
         text = self._decode(sampled_ids, prompt_ids)
         return self._parser.parse(text, tools, salt=salt.digest())
 
+    def stream(self, prompt_ids: Sequence[int]) -> MessageStream:
+        """Return a reader of a response that is being sampled. What it returns is a beginning of
+        what :meth:`parse` returns."""
+        text = TokenText(self._tokenizer, prompt_ids, skip_special_tokens=False)
+        return MessageStream(text, self._parser.stream())
+
     def _encode(self, text: str, *, follows: bool = True) -> list[int]:
         ids: list[int] = []
         text = text.encode("utf-8", "replace").decode()  # tokenizers reject lone surrogates
@@ -221,7 +231,7 @@ class ChatRenderer(TextCodec):
         ids = list(sampled_ids)
         if ids and ids[-1] in self._closing_ids:
             ids.pop()
-        before = list(prompt_ids)[-_CONTEXT:]
+        before = list(prompt_ids)[-CONTEXT:]
         head, both = (str(self._tokenizer.decode(part)) for part in (before, before + ids))
         return both[len(head) :] if both.startswith(head) else str(self._tokenizer.decode(ids))
 

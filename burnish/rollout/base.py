@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -49,6 +49,12 @@ class Request:
     until :meth:`RolloutEngine.release`. A later request whose prompt begins with the cached tokens
     only prefills the rest. A conversation has at most one open request, with ``n`` = 1.
     """
+    on_tokens: Callable[[Sequence[int]], object] | None = field(
+        default=None, compare=False, repr=False
+    )
+    """Called in the engine's thread after each sampled token with all tokens of the response so
+    far, except for the token that ends it. The list changes later; copy from it. For ``n`` = 1, and
+    for engines of this process: others do not call it."""
 
     def limit(self, sampling: Sampling) -> int:
         """Return the maximum number of new tokens per response."""

@@ -45,6 +45,8 @@ class LiveSample:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.reason = self.stop.finished(self.tokens, self.request.limit(self.sampling))
+        if self.reason is None and self.request.on_tokens is not None:
+            self.request.on_tokens(self.tokens)
 
     def completion(self) -> Completion:
         """Return the finished sample."""

@@ -442,7 +442,8 @@ def _parameters(sample: LiveSample) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     sampling = sample.sampling
-    delta = bool(sampling.stop)  # stop strings are checked here, token by token
+    # Stop strings are checked here, token by token, and listeners get each token.
+    delta = bool(sampling.stop) or sample.request.on_tokens is not None
     return SamplingParams(
         max_tokens=sample.request.limit(sampling),
         temperature=sampling.temperature,

@@ -60,7 +60,7 @@ def test_replies_and_events_have_the_types_of_the_client(
     call = ModelCall("m", tools=tools, logprobs=logprobs, stream_usage=True)
     TypeAdapter(body).validate_json(json.dumps(dialect.write(call, reply)), strict=True)
     adapter = TypeAdapter(event)
-    for text in dialect.events(call, reply):
+    for text in dialect.writer(call, reply.start).finish(reply):
         assert text.endswith("\n\n") and text.isascii()
         *name, data = text.strip().split("\n")
         if data == "data: [DONE]":

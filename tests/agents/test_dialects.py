@@ -110,7 +110,7 @@ class Server:
             return httpx2.Response(error.status, json=dialect.error(error))
         if not call.stream:
             return httpx2.Response(200, json=dialect.write(call, answer))
-        events = list(dialect.events(call, answer))
+        events = list(dialect.writer(call, answer.start).finish(answer))
         if self.in_stream is not None:
             events = [*events[:2], dialect.error_event(self.in_stream)]
         headers = {"content-type": "text/event-stream"}

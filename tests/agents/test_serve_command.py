@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import importlib.util
 import os
@@ -26,26 +25,24 @@ import httpx
 import openai
 import pytest
 import torch
-from agent_session import END, RENDERER, TOKENIZER, call, user, wait_for
+from agent_session import END, RENDERER, TOKENIZER, backend_of, call, user, wait_for
 from chat_families import chat_tokenizer
-from scripted_engine import ScriptedEngine
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import burnish
 from burnish.agents.app import AgentApp
 from burnish.agents.calls import CallError
-from burnish.agents.serving import OneModel, Renderers, ServingBackend
+from burnish.agents.serving import OneModel
 from burnish.checkpoint.manifest import write_manifest
 from burnish.cli import app
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.rollout import LocalEngine
-from burnish.episodes.renderer import ChatRenderer, TextCodec
+from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.template import RendererError
 from burnish.jobs.serve import in_background
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.rollout.service import RolloutService
 from burnish.rollout.vllm import INSTALL
 from burnish.runtime.inline import InlineRuntime
 from burnish.serve.base import ModelOptions
@@ -166,24 +163,41 @@ def test_a_stop_string_ends_the_response_before_it(client: Any) -> None:
     assert reply.choices[0].finish_reason == "stop"
 
 
+def tokens(choice: Any) -> list[str]:
+    return [entry.token for entry in choice.logprobs.content]
+
+
 def test_a_stream_has_the_text_and_the_usage_of_the_response(client: Any) -> None:
-    given = {"seed": 2, "stream": True, "stream_options": {"include_usage": True}}
-    events = list(ask(client, **given))
-    found = "".join(e.choices[0].delta.content or "" for e in events if e.choices)
-    assert [found] == texts(ask(client, seed=2))
-    assert events[-1].usage.completion_tokens == 12
+    """Sent while it is sampled, with any text that ends it."""
+    for more in ({}, {"stop": ["e", "a "]}, {"n": 3, "logprobs": True}):
+        given = {"seed": 2, "max_tokens": 200, "temperature": 0.8, **more}
+        whole = ask(client, **given)
+        options = {"stream_options": {"include_usage": True}}
+        *events, last = ask(client, **given, stream=True, **options)
+        found = {choice.index: "" for choice in whole.choices}
+        for event in events:
+            found[event.choices[0].index] += event.choices[0].delta.content or ""
+        assert list(found.values()) == texts(whole)
+        assert last.usage == whole.usage
+        assert len(events) > 10 * len(found) or "stop" in more
+        scored = [tokens(e.choices[0]) for e in events if e.choices[0].logprobs]
+        assert scored == [tokens(choice) for choice in whole.choices if choice.logprobs]
+    given = {"model": "tiny", "prompt": "Once", "seed": 2, "max_tokens": 200, "temperature": 0.8}
+    parts = [event.choices[0].text for event in client.completions.create(**given, stream=True)]
+    assert "".join(parts) == client.completions.create(**given).choices[0].text
+    assert len(parts) > 10
 
 
 def test_template_variables_of_the_client_take_effect(client: Any) -> None:
-    def tokens(**variables: Any) -> int:
+    def num_tokens(**variables: Any) -> int:
         body = {"chat_template_kwargs": variables}
         return int(ask(client, max_tokens=1, extra_body=body).usage.prompt_tokens)
 
     added = len(TOKENIZER("<|im_start|>system\nBe brief.<|im_end|>\n")["input_ids"])
-    assert tokens(brief=True) == tokens() + added == tokens(brief=False) + added
+    assert num_tokens(brief=True) == num_tokens() + added == num_tokens(brief=False) + added
     for variables in ({"brieff": True}, {"messages": []}, {"brief": ["a"]}):
         with pytest.raises(openai.BadRequestError, match="chat_template_kwargs"):
-            tokens(**variables)
+            num_tokens(**variables)
 
 
 def test_wrong_tokens_and_models_are_refused_in_the_form_of_the_api(url: str, client: Any) -> None:
@@ -227,18 +241,6 @@ ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type
 
 
 # ---- the backend alone -------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def backend_of(answer: Any, make: Any = lambda _: RENDERER) -> Iterator[ServingBackend]:
-    service = RolloutService(ScriptedEngine(answer, TOKENIZER))
-    codec, renderers = TextCodec(TOKENIZER), Renderers(make)
-    made = ServingBackend(service, codec, renderers, names=("gpt",), max_len=900, max_queue=2)
-    try:
-        yield made
-    finally:
-        made.close()
-        service.close()
 
 
 def test_too_many_requests_get_429_until_one_is_answered_or_its_client_leaves() -> None:
@@ -375,6 +377,9 @@ def test_vllm_gives_the_same_greedy_text_and_caches_the_prefix(
     with in_background(str(folder), options, version="1") as url:
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as other:
             assert texts(ask(other, temperature=0)) == texts(ask(client, temperature=0))
+            given = {"temperature": 0, "max_tokens": 60}
+            deltas = [e.choices[0].delta.content or "" for e in ask(other, stream=True, **given)]
+            assert ["".join(deltas)] == texts(ask(other, **given)) and len(deltas) > 10
             question = [user("What is 2 + 2? " * 3)]  # more than one block of the cache
             first = ask(other, messages=question)
             history = [*question, {"role": "assistant", "content": texts(first)[0]}]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from chat_families import chat_tokenizer
@@ -16,9 +16,10 @@ from scripted_engine import Answer, ScriptedEngine
 from burnish.agents.calls import ModelCall
 from burnish.agents.episodes import AgentPlayer, Agents
 from burnish.agents.server import EpisodeServer
+from burnish.agents.serving import Renderers, ServingBackend
 from burnish.agents.session import TrainingSession
 from burnish.episodes.play import Limits, Played, Policy, Task
-from burnish.episodes.renderer import ChatRenderer
+from burnish.episodes.renderer import ChatRenderer, TextCodec
 from burnish.episodes.rows import episode_rows
 from burnish.rollout.base import Request, Sampling
 from burnish.rollout.service import RolloutService
@@ -142,3 +143,15 @@ def play_tasks(
             service.close()
 
     return asyncio.run(inside()), engine
+
+
+@contextmanager
+def backend_of(answer: Any, make: Any = lambda _: RENDERER) -> Iterator[ServingBackend]:
+    service = RolloutService(ScriptedEngine(answer, TOKENIZER))
+    codec, renderers = TextCodec(TOKENIZER), Renderers(make)
+    made = ServingBackend(service, codec, renderers, names=("gpt",), max_len=900, max_queue=2)
+    try:
+        yield made
+    finally:
+        made.close()
+        service.close()

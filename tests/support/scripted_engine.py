@@ -24,6 +24,9 @@ class ScriptedEngine:
         self.log: list[tuple[Request, tuple[int, ...]]] = []
         self.released: list[str] = []
         self._open: dict[str, tuple[Request, Sampling]] = {}
+        self._answers: dict[str, tuple[int, ...]] = {}
+        self._reported: dict[str, int] = {}
+        """Tokens of a request that its listener got."""
         self._random = random.Random(seed)
 
     @property
@@ -37,10 +40,22 @@ class ScriptedEngine:
     def poll(self) -> list[Completion]:
         if self._random.random() < 0.3:
             return []
-        request, sampling = self._open.pop(self._random.choice(list(self._open)))
-        ids = tuple(self.answer(request))
+        name = self._random.choice(list(self._open))
+        request, sampling = self._open[name]
+        if name not in self._answers:
+            self._answers[name] = tuple(self.answer(request))
+        ids = self._answers[name]
         limit = request.limit(sampling)
         cut, ids = len(ids) > limit, ids[:limit]
+        if request.on_tokens is not None:
+            reported = self._reported[name] = self._reported.get(name, 0) + self._random.choice(
+                (1, 2, 9)
+            )
+            if reported < len(ids):
+                request.on_tokens(ids[:reported])
+                return []
+        del self._open[name], self._answers[name]
+        self._reported.pop(name, None)
         self.log.append((request, ids))
         return [
             Completion(
@@ -56,7 +71,8 @@ class ScriptedEngine:
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            self._open.pop(request_id, None)
+            for kept in (self._open, self._answers, self._reported):
+                kept.pop(request_id, None)
 
     def release(self, conversations: Iterable[str]) -> None:
         self.released += conversations

@@ -1,0 +1,131 @@
+"""Text of responses while they are sampled: from the tokens of the engine to the deltas of a reply.
+
+The engine reports tokens in its thread. Texts are made in the thread of the renderers, and sent in
+the event loop, as often as that is free: a busy server sends more tokens at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Protocol
+
+from burnish.agents.calls import Delta, Progress, ReplyStart
+
+
+class Reader(Protocol):
+    """Reader of the tokens of a response (``episodes/streaming.py``)."""
+
+    def feed(self, tokens: Sequence[int]) -> tuple[str, str]:
+        """Return the (reasoning, content) that more tokens make certain."""
+        ...
+
+
+class StopHold:
+    """Content up to the first of ``stops``, or up to an end that may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        """Return the content that no stop text can remove any more."""
+        text = self._held + text
+        end = min((_place(text, stop) for stop in self._stops), default=len(text))
+        self._held = text[end:]
+        return text[:end]
+
+
+def _place(text: str, stop: str) -> int:
+    """Return the index at which ``stop`` is in ``text``, or may be once it continues.
+
+    >>> _place("to be", "be or"), _place("to be or", "be or"), _place("to", "be or")
+    (3, 3, 2)
+    """
+    found = text.find(stop)
+    if found >= 0:
+        return found
+    longest = min(len(stop) - 1, len(text))
+    lengths = (k for k in range(longest, 0, -1) if text.endswith(stop[:k]))
+    return len(text) - next(lengths, 0)
+
+
+class TokenQueue:
+    """Tokens of one response, from the engine's thread to the event loop that made this."""
+
+    def __init__(self, changed: asyncio.Event) -> None:
+        """``changed``: set in the event loop when there are new tokens."""
+        self._changed, self._loop = changed, asyncio.get_running_loop()
+        self._new: deque[list[int]] = deque()
+        self._num_reported = 0
+
+    def report(self, tokens: Sequence[int]) -> None:
+        """Accept all tokens so far. A callback of the engine (``Request.on_tokens``)."""
+        new = list(tokens[self._num_reported :])
+        self._num_reported += len(new)
+        self._new.append(new)
+        with suppress(RuntimeError):  # the loop is closed, so nobody waits for the response
+            self._loop.call_soon_threadsafe(self._changed.set)
+
+    def take(self) -> list[int]:
+        """Return the tokens that were not returned before."""
+        found: list[int] = []
+        while self._new:
+            found += self._new.popleft()
+        return found
+
+
+class Responses:
+    """The responses of one call, while they are sampled."""
+
+    def __init__(self, readers: Sequence[Reader], stops: Sequence[str]) -> None:
+        """``readers``: one for each response. ``stops``: texts that end a response."""
+        self._changed = asyncio.Event()
+        self._all = [(TokenQueue(self._changed), reader, StopHold(stops)) for reader in readers]
+
+    def listener(self, index: int) -> Callable[[Sequence[int]], None]:
+        """Return the callback for the engine's request of a response."""
+        return self._all[index][0].report
+
+    @asynccontextmanager
+    async def followed(
+        self,
+        progress: Progress,
+        start: ReplyStart,
+        in_thread: Callable[..., Awaitable[Any]],
+    ) -> AsyncIterator[None]:
+        """Send the responses to ``progress`` during the ``async with`` block. ``in_thread`` calls a
+        function in the thread of the readers."""
+        task = asyncio.create_task(self._follow(progress, start, in_thread))
+        try:
+            yield
+        finally:
+            task.cancel()
+            (end,) = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(end, Exception):  # (CancelledError is none)
+            raise end
+
+    async def _follow(
+        self,
+        progress: Progress,
+        start: ReplyStart,
+        in_thread: Callable[..., Awaitable[Any]],
+    ) -> None:
+        has_begun = False
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            for index, (tokens, reader, hold) in enumerate(self._all):
+                new = tokens.take()
+                if not new:
+                    continue
+                reasoning, content = await in_thread(reader.feed, new)
+                delta = Delta(index, reasoning, hold.feed(content))
+                if not delta.reasoning and not delta.content:
+                    continue
+                if not has_begun:
+                    has_begun = True
+                    progress.start(start)
+                progress.add(delta)

@@ -1,0 +1,231 @@
+"""The text of a response while it is sampled: only what later tokens cannot change.
+
+:class:`TokenText` turns tokens into text, :class:`MessageText` text into reasoning and content.
+Together, what they return is a beginning of what ``ChatRenderer.parse`` returns for all tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CONTEXT = 8
+"""Tokens before others that determine how these decode."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of the field with the reasoning, in response templates."""
+_SPACES = re.compile(r"(\s{256})\s+")
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_BROKEN = "\ufffd"
+
+
+def without_long_spaces(text: str) -> str:
+    """Return ``text`` with at most 256 of consecutive spaces."""
+    return _SPACES.sub(r"\1", text)
+
+
+class TokenText:
+    """Text of sampled tokens as a continuation of their prompt.
+
+    ``prompt_ids``: the end of the prompt. A character of which only some bytes were sampled is held
+    back until it is complete. So is a run of byte tokens (``<0x..>``) until another token follows,
+    because one wrong byte changes the text of the entire run. Decoders that remove spaces before
+    punctuation give no text at all.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+    ) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._window = list(prompt_ids[-CONTEXT:])
+        """Tokens of which the text was returned, as far as others depend on it."""
+        self._byte_run: list[int] = []
+        """Byte tokens after the window."""
+        self._seen = self._decode(self._window)
+        """Text of the window that was returned."""
+        ends_whole = not self._seen.endswith(_BROKEN) and not any(map(self._is_byte, self._window))
+        self._is_off = _removes_spaces(tokenizer) or not ends_whole
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """Return the text that more tokens make certain."""
+        length = len(tokens)
+        while length and self._is_byte(tokens[length - 1]):
+            length -= 1
+        if self._is_off or not length:
+            self._byte_run += tokens
+            return ""
+        ids = [*self._window, *self._byte_run, *tokens[:length]]
+        self._byte_run = list(tokens[length:])
+        text = _certain(self._decode(ids))
+        if not text.startswith(self._seen):  # decoded alone, tokens have another text
+            self._is_off = True
+            return ""
+        found = text[len(self._seen) :]
+        self._window = ids[-CONTEXT:]
+        self._seen = _certain(self._decode(self._window))
+        return found
+
+    def _is_byte(self, token: int) -> bool:
+        return bool(_BYTE.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token))))
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=self._skip))
+
+
+def _certain(text: str) -> str:
+    """Return text without its last character if that stands for an incomplete one."""
+    return text.removesuffix(_BROKEN)
+
+
+def _removes_spaces(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether decoding removes spaces before punctuation. transformers does not do it for
+    BPE, whatever the setting."""
+    from transformers import PreTrainedTokenizerFast
+
+    is_fast = isinstance(tokenizer, PreTrainedTokenizerFast)
+    if is_fast and type(tokenizer.backend_tokenizer.model).__name__ == "BPE":
+        return False
+    return bool(tokenizer.clean_up_tokenization_spaces)
+
+
+class MessageText:
+    """Reasoning and content of a response.
+
+    Reasoning is returned once it is closed. Content is returned up to the first tool call, or up to
+    reasoning that follows content; whatever comes later is left to the parser of the complete
+    response. So is white space at the end, which that parser strips.
+
+    ``template``: response template of transformers. ``prefix``: text after which responses begin.
+    """
+
+    def __init__(self, template: Mapping[str, Any], *, prefix: str) -> None:
+        from transformers.utils.chat_parsing import ResponseParser
+
+        self._parser = ResponseParser(dict(template), prefix=prefix)
+        self._fields: Mapping[str, Any] = template["fields"]
+        self._content = _Content(self._fields.get("content", {}))
+        self._held = ""
+        """White space that was not given to the parser."""
+        self._reasoning: tuple[str, str] | None = None
+        """(Field, text) of the reasoning so far."""
+        self._is_done = False
+        self._first = self._read(self._parser.initial_events)
+        """The part that the prompt opened and closed."""
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """Return the (reasoning, content) that more text makes certain."""
+        text = self._held + text
+        end = len(text.rstrip())
+        given, self._held = text[:end], text[end:]
+        if self._is_done or not given:
+            return "", ""
+        try:
+            events = self._parser.feed(without_long_spaces(given))
+        except Exception:  # a malformed call: the parser of the complete response describes it
+            self._is_done = True
+            return "", ""
+        (reasoning, content), self._first = self._first, ("", "")
+        more_reasoning, more_content = self._read(events)
+        return reasoning + more_reasoning, content + more_content
+
+    def _read(self, events: Iterable[Mapping[str, Any]]) -> tuple[str, str]:
+        reasoning, content = "", ""
+        for event in events:
+            kind, name = event["type"], event["field"]
+            if kind == "region_open":
+                self._is_done = not self._may_open(name)
+            if self._is_done:
+                break
+            if kind == "region_close" and name in REASONING:
+                reasoning += self._closed_reasoning(name, str(event["value"]))
+            elif kind == "region_chunk" and name == "content":
+                content += self._content.add(event["text"])
+        return reasoning, content
+
+    def _may_open(self, name: str) -> bool:
+        """Return whether text can still be certain after a field begins."""
+        if name == "content":
+            return self._content.begin()
+        if name in REASONING:
+            return not self._content.has_text
+        return name == "outside"  # it follows the content, wherever it was written
+
+    def _closed_reasoning(self, name: str, value: str) -> str:
+        if self._reasoning is None:
+            self._reasoning = name, value
+            return value
+        before, joined = self._reasoning, self._fields[name].get("join")
+        if before[0] != name or joined is None:
+            self._is_done = True
+            return ""
+        self._reasoning = name, f"{before[1]}{joined}{value}"
+        return f"{joined}{value}"
+
+
+@dataclass(frozen=True)
+class TextStream:
+    """Content of a response without a chat template, from its tokens."""
+
+    text: TokenText
+
+    def feed(self, tokens: Sequence[int]) -> tuple[str, str]:
+        """Return ("", the content that more tokens make certain)."""
+        return "", self.text.feed(tokens)
+
+
+@dataclass(frozen=True)
+class MessageStream:
+    """Reasoning and content of a response, from its tokens."""
+
+    text: TokenText
+    message: MessageText
+
+    def feed(self, tokens: Sequence[int]) -> tuple[str, str]:
+        """Return the (reasoning, content) that more tokens make certain."""
+        return self.message.feed(self.text.feed(tokens))
+
+
+class _Content:
+    """The content of a response, in one or more parts. ``field``: its field of the template."""
+
+    def __init__(self, field: Mapping[str, Any]) -> None:
+        self._strips = bool(field.get("content_args", {}).get("strip", True))
+        self._join: str | None = field.get("join")
+        self._is_text = field.get("content", "text") == "text"
+        self._is_list = bool(field.get("repeats", False)) and self._join is None
+        self._before = ""
+        """Text between the returned content and what follows."""
+        self._spaces = ""
+        """White space at the end of the current part."""
+        self._is_fresh = True
+        self.has_text = False
+        """True once content was returned."""
+
+    def begin(self) -> bool:
+        """Begin a part. Return False if its text cannot be certain."""
+        if self.has_text and self._join is not None:
+            self._before += ("" if self._strips else self._spaces) + self._join
+        self._spaces, self._is_fresh = "", True
+        replaces = self.has_text and self._join is None
+        return self._is_text and not self._is_list and not replaces
+
+    def add(self, text: str) -> str:
+        """Return the content that more text makes certain."""
+        text = self._spaces + text
+        if not self.has_text or (self._is_fresh and self._strips):
+            text = text.lstrip()
+        found = text.rstrip()
+        self._spaces = text[len(found) :]
+        if not found:
+            return ""
+        before, self._before = self._before, ""
+        self._is_fresh, self.has_text = False, True
+        return before + found

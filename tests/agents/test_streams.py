@@ -1,0 +1,104 @@
+"""Streams of a served model: the joined parts of their events are the reply without a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+from agent_session import backend_of, says, tool_call, user
+
+from burnish.agents.app import AgentApp
+from burnish.agents.serving import OneModel
+from burnish.serve.guard import Guard, Limits
+
+MESSAGES = [user("What is 2 + 2?")]
+ADD = {"name": "add", "parameters": {"type": "object"}}
+STREAMED = [
+    "<think>\nI add.\n</think>\n\nIt is  five. ",
+    "<think>\nI add.\n</think>\n\nLet me see.\n" + tool_call("add", a=2) + tool_call("add", a=3),
+    tool_call("add", a=2),
+    "<think>first</think>One<think>second</think> two <think>",
+    "<think>no end",
+    " ",
+    "One two STOP three",
+]
+BODIES: dict[str, dict[str, Any]] = {
+    "chat/completions": {
+        "messages": MESSAGES,
+        "stop": "STOP",
+        "tools": [{"type": "function", "function": ADD}],
+    },
+    "responses": {"input": MESSAGES, "tools": [{"type": "function", **ADD}]},
+    "messages": {
+        "messages": MESSAGES,
+        "max_tokens": 300,
+        "tools": [{"name": "add", "input_schema": {"type": "object"}}],
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "stop_sequences": ["STOP"],
+    },
+    "completions": {"prompt": "Once", "max_tokens": 300, "stop": ["STOP"]},
+}
+
+
+def parts_of(item: dict[str, Any]) -> tuple[str, str, list[Any]]:
+    """Reasoning, content and calls in a reply, or in an event of its stream, of any API."""
+    if "choices" in item:
+        (choice,) = item["choices"] or [{}]
+        found = choice.get("message") or choice.get("delta") or {}
+        calls = [made["function"] for made in found.get("tool_calls") or ()]
+        content = choice.get("text") or found.get("content") or ""
+        return found.get("reasoning_content") or "", content, calls
+    delta = item.get("delta")
+    if isinstance(delta, dict):  # Anthropic
+        given = [{"arguments": delta["partial_json"]}] if "partial_json" in delta else []
+        return delta.get("thinking", ""), delta.get("text", ""), given
+    if isinstance(delta, str):  # Responses
+        kind = item["type"].split(".")[1]
+        texts = [delta if kind == wanted else "" for wanted in ("reasoning_text", "output_text")]
+        return *texts, [{"arguments": delta}] if kind.startswith("function") else []
+    reasoning, content, calls = "", "", []
+    for block in item.get("content" if item.get("type") == "message" else "output") or ():
+        text = block["content"][0]["text"] if "content" in block else block.get("text", "")
+        reasoning += block.get("thinking", "") or (text if block["type"] == "reasoning" else "")
+        content += text if block["type"] in ("text", "message") else ""
+        if block["type"] in ("tool_use", "function_call"):
+            given = block.get("arguments") or json.dumps(block["input"])
+            calls.append({"arguments": given})
+    return reasoning, content, calls
+
+
+def joined(items: list[dict[str, Any]]) -> tuple[str, str, list[Any]]:
+    parts = [parts_of(item) for item in items]
+    calls = [json.loads(c["arguments"]) for part in parts for c in part[2] if c["arguments"]]
+    return "".join(part[0] for part in parts), "".join(part[1] for part in parts), calls
+
+
+def test_streams_of_every_api_have_the_parts_of_the_reply() -> None:
+    """Reasoning, content, calls and stop texts, token by token. Reasoning after content, too."""
+    for text in STREAMED:
+        asyncio.run(check(text))
+
+
+async def check(text: str) -> None:
+    with backend_of(says(lambda _: text)) as backend:
+        web = AgentApp(OneModel(backend, None), Guard(Limits(), token=None))
+        transport = httpx.ASGITransport(web.asgi)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            for path, body in BODIES.items():
+                await check_api(http, path, {"model": "gpt", **body})
+
+
+async def check_api(http: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> None:
+    whole = (await http.post(f"/v1/{path}", json=body)).json()
+    stream = await http.post(f"/v1/{path}", json={**body, "stream": True})
+    lines = [line[6:] for line in stream.text.splitlines() if line.startswith("data: ")]
+    events = [json.loads(line) for line in lines if line != "[DONE]"]
+    assert not whole.get("error") and not events[-1].get("error"), path
+    skipped = ("message_start", "response.completed", "response.created")
+    sent = [event for event in events if event.get("type") not in skipped and "item" not in event]
+    assert joined(sent) == joined([whole])
+    if path == "responses":
+        assert joined([events[-1]["response"]]) == joined([whole])

@@ -120,7 +120,7 @@ def age_stats(
     """Ratio and KL of the proximal policy (the trainer's) to the behavior policy (the sampler's),
     by the age of the action tokens.
 
-    Means ``behavior_ratio_<name>`` = exp(g) and ``behavior_kl_<name>`` = exp(g) - 1 - g in nats, g
+    Means ``<name>_behavior_ratio`` = exp(g) and ``<name>_behavior_kl`` = exp(g) - 1 - g in nats, g
     as in :func:`mismatch_stats`, for each name of :func:`age_name`. The mean ratio is 1 in
     expectation. Tensors of one shape; ``ages`` int64, in RL steps; ``found``: the ages to measure.
     """
@@ -129,8 +129,8 @@ def age_stats(
     means = {}
     for age in sorted({min(age, LAST_AGE) for age in found}):
         own = mask & (ages.clamp(max=LAST_AGE) == age)
-        means[f"behavior_ratio_{age_name(age)}"] = (masked_sum(ratio, own), own.sum())
-        means[f"behavior_kl_{age_name(age)}"] = (masked_sum(kl, own), own.sum())
+        means[f"{age_name(age)}_behavior_ratio"] = (masked_sum(ratio, own), own.sum())
+        means[f"{age_name(age)}_behavior_kl"] = (masked_sum(kl, own), own.sum())
     return Stats(means=means)
 
 

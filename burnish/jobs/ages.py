@@ -1,4 +1,4 @@
-"""Metrics of the ages of trained tokens and groups, in asynchronous runs."""
+"""Metrics of the ages of trained groups and tokens, in asynchronous runs."""
 
 from __future__ import annotations
 
@@ -15,31 +15,34 @@ from burnish.types import Batch
 def age_metrics(
     batch: Batch, ages: Mapping[int, int] | None, *, version: int, max_staleness: int
 ) -> Metrics:
-    """Return the ages of a rollout's action tokens; empty in a synchronous run.
+    """Return the ages of a rollout's groups and action tokens; empty in a synchronous run.
 
-    ``rollout/age_<k>_frac``: share of the tokens of each age, in RL steps (:func:`age_name`);
-    ``rollout/age_mean``, ``rollout/age_max``: of the tokens; ``rollout/group_age_mean``: of the
-    groups, whose age is that of their oldest token; ``rollout/age_optimizer_steps_mean``, ``_max``:
-    of the tokens, in optimizer steps. ``ages`` maps versions of the policy to ages in RL steps, as
-    for ``groups_to_batch``; ``version``: that of the policy before the update.
+    Of the groups, whose age is that of their oldest token, in RL steps: ``rollout/age_<k>_frac``,
+    the share of each age up to ``max_staleness`` (:func:`age_name`), ``rollout/age_mean`` and
+    ``rollout/age_max``. Of the tokens: ``rollout/age_of_tokens_mean`` in RL steps,
+    ``rollout/age_optimizer_steps_mean`` and ``_max`` in optimizer steps. ``ages`` maps versions of
+    the policy to ages in RL steps, as for ``groups_to_batch``; ``version``: that of the policy
+    before the update.
     """
     if batch.ages is None or ages is None or not bool(batch.action_mask.any()):
         return {}
-    counts = torch.bincount(batch.ages[batch.action_mask], minlength=max_staleness + 1)
-    of_age = torch.arange(counts.numel())
-    optimizer_steps = torch.zeros(counts.numel(), dtype=torch.int64)
+    groups, tokens = _oldest(batch), batch.ages[batch.action_mask]
+    apart = min(max_staleness, LAST_AGE) + 1
+    shares = torch.bincount(groups.clamp(max=LAST_AGE), minlength=apart) / groups.numel()
+    counts = torch.bincount(tokens).double()
+    known = torch.arange(counts.numel())
+    optimizer_steps = torch.zeros(counts.numel())
     for sampled_by, age in ages.items():
         if age < counts.numel():
             optimizer_steps[age] = version - sampled_by
-    total, seen = int(counts.sum()), counts > 0
-    apart = torch.bincount(of_age.clamp(max=LAST_AGE), weights=counts.double()) / total
     return {
-        **{f"rollout/{age_name(age)}_frac": share for age, share in enumerate(apart.tolist())},
-        "rollout/age_mean": float((counts * of_age).sum()) / total,
-        "rollout/age_max": float(of_age[seen].max()),
-        "rollout/group_age_mean": float(_oldest(batch).double().mean()),
-        "rollout/age_optimizer_steps_mean": float((counts * optimizer_steps).sum()) / total,
-        "rollout/age_optimizer_steps_max": float(optimizer_steps[seen].max()),
+        **{f"rollout/{age_name(age)}_frac": share for age, share in enumerate(shares.tolist())},
+        "rollout/age_mean": float(groups.double().mean()),
+        "rollout/age_max": float(groups.max()),
+        "rollout/age_of_tokens_mean": float((counts * known).sum()) / tokens.numel(),
+        "rollout/age_optimizer_steps_mean": float((counts * optimizer_steps).sum())
+        / tokens.numel(),
+        "rollout/age_optimizer_steps_max": float(optimizer_steps[counts > 0].max()),
     }
 
 

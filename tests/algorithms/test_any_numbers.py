@@ -350,7 +350,8 @@ def test_a_nan_sampler_logprob_excludes_its_token_or_row(level: Any, mode: Any) 
     )
     assert nobody[0].tolist() == [[0.0, 0.0, 1.0]]
     assert nobody[1].floats() == {
-        "correction_weight": 0.0, "correction_frac": 1.0, "correction_max": 0.0
+        "correction_weight": 0.0, "correction_frac": 1.0, "correction_max": 0.0,
+        "weight": 0.0, "weight_square": 0.0,
     }  # fmt: skip
     lost = correction_weights(sampler, old, mask, level=level, mode=mode, low=0.5, high=2.0)[0]
     if mode != "mask":  # which leaves out whatever is not inside its bounds

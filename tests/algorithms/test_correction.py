@@ -201,9 +201,9 @@ def test_ratio_and_kl_by_age_by_hand() -> None:
     ages = torch.tensor([0, 1, 1, 8, 11, 1, 2])
     stats = age_stats(trainer, sampler, mask, ages=ages, found=[11, 1, 8, 0])
     expected = {
-        **{"behavior_ratio_age_0": 2, "behavior_kl_age_0": 0.306853},
-        **{"behavior_ratio_age_1": 0.625, "behavior_kl_age_1": 0.318147},
-        **{"behavior_ratio_age_8_up": 4, "behavior_kl_age_8_up": 1.645975},
+        **{"age_0_behavior_ratio": 2, "age_0_behavior_kl": 0.306853},
+        **{"age_1_behavior_ratio": 0.625, "age_1_behavior_kl": 0.318147},
+        **{"age_8_up_behavior_ratio": 4, "age_8_up_behavior_kl": 1.645975},
     }
     # 1e-6: six written decimals
     assert stats.floats() == pytest.approx(expected, abs=1e-6)
@@ -217,7 +217,7 @@ def test_the_ratio_to_the_sampler_is_that_of_fp32_and_bounded() -> None:
     # 1e-6: fp32 exp
     assert sampler_ratio(x, y).item() == pytest.approx(math.exp(4.9921875), rel=1e-6)
     assert sampler_ratio(x + 500, x).item() == pytest.approx(math.exp(20), rel=1e-6)
-    kl = age_stats(x, y, x < 0, ages=torch.tensor([0]), found=[0]).floats()["behavior_kl_age_0"]
+    kl = age_stats(x, y, x < 0, ages=torch.tensor([0]), found=[0]).floats()["age_0_behavior_kl"]
     assert kl == pytest.approx(math.exp(4.9921875) - 1 - 4.9921875, rel=1e-6)
 
 

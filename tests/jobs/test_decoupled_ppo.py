@@ -138,8 +138,8 @@ def by_age(batch: Batch, columns: Columns, trainer: list[float]) -> dict[str, fl
         apart[name].append(trainer[t] - columns["behavior"][t])
     out = {}
     for name, gaps in apart.items():
-        out[f"behavior_ratio_{name}"] = sum(map(math.exp, gaps)) / len(gaps)
-        out[f"behavior_kl_{name}"] = sum(math.exp(g) - 1 - g for g in gaps) / len(gaps)
+        out[f"{name}_behavior_ratio"] = sum(map(math.exp, gaps)) / len(gaps)
+        out[f"{name}_behavior_kl"] = sum(math.exp(g) - 1 - g for g in gaps) / len(gaps)
     return out
 
 
@@ -282,10 +282,10 @@ def test_the_samplers_own_log_probs_need_no_pass_of_the_trainer() -> None:
 
 
 def test_ages_of_tokens_and_groups_by_hand() -> None:
-    """Ages of the 21 action tokens: episode a 1 1, 9 9 8 1, 1 0; b 1 1 1; twice 1 1 0 0 0. 7 of age
-    0, 11 of age 1, 3 of age 8 or more (8 9 9). Sum 11 + 26 = 37. The oldest token of group 0 is 9,
-    of group 1 1: mean 5. The trainer has version 12: versions 3, 5, 11, 12 are 9, 7, 1, 0 optimizer
-    steps old; sum 9 + 9 + 7 + 11 = 36."""
+    """The oldest token of group 0 has age 9, that of group 1 age 1: mean 5. Ages of the 21 action
+    tokens: episode a 1 1, 9 9 8 1, 1 0; b 1 1 1; twice 1 1 0 0 0: sum 11 + 26 = 37. The trainer has
+    version 12: versions 3, 5, 11, 12 are 9, 7, 1, 0 optimizer steps old; sum 9 + 9 + 7 + 11 =
+    36."""
     made = groups_to_batch(groups(), AGES)
     assert made.ages is not None and made.ages.dtype == torch.int64
     assert made.ages.tolist() == [
@@ -296,13 +296,12 @@ def test_ages_of_tokens_and_groups_by_hand() -> None:
         *[0, 0, 1, 1, 0, 0, 0] * 2,
     ]
     found = age_metrics(made.select([4, 1, 5, 3, 0, 2]), AGES, version=12, max_staleness=9)
-    wanted = {f"rollout/age_{k}_frac": 0.0 for k in range(2, 8)} | {
-        "rollout/age_0_frac": 7 / 21,
-        "rollout/age_1_frac": 11 / 21,
-        "rollout/age_8_up_frac": 3 / 21,
-        "rollout/age_mean": 37 / 21,
+    wanted = {f"rollout/age_{k}_frac": 0.0 for k in (0, 2, 3, 4, 5, 6, 7)} | {
+        "rollout/age_1_frac": 0.5,
+        "rollout/age_8_up_frac": 0.5,
+        "rollout/age_mean": 5,
         "rollout/age_max": 9,
-        "rollout/group_age_mean": 5,
+        "rollout/age_of_tokens_mean": 37 / 21,
         "rollout/age_optimizer_steps_mean": 36 / 21,
         "rollout/age_optimizer_steps_max": 9,
     }
@@ -326,6 +325,6 @@ def test_micro_batches_of_other_ages_add_up() -> None:
     for i in range(batch.num_rows):
         part = Outputs(new[ends[i] : ends[i + 1]])
         stats += objective(part, batch.select([i]))[1]
-    assert {"behavior_kl_age_0", "behavior_kl_age_8_up"} <= entire.keys()
+    assert {"age_0_behavior_kl", "age_8_up_behavior_kl"} <= entire.keys()
     # 1e-6: some counts are fp32
     assert stats.floats() == pytest.approx(entire, abs=1e-6)

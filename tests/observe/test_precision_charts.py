@@ -58,12 +58,12 @@ def test_every_metric_of_precision_has_its_chart_in_the_update_section() -> None
 
 def test_every_metric_of_ages_and_weights_has_its_chart() -> None:
     update = [
-        *("train/behavior_ratio_age_0", "train/behavior_kl_age_0", "train/effective_sample_frac"),
+        *("train/age_0_behavior_ratio", "train/age_0_behavior_kl", "train/effective_sample_frac"),
         *("train/correction_frac", "train/correction_weight", "train/correction_max"),
     ]
     rollout = [
         *("rollout/age_0_frac", "rollout/age_8_up_frac", "rollout/age_mean", "rollout/age_max"),
-        *("rollout/group_age_mean", "rollout/age_optimizer_steps_mean"),
+        *("rollout/age_of_tokens_mean", "rollout/age_optimizer_steps_mean"),
     ]
     charts = arrange(update + rollout)
     assert [chart.section for chart in charts] == [UPDATE] * 6 + [ROLLOUT] * 3

@@ -9,10 +9,12 @@ the step that trained its group have been announced. From this follow lower boun
   the announcement: (2 - R - o) ``rollout_s``. (R + o = 1: one side after the other.)
 - bound: a group that was started with version v is trained at version v + S at the latest, so
   S + 1 steps contain its longest response and one update: (``longest_s`` + ``trainer_s``)/(S + 1).
+  If R + o = 1, every step waits for all groups, as if S were 0.
 - admission, by Little's law: R + o rollouts each last at least a mean response and an update:
   (``response_s`` + ``trainer_s``)/(R + o).
 
-The estimate is the largest of them. It assumes that every step has a response of maximum length.
+The estimate is the largest of them. It assumes that every step has a response of maximum length,
+and is exact if all steps are equal.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class Sides:
     response_s: float
     """One response of mean length."""
     running_groups: float
-    """Groups that the engines sample at once, divided by the groups of a step."""
+    """Groups that the engines sample at once, divided by P. By Little's law also the steps that the
+    sampling of a group takes, if the engines are always full."""
     scoring_s: float = 0.0
     """Reward models on places of their own; they score while others sample and train."""
     busiest_s: float = 0.0
@@ -50,7 +53,7 @@ class Overlap:
 
     seconds: float
     limit: str
-    """Limiting part of the step, as text."""
+    """Largest bound."""
     sides: Sides
     mean_age: float
     """Mean age of a group at consumption, in RL steps."""
@@ -99,12 +102,11 @@ def overlap(sides: Sides, rollout: AsynchronousRollout) -> Overlap:
     (``partial``)."""
     bounds = _paused(sides, rollout) if rollout.partial else _overlapping(sides, rollout)
     limit = max(bounds, key=lambda name: bounds[name])
-    sampling = limit in (_SAMPLING, _LONGEST)
     return Overlap(
         seconds=bounds[limit],
         limit=limit,
         sides=sides,
-        mean_age=mean_age(sides, rollout, trainer_waits=sampling),
+        mean_age=mean_age(sides, rollout, step_s=bounds[limit] if limit == _SAMPLING else None),
         max_age=rollout.max_staleness or 0,
         bounds=bounds,
     )
@@ -117,10 +119,11 @@ _LONGEST = "the longest responses, which max_staleness waits for"
 def _overlapping(sides: Sides, rollout: AsynchronousRollout) -> dict[str, float]:
     started = rollout.rollouts_ahead + rollout.oversample
     late = max(0.0, 2.0 - started) * sides.rollout_s
+    stale = (rollout.max_staleness or 0) if started > 1 else 0
     return {
         _SAMPLING: sides.rollout_s,
         _TRAINING: sides.trainer_s + late,
-        _LONGEST: (sides.longest_s + sides.trainer_s) / ((rollout.max_staleness or 0) + 1),
+        _LONGEST: (sides.longest_s + sides.trainer_s) / (stale + 1),
         "admission (run_ahead, oversample)": (sides.response_s + sides.trainer_s) / started,
         "reward models": sides.scoring_s,
         "roles that share a device and take turns": sides.busiest_s,
@@ -137,17 +140,19 @@ def _paused(sides: Sides, rollout: AsynchronousRollout) -> dict[str, float]:
     }
 
 
-def mean_age(sides: Sides, rollout: AsynchronousRollout, *, trainer_waits: bool) -> float:
-    """Return the expected age of a group at consumption, in RL steps.
+def mean_age(sides: Sides, rollout: AsynchronousRollout, *, step_s: float | None) -> float:
+    """Return the expected age of a group at consumption, in RL steps. ``step_s``: seconds of a step
+    that is limited by sampling; None: by something else.
 
-    If every free slot of the admission is refilled at once, a group stays for R + o steps by
-    Little's law, and its age is one less. If the engines have fewer slots than that and the trainer
-    waits for them, groups that wait in the queue have no tokens yet: the age is the time of
-    sampling, in steps, and half a step until the next consumption (none with ``partial``, where
-    the trainer takes groups as soon as there are enough).
+    In general R + o rollouts are always in progress, with tokens. By Little's law a group then
+    stays for R + o steps, and its age is one less. If the engines are always full, groups that wait
+    in their queue have no tokens yet, and the age may be less: new weights arrive once in
+    ``step_s`` while a group is sampled; and between its end and the next consumption they arrive if
+    it ended during an update, which has the probability ``trainer_s``/``step_s``. (``partial``:
+    nothing ends during an update.)
     """
     full = rollout.rollouts_ahead + rollout.oversample - 1.0
-    if not trainer_waits:
+    if not step_s:
         return full
-    wait = 0.0 if rollout.partial else 0.5
-    return min(full, sides.running_groups + wait)
+    ended = 0.0 if rollout.partial else sides.trainer_s / step_s
+    return min(full, sides.running_groups + ended)

@@ -1,4 +1,5 @@
-"""Run a command line as an agent in bubblewrap, where it reaches the model server only.
+"""Run an agent in bubblewrap, a process per episode, where it reaches the model server only: a
+command line, or a function.
 
 The sandbox has a network of its own. In it, ``relay.py`` listens at a port of the loopback
 interface, forwards connections to the agent server's Unix socket, starts the agent, and reports its
@@ -10,13 +11,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
-from burnish.agents import relay
+from burnish.agents import function_program, relay
 from burnish.agents.commands import (
     MAX_LINES,
     failure_of,
@@ -28,8 +32,9 @@ from burnish.agents.commands import (
 from burnish.agents.episodes import Endpoint
 from burnish.agents.server import EpisodeServer
 from burnish.config.sandbox import BubblewrapSandbox
+from burnish.environments import worker
 from burnish.environments.base import EnvironmentSetupError
-from burnish.environments.pool import EpisodeFailedError
+from burnish.environments.pool import EnvironmentSpec, EpisodeFailedError
 from burnish.sandbox.base import PYTHON, Program, Result, SandboxError
 from burnish.sandbox.bubblewrap import SOCKET, WORK, Bubblewrap, Opening
 
@@ -40,6 +45,7 @@ CHECK_S = 30.0
 MAX_OUTPUT_BYTES = 16 << 10
 """Bytes of a failed agent's output in the error message."""
 _RELAY = "relay.py"
+_FUNCTION = "function_program.py"
 
 
 class SandboxedCommands:
@@ -50,9 +56,19 @@ class SandboxedCommands:
     """
 
     def __init__(
-        self, command: Sequence[str], config: BubblewrapSandbox, server: EpisodeServer
+        self,
+        command: Sequence[str],
+        config: BubblewrapSandbox,
+        server: EpisodeServer,
+        *,
+        files: Mapping[str, bytes] = MappingProxyType({}),
+        name: str | None = None,
     ) -> None:
+        """``files``: name -> content of files in the agent's folder. ``name``: that of the agent
+        in messages (None: the program's)."""
         self._sandbox = Bubblewrap(config)
+        self._files = dict(files)
+        self._name = command[0] if name is None else name
         self._given = tuple(command)
         self._command = self._sandbox.resolved(command)
         self._server = server
@@ -109,6 +125,11 @@ class SandboxedCommands:
     async def close(self) -> None:
         """Do nothing: each sandbox ends with its episode."""
 
+    async def trial(self, *more: str) -> Result:
+        """Run the command with more arguments, without an episode. Raises SandboxError."""
+        command = (*self._command, *more)
+        return await self._run_program(Program(command, files=self._files, wall_s=CHECK_S))
+
     async def _run(self, more: Mapping[str, Any], *, wall_s: float) -> Result:
         """Run the relay with settings. Raises SandboxError."""
         settings = {
@@ -121,10 +142,13 @@ class SandboxedCommands:
         program = Program(
             (PYTHON, "-I", f"{WORK}/{_RELAY}"),
             stdin=json.dumps(settings).encode(),
-            files={_RELAY: self._relay},
+            files={_RELAY: self._relay, **self._files},
             wall_s=wall_s,
             cpu_s=math.ceil(wall_s) * (os.cpu_count() or 1),
         )
+        return await self._run_program(program)
+
+    async def _run_program(self, program: Program) -> Result:
         opening = Opening(self._server.unix_path, self._folder)
         return await self._sandbox.run_open(program, opening)
 
@@ -143,7 +167,63 @@ class SandboxedCommands:
             what = f"the sandbox of the agent ended with {result.exit_code} and no result:\n{said}"
             raise EpisodeFailedError("infra_error", what) from None
         if code:
-            raise failure_of(self._given, code, lines)
+            raise failure_of([self._name], code, lines)
         if problem is not None:
             raise unreadable_reward(problem)
         return parse_reward(None if reward is None else str(reward).encode("latin-1", "replace"))
+
+
+class SandboxedFunctions:
+    """Runs a user's function, ``agent(task, endpoint)``, in a fresh sandbox once per episode.
+    Implements :class:`burnish.agents.episodes.Agents`.
+
+    The folder of the function's file can be read in the sandbox. Raises EnvironmentSetupError if
+    there is no such file, and SandboxError if bubblewrap or the interpreter is missing.
+    """
+
+    def __init__(
+        self, spec: EnvironmentSpec, config: BubblewrapSandbox, server: EpisodeServer
+    ) -> None:
+        """``spec``: the function, with absolute paths."""
+        self._name = spec.spec
+        file = spec.spec.rpartition(":")[0]
+        if file.endswith(".py") and not os.path.isfile(file):
+            raise EnvironmentSetupError(f"agent {spec.spec}: there is no file {file}")
+        folders = (os.path.dirname(file),) if file.endswith(".py") else ()
+        python = spec.python or sys.executable
+        inside = config.model_copy(
+            update={
+                "python": shutil.which(python) or python,
+                "read_only_paths": (*config.read_only_paths, *folders),
+            }
+        )
+        given = {"spec": spec.spec, "options": dict(spec.options)}
+        files = {
+            _FUNCTION: Path(function_program.__file__).read_bytes(),
+            "worker.py": Path(worker.__file__).read_bytes(),
+            "function.json": json.dumps(given).encode(),
+        }
+        command = (PYTHON, "-I", f"{WORK}/{_FUNCTION}", WORK)
+        self._commands = SandboxedCommands(command, inside, server, files=files, name=spec.spec)
+
+    async def start(self) -> None:
+        """Test the sandbox, and load the function in it.
+
+        Raises SandboxError, and EnvironmentSetupError if the function cannot be loaded there.
+        """
+        await self._commands.start()
+        result = await self._commands.trial("check")
+        if result.exit_code != 0:
+            said = result.stderr.decode(errors="replace").strip()[-2000:]
+            raise EnvironmentSetupError(
+                f"agent {self._name} cannot be loaded in episodes.sandbox ({result.ended} "
+                f"{result.exit_code}):\n{said}\nIt sees the folder of its file, read_only_paths "
+                "and the packages of episodes.python"
+            )
+
+    async def run(self, task: Mapping[str, Any], endpoint: Endpoint, *, timeout_s: float) -> Any:
+        """Run the function on one task and return its result. Raises EpisodeFailedError."""
+        return await self._commands.run(task, endpoint, timeout_s=timeout_s)
+
+    async def close(self) -> None:
+        """Do nothing: each sandbox ends with its episode."""

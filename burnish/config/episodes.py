@@ -35,7 +35,7 @@ _BELONGS_TO: dict[str, tuple[EpisodeKind, ...]] = {
     "step_timeout_s": ("environment", "tools"),
     "tool_timeout_s": ("tools",),
     "tool_result_chars": ("tools",),
-    "sandbox": ("tools", "command"),
+    "sandbox": ("tools", "agent", "command"),
     "on_parse_error": ("environment", "tools"),
     "server_host": ("agent", "command"),
     "server_port": ("agent", "command"),
@@ -103,9 +103,11 @@ class EpisodesConfig(Node):
     built-in tool that runs code in ``sandbox``, each call in a new process. The policy may call
     tools; its first response without a call ends the episode."""
     sandbox: SandboxConfig | None = None
-    """Sandbox of the tool ``python`` (None: bubblewrap with its defaults), or of ``command``, in
-    which only the policy can be reached (None: none; only bubblewrap). Of a command's limits,
-    ``output_bytes`` bounds the reward; ``max_concurrent`` is that of the episodes."""
+    """Sandbox of the tool ``python`` (None: bubblewrap with its defaults), or of ``command`` and
+    ``agent``, in which only the policy can be reached (None: none; only bubblewrap). An agent
+    function then runs in a process per episode, under ``episodes.python``, and can read the folder
+    of its file. Of an agent's limits, ``output_bytes`` bounds the reward; ``max_concurrent`` is
+    that of the episodes."""
     mcp: dict[str, McpServerConfig] = Field(default_factory=dict)
     """MCP servers by name, whose tools the policy may call (``pip install 'burnish[mcp]'``)."""
     agent: str | None = None
@@ -127,7 +129,7 @@ class EpisodesConfig(Node):
     """Interpreter of the worker processes of ``environment`` and ``agent``. It needs none of
     Burnish's packages; for ``tools`` it needs Burnish. None: the interpreter of this run."""
     workers: int = Field(1, ge=1)
-    """Worker processes. Each runs many episodes at once."""
+    """Worker processes. Each runs many episodes at once. No effect on an agent in a sandbox."""
     max_turns: int = Field(8, ge=1)
     """Maximum responses of the policy per episode (status max_turns)."""
     max_tokens: int = Field(ge=2)
@@ -181,12 +183,6 @@ class EpisodesConfig(Node):
             have = f"{' and '.join(found)} are" if found else "none is"
             yield f"episodes needs exactly one of {', '.join(kinds)}, and {have} set; set one"
             return
-        if self.agent is not None and self.sandbox is not None:
-            yield (
-                "sandbox has no effect with agent, because a process plays many episodes at once, "
-                "which could reach each other; use command, a process per episode"
-            )
-            return
         for name, belongs_to in _BELONGS_TO.items():
             field = type(self).model_fields[name]
             default = field.get_default(call_default_factory=True)
@@ -204,8 +200,8 @@ class EpisodesConfig(Node):
             )
         if self.sandbox is not None and self.kind == "tools" and "python" not in self.tools:
             yield "sandbox is for the tool python, which is not in tools; remove it, or add python"
-        if self.command and self.sandbox is not None:
-            yield from _command_sandbox_rules(self.sandbox)
+        if self.has_agent and self.sandbox is not None:
+            yield from self._agent_sandbox_rules(self.sandbox)
         for tool in self.tools:
             if ":" not in tool and tool != "python":
                 yield (
@@ -225,15 +221,37 @@ class EpisodesConfig(Node):
                     "package.module:name"
                 )
 
-
-def _command_sandbox_rules(sandbox: AnySandbox) -> Iterator[str]:
-    if not isinstance(sandbox, BubblewrapSandbox):
-        yield (
-            f"sandbox.kind={sandbox.kind} cannot run command, because only bubblewrap connects a "
-            "program to the policy and to nothing else; use kind=bubblewrap, or remove sandbox"
-        )
-    elif sandbox.max_concurrent is not None:
-        yield "sandbox.max_concurrent has no effect with command; use episodes.max_concurrent"
+    def _agent_sandbox_rules(self, sandbox: AnySandbox) -> Iterator[str]:
+        """Yield the problems of the sandbox of an agent program."""
+        if not isinstance(sandbox, BubblewrapSandbox):
+            yield (
+                f"sandbox.kind={sandbox.kind} cannot run {self.kind}, because only bubblewrap "
+                "connects a program to the policy and to nothing else; use kind=bubblewrap, or "
+                "remove sandbox"
+            )
+            return
+        if sandbox.max_concurrent is not None:
+            yield (
+                f"sandbox.max_concurrent has no effect with {self.kind}; use "
+                "episodes.max_concurrent"
+            )
+        if self.agent is None:
+            return
+        if sandbox.python is not None:
+            yield (
+                f"sandbox.python={sandbox.python!r} has no effect with agent; set episodes.python"
+            )
+        if self.workers != 1:
+            yield (
+                f"workers={self.workers} has no effect with agent and sandbox, which run a process "
+                "per episode; remove workers, or set episodes.max_concurrent"
+            )
+        adapter = self.agent.partition(":")[0]
+        if adapter in ("openrlhf", "verifiers"):
+            yield (
+                f"agent={self.agent!r}: the adapter {adapter} cannot run in a sandbox; remove "
+                "sandbox, or write an agent function"
+            )
 
 
 def episodes_lines(
@@ -274,6 +292,9 @@ def _workers_line(episodes: EpisodesConfig) -> tuple[str, str, str]:
         case "command":
             inside = "" if episodes.sandbox is None else ", in bubblewrap"
             return "agents", "1 each", f"process {' '.join(episodes.command)}{inside}{address}"
+        case "agent" if episodes.sandbox is not None:
+            text = f"process that calls {episodes.agent}{python}, in bubblewrap{address}"
+            return "agents", "1 each", text
         case "agent":
             text = f"processes with {episodes.agent}{python}{address}"
             return "agent workers", str(episodes.workers), text

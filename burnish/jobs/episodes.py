@@ -13,7 +13,7 @@ from burnish import agents
 from burnish.agents.commands import CommandAgents
 from burnish.agents.episodes import AgentPlayer
 from burnish.agents.functions import FunctionAgents
-from burnish.agents.sandboxed import SandboxedCommands
+from burnish.agents.sandboxed import SandboxedCommands, SandboxedFunctions
 from burnish.agents.server import EpisodeServer
 from burnish.config.episodes import TOOLS_FRAC, EpisodesConfig
 from burnish.config.model import ModelConfig
@@ -90,11 +90,12 @@ def _player(config: EpisodesConfig, model: ModelConfig, runtime: Runtime) -> Epi
             return AgentPlayer(server, CommandAgents(config.command))
         assert isinstance(sandbox, BubblewrapSandbox)  # (EpisodesConfig.rules)
         return AgentPlayer(server, SandboxedCommands(config.command, sandbox, server))
-    agent = agent_spec(config, model)
+    agent = agent_spec(config, model).with_absolute_paths()
+    if sandbox is not None:
+        assert isinstance(sandbox, BubblewrapSandbox)  # (EpisodesConfig.rules)
+        return AgentPlayer(server, SandboxedFunctions(agent, sandbox, server))
     start = start_process if server.is_local else runtime.start_worker
-    functions = FunctionAgents(
-        agent.with_absolute_paths(), workers=config.workers, start_worker=start
-    )
+    functions = FunctionAgents(agent, workers=config.workers, start_worker=start)
     return AgentPlayer(server, functions)
 
 

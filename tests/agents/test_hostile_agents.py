@@ -23,7 +23,7 @@ from scripted_engine import ScriptedEngine
 from burnish.agents.commands import CommandAgents
 from burnish.agents.episodes import Agents
 from burnish.agents.functions import FunctionAgents
-from burnish.agents.sandboxed import SandboxedCommands
+from burnish.agents.sandboxed import SandboxedCommands, SandboxedFunctions
 from burnish.agents.server import EpisodeServer
 from burnish.config.sandbox import BubblewrapSandbox
 from burnish.environments.base import EnvironmentSetupError
@@ -31,6 +31,7 @@ from burnish.environments.pool import EnvironmentSpec
 from burnish.episodes.play import Limits, Played
 from burnish.episodes.rows import episode_rows
 from burnish.sandbox.base import SandboxError
+from burnish.sandbox.bubblewrap import DEFAULT_PYTHON
 from burnish.sandbox.make import check_sandbox
 
 FILE = Path(__file__).with_name("hostile_agents.py")
@@ -186,6 +187,57 @@ def test_programs_in_a_sandbox(shown: str, tmp_path: Path, monkeypatch: pytest.M
         (c.prompt_ids, c.completion.token_ids) for c in outside.calls
     ]
     assert inside.record.turns[-1].rewards == outside.record.turns[-1].rewards == {"reward": 1.0}
+
+
+FUNCTIONS = {
+    "good": "done",
+    "good_async": "done",
+    "raises": "env_error",
+    "leaves": "env_error",
+    "returns_garbage": "env_error",
+    "hangs": "timeout",
+    "kills_itself": "infra_error",
+    "forges_a_result": "infra_error",
+    "writes_outside": "done",
+    "connects_elsewhere": "done",
+}
+
+
+def test_functions_in_a_sandbox(shown: str, tmp_path: Path) -> None:
+    """A process per episode: one that dies takes no other along."""
+    spec = EnvironmentSpec(f"{shown}:any_of_them", {}, DEFAULT_PYTHON, role="agent")
+    _, server = sandboxed(shown)
+    agents = SandboxedFunctions(spec, BubblewrapSandbox(), server)
+    places = [os.path.dirname(shown), os.getcwd(), str(tmp_path), "/var/tmp"]
+    with socket.create_server(("", 0)) as listening, socket.socket(socket.AF_UNIX) as local:
+        local.bind(str(tmp_path / "socket"))
+        local.listen()
+        more = {
+            "outside": str(tmp_path),
+            "places": places,
+            "ports": [listening.getsockname()[1]],
+            "address": socket.gethostbyname(socket.gethostname()),
+            "abstract": tmp_path.name,
+        }
+        played, engine = play(agents, [*FUNCTIONS], server=server, more=more)
+    assert {name: one[0].record.status for name, one in played.items()} == FUNCTIONS
+    for name in ("writes_outside", "connects_elsewhere"):
+        assert played[name][0].record.turns[-1].rewards == {}, name
+    assert not [place for place in places if os.path.exists(f"{place}/hostile")]
+    assert "agent bug" in str(played["raises"][0].error)
+    assert 'hostile_agents.py"' in str(played["raises"][0].error)  # a traceback
+    assert "SystemExit" in str(played["leaves"][0].error)
+    for name in ("good", "good_async"):
+        check({"good": played[name]}, engine)
+
+    for wrong, message in (
+        (f"{shown}:missing", "has no 'missing'"),
+        (f"{shown}:json", "an agent is a function"),
+    ):
+        server = EpisodeServer("127.0.0.1", 0, unix_socket=True)
+        refused = SandboxedFunctions(replace(spec, spec=wrong), BubblewrapSandbox(), server)
+        with pytest.raises(EnvironmentSetupError, match=message):
+            play(refused, [], server=server)
 
 
 def test_functions() -> None:

@@ -25,6 +25,7 @@ from burnish.environments.base import EnvironmentSetupError
 from burnish.observe.samples import read_samples
 from burnish.rollout.vllm import INSTALL
 from burnish.sandbox.base import SandboxError
+from burnish.sandbox.bubblewrap import DEFAULT_PYTHON
 
 ROOT = Path(__file__).parents[2]
 AGENT = ROOT / "recipes/agents/guess_number.py"
@@ -91,29 +92,47 @@ with open(os.environ["BURNISH_REWARD"], "w") as file:
 """
 
 
+FUNCTION = """
+import os
+
+async def agent(task, endpoint, reward):
+    assert endpoint.base_url == os.environ["OPENAI_BASE_URL"] and task["prompt"]
+    import my_agent  # calls the policy
+    return {"found": my_agent.found * reward}
+"""
+
+
 def test_agents_in_a_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's settings, with the default interpreter. Without bubblewrap: skipped, or failed
-    under CI=true."""
+    """The page's settings, with the default interpreter: a command and a function. Without
+    bubblewrap: skipped, or failed under CI=true."""
     episodes = yaml.load(block("yaml sandbox"), Loader=RecipeLoader)["rollout"]["episodes"]
     with tempfile.TemporaryDirectory(prefix="burnish-test-", dir="/tmp") as folder:
         os.chmod(folder, 0o755)
         monkeypatch.chdir(folder)
         Path("agents").mkdir()
         Path("agents/my_agent.py").write_text(WITHOUT_PACKAGES)
+        Path("agents/function.py").write_text(FUNCTION)
         episodes["sandbox"]["python"] = None
         episodes["max_tokens"] = 32
+        function = {
+            "agent": "agents/function.py:agent",
+            "python": DEFAULT_PYTHON,
+            "options": {"reward": 1},
+            "sandbox": "bubblewrap",
+            "max_tokens": 32,
+        }
         try:
-            (step,) = run(
-                tmp_path,
-                "max_steps=1",
-                f"rollout.episodes={json.dumps(episodes)}",
-            )
+            steps = [
+                run(tmp_path / name, "max_steps=1", f"rollout.episodes={json.dumps(given)}")[0]
+                for name, given in (("command", episodes), ("function", function))
+            ]
         except SandboxError as error:
             if os.environ.get("CI") == "true":
                 raise
             pytest.skip(str(error))
-    assert step["episodes/done_frac"] == step["episodes/turns"] == 1
-    assert step["reward/mean"] == 1
+    for step in steps:
+        assert step["episodes/done_frac"] == step["episodes/turns"] == 1
+        assert step["reward/mean"] == 1
 
 
 def address() -> str:
@@ -157,7 +176,10 @@ def test_agents_play_with_vllm(tmp_path: Path) -> None:
         ("{command: [x], workers: 2, max_tokens: 32}", "workers has no effect with command"),
         ("{agent: a.py:f, step_timeout_s: 2, max_tokens: 32}", "step_timeout_s has no effect"),
         ("{agent: a.py:f, server_host: 0.0.0.0, max_tokens: 32}", "not an address that agents"),
-        ("{agent: a.py:f, sandbox: bubblewrap, max_tokens: 32}", "use command, a process per"),
+        ("{agent: a.py:f, sandbox: unsafe_subprocess, max_tokens: 32}", "cannot run agent"),
+        ("{agent: a.py:f, sandbox: bubblewrap, workers: 2, max_tokens: 32}", "remove workers"),
+        ("{agent: a.py:f, sandbox: {python: p}, max_tokens: 32}", "set episodes.python"),
+        ("{agent: 'verifiers:v', sandbox: bubblewrap, max_tokens: 32}", "adapter verifiers cannot"),
         ("{environment: a.py:F, sandbox: bubblewrap, max_tokens: 32}", "sandbox has no effect"),
         ("{command: [x], sandbox: unsafe_subprocess, max_tokens: 32}", "cannot run command"),
         ("{command: [x], sandbox: {max_concurrent: 2}, max_tokens: 32}", "episodes.max_concurrent"),

@@ -285,11 +285,21 @@ def test_every_advantage_runs_with_several_updates_per_rollout(
     assert all(line["train/ratio_max"] > 1.0 for line in lines)
 
 
-@pytest.mark.parametrize("policy_loss", ["gspo", "cispo"])
-def test_every_policy_loss_runs_with_several_updates_per_rollout(
-    policy_loss: str, rl: MakeConfig, reward: Reward
+def test_cispo_runs_with_several_updates_per_rollout_and_the_samplers_log_probs(
+    rl: MakeConfig, reward: Reward
 ) -> None:
-    options = [f"algorithm.policy_loss={policy_loss}", "train.train_batch_size=8"]
+    options = ["algorithm.policy_loss=cispo", "train.train_batch_size=8"]
+    lines = _lines(rl(*options, "algorithm.old_policy=sampler"), reward)
+    assert all(math.isfinite(line["train/loss"]) for line in lines)
+    for line in lines:  # the ratio to the sampler, and its meter, contain the second update
+        assert line["train/ratio_max"] > 1.0 and line["train/mismatch_max"] > 1e-3
+        assert 0.5 < line["train/effective_sample_frac"] < 1
+
+
+def test_gspo_runs_with_several_updates_per_rollout_and_a_correction(
+    rl: MakeConfig, reward: Reward
+) -> None:
+    options = ["algorithm.policy_loss=gspo", "train.train_batch_size=8"]
     lines = _lines(rl(*options, "algorithm.correction={level: geometric, mode: mask}"), reward)
     assert all(math.isfinite(line["train/loss"]) for line in lines)
     assert all(line["train/ratio_max"] > 1.0 for line in lines)

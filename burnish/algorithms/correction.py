@@ -125,7 +125,7 @@ def age_stats(
     expectation. Tensors of one shape; ``ages`` int64, in RL steps; ``found``: the ages to measure.
     """
     ratio = sampler_ratio(trainer_logprobs, sampler_logprobs)
-    kl = k3(*(at_least_fp32(x.detach()) for x in (sampler_logprobs, trainer_logprobs)))
+    kl = k3(sampler_logprobs.detach(), trainer_logprobs.detach())
     means = {}
     for age in sorted({min(age, LAST_AGE) for age in found}):
         own = mask & (ages.clamp(max=LAST_AGE) == age)

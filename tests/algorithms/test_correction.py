@@ -207,6 +207,7 @@ def test_ratio_and_kl_by_age_by_hand() -> None:
     }
     # 1e-6: six written decimals
     assert stats.floats() == pytest.approx(expected, abs=1e-6)
+    assert list(stats.means) == list(expected), "in the order of ages"
     assert not any(number.requires_grad for number, _ in stats.means.values())
     assert [age_name(age) for age in (0, 7, 8, 9)] == ["age_0", "age_7", "age_8_up", "age_8_up"]
 

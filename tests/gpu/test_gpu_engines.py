@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -131,6 +132,26 @@ def test_graphs_see_new_weights_and_serve_a_second_call(
     assert tokens() == first
     engine.sleep()
     assert tokens() == first
+
+
+@pytest.mark.parametrize("keep_cache", [True, False])
+def test_graphs_continue_responses_under_new_weights(
+    keep_cache: bool, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Only the head changes, so old keys are those of the new weights."""
+    engine = LocalRolloutEngine(model_on("cuda"), tiny_tokenizer, LocalEngine())
+    weights = {n: p.detach().clone() for n, p in engine.model.named_parameters()}
+    request, greedy = Request("r", (7, 9, 12)), Sampling(24, 0.0)
+    engine.submit([request], greedy)
+    for _ in range(5):
+        assert not engine.poll()
+    new = weights | {"lm_head.weight": weights["lm_head.weight"].flip(0)}
+    engine.load_weights(3, new.items(), keep_cache=keep_cache)
+    (done,) = [c for _ in range(40) for c in engine.poll()]
+    assert done.versions == (0,) * 5 + (3,) * (len(done.token_ids) - 5)
+    longer = replace(request, prompt_ids=(7, 9, 12, *done.token_ids[:5]), max_tokens=19)
+    (fresh,) = engine.generate([longer], greedy)
+    assert fresh.token_ids == done.token_ids[5:]
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False])

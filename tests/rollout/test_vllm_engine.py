@@ -737,6 +737,15 @@ def test_two_processes_share_the_model_load_weights_and_end_cleanly() -> None:
             model = lively(ModelConfig(scratch=sizes.model_copy(update={"seed": seed})))
             engine.load_weights(seed, model.named_parameters())
             check_greedy(engine, model)
+        requests, sampling = requests_for(PROMPTS, n=2), Sampling(16)
+        alone = by_sample(engine.generate(requests, sampling))
+        engine.submit(requests, sampling)
+        done = [c for _ in range(5) for c in engine.poll()]
+        engine.load_weights(2, model.named_parameters())
+        found = by_sample(iter([*done, *poll_all(engine)]))
+        assert {k: c.token_ids for k, c in found.items()} == {
+            k: c.token_ids for k, c in alone.items()
+        }
         missing = [(n, t) for n, t in model.named_parameters() if "norm" not in n]
         with pytest.raises(ValueError, match="they would be stale"):
             engine.load_weights(3, missing)

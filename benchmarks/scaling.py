@@ -102,7 +102,7 @@ class SimulatedWorker:
     def build(self, *_: Any, ready: bool) -> None:
         """Do nothing: there is no model."""
 
-    def receive_snapshot(self, *_: Any) -> None:
+    def receive_snapshot(self, *_: Any, **__: Any) -> None:
         """Do nothing: there is no model."""
 
     def peaks(self) -> dict[str, MemoryPeak]:
@@ -203,9 +203,13 @@ class SimulatedCluster:
         self.monitor.add(handle, f"{role} worker {index}")
         return handle
 
-    def wait_started(self, workers: Sequence[Any]) -> list[tuple[Any, str]]:
+    def first_response(self, worker: Any) -> Any:
+        """A call that is answered at once."""
+        return worker.heartbeat.remote()
+
+    def check_started(self, worker: Any, ref: Any) -> str | None:
         """All are there."""
-        return []
+        return None
 
     def end(self, workers: Sequence[Any]) -> None:
         """Do nothing: no process was started."""

@@ -45,7 +45,7 @@ from burnish.config.roles import (
     sampled_lengths,
     samples_with_policy,
 )
-from burnish.config.rollout import EvalConfig, LocalEngine, RolloutConfig, pass_advice
+from burnish.config.rollout import EvalConfig, RolloutConfig, pass_advice
 from burnish.config.sync import LinkSync, SyncConfig, sync_rules
 from burnish.config.teacher import TeacherConfig, without_rewards
 from burnish.config.train import RLTrainConfig
@@ -163,9 +163,9 @@ class RLConfig(TrainingJob):
             asynchronous=self.rollout if self.rollout.is_asynchronous else None,
             evaluation=self.eval,
             of_policy=True,
-            shares_weights=isinstance(self.rollout.engine, LocalEngine)
-            and not self.rollout.engine.own_weights
-            and samples_with_policy(self.train.engine, self.precision),
+            shares_weights=samples_with_policy(
+                self.train.engine, self.rollout.engine, self.precision
+            ),
         )
 
     @property

@@ -17,7 +17,12 @@ from burnish.config.episodes import EpisodesConfig
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.ptx import PtxConfig
 from burnish.config.rewards import ModelReward, RewardConfig
-from burnish.config.rollout import AsynchronousRollout, EvalConfig, RolloutEngineConfig
+from burnish.config.rollout import (
+    AsynchronousRollout,
+    EvalConfig,
+    LocalEngine,
+    RolloutEngineConfig,
+)
 from burnish.config.sync import SyncConfig
 from burnish.config.train import CheckpointConfig, TrainConfig
 from burnish.config.train_engines import TrainEngineConfig
@@ -304,10 +309,14 @@ class JobSpec:
         return next(role for role in self.train_roles if role.name == name)
 
 
-def samples_with_policy(engine: TrainEngineConfig, precision: PrecisionConfig) -> bool:
-    """Return whether a local rollout engine in the process of a train engine can use the policy's
-    own tensors. It can if the sampler has the same format and no tensor is sharded."""
-    return precision.sampler_dtype == precision.dtype and engine.shares_weights
+def samples_with_policy(
+    engine: TrainEngineConfig, rollout: RolloutEngineConfig, precision: PrecisionConfig
+) -> bool:
+    """Return whether a rollout engine in the process of a train engine uses the policy's own
+    tensors. A local engine does if the sampler has the same format, no tensor is sharded, and
+    ``own_weights`` is off."""
+    wants = isinstance(rollout, LocalEngine) and not rollout.own_weights
+    return wants and precision.sampler_dtype == precision.dtype and engine.shares_weights
 
 
 def rollout_precision(precision: PrecisionConfig) -> PrecisionConfig:

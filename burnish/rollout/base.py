@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -112,8 +112,10 @@ class RolloutEngine(Protocol):
     threads.
     """
 
-    version: int
-    """Version of its current weights."""
+    @property
+    def version(self) -> int:
+        """Return the version of its current weights."""
+        ...
 
     @property
     def keeps_cache_on_update(self) -> bool:
@@ -200,3 +202,27 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Release the engine's processes and shared memory. It cannot be used afterwards."""
         ...
+
+
+@dataclass(frozen=True)
+class StagedWeights:
+    """New weights that a rollout engine loads while the trainer continues.
+
+    Example: ``staged = sync.stage("recompute")`` in the trainer's thread, then
+    ``service.call(staged.load)``: the thread of the engine loads, or starts the load.
+    """
+
+    version: int
+    """Number of optimizer steps that produced the weights."""
+    metrics: Mapping[str, float]
+    """``sync/*`` metrics of the part that the trainer waited for."""
+    load: Callable[[RolloutEngine], None]
+    """Function that the engine's thread calls, once, with the engine. The engine has loaded the
+    weights when its ``version`` is :attr:`version` or one that was staged later: at return, or
+    after later polls. Raises the errors of a transfer; later ones are raised by polls."""
+    waits: bool = False
+    """True if the trainer must not use its engines before ``load`` returns, because the load reads
+    from them."""
+    needs_idle: bool = False
+    """True if ``load`` must be called while no request is open: the engine itself cannot finish
+    running responses with the old weights (``in_flight: finish``)."""

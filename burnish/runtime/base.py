@@ -9,17 +9,18 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.model import ModelConfig, PrecisionConfig
-from burnish.config.rollout import RolloutEngineConfig
+from burnish.config.rollout import InFlight, RolloutEngineConfig
 from burnish.config.sync import LinkSync, SyncConfig
 from burnish.environments.worker_set import Worker
 from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline
-from burnish.rollout.base import RolloutEngine
+from burnish.rollout.base import RolloutEngine, StagedWeights
 from burnish.sync.base import Metrics
 from burnish.train.base import EngineLostError, HasLogprobs, TrainEngine
 from burnish.train.spec import EngineSpec
 
 POLICY_SPANS = {"logprobs": "logprobs", "forward_backward": "train", "optim_step": "optim"}
+SYNC_SPANS = {"push": "sync", "stage": "sync"}
 CRITIC_SPANS = {"values": "values", "forward_backward": "critic", "optim_step": "critic"}
 
 
@@ -29,6 +30,15 @@ class Sync(Protocol):
     def push(self) -> Metrics:
         """Transfer the policy's weights and version to the rollout engine. Return ``sync/*``
         metrics, or no metrics if nothing was moved."""
+        ...
+
+    def stage(self, in_flight: InFlight) -> StagedWeights:
+        """Take a snapshot of the policy's weights for a load that overlaps with training.
+
+        ``in_flight``: treatment of the responses that are open during the load
+        (``rollout.in_flight``). The caller owns the policy. The load of an earlier snapshot may
+        still be in progress; it is skipped by workers that have not begun it.
+        """
         ...
 
 

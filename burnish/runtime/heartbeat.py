@@ -8,7 +8,7 @@ machine is lost. Long computation and waiting in a collective do not stop them.
 :class:`HeartbeatMonitor` is the controller's side. It waits for results and polls the registry
 meanwhile. Each poll without a new heartbeat adds the time since the previous poll to the worker's
 timeout, at most two intervals. Pausing the controller or all processes therefore causes no false
-positives.
+positives. Several threads of the controller may use one monitor, each for its own workers.
 
 The classes do not depend on Ray, which is passed as an argument."""
 
@@ -18,7 +18,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -91,32 +91,42 @@ class HeartbeatMonitor:
         maximum time without a heartbeat."""
         self.ray, self.registry, self.timeout_s = ray, registry, timeout_s
         self.every_s = timeout_s / HEARTBEATS_PER_TIMEOUT
+        self._lock = threading.Lock()
+        """Protects the workers. Never held while waiting for a process."""
         self._workers: dict[int, _WorkerRecord] = {}
         self._number = 0
+        self._reading = threading.Lock()
+        """Held by the thread that reads the registry, so that counts are applied in the order of
+        reading. Only :meth:`wait_for_heartbeats` waits for it, at most ``timeout_s``."""
         self._polled_at = time.monotonic()
 
     # ---- names -----------------------------------------------------------------------------
 
     def add(self, handle: Any, name: str) -> Heartbeat:
         """Register a worker under a name. Return the heartbeat that it has to call."""
-        self._number += 1
-        self._workers[id(handle)] = _WorkerRecord(handle, name, self._number)
-        return Heartbeat(self.registry, self._number)
+        with self._lock:
+            self._number += 1
+            record = _WorkerRecord(handle, name, self._number)
+            self._workers[id(handle)] = record
+        return Heartbeat(self.registry, record.number)
 
     def mark_started(self, handle: Any, where: tuple[str, int]) -> None:
         """Mark a worker as started, on this node and in this process. Its heartbeats are required
         from now on."""
-        worker = self._workers[id(handle)]
         node, pid = where
-        worker.started, worker.name = True, f"{worker.name} (node {node}, pid {pid})"
+        with self._lock:
+            worker = self._workers[id(handle)]
+            worker.started, worker.name = True, f"{worker.name} (node {node}, pid {pid})"
 
     def drop(self, handle: Any) -> None:
         """Unregister a worker that is ended on purpose."""
-        self._workers.pop(id(handle), None)
+        with self._lock:
+            self._workers.pop(id(handle), None)
 
     def name(self, handle: Any) -> str:
         """Return the name for messages: role, rank and, if known, node and process."""
-        return self._workers[id(handle)].name
+        with self._lock:
+            return self._workers[id(handle)].name
 
     def names(self, handles: Iterable[Any]) -> str:
         """Return the names of several workers."""
@@ -145,32 +155,46 @@ class HeartbeatMonitor:
         """Return those of ``handles`` without a heartbeat for too long."""
         self._poll()
         enough = (HEARTBEATS_PER_TIMEOUT - 1) * self.every_s
-        return [h for h in handles if self._workers[id(h)].missed_s >= enough]
+        with self._lock:
+            return [h for h in handles if self._workers[id(h)].missed_s >= enough]
 
     def wait_for_heartbeats(self, handles: Sequence[Any]) -> list[Any]:
         """Wait until each of ``handles`` sent a heartbeat or timed out. Return the latter."""
         self._poll(at_once=True)  # earlier heartbeats do not count
-        before = {id(h): self._workers[id(h)].counted for h in handles}
+        before = self._counts(handles)
         while True:
             unresponsive = self.unresponsive(handles)
-            open_ = [h for h in handles if self._workers[id(h)].counted == before[id(h)]]
-            if len(open_) <= len(unresponsive):
+            now = self._counts(handles)
+            silent = sum(new == old for new, old in zip(now, before, strict=True))
+            if silent <= len(unresponsive):
                 return unresponsive
             time.sleep(self.every_s)
 
+    def _counts(self, handles: Iterable[Any]) -> list[int]:
+        with self._lock:
+            return [self._workers[id(h)].counted for h in handles]
+
     def _poll(self, *, at_once: bool = False) -> None:
-        """Count heartbeats, at most once per interval."""
-        now = time.monotonic()
-        if now - self._polled_at < self.every_s and not at_once:
+        """Count heartbeats, at most once per interval and not while another thread does."""
+        if not self._reading.acquire(blocking=at_once):
             return
-        passed, self._polled_at = min(now - self._polled_at, 2 * self.every_s), now
-        counts = self._read()
-        for worker in list(self._workers.values()):  # another thread may add workers
-            count = counts.get(worker.number, 0)
-            if count != worker.counted or not worker.started:
-                worker.counted, worker.missed_s = count, 0.0
-            else:
-                worker.missed_s += passed
+        try:
+            now = time.monotonic()
+            if now - self._polled_at >= self.every_s or at_once:
+                passed, self._polled_at = min(now - self._polled_at, 2 * self.every_s), now
+                self._count(self._read(), passed)
+        finally:
+            self._reading.release()
+
+    def _count(self, heartbeats: Mapping[int, int], passed: float) -> None:
+        """Compare the heartbeats so far with those before ``passed`` seconds."""
+        with self._lock:
+            for worker in self._workers.values():
+                count = heartbeats.get(worker.number, 0)
+                if count != worker.counted or not worker.started:
+                    worker.counted, worker.missed_s = count, 0.0
+                else:
+                    worker.missed_s += passed
 
     def _read(self) -> dict[int, int]:
         """Return the heartbeats so far. If the registry does not respond, no worker counts as

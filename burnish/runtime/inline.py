@@ -26,7 +26,7 @@ from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine
 from burnish.rollout.decoding import make_local_engine
 from burnish.rollout.vllm import VllmRolloutEngine
-from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS
+from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS, SYNC_SPANS
 from burnish.sync.inproc import InprocSync
 from burnish.train.base import HasLogprobs, TrainEngine
 from burnish.train.engine import BaseTrainEngine, FrozenBase
@@ -102,14 +102,14 @@ class InlineRuntime:
         self, policy: TrainEngine, config: RolloutEngineConfig, *, max_len: int | None = None
     ) -> RolloutEngine:
         """Return a rollout engine for ``policy``, for rows of up to ``max_len`` tokens (None: the
-        model's limit). It uses the policy's own weights, a copy if the dtype differs or they are
-        sharded, or vLLM, which gets them at the first sync."""
+        model's limit). It uses the policy's own weights, a copy (``own_weights``, another dtype, or
+        sharded weights), or vLLM, which gets them at the first sync."""
         wanted = self.precision.sampler_dtype
         trainer = cast(BaseTrainEngine, policy)
         model: Any = trainer.model
         if isinstance(config, VllmEngine):
             return self._vllm(model, config, max_len)
-        if not samples_with_policy(trainer.spec.train.engine, self.precision):
+        if not samples_with_policy(trainer.spec.train.engine, config, self.precision):
             base = trainer.spec.model.model_copy(update={"lora": None})
             model = load_causal_lm(base, dtype=wanted, device=self.device)
             model.requires_grad_(False)
@@ -166,9 +166,7 @@ class InlineRuntime:
         self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()
     ) -> InprocSync:
         """Return a sync that transfers the policy's weights to the rollout engine."""
-        return timed(
-            InprocSync(cast(BaseTrainEngine, policy), rollout), self.timeline, {"push": "sync"}
-        )
+        return timed(InprocSync(cast(BaseTrainEngine, policy), rollout), self.timeline, SYNC_SPANS)
 
     async def start_worker(self, python: str | None) -> Worker:
         """Start a process for user code on this machine."""

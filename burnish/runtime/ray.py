@@ -29,8 +29,14 @@ from burnish.environments.worker_set import Worker
 from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine
-from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS, Sync, WorkerLostError
-from burnish.runtime.ray_cluster import RayCluster, worker_peaks
+from burnish.runtime.base import (
+    CRITIC_SPANS,
+    POLICY_SPANS,
+    SYNC_SPANS,
+    Sync,
+    WorkerLostError,
+)
+from burnish.runtime.ray_cluster import PeakCollector, RayCluster, worker_peaks
 from burnish.runtime.remote_rollout import RemoteRolloutEngine
 from burnish.runtime.remote_train import RemoteFrozenBase, RemoteTrainEngine
 from burnish.runtime.remote_workers import start_remote_worker
@@ -61,6 +67,8 @@ class RayRuntime:
         self.rollouts: list[RemoteRolloutEngine] = []
         own = model.with_absolute_paths()
         self.cluster = RayCluster(own, config, placements=placements, precision=precision)
+        self._sampling = PeakCollector(self.cluster.ray)
+        """Asks workers that sample while the policy is trained."""
 
     def recover(self, lost: WorkerLostError) -> None:
         """Replace all train groups with lost workers; the new ones have the initial weights. Raises
@@ -135,7 +143,7 @@ class RayRuntime:
                 break
             except WorkerLostError as lost:  # nothing is trained yet: new ranks are equivalent
                 self.recover(lost)
-        return timed(made, self.timeline, {"push": "sync"})
+        return timed(made, self.timeline, SYNC_SPANS)
 
     async def start_worker(self, python: str | None) -> Worker:
         """Start a process for user code in an actor on one of the cluster's nodes."""
@@ -151,10 +159,15 @@ class RayRuntime:
 
     def peaks(self) -> list[ProcessPeaks]:
         """Return the peaks of all workers and of this process, whose phases are combined as
-        ``controller``."""
+        ``controller``. Workers that sample while the policy is trained are not waited for: their
+        peaks are those at the time of the previous call."""
         groups: list[tuple[str, list[Any]]] = [(g.name, g.workers) for g in self.groups]
-        groups += [("rollout", rollout.workers) for rollout in self.rollouts]
+        groups += [("rollout", rollout.workers) for rollout in self.rollouts if not rollout.staged]
         found = worker_peaks(self.cluster.ray, groups)
+        found += self._sampling.collect()
+        for rollout in self.rollouts:
+            if rollout.staged:
+                self._sampling.ask("rollout", rollout.workers)
         own = self.timeline.peaks
         if own is not None and (phases := own.collect()):
             most = functools.reduce(operator.or_, phases.values())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -49,6 +50,8 @@ class RayCluster:
         self.ray = _import_ray()
         self.restarts = 0
         """Number of workers that were replaced."""
+        self._counting = threading.Lock()
+        """Protects ``restarts``: train groups and rollout workers are replaced by two threads."""
         self._first_heartbeats: dict[int, Any] = {}
         self._connected_here = False
         self._restore: Callable[[], None] = lambda: None
@@ -197,24 +200,39 @@ class RayCluster:
     def wait_started(self, workers: Sequence[Any]) -> list[tuple[Any, str]]:
         """Wait until new workers respond, and monitor them from then on. Return those that do not
         respond, with the reason. Raises ClusterError if a worker's constructor fails."""
-        refs = [self._first_heartbeats.pop(id(worker)) for worker in workers]
+        refs = [self.first_response(worker) for worker in workers]
         limit = self.config.start_timeout_s
         ready, _ = self.ray.wait(refs, num_returns=len(refs), timeout=limit)
         lost: list[tuple[Any, str]] = []
         for worker, ref in zip(workers, refs, strict=True):
-            failed = failure(self.ray, ref) if ref in ready else None
-            if ref not in ready:
-                why = f"did not start within {limit:g} s (cluster.start_timeout_s)"
+            why = self.check_started(worker, ref) if ref in ready else self.late_reason
+            if why is not None:
                 lost.append((worker, why))
-            elif failed is None:
-                self.monitor.mark_started(worker, self.ray.get(ref))
-            elif never := constructor_error(self.ray, failed, self.monitor.name(worker)):
-                raise never from failed
-            elif is_worker_loss(self.ray, failed):
-                lost.append((worker, f"died during startup: {library_text(failed)}"))
-            else:
-                raise failed
         return lost
+
+    def first_response(self, worker: Any) -> Any:
+        """Return the reference that is ready once a new worker responds, for
+        :meth:`check_started`. May be called once for each worker."""
+        return self._first_heartbeats.pop(id(worker))
+
+    def check_started(self, worker: Any, ref: Any) -> str | None:
+        """Monitor a new worker from its first response on. Return the reason if it died instead.
+        Raises ClusterError if its constructor failed."""
+        failed = failure(self.ray, ref)
+        if failed is None:
+            self.monitor.mark_started(worker, self.ray.get(ref))
+            return None
+        if never := constructor_error(self.ray, failed, self.monitor.name(worker)):
+            raise never from failed
+        if not is_worker_loss(self.ray, failed):
+            raise failed
+        return f"died during startup: {library_text(failed)}"
+
+    @property
+    def late_reason(self) -> str:
+        """Error message for a worker that does not start."""
+        limit = self.config.start_timeout_s
+        return f"did not start within {limit:g} s (cluster.start_timeout_s)"
 
     @property
     def unresponsive_reason(self) -> str:
@@ -230,14 +248,16 @@ class RayCluster:
 
     def count_restart(self, what: str) -> None:
         """Count a replacement. Raises ClusterError once ``cluster.max_restarts`` is exceeded."""
-        self.restarts += 1
-        if self.restarts > self.config.max_restarts:
+        with self._counting:
+            self.restarts += 1
+            restarts = self.restarts
+        if restarts > self.config.max_restarts:
             raise ClusterError(
                 f"{what}, after cluster.max_restarts={self.config.max_restarts} replaced "
                 "workers; find out why they die (memory? the driver's log?), then continue with "
                 "--resume"
             )
-        log.warning("%s; replaced (%d of %d)", what, self.restarts, self.config.max_restarts)
+        log.warning("%s; replaced (%d of %d)", what, restarts, self.config.max_restarts)
 
     def close(self) -> None:
         """Remove the placement groups, and end Ray if it was started here."""
@@ -272,15 +292,39 @@ def _import_ray() -> Any:
 def worker_peaks(ray: Any, groups: Iterable[tuple[str, Sequence[Any]]]) -> list[ProcessPeaks]:
     """Return the peak memory of each worker in each phase since the last call. Only workers that
     respond within :data:`_PEAKS_S` are included."""
-    asked = {
-        worker.peaks.remote(): (name, rank)
-        for name, workers in groups
-        for rank, worker in enumerate(workers)
-    }
-    ready: list[Any] = []
-    if asked:
-        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_PEAKS_S)
-    return [ProcessPeaks(*asked[r], ray.get(r)) for r in ready if failure(ray, r) is None]
+    collector = PeakCollector(ray)
+    for name, workers in groups:
+        collector.ask(name, workers)
+    return collector.collect(timeout_s=_PEAKS_S)
+
+
+class PeakCollector:
+    """Requests for the memory peaks of workers. Workers that are sampling answer later."""
+
+    def __init__(self, ray: Any) -> None:
+        self.ray = ray
+        self._asked: dict[Any, tuple[str, int]] = {}
+        """Reference to an answer -> group and rank of the worker."""
+
+    def ask(self, name: str, workers: Sequence[Any]) -> None:
+        """Ask the workers of a group that owe no answer."""
+        asked = set(self._asked.values())
+        for rank, worker in enumerate(workers):
+            if (name, rank) not in asked:
+                self._asked[worker.peaks.remote()] = name, rank
+
+    def collect(self, *, timeout_s: float = 0.0) -> list[ProcessPeaks]:
+        """Return the answers after at most ``timeout_s``: the peak memory of each worker in each
+        phase, from its previous answer until it was asked."""
+        if not self._asked:
+            return []
+        ready, _ = self.ray.wait(list(self._asked), num_returns=len(self._asked), timeout=timeout_s)
+        answers = [(self._asked.pop(ref), ref) for ref in ready]
+        return [
+            ProcessPeaks(*who, self.ray.get(ref))
+            for who, ref in answers
+            if failure(self.ray, ref) is None
+        ]
 
 
 _FORWARDED_PREFIXES = ("DS_", "GLOO_", "HF_", "NCCL_", "VLLM_", "TORCHDYNAMO_", "TORCHINDUCTOR_")

@@ -1,9 +1,14 @@
-"""One rollout engine made of rollout workers in other processes."""
+"""One rollout engine made of rollout workers in other processes.
+
+This file distributes requests; ``rollout_pool.py`` has the processes. A request is at one worker. A
+worker is told about its new requests between two of its answers. Requests of a lost worker go to
+the others at once. A worker that becomes free, because it is new or has loaded weights, takes
+requests that others cannot have begun."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,24 +16,17 @@ import torch
 from torch import Tensor
 
 from burnish.config.model import ModelConfig
-from burnish.config.rollout import RolloutEngineConfig
-from burnish.messages import library_text
+from burnish.config.rollout import InFlight, LocalEngine, RolloutEngineConfig
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.generation import generate
 from burnish.rollout.requests import OpenRequests, check_requests
-from burnish.runtime.errors import failure, loss_reason
 from burnish.runtime.ray_cluster import RayCluster
-from burnish.runtime.rollout_worker import Orders, RolloutWorker
+from burnish.runtime.rollout_pool import PoolWorker, RolloutPool, Weights
+from burnish.runtime.rollout_worker import Orders
 from burnish.runtime.worker import BUCKET_BYTES
 from burnish.sync.base import encode
 from burnish.sync.buckets import messages
 from burnish.sync.snapshot import WeightSnapshot
-
-CLOSE_TIMEOUT_S = 10.0
-
-Lost = dict[int, str]
-"""Index of a worker -> how it was lost."""
-Refill = Callable[[Sequence[int]], Lost]
 
 
 class RemoteRolloutEngine:
@@ -46,27 +44,34 @@ class RemoteRolloutEngine:
     ) -> None:
         """Start the workers. ``ready``: they may sample from the model's own weights before the
         first transfer."""
-        self.cluster, self.model, self.config, self._max_len = cluster, model, config, max_len
-        self.ready, self.version = ready, 0
-        self.max_len: int | None = None
-        """Maximum length of a row in tokens; None: unlimited. Known once a worker is ready."""
+        self.cluster, self.model, self.config = cluster, model, config
         self.keeps_cache_on_update = config.keeps_cache_on_update
+        self.size = cluster.config.ranks("rollout")
+        slots = config.max_batch_size if isinstance(config, LocalEngine) else config.max_num_seqs
+        self._slots = slots
+        """Samples that a worker decodes at once."""
         self._requests = OpenRequests()
-        self._orders: dict[int, list[_Order]] = {}
-        """Worker -> orders that it has not received."""
         self._open: dict[str, _OpenRequest] = {}
-        self._calls: dict[Any, int] = {}
-        """Reference to the answer of a worker -> the worker. A worker has at most one."""
+        self._waiting: dict[str, _OpenRequest] = {}
+        """Open requests without a worker."""
+        self._shares = [_Share() for _ in range(self.size)]
+        """The open requests of each worker."""
         self._homes: dict[str, int] = {}
         """Conversation -> the worker that has its cache."""
-        self.size = cluster.config.ranks("rollout")
-        self.refill: Refill = lambda indices: {}
-        """Sends the current weights to replaced workers. Set by a sync."""
-        self.workers: list[Any] = [
-            cluster.start_one("rollout", RolloutWorker, i, self.size) for i in range(self.size)
-        ]
+        self._finished: list[Completion] = []
+        """Completions that arrived outside of a poll."""
+        self._draining = False
+        """True while no worker gets new requests."""
+        self.staged = False
+        """True once weights were staged: the workers sample while the policy is trained."""
+        self.pool = RolloutPool(
+            cluster,
+            self.size,
+            lambda w: w.build.remote(model, config, max_len, ready=ready),
+            may_load=self._may_load,
+        )
         try:
-            self.replace(self._prepare(range(self.size)))
+            self._until(lambda: self.pool.complete)
         except BaseException:
             self.close()
             raise
@@ -74,9 +79,25 @@ class RemoteRolloutEngine:
     # ---- the interface ---------------------------------------------------------------------
 
     @property
+    def version(self) -> int:
+        """Version of the newest weights that all workers have confirmed. Workers that are being
+        replaced do not count: they begin with these or newer weights."""
+        return self.pool.version
+
+    @property
+    def max_len(self) -> int | None:
+        """Return the maximum length of a row in tokens; None: unlimited."""
+        return self.pool.max_len
+
+    @property
+    def workers(self) -> list[Any]:
+        """Return the handles of all workers."""
+        return [worker.handle for worker in self.pool.workers]
+
+    @property
     def busy(self) -> bool:
-        """Return whether any request is open."""
-        return bool(self._requests)
+        """Return whether any request is open or a ready worker loads weights."""
+        return bool(self._requests or self._finished or self.pool.is_loading)
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Queue ``requests``: those of a known conversation at the worker that has its cache, all
@@ -84,36 +105,28 @@ class RemoteRolloutEngine:
         run or is already open."""
         check_requests(requests, sampling, limit=self.max_len, holder="the rollout workers have")
         self._requests.add(requests)
-        left = [request for request in requests if request.n > 0]
-        self._open |= {r.request_id: _OpenRequest(r, sampling) for r in left}
-        self._assign(left)
+        new = {r.request_id: _OpenRequest(r, sampling) for r in requests if r.n > 0}
+        self._open |= new
+        self._waiting |= new
+        self._assign_waiting()
 
     def poll(self) -> list[Completion]:
-        """Wait until a worker answers, and return what it finished. Requests of a worker that is
-        lost are repeated, except for their finished samples. Raises an error of a worker; all open
-        requests are dropped then."""
+        """Wait until a worker answers, and return the finished samples. Requests of a worker that
+        is lost are repeated, except for their finished samples. Raises an error of a worker; all
+        open requests are dropped then."""
         self._send()
-        if not self._calls:
-            return []
-        ready, lost = self._wait(list(self._calls), list(self._calls.values()))
-        done: list[Completion] = []
-        try:
-            for call in ready:
-                worker = self._calls.pop(call)
-                done += [c for c in self._answer(call, worker, lost) if self._take(c, worker)]
-        except Exception:  # an error of a worker: the others may have the same one in their answers
-            self._calls.clear()
-            self.cancel(list(self._open))
-            raise
-        if lost:
-            self.replace(lost)
-        self._send()
+        if self.busy and not self._finished:
+            self._react()
+            self._send()
+        done, self._finished = self._finished, []
         return done
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """Drop open requests. Unknown ids are ignored."""
-        for name in self._requests.drop(request_ids):
-            self._order(self._open.pop(name).worker, _Order(cancel=name))
+        names = set(request_ids)
+        self._finished = [c for c in self._finished if c.request_id not in names]
+        for name in self._requests.drop(names):
+            self._remove(self._open.pop(name))
         self._send()
 
     def release(self, conversations: Iterable[str]) -> None:
@@ -121,7 +134,9 @@ class RemoteRolloutEngine:
         for name in conversations:
             worker = self._homes.pop(name, None)
             if worker is not None:
-                self._order(worker, _Order(release=name))
+                self._shares[worker].release.append(name)
+            for waiting in self._waiting.values():
+                waiting.released |= waiting.request.conversation == name
         self._send()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
@@ -129,46 +144,54 @@ class RemoteRolloutEngine:
         first one."""
         return generate(self, requests, sampling)
 
-    # ---- requests and answers --------------------------------------------------------------
+    # ---- requests --------------------------------------------------------------------------
 
-    def _assign(self, requests: Sequence[Request]) -> None:
-        """Choose the workers of ``requests`` and order the samples that are not finished."""
-        loads = [0] * self.size
-        for open_request in self._open.values():
-            if open_request.worker >= 0:
-                loads[open_request.worker] += open_request.request.n
-        kept = [r for r in requests if r.conversation in self._homes]
-        shares = _shares([r for r in requests if r.conversation not in self._homes], loads)
-        for request in kept:
-            assert request.conversation is not None
-            shares[self._homes[request.conversation]].append(request)
-        for worker, share in enumerate(shares):
-            for request in share:
-                found = self._open[request.request_id]
-                found.worker, found.sent = worker, False
-                self._order(worker, _Order(submit=found))
-                if request.conversation is not None:
-                    self._homes[request.conversation] = worker
+    def _remove(self, gone: _OpenRequest) -> None:
+        """Take a request away from its worker."""
+        name = gone.request.request_id
+        self._waiting.pop(name, None)
+        if gone.worker >= 0:
+            share = self._shares[gone.worker]
+            del share.open[name]
+            if gone.sent:
+                share.cancel.append(name)
+            else:
+                share.new.remove(gone)
+            gone.worker, gone.sent = -1, False
 
-    def _order(self, worker: int, order: _Order) -> None:
-        self._orders.setdefault(worker, []).append(order)
+    def _assign_waiting(self) -> None:
+        """Choose the workers of requests that have none, if a worker takes new requests."""
+        takers = [w.index for w in self.pool.workers if w.ready and not self._is_held(w)]
+        if not self._waiting or not takers:
+            return
+        waiting, self._waiting = list(self._waiting.values()), {}
+        others: list[_OpenRequest] = []
+        for found in waiting:
+            home = self._homes.get(found.request.conversation or "")
+            if home in takers:
+                self._give(found, home)
+            else:
+                others.append(found)
+        heap = [(self._shares[worker].samples, worker) for worker in takers]
+        heapq.heapify(heap)
+        others.sort(key=lambda o: -o.request.n * (o.request.max_tokens or 1))
+        for found in others:  # the most expensive first, each to the least loaded
+            load, least = heap[0]
+            self._give(found, least)
+            heapq.heapreplace(heap, (load + found.left, least))
 
-    def _send(self) -> None:
-        """Call every worker that has orders or open requests and owes no answer."""
-        called = set(self._calls.values())
-        working = {open_request.worker for open_request in self._open.values()}
-        for worker in sorted((working | set(self._orders)) - called):
-            given = self._orders.pop(worker, [])
-            new = [o.submit for o in given if o.submit is not None]
-            new = [r for r in new if self._open.get(r.request.request_id) is r]
-            for open_request in new:
-                open_request.sent = True
-            orders = Orders(
-                tuple(o.cancel for o in given if o.cancel is not None),
-                tuple(o.release for o in given if o.release is not None),
-                tuple((r.request, r.sampling) for r in new),
-            )
-            self._calls[self.workers[worker].advance.remote(orders)] = worker
+    def _give(self, given: _OpenRequest, worker: int) -> None:
+        share, name = self._shares[worker], given.request.conversation
+        given.worker = worker
+        share.open[given.request.request_id] = given
+        share.new.append(given)
+        if name is None:
+            return
+        before = self._homes.get(name, worker)
+        if before != worker:  # it is about to load weights
+            self._shares[before].release.append(name)
+        if not given.released:
+            self._homes[name] = worker
 
     def _take(self, completion: Completion, worker: int) -> bool:
         """Return whether a completion of ``worker`` is wanted, and count it. That of a canceled
@@ -182,125 +205,120 @@ class RemoteRolloutEngine:
         self._requests.finish(completion.request_id)
         if completion.request_id not in self._requests:
             del self._open[completion.request_id]
+            share = self._shares[worker]
+            del share.open[completion.request_id]
             conversation = found.request.conversation
             if conversation is not None and conversation not in self._homes:
-                self._order(worker, _Order(release=conversation))  # released while it was open
+                share.release.append(conversation)  # released while it was open
         return True
 
-    def _assign_again(self, lost: Collection[int]) -> None:
-        """Forget what workers were told that are replaced, and assign their open requests again."""
-        self._calls = {call: w for call, w in self._calls.items() if w not in lost}
-        for worker in lost:
-            self._orders.pop(worker, None)
-        self._homes = {name: w for name, w in self._homes.items() if w not in lost}
-        again = [o for o in self._open.values() if o.worker in lost]
-        for open_request in again:
-            open_request.worker = -1
-        self._assign([o.request for o in again])
+    def _balance(self, free: int) -> None:
+        """Move to worker ``free`` the newest requests of others that do not fit into their batches,
+        until it has as many. Requests of conversations stay."""
+        own = self._shares[free].samples
+        others = [share for worker, share in enumerate(self._shares) if worker != free]
+        loads = [share.samples for share in others]
+        for load, share in sorted(zip(loads, others, strict=True), key=lambda pair: -pair[0]):
+            for request in reversed(list(share.open.values())):
+                if load - request.left < max(self._slots, own + request.left):
+                    break
+                if request.request.conversation is None and not request.done:
+                    load, own = load - request.left, own + request.left
+                    self._remove(request)
+                    self._give(request, free)
 
-    def _answer(self, call: Any, worker: int, lost: dict[int, str]) -> list[Completion]:
-        """Return the completions of an answer. Add the worker to ``lost`` if it is lost, or if its
-        machine died and unread completions are lost. In both cases they are sampled again."""
-        ray = self.cluster.ray
+    # ---- answers ---------------------------------------------------------------------------
+
+    def _is_held(self, worker: PoolWorker) -> bool:
+        """Return whether a worker must not get new requests before it loads weights."""
+        newest = self.pool.newest
+        finishes = newest is not None and newest.in_flight == "finish"
+        return self._draining or (finishes and self.pool.is_due(worker))
+
+    def _may_load(self, worker: int) -> bool:
+        """Return whether a worker may load the newest weights now."""
+        newest = self.pool.newest
+        finishes = newest is not None and newest.in_flight == "finish"
+        return not (finishes and any(o.sent for o in self._shares[worker].open.values()))
+
+    def _send(self) -> None:
+        """Call every ready worker that has orders or requests and owes no answer."""
+        self.pool.load_due()
+        self._assign_waiting()
+        called = self.pool.called("advance")
+        for worker in self.pool.workers:
+            share = self._shares[worker.index]
+            if worker.ready and worker.index not in called and share.has_work:
+                orders = share.take_orders(hold=self._is_held(worker))
+                if orders or any(o.sent for o in share.open.values()):
+                    self.pool.advance(worker, orders)
+
+    def _react(self) -> None:
+        """Wait for the next answer of a worker. Drops all open requests if it is an error."""
+        before = self._takers()
         try:
-            completions: list[Completion] = ray.get(call)
-        except ray.exceptions.ObjectLostError as error:
-            lost[worker] = f"died, and its unread samples are lost: {library_text(error)}"
-            return []
-        except ray.exceptions.RayError as error:
-            lost[worker] = loss_reason(ray, error)
-            return []
-        return completions
+            answers = self.pool.wait()
+            for worker, completions in answers.finished:
+                self._finished += [c for c in completions if self._take(c, worker)]
+            if answers.lost:
+                self.lose(answers.lost)
+        except Exception:  # an error of a worker: the others may have the same one in their answers
+            self.pool.forget_calls()
+            self.cancel([*self._open, *(c.request_id for c in self._finished)])
+            raise
+        self._assign_waiting()
+        for worker in self._takers() - before:
+            self._balance(worker)
 
-    def _wait(
-        self, refs: Sequence[Any], busy: Sequence[int], *, limit_s: float | None = None
-    ) -> tuple[list[Any], dict[int, str]]:
-        """Return (ready references, worker -> why it is lost) once either is nonempty. ``busy``:
-        the worker of each reference."""
-        limit = limit_s or self.cluster.config.call_timeout_s
-        workers = {id(self.workers[i]): i for i in busy}
-        ready, unresponsive = self.cluster.monitor.wait(
-            refs, [self.workers[i] for i in busy], limit_s=limit
-        )
-        if ready or unresponsive:
-            return ready, {workers[id(w)]: self.cluster.unresponsive_reason for w in unresponsive}
-        return [], dict.fromkeys(
-            busy, f"did not respond within {limit:g} s (cluster.call_timeout_s)"
-        )
+    def _takers(self) -> set[int]:
+        return {w.index for w in self.pool.workers if w.ready and not self._is_held(w)}
 
-    def _call(
-        self,
-        indices: Iterable[int],
-        call: Callable[[Any], Any],
-        *,
-        results: list[Any] | None = None,
-    ) -> dict[int, str]:
-        """Call a method of several workers, and append what it returns to ``results``. Return
-        worker -> why it was lost. Raises an exception that a worker raised."""
-        refs = {call(self.workers[i]): i for i in indices}
-        lost: dict[int, str] = {}
-        while refs:
-            ready, gone = self._wait(list(refs), list(refs.values()))
-            for ref in ready:
-                failed = failure(self.cluster.ray, ref)
-                if failed is not None:
-                    lost[refs[ref]] = loss_reason(self.cluster.ray, failed)
-                elif results is not None:
-                    results.append(self.cluster.ray.get(ref))
-            lost |= gone
-            refs = {r: i for r, i in refs.items() if r not in ready and i not in gone}
-        return lost
+    def lose(self, lost: Mapping[int, str]) -> None:
+        """Start new workers in place of lost ones, and let the others repeat their requests. Raises
+        ClusterError once ``max_restarts`` is exceeded."""
+        if not lost:
+            return
+        for index in lost:
+            share, self._shares[index] = self._shares[index], _Share()
+            for request in share.open.values():
+                request.worker, request.sent = -1, False
+            self._waiting |= share.open
+        self._homes = {name: w for name, w in self._homes.items() if w not in lost}
+        self.pool.replace(lost)
+
+    def _until(self, condition: Callable[[], bool], *, sends: bool = False) -> None:
+        """Handle answers until ``condition`` is true. Completions are kept for the next poll.
+        ``sends``: requests continue meanwhile."""
+        while not condition():
+            if sends:
+                self._send()
+            self._react()
 
     def replace(self, lost: Mapping[int, str]) -> None:
-        """Replace lost workers with new ones that have the same weights, repeatedly if more are
-        lost, and assign their open requests again. Raises ClusterError once ``max_restarts`` is
-        exceeded."""
-        replaced = set(lost)
-        while lost:
-            replaced |= set(lost)
-            monitor = self.cluster.monitor
-            reasons = [f"{monitor.name(self.workers[i])} {why}" for i, why in sorted(lost.items())]
-            self.cluster.end(self.workers[i] for i in lost)
-            self.cluster.count_restart(", ".join(reasons))
-            for i in lost:
-                self.workers[i] = self.cluster.start_one("rollout", RolloutWorker, i, self.size)
-            lost = self._prepare(list(lost))
-        self._assign_again(replaced)
+        """Replace lost workers and wait until the new ones are ready. Raises ClusterError once
+        ``max_restarts`` is exceeded."""
+        self.lose(lost)
+        self._until(lambda: self.pool.complete)
 
-    def _prepare(self, indices: Sequence[int]) -> dict[int, str]:
-        """Load the model and the weights in new workers. Return worker -> why it was lost."""
-        handles = {id(self.workers[i]): i for i in indices}
-        missing = self.cluster.wait_started([self.workers[i] for i in indices])
-        lost = {handles[id(worker)]: why for worker, why in missing}
-        left = [i for i in indices if i not in lost]
-        model, config, max_len, ready = self.model, self.config, self._max_len, self.ready
-        limits: list[Any] = []
-        lost |= self._call(
-            left, lambda w: w.build.remote(model, config, max_len, ready=ready), results=limits
-        )
-        self.max_len = next(iter(limits), self.max_len)
-        left = [i for i in left if i not in lost]
-        return lost | (self.refill(left) if left else {})
+    # ---- weights ---------------------------------------------------------------------------
 
-    def receive_snapshot(
-        self, kept: WeightSnapshot[Any], *, verify: bool, keep_cache: bool = False
-    ) -> None:
+    def stage(self, weights: Weights) -> None:
+        """Let the workers load ``weights`` while requests are open, and return at once.
+        :attr:`version` changes in a later poll, once all workers have loaded them. Polls raise the
+        error of a worker that rejects them."""
+        self.staged = True
+        self.pool.stage(weights)
+
+    def load(self, weights: Weights) -> None:
+        """Load ``weights`` in all workers, and return once they are confirmed. Raises SyncError if
+        a worker rejects them."""
+        self.pool.stage(weights)
+        self._until(lambda: self.pool.is_confirmed(weights))
+
+    def receive_snapshot(self, kept: WeightSnapshot[Any], *, verify: bool) -> None:
         """Send one transfer to all workers. It stays in the object store until the next one, for
-        replaced workers. ``keep_cache`` is that of :meth:`load_weights`. Raises SyncError if a
-        worker rejects it."""
-
-        def give(indices: Sequence[int]) -> Lost:
-            version, headers = kept.end.version, kept.headers
-            return self._call(
-                indices,
-                lambda w: w.receive_snapshot.remote(
-                    version, verify, headers, *kept.payloads, keep_cache=keep_cache
-                ),
-            )
-
-        self.refill = give
-        self.replace(give(range(self.size)))
-        self.version = kept.end.version
+        replaced workers. Raises SyncError if a worker rejects it."""
+        self.load(snapshot_weights(kept, "recompute", verify=verify))
 
     def load_weights(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], *, keep_cache: bool = False
@@ -312,28 +330,54 @@ class RemoteRolloutEngine:
         found = messages(tensors, _new_buffer, push=0, version=version)
         pairs = [(encode(message), ray.put(payload.numpy())) for message, payload in found]
         headers, payloads = zip(*pairs, strict=True)
-        snapshot = WeightSnapshot(headers, payloads[:-1])
-        self.receive_snapshot(snapshot, verify=True, keep_cache=keep_cache)
+        kept = WeightSnapshot(headers, payloads[:-1])
+        self.load(snapshot_weights(kept, "continue" if keep_cache else "recompute", verify=True))
+
+    def drain(self) -> None:
+        """Wait until the running requests are finished; new ones wait. Completions are kept for the
+        next poll."""
+        self._draining = True
+        try:
+            self._until(lambda: not any(o.sent for o in self._open.values()), sends=True)
+        finally:
+            self._draining = False
+
+    def built_workers(self) -> list[int]:
+        """Return the workers that have a model, after waiting until there is one."""
+        self._until(lambda: any(worker.built for worker in self.pool.workers))
+        return [worker.index for worker in self.pool.workers if worker.built]
 
     def sleep(self, *, new_weights_follow: bool = False) -> None:
         """Free the workers' caches until the next poll. Lost workers are replaced."""
-        drop = new_weights_follow
-        everyone = range(self.size)
-        self.replace(self._call(everyone, lambda w: w.sleep.remote(new_weights_follow=drop)))
+        self._everywhere(lambda w: w.sleep.remote(new_weights_follow=new_weights_follow))
 
     def wake(self) -> None:
         """Allocate the workers' caches again. Lost workers are replaced."""
-        self.replace(self._call(range(self.size), lambda w: w.wake.remote()))
+        self._everywhere(lambda w: w.wake.remote())
+
+    def _everywhere(self, call: Callable[[Any], Any]) -> None:
+        self._until(lambda: self.pool.complete)
+        self.pool.call_all(call)
+        self._until(lambda: self.pool.complete and not self.pool.called("other"))
 
     def close(self) -> None:
         """Drop open requests, close the engines, then end their processes. May be called twice."""
         self._requests.drop(list(self._requests.ids))
-        self._open, self._orders, self._calls, self._homes = {}, {}, {}, {}
-        if self.workers:
-            closing = [w.close.remote() for w in self.workers]
-            self.cluster.ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
-        self.cluster.end(self.workers)
-        self.workers = []
+        self._open, self._waiting, self._homes, self._finished = {}, {}, {}, []
+        self._shares = [_Share() for _ in range(self.size)]
+        self.pool.close()
+
+
+def snapshot_weights(kept: WeightSnapshot[Any], in_flight: InFlight, *, verify: bool) -> Weights:
+    """Return a snapshot in the object store as weights for the workers of a pool."""
+    end, headers, payloads = kept.end, kept.headers, kept.payloads
+    keep_cache = in_flight == "continue"
+
+    def give(worker: Any) -> Any:
+        receive = worker.receive_snapshot
+        return receive.remote(end.version, verify, headers, *payloads, keep_cache=keep_cache)
+
+    return Weights(end.version, give, in_flight, end.num_bytes)
 
 
 @dataclass(eq=False)
@@ -346,28 +390,50 @@ class _OpenRequest:
     """True once the worker was told."""
     done: set[int] = field(default_factory=set)
     """Indices of finished samples."""
+    released: bool = False
+    """True if its conversation was released before it had a worker."""
+
+    @property
+    def left(self) -> int:
+        """Number of samples that are not finished."""
+        return self.request.n - len(self.done)
 
 
-@dataclass(frozen=True)
-class _Order:
-    """One change of a worker's open requests that it has not received."""
+@dataclass(eq=False)
+class _Share:
+    """The open requests of one worker, and orders that it has not received."""
 
-    cancel: str | None = None
-    release: str | None = None
-    submit: _OpenRequest | None = None
+    open: dict[str, _OpenRequest] = field(default_factory=dict)
+    """Request id -> request, in the order of assignment."""
+    new: list[_OpenRequest] = field(default_factory=list)
+    """Requests that it has not received."""
+    cancel: list[str] = field(default_factory=list)
+    release: list[str] = field(default_factory=list)
 
+    @property
+    def samples(self) -> int:
+        """Number of samples that are not finished."""
+        return sum(request.left for request in self.open.values())
 
-def _shares(requests: Sequence[Request], loads: Sequence[int]) -> list[list[Request]]:
-    """Split requests over workers: the most expensive first, each to the least loaded. ``loads``:
-    open samples of each worker."""
-    shares: list[list[Request]] = [[] for _ in loads]
-    heap = [(load, worker) for worker, load in enumerate(loads)]
-    heapq.heapify(heap)
-    for request in sorted(requests, key=lambda r: -r.n * (r.max_tokens or 1)):
-        load, least = heap[0]
-        shares[least].append(request)
-        heapq.heapreplace(heap, (load + request.n, least))
-    return shares
+    @property
+    def has_work(self) -> bool:
+        """Return whether there is a request or an order."""
+        return bool(self.open or self.cancel or self.release)
+
+    def take_orders(self, *, hold: bool) -> Orders:
+        """Return the orders, and count them as received. ``hold``: new requests wait."""
+        new: list[_OpenRequest] = []
+        if not hold:
+            new, self.new = self.new, []
+        for request in new:
+            request.sent = True
+        orders = Orders(
+            tuple(self.cancel),
+            tuple(self.release),
+            tuple((request.request, request.sampling) for request in new),
+        )
+        self.cancel, self.release = [], []
+        return orders
 
 
 def _new_buffer() -> Tensor:

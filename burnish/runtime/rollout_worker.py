@@ -59,6 +59,8 @@ class RolloutWorker(Worker):
     engine: SyncedEngine
     _expected: Mapping[str, Shape] | None
     """Shapes of the weights received last."""
+    _folder: DiskSync | None = None
+    """Folder that it reads weights from. None: it does not."""
 
     def build(
         self,
@@ -115,15 +117,22 @@ class RolloutWorker(Worker):
         :meth:`RolloutEngine.load_weights`. Raises SyncError if it is incomplete."""
         self.engine.source.close()
         source = SnapshotSource(headers, payloads, expected=self._expected, check=verify)
-        self.engine.source = source
+        self.engine.source, self._folder = source, None
         metrics = self.engine.receive(version, keep_cache=keep_cache)
         self._expected = source.expected
         return metrics
 
+    def receive_files(self, sync: DiskSync, version: int, *, keep_cache: bool = False) -> Metrics:
+        """Load weights of ``version`` from a folder. Raises SyncError if they are incomplete."""
+        if self._folder != sync:
+            self.engine.source.close()
+            self.engine.source, self._folder = open_source(sync, None), sync
+        return self.engine.receive(version, keep_cache=keep_cache)
+
     def open_source(
         self,
-        sync: LinkSync | DiskSync,
-        at: tuple[str, int] | None,
+        sync: LinkSync,
+        at: tuple[str, int],
         connection: str,
         *,
         rank: int,
@@ -132,17 +141,15 @@ class RolloutWorker(Worker):
         """Join a new connection as receiver ``rank`` (from 1), after closing the previous one.
         ``at``: host and port of the sender's store."""
         self.engine.source.close()
-        rendezvous = None
-        if at is not None:
-            store = connect_store(*at, timeout_s=sync.timeout_s)
-            rendezvous = Rendezvous(
-                store, connection, num_receivers, rank=rank, device=self.info.device
-            )
-        self.engine.source = open_source(sync, rendezvous)
+        store = connect_store(*at, timeout_s=sync.timeout_s)
+        rendezvous = Rendezvous(
+            store, connection, num_receivers, rank=rank, device=self.info.device
+        )
+        self.engine.source, self._folder = open_source(sync, rendezvous), None
 
-    def receive(self, version: int) -> Metrics:
+    def receive(self, version: int, *, keep_cache: bool = False) -> Metrics:
         """Load the weights that the trainer sends through the connection."""
-        return self.engine.receive(version)
+        return self.engine.receive(version, keep_cache=keep_cache)
 
     def close(self) -> None:
         """Close the engine and all processes it started. Killing this process would leave them

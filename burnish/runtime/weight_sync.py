@@ -1,27 +1,35 @@
 """Transfer of weights from the policy's ranks to the rollout workers of a Ray cluster.
 
 :class:`ObjectStoreSync`, the default: rank 0 puts buckets into Ray's object store, the controller
-keeps their headers, and every worker reads them there. No connection is needed, and a replaced
-worker gets the same weights as the others.
+keeps their headers, and every worker reads them there. :class:`FolderSync`: rank 0 writes files,
+and every worker reads them. Neither needs a connection. A replaced worker gets the same weights as
+the others, and workers may read while the ranks train (``stage``). At most two versions are kept:
+the trainer waits if workers still load the one before the last.
 
 :class:`ConnectionSync`: rank 0 and the workers open a connection (``sync/connect.py``). Once a
-process of either side is replaced, the connection is replaced under a new name.
+process of either side is replaced, the connection is replaced under a new name. The ranks take part
+in the transfer, so it does not overlap with training.
 
-Both carry versions and checksums that the workers verify. A worker with an incomplete or corrupted
+All carry versions and checksums that the workers verify. A worker with an incomplete or corrupted
 transfer refuses to sample."""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from burnish.config.model import Dtype
+from burnish.config.rollout import InFlight
 from burnish.config.sync import DiskSync, LinkSync, resolve_kind
-from burnish.runtime.base import Sync
+from burnish.rollout.base import RolloutEngine, StagedWeights
+from burnish.runtime.base import ClusterError, Sync
 from burnish.runtime.errors import died, failure, is_worker_loss
-from burnish.runtime.remote_rollout import Lost, RemoteRolloutEngine
+from burnish.runtime.remote_rollout import RemoteRolloutEngine, snapshot_weights
 from burnish.runtime.remote_train import RemoteTrainEngine
+from burnish.runtime.rollout_pool import Lost, Weights
 from burnish.runtime.worker import TransferOptions
 from burnish.sync.base import Metrics, sync_metrics
 
@@ -40,42 +48,125 @@ def ray_sync(
     kind = resolve_kind(config, same_process=False, same_memory=False, has_store=True)
     if kind == "object_store":
         return ObjectStoreSync(policy, rollout, options)
+    if isinstance(config, DiskSync):
+        return FolderSync(policy, rollout, config, options)
     return ConnectionSync(policy, rollout, config, options)
 
 
-class ObjectStoreSync:
+class _StoredSync(ABC):
+    """Weight transfer through a store that workers read at any time."""
+
+    def __init__(self, policy: RemoteTrainEngine, rollout: RemoteRolloutEngine) -> None:
+        self.policy, self.rollout = policy, rollout
+        self._stored: list[Weights] = []
+        """Weights that may still be needed."""
+        rollout.pool.refill = None
+
+    @abstractmethod
+    def _store(self, in_flight: InFlight) -> tuple[Weights, Metrics]:
+        """Store the policy's weights. Return them, and metrics of the transfer."""
+
+    def push(self) -> Metrics:
+        """Transfer the weights. Raises SyncError if a worker rejects them, and WorkerLostError if a
+        rank is lost."""
+        started = time.perf_counter()
+        weights, metrics = self._store("recompute")
+        self._stored = [weights]
+        self.rollout.load(weights)
+        seconds = time.perf_counter() - started
+        return metrics | _timing(weights.num_bytes, seconds)
+
+    def stage(self, in_flight: InFlight) -> StagedWeights:
+        """Store the weights, and return the load of all workers.
+
+        Waits first if workers still load the weights before the last ones. The metric
+        ``sync/stored_bytes`` counts all stored weights, ``sync/wait_s`` is the time of this wait.
+        """
+        started = time.perf_counter()
+        self._wait_until_few()
+        waited = time.perf_counter() - started
+        weights, metrics = self._store(in_flight)
+        self._stored.append(weights)
+        metrics |= _timing(weights.num_bytes, time.perf_counter() - started)
+        metrics["sync/wait_s"] = waited
+        metrics["sync/stored_bytes"] = float(sum(w.num_bytes for w in self._stored))
+        return StagedWeights(weights.version, metrics, lambda engine: self.rollout.stage(weights))
+
+    def _wait_until_few(self) -> None:
+        """Wait until all stored weights except the newest are released. Raises ClusterError after
+        ``cluster.call_timeout_s``."""
+        limit = self.rollout.cluster.config.call_timeout_s
+        for weights in self._stored[:-1]:
+            if not weights.released.wait(limit):
+                raise ClusterError(
+                    f"version {weights.version} of the weights was not loaded by all rollout "
+                    f"workers within {limit:g} s (cluster.call_timeout_s) after version "
+                    f"{self._stored[-1].version} was staged; see the driver's log for lost workers"
+                )
+        self._stored = self._stored[-1:]
+
+
+def _timing(num_bytes: int, seconds: float) -> Metrics:
+    return {"sync/seconds": seconds, "sync/bytes_per_s": num_bytes / seconds if seconds else 0.0}
+
+
+class ObjectStoreSync(_StoredSync):
     """Weight transfer through Ray's object store."""
 
     def __init__(
         self, policy: RemoteTrainEngine, rollout: RemoteRolloutEngine, options: TransferOptions
     ) -> None:
-        self.policy, self.rollout, self.options = policy, rollout, options
+        super().__init__(policy, rollout)
+        self.options = options
         self._pushes = 0
         self.push()
 
-    def push(self) -> Metrics:
-        """Transfer the weights. Raises SyncError if a worker rejects them."""
-        started = time.perf_counter()
+    def _store(self, in_flight: InFlight) -> tuple[Weights, Metrics]:
         kept = self.policy.transfer_weights(self._pushes, self.options)
         self._pushes += 1
-        self.rollout.receive_snapshot(kept, verify=self.options.verify)
-        return sync_metrics(
-            kept.end.version,
-            kept.end.num_bytes,
-            buckets=kept.end.num_buckets,
-            seconds=time.perf_counter() - started,
-        )
+        end = kept.end
+        metrics = sync_metrics(end.version, end.num_bytes, buckets=end.num_buckets, seconds=0.0)
+        return snapshot_weights(kept, in_flight, verify=self.options.verify), metrics
 
 
-class ConnectionSync:
-    """Weight transfer through a connection of the policy's rank 0 and the workers, or through a
-    shared folder."""
+class FolderSync(_StoredSync):
+    """Weight transfer through files in a folder that all processes share."""
 
     def __init__(
         self,
         policy: RemoteTrainEngine,
         rollout: RemoteRolloutEngine,
-        config: LinkSync | DiskSync,
+        config: DiskSync,
+        options: TransferOptions,
+    ) -> None:
+        super().__init__(policy, rollout)
+        self.config, self.options = config, options
+        self._ranks: list[Any] = []
+        """Processes that have opened the folder."""
+        self.push()
+
+    def _store(self, in_flight: InFlight) -> tuple[Weights, Metrics]:
+        group, name = self.policy.group, "weights"
+        if self._ranks != group.workers:
+            group.all(lambda w: w.open_sender.remote(self.config, self.options, name, 0))
+            self._ranks = list(group.workers)
+        metrics: Metrics = group.all(lambda w: w.push.remote())[0]
+        config, version, keep = self.config, self.policy.version, in_flight == "continue"
+
+        def give(worker: Any) -> Any:
+            return worker.receive_files.remote(config, version, keep_cache=keep)
+
+        return Weights(version, give, in_flight, int(metrics["sync/bytes"])), metrics
+
+
+class ConnectionSync:
+    """Weight transfer through a connection of the policy's rank 0 and the workers."""
+
+    def __init__(
+        self,
+        policy: RemoteTrainEngine,
+        rollout: RemoteRolloutEngine,
+        config: LinkSync,
         options: TransferOptions,
     ) -> None:
         self.policy, self.rollout, self.config, self.options = policy, rollout, config, options
@@ -83,59 +174,82 @@ class ConnectionSync:
         self._connected: list[Any] = []
         """Processes that the connection joins."""
         self._names = 0
-        self._metrics: Metrics = {}
-        rollout.refill = self._refill
+        self._sent: Weights | None = None
+        """Weights of the last transfer to all workers."""
         self.push()
 
     def push(self) -> Metrics:
         """Transfer the weights. Workers that die or hang are replaced, and all processes reconnect.
         Raises SyncError if a worker rejects the weights, and WorkerLostError if a rank is lost."""
-        while lost := self._push(range(self.rollout.size)):
-            self.rollout.replace(lost)  # the push to all supersedes this refill
-        return self._metrics
+        self.rollout.pool.refill = self._refill
+        return self._transfer("recompute")
+
+    def stage(self, in_flight: InFlight) -> StagedWeights:
+        """Return the transfer, in which the ranks take part. Its metrics are known at its end. From
+        now on, workers that are replaced wait for the next transfer."""
+        metrics: Metrics = {}
+        self.rollout.staged = True
+        self.rollout.pool.refill = None  # the engine's thread must not use the ranks later
+
+        def load(engine: RolloutEngine) -> None:
+            if in_flight == "finish":
+                self.rollout.drain()
+            metrics.update(self._transfer(in_flight))
+
+        return StagedWeights(self.policy.version, metrics, load, waits=True)
+
+    def _transfer(self, in_flight: InFlight) -> Metrics:
+        weights = Weights(self.policy.version, None, in_flight)
+        while True:
+            indices = self.rollout.built_workers()
+            metrics, lost = self._push(indices, weights)
+            if not lost:
+                self._sent = weights
+                return metrics
+            self.rollout.lose(lost)
 
     def _refill(self, indices: Sequence[int]) -> Lost:
         """Send the policy's weights to new workers, which invalidates the connection of all."""
+        weights, version = self._sent, self.policy.version
+        if weights is None or weights.version != version:
+            weights = Weights(version)
         try:
-            return self._push(indices)
+            return self._push(indices, weights)[1]
         finally:
             self._connected = []
 
-    def _push(self, indices: Sequence[int]) -> Lost:
-        """Send the weights to some of the workers. Return those that were lost."""
-        ranks, workers = self.policy.group.workers, [self.rollout.workers[i] for i in indices]
+    def _push(self, indices: Sequence[int], weights: Weights) -> tuple[Metrics, Lost]:
+        """Send the weights to some of the workers. Return metrics and the workers that were
+        lost."""
+        ranks, handles = self.policy.group.workers, self.rollout.workers
+        workers = [handles[i] for i in indices]
         processes = [*ranks, *workers]
         if self._connected != processes:
             self._connected = []
             if lost := self._connect(indices):
-                return lost
+                return {}, lost
         self._connected = []  # a connection may be dead after a failure
-        version = self.policy.version
+        keep = weights.in_flight == "continue"
         sent = [(w, w.push.remote()) for w in ranks]
-        if isinstance(self.config, DiskSync):  # all is written before any worker reads
-            self._wait(sent, [], indices)
-        received = [(w, w.receive.remote(version)) for w in workers]
+        received = [(w, w.receive.remote(weights.version, keep_cache=keep)) for w in workers]
         if lost := self._wait(sent, received, indices):
-            return lost
-        self._connected, self.rollout.version = processes, version
-        self._metrics = self.ray.get(sent[0][1])
-        return {}
+            return {}, lost
+        self._connected = processes
+        self.rollout.pool.mark_loaded(indices, weights)
+        metrics: Metrics = self.ray.get(sent[0][1])
+        return metrics, {}
 
     def _connect(self, indices: Sequence[int]) -> Lost:
         """Open a new connection of the ranks and these workers. Return those that were lost."""
         self._names += 1
-        name, count, at = f"weights-{self._names}", len(indices), None
-        ranks = self.policy.group.workers
-        if not isinstance(self.config, DiskSync):
-            serving = (ranks[0], ranks[0].serve_store.remote(self.config.timeout_s))
-            self._wait([serving], [], indices)
-            at = self.ray.get(serving[1])
+        name, count = f"weights-{self._names}", len(indices)
+        ranks, handles = self.policy.group.workers, self.rollout.workers
+        serving = (ranks[0], ranks[0].serve_store.remote(self.config.timeout_s))
+        self._wait([serving], [], indices)
+        at = self.ray.get(serving[1])
         opening = [(w, w.open_sender.remote(self.config, self.options, name, count)) for w in ranks]
-        joining = []
-        for rank, index in enumerate(indices, 1):
-            worker = self.rollout.workers[index]
-            call = worker.open_source.remote(self.config, at, name, rank=rank, num_receivers=count)
-            joining.append((worker, call))
+        join = partial(_join, self.config, at, name, count)
+        joining = [(handles[i], join(handles[i], rank)) for rank, i in enumerate(indices, 1)]
         return self._wait(opening, joining, indices)
 
     def _wait(
@@ -180,3 +294,10 @@ class ConnectionSync:
                 if ref in ready or index in gone:
                     del waiting[index]
         return gone
+
+
+def _join(
+    config: LinkSync, at: tuple[str, int], name: str, count: int, worker: Any, rank: int
+) -> Any:
+    """Let a rollout worker join a connection as receiver ``rank`` of ``count``."""
+    return worker.open_source.remote(config, at, name, rank=rank, num_receivers=count)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from burnish.rollout.base import RolloutEngine
+from burnish.config.rollout import InFlight
+from burnish.rollout.base import RolloutEngine, StagedWeights
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.sync.base import Metrics, sync_metrics
 from burnish.train.engine import BaseTrainEngine
@@ -44,3 +45,28 @@ class InprocSync:
 
         self.rollout.load_weights(version, counted(), keep_cache=keep_cache)
         return sync_metrics(version, num_bytes, buckets=0, seconds=time.perf_counter() - started)
+
+    def stage(self, in_flight: InFlight) -> StagedWeights:
+        """Copy the policy's weights, and return the load of the copy.
+
+        If the rollout engine uses the same module, nothing is copied, and the load declares that
+        the weights have changed. The engine must not have been polled since the change.
+        """
+        version, keep, idle = self.policy.version, in_flight == "continue", in_flight == "finish"
+        if self.shared:
+
+            def declare(engine: RolloutEngine) -> None:
+                self.push(keep_cache=keep)
+
+            return StagedWeights(version, {}, declare, needs_idle=idle)
+        started = time.perf_counter()
+        copy = {name: tensor.clone() for name, tensor in self.policy.weights()}
+        num_bytes = sum(tensor.nbytes for tensor in copy.values())
+
+        def load(engine: RolloutEngine) -> None:
+            engine.load_weights(version, copy.items(), keep_cache=keep)
+            copy.clear()
+
+        seconds = time.perf_counter() - started
+        metrics = sync_metrics(version, num_bytes, buckets=0, seconds=seconds)
+        return StagedWeights(version, metrics, load, needs_idle=idle)

@@ -6,9 +6,11 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,6 +126,64 @@ def test_waiting_for_heartbeats_ends_with_a_heartbeat_or_unresponsive(fake: Fake
     assert monitor.wait_for_heartbeats(workers) == []
     fake.alive.remove(1)
     assert monitor.wait_for_heartbeats(workers) == [workers[0]]
+
+
+class Board:
+    """A registry for threads: one of them may read it at a time, and a read may take a while."""
+
+    def __init__(self) -> None:
+        self.reading, self.entered, self.released = 0, threading.Event(), threading.Event()
+        self.read = SimpleNamespace(remote=dict)
+        self.released.set()
+
+    def get(self, ref: Any, *, timeout: float) -> Any:
+        self.reading += 1
+        assert self.reading == 1, "two threads read"
+        self.entered.set()
+        assert self.released.wait(60)
+        self.reading -= 1
+        return ref
+
+
+def test_two_threads_share_a_monitor() -> None:
+    """Each adds, starts and drops its own workers, and polls at every call."""
+    board = Board()
+    monitor = HeartbeatMonitor(SimpleNamespace(get=board.get), board, timeout_s=0.0)
+    numbers: list[int] = []
+
+    def work() -> None:
+        for i in range(500):
+            worker = object()
+            numbers.append(monitor.add(worker, "rank").worker)
+            monitor.mark_started(worker, ("host", i))
+            monitor.unresponsive([worker])
+            assert monitor.name(worker) == f"rank (node host, pid {i})"
+            monitor.drop(worker)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for done in [pool.submit(work) for _ in range(2)]:
+                done.result(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert sorted(numbers) == list(range(1, 1001))
+
+
+def test_a_thread_does_not_wait_while_another_reads_the_registry() -> None:
+    """The registry hangs in the read of one thread. The other thread works on."""
+    board, worker = Board(), object()
+    monitor = HeartbeatMonitor(SimpleNamespace(get=board.get), board, timeout_s=0.0)
+    monitor.add(worker, "rank 0")
+    board.released.clear()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(monitor.unresponsive, [worker])
+        assert board.entered.wait(60)
+        assert monitor.unresponsive([]) == [] and monitor.name(worker) == "rank 0"
+        monitor.drop(object())
+        board.released.set()
+        assert first.result(60) == [worker]
 
 
 # ---- real processes ------------------------------------------------------------------------------

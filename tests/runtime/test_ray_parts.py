@@ -1,5 +1,5 @@
-"""What the Ray runtime does around Ray, with a Ray in name only: results that are lost, places that
-no node has, paths that workers would look for elsewhere, workers that cannot be made."""
+"""What the Ray runtime does around Ray, with a Ray in name only: places that no node has, paths
+that workers would look for elsewhere, workers that cannot be made."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,15 +24,12 @@ from burnish.config.sync import DiskSync
 from burnish.config.train import TrainConfig
 from burnish.models.teacher import DistillTargetSpec
 from burnish.observe.timeline import Timeline
-from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
 from burnish.runtime import ray as ray_runtime
 from burnish.runtime.base import ClusterError, WorkerLostError
 from burnish.runtime.errors import constructor_error
 from burnish.runtime.ray import RayRuntime
 from burnish.runtime.ray_cluster import RayCluster, worker_environment
 from burnish.runtime.ray_connect import start_ray
-from burnish.runtime.remote_rollout import RemoteRolloutEngine
-from burnish.runtime.rollout_worker import Orders
 from burnish.runtime.worker_group import WorkerGroup
 from burnish.train.process_group import CollectiveTimeoutError
 from burnish.train.spec import EngineSpec
@@ -40,141 +37,6 @@ from burnish.train.spec import EngineSpec
 ray = pytest.importorskip("ray")
 MODEL = ModelConfig(scratch=ScratchConfig())
 ROOT = Path(burnish.__file__).parents[1]
-
-# ---- a parcel that nobody had read when its machine died -----------------------------------------
-
-
-class Lost:
-    """A reference to what is gone."""
-
-
-class Dead:
-    """A reference to the result of a call on a dead worker."""
-
-
-class Worker:
-    """Finishes a sample per answer; the ``lost``-th answer is gone."""
-
-    def __init__(self, lost: int | None = None) -> None:
-        self.lost = lost
-        self.asked: list[str] = []
-        self.left: list[Completion] = []
-        self.answers = 0
-        self.advance = SimpleNamespace(remote=self._advance)
-        self.build = SimpleNamespace(remote=lambda *_, **__: 512)
-        self.sleep = SimpleNamespace(remote=lambda **_: Dead() if self.dead else None)
-        self.close = SimpleNamespace(remote=lambda: None)
-        self.dead = False
-
-    def _advance(self, orders: Orders) -> Any:
-        self.left = [c for c in self.left if c.request_id not in orders.cancel]
-        self.asked += [r.request_id for r, _ in orders.submit]
-        spans = (VersionSpan(0, 0, 1),)
-        self.left += [
-            Completion(r.request_id, k, (7,), (-0.5,), "stop", "x", spans)
-            for r, _ in orders.submit
-            for k in range(r.n)
-        ]
-        self.answers += 1
-        done, self.left = self.left[:1], self.left[1:]
-        return Lost() if self.answers - 1 == self.lost else Answer(done)
-
-
-class Answer:
-    """A reference to what a worker answered."""
-
-    def __init__(self, completions: list[Completion]) -> None:
-        self.completions = completions
-
-
-class Cluster:
-    """In the place of ``RayCluster``."""
-
-    unresponsive_reason = "hangs"
-
-    def __init__(self, workers: Sequence[Worker]) -> None:
-        self.config = ClusterConfig(runtime="ray", rollout_workers=2, layout="separate")
-        self.fresh = list(workers)
-        self.ended: list[Worker] = []
-        self.said: list[str] = []
-        self.ray = SimpleNamespace(
-            exceptions=ray.exceptions, get=self._get, wait=lambda refs, **_: (refs, [])
-        )
-        self.monitor = SimpleNamespace(
-            wait=lambda refs, handles, limit_s: (list(refs), []), name=lambda _: "rollout worker"
-        )
-
-    def _get(self, ref: Any) -> Any:
-        if isinstance(ref, Lost):
-            raise ray.exceptions.ObjectLostError("00" * 28, b"", "")
-        if isinstance(ref, Dead):
-            raise ray.exceptions.ActorDiedError
-        return ref.completions if isinstance(ref, Answer) else ref
-
-    def start_one(self, *_: Any) -> Worker:
-        return self.fresh.pop(0)
-
-    def wait_started(self, _: Any) -> list[Any]:
-        return []
-
-    def end(self, workers: Any) -> None:
-        self.ended += workers
-
-    def count_restart(self, what: str) -> None:
-        self.said.append(what)
-
-
-def test_lost_unread_samples_are_sampled_again_by_a_new_worker() -> None:
-    """Its machine died: that is the loss of a worker and no reason to go back a step. What had
-    arrived before is kept."""
-    broken, whole, fresh = Worker(lost=1), Worker(lost=None), Worker(lost=None)
-    cluster: Any = Cluster([broken, whole, fresh])
-    engine = RemoteRolloutEngine(cluster, MODEL, LocalEngine(), max_len=None)
-    requests = [Request(name, (5,), n=2) for name in "abcd"]
-    found = [(c.request_id, c.index) for c in engine.generate(requests, Sampling(4))]
-    assert sorted(found) == [(name, k) for name in "abcd" for k in range(2)]
-    assert cluster.ended == [broken] and set(whole.asked) | set(fresh.asked) == set("abcd")
-    assert fresh.asked, "the fresh worker has the smaller load"
-    (said,) = cluster.said
-    assert "its unread samples are lost" in said
-
-
-def test_the_requests_of_a_worker_replaced_between_two_polls_are_sampled_again() -> None:
-    """Its last answer is unread: it is dropped, and no second worker is started."""
-    broken, whole, fresh = Worker(), Worker(), Worker()
-    cluster: Any = Cluster([broken, whole, fresh])
-    engine = RemoteRolloutEngine(cluster, MODEL, LocalEngine(), max_len=None)
-    engine.submit([Request(name, (5,), n=2) for name in "abcd"], Sampling(4))
-    found = engine.poll()
-    broken.dead = True
-    engine.sleep()
-    assert cluster.ended == [broken]
-    while engine.busy:
-        found += engine.poll()
-    assert sorted((c.request_id, c.index) for c in found) == [
-        (name, k) for name in "abcd" for k in range(2)
-    ]
-    assert len(cluster.said) == 1 and fresh.asked == broken.asked
-
-
-def test_an_unread_completion_of_a_canceled_request_is_not_that_of_the_next_with_its_id() -> None:
-    worker = Worker()
-    cluster: Any = Cluster([worker, Worker()])
-    engine = RemoteRolloutEngine(cluster, MODEL, LocalEngine(), max_len=None)
-    request = Request("a", (5,), n=3)
-    engine.submit([request], Sampling(4))
-    assert [c.index for c in engine.poll()] == [0]
-    engine.cancel(["a"])  # the worker's second answer is unread
-    engine.submit([request], Sampling(4))
-    engine.cancel(["a"])
-    engine.submit([request], Sampling(4))
-    polls = [[c.index for c in engine.poll()] for _ in range(4)]
-    assert polls == [[], [0], [1], [2]] and not engine.busy
-    assert worker.asked == ["a", "a"], "the second one was canceled before it was sent"
-    engine.submit([request], Sampling(4))
-    engine.close()
-    assert not engine.busy
-
 
 # ---- places ----------------------------------------------------------------------------------
 

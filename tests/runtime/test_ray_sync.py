@@ -3,6 +3,8 @@ and nothing is sampled from it, and replaced workers get the weights that the ot
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -204,6 +206,98 @@ def test_a_dead_rank_is_named_and_the_push_after_its_restart_succeeds(
         policy.version = 0
         sync.push()
         in_step(policy, rollout)
+
+
+# ---- while requests run --------------------------------------------------------------------------
+
+MANY = [Request(f"many {i}", (7, 8, 9), seed=i, max_tokens=40 + 6 * i) for i in range(64)]
+"""Some responses are long enough for a load between their first and their last token."""
+LONG = Sampling(400)
+
+
+def poll_all(rollout: Any) -> list[Completion]:
+    found: list[Completion] = []
+    while rollout.busy:
+        found += rollout.poll()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_flight"),
+    [
+        ("object_store", "recompute"),
+        ("object_store", "finish"),
+        ("disk", "continue"),
+        ("collective", "finish"),
+    ],
+)
+def test_staged_weights_are_loaded_while_requests_run(  # house: ok fixtures and parameters
+    kind: str, in_flight: Any, runtime: RayRuntime, policy: Any, rollout: Any, tmp_path: Any
+) -> None:
+    """Two pushes during 64 responses. With ``finish`` no response has two versions. Otherwise some
+    do, and if keys are computed again, the newest tokens have the policy's log-probs."""
+    sync = runtime.sync(policy, rollout, kinds(tmp_path / "weights")[kind])
+    first = policy.version
+    rollout.submit(MANY, LONG)
+    found = rollout.poll()
+    for version in (first + 1, first + 2):
+        step(policy)
+        staged = sync.stage(in_flight)
+        assert staged.version == version and staged.waits == (kind == "collective")
+        staged.load(rollout)
+        assert rollout.version == (version if staged.waits else first)
+        if not staged.waits:
+            size = staged.metrics["sync/bytes"]
+            assert size > 0 and staged.metrics["sync/stored_bytes"] <= 2 * size
+            while rollout.version != version:
+                found += rollout.poll()
+        first = version
+    rollout.submit([Request("last", (7, 8, 9), seed=99)], LONG)
+    found += poll_all(rollout)
+    assert sorted(c.request_id for c in found) == sorted(["last", *(r.request_id for r in MANY)])
+    runtime.peaks()  # asks the workers, and does not wait for them
+    runtime.cluster.ray.get([worker.ping.remote() for worker in rollout.workers])
+    assert ("rollout", 1) in {(peaks.role, peaks.rank) for peaks in runtime.peaks()}
+    versions = [set(c.versions) for c in found]
+    if in_flight == "finish":
+        assert all(len(v) == 1 for v in versions) and {policy.version} in versions
+        return
+    mixed = [c for c in found if len(c.spans) > 1 and c.version == policy.version]
+    assert mixed, "a response was in progress"
+    if in_flight == "recompute":
+        row = [7, 8, 9, *mixed[0].token_ids]
+        begin = 3 + mixed[0].spans[-1].begin
+        mask = [i >= begin for i in range(len(row))]
+        ours = policy.logprobs(rows_to_batch([row], [mask], prompt_lens=[3]))[begin:]
+        # fp32, log-probs of size 4 through a cache instead of one pass
+        theirs = torch.tensor(mixed[0].logprobs[begin - 3 :])
+        torch.testing.assert_close(theirs, ours, atol=3e-5, rtol=0)
+
+
+def test_a_killed_worker_does_not_stop_the_other(
+    runtime: RayRuntime, policy: Any, rollout: Any
+) -> None:
+    """The replacement takes seconds to start. Meanwhile the other worker has all requests, and new
+    weights are confirmed. The replacement joins with these weights."""
+    sync = ObjectStoreSync(policy, rollout, HOW)
+    rollout.replace({})
+    pid = runtime.cluster.ray.get(rollout.workers[1].ping.remote())
+    rollout.submit(MANY, LONG)
+    found = rollout.poll()
+    os.kill(pid, signal.SIGKILL)
+    step(policy)
+    sync.stage("recompute").load(rollout)
+    early = 0
+    while rollout.busy:
+        new = rollout.poll()
+        found += new
+        early += 0 if rollout.pool.complete else len(new)
+    assert early > 0 and rollout.version == policy.version
+    assert sorted(c.request_id for c in found) == sorted(r.request_id for r in MANY)
+    rollout.replace({})
+    assert runtime.cluster.ray.get(rollout.workers[1].ping.remote()) != pid
+    in_step(policy, rollout)
+    same_bits(policy, rollout, runtime.cluster.ray)
 
 
 # ---- what is damaged on the way ------------------------------------------------------------------

@@ -55,6 +55,33 @@ def test_a_shared_module_is_never_copied_and_its_version_follows(
         assert mixed.versions == (version - 1, *(version for _ in mixed.token_ids[1:]))
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_staged_weights_are_those_of_their_step(  # house: ok fixtures and a parameter
+    shared: bool,
+    make_engine: MakeEngine,
+    tiny_config: ModelConfig,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    ragged_batch: Batch,
+    nll: Loss,
+) -> None:
+    """The trainer takes another step before the copy is loaded. Shared weights are not copied."""
+    policy = make_engine(lr=0.05)
+    model = policy.model if shared else load_causal_lm(tiny_config)
+    rollout = LocalRolloutEngine(model, tiny_tokenizer, LocalEngine())
+    sync = InprocSync(policy, rollout)
+    step(policy, ragged_batch, nll)
+    staged = sync.stage("finish")
+    expected = {name: tensor.clone() for name, tensor in policy.weights()}
+    assert staged.needs_idle and not staged.waits and rollout.version == 0
+    assert bool(staged.metrics) != shared
+    if not shared:
+        step(policy, ragged_batch, nll)
+    staged.load(rollout)
+    assert rollout.version == staged.version == 1
+    own = dict(rollout.model.named_parameters())
+    assert all(torch.equal(own[name], tensor) for name, tensor in expected.items())
+
+
 @pytest.mark.parametrize("lora", [None, LoraConfig(lora_rank=4)])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(

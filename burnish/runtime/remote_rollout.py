@@ -165,20 +165,17 @@ class RemoteRolloutEngine:
         if not self._waiting or not takers:
             return
         waiting, self._waiting = list(self._waiting.values()), {}
-        others: list[_OpenRequest] = []
+        others: list[Request] = []
         for found in waiting:
             home = self._homes.get(found.request.conversation or "")
             if home in takers:
                 self._give(found, home)
             else:
-                others.append(found)
-        heap = [(self._shares[worker].samples, worker) for worker in takers]
-        heapq.heapify(heap)
-        others.sort(key=lambda o: -o.request.n * (o.request.max_tokens or 1))
-        for found in others:  # the most expensive first, each to the least loaded
-            load, least = heap[0]
-            self._give(found, least)
-            heapq.heapreplace(heap, (load + found.left, least))
+                others.append(found.request)
+        loads = [self._shares[worker].samples for worker in takers]
+        for worker, share in zip(takers, _shares(others, loads), strict=True):
+            for request in share:
+                self._give(self._open[request.request_id], worker)
 
     def _give(self, given: _OpenRequest, worker: int) -> None:
         share, name = self._shares[worker], given.request.conversation
@@ -434,6 +431,19 @@ class _Share:
         )
         self.cancel, self.release = [], []
         return orders
+
+
+def _shares(requests: Sequence[Request], loads: Sequence[int]) -> list[list[Request]]:
+    """Split requests over workers: the most expensive first, each to the least loaded. ``loads``:
+    open samples of each worker."""
+    shares: list[list[Request]] = [[] for _ in loads]
+    heap = [(load, worker) for worker, load in enumerate(loads)]
+    heapq.heapify(heap)
+    for request in sorted(requests, key=lambda r: -r.n * (r.max_tokens or 1)):
+        load, least = heap[0]
+        shares[least].append(request)
+        heapq.heapreplace(heap, (load + request.n, least))
+    return shares
 
 
 def _new_buffer() -> Tensor:

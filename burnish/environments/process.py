@@ -6,15 +6,16 @@ import asyncio
 import json
 import logging
 import os
+import secrets
 import signal
 import sys
 from collections import deque
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
+from burnish.environments import worker
 from burnish.environments.worker_set import ReplyError, WorkerEndedError
 
 log = logging.getLogger("burnish")
@@ -36,12 +37,13 @@ async def start_process(python: str | None) -> WorkerProcess:
 
     Raises OSError if the interpreter cannot be executed.
     """
-    script = str(Path(__file__).with_name("worker.py"))
+    mark = secrets.token_hex(16)
     pipes = await asyncio.get_running_loop().subprocess_exec(
-        *(partial(ProcessPipes, MAX_MESSAGE_BYTES), python or sys.executable, script),
+        *(partial(ProcessPipes, MAX_MESSAGE_BYTES), python or sys.executable, worker.__file__),
         start_new_session=True,
+        env={**os.environ, worker.MARK: mark},
     )
-    return WorkerProcess(*pipes)
+    return WorkerProcess(*pipes, mark=mark)
 
 
 class ProcessPipes(asyncio.subprocess.SubprocessStreamProtocol):
@@ -60,7 +62,11 @@ class ProcessPipes(asyncio.subprocess.SubprocessStreamProtocol):
 class WorkerProcess:
     """A worker process. Implements :class:`~burnish.environments.worker_set.Worker`."""
 
-    def __init__(self, transport: asyncio.SubprocessTransport, protocol: ProcessPipes) -> None:
+    def __init__(
+        self, transport: asyncio.SubprocessTransport, protocol: ProcessPipes, *, mark: str
+    ) -> None:
+        """``mark``: value of ``worker.MARK`` in the environment of the process."""
+        self._mark = mark
         self.process = asyncio.subprocess.Process(transport, protocol, asyncio.get_running_loop())
         self._transport, self._exited = transport, protocol.exited
         self._ids = count()
@@ -109,6 +115,7 @@ class WorkerProcess:
         """Wait for the process to end. Kill what it started and free its pipes."""
         await self._exited.wait()
         self._kill_group()
+        await asyncio.to_thread(worker.kill_marked, self._mark)
         await asyncio.wait(self._readers, timeout=DRAIN_S)
         for reader in self._readers:
             reader.cancel()

@@ -16,7 +16,8 @@ This file only uses the standard library and supports Python 3.9, because it may
 interpreter that has none of Burnish's dependencies. Output of user code on stdout goes to stderr,
 and its stdin is empty: the pipes of the protocol are on other file descriptors, which processes
 started by user code do not inherit. When stdin ends (the parent is gone), the worker kills its
-process group.
+process group and the processes of user code outside of it, which it finds by the variable ``MARK``
+in their environment. The parent does the same once a worker has died.
 
 ``ping`` returns the blocked state of the event loop: ``{"blocked": false}``, or ``{"blocked": true,
 "episode", "stack"}`` with the episode whose coroutine blocks it (None: unknown). A thread answers
@@ -53,6 +54,10 @@ MAX_REPLY_BYTES = (16 << 20) - 1024
 MAX_ERROR_CHARS = 10_000
 PING_S = 2.0
 """Time in which an event loop that is not blocked calls a function."""
+MARK = "BURNISH_WORKER_MARK"
+"""Environment variable with a random text per worker, which processes of user code inherit."""
+KILL_ROUNDS = 20
+"""Searches for marked processes: a process may start another one during a search."""
 END_S = 2.0
 """Time after the end of stdin in which user code may still react to its cancellation."""
 
@@ -384,8 +389,43 @@ def message_of(error: BaseException) -> str:
         return f"(its text raised {type(raised).__name__})"
 
 
+def kill_marked(mark: str) -> None:
+    """Kill all processes of this machine whose ``MARK`` is ``mark``, except for this one. Linux
+    only; processes that cleared their environment are not found."""
+    wanted = f"{MARK}={mark}".encode()
+    for _ in range(KILL_ROUNDS):
+        if not any([kill_if_marked(pid, wanted) for pid in all_pids()]):
+            return
+
+
+def all_pids() -> list[int]:
+    """Return the ids of the other processes of this machine; none without /proc."""
+    names = os.listdir("/proc") if os.path.isdir("/proc") else []
+    return [int(name) for name in names if name.isdecimal() and int(name) != os.getpid()]
+
+
+def kill_if_marked(pid: int, wanted: bytes) -> bool:
+    """Kill a process if the variable ``wanted`` is in its environment. Return whether it is."""
+    try:
+        descriptor = os.pidfd_open(pid)  # so that no later process with its id is killed
+    except OSError:
+        return False
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            is_marked = wanted in file.read().split(b"\0")
+        if is_marked:
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        return is_marked
+    except OSError:  # it has ended, or is another user's
+        return False
+    finally:
+        os.close(descriptor)
+
+
 def leave() -> None:
     """End the process without waiting for threads of user code, and kill what user code started."""
+    if MARK in os.environ:
+        kill_marked(os.environ[MARK])
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(0)

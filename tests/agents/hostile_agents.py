@@ -80,6 +80,13 @@ def kills_itself(task, endpoint):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def dies_with_a_process_in_another_session(task, endpoint):
+    ask(endpoint, [{"role": "user", "content": "hi"}])
+    with open(os.environ["HOSTILE_PIDS"], "a") as file:
+        file.write(f"{subprocess.Popen(['sleep', '600'], start_new_session=True).pid}\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def leaves_a_process_behind(task, endpoint):
     good(task, endpoint)
     with open(os.environ["HOSTILE_PIDS"], "a") as file:

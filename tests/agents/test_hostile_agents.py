@@ -82,6 +82,11 @@ def check(played: Mapping[str, list[Played]], engine: ScriptedEngine, but: str =
     assert not engine.busy
 
 
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and "Z" not in stat.read_text()
+
+
 def test_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pids = tmp_path / "pids"
     monkeypatch.setenv("HOSTILE_PIDS", str(pids))
@@ -94,8 +99,7 @@ def test_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "SIGKILL" in str(played["kills_itself"][0].error)
     assert "signal 40" in str(played["ends_by_a_signal_without_a_name"][0].error)
     assert "regular file" in str(played["writes_a_strange_reward"][0].error)
-    for pid in pids.read_text().split():
-        assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
+    assert not any(is_running(int(pid)) for pid in pids.read_text().split())
     assert os.listdir(tmp_path) == ["pids"]  # no folder of an episode is left
 
 
@@ -240,7 +244,7 @@ def test_functions_in_a_sandbox(shown: str, tmp_path: Path) -> None:
             play(refused, [], server=server)
 
 
-def test_functions() -> None:
+def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All share two workers. A worker that dies takes the others in it along (infra_error)."""
     spec = EnvironmentSpec(f"{FILE}:any_of_them", {}, role="agent")
     more = ["chats_on_after_the_end", "good", "good"]
@@ -251,8 +255,13 @@ def test_functions() -> None:
     assert 'hostile_agents.py"' in str(played["raises"][0].error)  # a traceback
     assert "SystemExit" in str(played["leaves"][0].error)
     assert played["chats_on_after_the_end"][0].record.status == "done"
+    monkeypatch.setenv("HOSTILE_PIDS", str(tmp_path / "pids"))
     played, engine = play(FunctionAgents(spec, workers=2), ["kills_itself", "good", "kills_itself"])
     assert {one.record.status for one in played["kills_itself"]} == {"infra_error"}
+    name = "dies_with_a_process_in_another_session"
+    played, engine = play(FunctionAgents(spec, workers=1), [name])
+    assert played[name][0].record.status == "infra_error"
+    assert not is_running(int((tmp_path / "pids").read_text()))
 
 
 def test_wrong_agents_are_refused_before_a_model_is_loaded() -> None:

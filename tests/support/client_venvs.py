@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 REQUIREMENTS = {
@@ -21,6 +22,7 @@ REQUIREMENTS = {
 }
 
 
+@lru_cache  # tests set another HOME
 def cache() -> Path:
     """The folder of all environments, which may be deleted at any time."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

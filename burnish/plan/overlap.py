@@ -75,9 +75,9 @@ class Overlap:
     def lines(self) -> list[str]:
         """Return the estimate as lines of text."""
         return [
-            f"trainer side: {self.sides.trainer_s:.1f} s, idle {self.trainer_idle_frac:.0%} of the "
-            "step",
-            f"rollout side: {self.sides.rollout_s:.1f} s, idle or not full "
+            f"trainer side: {seconds_text(self.sides.trainer_s)} s, idle "
+            f"{self.trainer_idle_frac:.0%} of the step",
+            f"rollout side: {seconds_text(self.sides.rollout_s)} s, idle or not full "
             f"{self.rollout_idle_frac:.0%} of the step",
             f"limited by {self.limit}",
             f"age of groups: {self.mean_age:.1f} RL steps on average, never above {self.max_age}",
@@ -95,6 +95,15 @@ class Overlap:
             "max_age": self.max_age,
             "bounds_s": dict(self.bounds),
         }
+
+
+def seconds_text(seconds: float) -> str:
+    """Format seconds with one decimal, or two digits below 1.
+
+    >>> [seconds_text(s) for s in (123.4, 1.0, 0.01234, 0.0)]
+    ['123.4', '1.0', '0.012', '0']
+    """
+    return f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.2g}"
 
 
 def overlap(sides: Sides, rollout: AsynchronousRollout) -> Overlap:

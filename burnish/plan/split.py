@@ -11,6 +11,7 @@ from burnish.config.load import ConfigError, load_config
 from burnish.config.placement import placement_groups
 from burnish.config.train import ranks_per_row
 from burnish.plan.hardware import Hardware
+from burnish.plan.overlap import seconds_text
 from burnish.plan.time import Rates, estimate
 
 
@@ -87,5 +88,5 @@ def split_text(config: JobConfig, hardware: Hardware, rates: Rates | None, now: 
     count = f"best split of {hardware.num_gpus} GPUs by this estimate:"
     if best.seconds > 0.99 * now:
         return f"{count} the recipe's own"
-    text = f"{count} {' '.join(best.overrides)}, {best.seconds:.1f} s per step"
+    text = f"{count} {' '.join(best.overrides)}, {seconds_text(best.seconds)} s per step"
     return f"{text} (--fit also checks its memory)"

@@ -21,7 +21,7 @@ from burnish.plan.engine_profile import TrainEngineProfile, profile_of
 from burnish.plan.hardware import Hardware
 from burnish.plan.kv_cache import bytes_per_token, vllm_on_gpu
 from burnish.plan.model_state import SIZES, EngineSetup
-from burnish.plan.overlap import Overlap, Sides, overlap
+from burnish.plan.overlap import Overlap, Sides, overlap, seconds_text
 from burnish.plan.role_base import positions
 from burnish.plan.rollout_role import demand_of, responses_at_once
 from burnish.plan.shapes import ModelShape, matrix_flops, shape_of
@@ -101,14 +101,13 @@ class TimePlan:
     def to_text(self) -> str:
         """Return the estimate as text, slowest phase first."""
         lines = [
-            f"time (estimated from {self.rates}): {self.seconds:.1f} s per "
+            f"time (estimated from {self.rates}): {seconds_text(self.seconds)} s per "
             f"step, {self.samples_per_s:.2f} samples/s"
         ]
         for part in sorted(self.parts, key=lambda p: -p.seconds):
             share = part.seconds / self.seconds if self.seconds else 0.0
-            lines.append(
-                f"  {share:>4.0%} {part.seconds:>9.1f} s  {part.role}, {part.phase}: {part.how}"
-            )
+            time = f"{share:>4.0%} {seconds_text(part.seconds):>9} s"
+            lines.append(f"  {time}  {part.role}, {part.phase}: {part.how}")
         lines += [
             f"  {placement}: idle {share:.0%} of the step" for placement, share in self.idle.items()
         ]

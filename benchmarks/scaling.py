@@ -241,8 +241,10 @@ def step(engine: RemoteRolloutEngine, clock: Clock, args: argparse.Namespace) ->
         generate_max_len=args.tokens,
     )
     runner = Runner(engine, rewards, Sampling(args.tokens), num_samples=SAMPLES_PER_PROMPT, seed=0)
-    groups = clock.stage("requests, completions, groups", lambda: runner.sample(prompts)[0])
-    groups = clock.stage("rewards", lambda: rewards.score(groups)).groups
+    drawn = clock.stage("requests, completions, groups", lambda: runner.draw_all(prompts))
+    groups = clock.stage(
+        "rewards", lambda: runner.finish(runner.measure(drawn), len(prompts))
+    ).groups
     batch = clock.stage("batch", lambda: groups_to_batch(groups))
     algorithm = AlgorithmConfig()
     batch = clock.stage("advantages", lambda: assign_advantages(batch, algorithm, kl_coef=0))

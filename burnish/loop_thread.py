@@ -33,6 +33,10 @@ class LoopThread:
             future.cancel()
             raise
 
+    def spawn(self, function: Callable[..., Awaitable[object]], *args: object) -> None:
+        """Start ``function(*args)`` without waiting. It must not raise."""
+        self._portal.start_task_soon(function, *args)
+
     def close(self) -> None:
         """Cancel running calls and end the thread."""
         self._portal.call(self._portal.stop, True)

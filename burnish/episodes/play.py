@@ -22,7 +22,7 @@ from burnish.environments.pool import EnvironmentPool, EpisodeFailedError, OpenE
 from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.template import RendererError
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.rollout.service import RolloutService
+from burnish.rollout.service import TakesRequests
 from burnish.transcript import Episode, EpisodeStatus, Turn
 
 Message = Mapping[str, Any]
@@ -79,7 +79,7 @@ class Task:
     """The prompt as text, rendered by the chat template if it has messages."""
 
 
-async def sample(service: RolloutService, request: Request, sampling: Sampling) -> Completion:
+async def sample(service: TakesRequests, request: Request, sampling: Sampling) -> Completion:
     """Sample one response. Cancelling the wait cancels the request."""
     future = asyncio.wrap_future(service.submit(request, sampling))
     try:
@@ -93,7 +93,7 @@ async def sample(service: RolloutService, request: Request, sampling: Sampling) 
 class Policy:
     """The sampled policy: engine, chat format and sampling parameters."""
 
-    service: RolloutService
+    service: TakesRequests
     renderer: ChatRenderer
     sampling: Sampling
     rendering: Executor

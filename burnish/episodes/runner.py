@@ -6,10 +6,11 @@ import asyncio
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any, get_args
+from weakref import WeakKeyDictionary
 
 from burnish.config.episodes import EpisodesConfig
 from burnish.config.rollout import DynamicSampling
@@ -20,9 +21,9 @@ from burnish.errors import BurnishError
 from burnish.loop_thread import LoopThread
 from burnish.rewards.base import NoGroupLeftError, RewardSet
 from burnish.rollout.base import RolloutEngine, Sampling
-from burnish.rollout.runner import Rollout, Runner, prompt_seed
-from burnish.rollout.service import RolloutService
-from burnish.transcript import EpisodeStatus
+from burnish.rollout.runner import Drawn, Runner, prompt_seed
+from burnish.rollout.service import RolloutService, ServiceEngine, TakesRequests
+from burnish.transcript import Episode, EpisodeStatus
 from burnish.types import Group, Prompt, Sample, Stats
 
 log = logging.getLogger("burnish")
@@ -34,6 +35,7 @@ CUT = ("max_tokens", "max_turn_tokens")
 """Statuses of episodes that reached a token limit."""
 
 _DRAIN_S = 60.0
+_UNLIMITED = 1 << 30
 
 
 class EpisodesFailedError(BurnishError, RuntimeError):
@@ -53,6 +55,7 @@ class Players:
         self.config, self.player = config, player
         self.renderer, self.loop = renderer, loop
         self._rendering = ThreadPoolExecutor(1, thread_name_prefix="renderer")
+        self._limits: WeakKeyDictionary[TakesRequests, asyncio.Semaphore] = WeakKeyDictionary()
         self.limits = Limits(
             max_turns=config.max_turns,
             max_tokens=config.max_tokens,
@@ -65,16 +68,20 @@ class Players:
         self, engine: RolloutEngine, sampling: Sampling, tasks: Sequence[Task]
     ) -> list[Played]:
         """Play episodes that share ``engine``, and return them in the order of ``tasks``."""
+        if isinstance(engine, ServiceEngine):
+            return self.loop.run(self.play_with, engine.lane, sampling, tasks)
         with closing(RolloutService(engine)) as service:
-            played = self.loop.run(self._play, service, sampling, tasks)
+            played = self.loop.run(self.play_with, service, sampling, tasks)
             service.drain(_DRAIN_S)  # the engine frees what it kept of the conversations
             return played
 
-    async def _play(
-        self, service: RolloutService, sampling: Sampling, tasks: Sequence[Task]
+    async def play_with(
+        self, service: TakesRequests, sampling: Sampling, tasks: Sequence[Task]
     ) -> list[Played]:
+        """Play episodes in the players' event loop. Calls may overlap; each runs at most
+        ``max_concurrent`` episodes at once for every service."""
         policy = Policy(service, self.renderer, sampling, self._rendering)
-        running = asyncio.Semaphore(self.config.max_concurrent or len(tasks) or 1)
+        running = self._running_on(service)
 
         async def one(task: Task) -> Played:
             async with running:
@@ -91,6 +98,14 @@ class Players:
             for waiting in started:
                 waiting.cancel()
             await asyncio.gather(*started, return_exceptions=True)
+
+    def _running_on(self, service: TakesRequests) -> asyncio.Semaphore:
+        """Return the limit of concurrent episodes on a service."""
+        found = self._limits.get(service)
+        if found is None:
+            found = asyncio.Semaphore(self.config.max_concurrent or _UNLIMITED)
+            self._limits[service] = found
+        return found
 
     def close(self) -> None:
         """End the environments' processes and the event loop's thread."""
@@ -109,6 +124,8 @@ class EpisodeRunner(Runner):
     than two members (one, if ``num_samples`` is 1) is dropped, and :meth:`fill` replaces it.
     """
 
+    owns_loop = True
+
     def __init__(  # house: ok the parameters of a Runner, and the players
         self,
         engine: RolloutEngine,
@@ -124,8 +141,10 @@ class EpisodeRunner(Runner):
             engine, rewards, sampling, num_samples=num_samples, seed=seed, dynamic=dynamic
         )
         self.players = players
-        self._filling: Counter[str] | None = None
-        """Statuses of all episodes of the running :meth:`fill`. None: none runs."""
+
+    def make_loop(self) -> LoopThread:
+        """Return the players' event loop, which they close."""
+        return self.players.loop
 
     def close(self) -> None:
         """Close the rewards, the engine and the environments."""
@@ -134,29 +153,49 @@ class EpisodeRunner(Runner):
         finally:
             self.players.close()
 
-    def fill(self, next_prompts: Callable[[int], Sequence[Prompt]], count: int) -> Rollout:
-        """Return ``count`` scored groups, as :meth:`Runner.fill`. ``max_failed_frac`` is the share
-        of all episodes so far: a refill of one prompt may lose all of its own."""
-        self._filling = Counter()
-        try:
-            return super().fill(next_prompts, count)
-        finally:
-            self._filling = None
-
-    def sample(self, prompts: Sequence[Prompt]) -> tuple[list[Group], Stats]:
-        """Return unscored groups of the prompts that have enough members, and statistics of all
-        episodes.
-
-        Raises EpisodesFailedError if more than ``max_failed_frac`` of the episodes failed, and
-        NoGroupLeftError if no group has enough members.
-        """
-        tasks = [self._task(prompt, k) for prompt in prompts for k in range(self.num_samples)]
+    def draw_all(self, prompts: Sequence[Prompt]) -> list[Drawn]:
+        """Play the episodes of all prompts."""
+        tasks = [task for prompt in prompts for task in self._tasks(prompt)]
         played = self.players.play(self.engine, self.sampling, tasks)
-        self._check_failures(played)
-        groups, stats = self._groups(prompts, played)
-        if not groups:
-            raise NoGroupLeftError(why_none(played, self.num_samples), stats)
-        return groups, stats
+        size = self.num_samples
+        parts = [played[i : i + size] for i in range(0, len(played), size)]
+        return [self._played(prompt, own) for prompt, own in zip(prompts, parts, strict=True)]
+
+    async def draw(self, prompt: Prompt, service: RolloutService) -> Drawn:
+        """Play the episodes of one prompt, in the players' event loop."""
+        tasks = self._tasks(prompt)
+        return self._played(prompt, await self.players.play_with(service, self.sampling, tasks))
+
+    def check(self, drawn: Sequence[Drawn]) -> None:
+        """Raise EpisodesFailedError if more than ``max_failed_frac`` of the episodes failed. The
+        share is that of a step: a refill of one prompt may lose all of its own."""
+        statuses: Counter[str] = Counter(r.status for one in drawn for r in one.episodes)
+        failed = Counter({status: statuses[status] for status in FAILED if statuses[status]})
+        if not failed:
+            return
+        first = next((one.error for one in drawn if one.error is not None), None)
+        count = f"{failed.total()} of {statuses.total()} episodes failed"
+        what = f"{count} ({_listed(failed)}). The first: {first}"
+        frac = self.players.config.max_failed_frac
+        if failed.total() > frac * statuses.total():
+            raise EpisodesFailedError(
+                f"{what}\nMore than episodes.max_failed_frac={frac:g} of the episodes must not "
+                f"fail; {_advice(failed)}, or raise the limit"
+            ) from first
+        log.warning("%s", what)
+
+    def stats(self, drawn: Sequence[Drawn]) -> Stats:
+        """Return statistics of all episodes, and ``episodes/groups_dropped``."""
+        records = [record for one in drawn for record in one.episodes]
+        dropped = sum(one.group is None for one in drawn)
+        return episode_stats(records) + Stats(sums={"episodes/groups_dropped": dropped})
+
+    def none_drawn(self, drawn: Sequence[Drawn]) -> NoGroupLeftError:
+        """Return the error for prompts whose groups all lost their members."""
+        return NoGroupLeftError(why_none(drawn, self.num_samples), self.stats(drawn))
+
+    def _tasks(self, prompt: Prompt) -> list[Task]:
+        return [self._task(prompt, member) for member in range(self.num_samples)]
 
     def _task(self, prompt: Prompt, member: int) -> Task:
         seed = prompt_seed(self.seed, prompt.id)
@@ -172,51 +211,32 @@ class EpisodeRunner(Runner):
             prompt_text=prompt.text,
         )
 
-    def _check_failures(self, played: Sequence[Played]) -> None:
-        seen = Counter() if self._filling is None else self._filling
-        seen.update(p.record.status for p in played)
-        if not any(p.record.status in FAILED for p in played):
-            return
-        failed = Counter({status: seen[status] for status in FAILED if seen[status]})
-        first = next((p.error for p in played if p.error is not None), None)
-        count = f"{failed.total()} of {seen.total()} episodes failed"
-        what = f"{count} ({_listed(failed)}). The first: {first}"
-        frac = self.players.config.max_failed_frac
-        if failed.total() > frac * seen.total():
-            raise EpisodesFailedError(
-                f"{what}\nMore than episodes.max_failed_frac={frac:g} of the episodes must not "
-                f"fail; {_advice(failed)}, or raise the limit"
-            ) from first
-        log.warning("%s", what)
-
-    def _groups(
-        self, prompts: Sequence[Prompt], played: Sequence[Played]
-    ) -> tuple[list[Group], Stats]:
-        groups: list[Group] = []
-        dropped = 0
-        size = self.num_samples
-        for i, prompt in enumerate(prompts):
-            members = [
-                episode_sample(prompt, f"{prompt.id}/{k}", len(groups), one)
-                for k, one in enumerate(played[i * size : (i + 1) * size])
-                if one.record.status not in FAILED and one.calls
-            ]
-            if len(members) < min(size, 2):
-                dropped += 1
-                continue
-            groups.append(Group(len(groups), prompt, tuple(members)))
-        return groups, episode_stats(played) + Stats(sums={"episodes/groups_dropped": dropped})
+    def _played(self, prompt: Prompt, played: Sequence[Played]) -> Drawn:
+        """Return the group of a prompt's episodes; without it if too few have a result."""
+        members = [
+            episode_sample(prompt, f"{prompt.id}/{k}", one)
+            for k, one in enumerate(played)
+            if one.record.status not in FAILED and one.calls
+        ]
+        enough = len(members) >= min(self.num_samples, 2)
+        return Drawn(
+            prompt,
+            Group(0, prompt, tuple(members)) if enough else None,
+            tuple(one.record for one in played),
+            next((one.error for one in played if one.error is not None), None),
+        )
 
 
-def why_none(played: Sequence[Played], num_samples: int) -> str:
-    """Return the reason why no group of ``played`` episodes is left, and what to change."""
-    lost = [p for p in played if p.record.status in FAILED or not p.calls]
-    ends: Counter[str] = Counter(p.record.status for p in lost)
-    first = next((p.error for p in lost if p.error is not None), None)
+def why_none(drawn: Sequence[Drawn], num_samples: int) -> str:
+    """Return the reason why no prompt has a group left, and what to change."""
+    records = [record for one in drawn for record in one.episodes]
+    lost = [record for record in records if record.status in FAILED or not record.turns]
+    ends: Counter[str] = Counter(record.status for record in lost)
+    first = next((one.error for one in drawn if one.error is not None), None)
     found = "" if first is None else f"\nThe first failure: {first}"
     return (
-        f"none of {len(played) // num_samples} groups has {min(num_samples, 2)} of its "
-        f"{num_samples} episodes left: {len(lost)} of {len(played)} episodes have no result "
+        f"none of {len(drawn)} groups has {min(num_samples, 2)} of its "
+        f"{num_samples} episodes left: {len(lost)} of {len(records)} episodes have no result "
         f"({_listed(ends)}); {_advice(ends)}{found}"
     )
 
@@ -238,7 +258,7 @@ def _listed(statuses: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in statuses.most_common())
 
 
-def episode_sample(prompt: Prompt, sample_id: str, group_id: int, played: Played) -> Sample:
+def episode_sample(prompt: Prompt, sample_id: str, played: Played) -> Sample:
     """Return an episode as a training sample. Its text is that of the last turn. Its finish reason
     is ``length`` if a token limit ended it, also if that was reached by an observation."""
     rows = episode_rows(played.calls)
@@ -247,7 +267,7 @@ def episode_sample(prompt: Prompt, sample_id: str, group_id: int, played: Played
     return Sample(
         sample_id=sample_id,
         prompt_id=prompt.id,
-        group_id=group_id,
+        group_id=0,
         prompt_ids=last.prompt_ids,
         response_ids=last.response_ids,
         sampler_logprobs=last.sampler_logprobs,
@@ -261,10 +281,9 @@ def episode_sample(prompt: Prompt, sample_id: str, group_id: int, played: Played
     )
 
 
-def episode_stats(played: Sequence[Played]) -> Stats:
+def episode_stats(records: Sequence[Episode]) -> Stats:
     """Return statistics of played episodes: turns, statuses, tokens, cache use, times, and the
     environment's counts under ``episodes/counts/``, where they cannot replace others."""
-    records = [p.record for p in played]
     turns = [turn for record in records for turn in record.turns]
     later = [turn for record in records for turn in record.turns[1:]]
     num = len(records)

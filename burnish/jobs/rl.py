@@ -1,8 +1,9 @@
-"""Reinforcement learning with synchronous steps. Start here: :func:`rl_step` is the algorithm.
+"""Reinforcement learning. Start here: :func:`rl_step` is the algorithm.
 
-The formulas are in ``algorithms``. ``objectives.py`` combines them into losses and ``credit.py``
-into advantages. ``rl_job.py`` builds the components. ``trainer.py`` adds metrics and checkpoints
-around each step.
+A rollout source (``rollout/source.py``) provides the groups of each step: it samples them when the
+step asks for them, or all the time. The formulas are in ``algorithms``. ``objectives.py`` combines
+them into losses and ``credit.py`` into advantages. ``rl_job.py`` builds the components.
+``trainer.py`` adds metrics and checkpoints around each step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from burnish.checkpoint.save import PendingSave
 from burnish.checkpoint.state import load_state, save_state
 from burnish.config import RLConfig
 from burnish.config.algorithm import AlgorithmConfig
-from burnish.data.prompts import PromptStream
+from burnish.jobs.ages import age_metrics
 from burnish.jobs.base import Metrics
 from burnish.jobs.credit import assign_advantages
 from burnish.jobs.degenerate import NoSignalMonitor, reward_signal
@@ -30,8 +31,8 @@ from burnish.jobs.distill import Teacher, teacher_stats
 from burnish.jobs.ptx import Ptx
 from burnish.jobs.saving import save_engines
 from burnish.jobs.updates import Updates
-from burnish.rollout.runner import Runner
-from burnish.runtime.base import Sync
+from burnish.rollout.runner import Rollout
+from burnish.rollout.source import RolloutSource
 from burnish.train.base import HasLogprobs, Loss, TrainEngine
 from burnish.types import Batch, Group
 
@@ -41,12 +42,10 @@ class RL:
     """The components of an RL run."""
 
     config: RLConfig
-    prompts: PromptStream
-    runner: Runner
+    source: RolloutSource
     policy: TrainEngine
     policy_loss: Loss
     kl: KlController
-    sync: Sync
     keep_samples: Callable[[int, Sequence[Group], dict[str, float]], object]
     """Write samples for inspection, given (step, groups, sample id -> advantage)."""
     reference: HasLogprobs | None = None
@@ -59,11 +58,11 @@ class RL:
 
 
 def rl_step(run: RL, step: int) -> Metrics:
-    """Run one RL step: sample, score, compute reference log-probs, assign credit, update, and push
-    the weights to the rollout engine."""
-    rollout = run.runner.fill(run.prompts.next, run.config.rollout.rollout_batch_size)
-    release_sampler(run)
-    batch = groups_to_batch(rollout.groups)
+    """Run one RL step: get scored groups, compute reference log-probs, assign credit, update, and
+    announce the new weights."""
+    rollout = run.source.next(step)
+    batch = groups_to_batch(rollout.groups, rollout.ages)
+    ages = ages_of(batch, rollout, run)
     batch = with_reference(batch, run.reference)
     batch = batch if run.teacher is None else run.teacher.add_teacher_logprobs(batch)
     batch = with_old_policy(batch, run)
@@ -79,9 +78,9 @@ def rl_step(run: RL, step: int) -> Metrics:
         if run.ptx is not None:
             updates.add("train", run.ptx.forward_backward(run.policy))
         updates.step("train", run.policy)
-    handed_over = run.sync.push()
+    handed_over = run.source.update_weights()
 
-    metrics = rollout.stats.floats() | batch_metrics(batch) | updates.metrics()
+    metrics = rollout.stats.floats() | ages | batch_metrics(batch) | updates.metrics()
     metrics |= handed_over | stream_metrics(run) | {"train/kl_coef": run.kl.coef}
     metrics |= teacher_stats(batch) | kl_of_rollout(batch, run.config.algorithm)
     metrics |= signal_metrics(run, rollout.groups)
@@ -89,10 +88,10 @@ def rl_step(run: RL, step: int) -> Metrics:
     return run.signal.checked(updates.checked(metrics))
 
 
-def release_sampler(run: RL) -> None:
-    """Free the memory of the rollout engine, if the recipe lets it sleep between rollouts."""
-    if run.config.rollout.engine.sleep_between_rollouts:
-        run.runner.engine.sleep(new_weights_follow=True)
+def ages_of(batch: Batch, rollout: Rollout, run: RL) -> Metrics:
+    """Return the ages of the tokens that will be trained; empty in a synchronous run."""
+    most, version = run.config.rollout.max_staleness or 0, run.policy.version
+    return age_metrics(batch, rollout.ages, version=version, max_staleness=most)
 
 
 def with_reference(batch: Batch, reference: HasLogprobs | None) -> Batch:
@@ -195,8 +194,9 @@ def batch_metrics(batch: Batch) -> Metrics:
 def signal_metrics(run: RL, groups: Sequence[Group]) -> Metrics:
     """Return the share of groups without learning signal; empty if the advantage does not use
     rewards."""
-    run.signal.look_for_labels([group.prompt for group in groups], run.runner.rewards)
-    found = reward_signal(groups, run.config.algorithm, run.runner.rewards)
+    rewards = run.source.runner.rewards
+    run.signal.look_for_labels([group.prompt for group in groups], rewards)
+    found = reward_signal(groups, run.config.algorithm, rewards)
     return {} if found is None else run.signal.see(found)
 
 
@@ -216,7 +216,7 @@ def kl_of_rollout(batch: Batch, algorithm: AlgorithmConfig) -> Metrics:
 
 def stream_metrics(run: RL) -> Metrics:
     """Return the row counts (seen, dropped, truncated, ...) of the run's data streams."""
-    prompts = {f"data/{name}": float(value) for name, value in run.prompts.counts.items()}
+    prompts = {f"data/{name}": float(value) for name, value in run.source.counts.items()}
     return prompts | ({} if run.ptx is None else run.ptx.metrics())
 
 
@@ -239,10 +239,9 @@ class RLState:
         return self.run.policy.version
 
     def position(self) -> dict[str, Any]:
-        """Return the stream positions, the state of the KL controller, and the reward
-        statistics."""
-        found = {"prompts": self.run.prompts.state_dict(), "kl": self.run.kl.state_dict()}
-        found["rewards"] = self.run.runner.rewards.state_dict()
+        """Return the state of the source, the KL controller, and the reward statistics."""
+        found = self.run.source.position() | {"kl": self.run.kl.state_dict()}
+        found["rewards"] = self.run.source.runner.rewards.state_dict()
         if self.run.ptx is not None:
             found["ptx"] = self.run.ptx.stream.state_dict()
         return found
@@ -254,7 +253,7 @@ class RLState:
         engines = {"policy": self.run.policy, "critic": self.run.critic}
         named = {folder / role: engine for role, engine in engines.items() if engine is not None}
         pending = save_engines(named, in_background=in_background)
-        save_state(folder, "rl", position)
+        save_state(folder, "rl", self.run.source.plain(position))
         return pending
 
     def load(self, folder: Path) -> None:
@@ -263,9 +262,8 @@ class RLState:
         if self.run.critic is not None:
             self.run.critic.load(folder / "critic")
         state = load_state(folder, "rl")
-        self.run.prompts.load_state_dict(state["prompts"])
         self.run.kl.load_state_dict(state["kl"])
-        self.run.runner.rewards.load_state_dict(state.get("rewards", {}))
+        self.run.source.runner.rewards.load_state_dict(state.get("rewards", {}))
         if self.run.ptx is not None and "ptx" in state:  # else ptx is new in this run
             self.run.ptx.stream.load_state_dict(state["ptx"])
-        self.run.sync.push()
+        self.run.source.load(state)

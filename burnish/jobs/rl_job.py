@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from burnish.algorithms.kl import AdaptiveKl, FixedKl, KlController
 from burnish.config import RLConfig
@@ -43,8 +43,12 @@ from burnish.jobs.trainer import Trainer
 from burnish.observe.samples import write_samples
 from burnish.observe.timeline import Timeline, timed
 from burnish.rewards.base import RewardSet
+from burnish.rollout.async_source import AsyncOptions, AsyncSource
 from burnish.rollout.base import RolloutEngine
 from burnish.rollout.runner import Runner
+from burnish.rollout.schedule import Limits
+from burnish.rollout.service import RolloutService, ServiceEngine
+from burnish.rollout.source import RolloutSource, SyncSource
 from burnish.runtime.base import Runtime
 from burnish.train.base import HasLogprobs, Loss, TrainEngine
 from burnish.train.spec import EngineSpec
@@ -74,12 +78,15 @@ class RLLoop:
 
     def evaluate(self, number: int) -> Metrics:
         """Measure the held-out prompts, if there are any."""
-        return {} if self.evaluator is None else self.evaluator.evaluate(number)
+        if self.evaluator is None:
+            return {}
+        with self.run.source.evaluating():
+            return self.evaluator.evaluate(number)
 
     def close(self) -> None:
-        """Close the rewards and the rollout engine."""
+        """Close the source with its rewards and its rollout engine."""
         self.run.signal.log_total()
-        self.run.runner.close()
+        self.run.source.close()
 
 
 def _log_gap(precision: PrecisionConfig, step: int, metrics: Mapping[str, float]) -> None:
@@ -134,14 +141,14 @@ def _build(
     )
     warn_without_labels(held_out, rewards)
     limit = config.observe.samples_per_step
+    runner = _runner(config, rollout, rewards, players, runtime.timeline)
+    source, eval_engine = _source(config, prompts, runner, policy, runtime)
     parts = RL(
         config=config,
-        prompts=prompts,
-        runner=_runner(config, rollout, rewards, players, runtime.timeline),
+        source=source,
         policy=policy,
         policy_loss=_policy_loss(config, kl),
         kl=kl,
-        sync=runtime.sync(policy, rollout, config.sync),
         keep_samples=lambda step, groups, advantages: write_samples(
             run_dir, step, groups, advantages, limit=limit, split="train"
         ),
@@ -156,7 +163,7 @@ def _build(
         return parts, None
     sampling = eval_sampling(config.eval, config.rollout)
     eval_runner = make_runner(
-        rollout,
+        eval_engine,
         eval_rewards(scores, config.on_reward_failure, sampling),
         sampling,
         players,
@@ -164,6 +171,34 @@ def _build(
         options=RunnerOptions(config.eval.n_samples_per_prompt, config.seed, phase="eval"),
     )
     return parts, make_evaluator(config.eval, eval_runner, held_out, run_dir)
+
+
+def _source(
+    config: RLConfig, prompts: PromptStream, runner: Runner, policy: TrainEngine, runtime: Runtime
+) -> tuple[RolloutSource, RolloutEngine]:
+    """Return the source of groups, and the engine for evaluations. The weights are transferred."""
+    rollout, timeline = config.rollout, runtime.timeline
+    size, engine = rollout.rollout_batch_size, runner.engine
+    sync = runtime.sync(policy, engine, config.sync)
+    if rollout.max_staleness is None:
+        sleeps = rollout.engine.sleep_between_rollouts
+        return SyncSource(prompts, runner, sync, groups_per_step=size, sleeps=sleeps), engine
+    service = RolloutService(timed(engine, timeline, {"submit": "rollout", "poll": "rollout"}))
+    options = AsyncOptions(
+        Limits(
+            groups_per_step=size,
+            slots=rollout.capacity(size),
+            max_staleness=rollout.max_staleness,
+            total_steps=config.max_steps,
+            max_refills=runner.max_refills,
+        ),
+        in_flight=rollout.in_flight,
+        overlaps=rollout.overlaps,
+        evaluation="continue" if config.eval is None else config.eval.training_groups,
+    )
+    source = AsyncSource(prompts, runner, service, sync, lambda: policy.version, options)
+    shared = cast(RolloutEngine, ServiceEngine(service))
+    return timed(source, timeline, {"next": "wait"}), shared
 
 
 def _runner(

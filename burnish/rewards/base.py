@@ -1,4 +1,4 @@
-"""The reward interface, and :class:`RewardSet`, which turns groups into scored, checked groups.
+"""Score groups: :class:`RewardSet` turns groups into scored, checked groups.
 
 A reward returns one number per response. It may be slow, raise, or return invalid values. The
 failure policy (``config.rewards.FailurePolicy``) decides how failures are handled. A failure never
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from numbers import Real
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -20,9 +20,18 @@ import torch
 from burnish.algorithms.running import RunningMoments
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.rewards.errors import RewardError as RewardError
+from burnish.rewards.interface import HasCounts as HasCounts
+from burnish.rewards.interface import HasLabelUse as HasLabelUse
+from burnish.rewards.interface import HasMeans as HasMeans
+from burnish.rewards.interface import HasTurnRewards as HasTurnRewards
+from burnish.rewards.interface import Reward as Reward
+from burnish.rewards.interface import RewardInput as RewardInput
+from burnish.rewards.interface import SampleError as SampleError
+from burnish.rewards.interface import describe as describe
+from burnish.rewards.interface import excerpt, named, what_to_do, without_drop
 from burnish.rewards.shaping import clip, shaped
 from burnish.train.base import EngineLostError
-from burnish.types import Group, Number, Prompt, Sample, Stats
+from burnish.types import Group, Number, Sample, Stats
 
 RESERVED_NAMES = (
     *("mean", "std", "trained_mean", "shaping", "truncated_frac", "groups_dropped"),
@@ -31,24 +40,6 @@ RESERVED_NAMES = (
 """Names used by metrics and samples, which no reward may have."""
 
 _LARGEST = torch.finfo(torch.float32).max  # losses and advantages are computed in fp32
-_RETURN_A_NUMBER = "return one finite number for each response (0.0 for a wrong answer)"
-
-
-@dataclass(frozen=True)
-class RewardInput:
-    """Input of a reward: one response with its prompt."""
-
-    prompt: Prompt
-    sample: Sample
-
-
-class SampleError(RewardError):
-    """Raised by a reward when it fails on one identified sample."""
-
-    def __init__(
-        self, reward: Reward, item: RewardInput, what: str, *, advice: str = _RETURN_A_NUMBER
-    ) -> None:
-        super().__init__(f"{_named(reward)} {what}\n{describe(item)}\n  {_what_to_do(advice)}")
 
 
 class NoGroupLeftError(RewardError):
@@ -58,71 +49,6 @@ class NoGroupLeftError(RewardError):
         """``stats``: statistics of what was sampled, dropped groups included."""
         super().__init__(message)
         self.stats = stats
-
-
-class Reward(Protocol):
-    """Scores responses."""
-
-    name: str
-
-    def score(self, items: Sequence[RewardInput]) -> Sequence[float | SampleError]:
-        """Return one finite number per item, in order.
-
-        If only some items fail, return a SampleError in place of each of their numbers. May raise
-        if the whole call fails. :class:`RewardSet` checks the result.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release processes, threads and memory. Called once."""
-        ...
-
-
-@runtime_checkable
-class HasLocation(Protocol):
-    """A reward with a source location, which error messages include."""
-
-    location: str
-    """Such as ``function f at rewards.py:12``."""
-
-
-@runtime_checkable
-class HasLabelUse(Protocol):
-    """A reward that declares whether it reads the label."""
-
-    takes_label: bool
-
-
-@runtime_checkable
-class HasCounts(Protocol):
-    """A reward that counts events, such as timeouts. The counts become sums in the stats."""
-
-    def take_counts(self) -> Mapping[str, int]:
-        """Return the counts since the last call and reset them."""
-        ...
-
-
-@runtime_checkable
-class HasMeans(Protocol):
-    """A reward with measurements besides its score. They become means in the stats."""
-
-    def take_means(self) -> Mapping[str, tuple[float, float]]:
-        """Return (sum, count) of each measurement since the last call and reset them.
-
-        No name may equal a name returned by ``take_counts``.
-        """
-        ...
-
-
-@runtime_checkable
-class HasTurnRewards(Protocol):
-    """A reward of episodes that can be credited turn by turn."""
-
-    per_turn: bool
-
-    def of_turns(self, item: RewardInput) -> tuple[float, ...]:
-        """Return the unweighted reward of each turn. Their sum is the score."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -141,6 +67,17 @@ class Scored:
     ``reward/<name>/<measurement>``, and ``reward/<name>/running_mean`` and ``running_std`` for
     rewards with running_norm. Sums: ``reward/groups_dropped`` and ``reward/<name>/<event>``.
     """
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A group with the scores of its samples, before normalization, weights and shaping."""
+
+    group: Group
+    scores: Mapping[str, Sequence[float]] | None
+    """Reward name -> score of each sample. None: a reward failed on one of them."""
+    failure: RewardError | None = None
+    """The first failure."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +135,18 @@ class RewardSet:
         With the policy ``fail``, raises RewardError if a reward fails. With ``drop_group``, raises
         NoGroupLeftError if every group is dropped.
         """
+        measured = self.measure(groups)
+        scored = self.finish(measured)
+        if scored.dropped and not any(group.samples for group in scored.groups):
+            raise none_left(measured, scored.stats)
+        return scored
+
+    def measure(self, groups: Sequence[Group]) -> list[Measured]:
+        """Call each reward once with all samples of ``groups``; return the scores of each group.
+
+        :meth:`finish` makes rewards of them, also of groups that were measured in several calls.
+        Raises RewardError if a reward fails and the policy is ``fail``.
+        """
         items = [RewardInput(group.prompt, sample) for group in groups for sample in group.samples]
         if not items:
             raise RewardError(
@@ -206,31 +155,32 @@ class RewardSet:
         ends = list(accumulate(len(group.samples) for group in groups))
         spans = [slice(end - len(g.samples), end) for g, end in zip(groups, ends, strict=True)]
         columns = {reward.name: self._column(reward, items, spans) for reward, _ in self._rewards}
-        whole: list[tuple[Group, dict[str, list[float]]]] = []
-        dropped: list[str] = []
-        failures: list[_Failure] = []
+        measured = []
         for group, span in zip(groups, spans, strict=True):
             parts = {name: column[span] for name, column in columns.items()}
             failed = [v for values in parts.values() for v in values if isinstance(v, _Failure)]
             if failed:
-                dropped.append(group.prompt.id)
-                failures.append(failed[0])
+                measured.append(Measured(group, None, failed[0].error()))
             else:
-                whole.append((group, cast("dict[str, list[float]]", parts)))
+                measured.append(Measured(group, cast("dict[str, list[float]]", parts)))
+        return measured
+
+    def finish(self, measured: Sequence[Measured]) -> Scored:
+        """Return the groups with rewards: normalized, weighted and shaped, without those that
+        failed. Updates the running statistics.
+
+        Raises RewardError if a total or a running statistic is beyond fp32's range.
+        """
+        whole = [(one.group, one.scores) for one in measured if one.scores is not None]
+        dropped = [one.group.prompt.id for one in measured if one.scores is None]
         for name, (moments, _) in self._running.items():
             try:
-                moments.update([value for _, parts in whole for value in parts[name]])
+                moments.update([value for _, scores in whole for value in scores[name]])
             except ValueError as error:
                 raise RewardError(f"running_norm of the reward {name}: {error}") from error
-        kept = [self._with_rewards(group, parts) for group, parts in whole]
-        if failures and not any(group.samples for group in kept):
-            first = failures[0].error()
-            raise NoGroupLeftError(
-                f"no group is left to train on: a reward failed in all {len(failures)} groups, and "
-                "on_reward_failure.then=drop_group dropped them. The first failure:\n"
-                f"{_without_drop(str(first))}",
-                Stats(sums={"reward/groups_dropped": len(dropped)}),
-            ) from first
+        kept = [self._with_rewards(group, scores) for group, scores in whole]
+        if not kept and dropped:
+            return Scored((), tuple(dropped), Stats(sums={"reward/groups_dropped": len(dropped)}))
         return Scored(tuple(kept), tuple(dropped), self._stats(kept, len(dropped)))
 
     def _turn_rewards(self, item: RewardInput) -> tuple[float, ...]:
@@ -264,13 +214,20 @@ class RewardSet:
             return sample.reward_parts[counted[0][0]]
         return sample.reward
 
-    def before_penalties(self, sample: Sample) -> float:
-        """Return the clipped weighted sum of a scored sample, before the penalties.
+    def totals(self, measured: Measured) -> list[float]:
+        """Return the weighted sum of the scores of each sample of a group that did not fail, not
+        normalized and not clipped."""
+        assert measured.scores is not None
+        columns = [measured.scores[reward.name] for reward, _ in self._rewards]
+        return [
+            self.total({r.name: value for (r, _), value in zip(self._rewards, row, strict=True)})
+            for row in zip(*columns, strict=True)
+        ]
 
-        Scores of rewards with running_norm are normalized before they are summed.
-        """
-        total = sample.reward - sample.reward_parts.get("shaping", 0.0)
-        return clip(total, self._shaping.reward_clip)
+    def clipped(self, total: float) -> float:
+        """Return a weighted sum clipped to ``shaping.reward_clip``. It is returned unchanged if a
+        reward has running_norm, because the clip is then a bound of normalized scores."""
+        return total if self._running else clip(total, self._shaping.reward_clip)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Return the running statistics by reward name. JSON-serializable."""
@@ -370,13 +327,31 @@ class NoRewards(RewardSet):
     def __init__(self) -> None:
         self._rewards, self._running = (), {}
 
-    def score(self, groups: Sequence[Group]) -> Scored:
+    def measure(self, groups: Sequence[Group]) -> list[Measured]:
+        """Return the groups unchanged."""
+        return [Measured(group, {}) for group in groups]
+
+    def finish(self, measured: Sequence[Measured]) -> Scored:
         """Return the groups unchanged. The only metric is ``rollout/truncated_frac``."""
+        groups = [one.group for one in measured]
         ended = [s.finish_reason == "length" for group in groups for s in group.samples]
         means: dict[str, tuple[Number, Number]] = {
             "rollout/truncated_frac": (sum(ended), len(ended))
         }
         return Scored(tuple(groups), (), Stats(means=means))
+
+
+def none_left(measured: Sequence[Measured], stats: Stats) -> NoGroupLeftError:
+    """Return the error for groups that all failed. ``stats``: those of all of them."""
+    failures = [one.failure for one in measured if one.failure is not None]
+    error = NoGroupLeftError(
+        f"no group is left to train on: a reward failed in all {len(failures)} groups, and "
+        "on_reward_failure.then=drop_group dropped them. The first failure:\n"
+        f"{without_drop(str(failures[0]))}",
+        stats,
+    )
+    error.__cause__ = failures[0]
+    return error
 
 
 def _check_total(reward: float, parts: Mapping[str, float], item: RewardInput) -> None:
@@ -388,16 +363,6 @@ def _check_total(reward: float, parts: Mapping[str, float], item: RewardInput) -
             f"weighted sum of the scores {dict(parts)}, or of those of one turn\n{describe(item)}\n"
             "  What to do: lower the weights of the rewards, or scale the scores down"
         )
-
-
-def describe(item: RewardInput) -> str:
-    """Return the sample's id and excerpts of its prompt, response and label, for error messages."""
-    return (
-        f"  at sample {item.sample.sample_id!r} of prompt {item.prompt.id!r}\n"
-        f"  prompt: {_excerpt(item.prompt.text)}\n"
-        f"  response: {_excerpt(item.sample.text)}\n"
-        f"  label: {_excerpt(item.prompt.label)}"
-    )
 
 
 def sum_of_part(samples: Sequence[Sample], name: str) -> float:
@@ -417,7 +382,7 @@ def _call(reward: Reward, items: Sequence[RewardInput]) -> _Column | _Failure:
         bad = isinstance(error, _BadAnswer)
         what = str(error) if bad else f"raised {type(error).__name__}: {error}"
         many = f" in a call with {len(items)} responses; the first one is" if items[1:] else ""
-        message = f"{_named(reward)} {what}{many}\n{describe(items[0])}\n  {_what_to_do()}"
+        message = f"{named(reward)} {what}{many}\n{describe(items[0])}\n  {what_to_do()}"
         return _Failure(message, None if bad else error)
     return [_number(reward, item, value) for item, value in zip(items, answer, strict=True)]
 
@@ -433,7 +398,7 @@ def _as_list(answer: Any, count: int) -> list[Any]:
             raise _BadAnswer(f"returned a {shape} instead of shape ({count},)")
         answer = answer.tolist()
     if isinstance(answer, (str, bytes)) or not isinstance(answer, Sequence):
-        raise _BadAnswer(f"returned {_excerpt(answer)} instead of a list of {count} numbers")
+        raise _BadAnswer(f"returned {excerpt(answer)} instead of a list of {count} numbers")
     if len(answer) != count:
         raise _BadAnswer(f"returned {len(answer)} values for {count} responses")
     return list(answer)
@@ -454,33 +419,5 @@ def _number(reward: Reward, item: RewardInput, value: Any) -> float | _Failure:
             return number
         if math.isfinite(number):
             needed = f"a number within fp32's range, +-{_LARGEST:.1e}"
-    what = f"returned {_excerpt(value)} instead of {needed}"
-    return _Failure(f"{_named(reward)} {what}\n{describe(item)}\n  {_what_to_do()}")
-
-
-_OR_DROP = (
-    "; or set on_reward_failure.then=drop_group to drop such groups, or on_reward_failure.retries "
-    "to retry"
-)
-
-
-def _what_to_do(advice: str = _RETURN_A_NUMBER) -> str:
-    return f"What to do: {advice}{_OR_DROP}"
-
-
-def _without_drop(message: str) -> str:
-    """Remove the advice to set drop_group, for runs that already do."""
-    return message.replace(_OR_DROP, "; or raise on_reward_failure.retries to retry more often")
-
-
-def _named(reward: Reward) -> str:
-    place = f" ({reward.location})" if isinstance(reward, HasLocation) else ""
-    return f"reward {reward.name!r}{place}"
-
-
-def _excerpt(value: Any, longest: int = 160) -> str:
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError) as error:  # an int of 5,000 digits, lists in lists
-        text = f"<{type(value).__name__} that cannot be shown ({error})>"
-    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 2 :]}"
+    what = f"returned {excerpt(value)} instead of {needed}"
+    return _Failure(f"{named(reward)} {what}\n{describe(item)}\n  {what_to_do()}")

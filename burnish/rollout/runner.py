@@ -1,16 +1,27 @@
-"""Sample responses to prompts with an engine and score them: prompts -> scored groups."""
+"""Sample responses to prompts with an engine and score them: prompts -> scored groups.
+
+A group goes through three stages: *drawn* (sampled), *measured* (scored), and finished (rewards
+normalized and shaped, statistics computed). Groups are drawn and measured in any portions; those of
+one RL step are finished together, in the order of their prompts. Synchronous and asynchronous runs
+therefore have the same rewards and metrics for the same groups.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from burnish.config.rollout import DynamicSampling
-from burnish.rewards.base import NoGroupLeftError, RewardError, RewardSet
+from burnish.loop_thread import LoopThread
+from burnish.rewards.base import Measured, NoGroupLeftError, RewardError, RewardSet, none_left
 from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
+from burnish.rollout.schedule import Outcome
+from burnish.rollout.service import RolloutService
+from burnish.transcript import Episode
 from burnish.types import Group, Number, Prompt, Sample, Stats, all_equal
 
 log = logging.getLogger("burnish")
@@ -24,6 +35,33 @@ class Rollout:
 
     groups: tuple[Group, ...]
     stats: Stats
+    ages: Mapping[int, int] | None = None
+    """Version of the weights of a token (``Sample.versions``) -> their age in RL steps when the
+    groups are trained. None: a synchronous run."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Samples of one prompt, not scored."""
+
+    prompt: Prompt
+    group: Group | None
+    """None: too few episodes have a result."""
+    episodes: tuple[Episode, ...] = ()
+    """Records of all episodes of the prompt, also of those without a result. Empty: the responses
+    are single turns."""
+    error: Exception | None = None
+    """The first failure of an episode that the policy did not cause."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A drawn group with its scores."""
+
+    drawn: Drawn
+    measured: Measured | None
+    """None: there is no group to score."""
+    outcome: Outcome
 
 
 class Runner:
@@ -39,10 +77,25 @@ class Runner:
         seed: int,
         dynamic: DynamicSampling | None = None,
     ) -> None:
-        """Configure sampling and scoring. ``dynamic`` selects the groups that :meth:`fill` filters
-        out; None: none."""
+        """Configure sampling and scoring. ``dynamic`` selects the groups that are filtered out;
+        None: none."""
         self.engine, self.rewards, self.sampling = engine, rewards, sampling
         self.num_samples, self.seed, self.dynamic = num_samples, seed, dynamic
+
+    @property
+    def max_refills(self) -> int:
+        """Return the maximum number of rounds in which lost groups of a step are replaced."""
+        return _MAX_REFILLS if self.dynamic is None else self.dynamic.max_refills
+
+    def make_loop(self) -> LoopThread:
+        """Return the event loop for :meth:`draw`. The caller closes it, unless
+        :attr:`owns_loop`."""
+        return LoopThread("rollouts")
+
+    owns_loop = False
+    """True if the runner closes its event loop."""
+
+    # ---- entire rollouts ---------------------------------------------------------------------
 
     def fill(self, next_prompts: Callable[[int], Sequence[Prompt]], count: int) -> Rollout:
         """Return ``count`` scored groups.
@@ -53,23 +106,32 @@ class Runner:
 
         Raises RewardError if groups are still missing after the maximum number of refills.
         """
-        groups: list[Group] = []
-        rejected: list[Group] = []
-        stats = Stats()
-        failure: NoGroupLeftError | None = None
-        refills = _MAX_REFILLS if self.dynamic is None else self.dynamic.max_refills
-        for _ in range(1 + refills):
-            try:
-                rollout = self.run(next_prompts(count - len(groups)))
-            except NoGroupLeftError as error:
-                failure = error
-                stats += error.stats
-                continue
-            for group in rollout.groups:
-                (groups if self._has_signal(group) else rejected).append(group)
-            stats += rollout.stats
-            if len(groups) == count:
+        drawn: list[Drawn] = []
+        results: list[Result] = []
+        missing = count
+        for _ in range(1 + self.max_refills):
+            new = self.draw_all(next_prompts(missing))
+            drawn += new
+            self.check(drawn)
+            results += self.measure(new)
+            missing = count - sum(result.outcome == "ready" for result in results)
+            if not missing:
                 break
+        return self.finish(results, count)
+
+    def finish(self, results: Sequence[Result], count: int) -> Rollout:
+        """Return the rollout of a step from its results, in the order of their prompts.
+
+        Raises RewardError if fewer than ``count`` groups have rewards. With dynamic sampling, the
+        newest groups without signal are used to fill the step.
+        """
+        drawn = [result.drawn for result in results]
+        measured = [result.measured for result in results if result.measured is not None]
+        scored = self.rewards.finish(measured)
+        stats = self.stats(drawn) + scored.stats + _sample_stats(scored.groups)
+        outcomes = {result.drawn.prompt.id: result.outcome for result in results}
+        groups = [g for g in scored.groups if outcomes[g.prompt.id] == "ready"]
+        rejected = [g for g in scored.groups if outcomes[g.prompt.id] == "filtered"]
         missing = count - len(groups)
         if self.dynamic is not None:
             used = min(missing, len(rejected))
@@ -78,12 +140,42 @@ class Runner:
                 log.warning(
                     "rollout.dynamic_sampling: %d of %d groups have no signal after %d refills "
                     "but are used to fill the step",
-                    *(used, count, refills),
+                    *(used, count, self.max_refills),
                 )
                 groups += rejected[len(rejected) - used :]
-        if len(groups) == count:
-            return Rollout(tuple(_numbered(g, i) for i, g in enumerate(groups)), stats)
-        lost = stats.sums.get("episodes/groups_dropped", 0)
+        if len(groups) < count:
+            raise self._too_few(results, len(groups), count)
+        return Rollout(tuple(_numbered(g, i) for i, g in enumerate(groups)), stats)
+
+    def run(self, prompts: Sequence[Prompt]) -> Rollout:
+        """Sample and score all of ``prompts``, in their order. Raises NoGroupLeftError if no group
+        has samples with rewards."""
+        drawn = self.draw_all(prompts)
+        self.check(drawn)
+        groups = [one.group for one in drawn if one.group is not None]
+        stats = self.stats(drawn)
+        if not groups:
+            raise self.none_drawn(drawn)
+        try:
+            scored = self.rewards.score(groups)
+        except NoGroupLeftError as error:
+            error.stats = stats + error.stats
+            raise
+        found = tuple(_numbered(group, i) for i, group in enumerate(scored.groups))
+        return Rollout(found, stats + scored.stats + _sample_stats(found))
+
+    def _too_few(self, results: Sequence[Result], found: int, count: int) -> RewardError:
+        """Return the error for a step that cannot be filled. The newest groups explain it."""
+        last = results[len(results) - (count - found) :]
+        failed = [r.measured for r in last if r.measured is not None and r.outcome == "failed"]
+        cause: NoGroupLeftError | None = None
+        if not any(result.outcome == "ready" for result in last):
+            undrawn = [result.drawn for result in last if result.drawn.group is None]
+            if failed:
+                cause = none_left(failed, Stats())
+            elif undrawn:
+                cause = self.none_drawn(undrawn)
+        lost = sum(result.drawn.group is None for result in results)
         why = (
             f"{lost:g} groups lost their members, because episodes failed or their first messages "
             "reached episodes.max_tokens (metrics episodes/*)"
@@ -91,58 +183,95 @@ class Runner:
             else "the reward fails on almost all of them. on_reward_failure.then=fail stops at the "
             "first error"
         )
-        raise RewardError(
-            f"after {refills} refills only {len(groups)} of {count} groups have a reward; {why}"
-            + (f". The last refill: {failure}" if failure else "")
-        ) from failure
+        error = RewardError(
+            f"after {self.max_refills} refills only {found} of {count} groups have a reward; {why}"
+            + (f". The last refill: {cause}" if cause else "")
+        )
+        error.__cause__ = cause
+        return error
 
-    def _has_signal(self, group: Group) -> bool:
-        """Return whether dynamic sampling keeps a group.
+    # ---- stages ------------------------------------------------------------------------------
 
-        Its scores must differ after clipping and before penalties, and the mean of the plain scores
-        must be between ``above`` and ``below``.
-        """
-        if self.dynamic is None:
-            return True
-        if all_equal([self.rewards.before_penalties(sample) for sample in group.samples]):
-            return False
-        scores = [self.rewards.total(sample.reward_parts) for sample in group.samples]
-        mean = sum(scores) / len(scores)
-        above_min = self.dynamic.above is None or mean > self.dynamic.above
-        below_max = self.dynamic.below is None or mean < self.dynamic.below
-        return above_min and below_max
+    def draw_all(self, prompts: Sequence[Prompt]) -> list[Drawn]:
+        """Sample a group of ``num_samples`` responses for each prompt."""
+        found: dict[tuple[str, int], Completion] = {
+            (c.request_id, c.index): c
+            for c in self.engine.generate([self._request(p) for p in prompts], self.sampling)
+        }
+        return [
+            self._drawn(prompt, [found[prompt.id, k] for k in range(self.num_samples)])
+            for prompt in prompts
+        ]
 
-    def run(self, prompts: Sequence[Prompt]) -> Rollout:
-        """Sample and score all of ``prompts``, in their order. Raises NoGroupLeftError if no group
-        has samples with rewards."""
-        groups, stats = self.sample(prompts)
+    async def draw(self, prompt: Prompt, service: RolloutService) -> Drawn:
+        """Sample the group of one prompt, as :meth:`draw_all`. Cancelling the wait cancels its
+        requests."""
+        request = self._request(prompt)
+        future = asyncio.wrap_future(service.submit_all(request, self.sampling))
         try:
-            scored = self.rewards.score(groups)
-        except NoGroupLeftError as error:
-            error.stats = stats + error.stats
+            completions = await future
+        except asyncio.CancelledError:
+            service.cancel(request.request_id)
             raise
-        return Rollout(scored.groups, stats + scored.stats + _sample_stats(scored.groups))
+        return self._drawn(prompt, sorted(completions, key=lambda c: c.index))
+
+    def measure(self, drawn: Sequence[Drawn]) -> list[Result]:
+        """Score groups and decide which can be trained on. Raises RewardError if a reward fails and
+        the policy is ``fail``."""
+        groups = [one.group for one in drawn if one.group is not None]
+        measured = iter(self.rewards.measure(groups) if groups else ())
+        results = []
+        for one in drawn:
+            if one.group is None:
+                results.append(Result(one, None, "failed"))
+                continue
+            found = next(measured)
+            results.append(Result(one, found, self._outcome(found)))
+        return results
+
+    def check(self, drawn: Sequence[Drawn]) -> None:
+        """Raise an error if too many episodes of a step, or of a call of :meth:`run`, failed.
+        Single turns do not fail."""
+
+    def stats(self, drawn: Sequence[Drawn]) -> Stats:
+        """Return statistics of the sampling."""
+        return Stats()
+
+    def none_drawn(self, drawn: Sequence[Drawn]) -> NoGroupLeftError:
+        """Return the error for prompts without any group."""
+        return NoGroupLeftError(f"none of {len(drawn)} prompts has a group", self.stats(drawn))
 
     def close(self) -> None:
         """Close the rewards and the engine."""
         self.rewards.close()
         self.engine.close()
 
-    def sample(self, prompts: Sequence[Prompt]) -> tuple[list[Group], Stats]:
-        """Return unscored groups of ``num_samples`` responses, in prompt order, and statistics of
-        the sampling."""
-        requests = [
-            Request(p.id, p.token_ids, self.num_samples, prompt_seed(self.seed, p.id))
-            for p in prompts
-        ]
-        found: dict[tuple[str, int], Completion] = {
-            (c.request_id, c.index): c for c in self.engine.generate(requests, self.sampling)
-        }
-        groups = [
-            Group(i, p, tuple(_sample(p, i, found[p.id, k]) for k in range(self.num_samples)))
-            for i, p in enumerate(prompts)
-        ]
-        return groups, Stats()
+    # ---- parts -------------------------------------------------------------------------------
+
+    def _request(self, prompt: Prompt) -> Request:
+        seed = prompt_seed(self.seed, prompt.id)
+        return Request(prompt.id, prompt.token_ids, self.num_samples, seed)
+
+    def _drawn(self, prompt: Prompt, completions: Sequence[Completion]) -> Drawn:
+        return Drawn(prompt, Group(0, prompt, tuple(_sample(prompt, c) for c in completions)))
+
+    def _outcome(self, measured: Measured) -> Outcome:
+        """Return the outcome of a group.
+
+        Dynamic sampling keeps a group if its scores differ after clipping and before penalties, and
+        if the mean of the plain scores is between ``above`` and ``below``.
+        """
+        if measured.scores is None:
+            return "failed"
+        if self.dynamic is None:
+            return "ready"
+        totals = self.rewards.totals(measured)
+        if all_equal([self.rewards.clipped(total) for total in totals]):
+            return "filtered"
+        mean = sum(totals) / len(totals)
+        above_min = self.dynamic.above is None or mean > self.dynamic.above
+        below_max = self.dynamic.below is None or mean < self.dynamic.below
+        return "ready" if above_min and below_max else "filtered"
 
 
 def _filter_stats(left_out: int, used: int) -> Stats:
@@ -162,12 +291,12 @@ def prompt_seed(seed: int, prompt_id: str) -> int:
     return (seed << 32) + zlib.crc32(prompt_id.encode())
 
 
-def _sample(prompt: Prompt, group_id: int, completion: Completion) -> Sample:
+def _sample(prompt: Prompt, completion: Completion) -> Sample:
     length = len(completion.token_ids)
     return Sample(
         sample_id=f"{prompt.id}/{completion.index}",
         prompt_id=prompt.id,
-        group_id=group_id,
+        group_id=0,
         prompt_ids=prompt.token_ids,
         response_ids=completion.token_ids,
         sampler_logprobs=completion.logprobs,

@@ -7,12 +7,15 @@ open, and otherwise polls the engine and carries out commands between two polls.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
@@ -23,18 +26,47 @@ T = TypeVar("T")
 _CLOSE_S = 60.0
 
 
+Lane = Literal["training", "evaluation"]
+"""Use of a request. Those for training can be held back (:meth:`RolloutService.hold`)."""
+
+
+@dataclass
+class _Submitted:
+    """A request that is open in the engine."""
+
+    request: Request
+    future: Future[Any]
+    all_samples: bool
+    """True if the result of the future is a list of all completions, False if it is the only
+    one."""
+    lane: Lane
+    found: list[Completion] = field(default_factory=list)
+
+
 class RolloutService:
     """A rollout engine shared by threads. Close the service to get the engine back."""
 
-    def __init__(self, engine: RolloutEngine) -> None:
-        """Start the engine thread. Nothing else may use ``engine`` until :meth:`close`."""
-        self._engine = engine
+    def __init__(
+        self, engine: RolloutEngine, *, after_poll: Callable[[], None] = lambda: None
+    ) -> None:
+        """Start the engine thread. Nothing else may use ``engine`` until :meth:`close`.
+
+        ``after_poll`` is called in the engine thread, after its commands and its poll."""
+        self._engine, self.after_poll = engine, after_poll
         self._changed = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
-        self._open: dict[str, Future[Completion]] = {}
-        self._submitted: dict[str, Future[Completion]] = {}
-        """Futures of the requests that are open in the engine. Only the engine thread uses it: an
-        id may be canceled and submitted again before the engine is told."""
+        self._open: dict[str, Future[Any]] = {}
+        self._submitted: dict[str, _Submitted] = {}
+        """Requests that are open in the engine. Only the engine thread changes it: an id may be
+        canceled and submitted again before the engine is told."""
+        self._held: list[Callable[[], None]] | None = None
+        """Submissions for training that are held back. None: they are not."""
+        self._idle_calls: deque[Callable[[], None]] = deque()
+        """Calls that wait until no request is open; new requests wait for them. Only the engine
+        thread uses this and the next."""
+        self._behind: list[tuple[_Submitted, Sampling]] = []
+        self._paused = False
+        self._idle_s = 0.0
         self._calls: set[Future[Any]] = set()
         self._error: BaseException | None = None
         self._closed = False
@@ -52,7 +84,19 @@ class RolloutService:
         """Return the engine's error that ended the service; None: it has not failed."""
         return self._error
 
-    def submit(self, request: Request, sampling: Sampling) -> Future[Completion]:
+    @property
+    def max_len(self) -> int | None:
+        """Return the maximum length of prompt and response in tokens; None: unlimited."""
+        return self._engine.max_len
+
+    @property
+    def idle_s(self) -> float:
+        """Return the seconds in which the engine had no work, since the start."""
+        return self._idle_s
+
+    def submit(
+        self, request: Request, sampling: Sampling, *, lane: Lane = "training"
+    ) -> Future[Completion]:
         """Submit a request with ``n`` = 1 and return its completion as a future. Canceling the
         future drops the request.
 
@@ -60,10 +104,35 @@ class RolloutService:
         that fails. Raises ValueError if the id is already open, RuntimeError if the service is
         closed, and the engine's error if it has failed.
         """
-        name = request.request_id
         if request.n != 1:
-            raise ValueError(f"request {name} has n={request.n}; a service takes n=1")
+            raise ValueError(
+                f"request {request.request_id} has n={request.n}; use submit_all for several "
+                "samples"
+            )
         future: Future[Completion] = Future()
+        self._open_request(request, sampling, future, all_samples=False, lane=lane)
+        return future
+
+    def submit_all(
+        self, request: Request, sampling: Sampling, *, lane: Lane = "training"
+    ) -> Future[list[Completion]]:
+        """Submit a request and return its ``n`` completions, in the order of finishing, as a
+        future. Otherwise as :meth:`submit`."""
+        future: Future[list[Completion]] = Future()
+        self._open_request(request, sampling, future, all_samples=True, lane=lane)
+        return future
+
+    def _open_request(
+        self,
+        request: Request,
+        sampling: Sampling,
+        future: Future[Any],
+        *,
+        all_samples: bool,
+        lane: Lane,
+    ) -> None:
+        name = request.request_id
+        new = _Submitted(request, future, all_samples, lane)
         future.add_done_callback(partial(self._answered, name))
         with self._changed:
             self._check()
@@ -73,8 +142,51 @@ class RolloutService:
             if before is not None:  # its callbacks have not run yet
                 self._add(partial(self._drop, name, before))
             self._open[name] = future
-            self._add(partial(self._submit, request, sampling, future))
-        return future
+            command = partial(self._submit, new, sampling)
+            if self._held is not None and lane == "training":
+                self._held.append(command)
+            else:
+                self._add(command)
+
+    def hold(self) -> None:
+        """Hold back new requests for training until :meth:`release_held`. Those in the engine go
+        on."""
+        with self._changed:
+            self._held = [] if self._held is None else self._held
+
+    def release_held(self) -> None:
+        """Submit the requests that were held back."""
+        with self._changed:
+            held, self._held = self._held or [], None
+            for command in held:
+                self._add(command)
+
+    def wait_for_training(self) -> None:
+        """Wait until the engine has no request for training. Call :meth:`hold` before. Raises the
+        engine's error if it failed."""
+        self.call(lambda engine: None).result()  # submissions from before are in the engine then
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._closed
+                    or not any(one.lane == "training" for one in list(self._submitted.values()))
+                )
+            )
+            self._check()
+
+    def pause(self) -> None:
+        """Stop polling the engine; requests stay open. Returns once no poll runs. The weights of
+        the engine may then be changed by the caller."""
+        self.call(lambda engine: self._set_paused(True)).result()
+
+    def resume(self) -> None:
+        """Poll the engine again."""
+        self._set_paused(False)
+
+    def _set_paused(self, paused: bool) -> None:
+        with self._changed:
+            self._paused = paused
+            self._changed.notify_all()
 
     def cancel(self, request_id: str) -> None:
         """Drop an open request; its future is canceled. Unknown ids are ignored."""
@@ -89,15 +201,22 @@ class RolloutService:
             if not self._closed:
                 self._add(lambda: self._engine.release([conversation]))
 
-    def call(self, function: Callable[[RolloutEngine], T]) -> Future[T]:
+    def call(self, function: Callable[[RolloutEngine], T], *, when_idle: bool = False) -> Future[T]:
         """Call ``function`` with the engine in the engine thread, between two polls, e.g. to load
         weights. Its result or error is that of the future; open requests are not affected by its
-        error."""
+        error.
+
+        With ``when_idle``, the call waits until no request is open, and new requests wait for the
+        call."""
         future: Future[T] = Future()
+        command = partial(self._call, function, future)
         with self._changed:
             self._check()
             self._calls.add(future)
-            self._add(partial(self._call, function, future))
+            if when_idle:
+                self._add(partial(self._idle_calls.append, command))
+            else:
+                self._add(command)
         return future
 
     def drain(self, timeout_s: float) -> None:
@@ -143,7 +262,7 @@ class RolloutService:
         self._commands.append(command)
         self._changed.notify_all()
 
-    def _answered(self, request_id: str, future: Future[Completion]) -> None:
+    def _answered(self, request_id: str, future: Future[Any]) -> None:
         """Forget a future that is done; drop the request if it was canceled."""
         if future.cancelled():
             future.set_running_or_notify_cancel()  # concurrent.futures.wait waits for this
@@ -168,32 +287,71 @@ class RolloutService:
 
     def _advance(self) -> bool:
         """Carry out the commands, then poll once. Return False once closed."""
+        began = time.monotonic()
         with self._changed:
-            self._changed.wait_for(lambda: self._commands or self._closed or self._engine.busy)
+            waits = not (self._commands or self._closed or self._has_work)
+            self._changed.wait_for(
+                lambda: (
+                    self._commands
+                    or self._closed
+                    or self._has_work
+                    or (self._idle_calls and not self._submitted)
+                )
+            )
+            if waits:
+                self._idle_s += time.monotonic() - began
             if self._closed:
                 return False
             commands, self._commands = self._commands, deque()
         for command in commands:
             command()
-        for completion in self._engine.poll() if self._engine.busy else ():
-            with suppress(InvalidStateError):  # canceled during the poll
-                self._submitted.pop(completion.request_id).set_result(completion)
+        if self._idle_calls and not self._submitted:
+            self._call_idle()
+        for completion in self._engine.poll() if self._has_work else ():
+            self._finish(completion)
+        self.after_poll()
         return True
 
-    def _submit(self, request: Request, sampling: Sampling, future: Future[Completion]) -> None:
-        if future.cancelled():
+    @property
+    def _has_work(self) -> bool:
+        return self._engine.busy and not self._paused
+
+    def _finish(self, completion: Completion) -> None:
+        one = self._submitted[completion.request_id]
+        one.found.append(completion)
+        if len(one.found) < one.request.n:
+            return
+        del self._submitted[completion.request_id]
+        with suppress(InvalidStateError):  # canceled during the poll
+            one.future.set_result(one.found if one.all_samples else completion)
+
+    def _call_idle(self) -> None:
+        while self._idle_calls:
+            self._idle_calls.popleft()()
+        behind, self._behind = self._behind, []
+        for new, sampling in behind:
+            self._submit(new, sampling)
+
+    def _submit(self, new: _Submitted, sampling: Sampling) -> None:
+        if new.future.cancelled():
+            return
+        if self._idle_calls:
+            self._behind.append((new, sampling))
             return
         try:
-            self._engine.submit([request], sampling)
-            self._submitted[request.request_id] = future
+            self._engine.submit([new.request], sampling)
+            self._submitted[new.request.request_id] = new
         except ValueError as error:
             with suppress(InvalidStateError):  # canceled meanwhile
-                future.set_exception(error)
+                new.future.set_exception(error)
 
-    def _drop(self, request_id: str, future: Future[Completion]) -> None:
-        if self._submitted.get(request_id) is future:
+    def _drop(self, request_id: str, future: Future[Any]) -> None:
+        found = self._submitted.get(request_id)
+        if found is not None and found.future is future:
             del self._submitted[request_id]
             self._engine.cancel([request_id])
+            with self._changed:
+                self._changed.notify_all()
 
     def _call(self, function: Callable[[RolloutEngine], T], future: Future[T]) -> None:
         try:
@@ -226,3 +384,83 @@ class RolloutService:
             if call.running() or call.set_running_or_notify_cancel():
                 call.set_exception(error)
         self._engine.cancel(list(self._submitted))
+
+
+class TakesRequests(Protocol):
+    """The part of a service that samples responses."""
+
+    def submit(self, request: Request, sampling: Sampling) -> Future[Completion]: ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+    def release(self, conversation: str) -> None: ...
+
+
+class EvaluationLane:
+    """Requests of an evaluation to a service that others use at the same time. Their ids and
+    conversations get a prefix, so that they never equal those of training."""
+
+    def __init__(self, service: RolloutService) -> None:
+        self.service = service
+
+    def submit(self, request: Request, sampling: Sampling) -> Future[Completion]:
+        """Submit a request with ``n`` = 1, as :meth:`RolloutService.submit`."""
+        return self.service.submit(_for_evaluation(request), sampling, lane="evaluation")
+
+    def submit_all(self, request: Request, sampling: Sampling) -> Future[list[Completion]]:
+        """Submit a request, as :meth:`RolloutService.submit_all`."""
+        return self.service.submit_all(_for_evaluation(request), sampling, lane="evaluation")
+
+    def cancel(self, request_id: str) -> None:
+        """Drop an open request."""
+        self.service.cancel(_PREFIX + request_id)
+
+    def release(self, conversation: str) -> None:
+        """Free the kept cache of a conversation."""
+        self.service.release(_PREFIX + conversation)
+
+
+_PREFIX = "evaluation/"
+
+
+def _for_evaluation(request: Request) -> Request:
+    name = request.conversation
+    conversation = None if name is None else _PREFIX + name
+    return replace(request, request_id=_PREFIX + request.request_id, conversation=conversation)
+
+
+class ServiceEngine:
+    """The part of a rollout engine that samples entire rollouts, over a service that others use at
+    the same time. Its requests are those of an evaluation."""
+
+    def __init__(self, service: RolloutService) -> None:
+        self.lane = EvaluationLane(service)
+
+    @property
+    def version(self) -> int:
+        """Version of the engine's weights."""
+        return self.lane.service.version
+
+    @property
+    def max_len(self) -> int | None:
+        """Return the maximum length of prompt and response in tokens; None: unlimited."""
+        return self.lane.service.max_len
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        """Yield completions as the requests finish. Raises ValueError if the engine refuses one of
+        them. Requests that are unfinished when the caller closes the iterator are canceled."""
+        left: set[Future[list[Completion]]] = set()
+        try:
+            for request in requests:
+                left.add(self.lane.submit_all(request, sampling))
+            while left:
+                done, left = wait(left, return_when=FIRST_COMPLETED)
+                for completion in chain.from_iterable(future.result() for future in done):
+                    name = completion.request_id.removeprefix(_PREFIX)
+                    yield replace(completion, request_id=name)
+        finally:
+            for future in left:
+                future.cancel()
+
+    def close(self) -> None:
+        """Do nothing: the owner of the service closes it and the engine."""

@@ -18,7 +18,7 @@ from scripted_engine import Answer, ScriptedEngine
 from burnish.config.episodes import EpisodesConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
-from burnish.episodes.play import Played, call_seed
+from burnish.episodes.play import call_seed
 from burnish.episodes.runner import EpisodeRunner, EpisodesFailedError, Players, episode_stats
 from burnish.episodes.template import RendererError
 from burnish.jobs.episodes import build_players
@@ -82,8 +82,18 @@ def random_words(request: Request) -> Sequence[int]:
 def play(answer: Answer, config: EpisodesConfig, count: int = 4, **metadata: Any) -> Any:
     engine = ScriptedEngine(answer, TOKENIZER)
     with players(config) as made:
-        groups, stats = runner(engine, made).sample(prompts(count, **metadata))
+        groups, stats = sampled(runner(engine, made), prompts(count, **metadata))
     return engine, groups, stats
+
+
+def sampled(task_runner: EpisodeRunner, given: Sequence[Prompt]) -> tuple[list[Group], Stats]:
+    """Return the groups of prompts, as many as have one, and the statistics of all episodes."""
+    drawn = task_runner.draw_all(given)
+    task_runner.check(drawn)
+    groups = [one.group for one in drawn if one.group is not None]
+    if not groups:
+        raise task_runner.none_drawn(drawn)
+    return groups, task_runner.stats(drawn)
 
 
 def test_rows_have_exactly_the_ids_that_the_engine_sampled() -> None:
@@ -230,7 +240,7 @@ def test_calls_that_were_not_run_are_not_rendered_again() -> None:
     try:
         task_runner = runner(engine, made)
         task_runner.sampling = Sampling(100)
-        (group,), _ = task_runner.sample(prompts(1, **FOREVER))
+        (group,), _ = sampled(task_runner, prompts(1, **FOREVER))
     finally:
         made.close()
     for sample in group.samples:
@@ -271,7 +281,7 @@ def test_results_do_not_depend_on_the_order_of_arrival() -> None:
         engine = ScriptedEngine(random_words, TOKENIZER, seed=seed)
         config = options("Hostile", max_concurrent=concurrent, workers=2)
         with players(config) as made:
-            groups, _ = runner(engine, made).sample(prompts(5))
+            groups, _ = sampled(runner(engine, made), prompts(5))
         found.append([sample.rows for group in groups for sample in group.samples])
     assert found[0] == found[1] == found[2]
 
@@ -296,7 +306,7 @@ def test_tools_of_a_recipe_run_within_their_time_limit(tmp_path: Path) -> None:
     with players(config) as made:
         task_runner = runner(engine, made)
         task_runner.sampling = Sampling(100)
-        groups, stats = task_runner.sample(prompts(1))
+        groups, stats = sampled(task_runner, prompts(1))
     (group,) = groups
     for sample in group.samples:
         first, second, third = sample.episode.turns
@@ -330,11 +340,11 @@ def test_statistics_by_hand() -> None:
         turn, num_prompt_tokens=20, cached_tokens=15, engine_s=2.0, environment_s=1.0, problem="x"
     )
     third = replace(turn, engine_s=3.0, environment_s=1.0, counts={"turns": 1.0})
-    played = [
-        Played(Episode("done", (), turns=(first, second), seconds=5.0), ()),
-        Played(Episode("max_turns", (), turns=(third,), seconds=7.0), ()),
+    records = [
+        Episode("done", (), turns=(first, second), seconds=5.0),
+        Episode("max_turns", (), turns=(third,), seconds=7.0),
     ]
-    found = episode_stats(played).floats("")
+    found = episode_stats(records).floats("")
     shares = {name for name, value in found.items() if value and name.endswith("s_frac")}
     assert shares == {"episodes/max_turns_frac"} and found["episodes/done_frac"] == 0.5
     assert "episodes/tool_error_frac" not in found

@@ -16,7 +16,6 @@ import yaml
 from plotly.offline import get_plotlyjs
 from report_page import HOSTILE, PAYLOADS, Page
 
-from burnish.episodes.play import Played
 from burnish.episodes.runner import episode_stats
 from burnish.observe.metrics import MetricsLog
 from burnish.observe.report import ReportError, build_report
@@ -265,8 +264,9 @@ def test_metrics_of_episodes_have_a_section_and_statuses_that_do_not_occur_no_cu
     tmp_path: Path,
 ) -> None:
     turn = Turn(message={}, answer=(), counts={"tool_calls": 2.0, "moves": 1.0}, engine_s=1.0)
-    played = [Played(Episode("done", (), turns=(turn,)), ())] * 2
-    stats = episode_stats(played).floats() | {"episodes/groups_dropped": 0.0}
+    stats = episode_stats([Episode("done", (), turns=(turn,))] * 2).floats() | {
+        "episodes/groups_dropped": 0.0
+    }
     assert {chart.section for chart in arrange(list(stats))} == {EPISODES}
     _metrics(tmp_path, stats, stats)
     page = Page(build_report(tmp_path))

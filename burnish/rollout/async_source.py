@@ -1,0 +1,437 @@
+"""A source of groups that samples all the time: see ``source.py`` for the interface, and
+``schedule.py`` for the rules by which groups start and are taken.
+
+Threads: the trainer's calls :meth:`AsyncSource.next` and :meth:`AsyncSource.update_weights`. One
+event loop draws the groups, with a task per group. The engine thread (``service.py``) samples and
+loads weights between two polls. One thread scores. The schedule and all that belongs to a group are
+guarded by one lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+from burnish.config.rollout import InFlight
+from burnish.data.prompts import PromptStream
+from burnish.rewards.base import Measured
+from burnish.rollout.base import StagedWeights
+from burnish.rollout.runner import Drawn, Result, Rollout, Runner
+from burnish.rollout.sample_state import (
+    episode_from_plain,
+    episode_to_plain,
+    samples_from_plain,
+    samples_to_plain,
+)
+from burnish.rollout.schedule import Limits, StalenessSchedule, Taken
+from burnish.rollout.service import RolloutService
+from burnish.rollout.source import Metrics
+from burnish.types import Group, Prompt
+
+log = logging.getLogger("burnish")
+
+_POLL_S = 1.0
+"""Seconds between two looks at the state while a step waits, so that signals are handled."""
+
+
+class CanStage(Protocol):
+    """The part of ``runtime.base.Sync`` that an asynchronous run needs."""
+
+    def push(self) -> Metrics: ...
+
+    def stage(self, in_flight: InFlight) -> StagedWeights: ...
+
+
+@dataclass(frozen=True)
+class AsyncOptions:
+    """Options of an asynchronous source."""
+
+    limits: Limits
+    in_flight: InFlight = "recompute"
+    overlaps: bool = True
+    """False: sampling pauses from the moment a step has its groups until the weights are
+    updated."""
+    evaluation: Literal["continue", "wait"] = "continue"
+    """Groups for training during an evaluation."""
+
+
+@dataclass(frozen=True)
+class _Position:
+    """State between two steps, with references to immutable results."""
+
+    schedule: Mapping[str, Any]
+    results: Mapping[int, Result]
+    """Ready groups."""
+    weights: Mapping[int, int]
+    counts: Mapping[str, int]
+    newest_used: int
+    unused: int
+    """Number of groups whose prompts were read and that are not trained."""
+
+
+class AsyncSource:
+    """Samples groups ahead of the steps that train them. Implements
+    :class:`burnish.rollout.source.RolloutSource`."""
+
+    def __init__(  # house: ok the components of a source
+        self,
+        prompts: PromptStream,
+        runner: Runner,
+        service: RolloutService,
+        sync: CanStage,
+        policy_version: Callable[[], int],
+        options: AsyncOptions,
+    ) -> None:
+        """``service``: of the runner's engine, without ``after_poll``. ``policy_version``: number
+        of optimizer steps of the policy."""
+        self.prompts, self.runner, self.service, self.sync = prompts, runner, service, sync
+        self.options = options
+        self._policy_version = policy_version
+        self._schedule = StalenessSchedule(options.limits)
+        self._changed = threading.Condition()
+        self._prompt_of: dict[int, Prompt] = {}
+        """Group that is not used up -> its prompt."""
+        self._before: dict[int, Mapping[str, Any]] = {}
+        """The same groups -> the state of the prompt stream before their prompts."""
+        self._counts_after: dict[int, Mapping[str, int]] = {}
+        self._counts: Mapping[str, int] = prompts.counts
+        self._newest_used = -1
+        self._next_prompt = 0
+        """Group of the next prompt of the stream."""
+        self._results: dict[int, Result] = {}
+        self._weights: dict[int, int] = {}
+        """Version of the policy (optimizer steps) -> version of the schedule (RL steps)."""
+        self._error: BaseException | None = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._loading: list[Future[None]] = []
+        self._started = self._stopping = False
+        self._scoring = ThreadPoolExecutor(1, thread_name_prefix="rewards")
+        self._unscored: deque[tuple[Drawn, asyncio.Future[Result]]] = deque()
+        self._loop = runner.make_loop()
+        self._weights[policy_version()] = 0
+        service.after_poll = self._after_poll
+
+    # ---- the interface ---------------------------------------------------------------------
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Return the counts of the prompt stream, up to the newest group that was trained."""
+        return self._counts
+
+    def next(self, step: int) -> Rollout:
+        """Wait until the schedule has the groups of a step, and return them scored."""
+        with self._changed:
+            if not self._started:
+                self._schedule.rebase(step - 1)
+                self._weights = {self._policy_version(): step - 1}
+                self._started = True
+        self.service.resume()
+        self._pump()
+        with self._changed:
+            while (taken := self._schedule.take()) is None:
+                self._check()
+                if self._schedule.is_exhausted:
+                    break
+                self._changed.wait(_POLL_S)
+            self._check()
+            results = self._use_up(taken)
+        if not self.options.overlaps:
+            self.service.pause()
+        rollout = self.runner.finish(results, self.options.limits.groups_per_step)
+        self.runner.check([result.drawn for result in results])
+        return replace(rollout, ages=self._ages())
+
+    def update_weights(self) -> Metrics:
+        """Stage the policy's weights for the engine, and go on as soon as the trainer may change
+        them."""
+        staged = self.sync.stage(self.options.in_flight)
+        with self._changed:
+            self._weights[staged.version] = self._schedule.taken
+        loading = self.service.call(staged.load, when_idle=staged.needs_idle)
+        if staged.waits or not self.options.overlaps:
+            loading.result()
+        else:
+            self._loading = [f for f in self._loading if not _done(f)] + [loading]
+        if not self.options.overlaps:
+            self.service.resume()  # workers report the load to polls
+            self._wait_for_weights()
+        return dict(staged.metrics)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Wait until the engine has the policy's weights. Groups for training continue, or new
+        requests of theirs wait and those in the engine are finished first."""
+        self.service.resume()
+        self._wait_for_weights()
+        if self.options.evaluation == "continue":
+            yield
+            return
+        self.service.hold()
+        try:
+            self.service.wait_for_training()
+            yield
+        finally:
+            self.service.release_held()
+
+    def position(self) -> dict[str, Any]:
+        """Return the position in the data at the first group that is not used up, and the groups
+        that are finished and not trained."""
+        with self._changed:
+            first = self._schedule.frontier
+            prompts = self._before.get(first) or self.prompts.state_dict()
+            ready = {group: self._results[group] for group in self._schedule.ready}
+            state = self._schedule.state_dict()
+            unused = len(state["again"]) + len(ready)
+            weights = dict(self._weights)
+            found = _Position(state, ready, weights, self._counts, self._newest_used, unused)
+        return {"prompts": prompts, "rollouts": found}
+
+    def plain(self, position: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state from :meth:`position` for a file: of each finished group the samples and
+        scores; its prompt is read from the data again."""
+        found: _Position = position["rollouts"]
+        ready = {group: _result_to_plain(result) for group, result in found.results.items()}
+        return {
+            **position,
+            "rollouts": {
+                "schedule": found.schedule,
+                "weights": found.weights,
+                "counts": found.counts,
+                "newest_used": found.newest_used,
+                "unused": found.unused,
+                "results": ready,
+            },
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore a state, and transfer the policy's weights. Running groups are dropped; the next
+        step starts them again."""
+        self._stop_all()
+        saved = state.get("rollouts")
+        with self._changed:
+            self.prompts.load_state_dict(state["prompts"])
+            self._schedule = StalenessSchedule(self.options.limits)
+            self._results, self._prompt_of, self._before = {}, {}, {}
+            self._counts_after, self._counts = {}, self.prompts.counts
+            self._newest_used, self._next_prompt = -1, 0
+            self._started, self._error, self._loading = saved is not None, None, []
+            if saved is not None:
+                self._load_groups(saved)
+        self.service.call(lambda engine: self.sync.push()).result()
+        self._stopping = False
+
+    def _load_groups(self, saved: Mapping[str, Any]) -> None:
+        """Restore schedule and finished groups, and read the prompts of all that are not used up
+        again."""
+        schedule = self._schedule
+        kept = schedule.load_state_dict(saved["schedule"])
+        self._weights = {int(p): int(v) for p, v in saved["weights"].items()}
+        self._weights[self._policy_version()] = schedule.taken
+        self._counts, self._newest_used = saved["counts"], int(saved["newest_used"])
+        self._next_prompt = schedule.frontier
+        needed = {*schedule.state_dict()["again"], *schedule.ready}
+        while self._next_prompt < schedule.next_new:
+            group = self._read_prompt()
+            if group not in needed:
+                for mapping in (self._prompt_of, self._before, self._counts_after):
+                    mapping.pop(group)
+        if kept:
+            for group, plain in saved["results"].items():
+                self._results[int(group)] = _result_of(plain, self._prompt_of[int(group)])
+
+    def close(self) -> None:
+        """End all groups, and close service, runner and engine."""
+        try:
+            self._stop_all()
+            self.service.close()
+        finally:
+            self._scoring.shutdown()
+            if not self.runner.owns_loop:
+                self._loop.close()
+            self.runner.close()
+
+    # ---- weights ---------------------------------------------------------------------------
+
+    def _ages(self) -> dict[int, int]:
+        """Return the age of each version of the weights at the step that took its groups."""
+        trained = self._schedule.taken - 1
+        return {version: trained - of for version, of in self._weights.items()}
+
+    def _after_poll(self) -> None:
+        """Tell the schedule which weights the engine has; called in the engine thread."""
+        with self._changed:
+            version = self._weights.get(self.service.version)
+            if version is None or version <= self._schedule.engine_version:
+                return
+            self._schedule.loaded(version)
+            oldest = version - self.options.limits.max_staleness - 1
+            self._weights = {p: v for p, v in self._weights.items() if v >= oldest}
+            self._changed.notify_all()
+        self._loop.spawn(self._start_groups)
+
+    def _wait_for_weights(self) -> None:
+        """Wait until the engine has the newest weights."""
+        with self._changed:
+            while self._schedule.engine_version < self._schedule.taken and self._started:
+                self._check()
+                self._changed.wait(_POLL_S)
+
+    def _check(self) -> None:
+        """Raise the error of a group, of the engine, or of a transfer."""
+        error = self._error or self.service.error
+        if error is None:
+            error = next((e for f in self._loading if (e := _error_of(f)) is not None), None)
+        if error is not None:
+            raise error
+
+    # ---- groups ----------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Start the groups that may start, in the event loop."""
+        self._loop.run(self._start_groups)
+
+    async def _start_groups(self) -> None:
+        with self._changed:
+            while self._started and not self._stopping and self._schedule.may_start():
+                group = self._schedule.start()
+                try:
+                    prompt = self._prompt(group)
+                except Exception as error:  # raised by the step that needs the group
+                    self._fail(error)
+                    return
+                play = self._play(group, prompt)
+                self._tasks[group] = asyncio.get_running_loop().create_task(play)
+
+    def _prompt(self, group: int) -> Prompt:
+        """Return the prompt of a group; read it if it is new."""
+        while group not in self._prompt_of:
+            self._read_prompt()
+        return self._prompt_of[group]
+
+    def _read_prompt(self) -> int:
+        """Read the next prompt and return its group."""
+        group, before = self._next_prompt, self.prompts.state_dict()
+        (self._prompt_of[group],) = self.prompts.next(1)
+        self._before[group], self._counts_after[group] = before, self.prompts.counts
+        self._next_prompt += 1
+        return group
+
+    async def _play(self, group: int, prompt: Prompt) -> None:
+        """Draw and score one group."""
+        try:
+            drawn = await self.runner.draw(prompt, self.service)
+            result = await self._scored(drawn)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # raised by the step that waits for the group
+            self._fail(error)
+            return
+        with self._changed:
+            self._tasks.pop(group, None)
+            self._results[group] = result
+            self._schedule.finish(group, result.outcome)
+            self._changed.notify_all()
+        await self._start_groups()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    async def _scored(self, drawn: Drawn) -> Result:
+        """Score a group, together with all others that wait for it."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[Result] = loop.create_future()
+        self._unscored.append((drawn, result))
+        await loop.run_in_executor(self._scoring, self._score_waiting, loop)
+        return await result
+
+    def _score_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
+        waiting = []
+        with suppress(IndexError):
+            while True:
+                waiting.append(self._unscored.popleft())
+        if not waiting:  # an earlier call scored them
+            return
+        try:
+            results = self.runner.measure([drawn for drawn, _ in waiting])
+        except BaseException as error:
+            for _, future in waiting:
+                loop.call_soon_threadsafe(_set_error, future, error)
+            return
+        for (_, future), result in zip(waiting, results, strict=True):
+            loop.call_soon_threadsafe(_set_result, future, result)
+
+    def _use_up(self, taken: Taken | None) -> list[Result]:
+        """Return the results of a step in the order of their prompts, and forget the groups. None:
+        those of all groups, too few for a step."""
+        if taken is None:
+            return [self._results[group] for group in sorted(self._results)]
+        used = sorted({*taken.groups, *taken.lost})
+        if used[-1] > self._newest_used:
+            self._newest_used, self._counts = used[-1], self._counts_after[used[-1]]
+        found = []
+        for group in used:
+            found.append(self._results.pop(group))
+            for mapping in (self._prompt_of, self._before, self._counts_after):
+                mapping.pop(group, None)
+        return found
+
+    # ---- stopping and state ------------------------------------------------------------------
+
+    def _stop_all(self) -> None:
+        """Cancel all groups and wait for their ends."""
+        self._stopping = True
+        self._loop.run(self._cancel_groups)
+        self._scoring.submit(lambda: None).result()
+
+    async def _cancel_groups(self) -> None:
+        tasks, self._tasks = list(self._tasks.values()), {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._unscored.clear()
+
+
+def _result_to_plain(result: Result) -> dict[str, Any]:
+    """Return a ready group as a plain mapping, without its prompt."""
+    assert result.measured is not None and result.measured.scores is not None
+    return {
+        "samples": samples_to_plain(result.measured.group.samples),
+        "scores": {name: list(values) for name, values in result.measured.scores.items()},
+        "episodes": [episode_to_plain(episode) for episode in result.drawn.episodes],
+    }
+
+
+def _result_of(plain: Mapping[str, Any], prompt: Prompt) -> Result:
+    """Return the ready group of :func:`_result_to_plain`."""
+    group = Group(0, prompt, tuple(samples_from_plain(plain["samples"])))
+    episodes = tuple(episode_from_plain(episode) for episode in plain["episodes"])
+    return Result(Drawn(prompt, group, episodes), Measured(group, plain["scores"]), "ready")
+
+
+def _set_result(future: asyncio.Future[Result], result: Result) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_error(future: asyncio.Future[Result], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _done(future: Future[None]) -> bool:
+    """Return whether a transfer succeeded."""
+    return future.done() and _error_of(future) is None
+
+
+def _error_of(future: Future[None]) -> BaseException | None:
+    """Return the error of a transfer that has failed."""
+    return future.exception() if future.done() and not future.cancelled() else None

@@ -1,0 +1,126 @@
+"""Sources of scored groups for the RL step. Start here: :class:`RolloutSource`.
+
+:class:`SyncSource` samples when a step asks for groups. ``async_source.py`` samples all the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from burnish.data.prompts import PromptStream
+from burnish.rollout.runner import Rollout, Runner
+
+Metrics = dict[str, float]
+
+
+class HasPush(Protocol):
+    """The part of ``runtime.base.Sync`` that a synchronous run needs."""
+
+    def push(self) -> Metrics: ...
+
+
+class RolloutSource(Protocol):
+    """Provides the groups of each RL step, and takes the weights after it."""
+
+    runner: Runner
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Return the counts of the prompt stream, up to the newest group that was trained."""
+        ...
+
+    def next(self, step: int) -> Rollout:
+        """Return the groups of RL step ``step`` (from 1). Raises the errors of engine, rewards and
+        environments."""
+        ...
+
+    def update_weights(self) -> Metrics:
+        """Announce that the policy has new weights. Return metrics of the transfer."""
+        ...
+
+    def evaluating(self) -> Any:
+        """Return a context in which the engine samples from exactly the policy's weights, also for
+        others."""
+        ...
+
+    def position(self) -> dict[str, Any]:
+        """Return the state between two steps, for :meth:`plain` and :meth:`load`. Later steps do
+        not change it."""
+        ...
+
+    def plain(self, position: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state from :meth:`position` for a file."""
+        ...
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore a state that :meth:`plain` returned, and transfer the policy's weights. Raises
+        ValueError if it does not fit this run."""
+        ...
+
+    def close(self) -> None:
+        """End what is running, and close runner and engine."""
+        ...
+
+
+class SyncSource:
+    """Samples the groups of a step when it asks for them. Implements :class:`RolloutSource`."""
+
+    def __init__(
+        self,
+        prompts: PromptStream,
+        runner: Runner,
+        sync: HasPush,
+        *,
+        groups_per_step: int,
+        sleeps: bool = False,
+    ) -> None:
+        """``sleeps``: free the engine's memory after every rollout."""
+        self.prompts, self.runner, self.sync = prompts, runner, sync
+        self.groups_per_step, self.sleeps = groups_per_step, sleeps
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Return the counts of the prompt stream."""
+        return self.prompts.counts
+
+    def next(self, step: int) -> Rollout:
+        """Sample and score the groups of a step."""
+        rollout = self.runner.fill(self.prompts.next, self.groups_per_step)
+        if self.sleeps:
+            self.runner.engine.sleep(new_weights_follow=True)
+        return rollout
+
+    def update_weights(self) -> Metrics:
+        """Transfer the policy's weights to the engine."""
+        return self.sync.push()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Do nothing: the engine has the policy's weights."""
+        yield
+
+    def position(self) -> dict[str, Any]:
+        """Return the position in the data."""
+        return {"prompts": self.prompts.state_dict()}
+
+    def plain(self, position: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``position``."""
+        return dict(position)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore the position in the data, and transfer the policy's weights."""
+        waiting = state.get("rollouts", {}).get("unused", 0)
+        if waiting:
+            raise ValueError(
+                f"it belongs to an asynchronous run, with {waiting} groups that were sampled and "
+                "not trained; set rollout.max_staleness as in that run (0 gives synchronous "
+                "results)"
+            )
+        self.prompts.load_state_dict(state["prompts"])
+        self.sync.push()
+
+    def close(self) -> None:
+        """Close runner and engine."""
+        self.runner.close()

@@ -40,8 +40,9 @@ ADAPTED = ModelConfig(
 )
 GROUPS = [(5, [3, 7, 1]), (3, [11]), (9, [2, 2, 8, 5]), (2, [25, 1])]
 """Prompt tokens, and response tokens of each row: 10 rows of 3 to 27 tokens."""
-STEPS, SCHEDULED_STEPS = 3, 5
-"""Optimizer steps of a case; more if its learning rate has a warmup of three."""
+STEPS, SCHEDULED_STEPS = 2, 5
+"""Optimizer steps of a case: the second depends on the weights and the moments of the first. More
+if the learning rate has a warmup of three."""
 HALF = {
     "bf16": PrecisionConfig(dtype="bf16"),
     "fp16": PrecisionConfig(dtype="fp16", initial_scale_power=8),
@@ -154,7 +155,7 @@ def batch_for(case_loss: str) -> Batch:
 def run_case(
     case: Case, ranks: RankGroup, kind: str = "deepspeed"
 ) -> tuple[dict[str, Tensor], Any]:
-    """Three or five optimizer steps: weights, outputs and step statistics."""
+    """Two or five optimizer steps: weights, outputs and step statistics."""
     engine, (role, loss) = make(case, ranks, kind), accumulation.LOSSES[case.loss]
     batch = batch_for(case.loss).select(list(range(case.rows)))
     look = engine.logprobs if role == "policy" else engine.values

@@ -135,13 +135,14 @@ def weights(engine: TorchTrainEngine) -> dict[str, Tensor]:
 
 
 def run_case(case: Case, ranks: RankGroup) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Log-probs or values before, weights after three steps, and the step statistics."""
+    """Log-probs or values before, weights after two steps, and the step statistics. The
+    second step depends on the weights and the moments of the first."""
     loss = LOSSES[case.loss][1]
     batch = two_ranks.batch_for(case.loss).select(list(range(case.rows)))
     engine = make_engine(ranks, case)
     outputs = engine.values(batch) if engine.scalar else engine.logprobs(batch)
     said: dict[str, float] = {}
-    for step in range(3):
+    for step in range(2):
         stats = engine.forward_backward(batch, loss)
         norm = engine.optim_step().grad_norm
         said |= {f"{step} {k}": v for k, v in stats.floats().items()} | {f"{step} norm": norm}

@@ -182,11 +182,11 @@ def overflow(ranks: RankGroup, engine: dict[str, Any]) -> dict[str, Any]:
     """fp16 with a scale that is too high at first: the trace of scales and skips; and the ranks'
     final weights."""
     precision = two_ranks.PrecisionConfig(
-        dtype="fp16", initial_scale_power=24, hysteresis=2, loss_scale_window=3
+        dtype="fp16", initial_scale_power=21, hysteresis=2, loss_scale_window=3
     )
     made = cases.make_engine(ranks, Case(engine=engine), precision=precision)
     steps = []
-    for _ in range(12):
+    for _ in range(9):
         made.forward_backward(two_ranks.ragged(), two_ranks.nll)
         steps.append(made.optim_step())
     weights = {n: float(t.double().sum()) for n, t in made.weights()}

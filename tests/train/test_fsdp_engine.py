@@ -38,7 +38,7 @@ sys.modules["fsdp_ranks"] = fsdp  # its dataclasses look their module up
 _SPEC.loader.exec_module(fsdp)
 
 STEPS = 5e-6
-"""Three Adam steps of 1e-3 with eps 1e-6. Gradients differ by some 1e-9 (sums in another order), so
+"""A few Adam steps of 1e-3 with eps 1e-6. Gradients differ by some 1e-9 (sums in another order), so
 an entry that is that small itself may take a step that is off by 1e-9 / 1e-6 x 1e-3 = 1e-6."""
 OUTPUTS = 3e-6
 """Log-probs of size 4 in fp32: a few ulps."""
@@ -88,7 +88,7 @@ def one(tmp_path_factory: pytest.TempPathFactory, start: Callable[[Path, int], R
 
 
 def assert_as_alone(case: Any, reports: Reports) -> None:
-    """Weights after three steps, outputs before them and stats are those of the plain engine."""
+    """Weights after two steps, outputs before them and stats are those of the plain engine."""
     expected, said = fsdp.run_case(case, SINGLE)
     names = {n.removeprefix(f"{case.key}|") for n in reports.tensors[0] if f"{case.key}|" in n}
     assert names == expected.keys(), "all weights, under the same names"
@@ -106,7 +106,7 @@ def assert_as_alone(case: Any, reports: Reports) -> None:
 
 @pytest.mark.parametrize("layout", fsdp.two_ranks.accumulation.LAYOUTS)
 @pytest.mark.parametrize("loss", fsdp.two_ranks.NAMES)
-def test_three_steps_over_two_ranks_are_those_of_one(loss: str, layout: str, two: Reports) -> None:
+def test_steps_over_two_ranks_are_those_of_one(loss: str, layout: str, two: Reports) -> None:
     """For every split, ragged rows, and with rows for one rank only."""
     cases = [c for c in fsdp.CASES if c.loss == loss and c.train.get("layout", layout) == layout]
     assert len(cases) == len(fsdp.SPLITS) + 1

@@ -29,7 +29,7 @@ _SPEC.loader.exec_module(parallel)
 slow = pytest.mark.slow
 pytestmark = pytest.mark.timeout(900)
 STEPS = 5e-6
-"""Three Adam steps of 1e-3 with eps 1e-6. Gradients differ by some 1e-9 (sums in another order), so
+"""A few Adam steps of 1e-3 with eps 1e-6. Gradients differ by some 1e-9 (sums in another order), so
 an entry that is that small itself may take a step that is off by 1e-9 / 1e-6 x 1e-3 = 1e-6."""
 OUTPUTS = 3e-6
 """Log-probs of size 4 in fp32: a few ulps."""
@@ -91,7 +91,7 @@ def alone(case: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
 
 
 def assert_as_alone(case: Any, reports: Reports) -> None:
-    """Weights after three steps, outputs before them and stats are those of the plain engine."""
+    """Weights after two steps, outputs before them and stats are those of the plain engine."""
     expected, said = alone(case)
     names = {n.removeprefix(f"{case.key}|") for n in reports.tensors[0] if f"{case.key}|" in n}
     assert names == expected.keys(), "all weights, under the same names"
@@ -107,7 +107,7 @@ def assert_as_alone(case: Any, reports: Reports) -> None:
 
 @slow
 @pytest.mark.parametrize("engine", NAMES)
-def test_three_steps_of_a_model_parallel_group_of_two_are_those_of_one(
+def test_steps_of_a_model_parallel_group_of_two_are_those_of_one(
     engine: str, two: Reports
 ) -> None:
     """Losses and layouts, rows for one micro-batch only, a token budget, checkpointing, fewer
@@ -118,7 +118,7 @@ def test_three_steps_of_a_model_parallel_group_of_two_are_those_of_one(
 
 @slow
 @pytest.mark.parametrize("engine", parallel.ENGINES[4])
-def test_three_steps_of_four_ranks_are_those_of_one(engine: str, four: Reports) -> None:
+def test_steps_of_four_ranks_are_those_of_one(engine: str, four: Reports) -> None:
     """A team of four, and two teams of two with rows of their own; rows of which some rank has
     none, stretches that are all padding."""
     for case in parallel.cases_of(4, engine):
@@ -158,7 +158,7 @@ def test_a_run_that_must_stop_stops_on_all_ranks_with_one_message(
 @slow
 @pytest.mark.parametrize("engine", NAMES)
 def test_the_trace_of_loss_scales_is_that_of_one_rank(engine: str, two: Reports) -> None:
-    """From 2^24 down until the gradient fits, and up again; skips among them."""
+    """From 2^21 down until the gradient fits, and up again; skips among them."""
     found, alone = two.same(engine, "overflow"), parallel.overflow(SINGLE, {})
     assert found["trace"] == alone["trace"] and any(skipped for _, skipped in found["trace"])
     assert found["weights"].keys() == alone["weights"].keys()

@@ -107,9 +107,7 @@ def assert_as_alone(case: Any, reports: Reports) -> None:
 
 @slow
 @pytest.mark.parametrize("engine", NAMES)
-def test_steps_of_a_model_parallel_group_of_two_are_those_of_one(
-    engine: str, two: Reports
-) -> None:
+def test_steps_of_a_model_parallel_group_of_two_are_those_of_one(engine: str, two: Reports) -> None:
     """Losses and layouts, rows for one micro-batch only, a token budget, checkpointing, fewer
     key/value heads than ranks, adapters."""
     for case in parallel.cases_of(2, engine):

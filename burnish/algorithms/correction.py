@@ -7,7 +7,6 @@ factors of each token's loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -115,19 +114,20 @@ def age_stats(
     mask: Tensor,
     *,
     ages: Tensor,
-    found: Iterable[int],
+    max_age: int,
 ) -> Stats:
     """Ratio and KL of the proximal policy (the trainer's) to the behavior policy (the sampler's),
     by the age of the action tokens.
 
     Means ``<name>_behavior_ratio`` = exp(g) and ``<name>_behavior_kl`` = exp(g) - 1 - g in nats, g
     as in :func:`mismatch_stats`, for each name of :func:`age_name`. The mean ratio is 1 in
-    expectation. Tensors of one shape; ``ages`` int64, in RL steps; ``found``: the ages to measure.
+    expectation. Names and their order depend on ``max_age`` alone, as ranks must have the same.
+    Tensors of one shape; ``ages`` int64, in RL steps.
     """
     ratio = sampler_ratio(trainer_logprobs, sampler_logprobs)
     kl = k3(sampler_logprobs.detach(), trainer_logprobs.detach())
     means = {}
-    for age in sorted({min(age, LAST_AGE) for age in found}):
+    for age in range(min(max_age, LAST_AGE) + 1):
         own = mask & (ages.clamp(max=LAST_AGE) == age)
         means[f"{age_name(age)}_behavior_ratio"] = (masked_sum(ratio, own), own.sum())
         means[f"{age_name(age)}_behavior_kl"] = (masked_sum(kl, own), own.sum())

@@ -34,14 +34,15 @@ from burnish.types import Batch, Stats
 
 
 def policy_objective(
-    config: AlgorithmConfig, *, max_len: int, kl_coef: Callable[[], float]
+    config: AlgorithmConfig, *, max_len: int, kl_coef: Callable[[], float], max_staleness: int = 0
 ) -> Loss:
     """Return the RL loss: policy loss, minus the entropy bonus, plus the KL term if it is placed in
     the loss. With a correction the policy loss is that of decoupled PPO: ``old_logprobs`` are the
     proximal policy, ``sampler_logprobs`` the behavior policy.
 
     If the batch has no ``old_logprobs`` (one update per rollout), the detached log-probs of the
-    current pass replace them. The policy has not changed since the start of the update.
+    current pass replace them. The policy has not changed since the start of the update. If it has
+    ``ages``, statistics are also reported by age up to ``max_staleness``.
     """
     options = config.policy_loss.model_dump(exclude={"kind"})
     per_token_loss = POLICY_LOSSES[config.policy_loss.kind]
@@ -67,7 +68,12 @@ def policy_objective(
         stats += Stats(sums={"policy_loss": loss.detach()})
         if batch.sampler_logprobs is not None:
             by_sampler = config.old_policy == "sampler"
-            stats += _sampler_stats(outputs.logprobs if by_sampler else old, batch)
+            trainer = outputs.logprobs if by_sampler else old
+            stats += mismatch_stats(trainer, batch.sampler_logprobs, mask)
+            if batch.ages is not None:
+                stats += age_stats(
+                    trainer, batch.sampler_logprobs, mask, ages=batch.ages, max_age=max_staleness
+                )
             if by_sampler:
                 ratio = sampler_ratio(outputs.logprobs, batch.sampler_logprobs)
                 stats += weight_moments(ratio, mask)
@@ -94,18 +100,6 @@ def _correction(config: CorrectionConfig, old: Tensor, batch: Batch) -> tuple[Te
         row_ids=batch.row_ids if config.level == "token" else _entire_samples(batch),
         **config.model_dump(),
     )
-
-
-def _sampler_stats(trainer: Tensor, batch: Batch) -> Stats:
-    """Return the mismatch of the trainer's log-probs [M] and the sampler's, and its parts by age if
-    the tokens have ages. Ages are read from the host, without device synchronization."""
-    sampler, mask, host = batch.sampler_logprobs, batch.action_mask, batch.on_host
-    assert sampler is not None
-    stats = mismatch_stats(trainer, sampler, mask)
-    if batch.ages is None or host.ages is None:
-        return stats
-    found = torch.bincount(host.ages[host.action_mask]).nonzero()[:, 0].tolist()
-    return stats + age_stats(trainer, sampler, mask, ages=batch.ages, found=found)
 
 
 def _entire_samples(batch: Batch) -> Tensor:

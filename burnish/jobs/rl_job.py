@@ -224,7 +224,10 @@ def _runner(
 
 def _policy_loss(config: RLConfig, kl: KlController) -> Loss:
     objective = policy_objective(
-        config.algorithm, max_len=config.row_lengths.rest, kl_coef=lambda: kl.coef
+        config.algorithm,
+        max_len=config.row_lengths.rest,
+        kl_coef=lambda: kl.coef,
+        max_staleness=config.rollout.max_staleness or 0,
     )
     return with_expert_balance(objective, config.train.moe_aux_loss_coef)
 

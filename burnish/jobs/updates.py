@@ -44,15 +44,20 @@ class Updates:
 
     def metrics(self) -> Metrics:
         """Return the metrics as numbers. Losses, which are sums over one update, become means over
-        the updates. Moments of importance weights become an effective sample size."""
+        the updates. Moments of importance weights become an effective sample size. Ages without
+        tokens are left out."""
         out: Metrics = {}
-        for role, stats in self.stats.items():
-            steps = self.steps[role]
+        for role, added in self.stats.items():
+            stats, steps = added.plain(), self.steps[role]
             mean_sums = {name: (value, len(steps)) for name, value in stats.sums.items()}
-            means = {name: mean for name, mean in stats.means.items() if name not in MOMENTS}
+            means = {
+                name: (total, count)
+                for name, (total, count) in stats.means.items()
+                if name not in MOMENTS and (count or not name.startswith("age_"))
+            }
             out |= Stats({**means, **mean_sums}, stats.maxima).floats(f"{role}/")
             out |= {f"{role}/{name}": value for name, value in step_metrics(steps).items()}
-            if len(means) < len(stats.means):
+            if stats.means.keys() >= set(MOMENTS):
                 out[f"{role}/effective_sample_frac"] = effective_sample_frac(stats)
             if role == "critic":
                 out["critic/explained_variance"] = explained_variance(stats)

@@ -191,23 +191,28 @@ def test_an_infinite_ratio_stops_at_exp_20() -> None:
 
 
 def test_ratio_and_kl_by_age_by_hand() -> None:
-    """Gaps ln 2 (age 0), -ln 4 and 0 (age 1), ln 3 (age 8), ln 5 (age 11), and a token that is not
-    an action. Ratios: 2; (1/4 + 1) / 2; (3 + 5) / 2. exp(g) - 1 - g: 1 - 0.693147; (-3/4 + 1.386294
-    + 0) / 2; (2 - 1.098612 + 4 - 1.609438) / 2. Age 2 was not asked for."""
+    """Gaps ln 2 (age 0), -ln 4 and 0 (age 1), ln 9 (age 2), ln 3 (age 8), ln 5 (age 11), and a
+    token that is not an action. Ratios: 2; (1/4 + 1) / 2; 9; (3 + 5) / 2. exp(g) - 1 - g: 1 -
+    0.693147; (-3/4 + 1.386294 + 0) / 2; 8 - 2.197225; (2 - 1.098612 + 4 - 1.609438) / 2. All ages
+    up to 8 are there, also without tokens; those above a limit of 2 are not."""
     ratios = torch.tensor([2.0, 0.25, 1.0, 3.0, 5.0, 7.0, 9.0]).double()
     mask = torch.tensor([True] * 5 + [False, True])
     sampler = torch.full((7,), -3.0).double().requires_grad_()
     trainer = (sampler.detach() + ratios.log()).requires_grad_()
     ages = torch.tensor([0, 1, 1, 8, 11, 1, 2])
-    stats = age_stats(trainer, sampler, mask, ages=ages, found=[11, 1, 8, 0])
+    stats = age_stats(trainer, sampler, mask, ages=ages, max_age=30)
     expected = {
         **{"age_0_behavior_ratio": 2, "age_0_behavior_kl": 0.306853},
         **{"age_1_behavior_ratio": 0.625, "age_1_behavior_kl": 0.318147},
+        **{"age_2_behavior_ratio": 9, "age_2_behavior_kl": 5.802775},
         **{"age_8_up_behavior_ratio": 4, "age_8_up_behavior_kl": 1.645975},
     }
+    found = {name: value for name, value in stats.floats().items() if not math.isnan(value)}
     # 1e-6: six written decimals
-    assert stats.floats() == pytest.approx(expected, abs=1e-6)
-    assert list(stats.means) == list(expected), "in the order of ages"
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert len(stats.means) == 18
+    few = age_stats(trainer, sampler, mask, ages=ages, max_age=2).floats()
+    assert list(few) == list(expected)[:6] and few == {name: found[name] for name in few}
     assert not any(number.requires_grad for number, _ in stats.means.values())
     assert [age_name(age) for age in (0, 7, 8, 9)] == ["age_0", "age_7", "age_8_up", "age_8_up"]
 
@@ -218,7 +223,7 @@ def test_the_ratio_to_the_sampler_is_that_of_fp32_and_bounded() -> None:
     # 1e-6: fp32 exp
     assert sampler_ratio(x, y).item() == pytest.approx(math.exp(4.9921875), rel=1e-6)
     assert sampler_ratio(x + 500, x).item() == pytest.approx(math.exp(20), rel=1e-6)
-    kl = age_stats(x, y, x < 0, ages=torch.tensor([0]), found=[0]).floats()["age_0_behavior_kl"]
+    kl = age_stats(x, y, x < 0, ages=torch.tensor([0]), max_age=0).floats()["age_0_behavior_kl"]
     assert kl == pytest.approx(math.exp(4.9921875) - 1 - 4.9921875, rel=1e-6)
 
 

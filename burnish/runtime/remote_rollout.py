@@ -140,8 +140,9 @@ class RemoteRolloutEngine:
         self._send()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Yield completions as any worker finishes them. Raises like :meth:`submit`, before the
-        first one."""
+        """Yield completions as any worker finishes them, after staged weights are loaded. Raises
+        like :meth:`submit`, before the first one."""
+        self._until(lambda: not self.pool.is_loading)
         return generate(self, requests, sampling)
 
     # ---- requests --------------------------------------------------------------------------

@@ -268,6 +268,9 @@ def test_a_rejected_load_raises_in_poll_and_the_next_weights_are_loaded() -> Non
     assert bad.released.is_set() and not engine.busy
     engine.load(weights(3))
     assert engine.version == 3
+    engine.stage(weights(4))
+    assert engine.busy
+    assert {c.version for c in engine.generate(FOUR, Sampling(4))} == {engine.version} == {4}
 
 
 def test_an_unread_completion_of_a_canceled_request_is_not_that_of_the_next_with_its_id() -> None:

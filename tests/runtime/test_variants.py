@@ -51,6 +51,20 @@ def _assert_close(
             assert one[name] == close, f"{name} at step {one['step']}"
 
 
+def test_own_weights_of_the_rollout_engine_do_not_change_the_numbers(
+    rl: MakeConfig, reward: Reward
+) -> None:
+    """A copy that each push updates has the bits of the policy's weights."""
+    shared = _lines(rl("train.lr=1e-2", f"run_dir={rl().run_dir}-shared"), reward)
+    copied = _lines(rl("train.lr=1e-2", "rollout.engine.own_weights=true"), reward)
+    assert "sync/bytes" in copied[0] and "sync/bytes" not in shared[0]
+    names = [n for n in shared[0] if n.startswith(("train/", "reward/"))]
+    names = [n for n in names if "tokens_per_s" not in n]
+    assert [[line[n] for n in names] for line in copied] == [
+        [line[n] for n in names] for line in shared
+    ]
+
+
 def test_an_engine_sleeps_once_per_step_after_all_that_the_step_samples(
     rl: MakeConfig, evaluation: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -216,5 +216,6 @@ def _check_served(model: str) -> None:
     """Raise ConfigError if ``model`` is neither a checkpoint nor possibly a model."""
     folder = Path(model)
     is_checkpoint = (folder / "checkpoints").is_dir() or (folder / "manifest.json").is_file()
-    if not is_checkpoint and (problem := folder_problem(model)):
+    is_gguf = model.endswith(".gguf")  # the job says how to convert it
+    if not (is_checkpoint or is_gguf) and (problem := folder_problem(model)):
         raise ConfigError(problem)

@@ -95,6 +95,7 @@ def model_server(model: str, options: ModelOptions, *, version: str) -> Iterator
     is_run = (given / "checkpoints").is_dir()
     is_checkpoint = is_run or (given / "manifest.json").is_file()
     if not is_checkpoint:
+        _check_format(given)
         check_path(ModelConfig(path=model))
     from burnish.agents.app import AgentApp
     from burnish.serve.guard import Guard, Limits, make_server
@@ -119,6 +120,20 @@ def model_server(model: str, options: ModelOptions, *, version: str) -> Iterator
         app = AgentApp(OneModel(backend, token), guard, health=health)
         server = make_server(app.asgi, guard, shutdown_s=options.shutdown_s)
         yield ModelServer(name, f"{address_of(listener)}/v1", server, listener)
+
+
+def _check_format(path: Path) -> None:
+    """Raise ServeError for a GGUF file, or a folder whose only weights are GGUF files."""
+    is_gguf = path.suffix == ".gguf" and path.is_file()
+    found = [path] if is_gguf else sorted(path.glob("*.gguf"))
+    if not found or list(path.glob("*.safetensors")):
+        return
+    raise ServeError(
+        f"{path} has its weights as GGUF ({found[0].name}), which burnish serve does not read; "
+        "convert them to safetensors (transformers: AutoModelForCausalLM.from_pretrained(FOLDER, "
+        f"gguf_file={found[0].name!r}).save_pretrained(OUT), and the same with AutoTokenizer) and "
+        "serve that folder"
+    )
 
 
 def _check_engine(options: ModelOptions) -> None:

@@ -37,6 +37,11 @@ def check_path(config: ModelConfig, *, warn: bool = False) -> None:
             f"model.gguf_file={config.gguf_file!r} is not in {path}; GGUF files there: "
             f"{', '.join(have) or 'none'}"
         )
+    has_gguf_only = path.is_dir() and not any(path.glob("*.safetensors"))
+    if has_gguf_only and not config.gguf_file and (files := sorted(path.glob("*.gguf"))):
+        raise ModelError(
+            f"{path} has its weights as GGUF; choose a file: model.gguf_file={files[0].name}"
+        )
     only_pickle = path.is_dir() and not config.gguf_file and not list(path.glob("*.safetensors"))
     if only_pickle and (list(path.glob("*.bin")) or list(path.glob("*.pt"))):
         raise ModelError(

@@ -357,14 +357,19 @@ def test_sigterm_lets_a_request_finish_and_ends_with_exit_code_0(start: Any, fol
 
 @pytest.mark.slow
 def test_a_checkpoint_is_exported_and_served(tmp_path: Path, make_engine: Any) -> None:
-    engine = make_engine()
-    (tmp_path / "step_1").mkdir()
-    engine.save(tmp_path / "step_1" / "policy")
-    write_manifest(tmp_path / "step_1", step=1, extra={"metric": None})
+    """By its own folder, and by that of its run."""
+    engine, run_folder = make_engine(), tmp_path / "run"
+    checkpoint = run_folder / "checkpoints/step_000001"
+    checkpoint.mkdir(parents=True)
+    engine.save(checkpoint / "policy")
+    write_manifest(checkpoint, step=1, extra={"metric": None})
     options = ModelOptions(port=0, device="cpu")
-    with in_background(str(tmp_path / "step_1"), options, version="1") as url:
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            reply = client.completions.create(model="step_1", prompt="1+1=", max_tokens=4)
+    for given in (checkpoint, run_folder):
+        with (
+            in_background(str(given), options, version="1") as url,
+            openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client,
+        ):
+            reply = client.completions.create(model=given.name, prompt="1+1=", max_tokens=4)
             assert reply.usage is not None and 1 <= reply.usage.completion_tokens <= 4
 
 
@@ -461,6 +466,9 @@ def test_sigterm_before_the_server_runs_removes_temporary_folders(tmp_path: Path
 
 
 def test_problems_are_reported_before_the_model_is_loaded(folder: Path, tmp_path: Path) -> None:
+    gguf = tmp_path / "quantized/model-q8.gguf"
+    gguf.parent.mkdir()
+    gguf.write_bytes(b"GGUF")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         cases: list[tuple[list[object], str]] = [
@@ -472,6 +480,8 @@ def test_problems_are_reported_before_the_model_is_loaded(folder: Path, tmp_path
             (["serve", folder, "--engine", "vllm", "--device", "cpu"], "omit --device"),
             (["serve", folder, "--port", 0, "--max-len", 5000], "reads at most 1024 tokens"),
             (["serve", tmp_path / "none", "--port", 0], "does not exist"),
+            (["serve", gguf.parent, "--port", 0], "convert them to safetensors"),
+            (["serve", gguf, "--port", 0], "convert them to safetensors"),
             (["chat", "http://127.0.0.1:1", "--device", "cpu"], "has chosen its own"),
             (["chat", "http://127.0.0.1:1"], "is the server running?"),
             (["chat", folder, "--token-env", "T"], "MODEL is no URL"),

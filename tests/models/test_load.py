@@ -128,6 +128,8 @@ def test_a_missing_gguf_file_lists_the_existing_ones(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"GGUF")
     with pytest.raises(ModelError, match=r"gguf_file='c\.gguf' is not in .*: a\.gguf, b\.gguf"):
         load_causal_lm(ModelConfig(path=str(tmp_path), gguf_file="c.gguf"))
+    with pytest.raises(ModelError, match=r"choose a file: model\.gguf_file=a\.gguf"):
+        load_causal_lm(ModelConfig(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])

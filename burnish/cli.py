@@ -21,13 +21,14 @@ from burnish.cli_arguments import (
     LoraForm,
     RayAddress,
     Recipe,
+    Replay,
     Resume,
     check_export,
     on_ray,
     split,
 )
 from burnish.cli_errors import CommandGroup
-from burnish.config import JOBS, ConfigError, JobConfig, dump_yaml, load_config
+from burnish.config import JOBS, ConfigError, JobConfig, RLConfig, dump_yaml, load_config
 from burnish.config.docs import FieldRow, class_text, fields_table, job_markdown
 from burnish.config.explain import nearest
 from burnish.config.parallelism import parallel_degrees
@@ -36,7 +37,7 @@ from burnish.config.placement import placement_text
 from burnish.config.reference import config_markdown
 from burnish.config.registry import REGISTRY, JobEntry
 from burnish.jobs.families import check_families
-from burnish.jobs.inputs import check_inputs
+from burnish.jobs.inputs import check_inputs, recorded_run
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -84,6 +85,17 @@ def _add_job(job: str, entry: JobEntry) -> None:
     ) -> None:
         _job(job, on_ray(arguments, ray_address), dry_run, resume=resume, force=force)
 
+    def replayable(  # house: ok typer makes the options from the signature
+        arguments: Arguments = None,
+        dry_run: DryRun = False,
+        resume: Resume = None,
+        replay: Replay = None,
+        ray_address: RayAddress = None,
+        force: Force = False,
+    ) -> None:
+        given = on_ray(arguments, ray_address)
+        _job(job, given, dry_run, resume=resume, replay=replay, force=force)
+
     def in_one_go(
         arguments: Recipe = None,
         dry_run: DryRun = False,
@@ -92,7 +104,8 @@ def _add_job(job: str, entry: JobEntry) -> None:
     ) -> None:
         _job(job, on_ray(arguments, ray_address), dry_run, resume=None, force=force)
 
-    app.command(job, help=entry.help)(resumable if entry.resumable else in_one_go)
+    command = replayable if entry.replayable else resumable if entry.resumable else in_one_go
+    app.command(job, help=entry.help)(command)
 
 
 for _name, _entry in REGISTRY.items():
@@ -100,12 +113,21 @@ for _name, _entry in REGISTRY.items():
 
 
 def _job(
-    job: str, arguments: list[str], dry_run: bool, *, resume: Path | None, force: bool
+    job: str,
+    arguments: list[str],
+    dry_run: bool,
+    *,
+    resume: Path | None,
+    force: bool,
+    replay: Path | None = None,
 ) -> None:
-    recipe, overrides = split(job, arguments, resume=resume)
+    recipe, overrides = split(job, arguments, resume=resume, replay=replay)
     config = load_config(recipe, overrides, job=job)
+    read = config
+    if isinstance(config, RLConfig) and (replay or (resume and recorded_run(resume))):
+        read = config.inputs_of_replay()
     try:
-        check_inputs(config, resumed=resume is not None)  # before torch is imported
+        check_inputs(read, resumed=resume is not None)  # before torch is imported
     except (ValueError, RuntimeError):
         if dry_run:  # the recipe itself is valid
             typer.echo(_dry_run_text(config))
@@ -117,7 +139,7 @@ def _job(
         return
     import burnish
 
-    result = burnish.run(config, resume=resume, force=force)
+    result = burnish.run(config, resume=resume, replay=replay, force=force)
     typer.echo(f"run folder: {result.run_dir}")
 
 

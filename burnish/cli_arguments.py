@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -36,6 +37,16 @@ Resume = Annotated[
     Path | None,
     typer.Option(
         "--resume", metavar="RUN", help="Resume the run in this folder.", show_default=False
+    ),
+]
+Replay = Annotated[
+    Path | None,
+    typer.Option(
+        "--replay",
+        metavar="RUN",
+        help="Train again from the groups that a run recorded (observe.record_rollouts), without "
+        "sampling. Default recipe: the run's, with run_dir=RUN-replay.",
+        show_default=False,
     ),
 ]
 RayAddress = Annotated[
@@ -124,9 +135,11 @@ def on_ray(arguments: list[str] | None, address: str | None) -> list[str]:
     return [*(arguments or []), *more]
 
 
-def split(job: str, arguments: list[str], *, resume: Path | None) -> tuple[Path, list[str]]:
-    """Split the arguments into the recipe and the overrides. Raises ConfigError if they are
-    ambiguous."""
+def split(
+    job: str, arguments: list[str], *, resume: Path | None, replay: Path | None = None
+) -> tuple[Path, list[str]]:
+    """Split the arguments into the recipe and the overrides. Without a recipe, it is that of the
+    run to ``resume`` or to ``replay``. Raises ConfigError if they are ambiguous."""
     recipe = Path(arguments[0]) if arguments and "=" not in arguments[0] else None
     overrides = arguments[1:] if recipe is not None else arguments
     for override in overrides:
@@ -136,13 +149,16 @@ def split(job: str, arguments: list[str], *, resume: Path | None) -> tuple[Path,
             )
     if recipe is not None:
         return recipe, overrides
-    if resume is None:
+    run = resume or replay
+    if run is None:
         raise ConfigError(f"no recipe given; run 'burnish {job} RECIPE.yaml [key=value ...]'")
-    if not (resume / "config.yaml").is_file():
-        raise ConfigError(
-            f"--resume {resume}: there is no config.yaml, so this is not a run folder"
-        )
-    return resume / "config.yaml", overrides
+    if not (run / "config.yaml").is_file():
+        option = "--replay" if resume is None else "--resume"
+        raise ConfigError(f"{option} {run}: there is no config.yaml, so this is not a run folder")
+    if resume is None:
+        new = json.dumps(f"{run.resolve()}-replay")  # quoted, as a value in YAML
+        overrides = [f"run_dir={new}", *overrides]
+    return run / "config.yaml", overrides
 
 
 def check_export(checkpoint: Path, out: Path) -> None:

@@ -61,7 +61,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         run_dir = Path("runs/x")
         metrics: dict[str, float] = {}
 
-    def run(config, *, resume=None, rewards=None, force=False):
+    def run(config, *, resume=None, replay=None, rewards=None, force=False):
         made.append({"config": config, "resume": resume, "force": force})
         return Result()
 

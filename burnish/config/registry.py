@@ -27,6 +27,8 @@ class JobEntry(NamedTuple):
     help: str
     """Help text of the job's command."""
     resumable: bool = True
+    replayable: bool = False
+    """True if the command has ``--replay``."""
 
 
 REGISTRY: dict[str, JobEntry] = {
@@ -48,6 +50,7 @@ REGISTRY: dict[str, JobEntry] = {
         RLConfig,
         "burnish.jobs.rl_job",
         "Reinforcement learning from rewards: PPO, GRPO and their family.",
+        replayable=True,
     ),
     "evaluate": JobEntry(
         EvaluateConfig,

@@ -180,6 +180,12 @@ class RLConfig(TrainingJob):
         own = self.reference.model if self.reference is not None else None
         return bool(self.algorithm.kl.init_kl_coef) and self.model.lora is not None and own is None
 
+    def inputs_of_replay(self) -> RLConfig:
+        """Return a config without the inputs that a replay does not read: prompts, rewards and
+        held-out data. It is only for checks of inputs and roles."""
+        data = self.data.model_copy(update={"sources": ()})
+        return self.model_copy(update={"data": data, "rewards": (), "eval": None})
+
     @property
     def needs_old_logprobs(self) -> bool:
         """Return whether log-probs of the policy before the update are computed. They are needed if

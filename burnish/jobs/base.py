@@ -21,6 +21,7 @@ import torch
 
 from burnish.checkpoint.save import PendingSave
 from burnish.config import JobConfig
+from burnish.config.placement import PlacementGroupSpec, placement_groups
 from burnish.jobs.memory_monitor import MemoryMonitor
 from burnish.observe.metrics import MetricsLog
 from burnish.observe.progress import close_logging, setup_logging
@@ -167,6 +168,10 @@ class Job(ABC, Generic[C, L]):
     @abstractmethod
     def driver(self, config: C, run_dir: Path, memory_monitor: MemoryMonitor) -> Driver[L]:
         """Return the driver that runs the loop."""
+
+    def placements(self, config: C) -> list[PlacementGroupSpec]:
+        """Return the placement groups of the workers on a cluster."""
+        return placement_groups(config)
 
     @abstractmethod
     def build(self, config: C, runtime: Runtime, *, run_dir: Path, functions: Functions) -> L:

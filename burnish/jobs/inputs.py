@@ -6,6 +6,8 @@ messages are those of the code that reads the inputs later.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from burnish.config.data import DataConfig, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
@@ -20,6 +22,17 @@ from burnish.environments.importing import LoadError, check_file
 from burnish.models.paths import ModelError, check_path
 from burnish.observe.trackers import check_trackers
 from burnish.rewards.errors import RewardError
+
+REPLAY_FILE = "replay.json"
+"""File in the folder of a replay, with the folder of the recorded run."""
+
+
+def recorded_run(run_dir: Path) -> Path | None:
+    """Return the run that the run in ``run_dir`` replays; None if it is not a replay."""
+    path = run_dir / REPLAY_FILE
+    if not path.is_file():
+        return None
+    return Path(json.loads(path.read_text(encoding="utf-8"))["run"])
 
 
 def check_inputs(config: JobConfig, *, resumed: bool = False) -> None:

@@ -55,12 +55,15 @@ class RL:
     ptx: Ptx | None = None
     signal: NoSignalMonitor = field(default_factory=lambda: NoSignalMonitor(None))
     """Counter of steps without learning signal."""
+    record: Callable[[int, Rollout], object] = lambda step, rollout: None
+    """Write the groups of a step, before it is trained, to the files of ``rollout_records.py``."""
 
 
 def rl_step(run: RL, step: int) -> Metrics:
     """Run one RL step: get scored groups, compute reference log-probs, assign credit, update, and
     announce the new weights."""
     rollout = run.source.next(step)
+    run.record(step, rollout)
     batch = groups_to_batch(rollout.groups, rollout.ages)
     ages = ages_of(batch, rollout, run)
     batch = with_reference(batch, run.reference)
@@ -194,7 +197,7 @@ def batch_metrics(batch: Batch) -> Metrics:
 def signal_metrics(run: RL, groups: Sequence[Group]) -> Metrics:
     """Return the share of groups without learning signal; empty if the advantage does not use
     rewards."""
-    rewards = run.source.runner.rewards
+    rewards = run.source.rewards
     run.signal.look_for_labels([group.prompt for group in groups], rewards)
     found = reward_signal(groups, run.config.algorithm, rewards)
     return {} if found is None else run.signal.see(found)
@@ -241,7 +244,7 @@ class RLState:
     def position(self) -> dict[str, Any]:
         """Return the state of the source, the KL controller, and the reward statistics."""
         found = self.run.source.position() | {"kl": self.run.kl.state_dict()}
-        found["rewards"] = self.run.source.runner.rewards.state_dict()
+        found["rewards"] = self.run.source.rewards.state_dict()
         if self.run.ptx is not None:
             found["ptx"] = self.run.ptx.stream.state_dict()
         return found
@@ -263,7 +266,7 @@ class RLState:
             self.run.critic.load(folder / "critic")
         state = load_state(folder, "rl")
         self.run.kl.load_state_dict(state["kl"])
-        self.run.source.runner.rewards.load_state_dict(state.get("rewards", {}))
+        self.run.source.rewards.load_state_dict(state.get("rewards", {}))
         if self.run.ptx is not None and "ptx" in state:  # else ptx is new in this run
             self.run.ptx.stream.load_state_dict(state["ptx"])
         self.run.source.load(state)

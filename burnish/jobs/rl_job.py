@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -14,7 +15,7 @@ from burnish.config.model import CriticConfig, PrecisionConfig
 from burnish.data.prompts import PromptStream
 from burnish.data.sft import SFTStream
 from burnish.episodes.runner import Players
-from burnish.jobs.base import Functions, Job, Loop, Metrics
+from burnish.jobs.base import Functions, Job, Loop, Metrics, seed_everything
 from burnish.jobs.build import (
     WeightedRewards,
     engine_specs,
@@ -39,6 +40,7 @@ from burnish.jobs.memory_monitor import MemoryMonitor
 from burnish.jobs.objectives import policy_objective, value_objective, with_expert_balance
 from burnish.jobs.ptx import Ptx, ptx_objective
 from burnish.jobs.rl import RL, RLState, rl_step
+from burnish.jobs.rollout_records import Recorder
 from burnish.jobs.trainer import Trainer
 from burnish.observe.samples import write_samples
 from burnish.observe.timeline import Timeline, timed
@@ -64,7 +66,7 @@ class RLLoop:
         config = run.config
         self.total_steps = config.max_steps
         self.eval_every_n_steps = config.eval.every_n_steps if config.eval is not None else 0
-        self.best_metric = "reward/mean" if config.eval is None else "eval/pass@1"
+        self.best_metric = "reward/mean" if evaluator is None else "eval/pass@1"
         self._gap_logged = config.precision.sampler_dtype == config.precision.dtype
 
     def step(self, number: int) -> Metrics:
@@ -123,15 +125,11 @@ def _build(
     data = within_positions(config.data, config.model, new_tokens=new_tokens)
     prompts = PromptStream(data, runtime.tokenizer, seed=config.seed)
     held_out = held_out_prompts(config.eval, config, runtime.tokenizer, new_tokens)
-    ptx = _ptx(config, runtime)
+    ptx = make_ptx(config, runtime)
     scores = weighted_rewards(config.rewards, runtime, functions, engine=config.train.engine)
-    log_disabled_noise(config.model, "policy")
-    specs = _specs(config)
-    policy = runtime.language_model(specs["policy"])
+    policy = make_policy(config, runtime)
     longest = max(data.prompt_max_len + new_tokens, longest_row(config.eval, new_tokens))
     rollout = runtime.rollout(policy, config.rollout.engine, max_len=longest)
-    kl = _kl_controller(config.algorithm.kl)
-    critic, value_loss = _critic(config, specs.get("critic"), runtime)
     rewards = reward_set(
         scores,
         on_failure=config.on_reward_failure,
@@ -140,10 +138,46 @@ def _build(
         running=_running(config, scores),
     )
     warn_without_labels(held_out, rewards)
-    limit = config.observe.samples_per_step
     runner = _runner(config, rollout, rewards, players, runtime.timeline)
     source, eval_engine = _source(config, prompts, runner, policy, runtime)
-    parts = RL(
+    parts = make_rl(config, runtime, run_dir=run_dir, policy=policy, source=source, ptx=ptx)
+    parts = replace(parts, record=Recorder(config, run_dir, source, runtime.timeline))
+    if config.eval is None:
+        return parts, None
+    sampling = eval_sampling(config.eval, config.rollout)
+    eval_runner = make_runner(
+        eval_engine,
+        eval_rewards(scores, config.on_reward_failure, sampling),
+        sampling,
+        players,
+        timeline=runtime.timeline,
+        options=RunnerOptions(config.eval.n_samples_per_prompt, config.seed, phase="eval"),
+    )
+    return parts, make_evaluator(config.eval, eval_runner, held_out, run_dir)
+
+
+def make_policy(config: RLConfig, runtime: Runtime) -> TrainEngine:
+    """Return the policy. The random weights of new adapters depend only on the run's seed, not on
+    the components that were built before."""
+    log_disabled_noise(config.model, "policy")
+    seed_everything(config.seed)
+    return runtime.language_model(_specs(config)["policy"])
+
+
+def make_rl(
+    config: RLConfig,
+    runtime: Runtime,
+    *,
+    run_dir: Path,
+    policy: TrainEngine,
+    source: RolloutSource,
+    ptx: Ptx | None,
+) -> RL:
+    """Return the components of a run, with the models that its policy is trained with."""
+    specs, limit = _specs(config), config.observe.samples_per_step
+    kl = _kl_controller(config.algorithm.kl)
+    critic, value_loss = _critic(config, specs.get("critic"), runtime)
+    return RL(
         config=config,
         source=source,
         policy=policy,
@@ -159,18 +193,6 @@ def _build(
         ptx=ptx,
         signal=NoSignalMonitor(config.train.max_steps_without_signal),
     )
-    if config.eval is None:
-        return parts, None
-    sampling = eval_sampling(config.eval, config.rollout)
-    eval_runner = make_runner(
-        eval_engine,
-        eval_rewards(scores, config.on_reward_failure, sampling),
-        sampling,
-        players,
-        timeline=runtime.timeline,
-        options=RunnerOptions(config.eval.n_samples_per_prompt, config.seed, phase="eval"),
-    )
-    return parts, make_evaluator(config.eval, eval_runner, held_out, run_dir)
 
 
 def _source(
@@ -253,7 +275,8 @@ def _running(config: RLConfig, scores: WeightedRewards) -> dict[str, Literal["me
     return {reward.name: e.running_norm for e, (reward, _) in pairs if e.running_norm is not None}
 
 
-def _ptx(config: RLConfig, runtime: Runtime) -> Ptx | None:
+def make_ptx(config: RLConfig, runtime: Runtime) -> Ptx | None:
+    """Return the pre-training rows of a recipe, if there are any."""
     if config.ptx is None:
         return None
     data = within_positions(config.ptx.data, config.model, field="ptx.data")

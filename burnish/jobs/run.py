@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from burnish.config import JobConfig
-from burnish.config.placement import placement_groups
+from burnish.config import JobConfig, RLConfig
+from burnish.config.placement import PlacementGroupSpec
 from burnish.config.registry import REGISTRY
 from burnish.jobs.base import Job, seed_everything
 from burnish.jobs.errors import RunError, StoppedError
 from burnish.jobs.families import check_families
-from burnish.jobs.inputs import check_inputs
+from burnish.jobs.inputs import check_inputs, recorded_run
 from burnish.jobs.memory_monitor import MemoryMonitor
 from burnish.jobs.parallelism import check_head_divisibility
 from burnish.jobs.run_dir import prepare_run_dir
@@ -45,13 +45,16 @@ def run(
     config: JobConfig,
     *,
     resume: Path | str | None = None,
+    replay: Path | str | None = None,
     rewards: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
     force: bool = False,
 ) -> RunResult:
     """Run a job to its end.
 
     ``rewards``: a callable, or several by the names of the recipe's function rewards. ``resume``:
-    the folder of the run to resume. ``force``: run even if the memory plan (``plan.txt`` in the run
+    the folder of the run to resume. ``replay``: the folder of a run of the job rl with recorded
+    rollouts, to train from its groups without sampling; a replay that is resumed continues with the
+    same recording. ``force``: run even if the memory plan (``plan.txt`` in the run
     folder) predicts that the job does not fit.
 
     Raises RunError, DoesNotFitError, DataError, ModelError, RewardError or CheckpointError, each
@@ -60,14 +63,16 @@ def run(
     run is saved. Raises RunOutOfMemoryError with suggested changes, which are also in ``oom.txt``.
     """
     functions = {"": rewards} if callable(rewards) else dict(rewards or {})
-    job = job_of(config)
+    replayed = _recording_of(resume, replay)
+    job = job_of(config) if replayed is None else _replay_job(replayed, config)
     if resume is not None and not REGISTRY[config.job].resumable:
         raise RunError(f"the job {config.job} has no steps and cannot be resumed; remove resume")
     if functions and not job.takes_rewards:
         raise RunError(f"the job {config.job} takes no rewards; remove rewards")
-    check_inputs(config, resumed=resume is not None)
-    check_head_divisibility(config, download=True)
-    check_families(config, download=True)
+    read = config.inputs_of_replay() if replayed and isinstance(config, RLConfig) else config
+    check_inputs(read, resumed=resume is not None)
+    check_head_divisibility(read, download=True)
+    check_families(read, download=True)
     seed_everything(config.seed)
     run_dir = prepare_run_dir(config, Path(resume) if resume is not None else None)
     done = job.prepare(config, run_dir, resumed=resume is not None)
@@ -82,7 +87,7 @@ def run(
         ExitStack() as stack,  # closes the runtime after the driver: workers may still write
         job.driver(config, run_dir, memory_monitor) as driver,
     ):
-        runtime = _runtime(config, config.resolve().device, driver.timeline)
+        runtime = _runtime(config, job.placements(config), driver.timeline)
         stack.callback(runtime.close)
         driver.attach(runtime)
         with closing(job.build(config, runtime, run_dir=run_dir, functions=functions)) as loop:
@@ -95,6 +100,27 @@ def job_of(config: JobConfig) -> Job[Any, Any]:
     job = vars(importlib.import_module(REGISTRY[config.job].module))["JOB"]
     assert isinstance(job, Job)
     return job
+
+
+def _recording_of(resume: Path | str | None, replay: Path | str | None) -> Path | None:
+    """Return the run whose recorded rollouts a run trains from; None if it samples. Raises RunError
+    if ``resume`` is not a replay and ``replay`` is given."""
+    own = None if resume is None else recorded_run(Path(resume))
+    if resume is not None and replay is not None and own is None:
+        raise RunError(
+            f"--resume {resume}: that run samples its groups and cannot continue with those of "
+            "--replay; omit --replay, or omit --resume to start a replay in a new folder"
+        )
+    return own if replay is None else Path(replay)
+
+
+def _replay_job(recorded: Path, config: JobConfig) -> Job[Any, Any]:
+    """Return the job for a replay. Raises RunError if the recording cannot be replayed."""
+    if not isinstance(config, RLConfig):
+        raise RunError(f"the job {config.job} cannot be replayed; only rl records its groups")
+    from burnish.jobs.replay import ReplayJob, open_recording
+
+    return ReplayJob(open_recording(recorded, config))
 
 
 @contextmanager
@@ -133,15 +159,22 @@ def _write_report(run_dir: Path, *, may_lack_steps: bool = False) -> None:
         build_report(run_dir)
 
 
-def _runtime(config: JobConfig, device: str, timeline: Timeline) -> Runtime:
+def _runtime(
+    config: JobConfig, placements: list[PlacementGroupSpec], timeline: Timeline
+) -> Runtime:
     tokenizer = load_tokenizer(config.model)
     if config.cluster.runtime == "ray":
         return RayRuntime(
             tokenizer,
             config.model,
             config.cluster,
-            placements=placement_groups(config),
+            placements=placements,
             precision=config.precision,
             timeline=timeline,
         )
-    return InlineRuntime(tokenizer, precision=config.precision, device=device, timeline=timeline)
+    return InlineRuntime(
+        tokenizer,
+        precision=config.precision,
+        device=config.resolve().device,
+        timeline=timeline,
+    )

@@ -12,6 +12,7 @@ import yaml
 from burnish.config.job import JobConfig
 from burnish.config.registry import REGISTRY
 from burnish.jobs.errors import RunError
+from burnish.jobs.inputs import REPLAY_FILE
 from burnish.jobs.memory_monitor import OOM_FILE
 from burnish.observe.metrics import METRICS_FILE
 from burnish.observe.tensorboard import TENSORBOARD_DIR
@@ -86,6 +87,6 @@ def _holds_something(folder: Path) -> bool:
     failed_at_start = metrics.is_file() and metrics.stat().st_size == 0
     left = {PLAN_FILE, OOM_FILE, REFERENCE_FILE, f".{REFERENCE_FILE}.part"}
     if failed_at_start:
-        left |= {METRICS_FILE, "config.yaml", "run.log", "timeline.json"}
+        left |= {METRICS_FILE, "config.yaml", "run.log", "timeline.json", REPLAY_FILE}
         left |= {MEMORY_FILE, MEMORY_JSON, TENSORBOARD_DIR, WANDB_DIR, STATE_FILE}
     return bool(names - left)

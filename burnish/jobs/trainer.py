@@ -25,6 +25,7 @@ from burnish.jobs.base import Driver, Loop, Metrics, rare_garbage_collection
 from burnish.jobs.checkpointing import Checkpointing, PreStepState, RunPosition
 from burnish.jobs.errors import Interrupted, StoppedError
 from burnish.jobs.memory_monitor import OOM_FILE, MemoryMonitor
+from burnish.jobs.rollout_records import drop_records_after
 from burnish.jobs.signals import StopSignals
 from burnish.observe.files import write_text
 from burnish.observe.memory import memory_metrics
@@ -190,13 +191,14 @@ class Trainer(Driver[Loop]):
                 lost = again
 
     def _restore(self, loop: Loop) -> None:
-        """Restore the newest checkpoint, and truncate metrics and samples to its step."""
+        """Restore the newest checkpoint, and truncate metrics, samples and records to its step."""
         for old_report in (STOPPED_FILE, OOM_FILE):
             (self.run_dir / old_report).unlink(missing_ok=True)
         newest = self.checkpoints.restore(loop.state, self.position)
         step = -1 if newest is None else self.position.step
         self.metrics.rewind(step)
         drop_samples_after(self.run_dir, step)
+        drop_records_after(self.run_dir, step)
         if newest is None:
             return
         self._spikes = SpikeAlarm()

@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 
 from burnish.config.rollout import InFlight
 from burnish.data.prompts import PromptStream
-from burnish.rewards.base import Measured
+from burnish.rewards.base import Measured, RewardSet
 from burnish.rollout.base import StagedWeights
 from burnish.rollout.runner import Drawn, Result, Rollout, Runner
 from burnish.rollout.sample_state import (
@@ -119,6 +119,11 @@ class AsyncSource:
         service.after_poll = self._after_poll
 
     # ---- the interface ---------------------------------------------------------------------
+
+    @property
+    def rewards(self) -> RewardSet:
+        """Return the runner's rewards."""
+        return self.runner.rewards
 
     @property
     def counts(self) -> Mapping[str, int]:

@@ -13,7 +13,7 @@ import logging
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from burnish.config.rollout import DynamicSampling
 from burnish.loop_thread import LoopThread
@@ -38,6 +38,9 @@ class Rollout:
     ages: Mapping[int, int] | None = None
     """Version of the weights of a token (``Sample.versions``) -> their age in RL steps when the
     groups are trained. None: a synchronous run."""
+    lost: Mapping[str, Outcome] = field(default_factory=dict)
+    """Prompt id -> reason, for the groups that were sampled for this step or since the step
+    before, and that no step trains."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,10 @@ class Runner:
                 groups += rejected[len(rejected) - used :]
         if len(groups) < count:
             raise self._too_few(results, len(groups), count)
-        return Rollout(tuple(_numbered(g, i) for i, g in enumerate(groups)), stats)
+        for group in groups:
+            del outcomes[group.prompt.id]
+        numbered = tuple(_numbered(g, i) for i, g in enumerate(groups))
+        return Rollout(numbered, stats, lost=outcomes)
 
     def run(self, prompts: Sequence[Prompt]) -> Rollout:
         """Sample and score all of ``prompts``, in their order. Raises NoGroupLeftError if no group

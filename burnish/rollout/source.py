@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from burnish.data.prompts import PromptStream
+from burnish.rewards.base import RewardSet
 from burnish.rollout.runner import Rollout, Runner
 
 Metrics = dict[str, float]
@@ -24,7 +25,10 @@ class HasPush(Protocol):
 class RolloutSource(Protocol):
     """Provides the groups of each RL step, and takes the weights after it."""
 
-    runner: Runner
+    @property
+    def rewards(self) -> RewardSet:
+        """Return the rewards of the groups."""
+        ...
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -79,6 +83,11 @@ class SyncSource:
         """``sleeps``: free the engine's memory after every rollout."""
         self.prompts, self.runner, self.sync = prompts, runner, sync
         self.groups_per_step, self.sleeps = groups_per_step, sleeps
+
+    @property
+    def rewards(self) -> RewardSet:
+        """Return the runner's rewards."""
+        return self.runner.rewards
 
     @property
     def counts(self) -> Mapping[str, int]:

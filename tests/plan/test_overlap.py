@@ -1,7 +1,9 @@
 """The plan of asynchronous runs: bounds of a step, ages, memory, and the split of the GPUs, by
 hand."""
 
+import heapq
 import json
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -17,6 +19,7 @@ from burnish.plan.rates import measured_rates
 from burnish.plan.shapes import PlanError
 from burnish.plan.split import splits
 from burnish.plan.time import Rates, estimate, rate_key
+from burnish.rollout.schedule import Limits, StalenessSchedule
 
 SIDES = Sides(trainer_s=6.0, rollout_s=4.0, longest_s=8.0, response_s=2.0, running_groups=0.25)
 RECIPE = {
@@ -204,3 +207,75 @@ def test_the_best_split_gives_the_slower_side_more_gpus_and_fit_proposes_it(monk
     seconds = [split["seconds"] for split in tree["splits"]]
     assert len(seconds) == 4 and seconds == sorted(seconds)
     assert tree["asynchronous"]["max_age"] == 2
+
+
+def simulated(length, *, limits, slots, training_s, steps=100):
+    """Run a schedule whose engines sample ``slots`` groups at once, group g in ``length(g)``
+    seconds. Return (seconds per step, mean age), without the first half of the steps."""
+    schedule, now, done = StalenessSchedule(limits), 0.0, 0
+    events, queue, versions, ages, begun = [], deque(), {}, [], 0.0
+    training = False
+    while done < steps:
+        while schedule.may_start():
+            queue.append(schedule.start())
+        while queue and sum(kind == "group" for _, kind, _ in events) < slots:
+            group = queue.popleft()
+            versions[group] = schedule.engine_version  # of its first token
+            heapq.heappush(events, (now + length(group), "group", group))
+        if not training and (taken := schedule.take()) is not None:
+            training = True
+            heapq.heappush(events, (now + training_s, "trained", 0))
+            found = [schedule.taken - 1 - versions[group] for group in taken.groups]
+            ages += found if done >= steps // 2 else []
+        now, kind, group = heapq.heappop(events)
+        if kind == "group":
+            schedule.finish(group, "ready")
+            continue
+        schedule.loaded(schedule.taken)
+        training, done = False, done + 1
+        begun = now if done == steps // 2 else begun
+    return (now - begun) / (steps - steps // 2), sum(ages) / len(ages)
+
+
+@pytest.mark.parametrize(
+    ("stale", "ahead", "oversample", "slots", "training_s"),
+    [
+        (1, 1, 1.0, 8, 1.0),  # sampling is the limit: 16 groups on 8 slots
+        (2, 1, 1.0, 4, 1.0),  # and groups wait in the queue of the engines
+        (2, 1, 1.0, 8, 3.0),  # training is
+        (4, 2, 1.0, 64, 1.5),
+        (2, 0, 1.0, 8, 2.0),  # nothing ahead: one after the other
+        (2, 0, 1.5, 8, 2.0),
+        (2, 1, 1.5, 8, 2.0),
+        (8, 1, 1.0, 64, 0.5),  # admission is
+    ],
+)
+def test_the_estimate_of_equal_groups_is_that_of_the_schedule_itself(
+    stale, ahead, oversample, slots, training_s
+):
+    """Groups of 1 s. Tolerance: the start and the end of a simulation are not full periods."""
+    settings = AsynchronousRollout(max_staleness=stale, run_ahead=ahead, oversample=oversample)
+    capacity = settings.capacity(16)
+    limits = Limits(16, capacity, stale, total_steps=10_000, max_refills=1)
+    seconds, age = simulated(lambda g: 1.0, limits=limits, slots=slots, training_s=training_s)
+    rows = min(slots, capacity)
+    found = overlap(Sides(training_s, 16 / rows, 1.0, 1.0, rows / 16), settings)
+    assert found.seconds == pytest.approx(seconds, rel=0.02)
+    assert found.mean_age == pytest.approx(age, abs=0.05)
+
+
+@pytest.mark.parametrize(("stale", "ahead", "expected"), [(1, 1, 3.5), (2, 1, 7 / 3), (2, 0, 7.0)])
+def test_one_long_group_in_each_step_is_waited_for_as_late_as_the_bound_allows(
+    stale, ahead, expected
+):
+    """One group of 6 s, 15 of 0.67 s, training 1 s, a slot for each: (6 + 1) / (S + 1), or without
+    groups ahead 6 + 1."""
+    settings = AsynchronousRollout(max_staleness=stale, run_ahead=ahead)
+    capacity = settings.capacity(16)
+    limits = Limits(16, capacity, stale, total_steps=10_000, max_refills=1)
+    seconds, _ = simulated(
+        lambda g: 2 / 3 if g % 16 else 6.0, limits=limits, slots=64, training_s=1.0
+    )
+    found = overlap(Sides(1.0, 16 / capacity, 6.0, 1.0, capacity / 16), settings)
+    assert found.seconds == pytest.approx(expected)
+    assert seconds == pytest.approx(expected, rel=0.02)

@@ -43,7 +43,7 @@ from burnish.jobs.rl import RL, RLState, rl_step
 from burnish.jobs.rollout_records import Recorder
 from burnish.jobs.trainer import Trainer
 from burnish.observe.samples import write_samples
-from burnish.observe.timeline import Timeline, timed
+from burnish.observe.timeline import SAMPLER, SCORING, Timeline, timed
 from burnish.rewards.base import RewardSet
 from burnish.rollout.async_source import AsyncOptions, AsyncSource
 from burnish.rollout.base import RolloutEngine
@@ -56,6 +56,13 @@ from burnish.train.base import HasLogprobs, Loss, TrainEngine
 from burnish.train.spec import EngineSpec
 
 log = logging.getLogger("burnish")
+
+SAMPLER_SPANS = {
+    "submit": f"{SAMPLER}/rollout",
+    "poll": f"{SAMPLER}/rollout",
+    "load_weights": f"{SAMPLER}/load",
+}
+"""Method of a rollout engine in a thread of its own -> timeline span."""
 
 
 class RLLoop:
@@ -205,7 +212,7 @@ def _source(
     if rollout.max_staleness is None:
         sleeps = rollout.engine.sleep_between_rollouts
         return SyncSource(prompts, runner, sync, groups_per_step=size, sleeps=sleeps), engine
-    service = RolloutService(timed(engine, timeline, {"submit": "rollout", "poll": "rollout"}))
+    service = RolloutService(timed(engine, timeline, SAMPLER_SPANS))
     options = AsyncOptions(
         Limits(
             groups_per_step=size,
@@ -230,9 +237,10 @@ def _runner(
     players: Players | None,
     timeline: Timeline,
 ) -> Runner:
+    overlaps = config.rollout.is_asynchronous  # scored in a thread of its own
     return make_runner(
         engine,
-        timed(rewards, timeline, {"score": "reward"}),
+        timed(rewards, timeline, {"measure": f"{SCORING}/reward" if overlaps else "reward"}),
         sampling_of(config.rollout),
         players,
         timeline=timeline,

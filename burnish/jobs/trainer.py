@@ -151,6 +151,9 @@ class Trainer(Driver[Loop]):
             metrics["train/loss_spike"] = self._spikes.check(metrics["train/loss"])
         seconds = self.timeline.collect()
         metrics |= {f"time/{name}_s": value for name, value in seconds.items()}
+        if "wait" in seconds and "time/step_s" in metrics:  # samples in all phases
+            metrics["time/trainer_idle_frac"] = seconds["wait"] / metrics["time/step_s"]
+            seconds = {**seconds, "rollout": metrics["time/step_s"]}
         for phase in ("rollout", "train"):
             if f"{phase}/tokens" in metrics and seconds.get(phase):
                 metrics[f"{phase}/tokens_per_s"] = metrics[f"{phase}/tokens"] / seconds[phase]

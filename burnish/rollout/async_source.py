@@ -167,7 +167,7 @@ class AsyncSource:
         if not self.options.overlaps:
             self.service.resume()  # workers report the load to polls
             self._wait_for_weights()
-        return dict(staged.metrics)
+        return {**staged.metrics, "time/rollout_idle_frac": self.service.idle_frac()}
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

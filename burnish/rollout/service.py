@@ -66,7 +66,10 @@ class RolloutService:
         thread uses this and the next."""
         self._behind: list[tuple[_Submitted, Sampling]] = []
         self._paused = False
-        self._idle_s = 0.0
+        self._idle_s = self._idle_before = 0.0
+        self._idle_since: float | None = None
+        """Time at which the engine ran out of work. None: it has some."""
+        self._looked_at = time.monotonic()
         self._calls: set[Future[Any]] = set()
         self._error: BaseException | None = None
         self._closed = False
@@ -89,10 +92,15 @@ class RolloutService:
         """Return the maximum length of prompt and response in tokens; None: unlimited."""
         return self._engine.max_len
 
-    @property
-    def idle_s(self) -> float:
-        """Return the seconds in which the engine had no work, since the start."""
-        return self._idle_s
+    def idle_frac(self) -> float:
+        """Return the share of time since the last call (the first time: since the start) in which
+        the engine had no work, because no request was open or the service was paused."""
+        now = time.monotonic()
+        with self._changed:
+            waited = 0.0 if self._idle_since is None else now - self._idle_since
+            idle, since = self._idle_s + waited, now - self._looked_at
+            before, self._idle_before, self._looked_at = self._idle_before, idle, now
+        return (idle - before) / since if since > 0 else 0.0
 
     def submit(
         self, request: Request, sampling: Sampling, *, lane: Lane = "training"
@@ -287,9 +295,9 @@ class RolloutService:
 
     def _advance(self) -> bool:
         """Carry out the commands, then poll once. Return False once closed."""
-        began = time.monotonic()
         with self._changed:
-            waits = not (self._commands or self._closed or self._has_work)
+            if not self._has_work and self._idle_since is None:
+                self._idle_since = time.monotonic()
             self._changed.wait_for(
                 lambda: (
                     self._commands
@@ -298,8 +306,7 @@ class RolloutService:
                     or (self._idle_calls and not self._submitted)
                 )
             )
-            if waits:
-                self._idle_s += time.monotonic() - began
+            self._count_idle()
             if self._closed:
                 return False
             commands, self._commands = self._commands, deque()
@@ -307,10 +314,18 @@ class RolloutService:
             command()
         if self._idle_calls and not self._submitted:
             self._call_idle()
+        with self._changed:
+            self._count_idle()
         for completion in self._engine.poll() if self._has_work else ():
             self._finish(completion)
         self.after_poll()
         return True
+
+    def _count_idle(self) -> None:
+        """Add the time without work, once there is some."""
+        if self._has_work and self._idle_since is not None:
+            self._idle_s += time.monotonic() - self._idle_since
+            self._idle_since = None
 
     @property
     def _has_work(self) -> bool:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -304,3 +305,30 @@ def test_closing_a_service_whose_engine_hangs_is_an_error(monkeypatch: pytest.Mo
     assert waiting.cancelled()
     hangs.set()
     service.close()
+
+
+def test_idle_share_is_the_time_without_an_open_request(
+    engine: GatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No request from 0 to 4, one from 4 to 10, none from 10 to 12: 6 of 12 s. Then none until 16:
+    4 of 4 s."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("burnish.rollout.service.time", clock)
+    with closing(RolloutService(engine)) as service:
+
+        def settle() -> None:
+            for _ in range(2):  # the engine thread has been through all of its loop
+                service.call(lambda engine: None).result(WAIT_S)
+
+        settle()
+        clock.now = 4.0
+        future = service.submit(Request("a", (1,)), Sampling(4))
+        settle()
+        clock.now = 10.0
+        engine.permits.release()
+        future.result(WAIT_S)
+        settle()
+        clock.now = 12.0
+        assert service.idle_frac() == 0.5
+        clock.now = 16.0
+        assert service.idle_frac() == 1.0

@@ -20,6 +20,7 @@ from burnish.config import load_config
 from burnish.jobs import rl_job as loop
 from burnish.models.cache_attention import matmuls_are_stable
 from burnish.observe.metrics import read_metrics
+from burnish.observe.progress import time_phases
 from burnish.observe.samples import read_samples
 from burnish.rollout.base import Completion
 from burnish.rollout.local import LocalRolloutEngine
@@ -240,6 +241,17 @@ def test_larger_bounds_hold_and_every_prompt_is_trained_once(
     assert unused
     ages = [line["rollout/age_max"] for line in numbers(folder) if "rollout/age_max" in line]
     assert len(ages) == 10 and 1 <= max(ages) <= stale
+    lines = [line for line in read_metrics(folder) if line["step"]]
+    assert {"time/sampler/rollout_s", "time/scoring/reward_s"} <= {
+        n for line in lines for n in line
+    }
+    for line in lines:
+        trainer = time_phases(line)
+        trainer.pop("checkpoint", None)  # of the step before
+        assert {"wait", "train"} <= set(trainer) and not {"rollout", "reward"} & set(trainer)
+        assert sum(trainer.values()) <= line["time/step_s"]
+        assert line["time/trainer_idle_frac"] == trainer["wait"] / line["time/step_s"]
+        assert 0 <= line["time/rollout_idle_frac"] <= 1
     steps = trained_prompts(folder)
     assert [len(ids) for ids in steps] == [4] * 10
     assert Counter(name for ids in steps for name in ids) == {

@@ -9,8 +9,7 @@ take is not counted. Everything else is the code of a run: requests are split ov
 of completions collected (unpickled, checked for doubles), groups built and scored, the batch made,
 advantages assigned, minibatches cut and handed to the ranks, new weights announced to every worker,
 every worker asked what memory it held.
-Also measured is the split over ranks, which every rank does for itself. Reported are user-CPU
-seconds and wall seconds, and their share of a step of ``--step-s`` seconds.
+Reported are user-CPU seconds and wall seconds, and their share of a step of ``--step-s`` seconds.
 
 Without ``--ray`` Ray's own work in the controller's process is not in the figures; with it, it is.
 """
@@ -48,8 +47,8 @@ from burnish.runtime.heartbeat import HeartbeatMonitor, HeartbeatRegistry
 from burnish.runtime.ray_cluster import worker_peaks
 from burnish.runtime.remote_rollout import RemoteRolloutEngine
 from burnish.runtime.rollout_worker import Orders, answer_seconds
-from burnish.runtime.worker import pack_batch
-from burnish.train.batching import split_over_ranks
+from burnish.runtime.worker import pack_share
+from burnish.train.batching import RowSplit
 from burnish.types import Prompt
 
 SAMPLES_PER_PROMPT = 8
@@ -252,21 +251,18 @@ def step(engine: RemoteRolloutEngine, clock: Clock, args: argparse.Namespace) ->
 
     def send_minibatches() -> None:
         quarter = -(-batch.num_rows // 4)
+        split = RowSplit(args.ranks, None, max_tokens=16384, layout="shared_prefix")
         for begin in range(0, batch.num_rows, quarter):
             rows = range(begin, min(begin + quarter, batch.num_rows))
-            engine.cluster.ray.put(pack_batch(batch.select(rows).with_global_counts()))
+            minibatch = batch.select(rows, copy=False).with_global_counts()
+            for share in split.shares(minibatch):
+                engine.cluster.ray.put(pack_share(share))
 
     clock.stage("four minibatches, to the ranks", send_minibatches)
     few = [("weight", torch.zeros(1))]  # the bytes are the ranks' work
     clock.stage("weights announced", lambda: engine.load_weights(1, few))
     asked = [("rollout", engine.workers)]
     clock.stage("memory peaks", lambda: peak_metrics(worker_peaks(engine.cluster.ray, asked)))
-    clock.stage(
-        "(each rank) split over ranks",
-        lambda: split_over_ranks(
-            batch, ranks=args.ranks, micro_batch_size=None, max_tokens=16384, layout="shared_prefix"
-        ),
-    )
 
 
 def connect(clock: Clock, workers: int, args: argparse.Namespace) -> SimulatedCluster:

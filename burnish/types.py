@@ -290,23 +290,28 @@ class Batch:
         """[N] int64, on the CPU: index of the last token of each row."""
         return self.offsets[1:] - 1
 
-    def select(self, rows: Sequence[int]) -> Batch:
+    def select(self, rows: Sequence[int], *, copy: bool = True) -> Batch:
         """Return a batch of the given rows, in the given order, with this batch's global
-        denominators."""
+        denominators. With ``copy=False`` its arrays may share memory with this batch."""
         index = torch.as_tensor(rows, dtype=torch.int64)
-        starts, lengths = self.offsets[index], self.lengths[index]
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        shift = torch.repeat_interleave(starts - offsets[:-1], lengths)
-        token_index = upload(torch.arange(int(offsets[-1])) + shift, self.tokens.device)
-        changed: dict[str, Any] = {"offsets": offsets}
+        zero = torch.zeros(1, dtype=torch.int64)
+        changed: dict[str, Any] = {"offsets": torch.cat([zero, self.lengths[index].cumsum(0)])}
         if self.host is not None:
-            changed["host"] = self.host.select(rows)
+            changed["host"] = self.host.select(rows, copy=copy)
+        begins = self.offsets.tolist()
+        spans = [(begins[first], begins[last + 1]) for first, last in row_runs(rows)]
         for name, value in self._arrays():
             if name == "offsets":
                 continue
             per_row = name in _PER_ROW
-            changed[name] = value[index.to(value.device)] if per_row else value[token_index]
+            changed[name] = value[index.to(value.device)] if per_row else _join(value, spans, copy)
         return replace(self, **changed)
+
+    def model_inputs(self) -> Batch:
+        """Return this batch without the per-token columns that only losses read."""
+        unread = [n for n, _ in self._arrays() if n not in _PER_ROW | _MODEL_INPUTS]
+        nothing: dict[str, Any] = dict.fromkeys(unread)
+        return replace(self, **nothing)
 
     def with_global_counts(self) -> Batch:
         """Return this batch as an entire optimizer step, with its own counts as denominators."""
@@ -338,6 +343,29 @@ _PER_ROW = frozenset(
     {"prompt_lens", "group_ids", "sample_ids", "sample_tokens", "rewards", "margins", "labels"}
 )
 _ON_CPU = frozenset({"offsets", "prompt_lens", "group_ids", "sample_ids"})
+_MODEL_INPUTS = frozenset({"tokens", "offsets", "action_mask", "step_labels", "teacher_states"})
+"""Columns that a pass without a loss reads, except those per row."""
+
+
+def row_runs(rows: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (first, last) of each run of consecutive rows, in order.
+
+    >>> row_runs([4, 5, 6, 1, 3, 2])
+    [(4, 6), (1, 1), (3, 3), (2, 2)]
+    """
+    index = np.asarray(rows, dtype=np.int64)
+    if not index.size:
+        return []
+    breaks = np.diff(index) != 1
+    first, last = index[np.append(True, breaks)], index[np.append(breaks, True)]
+    return list(zip(first.tolist(), last.tolist(), strict=True))
+
+
+def _join(value: Tensor, spans: Sequence[tuple[int, int]], copy: bool) -> Tensor:
+    """Return the entries of ``value`` [M, ...] in ``spans`` (begin, end), one after another; a view
+    if there is one span and ``copy`` is False."""
+    parts = [value[begin:end] for begin, end in spans] or [value[:0]]
+    return parts[0] if len(parts) == 1 and not copy else torch.cat(parts)
 
 
 Number = float | int | Tensor

@@ -10,7 +10,8 @@ import torch
 
 from burnish.batches import groups_to_batch
 from burnish.jobs.rows_run import sums_of
-from burnish.runtime.worker import pack_batch, unpack_batch
+from burnish.runtime.worker import pack_share, unpack_share
+from burnish.train.batching import Share
 from burnish.types import Batch, Group, Prompt, Sample, TokenRow
 
 
@@ -108,7 +109,8 @@ def test_global_counts_count_samples() -> None:
 
 def test_moving_and_packing_keep_the_fields_of_episodes() -> None:
     batch = replace(groups_to_batch(episodes(), {0: 2}), samples_together=True)
-    for other in (unpack_batch(pack_batch(batch)), batch.to("cpu"), batch.to("meta")):
+    packed = unpack_share(pack_share(Share(batch, [[0]], [0]))).batch
+    for other in (packed, batch.to("cpu"), batch.to("meta")):
         for name, value in vars(batch).items():
             found = vars(other)[name]
             if name == "sample_ids":

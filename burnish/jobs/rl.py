@@ -142,7 +142,7 @@ def minibatches(batch: Batch, config: RLConfig, step: int) -> Iterator[Batch]:
         ends = _step_ends(groups, num_steps, full=len(samples) == plan.samples_per_rollout)
         for begin, end in itertools.pairwise([0, *ends]):
             rows = [row for sample in samples[begin:end] for row in sample]
-            yield batch.select(rows).with_global_counts()
+            yield batch.select(rows, copy=False).with_global_counts()
 
 
 def _groups_of_samples(batch: Batch) -> list[list[list[int]]]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from burnish.checkpoint.save import PendingSave
-from burnish.runtime.worker import BUCKET_BYTES, TransferOptions, pack_batch, to_tensor
+from burnish.runtime.worker import BUCKET_BYTES, TransferOptions, pack_share, to_tensor
 from burnish.runtime.worker_group import WorkerGroup
 from burnish.sync.snapshot import SnapshotSource, WeightSnapshot
 from burnish.train.base import Loss, NonFiniteError, StepStats
+from burnish.train.batching import RowSplit, fill_rows
 from burnish.types import Batch, Stats
 
 
@@ -25,34 +28,36 @@ class RemoteTrainEngine:
 
     def logprobs(self, batch: Batch) -> Tensor:
         """Return [M] fp32 log-probs of the action tokens, without gradient."""
-        packed = self._put(batch)
-        return to_tensor(self.group.all(lambda w: w.logprobs.remote(packed))[0])
+        return self._per_token(batch, lambda w, share: w.logprobs.remote(share))
 
     def base_logprobs(self, batch: Batch) -> Tensor:
         """Return [M] fp32 log-probs of the action tokens under the base model of a LoRA policy."""
-        packed = self._put(batch)
-        return to_tensor(self.group.all(lambda w: w.base_logprobs.remote(packed))[0])
+        return self._per_token(batch, lambda w, share: w.base_logprobs.remote(share))
 
     def values(self, batch: Batch) -> Tensor:
         """Return [M] fp32 values (critic) or scores on last tokens (reward), without gradient."""
-        packed = self._put(batch)
-        return to_tensor(self.group.all(lambda w: w.values.remote(packed))[0])
+        return self._per_token(batch, lambda w, share: w.values.remote(share))
 
     def states(self, batch: Batch) -> Tensor:
         """Return [M, H] hidden states from which action tokens are predicted, without gradient."""
-        packed = self._put(batch)
-        return to_tensor(self.group.all(lambda w: w.states.remote(packed))[0])
+        return self._per_token(batch, lambda w, share: w.states.remote(share))
 
     def measure(self, batch: Batch, loss: Loss) -> Stats:
         """Return the statistics of ``loss`` over ``batch``, without gradient."""
-        packed, function = self._put(batch), self.group.cluster.ray.put(loss)
-        stats: list[Stats] = self.group.all(lambda w: w.measure.remote(packed, function))
+        function = self.group.cluster.ray.put(loss)
+        shares = self._put(batch).by_rank
+        stats: list[Stats] = self.group.all(
+            lambda w, share: w.measure.remote(share, function), shares
+        )
         return stats[0]
 
     def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
         """Add the gradient of ``loss`` over ``batch``; each rank computes its share."""
-        packed, function = self._put(batch), self.group.cluster.ray.put(loss)
-        stats: list[Stats] = self.group.all(lambda w: w.forward_backward.remote(packed, function))
+        function = self.group.cluster.ray.put(loss)
+        shares = self._put(batch).by_rank
+        stats: list[Stats] = self.group.all(
+            lambda w, share: w.forward_backward.remote(share, function), shares
+        )
         return stats[0]
 
     def optim_step(self) -> StepStats:
@@ -106,8 +111,40 @@ class RemoteTrainEngine:
         path = str(Path(folder).absolute())
         self.version = self.group.all(lambda w: w.load.remote(path))[0]
 
-    def _put(self, batch: Batch) -> Any:
-        return self.group.cluster.ray.put(pack_batch(batch))
+    @cached_property
+    def _row_splits(self) -> list[tuple[RowSplit, int]]:
+        """Split of batches, and number of the share, of each rank. Restarted ranks have the same
+        ones."""
+        return self.group.all(lambda w: w.row_split.remote())
+
+    def _put(self, batch: Batch) -> PutShares:
+        """Put the share of each data-parallel rank into the object store."""
+        splits = self._row_splits
+        shares, rows = [], []
+        for share in splits[0][0].shares(batch):
+            shares.append(self.group.cluster.ray.put(pack_share(share)))
+            rows.append(share.row_numbers)
+        return PutShares([shares[number] for _, number in splits], rows)
+
+    def _per_token(self, batch: Batch, call: Callable[[Any, Any], Any]) -> Tensor:
+        """Return the ranks' results for their own rows as one tensor [M, ...]."""
+        put = self._put(batch.model_inputs())
+        results = self.group.all(call, put.by_rank)
+        own = [to_tensor(result) for result in results if result is not None]
+        out = own[0].new_zeros(batch.tokens.numel(), *own[0].shape[1:])
+        for rows, values in zip(put.rows, own, strict=True):
+            fill_rows(out, batch, [(rows, values)])
+        return out
+
+
+@dataclass(frozen=True)
+class PutShares:
+    """A batch in the object store."""
+
+    by_rank: list[Any]
+    """Reference to the share of each rank. Ranks of a model-parallel group have the same one."""
+    rows: list[Sequence[int]]
+    """Rows of the batch in each share."""
 
 
 class RemoteSave:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -39,6 +40,7 @@ from burnish.sync.connect import Rendezvous, open_sender
 from burnish.sync.disk import DiskSender
 from burnish.sync.engine import WeightSender, drain
 from burnish.train.base import Loss, NonFiniteError, StepStats
+from burnish.train.batching import RowSplit, Share
 from burnish.train.engine import BaseTrainEngine, FrozenBase
 from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
@@ -68,27 +70,30 @@ def to_array(tensor: Tensor) -> Any:
 
 
 def to_tensor(array: Any) -> Tensor:
-    """Return the tensor of an array from :func:`to_array`. Copies, because shared arrays are
-    read-only."""
+    """Return the tensor of an array from :func:`to_array`, without a copy. Arrays from Ray's object
+    store are shared and must not be written; torch does not enforce it."""
     if isinstance(array, Bf16):
-        return torch.from_numpy(array.bits.copy()).view(torch.bfloat16)
-    return torch.from_numpy(array.copy())
+        return to_tensor(array.bits).view(torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+        return torch.from_numpy(array)
 
 
-def pack_batch(batch: Batch) -> Packed:
-    """Return a batch as NumPy arrays and numbers."""
-    values = {f.name: vars(batch)[f.name] for f in fields(batch)}
-    return {n: to_array(v) if isinstance(v, Tensor) else v for n, v in values.items()}
+def pack_share(share: Share) -> Packed:
+    """Return a share as NumPy arrays over the memory of its batch, and numbers."""
+    values = {f.name: vars(share.batch)[f.name] for f in fields(share.batch)}
+    batch = {n: to_array(v) if isinstance(v, Tensor) else v for n, v in values.items()}
+    return {"batch": batch, "passes": share.passes, "row_numbers": share.row_numbers}
 
 
-def unpack_batch(packed: Packed) -> Batch:
-    """Return the batch packed by :func:`pack_batch`. Copies, because shared arrays are
-    read-only."""
+def unpack_share(packed: Packed) -> Share:
+    """Return the share packed by :func:`pack_share`, over the same memory. Engines copy the rows of
+    each micro-batch, so a loss may write to them."""
     values: dict[str, Any] = {
         name: to_tensor(value) if isinstance(value, (np.ndarray, Bf16)) else value
-        for name, value in packed.items()
+        for name, value in packed["batch"].items()
     }
-    return Batch(**values)
+    return Share(Batch(**values), packed["passes"], packed["row_numbers"])
 
 
 BUCKET_BYTES = 64 << 20
@@ -276,40 +281,46 @@ class TrainWorker(Worker):
         source = np.random.SeedSequence(spec.seed % (1 << 64), spawn_key=key)
         torch.manual_seed(int(source.generate_state(1, np.uint64)[0]))
 
+    def row_split(self) -> tuple[RowSplit, int]:
+        """Return the split of batches over data-parallel ranks, and the number of this rank's
+        share. Ranks of a model-parallel group have the same share."""
+        return self.engine.row_split, self.engine.data_parallel.rank
+
     def logprobs(self, packed: Packed) -> Any:
-        """Return [M] log-probs as an array from rank 0. The other ranks take part and return
-        None."""
+        """Return [m] log-probs of a share as an array, on one rank of each model-parallel group.
+        The other ranks take part and return None."""
         with self._pass():
-            return self._first(self.engine.logprobs(unpack_batch(packed)))
+            return self._first(self.engine.logprobs(unpack_share(packed)))
 
     def base_logprobs(self, packed: Packed) -> Any:
-        """Return [M] log-probs as :meth:`logprobs`, with the adapters disabled."""
+        """Return [m] log-probs as :meth:`logprobs`, with the adapters disabled."""
         with self._pass(), self.timeline.span("reference"):
-            return self._first(FrozenBase(self.engine).logprobs(unpack_batch(packed)))
+            return self._first(FrozenBase(self.engine).logprobs(unpack_share(packed)))
 
     def states(self, packed: Packed) -> Any:
-        """Return [M, H] hidden states as an array from rank 0, None from the others."""
+        """Return [m, H] hidden states of a share on the ranks that return :meth:`logprobs`."""
         with self._pass():
-            return self._first(self.engine.states(unpack_batch(packed)))
+            return self._first(self.engine.states(unpack_share(packed)))
 
     def values(self, packed: Packed) -> Any:
-        """Return [M] values as an array from rank 0, None from the others."""
+        """Return [m] values of a share on the ranks that return :meth:`logprobs`."""
         with self._pass():
-            return self._first(self.engine.values(unpack_batch(packed)))
+            return self._first(self.engine.values(unpack_share(packed)))
 
     def _first(self, result: Tensor) -> Any:
-        return to_array(result) if self.info.rank == 0 else None
+        return to_array(result) if self.engine.model_parallel.rank == 0 else None
 
     def forward_backward(self, packed: Packed, loss: Loss) -> Stats:
-        """Add the gradient of ``loss``. Return statistics over all ranks, as plain numbers."""
+        """Add the gradient of ``loss`` over a share. Return statistics over all ranks, as plain
+        numbers."""
         self._seed_pass()
         with self._pass():
-            return self.engine.forward_backward(unpack_batch(packed), loss).plain()
+            return self.engine.forward_backward(unpack_share(packed), loss).plain()
 
     def measure(self, packed: Packed, loss: Loss) -> Stats:
         """Return the statistics of :meth:`forward_backward`, without gradient."""
         with self._pass():
-            return self.engine.measure(unpack_batch(packed), loss).plain()
+            return self.engine.measure(unpack_share(packed), loss).plain()
 
     def optim_step(self) -> tuple[StepStats, str | None, int]:
         """Return the statistics of the step, the message of NonFiniteError if it was raised, and

@@ -66,25 +66,29 @@ class WorkerGroup:
         self._each(lambda w: w.build.remote(self.spec, **options))
         self._complete = True
 
-    def all(self, call: Callable[[Any], Any]) -> list[Any]:
-        """Return every rank's result of one call.
+    def all(self, call: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
+        """Return every rank's result of one call. ``arguments``: sequences with one entry per rank,
+        which ``call`` receives after the worker.
 
         If a rank dies or hangs and the model is not trained, the group is restarted and the call is
         repeated. Otherwise raises WorkerLostError with the rank's name, and the group has to be
         restarted."""
         while True:
             try:
-                return self._each(call)
+                return self._each(call, *arguments)
             except WorkerLostError as lost:
                 if self.spec.trainable:
                     raise
                 self.cluster.count_restart(str(lost))
                 self.restart()
 
-    def _each(self, call: Callable[[Any], Any], *, limit_s: float | None = None) -> list[Any]:
+    def _each(
+        self, call: Callable[..., Any], *arguments: Sequence[Any], limit_s: float | None = None
+    ) -> list[Any]:
         if not self.workers:
             raise WorkerLostError(f"the workers of the {self.name} are lost")
-        return self.gather([call(worker) for worker in self.workers], limit_s=limit_s)
+        by_rank = zip(self.workers, *arguments, strict=True)
+        return self.gather([call(*own) for own in by_rank], limit_s=limit_s)
 
     def gather(self, refs: Sequence[Any], *, limit_s: float | None = None) -> list[Any]:
         """Return the results of calls, ordered by rank. Raises WorkerLostError."""

@@ -8,6 +8,7 @@ responses.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ from burnish.train.row_layout import (
     place_rows,
     segments_of,
 )
-from burnish.types import Batch
+from burnish.types import Batch, row_runs
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,49 @@ def split_over_ranks(
         parts = [list(by_tokens(share, max_tokens, work.tokens)) for share in shares]
     passes = max(len(part) for part in parts)
     return [[_rows(micro) for micro in _in_passes(part, passes, work)] for part in parts]
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a batch that one data-parallel rank computes."""
+
+    batch: Batch
+    """Its rows, or a batch that contains them; with the denominators of the entire step."""
+    passes: list[list[int]]
+    """Rows of ``batch`` in each micro-batch, in order. All ranks have the same number of
+    micro-batches, of which some may be empty."""
+    row_numbers: Sequence[int]
+    """[N] number of each row of ``batch`` in the batch that was split."""
+
+
+@dataclass(frozen=True)
+class RowSplit:
+    """Rule by which an engine splits a batch over its data-parallel ranks and micro-batches. The
+    arguments of :func:`split_over_ranks`."""
+
+    ranks: int
+    micro_batch_size: int | None
+    max_tokens: int | None
+    layout: Layout
+
+    def passes(self, batch: Batch) -> list[list[list[int]]]:
+        """Return [rank][micro-batch] -> rows of ``batch``."""
+        return split_over_ranks(batch, **vars(self))
+
+    def share(self, batch: Batch, rank: int) -> Share:
+        """Return the share of one rank that has the entire batch."""
+        return Share(batch, self.passes(batch)[rank], range(batch.num_rows))
+
+    def shares(self, batch: Batch) -> Iterator[Share]:
+        """Yield the share of each rank, with its own rows only, in the order of its micro-batches.
+        Their arrays may share memory with ``batch``."""
+        for passes in self.passes(batch):
+            rows = [row for micro in passes for row in micro]
+            ends = list(itertools.accumulate(map(len, passes)))
+            own = [
+                list(range(end - len(micro), end)) for micro, end in zip(passes, ends, strict=True)
+            ]
+            yield Share(batch.select(rows, copy=False), own, rows)
 
 
 def computed_tokens(batch: Batch, rows: Sequence[int], layout: Layout) -> int:
@@ -229,10 +273,15 @@ def fill_rows(out: Tensor, batch: Batch, found: Sequence[tuple[Sequence[int], Te
     ``found``: (rows of ``batch``, [m, ...] values aligned with their tokens). Device results are
     copied at once, so the host waits for the device once.
     """
-    begins = batch.offsets.tolist()
-    index = [torch.arange(begins[r], begins[r + 1]) for rows, _ in found for r in rows]
-    if index:
-        out[torch.cat(index)] = torch.cat([values for _, values in found]).cpu()
+    if not found:
+        return
+    values = found[0][1] if len(found) == 1 else torch.cat([values for _, values in found])
+    values, done, begins = values.cpu(), 0, batch.offsets.tolist()
+    for rows, _ in found:
+        for first, last in row_runs(rows):
+            begin, end = begins[first], begins[last + 1]
+            out[begin:end] = values[done : done + end - begin]
+            done += end - begin
 
 
 def _padded(batch: Batch, device: torch.device) -> Arranged:

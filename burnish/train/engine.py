@@ -17,7 +17,7 @@ hook                   when                contract
                                            the device in the compute dtype, and the optimizer (None:
                                            the engine is frozen)
 ``_check_model``       constructor, last   raises ModelError if the model cannot compute
-``_backward_passes`` * forward_backward    <- batch -> rows of each micro-batch, in order
+``_backward_passes`` * forward_backward    <- share -> rows of each micro-batch, in order
 ``_outputs`` *         every pass          <- micro-batch -> :class:`Outputs`, differentiable
 ``_states`` *          ``states``          <- micro-batch -> hidden states
 ``_end_passes`` *      after passes        frees the memory that passes without backward keep
@@ -64,7 +64,7 @@ from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES
 from burnish.models.lora import adapters_off
 from burnish.train.base import Loss, NonFiniteError, Outputs, StepStats
-from burnish.train.batching import fill_rows, split_over_ranks
+from burnish.train.batching import RowSplit, Share, fill_rows
 from burnish.train.diagnose import (
     STAGES,
     BadTensor,
@@ -89,8 +89,10 @@ Describe = Callable[[Path], None]
 class BaseTrainEngine(ABC):
     """A train engine for one model in one role. The module docstring lists the hooks of subclasses.
 
-    With several ``ranks`` every rank has its own engine. All ranks call it with the same batches in
-    the same order. Each rank computes its own share of the rows and returns the same results.
+    With several ``ranks`` every rank has its own engine. All ranks call it in the same order, with
+    the same batches or with their shares of them (:attr:`row_split`). Each rank computes its own
+    rows. Results per token are those of the batch or of the share that was passed; all other
+    results are equal on all ranks.
     """
 
     waits_in_forward = False
@@ -114,8 +116,8 @@ class BaseTrainEngine(ABC):
         self.skipped_total = self.consecutive_skips = 0
         self.smaller: MicroBatchBackoff | None = None
         """Set by engines that can repeat a pass that ran out of memory, if the recipe asks."""
-        self._since_step: list[tuple[Batch, Loss]] = []
-        """Batches and losses since the last step, for the search for the first bad tensor."""
+        self._since_step: list[tuple[Share, Loss]] = []
+        """Shares and losses since the last step, for the search for the first bad tensor."""
         self._losses: list[Tensor] = []
         self._bad_tensor_text: str | None = None
         """Description of the first bad tensor, once found. Reset by the next step that is taken."""
@@ -186,10 +188,10 @@ class BaseTrainEngine(ABC):
     def _states(self, batch: Batch) -> Tensor:
         return self.forward.states(batch)
 
-    def _backward_passes(self, batch: Batch) -> Iterator[list[int]]:
+    def _backward_passes(self, share: Share) -> Iterator[list[int]]:
         """Yield the rows of each micro-batch of this rank that adds to the gradient, in order."""
-        for rows in self._split(batch, waits=self.waits_in_backward):
-            yield from (rows,) if self.smaller is None else self.smaller.parts(batch, rows)
+        for rows in _passes(share, waits=self.waits_in_backward):
+            yield from (rows,) if self.smaller is None else self.smaller.parts(share.batch, rows)
 
     def _end_passes(self) -> None:  # noqa: B027 (most engines keep nothing)
         """Free the memory that passes without backward keep."""
@@ -211,37 +213,38 @@ class BaseTrainEngine(ABC):
 
     # ---- computing -------------------------------------------------------------------------
 
-    def logprobs(self, batch: Batch) -> Tensor:
+    def logprobs(self, batch: Batch | Share) -> Tensor:
         """Return [M] fp32 log-probs of the action tokens, without gradient."""
         assert not self.scalar, f"a {self.role} computes values, not log-probs"
         return self._no_grad_pass(batch, "logprobs")
 
-    def values(self, batch: Batch) -> Tensor:
+    def values(self, batch: Batch | Share) -> Tensor:
         """Return [M] fp32 values of action states (critic) or scores on last tokens (reward),
         without gradient."""
         assert self.scalar, f"a {self.role} computes log-probs, not values"
         return self._no_grad_pass(batch, "values")
 
-    def states(self, batch: Batch) -> Tensor:
+    def states(self, batch: Batch | Share) -> Tensor:
         """Return the [M, H] hidden states that predict the action tokens, without gradient."""
         assert not self.scalar, f"a {self.role} computes values and has no vocabulary"
         return self._no_grad_pass(batch, "states")
 
     @torch.no_grad()
-    def measure(self, batch: Batch, loss: Loss) -> Stats:
+    def measure(self, batch: Batch | Share, loss: Loss) -> Stats:
         """Return the statistics of ``loss`` over ``batch`` and all ranks, without gradient."""
-        stats = Stats()
-        for rows in self._split(batch, waits=self.waits_in_forward):
-            stats = stats + self._micro_loss(batch, rows, loss)[1]
+        stats, share = Stats(), self._share(batch)
+        for rows in _passes(share, waits=self.waits_in_forward):
+            stats = stats + self._micro_loss(share.batch, rows, loss)[1]
         self._end_passes()
         return self.data_parallel.sum_stats(stats)
 
-    def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
+    def forward_backward(self, batch: Batch | Share, loss: Loss) -> Stats:
         """Add the gradient of ``loss`` over ``batch``; return the statistics over all ranks."""
         assert self.optimizer is not None, f"the {self.role} engine is frozen"
-        self._since_step.append((batch, loss))
+        share = self._share(batch)
+        self._since_step.append((share, loss))
         start_training(self.model, dropout=self.spec.dropout)
-        stats = self._add(batch, loss)
+        stats = self._add(share, loss)
         while stats is None:
             stats = self._add_all_again()
         self.model.eval()
@@ -249,18 +252,32 @@ class BaseTrainEngine(ABC):
             torch.cuda.synchronize(self.device)
         return self.data_parallel.sum_stats(stats)
 
+    @property
+    def row_split(self) -> RowSplit:
+        """Split of batches over the data-parallel ranks. This rank computes the share with the
+        number ``data_parallel.rank``."""
+        spec, ranks = self.spec, self.data_parallel.size
+        budget = spec.train.max_tokens_per_micro_batch
+        return RowSplit(ranks, spec.micro_batch_size, budget, self.forward.layout)
+
+    def _share(self, batch: Batch | Share) -> Share:
+        """Return the share of this rank."""
+        if isinstance(batch, Share):
+            return batch
+        return self.row_split.share(batch, self.data_parallel.rank)
+
     def _trained(self) -> EngineOptimizer:
         assert self.optimizer is not None, f"the {self.role} engine is frozen"
         return self.optimizer
 
-    def _add(self, batch: Batch, loss: Loss) -> Stats | None:
-        """Add the gradient of one batch; return its statistics.
+    def _add(self, share: Share, loss: Loss) -> Stats | None:
+        """Add the gradient of one share; return its statistics.
 
         Return None if a pass ran out of memory. Later passes are then smaller. The step must be
         restarted because the contribution of the failed pass to the sum is unknown.
         """
-        stats, optimizer = Stats(), self._trained()
-        for rows in self._backward_passes(batch):
+        stats, optimizer, batch = Stats(), self._trained(), share.batch
+        for rows in self._backward_passes(share):
             try:
                 scalar, micro_stats = self._micro_loss(batch, rows, loss)
                 optimizer.backward(scalar)
@@ -281,8 +298,8 @@ class BaseTrainEngine(ABC):
         if self.device.type == "cuda":  # free cached blocks of sizes that are no longer used
             torch.cuda.empty_cache()
         stats: Stats | None = None
-        for batch, loss in self._since_step:
-            stats = self._add(batch, loss)
+        for share, loss in self._since_step:
+            stats = self._add(share, loss)
             if stats is None:
                 break
         return stats
@@ -298,12 +315,14 @@ class BaseTrainEngine(ABC):
         return (batch.select(rows) if rows else no_rows(batch)).to(self.device)
 
     @torch.no_grad()
-    def _no_grad_pass(self, batch: Batch, name: str) -> Tensor:
+    def _no_grad_pass(self, whole: Batch | Share, name: str) -> Tensor:
+        share = self._share(whole)
+        batch = share.batch
         out = torch.zeros(batch.tokens.numel())
         if name == "states":
             out = self.forward.no_states(batch, DTYPES[self.spec.precision.dtype])
         found: list[tuple[list[int], Tensor]] = []
-        for rows in self._split(batch, waits=self.waits_in_forward):
+        for rows in _passes(share, waits=self.waits_in_forward):
             result = self._no_grad_output(self._micro(batch, rows), name)
             if rows:
                 found.append((rows, result))
@@ -312,7 +331,8 @@ class BaseTrainEngine(ABC):
                 found = []
         fill_rows(out, batch, found)
         self._end_passes()
-        self.data_parallel.all_reduce_([out])  # exact: an entry is 0 on all peers but one
+        if share is not whole:
+            self.data_parallel.all_reduce_([out])  # exact: an entry is 0 on all peers but one
         return out
 
     def _no_grad_output(self, micro: Batch, name: str) -> Tensor:
@@ -320,19 +340,6 @@ class BaseTrainEngine(ABC):
             return self._states(micro)
         result: Tensor = vars(self._outputs(micro, with_entropy=False))[name]
         return result
-
-    def _split(self, batch: Batch, *, waits: bool) -> list[list[int]]:
-        """Return the rows of each micro-batch of this rank. ``waits``: all ranks have the same
-        number of micro-batches, of which some may be empty. Otherwise empty ones are dropped."""
-        spec = self.spec
-        parts = split_over_ranks(
-            batch,
-            ranks=self.data_parallel.size,
-            micro_batch_size=spec.micro_batch_size,
-            max_tokens=spec.train.max_tokens_per_micro_batch,
-            layout=self.forward.layout,
-        )[self.data_parallel.rank]
-        return parts if waits else [rows for rows in parts if rows]
 
     # ---- stepping --------------------------------------------------------------------------
 
@@ -397,15 +404,16 @@ class BaseTrainEngine(ABC):
         description) of the first bad tensor, or None."""
         together = self.model_parallel.size > 1 or self.waits_in_backward
         since = self._since_step
-        micros = ((b, rows, loss) for b, loss in since for rows in self._backward_passes(b))
+        micros = ((s, rows, loss) for s, loss in since for rows in self._backward_passes(s))
         found: list[tuple[int, int, str]] = []
         start_training(self.model, dropout=self.spec.dropout)
         try:
-            for number, (batch, rows, loss) in enumerate(micros):
-                compute = partial(self._scaled_loss, batch, rows, loss)
+            for number, (share, rows, loss) in enumerate(micros):
+                compute = partial(self._scaled_loss, share.batch, rows, loss)
                 bad = self._find_bad(compute, together=together)
                 if bad is not None:
-                    found.append((number, STAGES.index(bad.stage), bad_tensor_message(bad, rows)))
+                    text = bad_tensor_message(bad, [share.row_numbers[row] for row in rows])
+                    found.append((number, STAGES.index(bad.stage), text))
                 if found and not together:
                     break
         except Exception as error:  # it must not prevent the stop or the checkpoint
@@ -487,13 +495,19 @@ class BaseTrainEngine(ABC):
             optimizer.scaler.load_state_dict(state["loss_scaler"])
 
 
+def _passes(share: Share, *, waits: bool) -> list[list[int]]:
+    """Return the rows of each micro-batch of a share. Empty ones are dropped unless other ranks
+    wait for them (``waits``)."""
+    return share.passes if waits else [rows for rows in share.passes if rows]
+
+
 class FrozenBase:
     """Reference model of a LoRA policy: its own weights, adapters disabled, at no memory."""
 
     def __init__(self, policy: BaseTrainEngine) -> None:
         self.policy = policy
 
-    def logprobs(self, batch: Batch) -> Tensor:
+    def logprobs(self, batch: Batch | Share) -> Tensor:
         """Return [M] fp32 log-probs of the action tokens under the base model."""
         with adapters_off(self.policy.model):
             return self.policy.logprobs(batch)

@@ -36,6 +36,7 @@ from burnish.models.lora import merged_weights
 from burnish.models.tensor_files import Rows
 from burnish.models.units import gathered_modules
 from burnish.train.base import Outputs
+from burnish.train.batching import Share
 from burnish.train.diagnose import BadTensor, first_bad_tensor
 from burnish.train.engine import Describe
 from burnish.train.forward import NO_ROWS
@@ -216,8 +217,8 @@ class ShardedTrainEngine(TorchTrainEngine):
 
     # ---- computing -------------------------------------------------------------------------
 
-    def _backward_passes(self, batch: Batch) -> Iterator[list[int]]:
-        passes = list(super()._backward_passes(batch))
+    def _backward_passes(self, share: Share) -> Iterator[list[int]]:
+        passes = list(super()._backward_passes(share))
         once = self.options.reduce_gradients == "once"
         for i, rows in enumerate(passes):
             cast(FSDPModule, self.root).set_requires_gradient_sync(not once or i + 1 == len(passes))

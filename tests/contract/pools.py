@@ -12,7 +12,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -33,10 +33,11 @@ from burnish.observe.timeline import Timeline
 from burnish.runtime.limits import Limits
 from burnish.runtime.ray import RayRuntime
 from burnish.runtime.remote_train import RemoteTrainEngine
-from burnish.runtime.worker import TrainWorker, TransferOptions, WorkerInfo, pack_batch
+from burnish.runtime.worker import TrainWorker, TransferOptions, WorkerInfo, pack_share
 from burnish.runtime.worker_group import WorkerGroup
 from burnish.sync.snapshot import SnapshotSource
 from burnish.train.base import Loss, Outputs, Role, StepStats, TrainEngine
+from burnish.train.batching import Share, fill_rows
 from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats
@@ -234,8 +235,12 @@ class Processes:
 
     def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Each rank's answer to one call of its worker. Raises what one raised."""
-        for pipe in self.pipes:
-            pipe.send_bytes(pickle.dumps((method, args, kwargs)))  # (send would share tensors)
+        return self.each(method, *([arg] * len(self.pipes) for arg in args), **kwargs)
+
+    def each(self, method: str, *args: Sequence[Any], **kwargs: Any) -> list[Any]:
+        """The same, with an own argument for each rank in each of ``args``."""
+        for pipe, *own in zip(self.pipes, *args, strict=True):
+            pipe.send_bytes(pickle.dumps((method, own, kwargs)))  # (send would share tensors)
         answers = []
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(PATIENCE_S):
@@ -268,14 +273,26 @@ class PipedEngine:
         self.pool, self.role, self.version = pool, role, 0
 
     def logprobs(self, batch: Batch) -> Tensor:
-        return torch.from_numpy(self.pool.all("logprobs", pack_batch(batch))[0])
+        return self._per_token("logprobs", batch)
 
     def values(self, batch: Batch) -> Tensor:
-        return torch.from_numpy(self.pool.all("values", pack_batch(batch))[0])
+        return self._per_token("values", batch)
+
+    def _per_token(self, method: str, batch: Batch) -> Tensor:
+        shares, out = self.shares(batch), torch.zeros(batch.tokens.numel())
+        found = self.pool.each(method, [pack_share(share) for share in shares])
+        for share, values in zip(shares, found, strict=True):
+            fill_rows(out, batch, [(share.row_numbers, torch.from_numpy(values))])
+        return out
 
     def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
-        stats: Stats = self.pool.all("forward_backward", pack_batch(batch), loss)[0]
+        packed = [pack_share(share) for share in self.shares(batch)]
+        stats: Stats = self.pool.each("forward_backward", packed, [loss] * len(packed))[0]
         return stats
+
+    def shares(self, batch: Batch) -> list[Share]:
+        """Those of the ranks, in their order."""
+        return list(self.pool.all("row_split")[0][0].shares(batch))
 
     def optim_step(self) -> StepStats:
         found = self.pool.all("optim_step")

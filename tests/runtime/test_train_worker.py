@@ -14,14 +14,16 @@ from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, Scrat
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
 from burnish.models.load import ModelError
-from burnish.runtime.worker import TrainWorker, WorkerInfo, pack_batch
+from burnish.runtime.worker import TrainWorker, WorkerInfo, pack_share
 from burnish.train.base import Outputs
+from burnish.train.batching import Share
 from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats, rows_to_batch
 
 MODEL = ModelConfig(scratch=ScratchConfig(hidden_size=32), lora=LoraConfig(lora_dropout=0.5))
-BATCH = pack_batch(rows_to_batch([[7, 8, 9, 10, 11]], [[False] * 2 + [True] * 3], prompt_lens=[2]))
+ROWS = rows_to_batch([[7, 8, 9, 10, 11]], [[False] * 2 + [True] * 3], prompt_lens=[2])
+BATCH = pack_share(Share(ROWS, passes=[[0]], row_numbers=[0]))
 
 
 def nll(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, Stats]:

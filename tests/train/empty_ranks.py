@@ -31,7 +31,7 @@ from burnish.models.load import load_causal_lm
 from burnish.models.teacher import DistillTargetSpec
 from burnish.models.value_head import load_scalar_model
 from burnish.runtime.limits import Limits
-from burnish.runtime.worker import TrainWorker, WorkerInfo, pack_batch
+from burnish.runtime.worker import TrainWorker, WorkerInfo, pack_share
 from burnish.train.base import Loss, Role
 from burnish.train.deepspeed import DeepSpeedTrainEngine
 from burnish.train.engines import make_engine as engine_of
@@ -182,7 +182,8 @@ def wait_in_vain(ranks: RankGroup, store: Any) -> str:
     if ranks.rank == 0:
         text = "went on"
         try:
-            worker.logprobs(pack_batch(batch_for("sft")))
+            share = next(worker.engine.row_split.shares(batch_for("sft")))
+            worker.measure(pack_share(share), LOSSES["sft"][1])
         except CollectiveTimeoutError as error:
             text = str(error)
         store.set("text", text)

@@ -1,9 +1,10 @@
 """Runtime with engines as groups of Ray workers.
 
-A group of train workers is a train engine. Each call goes to all ranks, a batch is put into Ray's
-object store once, and rank 0 returns the result. A group of rollout workers is a rollout engine.
-Requests are distributed over the workers, and those of a worker that dies are repeated by its
-replacement. The training loops and their results are therefore the same as in one process.
+A group of train workers is a train engine. Each call goes to all ranks. The controller splits a
+batch; each rank reads only its own rows from Ray's object store and returns the results of these
+rows. A group of rollout workers is a rollout engine. Requests are distributed over the workers, and
+those of a worker that dies are repeated by its replacement. The training loops and their results
+are therefore the same as in one process.
 
 The processes are in ``ray_cluster.py``, the engines made of them in ``remote_train.py`` and
 ``remote_rollout.py``."""
@@ -38,7 +39,7 @@ from burnish.runtime.base import (
 )
 from burnish.runtime.ray_cluster import PeakCollector, RayCluster, worker_peaks
 from burnish.runtime.remote_rollout import RemoteRolloutEngine
-from burnish.runtime.remote_train import RemoteFrozenBase, RemoteTrainEngine
+from burnish.runtime.remote_train import BatchStore, RemoteFrozenBase, RemoteTrainEngine
 from burnish.runtime.remote_workers import start_remote_worker
 from burnish.runtime.weight_sync import ray_sync
 from burnish.runtime.worker_group import WorkerGroup
@@ -69,6 +70,7 @@ class RayRuntime:
         self.cluster = RayCluster(own, config, placements=placements, precision=precision)
         self._sampling = PeakCollector(self.cluster.ray)
         """Asks workers that sample while the policy is trained."""
+        self.batches = BatchStore(self.cluster.ray)
 
     def recover(self, lost: WorkerLostError) -> None:
         """Replace all train groups with lost workers; the new ones have the initial weights. Raises
@@ -83,14 +85,14 @@ class RayRuntime:
     ) -> RemoteTrainEngine:
         """Return a group of ranks over a causal LM."""
         group = self._group(spec, scalar=False, seed=spec.seed, spans=spans)
-        return timed(RemoteTrainEngine(group), self.timeline, spans)
+        return timed(RemoteTrainEngine(group, self.batches), self.timeline, spans)
 
     def scalar_model(
         self, spec: EngineSpec, *, seed: int, spans: Mapping[str, str] = CRITIC_SPANS
     ) -> RemoteTrainEngine:
         """Return a group of ranks over a scalar model."""
         group = self._group(spec, scalar=True, seed=seed, spans=spans)
-        return timed(RemoteTrainEngine(group), self.timeline, spans)
+        return timed(RemoteTrainEngine(group, self.batches), self.timeline, spans)
 
     def _group(
         self, spec: EngineSpec, *, scalar: bool, seed: int, spans: Mapping[str, str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,11 +20,76 @@ from burnish.train.batching import RowSplit, fill_rows
 from burnish.types import Batch, Stats
 
 
+@dataclass(frozen=True)
+class PutShares:
+    """A batch in the object store."""
+
+    refs: list[Any]
+    """Reference to each share."""
+    rows: list[Sequence[int]]
+    """Rows of the batch in each share."""
+
+
+class BatchStore:
+    """Batches in the object store, as one object per share.
+
+    The last batch is kept while its arrays exist, because several engines read the same batch one
+    after another. Arrays of a batch must not be written.
+    """
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._last: tuple[_Contents, PutShares] | None = None
+
+    def put(self, batch: Batch, split: RowSplit) -> PutShares:
+        """Return the shares of ``batch`` by ``split``; put them into the object store unless the
+        last call did."""
+        contents, last = _Contents(batch, split), self._last
+        if last is not None and last[0] == contents:
+            return last[1]
+        last = self._last = None  # the object store may free it before it gets more
+        refs, rows = [], []
+        for share in split.shares(batch):
+            refs.append(self._ray.put(pack_share(share)))
+            rows.append(share.row_numbers)
+        found = PutShares(refs, rows)
+        self._last = contents, found
+        weakref.finalize(batch.tokens, self._forget, contents)
+        return found
+
+    def _forget(self, contents: _Contents) -> None:
+        if self._last is not None and self._last[0] is contents:
+            self._last = None
+
+
+class _Contents:
+    """Identity of the arrays of a batch and of its split, without keeping the arrays alive."""
+
+    def __init__(self, batch: Batch, split: RowSplit) -> None:
+        values = vars(batch).items()
+        arrays = {name: value for name, value in values if isinstance(value, Tensor)}
+        self._plain = split, {name: value for name, value in values if name not in arrays}
+        self._arrays = {name: weakref.ref(value) for name, value in arrays.items()}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Contents) or self._plain != other._plain:
+            return False
+        own, others = (
+            {name: array() for name, array in contents._arrays.items()}
+            for contents in (self, other)
+        )
+        return own.keys() == others.keys() and all(
+            own[name] is not None and own[name] is others[name] for name in own
+        )
+
+
 class RemoteTrainEngine:
     """A group of ranks as one ``train.base.TrainEngine``."""
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: WorkerGroup, batches: BatchStore | None = None) -> None:
+        """``batches``: shared with other engines that read the same batches; None: its own."""
         self.group, self.role = group, group.role
+        self.batches = batches or BatchStore(group.cluster.ray)
         self.version = 0
 
     def logprobs(self, batch: Batch) -> Tensor:
@@ -45,7 +111,7 @@ class RemoteTrainEngine:
     def measure(self, batch: Batch, loss: Loss) -> Stats:
         """Return the statistics of ``loss`` over ``batch``, without gradient."""
         function = self.group.cluster.ray.put(loss)
-        shares = self._put(batch).by_rank
+        shares, _ = self._put(batch)
         stats: list[Stats] = self.group.all(
             lambda w, share: w.measure.remote(share, function), shares
         )
@@ -54,7 +120,7 @@ class RemoteTrainEngine:
     def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
         """Add the gradient of ``loss`` over ``batch``; each rank computes its share."""
         function = self.group.cluster.ray.put(loss)
-        shares = self._put(batch).by_rank
+        shares, _ = self._put(batch)
         stats: list[Stats] = self.group.all(
             lambda w, share: w.forward_backward.remote(share, function), shares
         )
@@ -117,34 +183,21 @@ class RemoteTrainEngine:
         ones."""
         return self.group.all(lambda w: w.row_split.remote())
 
-    def _put(self, batch: Batch) -> PutShares:
-        """Put the share of each data-parallel rank into the object store."""
-        splits = self._row_splits
-        shares, rows = [], []
-        for share in splits[0][0].shares(batch):
-            shares.append(self.group.cluster.ray.put(pack_share(share)))
-            rows.append(share.row_numbers)
-        return PutShares([shares[number] for _, number in splits], rows)
+    def _put(self, batch: Batch) -> tuple[list[Any], list[Sequence[int]]]:
+        """Return the reference that each rank gets to its share, and the rows of each share.
+        Ranks of a model-parallel group have the same share."""
+        put = self.batches.put(batch, self._row_splits[0][0])
+        return [put.refs[number] for _, number in self._row_splits], put.rows
 
     def _per_token(self, batch: Batch, call: Callable[[Any, Any], Any]) -> Tensor:
         """Return the ranks' results for their own rows as one tensor [M, ...]."""
-        put = self._put(batch.model_inputs())
-        results = self.group.all(call, put.by_rank)
+        shares, rows_of_shares = self._put(batch.model_inputs())
+        results = self.group.all(call, shares)
         own = [to_tensor(result) for result in results if result is not None]
         out = own[0].new_zeros(batch.tokens.numel(), *own[0].shape[1:])
-        for rows, values in zip(put.rows, own, strict=True):
+        for rows, values in zip(rows_of_shares, own, strict=True):
             fill_rows(out, batch, [(rows, values)])
         return out
-
-
-@dataclass(frozen=True)
-class PutShares:
-    """A batch in the object store."""
-
-    by_rank: list[Any]
-    """Reference to the share of each rank. Ranks of a model-parallel group have the same one."""
-    rows: list[Sequence[int]]
-    """Rows of the batch in each share."""
 
 
 class RemoteSave:

@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 import burnish
 from burnish.config.cluster import ClusterConfig
@@ -30,13 +32,80 @@ from burnish.runtime.errors import constructor_error
 from burnish.runtime.ray import RayRuntime
 from burnish.runtime.ray_cluster import RayCluster, worker_environment
 from burnish.runtime.ray_connect import start_ray
+from burnish.runtime.remote_train import BatchStore, RemoteTrainEngine
+from burnish.runtime.worker import to_array, unpack_share
 from burnish.runtime.worker_group import WorkerGroup
+from burnish.train.batching import RowSplit
 from burnish.train.process_group import CollectiveTimeoutError
 from burnish.train.spec import EngineSpec
+from burnish.types import rows_to_batch
 
 ray = pytest.importorskip("ray")
 MODEL = ModelConfig(scratch=ScratchConfig())
 ROOT = Path(burnish.__file__).parents[1]
+
+# ---- batches in the object store ----------------------------------------------------------------
+
+
+class SumRank:
+    """A rank whose log-prob of a token, and state, is the token."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.received = rank, list[Any]()
+        self.row_split = SimpleNamespace(remote=self._row_split)
+        self.logprobs = SimpleNamespace(remote=self._logprobs)
+        self.states = SimpleNamespace(remote=self._states)
+
+    def _row_split(self) -> tuple[RowSplit, int]:
+        return RowSplit(3, None, max_tokens=10, layout="packed"), self.rank // 2
+
+    def _logprobs(self, packed: Any) -> Any:
+        self.received.append(packed)
+        share = unpack_share(packed)
+        return share.batch.tokens.float().numpy() if self.rank % 2 == 0 else None
+
+    def _states(self, packed: Any) -> Any:
+        states = unpack_share(packed).batch.tokens[:, None].expand(-1, 4).bfloat16()
+        return to_array(states.contiguous()) if self.rank % 2 == 0 else None
+
+
+def test_a_batch_is_put_once_per_share_and_its_results_are_put_in_order() -> None:
+    """Six ranks in three model-parallel groups; rows of 6, 2, 3, 5 and 4 tokens under a budget, so
+    that the rows of a share are not neighbors. Only rank 0 of a group returns values."""
+    put: list[Any] = []
+    ranks = [SumRank(rank) for rank in range(6)]
+
+    def call_all(call: Callable[..., Any], *arguments: Any) -> list[Any]:
+        return [call(*own) for own in zip(ranks, *arguments, strict=True)]
+
+    def keep(value: Any) -> Any:
+        put.append(value)
+        return value
+
+    cluster = SimpleNamespace(ray=SimpleNamespace(put=keep))
+    group = cast(Any, SimpleNamespace(cluster=cluster, role="policy", all=call_all))
+    batches = BatchStore(cluster.ray)
+    first, second = RemoteTrainEngine(group, batches), RemoteTrainEngine(group, batches)
+    rows = [[i] * n for i, n in enumerate([6, 2, 3, 5, 4], start=1)]
+    batch = rows_to_batch(
+        rows, [[False] + [True] * (len(r) - 1) for r in rows], prompt_lens=[1] * 5
+    )
+    expected = [float(token) for row in rows for token in row]
+    found = first.logprobs(batch)
+    assert found.tolist() == expected and found.dtype == torch.float32
+    assert [rank.received[0] is put[rank.rank // 2] for rank in ranks] == [True] * 6
+    assert sorted(sorted(share["row_numbers"]) for share in put) == [[0], [1, 3], [2, 4]]
+    later = replace(batch, ref_logprobs=found)
+    states = second.states(later)
+    assert len(put) == 3, "another engine reads the same rows, and no model reads log-probs"
+    assert states.dtype == torch.bfloat16 and states[:, 3].tolist() == expected
+    first.logprobs(replace(later, num_tokens=7))
+    assert len(put) == 6, "other denominators"
+    del put[:], batch, later
+    for rank in ranks:
+        del rank.received[:]
+    assert batches._last is None, "references are dropped with the batch"
+
 
 # ---- places ----------------------------------------------------------------------------------
 
@@ -101,7 +170,7 @@ def test_workers_get_absolute_paths_of_everything_they_read_or_write(
         monkeypatch.setattr(ray_runtime, name, recorder(name))
     runtime = RayRuntime.__new__(RayRuntime)
     runtime.groups, runtime.rollouts, runtime.timeline = [], [], Timeline()
-    runtime.cluster = cast(Any, None)
+    runtime.cluster, runtime.batches = cast(Any, None), cast(Any, None)
     runtime.precision = cast(Any, SimpleNamespace(sampler_dtype="fp32"))
     mine, absolute = ModelConfig(path="mine"), str(tmp_path / "mine")
     none = cast(Any, None)

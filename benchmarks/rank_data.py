@@ -234,6 +234,7 @@ def measure(ranks: int, batch: Batch, budget: int | None) -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> None:
+    """Measure every number of ranks and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--samples", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=8192, help="longest row")

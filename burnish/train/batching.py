@@ -115,6 +115,11 @@ class Share:
     row_numbers: Sequence[int]
     """[N] number of each row of ``batch`` in the batch that was split."""
 
+    def passes_to_run(self, *, waits: bool) -> list[list[int]]:
+        """Return :attr:`passes`, without the empty ones unless other ranks wait for this rank in
+        every pass (``waits``)."""
+        return self.passes if waits else [rows for rows in self.passes if rows]
+
 
 @dataclass(frozen=True)
 class RowSplit:

@@ -89,10 +89,8 @@ Describe = Callable[[Path], None]
 class BaseTrainEngine(ABC):
     """A train engine for one model in one role. The module docstring lists the hooks of subclasses.
 
-    With several ``ranks`` every rank has its own engine. All ranks call it in the same order, with
-    the same batches or with their shares of them (:attr:`row_split`). Each rank computes its own
-    rows. Results per token are those of the batch or of the share that was passed; all other
-    results are equal on all ranks.
+    With several ``ranks``, all ranks call their engines in the same order, with the same batches or
+    each with its share (:attr:`row_split`). Per-token results belong to the rows of the argument.
     """
 
     waits_in_forward = False
@@ -190,7 +188,7 @@ class BaseTrainEngine(ABC):
 
     def _backward_passes(self, share: Share) -> Iterator[list[int]]:
         """Yield the rows of each micro-batch of this rank that adds to the gradient, in order."""
-        for rows in _passes(share, waits=self.waits_in_backward):
+        for rows in share.passes_to_run(waits=self.waits_in_backward):
             yield from (rows,) if self.smaller is None else self.smaller.parts(share.batch, rows)
 
     def _end_passes(self) -> None:  # noqa: B027 (most engines keep nothing)
@@ -233,7 +231,7 @@ class BaseTrainEngine(ABC):
     def measure(self, batch: Batch | Share, loss: Loss) -> Stats:
         """Return the statistics of ``loss`` over ``batch`` and all ranks, without gradient."""
         stats, share = Stats(), self._share(batch)
-        for rows in _passes(share, waits=self.waits_in_forward):
+        for rows in share.passes_to_run(waits=self.waits_in_forward):
             stats = stats + self._micro_loss(share.batch, rows, loss)[1]
         self._end_passes()
         return self.data_parallel.sum_stats(stats)
@@ -254,14 +252,10 @@ class BaseTrainEngine(ABC):
 
     @property
     def row_split(self) -> RowSplit:
-        """Split of batches over the data-parallel ranks. This rank computes the share with the
-        number ``data_parallel.rank``."""
-        spec, ranks = self.spec, self.data_parallel.size
-        budget = spec.train.max_tokens_per_micro_batch
-        return RowSplit(ranks, spec.micro_batch_size, budget, self.forward.layout)
+        """Split of batches. This rank computes the share with number ``data_parallel.rank``."""
+        return self.spec.row_split(self.data_parallel.size, self.forward.layout)
 
     def _share(self, batch: Batch | Share) -> Share:
-        """Return the share of this rank."""
         if isinstance(batch, Share):
             return batch
         return self.row_split.share(batch, self.data_parallel.rank)
@@ -317,16 +311,15 @@ class BaseTrainEngine(ABC):
     @torch.no_grad()
     def _no_grad_pass(self, whole: Batch | Share, name: str) -> Tensor:
         share = self._share(whole)
-        batch = share.batch
-        out = torch.zeros(batch.tokens.numel())
-        if name == "states":
-            out = self.forward.no_states(batch, DTYPES[self.spec.precision.dtype])
+        batch, states = share.batch, name == "states"
+        dtype = DTYPES[self.spec.precision.dtype]
+        out = self.forward.no_states(batch, dtype) if states else torch.zeros(len(batch.tokens))
         found: list[tuple[list[int], Tensor]] = []
-        for rows in _passes(share, waits=self.waits_in_forward):
+        for rows in share.passes_to_run(waits=self.waits_in_forward):
             result = self._no_grad_output(self._micro(batch, rows), name)
             if rows:
                 found.append((rows, result))
-            if name == "states":  # [m, H] each: too large to keep on the device until the end
+            if states:  # [m, H] each: too large to keep on the device until the end
                 fill_rows(out, batch, found)
                 found = []
         fill_rows(out, batch, found)
@@ -493,12 +486,6 @@ class BaseTrainEngine(ABC):
         self._diverged = False
         if state.get("loss_scaler"):  # empty for a constant scale, and a recipe may have changed
             optimizer.scaler.load_state_dict(state["loss_scaler"])
-
-
-def _passes(share: Share, *, waits: bool) -> list[list[int]]:
-    """Return the rows of each micro-batch of a share. Empty ones are dropped unless other ranks
-    wait for them (``waits``)."""
-    return share.passes if waits else [rows for rows in share.passes if rows]
 
 
 class FrozenBase:

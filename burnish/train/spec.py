@@ -12,6 +12,7 @@ from burnish.models.distill import DistillTarget
 from burnish.models.logprobs import chunk_tokens
 from burnish.models.teacher import DistillTargetSpec
 from burnish.train.base import Role
+from burnish.train.batching import Layout, RowSplit
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ class EngineSpec:
         """Return the spec with the job's precision, or with its own dtype if it has one."""
         own = precision if self.dtype is None else PrecisionConfig(dtype=self.dtype)
         return replace(self, precision=own)
+
+    def row_split(self, ranks: int, layout: Layout) -> RowSplit:
+        """Return the split of batches over ``ranks`` data-parallel ranks and micro-batches."""
+        budget = self.train.max_tokens_per_micro_batch
+        return RowSplit(ranks, self.micro_batch_size, budget, layout)
 
     def load_distill_target(self, device: torch.device) -> DistillTarget | None:
         """Return :attr:`distill_target` with the teacher's output projection on ``device``, or

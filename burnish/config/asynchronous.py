@@ -73,10 +73,10 @@ def asynchronous_advice(
             f"cluster.layout={cluster.layout}: a rollout worker uses the CPUs of a policy rank at "
             f"the same time, so both get slower; use {ALONE} for CPUs of their own"
         )
-    if held_out is not None and held_out.training_groups == "wait" and not rollout.overlaps:
+    if held_out is not None and held_out.training_groups == "wait" and not rollout.is_asynchronous:
         yield (
-            "eval.training_groups=wait has no effect: without overlap (rollout.max_staleness above "
-            "0, no partial) no group is sampled during an evaluation; remove it"
+            "eval.training_groups=wait has no effect: without rollout.max_staleness no group is "
+            "sampled during an evaluation; remove it"
         )
 
 

@@ -226,11 +226,6 @@ class AsynchronousRollout(Node):
                 "partial continues responses under newer weights, which max_staleness=0 does not "
                 "allow; set max_staleness=1 or more"
             )
-        if self.partial and self.in_flight == "finish":
-            yield (
-                "in_flight=finish ends responses with the weights that began them, and partial "
-                "continues them with new ones; use in_flight=recompute or continue"
-            )
 
 
 class RolloutConfig(PromptsRollout, AsynchronousRollout):

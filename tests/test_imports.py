@@ -59,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": BASE | {"environments"},
     "checkpoint": BASE | {"models"},
     "rewards": BASE | {"environments", "models", "train", "algorithms", "data", "sandbox"},
-    "rollout": BASE | {"models", "rewards", "environments"},
+    "rollout": BASE | {"data", "models", "rewards", "environments"},
     "episodes": BASE | {"data", "environments", "rewards", "rollout"},
     "sync": BASE | {"models", "checkpoint", "train", "rollout"},
     "agents": BASE | {"data", "environments", "episodes", "rewards", "rollout", "sandbox", "serve"},

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import math
 import time
 from collections import deque
@@ -76,6 +77,12 @@ class Found:
     age_max: int
     cpu_us: float
     """CPU microseconds of the schedule, per trained group."""
+
+    @property
+    def cells(self) -> list[str]:
+        """Return the idle fractions and ages for a table."""
+        idle = [f"{100 * share:.1f}" for share in (self.trainer_idle, self.workers_idle)]
+        return [*idle, f"{self.age_mean:.2f}", str(self.age_max)]
 
 
 @dataclass
@@ -218,17 +225,14 @@ def tables(args: argparse.Namespace) -> list[str]:
     speed, detail, cost = [], [], []
     for workers in args.workers:
         worst = [0.0] * len(args.stale)
-        for balance in args.balance:
-            for name, draw in shapes.items():
-                sync, *runs = simulate(workers, draw, args, balance)
-                case = [str(workers), f"{balance:g}", name]
-                speed.append([*case, *(f"{sync.step_s / run.step_s:.2f}" for run in runs)])
-                worst = [max(old, run.cpu_us) for old, run in zip(worst, runs, strict=True)]
-                for stale, run in zip(args.stale, runs, strict=True):
-                    idle = [f"{100 * run.trainer_idle:.1f}", f"{100 * run.workers_idle:.1f}"]
-                    detail.append(
-                        [*case, str(stale), *idle, f"{run.age_mean:.2f}", str(run.age_max)]
-                    )
+        for balance, name in itertools.product(args.balance, shapes):
+            sync, *runs = simulate(workers, shapes[name], args, balance)
+            case = [str(workers), f"{balance:g}", name]
+            speed.append([*case, *(f"{sync.step_s / run.step_s:.2f}" for run in runs)])
+            worst = [max(old, run.cpu_us) for old, run in zip(worst, runs, strict=True)]
+            detail += [
+                [*case, str(stale), *run.cells] for stale, run in zip(args.stale, runs, strict=True)
+            ]
         cost.append([str(workers), *(f"{us:.0f}" for us in worst)])
     case, bounds = (
         ["workers", "training/sampling", "response times"],
@@ -246,6 +250,7 @@ def tables(args: argparse.Namespace) -> list[str]:
 
 
 def main() -> None:
+    """Print the report."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 8, 64, 1000])
     parser.add_argument("--sigmas", type=float, nargs="+", default=[0.25, 0.5, 1.0, 1.5])

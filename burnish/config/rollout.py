@@ -228,7 +228,7 @@ class AsynchronousRollout(Node):
             )
 
 
-class RolloutConfig(PromptsRollout, AsynchronousRollout):
+class RolloutConfig(AsynchronousRollout, PromptsRollout):
     """One rollout: P prompts with n samples each fill the buffer for one RL step."""
 
     rollout_batch_size: int = Field(ge=1)

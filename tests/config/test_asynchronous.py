@@ -19,6 +19,7 @@ RECIPE = {
     "algorithm": {"correction": {"mode": "truncate"}},
     "train": {"train_batch_size": 16},
 }
+SYNCHRONOUS = {name: v for name, v in RECIPE["rollout"].items() if name != "max_staleness"}
 RAY, GPUS = "cluster.runtime=ray", "cluster.gpus_per_worker=1"
 COPY, PARTIAL = "rollout.engine.own_weights=true", "rollout.partial=true"
 
@@ -63,12 +64,14 @@ def test_an_engine_that_drops_its_cache_at_an_update_cannot_continue_with_it(mon
 
 
 def test_settings_without_the_benefit_of_overlap_are_advised_against():
-    """No group ahead; CPUs of a policy rank; a key of overlapping runs in a paused one."""
+    """No group ahead; CPUs of a policy rank; a key of asynchronous runs in a synchronous one."""
     held_out = {"data": {"sources": ["held_out.jsonl"]}, "training_groups": "wait"}
     found = load_config(RECIPE | {"eval": held_out}, [RAY, "rollout.run_ahead=0"]).warnings()
     assert [text for text in found if "use run_ahead=1" in text]
     assert [text for text in found if "uses the CPUs of a policy rank" in text]
     assert not [text for text in found if "training_groups" in text]
     paused = load_config(RECIPE | {"eval": held_out}, [RAY, PARTIAL]).warnings()
-    assert [text for text in paused if "eval.training_groups=wait has no effect" in text]
-    assert not [text for text in paused if "CPUs of a policy rank" in text]
+    assert not [text for text in paused if "training_groups" in text or "CPUs of a" in text]
+    synchronous = RECIPE | {"eval": held_out, "rollout": SYNCHRONOUS}
+    found = load_config(synchronous, []).warnings()
+    assert [text for text in found if "eval.training_groups=wait has no effect" in text]

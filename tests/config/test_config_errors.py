@@ -49,7 +49,9 @@ def test_unknown_key_error_names_the_nearest_key(rl_recipe, override, said):
 
 def test_unknown_key_error_lists_the_keys_if_none_is_near(rl_recipe):
     said = only_problem(rl_recipe, "observe.zzz=1")
-    assert said.endswith("known here: log_every_n_steps, samples_per_step, tensorboard, wandb")
+    assert said.endswith(
+        "known here: log_every_n_steps, record_rollouts, samples_per_step, tensorboard, wandb"
+    )
 
 
 @pytest.mark.parametrize(

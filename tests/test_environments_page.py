@@ -16,7 +16,6 @@ from burnish.config import load_config
 from burnish.config.episodes import EpisodesConfig
 from burnish.config.yaml_text import RecipeLoader
 from burnish.environments.pool import EnvironmentPool
-from burnish.episodes.play import Played
 from burnish.episodes.runner import FAILED, episode_stats
 from burnish.jobs.episodes import environment_spec
 from burnish.rewards.function import FunctionReward
@@ -111,7 +110,7 @@ def test_every_status_is_in_the_table() -> None:
 
 def test_every_metric_is_in_the_table() -> None:
     turn = Turn(message={}, answer=(), counts={"tool_calls": 1.0})
-    found = episode_stats([Played(Episode("done", (), turns=(turn,)), ())]).floats()
+    found = episode_stats([Episode("done", (), turns=(turn,))]).floats()
     statuses = get_args(EpisodeStatus)
     names = {re.sub(r"/counts/.*", "/counts/<name>", name) for name in found}
     names = {re.sub(rf"/({'|'.join(statuses)})(_frac)?$", r"/<status>\2", name) for name in names}

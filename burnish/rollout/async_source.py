@@ -72,8 +72,8 @@ class _Position:
     weights: Mapping[int, int]
     counts: Mapping[str, int]
     newest_used: int
-    unused: int
-    """Number of groups whose prompts were read and that are not trained."""
+    ahead: int
+    """Number of used groups whose prompts come after one that is not used up."""
 
 
 class AsyncSource:
@@ -194,8 +194,9 @@ class AsyncSource:
             ready = {group: self._results[group] for group in self._schedule.ready}
             state = self._schedule.state_dict()
             unused = len(state["again"]) + len(ready)
+            ahead = self._schedule.next_new - first - unused
             weights = dict(self._weights)
-            found = _Position(state, ready, weights, self._counts, self._newest_used, unused)
+            found = _Position(state, ready, weights, self._counts, self._newest_used, ahead)
         return {"prompts": prompts, "rollouts": found}
 
     def plain(self, position: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,7 +211,7 @@ class AsyncSource:
                 "weights": found.weights,
                 "counts": found.counts,
                 "newest_used": found.newest_used,
-                "unused": found.unused,
+                "ahead": found.ahead,
                 "results": ready,
             },
         }

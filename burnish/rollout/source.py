@@ -120,12 +120,12 @@ class SyncSource:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore the position in the data, and transfer the policy's weights."""
-        waiting = state.get("rollouts", {}).get("unused", 0)
-        if waiting:
+        ahead = state.get("rollouts", {}).get("ahead", 0)
+        if ahead:
             raise ValueError(
-                f"it belongs to an asynchronous run, with {waiting} groups that were sampled and "
-                "not trained; set rollout.max_staleness as in that run (0 gives synchronous "
-                "results)"
+                f"it belongs to an asynchronous run, which has used {ahead} prompts that come "
+                "after one that it has not trained; a synchronous run would train them again: set "
+                "rollout.max_staleness as in that run"
             )
         self.prompts.load_state_dict(state["prompts"])
         self.sync.push()

@@ -337,10 +337,12 @@ def test_episodes_of_a_recipe_call_a_server_and_replay_a_lost_one(tmp_path: Path
     engine = ScriptedEngine(answer, tokenizer)
     try:
         runner = EpisodeRunner(engine, rewards, Sampling(100), made, num_samples=2, seed=3)
-        (group,), stats = runner.sample([Prompt("task:0@0", (1,), "task 0")])
+        (drawn,) = runner.draw_all([Prompt("task:0@0", (1,), "task 0")])
+        group, stats = drawn.group, runner.stats([drawn])
     finally:
         made.close()
     pids = []
+    assert group is not None
     for sample in group.samples:
         assert sample.episode is not None and sample.episode.status == "done"
         first, second, _ = sample.episode.turns

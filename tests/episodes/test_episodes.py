@@ -255,6 +255,11 @@ def test_too_many_failures_stop_the_run_with_the_cause() -> None:
         play(random_words, config, count=2, salt="b")
 
 
+def refill(number: int, task: dict[str, Any]) -> list[Prompt]:
+    """One more prompt, with an id of its own."""
+    return [replace(prompt, id=f"refill:{number}@0") for prompt in prompts(1, **task)]
+
+
 def test_a_refill_may_fail_entirely_if_the_rollout_does_not() -> None:
     """Two episodes per prompt. 5 of 6 prompts work, and the refill of one prompt fails: 4 of 14
     episodes, below the limit of 0.3. If the next refill also fails, 6 of 16 are above it."""
@@ -262,10 +267,10 @@ def test_a_refill_may_fail_entirely_if_the_rollout_does_not() -> None:
     config = options("Fixed", max_failed_frac=0.3)
     with players(config) as made:
         task_runner = runner(ScriptedEngine(lambda _: says("hi"), TOKENIZER), made)
-        first = [*prompts(5, **good), *prompts(1, **bad)]
-        given = iter([first, prompts(1, **bad), prompts(1, **good)])
+        first = [*prompts(5, **good), *refill(0, bad)]
+        given = iter([first, refill(1, bad), refill(2, good)])
         rollout = task_runner.fill(lambda _: next(given), 6)
-        given = iter([first, prompts(1, **bad), prompts(1, **bad)])
+        given = iter([first, refill(1, bad), refill(2, bad)])
         with pytest.raises(EpisodesFailedError, match=r"6 of 16 episodes failed \(env_error 6\)"):
             task_runner.fill(lambda _: next(given), 6)
     found = rollout.stats.floats()

@@ -75,7 +75,7 @@ class Saboteur:
         self, owner: type, method: str, call: int, *victims: str, role: str | None = None
     ) -> None:
         """Kill ``victims`` before the ``call``-th call of a method (of engines in a role)."""
-        original = vars(owner)[method]
+        original = next(vars(c)[method] for c in owner.__mro__ if method in vars(c))
         calls = 0
 
         def sabotaged(this: Any, *args: Any, **kwargs: Any) -> Any:

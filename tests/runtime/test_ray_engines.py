@@ -13,6 +13,7 @@ import pytest
 
 import burnish
 from burnish.config import JobConfig
+from burnish.models.cache_attention import matmuls_are_stable
 from burnish.observe.metrics import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("ray_cluster")]
@@ -122,3 +123,25 @@ def test_a_reward_model_trains_in_shards_and_scores_from_them(
         rewards = f"rewards=[{{kind: model, model: {{path: '{folder}'}}}}]"
         lines = lines_of(rl(rewards, *RAY, *engine, f"run_dir={run_dir} rl"))
         assert all(abs(line["reward/mean"]) < 100 for line in lines)
+
+
+@pytest.mark.skipif(not matmuls_are_stable(1), reason="decoding on this CPU depends on the batch")
+def test_asynchronous_rl_with_two_rollout_workers(rl: MakeConfig, reward: Any) -> None:
+    """A bound of 0 gives the synchronous numbers, and a bound of 2 holds, on two workers that load
+    staged weights."""
+    two_workers = [*RAY, "cluster.policy_ranks=1", "cluster.rollout_workers=2", "train.lr=1e-2"]
+    runs = {
+        "sync": [],
+        "0": ["rollout.max_staleness=0"],
+        "2": ["rollout.max_staleness=2", "algorithm.correction={}", "max_steps=6"],
+    }
+    found = {
+        name: lines_of(rl(*two_workers, *own, f"run_dir={rl().run_dir}-{name}"), reward)
+        for name, own in runs.items()
+    }
+    for one, other in zip(found["sync"], found["0"], strict=True):
+        left_out = ("time", "memory", "sync", "rollout/tokens_per_s")
+        kept = {name for name in one if not name.startswith(left_out)}
+        assert {name: other.get(name) for name in kept} == {name: one[name] for name in kept}
+    ages = [line["rollout/age_max"] for line in found["2"] if "rollout/age_max" in line]
+    assert len(ages) == 6 and 1 <= max(ages) <= 2

@@ -81,7 +81,7 @@ class TokenText:
 
 
 def _certain(text: str) -> str:
-    """Return text without its last character if that stands for an incomplete one."""
+    """Return text without its last character if that represents an incomplete one."""
     return text.removesuffix(_BROKEN)
 
 

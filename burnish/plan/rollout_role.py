@@ -114,7 +114,7 @@ def _local_role(
     if not gpu and dtype == "fp16":
         passing.append(Item("parameters", 4.0 * shape.parameters, "fp32 copies for the CPU"))
     kept: Items = ()
-    if role.overlaps:  # sampling goes on in all phases
+    if role.overlaps:  # sampling continues in all phases
         kept = with_fragmentation(context, tuple(passing))
         passing = []
     elif role.continues or (graphs and not engine.sleep_between_rollouts):

@@ -48,8 +48,8 @@ def asynchronous_rules(
         )
     if isinstance(sync, DiskSync) and sync.keep == 1:
         yield (
-            f"{bound} with sync.keep=1: the trainer continues while the workers read the weights, so "
-            "the next version could delete the files that are read; use sync.keep=2 or more"
+            f"{bound} with sync.keep=1: the trainer continues while the workers read the weights, "
+            "so the next version could delete the files that are read; use sync.keep=2 or more"
         )
 
 

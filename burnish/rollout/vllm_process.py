@@ -12,14 +12,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from .. import shm
+
 
 def new_folder() -> Path:
-    """Create a temporary folder for the config and for sockets.
+    """Create a temporary folder for the config and for sockets; its name identifies this process.
 
-    Its path is short, because the path of a socket is limited to 107 characters.
+    Folders of killed processes are removed first. The path is short, because the path of a socket
+    is limited to 107 characters, of which vLLM's own name takes 37.
     """
     usual = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="burnish-vllm-", dir=usual if len(usual) < 40 else "/tmp"))
+    parent = Path(usual if len(usual) <= 25 else "/tmp")
+    shm.sweep("vllm", parent)
+    return Path(tempfile.mkdtemp(prefix=shm.prefix("vllm"), dir=parent))
 
 
 @contextmanager

@@ -18,6 +18,8 @@ docs/async.md proves that the bound holds and that the schedule cannot deadlock.
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -77,10 +79,16 @@ class StalenessSchedule:
         """Groups that were started before a resume and have to be started again, in order."""
         self._running: dict[int, int] = {}
         """Running group -> version at its start."""
+        self._num_running: Counter[int] = Counter()
+        """Version -> number of running groups that were started at it."""
         self._ready: dict[int, int] = {}
         """Group that waits to be trained -> version at its start, in the order of finishing."""
         self._lost: dict[int, Outcome] = {}
         """Groups lost since the last step."""
+        self._lost_sorted: list[int] = []
+        """The same groups, in order."""
+        self._unused: list[int] = []
+        """Groups that are started or lost and that no step has used up, in order."""
 
     def rebase(self, version: int) -> None:
         """Begin after ``version`` RL steps. Raises RuntimeError if a group was started."""
@@ -105,7 +113,9 @@ class StalenessSchedule:
             group = self._again.pop(0)
         else:
             group, self._next = self._next, self._next + 1
+            self._unused.append(group)
         self._running[group] = self.engine_version
+        self._num_running[self.engine_version] += 1
         return group
 
     @property
@@ -128,12 +138,11 @@ class StalenessSchedule:
         round 1, and so on. As long as groups are running, fewer are known to be lost, and the
         number may be too large, never too small.
         """
-        known = sorted([*self._running, *self._ready, *self._lost, *self._again])
         room = end = self._room()
         for _ in range(self.limits.max_refills + 1):
-            if end > len(known):
+            if end > len(self._unused):
                 return False
-            end = room + sum(group in self._lost for group in known[:end])
+            end = room + bisect_right(self._lost_sorted, self._unused[end - 1])
         return True
 
     # ---- results -----------------------------------------------------------------------------
@@ -141,10 +150,12 @@ class StalenessSchedule:
     def finish(self, group: int, outcome: Outcome) -> None:
         """Record that a running group has ended."""
         started = self._running.pop(group)
+        self._num_running[started] -= 1
         if outcome == "ready":
             self._ready[group] = started
         else:
             self._lost[group] = outcome
+            insort(self._lost_sorted, group)
 
     def take(self) -> Taken | None:
         """Return the groups of the next step, or None if it has to wait for running groups.
@@ -161,14 +172,15 @@ class StalenessSchedule:
                 return None
             chosen = sorted(self._ready)
         else:
-            found = self._choose()
-            if found is None:
+            if len(self._ready) < size or not self._others_can_wait():
                 return None
-            chosen = sorted(found)
+            chosen = sorted(self._choose())
         for group in chosen:
             del self._ready[group]
         lost = tuple(sorted(set(self._lost) - set(kept)))
-        self._lost = {}
+        self._lost, self._lost_sorted = {}, []
+        self._unused = sorted([*self._running, *self._ready, *self._again])
+        self._num_running = +self._num_running  # without versions that have none
         self.taken += 1
         return Taken((*chosen, *kept), len(kept), lost)
 
@@ -179,24 +191,31 @@ class StalenessSchedule:
         room = self._num_waiting < self._room()  # otherwise slots will be free after a load
         return few and room and not self._running and not self.may_start()
 
-    def _choose(self) -> list[int] | None:
+    def _others_can_wait(self) -> bool:
+        """Return whether the running groups can still meet their deadlines after a step that takes
+        ready groups: at most P (d - v) of them have a deadline of at most d, for every d."""
+        size, due = self.limits.groups_per_step, 0
+        for started in sorted(self._num_running):
+            due += self._num_running[started]
+            if due > size * (started + self.limits.max_staleness - self.taken):
+                return False
+        return True
+
+    def _choose(self) -> list[int]:
         """Return a step's groups: those that finished first, among the choices that leave no
-        deadline impossible to meet. None: such a choice has to wait for running groups."""
+        deadline impossible to meet. There is one (:meth:`_others_can_wait`)."""
         size, stale = self.limits.groups_per_step, self.limits.max_staleness
-        if len(self._ready) < size:
-            return None
-        starts = sorted({*self._running.values(), *self._ready.values()})
+        waiting = self._num_running + Counter(self._ready.values())
         chosen: dict[int, None] = {}
-        for started in starts:
-            due = sum(s <= started for s in (*self._running.values(), *self._ready.values()))
+        due = 0
+        for started in sorted(waiting):
+            due += waiting[started]
             needed = due - size * (started + stale - self.taken)
             for group, own in self._ready.items():
                 if len(chosen) >= needed:
                     break
                 if own <= started:
                     chosen.setdefault(group)
-            if len(chosen) < needed:
-                return None
         for group in self._ready:
             if len(chosen) == size:
                 break
@@ -259,8 +278,10 @@ class StalenessSchedule:
         """
         self.taken = self.engine_version = int(state["version"])
         self._next, self._running, self._lost = int(state["next"]), {}, {}
+        self._num_running, self._lost_sorted = Counter(), []
         self._again = [int(group) for group in state["again"]]
         self._ready = {int(group): int(started) for group, started in state["ready"]}
+        self._unused = sorted([*self._again, *self._ready])
         size, stale = self.limits.groups_per_step, self.limits.max_staleness
         fits = len(self._ready) <= self._room() and all(
             sum(s <= started for s in self._ready.values())

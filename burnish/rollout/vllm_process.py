@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import shm
+from burnish import shm
 
 
 def new_folder() -> Path:

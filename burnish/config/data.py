@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node, PathText
 from burnish.config.columns import columns_of, first_row, missing_columns
+from burnish.config.forms import (
+    NAMES,
+    SHAREGPT,
+    FormChoice,
+    FormError,
+    Keys,
+    Purpose,
+    Reading,
+    form_of,
+)
 from burnish.config.templates import template_rules
 
-SHAREGPT_KEY = "conversations"
+SHAREGPT_KEY = SHAREGPT
 """Column of ShareGPT rows that replaces ``messages``."""
 
 
@@ -99,6 +111,9 @@ class DataConfig(Node):
 
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
     """One or more sources. Several are combined as set by ``mix``."""
+    form: FormChoice = "auto"
+    """Form of the rows (docs/data.md). auto: recognized by a source's first row; columns: only the
+    columns set by the ``_key`` fields."""
     prompt_key: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages. Environments fill
     ``prompt``."""
@@ -123,11 +138,59 @@ class DataConfig(Node):
     two are counted and reported."""
 
     @property
-    def files(self) -> list[str]:
+    def all_files(self) -> list[str]:
         """Paths of the sources that are files."""
         return [source.path for source in self.sources if isinstance(source, FileSource)]
 
+    @property
+    def files(self) -> list[str]:
+        """Paths of the sources that are files and whose rows are read by columns."""
+        return [path for path in self.all_files if self._is_by_columns(path)]
+
+    @property
+    def keys(self) -> Keys:
+        """Columns that the form of a row depends on."""
+        return Keys("steps", self.form, self.prompt_key, own=True)
+
+    def reading_of(self, row: Mapping[str, Any]) -> Reading:
+        """Return the form of a source whose first row is ``row``. Raises FormError."""
+        return form_of(row, self.keys)
+
+    def readings(self) -> Iterator[tuple[str, Reading]]:
+        """Yield (path, form) of each file with a readable first row and one form."""
+        for path in self.all_files:
+            row = first_row(path)
+            if row is not None:
+                with suppress(FormError):
+                    yield path, self.reading_of(row)
+
+    def form_lines(self) -> list[tuple[str, str, str]]:
+        """Return lines (name, value, origin) of the batch table with the form of each file that is
+        not read by columns."""
+        return [
+            ("data form", NAMES[found.form], f"{path}: {_mapped(found)}")
+            for path, found in self.readings()
+            if found.form != "columns"
+        ]
+
+    def _is_by_columns(self, path: str) -> bool:
+        row = first_row(path)
+        try:
+            return row is None or self.reading_of(row).form == "columns"
+        except FormError:
+            return False
+
+    def _form_rules(self) -> Iterator[str]:
+        for path in self.all_files:
+            row = first_row(path)
+            try:
+                if row is not None:
+                    self.reading_of(row)
+            except FormError as error:
+                yield f"{path}: {error}"
+
     def rules(self) -> Iterator[str]:
+        yield from self._form_rules()
         weighted = [source.weight for source in self.sources if source.weight != 1.0]
         if self.mix == "size" and weighted:
             yield (
@@ -136,6 +199,11 @@ class DataConfig(Node):
             )
         if self.is_own("tools_key"):
             yield from missing_columns(self.files, {"tools_key": self.tools_key})
+
+
+def _mapped(reading: Reading) -> str:
+    num = len(reading.columns)
+    return f"{num} column{'s' * (num > 1)} mapped ({', '.join(reading.columns)})"
 
 
 def held_out_advice(data: DataConfig, held_out: DataConfig | None, name: str) -> Iterator[str]:
@@ -154,17 +222,42 @@ def held_out_advice(data: DataConfig, held_out: DataConfig | None, name: str) ->
             )
 
 
+def _pattern_rules(pattern: str) -> Iterator[str]:
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        yield f"label_pattern={pattern!r} is not a regular expression: {error}; correct it"
+        return
+    if groups != 1:
+        yield (
+            f"label_pattern={pattern!r} has {groups} groups, but needs one around the label, such "
+            "as '#### (.+)'; write other parentheses as (?:...)"
+        )
+
+
 class PromptDataConfig(DataConfig):
     """Prompts for rollouts and evaluation."""
 
     label_key: str = "label"
     """Column with the reference answer; may be absent. Environments fill ``label``."""
+    label_pattern: str | None = None
+    """Regular expression with one group that reads the label from ``label_key``, such as
+    ``"#### (.+)"``; the last match counts. None: the column itself."""
     prompt_max_len: int = Field(1024, ge=1)
     """Maximum prompt tokens; see ``overlong``."""
+
+    @property
+    def keys(self) -> Keys:
+        """Columns that the form of a row depends on."""
+        own = self.prompt_template is not None or self.is_own("prompt_key")
+        return Keys("prompts", self.form, self.prompt_key, own, ((self.prompt_key,),))
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
         wanted = {"prompt_key": self.prompt_key if self.prompt_template is None else None}
+        if self.label_pattern is not None:
+            yield from _pattern_rules(self.label_pattern)
+            wanted["label_key"] = self.label_key
         yield from missing_columns(self.files, wanted)
         yield from template_rules(self.prompt_template, self.files)
 
@@ -190,6 +283,17 @@ class SFTDataConfig(DataConfig):
     max_len: int = Field(2048, ge=2)
     """Maximum row tokens; see ``overlong``. An answer that lost its beginning or entire prompt is
     not trained on; rows without another answer are dropped."""
+
+    @property
+    def keys(self) -> Keys:
+        """Columns that the form of a row depends on."""
+        own = self.prompt_template is not None or self.is_own("prompt_key")
+        own = own or bool(self._named_keys())
+        exchange = (self.prompt_key, self.response_key)
+        complete = ((self.messages_key,), exchange, (self.text_key,))
+        return Keys(
+            "demonstrations", self.form, self.prompt_key, own or bool(self._named_keys()), complete
+        )
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
@@ -267,6 +371,14 @@ class PreferenceDataConfig(DataConfig):
     ``response_tokens``, from generate) and they decode to its text."""
     max_len: int = Field(2048, ge=2)
     """Maximum tokens of prompt + response; see ``overlong``."""
+
+    @property
+    def keys(self) -> Keys:
+        """Columns that the form of a row depends on."""
+        purpose: Purpose = "pairs" if self.label_key is None else "labeled"
+        own = self.prompt_template is not None or self.is_own("prompt_key")
+        pair = (self.chosen_key, self.rejected_key)
+        return Keys(purpose, self.form, self.prompt_key, own, ((self.prompt_key,),), pair)
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()

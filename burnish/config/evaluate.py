@@ -68,7 +68,7 @@ class EvaluateConfig(InferenceJob):
         )
 
     def launch_table(self) -> list[tuple[str, str, str]]:
-        return episodes_lines(
+        return self.form_lines() + episodes_lines(
             self.episodes, turn_tokens=self.eval.generate_max_len, at_once=self.rows_per_step
         )
 

@@ -162,7 +162,7 @@ class GenerateConfig(RowsJob):
 
     def launch_table(self) -> list[tuple[str, str, str]]:
         rollout = self.rollout
-        return episodes_lines(
+        return self.form_lines() + episodes_lines(
             rollout.episodes, turn_tokens=rollout.generate_max_len, at_once=self.rows_per_step
         )
 

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from burnish.config.arithmetic import BatchError, BatchPlan, batch_table, derive_batch
 from burnish.config.base import Node, PathText
 from burnish.config.cluster import ClusterConfig, ClusterRole
-from burnish.config.data import PreferenceDataConfig, SFTDataConfig
+from burnish.config.data import DataConfig, PreferenceDataConfig, SFTDataConfig
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.observe import ObserveConfig
 from burnish.config.passes import passes_lines, total_rows
@@ -77,7 +77,12 @@ class JobConfig(Node):
 
     def launch_table(self) -> list[tuple[str, str, str]]:
         """Return rows (name, value, origin) of the table printed at start."""
-        return []
+        return self.form_lines()
+
+    def form_lines(self) -> list[tuple[str, str, str]]:
+        """Return rows of the table with the form of each data file, each file once."""
+        lines = [line for data in self.nodes_of(DataConfig) for line in data.form_lines()]
+        return list(dict.fromkeys(lines))
 
     def rollout_on(
         self, engine: RolloutEngineConfig, *, key: str, lengths: RowLengths
@@ -115,7 +120,7 @@ class TrainingJob(JobConfig):
 
     def launch_table(self) -> list[tuple[str, str, str]]:
         """Return rows (name, value, origin) of the table printed at start."""
-        return batch_table(self.batch_plan())
+        return [*batch_table(self.batch_plan()), *self.form_lines()]
 
     def resolve(self) -> JobSpec:
         batch, roles = self.batch_plan(), self.roles()

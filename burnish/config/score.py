@@ -10,6 +10,7 @@ from pydantic import Field
 from burnish.config.base import PathText
 from burnish.config.columns import missing_columns
 from burnish.config.data import PromptDataConfig
+from burnish.config.forms import Keys
 from burnish.config.job import RowsJob
 from burnish.config.rewards import (
     FunctionReward,
@@ -29,6 +30,13 @@ class ResponseDataConfig(PromptDataConfig):
     finish_reason_key: str | None = "finish_reason"
     """Column with ``stop``, ``length`` or ``aborted``. The default column may be absent:
     ``stop``."""
+
+    @property
+    def keys(self) -> Keys:
+        """Columns that the form of a row depends on."""
+        own = super().keys.own or self.is_own("response_key")
+        complete = ((self.prompt_key, self.response_key),)
+        return Keys("responses", self.form, self.prompt_key, own, complete)
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from burnish.config.data import DataConfig, Overlong
+from burnish.data.forms import open_rows
 from burnish.data.notices import Notices, collecting
-from burnish.data.sources import DataError, Row, Source, open_sources
+from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import IndexStream, RowRef
 
 _log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class EncodedStream(Generic[T]):
         sources: Sequence[Source] | None = None,
     ) -> None:
         """``sources``: the opened sources of ``config``, if they are open already."""
-        opened = open_sources(config.sources) if sources is None else sources
+        opened = open_rows(config) if sources is None else sources
         self.sources = {source.name: source for source in opened}
         self._encoder = encoder
         self._overlong = config.overlong
@@ -182,7 +183,7 @@ class EncodedTable(Generic[T]):
 
         The message contains their number and the first few errors.
         """
-        self.sources = open_sources(config.sources)
+        self.sources = open_rows(config)
         self._encoder = encoder
         self._overlong = config.overlong
         self._of, self._rows = array("H"), array("q")
@@ -247,13 +248,14 @@ def _fit(
     source: Source, ref: RowRef, encoder: Encoder[T], overlong: Overlong, notices: Notices
 ) -> _Fitted[T]:
     """Encode row ``ref`` and apply the length limit."""
-    row = source[ref.row]
+    with collecting() as found:
+        row = source[ref.row]
     try:
-        with collecting() as found:
+        with collecting() as more:
             item = encoder.encode(row, ref)
     except DataError as error:
         raise DataError(f"{row.where}: {error}") from error
-    notices.add(found, row.where)
+    notices.add(found | more, row.where)
     length = encoder.length(item)
     if length <= encoder.limit:
         return _Fitted(item, False)

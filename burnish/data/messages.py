@@ -20,6 +20,10 @@ SHAREGPT_ROLES = {
 }
 """ShareGPT value of ``from`` -> message role."""
 
+FUNCTION_CALL = "function_call"
+"""ShareGPT value of ``from`` of an assistant's tool calls: ``{"name", "arguments"}`` as JSON
+text."""
+
 _LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
 
 
@@ -113,15 +117,36 @@ def _as_message(message: Any) -> dict[str, Any]:
 
 
 def _from_sharegpt(turn: Message) -> dict[str, Any]:
+    if turn["from"] == FUNCTION_CALL:
+        calls = _tool_calls(turn.get("value"))
+        rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
     role = SHAREGPT_ROLES.get(str(turn["from"]))
     if role is None:
-        known = ", ".join(SHAREGPT_ROLES)
+        known = ", ".join((*SHAREGPT_ROLES, FUNCTION_CALL))
         raise DataError(
             f"a ShareGPT turn has the unknown `from` {turn['from']!r}; known are {known}. Rename "
             'it, or write the turn as {"role": ..., "content": ...}'
         )
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
     return {"role": role, "content": turn.get("value"), **rest}
+
+
+def _tool_calls(value: Any) -> list[dict[str, Any]]:
+    """Return the tool calls of a ShareGPT turn: one call or a list of calls, usually JSON text."""
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        given = None
+    calls = given if isinstance(given, list) else [given]
+    for call in calls:
+        if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+            raise DataError(
+                f"a ShareGPT turn from {FUNCTION_CALL!r} must contain the JSON text of "
+                f'{{"name": ..., "arguments": {{...}}}}, got {_short(value)}'
+            )
+    functions = [{"name": c["name"], "arguments": c.get("arguments") or {}} for c in calls]
+    return [{"type": "function", "function": function} for function in functions]
 
 
 def _short(value: Any) -> str:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.data import PreferenceDataConfig
 from burnish.data.chat import check_tokenizer
 from burnish.data.encoded import EncodedStream, load_all
+from burnish.data.forms import open_rows
 from burnish.data.repeated import RepeatedPrompts
 from burnish.data.rows import (
     TokenRow,
@@ -21,7 +22,7 @@ from burnish.data.rows import (
     is_text,
     prompt_column,
 )
-from burnish.data.sources import DataError, Row, Source, open_sources
+from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import RowRef
 from burnish.types import Batch, rows_to_batch
 
@@ -43,7 +44,7 @@ class PreferenceStream(EncodedStream[Pair]):
         self, config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
     ) -> None:
         """Raises DataError if a source or the tokenizer cannot be used."""
-        sources = open_sources(config.sources)
+        sources = open_rows(config)
         encoder = _PairEncoder(config, tokenizer, sources)
         super().__init__(config, encoder, seed=seed, sources=sources)
 
@@ -63,7 +64,7 @@ def load_pairs(
 
     Raises DataError as the stream does.
     """
-    sources = open_sources(config.sources)
+    sources = open_rows(config)
     encoder = _PairEncoder(config, tokenizer, sources)
     return _batch(load_all(sources, config, encoder, limit=limit))
 

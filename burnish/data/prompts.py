@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -12,9 +13,10 @@ from burnish.config.data import PromptDataConfig
 from burnish.config.explain import nearest
 from burnish.data.chat import check_tokenizer, encode_prompt
 from burnish.data.encoded import EncodedStream, load_all
+from burnish.data.forms import open_rows
 from burnish.data.messages import as_messages
 from burnish.data.rows import prompt_column, tools_column
-from burnish.data.sources import DataError, Row, Source, open_sources
+from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import RowRef
 from burnish.types import Prompt
 
@@ -42,7 +44,7 @@ def load_prompts(
 
     Raises DataError as the stream does.
     """
-    sources = open_sources(config.sources)
+    sources = open_rows(config)
     check_label_key(config, sources)
     return load_all(sources, config, PromptEncoder(config, tokenizer), limit=limit)
 
@@ -82,7 +84,7 @@ class PromptEncoder:
             id=ref.id,
             token_ids=tuple(ids),
             text=text,
-            label=row.values.get(config.label_key),
+            label=label_of(row, config),
             metadata=self._metadata(row),
             source=ref.source,
             messages=messages,
@@ -102,6 +104,24 @@ class PromptEncoder:
             used.add(self._config.prompt_key)
         rest = {key: value for key, value in row.values.items() if key not in used}
         return rest if row.environment is None else {**rest, "environment": row.environment}
+
+
+def label_of(row: Row, config: PromptDataConfig) -> Any:
+    """Return the label of a row, or None if it has none.
+
+    Raises DataError if ``label_pattern`` is set and does not match.
+    """
+    value = row.values.get(config.label_key)
+    if config.label_pattern is None:
+        return value
+    found = list(re.finditer(config.label_pattern, "" if value is None else str(value)))
+    if not found or found[-1][1] is None:
+        raise DataError(
+            f"column {config.label_key!r} (label_key) contains {repr(value)[-80:]}, in which "
+            f"label_pattern={config.label_pattern!r} finds no label; correct the pattern, or "
+            "remove the row"
+        )
+    return found[-1][1].strip()
 
 
 def check_label_key(config: PromptDataConfig, sources: Iterable[Source]) -> None:

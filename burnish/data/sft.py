@@ -16,6 +16,7 @@ from burnish.data.chat import (
     encode_prompt,
 )
 from burnish.data.encoded import EncodedStream, load_all
+from burnish.data.forms import open_rows
 from burnish.data.messages import as_messages
 from burnish.data.notices import note
 from burnish.data.rows import (
@@ -29,7 +30,7 @@ from burnish.data.rows import (
     token_row,
     tools_column,
 )
-from burnish.data.sources import DataError, Row, open_sources
+from burnish.data.sources import DataError, Row
 from burnish.data.stream import RowRef
 from burnish.types import Batch, rows_to_batch
 
@@ -55,7 +56,7 @@ def load_rows(
 ) -> Batch:
     """Return all rows once, in file order, at most ``limit``. Raises DataError as the stream
     does."""
-    sources = open_sources(config.sources)
+    sources = open_rows(config)
     return _batch(load_all(sources, config, _SFTEncoder(config, tokenizer), limit=limit))
 
 

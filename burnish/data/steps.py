@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.steps import STEP_KEYS, StepsDataConfig
 from burnish.data.chat import check_tokenizer, encode_completion, encode_prompt
 from burnish.data.encoded import EncodedStream, load_all
+from burnish.data.forms import open_rows
 from burnish.data.rows import column, prompt_column, tools_column
-from burnish.data.sources import DataError, Row, open_sources
+from burnish.data.sources import DataError, Row
 from burnish.data.stream import RowRef
 from burnish.types import Batch, steps_to_batch
 
@@ -59,7 +60,7 @@ class StepsStream(EncodedStream[Solution]):
 def load_solutions(config: StepsDataConfig, tokenizer: PreTrainedTokenizerBase) -> Batch:
     """Return all solutions once, in file order. Raises DataError as the stream does."""
     encoder = _StepsEncoder(config, tokenizer)
-    return _batch(load_all(open_sources(config.sources), config, encoder))
+    return _batch(load_all(open_rows(config), config, encoder))
 
 
 class _StepsEncoder:

@@ -13,10 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.data import PreferenceDataConfig
 from burnish.data.chat import check_tokenizer
 from burnish.data.encoded import EncodedStream, load_all
+from burnish.data.forms import open_rows
 from burnish.data.preference import PreferenceStream, load_pairs, to_last_trained
 from burnish.data.repeated import RepeatedPrompts
 from burnish.data.rows import TokenRow, column, encode_exchange, exchange, prompt_column
-from burnish.data.sources import DataError, Row, Source, open_sources
+from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import RowRef
 from burnish.types import Batch, rows_to_batch
 
@@ -40,7 +41,7 @@ class UnpairedStream(EncodedStream[UnpairedExample]):
     ) -> None:
         """``config`` must have a ``label_key``. Raises DataError if a source or the tokenizer
         cannot be used."""
-        sources = open_sources(config.sources)
+        sources = open_rows(config)
         encoder = _UnpairedEncoder(config, tokenizer, sources)
         super().__init__(config, encoder, seed=seed, sources=sources)
 
@@ -64,7 +65,7 @@ def load_unpaired(config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBa
     """Return all responses once, in file order. Raises DataError as the streams do."""
     if config.label_key is None:
         return split_pairs(load_pairs(config, tokenizer))
-    sources = open_sources(config.sources)
+    sources = open_rows(config)
     encoder = _UnpairedEncoder(config, tokenizer, sources)
     return _batch(load_all(sources, config, encoder), first_group=0)
 

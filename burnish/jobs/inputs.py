@@ -15,6 +15,7 @@ from burnish.config.job import JobConfig, RowsJob
 from burnish.config.paths import model_problems, models_of
 from burnish.config.rewards import FunctionReward
 from burnish.config.steps import StepsDataConfig
+from burnish.data.forms import form_of_row, in_columns
 from burnish.data.messages import as_messages
 from burnish.data.rows import column, content_column, demonstration_key, prompt_column
 from burnish.data.sources import DataError, Row, first_rows
@@ -46,8 +47,10 @@ def check_inputs(config: JobConfig, *, resumed: bool = False) -> None:
         return
     for data in config.nodes_of(DataConfig):
         for source in data.sources:
-            for row in first_rows(source):
-                _check_row(row, data)
+            rows = first_rows(source)
+            form = form_of_row(rows[0], data) if rows else "columns"
+            for row in rows:
+                _check_row(in_columns(row, form, data), data)
     for entry in config.nodes_of(FunctionReward):
         try:
             check_file(entry.function or "")

@@ -1,0 +1,200 @@
+"""Recognize the form of data rows: the project's own columns, or a form of public datasets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from burnish.errors import BurnishError
+
+Form = Literal["columns", "messages", "sharegpt", "alpaca", "gsm8k", "implicit_prompt"]
+FormChoice = Literal[
+    "auto", "columns", "messages", "sharegpt", "alpaca", "gsm8k", "implicit_prompt"
+]
+Purpose = Literal["demonstrations", "prompts", "responses", "pairs", "labeled", "steps"]
+"""Use of the rows by a job. labeled: single responses with a label. steps: process supervision."""
+
+MESSAGES, SHAREGPT, SYSTEM = "messages", "conversations", "system"
+INSTRUCTION, HISTORY = "instruction", "history"
+INPUTS, OUTPUTS = ("input", "context"), ("output", "response")
+QUESTION, ANSWER, FINAL = "question", "answer", "####"
+
+NAMES: Mapping[Form, str] = {
+    "columns": "columns",
+    "messages": "chat messages",
+    "sharegpt": "ShareGPT",
+    "alpaca": "Alpaca",
+    "gsm8k": "GSM8K",
+    "implicit_prompt": "preferences with an implicit prompt",
+}
+
+
+class FormError(BurnishError, ValueError):
+    """Rows with several possible forms, or without the columns of the form that the recipe
+    sets."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The columns that a recipe reads, for :func:`form_of`."""
+
+    purpose: Purpose
+    form: FormChoice
+    prompt: str
+    """Column of the prompt."""
+    own: bool
+    """True if the recipe sets a column of the prompt or the demonstration, or a prompt template.
+    Rows are then read by columns."""
+    complete: tuple[tuple[str, ...], ...] = ()
+    """Sets of columns of which one is enough to read a row by columns."""
+    pair: tuple[str, str] = ("chosen", "rejected")
+    """Columns of the two responses."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The form of a row and the columns that it is converted from."""
+
+    form: Form
+    columns: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.form == "columns":
+            return f"columns ({', '.join(self.columns)})" if self.columns else "columns"
+        return f"{NAMES[self.form]} ({', '.join(self.columns)})"
+
+
+def form_of(row: Mapping[str, Any], keys: Keys) -> Reading:
+    """Return the form of a row of a file.
+
+    The project's own columns take precedence. Raises FormError if the row has two forms, or if it
+    lacks the columns of the form that the recipe sets.
+
+    >>> keys = Keys("demonstrations", "auto", "prompt", own=False)
+    >>> str(form_of({"instruction": "Add 1 and 2.", "input": "", "output": "3"}, keys))
+    'Alpaca (instruction, input, output)'
+    """
+    found = {reading.form: reading for reading in _readings(row, keys)}
+    if keys.form == "columns":
+        return Reading("columns")
+    if keys.form != "auto":
+        if keys.form not in found:
+            raise FormError(_lacks(row, keys.form, keys.purpose))
+        return found[keys.form]
+    by_columns = _by_columns(row, keys)
+    if keys.own:
+        return Reading("columns")
+    if by_columns is not None and by_columns.columns != ("text",):
+        return by_columns
+    if set(found) == {"sharegpt"}:  # conversations take precedence over a plain text
+        return found["sharegpt"]
+    candidates = [*([] if by_columns is None else [by_columns]), *found.values()]
+    if len(candidates) > 1:
+        raise FormError(
+            f"the rows have several forms: {' or '.join(map(str, candidates))}; set form to "
+            f"{' or '.join(c.form for c in candidates)} to choose one"
+        )
+    return candidates[0] if candidates else Reading("columns")
+
+
+def without_pair(row: Mapping[str, Any], keys: Keys) -> bool:
+    """Return whether a row lacks the two responses of a pair."""
+    return any(row.get(key) is None for key in keys.pair)
+
+
+def _by_columns(row: Mapping[str, Any], keys: Keys) -> Reading | None:
+    """Return the reading by the project's own columns, or None if the row lacks them."""
+    for names in keys.complete:
+        if all(row.get(name) is not None for name in names):
+            return Reading("columns", names)
+    return None
+
+
+def _readings(row: Mapping[str, Any], keys: Keys) -> Iterator[Reading]:
+    """Yield the forms of public datasets that a row has."""
+    purpose = keys.purpose
+    if purpose in ("steps", "labeled"):
+        return
+    of_pair = () if purpose != "pairs" else keys.pair
+    if purpose == "pairs" and without_pair(row, keys):
+        return
+    more = tuple(name for name in (SYSTEM, "tools") if row.get(name) is not None)
+    if purpose != "demonstrations" and purpose != "pairs" and _is_turns(row, MESSAGES, "role"):
+        yield Reading("messages", (MESSAGES, *more[1:]))
+    if _is_turns(row, SHAREGPT, "from"):
+        yield Reading("sharegpt", (SHAREGPT, *more, *of_pair))
+    if isinstance(row.get(INSTRUCTION), str):
+        used = [n for n in (SYSTEM, HISTORY, *INPUTS[:1]) if row.get(n) is not None]
+        if INPUTS[0] not in used and row.get(INPUTS[1]) is not None:
+            used.append(INPUTS[1])
+        output = next((name for name in OUTPUTS if isinstance(row.get(name), str)), None)
+        if output is not None or purpose in ("prompts", "pairs"):
+            last = of_pair or (() if output is None else (output,))
+            yield Reading("alpaca", (INSTRUCTION, *used, *last))
+    if purpose != "pairs" and _is_gsm8k(row):
+        yield Reading("gsm8k", (QUESTION, ANSWER))
+    if purpose == "pairs" and keys.prompt not in row and _has_prompt(row[keys.pair[0]]):
+        yield Reading("implicit_prompt", keys.pair)
+
+
+def is_transcript(value: Any) -> bool:
+    """Return whether a text is a transcript with ``Human:`` and ``Assistant:`` turns."""
+    return isinstance(value, str) and value.lstrip("\n").startswith("Human:")
+
+
+def _has_prompt(value: Any) -> bool:
+    return is_transcript(value) or _begins_with_user(value)
+
+
+def _begins_with_user(value: Any) -> bool:
+    turns = _as_list(value)
+    if not turns or not isinstance(turns[0], Mapping) or len(turns) < 2:
+        return False
+    role = turns[0].get("role", turns[0].get("from"))
+    return role in ("user", "human", "system")
+
+
+def _is_gsm8k(row: Mapping[str, Any]) -> bool:
+    question, answer = row.get(QUESTION), row.get(ANSWER)
+    return isinstance(question, str) and isinstance(answer, str) and FINAL in answer
+
+
+def _is_turns(row: Mapping[str, Any], key: str, role: str) -> bool:
+    turns = _as_list(row.get(key))
+    return (
+        bool(turns) and isinstance(turns[0], Mapping) and (role in turns[0] or "role" in turns[0])
+    )
+
+
+def _as_list(value: Any) -> list[Any]:
+    """Return a list, or the list that JSON text contains; else an empty list."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return []
+    return value if isinstance(value, list) else []
+
+
+_NEEDED: Mapping[Form, str] = {
+    "messages": "a column messages with a list of {role, content}",
+    "sharegpt": "a column conversations with a list of {from, value}",
+    "alpaca": "the columns instruction and output",
+    "gsm8k": "the columns question and answer, with the final answer after ####",
+    "implicit_prompt": "two columns with transcripts (Human: ... Assistant: ...) or lists of "
+    "messages that begin with the same messages, and no column with the prompt",
+}
+
+
+def _lacks(row: Mapping[str, Any], form: Form, purpose: Purpose) -> str:
+    if purpose in ("steps", "labeled") or (form, purpose) == ("messages", "demonstrations"):
+        return (
+            f"form={form} is not possible for rows of this kind, which are read by columns; "
+            "remove form"
+        )
+    return (
+        f"form={form} needs {_NEEDED[form]}; the columns are {', '.join(map(str, row))}. "
+        "Correct form, or the file"
+    )

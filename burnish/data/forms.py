@@ -1,0 +1,357 @@
+"""Convert rows of public forms to the columns that the encoders read, one function per form.
+
+Each function returns the new values of a row, or raises DataError with the column at fault.
+:func:`in_columns` adds the position of the row (``path:line``) to the error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from burnish.config.data import DataConfig, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
+from burnish.config.forms import (
+    ANSWER,
+    FINAL,
+    HISTORY,
+    INPUTS,
+    INSTRUCTION,
+    MESSAGES,
+    NAMES,
+    OUTPUTS,
+    QUESTION,
+    SHAREGPT,
+    SYSTEM,
+    Form,
+    FormError,
+    is_transcript,
+)
+from burnish.config.score import ResponseDataConfig
+from burnish.data.messages import as_messages, parsed, without_nulls
+from burnish.data.notices import note
+from burnish.data.sources import DataError, Row, Source, open_sources
+
+Values = dict[str, Any]
+Messages = list[dict[str, Any]]
+
+_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+class _Converted:
+    """A source whose rows are converted from one form to columns."""
+
+    def __init__(self, source: Source, form: Form, config: DataConfig) -> None:
+        self.name = source.name
+        self._source, self._form, self._config = source, form, config
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, i: int) -> Row:
+        return in_columns(self._source[i], self._form, self._config)
+
+
+def open_rows(config: DataConfig) -> list[Source]:
+    """Open the sources of ``config``, with rows in the columns that its keys name.
+
+    The form of a source is that of its first row. Raises DataError if a source cannot be used.
+    """
+    return [_in_form(source, config) for source in open_sources(config.sources)]
+
+
+def _in_form(source: Source, config: DataConfig) -> Source:
+    form = form_of_row(source[0], config)
+    return source if form == "columns" else _Converted(source, form, config)
+
+
+def form_of_row(row: Row, config: DataConfig) -> Form:
+    """Return the form of a source whose first row is ``row``. Raises DataError if it has
+    several."""
+    try:
+        return config.reading_of(row.values).form
+    except FormError as error:
+        raise DataError(f"{row.where}: {error}") from error
+
+
+def in_columns(row: Row, form: Form, config: DataConfig) -> Row:
+    """Return a row of ``form`` with its content in the columns that the keys of ``config`` name.
+
+    Raises DataError with the position of the row and the column at fault.
+    """
+    if form == "columns":
+        return row
+    values = dict(without_nulls(row.values) if row.fills_nulls else row.values)
+    try:
+        converted = _CONVERTERS[form](values, config)
+    except DataError as error:
+        raise DataError(f"{row.where}: as {NAMES[form]} (form={form}): {error}") from error
+    return replace(row, values=converted)
+
+
+def from_messages(values: Values, config: DataConfig) -> Values:
+    """Convert chat messages: the last assistant message is the answer, the messages before it the
+    prompt."""
+    return _of_conversation(values, _turns(values, MESSAGES), config, used=MESSAGES)
+
+
+def from_sharegpt(values: Values, config: DataConfig) -> Values:
+    """Convert ShareGPT turns (``conversations`` with ``from`` and ``value``), with the system
+    message of a column ``system``."""
+    turns = _turns(values, SHAREGPT)
+    system = values.get(SYSTEM)
+    if system and isinstance(system, str) and turns[0]["role"] != "system":
+        turns = [{"role": "system", "content": system}, *turns]
+    if not isinstance(config, PreferenceDataConfig):
+        return _of_conversation(values, turns, config, used=SHAREGPT)
+    pair = {key: _response(values, key) for key in (config.chosen_key, config.rejected_key)}
+    return _others(values, config, SHAREGPT) | {config.prompt_key: turns} | pair
+
+
+def from_alpaca(values: Values, config: DataConfig) -> Values:
+    """Convert Alpaca rows: ``instruction``, ``input`` (may be empty or absent) and ``output``.
+
+    In the chat template, the user message is the instruction, an empty line and the input. As plain
+    text, each part has a header, and the input's header is left out if there is no input.
+    """
+    instruction = _text(values, INSTRUCTION)
+    if not instruction.strip():
+        raise DataError(f"column {INSTRUCTION!r} is empty; fill it, or remove the row")
+    given = next((key for key in INPUTS if values.get(key) is not None), None)
+    extra = "" if given is None else _text(values, given)
+    user = f"{instruction}\n\n{extra}" if extra.strip() else instruction
+    before = _alpaca_turns(values)
+    prompt: Any = user
+    if before:
+        prompt = [*before, {"role": "user", "content": user}]
+    elif not config.apply_chat_template:
+        middle = f"### Input:\n{extra}\n\n" if extra.strip() else ""
+        prompt = f"### Instruction:\n{instruction}\n\n{middle}### Response:\n"
+    new = _others(values, config, INSTRUCTION) | {config.prompt_key: prompt}
+    if isinstance(config, PreferenceDataConfig):
+        keys = (config.chosen_key, config.rejected_key)
+        return new | {key: _response(values, key) for key in keys}
+    output = next((key for key in OUTPUTS if values.get(key) is not None), None)
+    needs_output = isinstance(config, SFTDataConfig | ResponseDataConfig)
+    if output is None:
+        if needs_output:
+            raise DataError(f"column {OUTPUTS[0]!r} is empty; fill it, or remove the row")
+        return new
+    return new | _answer(_text(values, output), values, config)
+
+
+def from_gsm8k(values: Values, config: DataConfig) -> Values:
+    """Convert GSM8K rows: ``question`` and ``answer``, whose last ``####`` precedes the label."""
+    question, answer = _text(values, QUESTION), _text(values, ANSWER)
+    if FINAL not in answer:
+        raise DataError(
+            f"column {ANSWER!r} has no {FINAL!r} before the final answer: {answer[-60:]!r}; "
+            "correct or remove the row"
+        )
+    prompt = question if config.apply_chat_template else f"{question}\n"
+    new = _others(values, config, QUESTION) | {config.prompt_key: prompt}
+    label = answer.rpartition(FINAL)[2].strip()
+    if isinstance(config, PromptDataConfig) and config.label_pattern is not None:
+        label = answer
+    return new | _answer(answer, values, config) | _label(label, values, config)
+
+
+def from_implicit_prompt(values: Values, config: DataConfig) -> Values:
+    """Convert pairs without a prompt column: two transcripts or two lists of messages that begin
+    with the same messages.
+
+    The prompt ends at the last boundary of messages before the first difference, at which both
+    continue with the assistant.
+    """
+    assert isinstance(config, PreferenceDataConfig)
+    keys = (config.chosen_key, config.rejected_key)
+    given = [parsed(_filled(values, key)) for key in keys]
+    texts = [is_transcript(value) for value in given]
+    if any(texts) != all(texts):
+        raise DataError(
+            f"one of the columns {keys[0]!r} and {keys[1]!r} is a transcript (Human: ...), the "
+            "other is not; use the same form for both"
+        )
+    as_text = all(texts) and not config.apply_chat_template
+    turns = [
+        transcript_turns(value, key) if text else _list_turns(value, key)
+        for value, key, text in zip(given, keys, texts, strict=True)
+    ]
+    shared = _shared_turns(turns[0], turns[1], keys)
+    rest = [side[shared:] for side in turns]
+    if as_text and any(len(side) > 1 for side in rest):
+        note(
+            "differ_early",
+            "chosen and rejected differ before their last answer, so the text of later Human turns "
+            "belongs to the response; set apply_chat_template: true to train only on the answers",
+        )
+    new = _others(values, config, *keys)
+    if not as_text:
+        turns = [[_stripped(turn) for turn in side] if all(texts) else side for side in turns]
+        rest = [side[shared:] for side in turns]
+        return new | {config.prompt_key: turns[0][:shared]} | dict(zip(keys, rest, strict=True))
+    prompt = _as_transcript(turns[0][:shared]) + "\n\nAssistant:"
+    responses = [_as_transcript(side).removeprefix("\n\nAssistant:") for side in rest]
+    return new | {config.prompt_key: prompt} | dict(zip(keys, responses, strict=True))
+
+
+def transcript_turns(text: str, key: str = "text") -> Messages:
+    """Return the messages of a transcript ``\\n\\nHuman: ...\\n\\nAssistant: ...``. The contents
+    keep their spaces.
+
+    >>> transcript_turns("\\n\\nHuman: Hi\\n\\nAssistant: Hello")
+    [{'role': 'user', 'content': ' Hi'}, {'role': 'assistant', 'content': ' Hello'}]
+    """
+    marks = list(_TURN.finditer(text))
+    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    turns = [
+        {"role": _ROLES[mark[1]], "content": text[mark.end() : end]}
+        for mark, end in zip(marks, ends, strict=True)
+    ]
+    if not any(turn["role"] == "assistant" for turn in turns):
+        raise DataError(f"column {key!r}: the transcript has no Assistant turn: {text[:80]!r}")
+    return turns
+
+
+def _stripped(turn: Mapping[str, Any]) -> dict[str, Any]:
+    return {**turn, "content": turn["content"].strip()}
+
+
+def _as_transcript(turns: Sequence[Mapping[str, Any]]) -> str:
+    names = {role: name for name, role in _ROLES.items()}
+    return "".join(f"\n\n{names[turn['role']]}:{turn['content']}" for turn in turns)
+
+
+def _list_turns(value: Any, key: str) -> Messages:
+    if not isinstance(value, list):
+        raise DataError(
+            f"column {key!r} is neither a transcript (Human: ... Assistant: ...) nor a list of "
+            f"messages: {repr(value)[:80]}; the prompt could not be separated from the response. "
+            "Add a column with the prompt"
+        )
+    return _in_column(key, lambda: as_messages(value))
+
+
+def _shared_turns(chosen: Messages, rejected: Messages, keys: Sequence[str]) -> int:
+    """Return the number of messages of the common prompt."""
+    same = 0
+    for one, other in zip(chosen, rejected, strict=False):
+        if one != other:
+            break
+        same += 1
+    for shared in range(min(same, len(chosen) - 1, len(rejected) - 1), 0, -1):
+        if chosen[shared]["role"] == rejected[shared]["role"] == "assistant":
+            return shared
+    raise DataError(
+        f"columns {keys[0]!r} and {keys[1]!r} have no common prompt: they share their first {same} "
+        "messages, and no assistant message follows in both. A pair needs two answers to one "
+        "prompt; correct or remove the row"
+    )
+
+
+def _of_conversation(values: Values, turns: Messages, config: DataConfig, *, used: str) -> Values:
+    """Return the values of a conversation: all of it for demonstrations, else split before the last
+    assistant message."""
+    new = _others(values, config, used)
+    if isinstance(config, SFTDataConfig):
+        return new | {config.messages_key: turns}
+    answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+    last = answers[-1] if answers and answers[-1] == len(turns) - 1 else len(turns)
+    new[config.prompt_key] = turns[:last]
+    if not turns[:last]:
+        raise DataError(f"column {used!r} has no message before the answer, so there is no prompt")
+    if last == len(turns):
+        if isinstance(config, ResponseDataConfig):
+            raise DataError(f"column {used!r} does not end with an assistant message to score")
+        return new
+    content = turns[last].get("content")
+    return new | _answer(content if isinstance(content, str) else "", values, config)
+
+
+def _answer(text: str, values: Values, config: DataConfig) -> Values:
+    """Return the column of an answer: the response of demonstrations and of rows to score (unless
+    the row has one), and the label of other prompts."""
+    if isinstance(config, SFTDataConfig):
+        return {config.response_key: text}
+    if isinstance(config, ResponseDataConfig):
+        return {} if values.get(config.response_key) is not None else {config.response_key: text}
+    return _label(text, values, config)
+
+
+def _label(text: str, values: Values, config: DataConfig) -> Values:
+    """Return the column of the label, unless the row has one or the job reads none."""
+    if not isinstance(config, PromptDataConfig) or values.get(config.label_key) is not None:
+        return {}
+    return {config.label_key: text}
+
+
+def _others(values: Values, config: DataConfig, *used: str) -> Values:
+    """Return the columns that the conversion does not replace."""
+    dropped = {*used, MESSAGES, SHAREGPT, config.prompt_key}
+    if isinstance(config, SFTDataConfig):
+        dropped |= {config.messages_key, config.response_key, config.text_key}
+    return {key: value for key, value in values.items() if key not in dropped}
+
+
+def _alpaca_turns(values: Values) -> Messages:
+    """Return the messages before an Alpaca instruction: ``system`` and ``history``, a list of
+    [instruction, answer]."""
+    turns: Messages = []
+    if values.get(SYSTEM):
+        turns.append({"role": "system", "content": _text(values, SYSTEM)})
+    for pair in values.get(HISTORY) or ():
+        if not isinstance(pair, list | tuple) or [type(text) for text in pair] != [str, str]:
+            raise DataError(
+                f"column {HISTORY!r} must be a list of [instruction, answer], got {repr(pair)[:60]}"
+            )
+        turns.append({"role": "user", "content": pair[0]})
+        turns.append({"role": "assistant", "content": pair[1]})
+    return turns
+
+
+def _turns(values: Values, key: str) -> Messages:
+    value = _in_column(key, lambda: parsed(_filled(values, key)))
+    if isinstance(value, str):
+        raise DataError(f"column {key!r} contains a string, not a list of messages")
+    return _in_column(key, lambda: as_messages(value))
+
+
+def _response(values: Values, key: str) -> Any:
+    """Return a response: text, one message, or messages."""
+    value = _in_column(key, lambda: parsed(_filled(values, key)))
+    return _in_column(key, lambda: as_messages([value])) if isinstance(value, dict) else value
+
+
+def _in_column(key: str, read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except DataError as error:
+        raise DataError(f"column {key!r}: {error}") from error
+
+
+def _filled(values: Values, key: str) -> Any:
+    value = values.get(key)
+    if value is None:
+        raise DataError(
+            f"column {key!r} is empty or absent; the columns are {', '.join(map(str, values))}. "
+            "Fill it, remove the row, or set form"
+        )
+    return value
+
+
+def _text(values: Values, key: str) -> str:
+    value = _filled(values, key)
+    if not isinstance(value, str):
+        raise DataError(f"column {key!r} contains a {type(value).__name__}, not a text")
+    return value
+
+
+_CONVERTERS: Mapping[Form, Callable[[Values, DataConfig], Values]] = {
+    "messages": from_messages,
+    "sharegpt": from_sharegpt,
+    "alpaca": from_alpaca,
+    "gsm8k": from_gsm8k,
+    "implicit_prompt": from_implicit_prompt,
+}

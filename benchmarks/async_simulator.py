@@ -10,8 +10,8 @@ Discrete events drive the real `StalenessSchedule`. Assumptions:
   time in seconds per line).
 - Training a step takes `--balance` times the sampling time of the synchronous loop, whose steps
   sample, train and load weights one after the other (`max_staleness` 0: the same schedule).
-- A load stops all workers for `--load-s` seconds, between two tokens. It begins when the step ends.
-  The trainer does not wait for it.
+- A load stops all workers for `--load-s` seconds (default: 5% of the mean response time), between
+  two tokens. It begins when the step ends. The trainer does not wait for it.
 
 Times are simulated seconds after the first steps, which fill the slots. The overhead of the
 schedule is CPU time of this process, in all calls of the schedule, per trained group.
@@ -42,7 +42,16 @@ PLACES = 8
 WARM = 5
 """Steps before the measured ones."""
 
-Draw = Callable[[np.random.Generator, int], np.ndarray]
+LOAD_FRAC = 0.05
+"""Default duration of a load, as a share of the mean response time."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """A distribution of response times."""
+
+    mean_s: float
+    draw: Callable[[np.random.Generator, int], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -192,27 +201,42 @@ class Simulation:
         )
 
 
-def log_normal(sigma: float) -> Draw:
+def log_normal(sigma: float) -> Times:
     """Return a distribution of times with a mean of 10 s."""
-    return lambda rng, count: rng.lognormal(math.log(10) - sigma**2 / 2, sigma, count)
+    location = math.log(10) - sigma**2 / 2
+    return Times(10, lambda rng, count: rng.lognormal(location, sigma, count))
 
 
-def measured(path: Path) -> Draw:
-    """Return the distribution of the times in a file."""
-    times = np.array([float(line) for line in path.read_text(encoding="utf-8").split()])
-    return lambda rng, count: rng.choice(times, count)
+def measured(path: Path) -> Times:
+    """Return the distribution of the times in a file, of which each draw takes one. Raises
+    SystemExit if the file is not one positive number per line."""
+    try:
+        times = np.array([float(line) for line in path.read_text(encoding="utf-8").split()])
+    except (OSError, ValueError) as error:
+        raise SystemExit(
+            f"--latencies {path}: {error}; give one time in seconds per line"
+        ) from error
+    if not times.size or not (np.isfinite(times) & (times > 0)).all():
+        raise SystemExit(
+            f"--latencies {path} has {times.size} times, of which some or all are not positive and "
+            "finite; give one time in seconds per line"
+        )
+    return Times(float(times.mean()), lambda rng, count: rng.choice(times, count))
 
 
-def simulate(workers: int, draw: Draw, args: argparse.Namespace, balance: float) -> list[Found]:
+def simulate(
+    workers: int, response: Times, args: argparse.Namespace, balance: float
+) -> list[Found]:
     """Return the results for each of ``args.stale``, after those of the synchronous loop.
     ``balance``: training time of a step, in sampling times of the synchronous loop."""
     steps = args.steps if workers <= 100 else max(10, args.steps // 5)
     groups = (WARM + steps + max(args.stale) + 2) * workers
-    times = draw(np.random.default_rng(args.seed), groups * GROUP).reshape(groups, GROUP)
+    times = response.draw(np.random.default_rng(args.seed), groups * GROUP).reshape(groups, GROUP)
     sampling_s = Simulation(Job(workers, 0, 0.0, 0.0, steps), times).run().step_s
+    load_s = LOAD_FRAC * response.mean_s if args.load_s is None else args.load_s
     found = []
     for stale in (0, *args.stale):
-        job = Job(workers, stale, balance * sampling_s, args.load_s, steps, args.oversample)
+        job = Job(workers, stale, balance * sampling_s, load_s, steps, args.oversample)
         found.append(Simulation(job, times).run())
     return found
 
@@ -221,7 +245,7 @@ def tables(args: argparse.Namespace) -> list[str]:
     """Simulate all cases and return the lines of the report."""
     shapes = {f"log-normal, sigma {sigma:g}": log_normal(sigma) for sigma in args.sigmas}
     if args.latencies:
-        shapes = {str(args.latencies): measured(args.latencies)}
+        shapes = {args.latencies.name: measured(args.latencies)}
     speed, detail, cost = [], [], []
     for workers in args.workers:
         worst = [0.0] * len(args.stale)
@@ -258,7 +282,7 @@ def main() -> None:
     parser.add_argument("--stale", type=int, nargs="+", default=[0, 1, 2, 4, 8])
     parser.add_argument("--balance", type=float, nargs="+", default=[1.0, 1.25])
     parser.add_argument("--oversample", type=float, default=1.0)
-    parser.add_argument("--load-s", type=float, default=0.5)
+    parser.add_argument("--load-s", type=float, help="default: 5%% of the mean time")
     parser.add_argument("--steps", type=int, default=100, help="a fifth above 100 workers")
     parser.add_argument("--seed", type=int, default=0)
     print("\n".join(tables(parser.parse_args())))

@@ -5,6 +5,7 @@
     python benchmarks/learning.py run --task chain_sum
     python benchmarks/learning.py preference
     python benchmarks/learning.py hacking
+    python benchmarks/learning.py staleness --task sort   # see learning_staleness.py
     python benchmarks/learning.py episodes FOLDERS   # see learning_episodes.py
     python benchmarks/learning.py table && python benchmarks/learning.py figures
 
@@ -19,71 +20,14 @@ without loading and without the held-out measurements. Needs the extra ``bench``
 from __future__ import annotations
 
 import argparse
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import cpu_seconds, inline_runtime
+from learning_curve import Curve, learn
 from learning_results import Results, run_in_process
-from learning_tasks import TASKS, TRL, VARIANTS, Task, recipe
+from learning_tasks import TASKS, TRL, VARIANTS, recipe
 
 OUT = Path("runs/learning.jsonl")
-Line = dict[str, float]
-
-
-class Curve:
-    """The record of a run: a line per held-out measurement, one of them before the first step."""
-
-    def __init__(self) -> None:
-        self.lines: list[Line] = []
-        self.rewards: list[float] = []
-        self._cpu = 0.0
-        self._samples = 0
-
-    def step(self, cpu_s: float, samples: int, reward: float) -> None:
-        """A step is done."""
-        self._cpu, self._samples = self._cpu + cpu_s, self._samples + samples
-        self.rewards.append(reward)
-
-    def measured(self, accuracy: float) -> None:
-        """Held-out accuracy at this point."""
-        self.lines.append(
-            {
-                "step": len(self.rewards),
-                "samples": self._samples,
-                "cpu_s": round(self._cpu, 3),
-                "accuracy": accuracy,
-            }
-        )
-
-
-def run_burnish(task: Task, name: str, seed: int) -> Curve:
-    """The library's own step, outside of a session."""
-    import torch
-
-    from burnish.config import RLConfig, load_config
-    from burnish.jobs.base import seed_everything
-    from burnish.jobs.rl import rl_step
-    from burnish.jobs.rl_job import build_rl
-
-    torch.set_num_threads(1)
-    folder = Path(tempfile.mkdtemp())
-    config = load_config(recipe(task, name, seed, folder))
-    assert isinstance(config, RLConfig)
-    seed_everything(seed)
-    runtime = inline_runtime(config)
-    parts, evaluator = build_rl(config, runtime, {"": task.reward}, folder / "run")
-    assert evaluator is not None
-    curve = Curve()
-    curve.measured(evaluator.evaluate(0)["eval/pass@1"])
-    for step in range(1, task.steps + 1):
-        cpu = cpu_seconds()
-        metrics = rl_step(parts, step)
-        sampled = metrics.get("rollout/samples", task.prompts * task.samples)
-        curve.step(cpu_seconds() - cpu, int(sampled), metrics["reward/mean"])
-        if step % task.eval_every == 0:
-            curve.measured(evaluator.evaluate(step)["eval/pass@1"])
-    return curve
 
 
 def one(args: argparse.Namespace) -> None:
@@ -94,7 +38,7 @@ def one(args: argparse.Namespace) -> None:
 
         curve = run_trl(task, args.seed, Curve())
     else:
-        curve = run_burnish(task, args.name, args.seed)
+        curve = learn(task, args.seed, lambda to: recipe(task, args.name, args.seed, to))
     found = {"task": args.task, "name": args.name, "seed": args.seed}
     found |= {"lines": curve.lines, "rewards": curve.rewards}
     Results(args.out).add(found)
@@ -118,6 +62,7 @@ def main() -> None:  # house: ok one parser
     from learning_episodes import episodes
     from learning_figures import figures, table
     from learning_others import hacking, one_hacking, preference
+    from learning_staleness import AGES, CASES, WEIGHTS, one_staleness, staleness
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -144,6 +89,20 @@ def main() -> None:  # house: ok one parser
     hacked = part("one-hacking", one_hacking)
     hacked.add_argument("--kl", type=float, required=True)
     hacked.add_argument("--seed", type=int, required=True)
+    stale = part("staleness", staleness)
+    stale.add_argument("--task", choices=sorted(TASKS), required=True)
+    stale.add_argument("--cases", nargs="+", choices=CASES, default=["usual"])
+    stale.add_argument("--ages", type=int, nargs="+", default=AGES, help="in RL steps")
+    stale.add_argument("--weights", nargs="+", choices=WEIGHTS, default=["none", "token"])
+    stale.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    stale.add_argument("--steps", type=int, default=0, help="RL steps; 0: those of the task")
+    stale_one = part("one-staleness", one_staleness)
+    stale_one.add_argument("--task", choices=sorted(TASKS), required=True)
+    stale_one.add_argument("--case", choices=CASES, required=True)
+    stale_one.add_argument("--age", type=int, required=True)
+    stale_one.add_argument("--weights", choices=WEIGHTS, required=True)
+    stale_one.add_argument("--seed", type=int, required=True)
+    stale_one.add_argument("--steps", type=int, required=True)
     part("episodes", episodes).add_argument("folders", type=Path, nargs="+")
     part("table", table)
     part("figures", figures).add_argument("--to", type=Path, default=Path("docs/figures"))

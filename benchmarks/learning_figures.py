@@ -12,6 +12,9 @@ from learning_episodes import TASK as EPISODES
 from learning_episodes import draw as draw_episodes
 from learning_episodes import rows as episode_rows
 from learning_results import Results, Run, spread
+from learning_staleness import draw as draw_staleness
+from learning_staleness import result_task
+from learning_staleness import rows as staleness_rows
 from learning_tasks import TRL, VARIANTS
 
 # Colors that color-blind readers can distinguish (Okabe and Ito; gray for the other library).
@@ -47,6 +50,9 @@ def table(args: argparse.Namespace) -> None:
         print("### A reward that can be cheated\n\n" + "\n".join(_hacking_rows(runs)) + "\n")
     if runs := Results(args.out).runs(EPISODES):
         print("### A guessing game in turns\n\n" + "\n".join(episode_rows(runs)) + "\n")
+    for task, title in TITLES.items():
+        if runs := Results(args.out).runs(result_task(task)):
+            print(f"### Stale samples: {title}\n\n" + "\n".join(staleness_rows(runs)) + "\n")
 
 
 def _learning_rows(runs: Sequence[Run]) -> Iterator[str]:
@@ -103,6 +109,9 @@ def figures(args: argparse.Namespace) -> None:
     }
     drawn["hacking"] = _draw_hacking(Results(args.out).runs("hacking"))
     drawn[EPISODES] = draw_episodes(Results(args.out).runs(EPISODES))
+    for task, title in TITLES.items():
+        runs = Results(args.out).runs(result_task(task))
+        drawn[f"staleness_{task}"] = draw_staleness(runs, title)
     for name, figure in drawn.items():
         if figure is not None:
             file = args.to / f"learning_{name}.svg"

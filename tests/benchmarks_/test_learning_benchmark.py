@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import fork_server
+import pytest
+
+from burnish.rollout.runner import Rollout
+from burnish.rollout.source import SyncSource
+from burnish.types import Stats
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,3 +60,47 @@ def test_existing_runs_are_not_repeated(tmp_path: Path) -> None:
     done = learning("--out", str(kept), *words)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "" and kept.read_bytes() == before
+
+
+def test_stale_samples_have_a_row_per_age_and_a_column_per_correction(tmp_path: Path) -> None:
+    """Mean accuracy of the second half of the steps: (0.5 + 0.7) / 2 and (0.8 + 1.0) / 2."""
+    path = tmp_path / "runs.jsonl"
+    run = {"task": "staleness_sort", "case": "usual", "seed": 0, "kl": [0.0, 0.2]}
+    with path.open("w", encoding="utf-8") as file:
+        for weights, values in (("none", (0.1, 0.3, 0.5, 0.7)), ("token", (0.1, 0.3, 0.8, 1.0))):
+            lines = [{"step": i, "accuracy": a} for i, a in enumerate(values, 1)]
+            found = {"name": weights, "age": 8, "weights": weights, "correction_frac": [0, 0.05]}
+            file.write(json.dumps(run | found | {"lines": lines}) + "\n")
+    done = learning("--out", str(path), "table")
+    assert done.returncode == 0, done.stderr
+    row = next(line for line in done.stdout.splitlines() if line.startswith("| usual"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells == ["usual", "8", "1", "0.600", "0.900", "0.200", "5.0%"]
+
+
+def test_a_fixed_age_trains_every_prompt_in_order_with_weights_of_that_age(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Age 2, two optimizer steps per RL step: steps 1 to 3 train rollouts of version 0 (ages 0, 1,
+    2), step 4 one of version 2 (1 RL step), step 5 one of version 4."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from learning_fixed_age import FixedAge
+
+    versions, sampled = [0], itertools.count()
+
+    class Sampler:
+        def fill(self, next_prompts: object, count: int) -> Rollout:
+            return Rollout((), Stats(sums={"number": next(sampled), "version": versions[0]}))
+
+    prompts = SimpleNamespace(next=None)
+    inner = SyncSource(cast(Any, prompts), cast(Any, Sampler()), cast(Any, None), groups_per_step=1)
+    source = FixedAge(inner, 2, steps=5, version=lambda: versions[0])
+    found = []
+    for step in range(1, 6):
+        rollout = source.next(step)
+        stats = rollout.stats.floats()
+        assert rollout.ages is not None
+        found.append((stats["number"], stats["version"], rollout.ages[int(stats["version"])]))
+        versions[0] += 2
+    assert found == [(0, 0, 0), (1, 0, 1), (2, 0, 2), (3, 2, 2), (4, 4, 2)]
+    assert next(sampled) == 5

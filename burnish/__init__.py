@@ -8,6 +8,7 @@ folder, ``build_report`` writes a run's page. Reading order of the code: ``types
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from burnish.jobs.errors import Interrupted
     from burnish.jobs.run import RunResult, run
     from burnish.observe.report import build_report
+
+# bitsandbytes warns at import that optional matmul kernels from a hub are missing; it has others.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 __version__ = "0.1.0"
 

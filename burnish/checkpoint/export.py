@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -34,7 +33,7 @@ from burnish.checkpoint.state import EXPORT_METADATA, load_state
 from burnish.config.model import Dtype, ModelConfig
 from burnish.models.buffers import BUFFERS, load_buffers, persistent_buffers, replace_buffers
 from burnish.models.load import DTYPES, ModelError, describe, load_causal_lm
-from burnish.models.lora import merged_weights, peft_config
+from burnish.models.lora import ADAPTER_FILE, adapter_tensors, merged_weights, peft_config
 from burnish.models.tensor_files import tensor_sets
 from burnish.models.value_head import load_scalar_model
 
@@ -81,13 +80,13 @@ def export(  # house: ok options of one command
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"the export folder {target} is not empty; choose a new one")
     weights = _weights(source, kind or "master")
-    saved_role, config = _read_engine(source, base, trust=trust_remote_code)
+    saved_role, config, computes_in = _read_engine(source, base, trust=trust_remote_code)
     scalar = saved_role in ("critic", "reward")
     if lora == "adapter":
         _check_adapter(config, saved_role)
     wanted = DTYPES[dtype or "fp32"]
     if config.lora is not None:  # the checkpoint only contains the adapter, and the base's path
-        network = _adapted_model(config, scalar=scalar)
+        network = _adapted_model(config, computes_in, scalar=scalar)
         _load_weights(network, weights, source)
         load_buffers(network, source)
         weights = dict(merged_weights(network))
@@ -140,8 +139,9 @@ def _check_links(folder: Path) -> None:
             )
 
 
-def _read_engine(source: Path, base: str | None, *, trust: bool) -> tuple[str, ModelConfig]:
-    """Return role and model of ``engine.json``, with only the fields that determine the weights.
+def _read_engine(source: Path, base: str | None, *, trust: bool) -> tuple[str, ModelConfig, Dtype]:
+    """Return role, model and compute dtype of ``engine.json``; the model only has the fields that
+    determine the weights.
 
     Tokenizer and template paths are dropped, because ``hf/`` contains both. The checkpoint's
     ``trust_remote_code`` is ignored: its author must not decide which code runs here.
@@ -162,14 +162,21 @@ def _read_engine(source: Path, base: str | None, *, trust: bool) -> tuple[str, M
                 "base"
             )
         config = ModelConfig(path=base, lora=config.lora, trust_remote_code=trust)
-    return role, config
+    return role, config, state.get("dtype", "fp32")
 
 
-def _adapted_model(config: ModelConfig, *, scalar: bool) -> torch.nn.Module:
-    """Return the base model with newly initialized adapters."""
+def _adapted_model(config: ModelConfig, computes_in: Dtype, *, scalar: bool) -> torch.nn.Module:
+    """Return the base model with newly initialized adapters.
+
+    4-bit weights are those of the run: quantized from, and dequantized to, its compute dtype.
+    """
     log.info("adapters are added to %s", describe(config))
+    quantized = config.lora is not None and config.lora.quantization is not None
+    dtype: Dtype = computes_in if quantized else "fp32"
     try:
-        return load_scalar_model(config, new_head="random") if scalar else load_causal_lm(config)
+        if scalar:
+            return load_scalar_model(config, dtype=dtype, new_head="random")
+        return load_causal_lm(config, dtype=dtype)
     except ModelError as error:
         raise CheckpointError(
             f"the base of the adapters cannot be loaded: {error}. The checkpoint contains its "
@@ -368,9 +375,9 @@ def _save_adapter(
     settings.base_model_name_or_path = config.path
     settings.inference_mode = True
     settings.save_pretrained(str(target))
-    state = get_peft_model_state_dict(network, adapter_name="default")
+    state = adapter_tensors(network)
     named = {f"base_model.model.{name}": t.to(dtype).contiguous() for name, t in state.items()}
-    save_file(named, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(named, target / ADAPTER_FILE, metadata={"format": "pt"})
 
 
 def _set_pad_token(target: Path, *, trust: bool) -> None:

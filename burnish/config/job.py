@@ -314,3 +314,17 @@ def training_rules(job: TrainingJob, train: TrainConfig) -> Iterator[str]:
     yield from checkpoint_rules(job.checkpoint, train, ranks=job.cluster.policy_ranks)
     yield from expert_rules(train, job.model)
     yield from parallel_rules(train, job.cluster)
+    yield from lora_rules(job, train)
+
+
+def lora_rules(job: TrainingJob, train: TrainConfig) -> Iterator[str]:
+    """Yield an error for each setting of adapters that the train engine does not support."""
+    problem = train.engine.lora_problem
+    settings = {
+        setting: None
+        for model in job.nodes_of(ModelConfig)
+        if model.lora is not None
+        for setting in model.lora.plain_only
+    }
+    if problem is not None:
+        yield from (f"{setting} with {problem}" for setting in settings)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from burnish.config.base import Node, PathText
 
@@ -57,7 +59,167 @@ class LoraConfig(Node):
     """Dropout on the adapter's input in training passes. With 0 the policy ratio is exactly 1 at
     the first update. (rl and preference disable dropout of the model's own config.)"""
     target_modules: str | tuple[str, ...] = "all-linear"
-    """Modules that get an adapter, or ``all-linear``: every linear layer except the output head."""
+    """Modules that get an adapter, or ``all-linear``: every linear layer except the output head.
+    Embeddings and the output head can be named if they are not tied."""
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that are trained completely, in a copy next to the frozen original, such as
+    ``[embed_tokens, lm_head]``. They must not be tied."""
+    use_rslora: bool = False
+    """Multiply the adapter's output by alpha / sqrt(rank) (rank-stabilized LoRA, arXiv
+    2312.03732)."""
+    use_dora: bool = False
+    """Also train the norm of each output's weights (DoRA, arXiv 2402.09353)."""
+    path: PathText | None = None
+    """Folder of a peft adapter to start from. Its adapter_config.json sets rank, alpha, targets,
+    ``modules_to_save``, ``use_rslora`` and ``use_dora``."""
+    quantization: Literal["nf4"] | None = None
+    """Keep the frozen linear weights in 4 bits (QLoRA, arXiv 2305.14314; extra ``quant``). The
+    policy, its reference and the sampler all use the dequantized weights."""
+    double_quantization: bool = True
+    """With ``quantization``: also quantize the scales of the 4-bit weights, to 8 bits."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_adapter(cls, data: Any) -> Any:
+        """Fill fields from the adapter's own config. Raises ValueError if the recipe contradicts
+        it. A missing folder is reported when the model is loaded."""
+        if not isinstance(data, dict) or not isinstance(data.get("path"), str):
+            return data
+        found = adapter_settings(Path(data["path"]).expanduser())
+        for name, value in found.items():
+            if name in data and _plain(data[name]) != _plain(value):
+                raise ValueError(
+                    f"{name}={_shown(data[name])} contradicts the adapter {data['path']}, which "
+                    f"has {_shown(value)}; remove {name} (the adapter's own is used)"
+                )
+        return {**data, **found}
+
+    @property
+    def scaling(self) -> str:
+        """The factor of the adapter's output, as text."""
+        return "alpha / sqrt(rank)" if self.use_rslora else "alpha / rank"
+
+    @property
+    def needs_whole_weights(self) -> bool:
+        """Return whether every rank loads all weights before they are sharded: codes and norms are
+        computed from them, and saved modules and adapters are copied."""
+        return bool(self.plain_only)
+
+    @property
+    def plain_only(self) -> list[str]:
+        """Settings, as written in a recipe, that only replicas and FSDP2 support."""
+        found = []
+        if self.quantization:
+            found.append(f"model.lora.quantization={self.quantization}")
+        if self.use_dora:
+            found.append("model.lora.use_dora=true")
+        if self.modules_to_save:
+            found.append("model.lora.modules_to_save")
+        if self.path:
+            found.append("model.lora.path")
+        if names := self.ends_named:
+            found.append(f"model.lora.target_modules={names}")
+        return found
+
+    @property
+    def ends_named(self) -> list[str]:
+        """Names of embeddings and output heads among the targets."""
+        if isinstance(self.target_modules, str):
+            return [n for n in END_NAMES if re.search(rf"\b{n}\b", self.target_modules)]
+        return [t for t in self.target_modules if t.rpartition(".")[2] in END_NAMES]
+
+    def rules(self) -> Iterator[str]:
+        if not self.quantization and self.is_own("double_quantization"):
+            yield (
+                "double_quantization has no effect without quantization; set quantization=nf4, or "
+                "remove it"
+            )
+        if self.use_dora and self.ends_named:
+            yield (
+                f"use_dora with target_modules={self.ends_named}: the magnitude of an embedding or "
+                "head is not supported; name them in modules_to_save, or use use_dora=false"
+            )
+        if isinstance(self.target_modules, tuple):
+            for name in sorted({*self.target_modules} & {*self.modules_to_save}):
+                yield (
+                    f"{name} is in target_modules and in modules_to_save; it gets an adapter or is "
+                    "trained completely, so remove it from one of them"
+                )
+
+
+END_NAMES = ("embed_tokens", "embed_in", "wte", "lm_head", "embed_out", "output_layer")
+"""Usual names of embeddings and output projections."""
+
+ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_FIELDS = {
+    "r": "lora_rank",
+    "lora_alpha": "lora_alpha",
+    "target_modules": "target_modules",
+    "modules_to_save": "modules_to_save",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+}
+_ADAPTER_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "lora_bias": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layers_to_transform": (None,),
+    "layers_pattern": (None,),
+    "layer_replication": (None,),
+    "exclude_modules": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+    "fan_in_fan_out": (False, True, None),
+}
+"""Settings of peft with the values that Burnish supports."""
+
+
+def adapter_settings(folder: Path) -> dict[str, Any]:
+    """Return the fields of :class:`LoraConfig` that peft's config in ``folder`` sets; empty if the
+    file is missing. Raises ValueError if it is no LoRA adapter that Burnish can continue."""
+    file = folder / ADAPTER_CONFIG
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        given = {ours: found[theirs] for theirs, ours in _ADAPTER_FIELDS.items() if theirs in found}
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"path: {file} is not a peft config ({error})") from error
+    for name, allowed in _ADAPTER_PLAIN.items():
+        if name in found and found[name] not in allowed:
+            raise ValueError(
+                f"path: the adapter {folder} has {name}={found[name]!r:.80}, which Burnish does "
+                "not train; merge it into its base (peft: merge_and_unload), and start new "
+                "adapters on the result"
+            )
+    if missing := [n for n in ("lora_rank", "lora_alpha", "target_modules") if not given.get(n)]:
+        raise ValueError(f"path: {file} does not set {', '.join(missing)}; it is no LoRA adapter")
+    given["modules_to_save"] = given.get("modules_to_save") or ()
+    if isinstance(given["target_modules"], list):
+        given["target_modules"] = tuple(sorted(map(str, given["target_modules"])))
+    given["modules_to_save"] = tuple(sorted(map(str, given["modules_to_save"])))
+    return given
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting in a form that is equal for equal settings."""
+    if isinstance(value, list | tuple):
+        return sorted(map(str, value))
+    if isinstance(value, str):
+        lowered = value.strip().lower()
+        if lowered in ("true", "false"):
+            return lowered == "true"
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _shown(value: Any) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
 class ModelConfig(Node):
@@ -94,6 +256,11 @@ class ModelConfig(Node):
         found = {
             n: os.path.abspath(v) for n, v in names.items() if v is not None and os.path.exists(v)
         }
+        if self.lora is not None and self.lora.path and os.path.exists(self.lora.path):
+            own = os.path.abspath(self.lora.path)
+            return self.model_copy(
+                update=found | {"lora": self.lora.model_copy(update={"path": own})}
+            )
         return self.model_copy(update=found)
 
     def rules(self) -> Iterator[str]:

@@ -57,6 +57,12 @@ class TrainEngineFacts(ABC):
         """Return whether each rank writes its own part of a checkpoint."""
         return False
 
+    @property
+    def lora_problem(self) -> str | None:
+        """Reason why the engine supports only plain adapters on inner layers, with the way out.
+        None if it supports all settings of ``model.lora``."""
+        return None
+
     @abstractmethod
     def implementation(self, *, grouped: bool) -> str:
         """Return ``module:class`` of the engine. ``grouped``: its ranks have a process group."""
@@ -119,6 +125,17 @@ class TorchEngine(Node, TrainEngineFacts):
     def offloads_optimizer(self) -> bool:
         """Return whether master weights and moments are in host memory."""
         return self.cpu_offload
+
+    @property
+    def lora_problem(self) -> str | None:
+        """Reason why the engine supports only plain adapters on inner layers, or None."""
+        if self.tensor_parallel_size == 1:
+            return None
+        return (
+            f"train.engine.tensor_parallel_size={self.tensor_parallel_size}: 4-bit blocks, norms "
+            "of weights and saved modules are not split over the ranks of a layer; use "
+            "tensor_parallel_size=1 with train.engine.sharding=full"
+        )
 
     @property
     def waits_by(self) -> str | None:
@@ -235,6 +252,16 @@ class DeepSpeedEngine(Node, TrainEngineFacts):
     def offloads_optimizer(self) -> bool:
         """Return whether master weights and moments are in host memory."""
         return self.adam_offload
+
+    @property
+    def lora_problem(self) -> str | None:
+        """Reason why the engine supports only plain adapters on inner layers."""
+        return (
+            f"train.engine.kind=deepspeed (zero_stage={self.zero_stage}): ZeRO flattens and casts "
+            "all parameters of a layer, also 4-bit codes, and stage 3 splits them, so only plain "
+            "adapters on inner layers are exact; use train.engine.kind=torch, which shards with "
+            "train.engine.sharding=full"
+        )
 
     @property
     def waits_by(self) -> str | None:

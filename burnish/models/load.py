@@ -27,13 +27,14 @@ from transformers import __version__ as transformers_version
 from transformers.utils.hub import cached_file
 
 from burnish.config.explain import nearest
-from burnish.config.model import TEMPLATE_INPUTS, Dtype, ModelConfig
+from burnish.config.model import TEMPLATE_INPUTS, Dtype, LoraConfig, ModelConfig
 from burnish.messages import library_text
 from burnish.models.checks import check_head, check_weights
 from burnish.models.empty import empty_model
 from burnish.models.family import ModelSupport
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.lora import inject_lora
+from burnish.models.nf4 import quantize, require_bitsandbytes
 from burnish.models.paths import ModelError as ModelError
 from burnish.models.paths import check_path, check_tokenizer_path
 from burnish.models.scratch import scratch_model, scratch_tokenizer
@@ -91,7 +92,7 @@ def load_causal_lm(
             model = scratch_model(config.scratch, torch.float32)
         else:
             model = from_pretrained(AutoModelForCausalLM, config, DTYPES[dtype])
-        model = place(model, dtype=dtype, device=device)
+        model = place(model, dtype=dtype, device=device, lora=config.lora)
     choose_attention(model, describe(config))
     in_parts = any(p.is_meta or not p.numel() for p in model.parameters())
     if not in_parts:  # the engine checks a sharded model
@@ -112,11 +113,37 @@ def check_support(config: ModelConfig) -> ModelSupport | None:
     from scratch. Raises ModelError if the model cannot be trained or sampled. Reads no weights;
     takes up to three seconds the first time (``models/support.py``).
     """
+    if config.lora is not None and config.lora.quantization is not None:
+        require_bitsandbytes()
     found = hf_config(config)
     if found is None:
         return None
+    check_unquantized(found, describe(config))
     _check_class(found, describe(config))
     return _supported(found, describe(config), trust=config.trust_remote_code)
+
+
+def check_unquantized(found: PretrainedConfig, name: str) -> None:
+    """Raise ModelError if the weights of a model folder are quantized (GPTQ, AWQ, FP8,
+    compressed-tensors, bitsandbytes): they have no gradient and no full-precision masters."""
+    given = vars(found).get("quantization_config")
+    if not given:
+        return
+    fields = given if isinstance(given, dict) else given.to_dict()
+    method = str(fields.get("quant_method") or "an unknown method").rpartition(".")[2].lower()
+    tools = {
+        "fp8": "transformers' FineGrainedFP8Config(dequantize=True) and save_pretrained",
+        "bitsandbytes": "transformers' model.dequantize() and save_pretrained",
+        "compressed-tensors": "transformers' CompressedTensorsConfig(run_compressed=False) and "
+        "save_pretrained",
+    }
+    tool = tools.get(method, "the tool that quantized it")
+    raise ModelError(
+        f"{name} has quantized weights (quantization_config of its config.json: {method}), and "
+        "Burnish trains and samples from full-precision weights only; use the original checkpoint, "
+        f"or dequantize this one to bf16 ({tool}). For 4-bit base weights, train adapters on that "
+        "with model.lora.quantization=nf4"
+    )
 
 
 def _supported(config: PretrainedConfig, name: str, *, trust: bool) -> ModelSupport:
@@ -198,8 +225,11 @@ def end_turn_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return next((int(i) for i in tail if i in special), None)
 
 
-def place(model: Any, *, dtype: Dtype, device: torch.device | str) -> Any:
-    """Cast the parameters of ``model`` to ``dtype``, move it to ``device``, and return it.
+def place(
+    model: Any, *, dtype: Dtype, device: torch.device | str, lora: LoraConfig | None = None
+) -> Any:
+    """Cast the parameters of ``model`` to ``dtype``, move it to ``device``, and return it. With
+    4-bit base weights in ``lora``, only their codes are moved.
 
     Buffers keep their dtype. Rotary frequencies are multiplied by the position, so rounding them to
     bf16 rotates token 4000 by tenths of a radian. (``model.to(dtype)`` would round them;
@@ -207,6 +237,9 @@ def place(model: Any, *, dtype: Dtype, device: torch.device | str) -> Any:
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[dtype])
+    if lora is not None and lora.quantization is not None:
+        check_weights(model.named_parameters(), type(model).__name__)
+        quantize(model, double=lora.double_quantization, device=device)
     return model.to(device)
 
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
+from peft.utils import get_peft_model_state_dict
+from peft.utils.other import ModulesToSaveWrapper
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from burnish.config.model import LoraConfig
+from burnish.config.model import ADAPTER_CONFIG, LoraConfig
 from burnish.models.buffers import persistent_buffers, plain_name
+from burnish.models.nf4 import Nf4Layer, packed_names, quantized_layers
 
 log = logging.getLogger("burnish")
 
@@ -31,30 +37,152 @@ def peft_config(config: LoraConfig) -> PeftLoraConfig:
         lora_alpha=config.lora_alpha,  # type: ignore[arg-type]
         lora_dropout=config.lora_dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
+        modules_to_save=list(config.modules_to_save) or None,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
         task_type="CAUSAL_LM",
     )
 
 
 def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Inject adapters into ``model``, in place. Afterwards only adapters require gradients.
+    """Inject adapters into ``model``, in place. Afterwards only adapters and saved modules require
+    gradients. With ``config.path`` they start with the weights of that folder.
 
-    Raises ValueError if the targets match no layer, match the embedding or the output projection,
-    or match layers that adapters cannot wrap.
+    Raises ValueError if the targets match no layer, match tied embeddings, or match layers that
+    adapters cannot wrap, and if the adapter of ``config.path`` belongs to another base.
     """
     generator = torch.get_rng_state()
+    tied = _is_tied(model)
     inject_adapter_in_model(peft_config(config), model, adapter_name=ADAPTER)
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    if any(isinstance(end, LoraLayer) for end in ends):
-        raise ValueError(
-            "the embedding and the output projection cannot have adapters (log-probs are computed "
-            "from the projection's weight alone); name inner layers, or use all-linear"
-        )
+    _check_ends(model, tied=tied)
+    _check_saved(model, config)
     _fill_empty_adapters(model, generator)
     _check_shared_weights(model)
     _check_special_layers(model)
     _warn_of_bare_experts(model, config)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".lora_" in name)
+        parameter.requires_grad_(is_adapter(name))
+    if config.path is not None:
+        load_adapter(model, Path(config.path))
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter belongs to an adapter or to the copy of a saved module."""
+    return ".lora_" in name or _SAVED in name
+
+
+_SAVED = f".modules_to_save.{ADAPTER}."
+_ORIGINAL = ".original_module."
+
+
+def effective_weight(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Return (weight [O, I], bias [O] or None) that ``layer`` computes with now, differentiable
+    with respect to its adapter or its saved copy.
+
+    Adapters that are disabled do not count. The delta of an adapter [O, I] is materialized.
+    """
+    if isinstance(layer, ModulesToSaveWrapper):
+        own = layer.original_module if layer.disable_adapters else layer.modules_to_save[ADAPTER]
+        return effective_weight(own)
+    if isinstance(layer, LoraLayer):
+        weight, bias = effective_weight(layer.get_base_layer())
+        if layer.disable_adapters:
+            return weight, bias
+        delta: Tensor = layer.get_delta_weight(ADAPTER)  # type: ignore[attr-defined]
+        return weight + delta.to(weight.dtype), bias
+    bias = layer.bias
+    assert bias is None or isinstance(bias, Tensor)
+    return cast(Tensor, layer.weight), bias
+
+
+def load_adapter(model: nn.Module, folder: Path) -> None:
+    """Copy the weights of peft's adapter in ``folder`` into the adapters of ``model``.
+
+    Raises ValueError if names or shapes differ: the adapter belongs to another base model.
+    """
+    file = folder / ADAPTER_FILE
+    if not (folder / ADAPTER_CONFIG).is_file() or not file.is_file():
+        raise ValueError(
+            f"model.lora.path={folder} is not an adapter folder: it needs {ADAPTER_CONFIG} and "
+            f"{ADAPTER_FILE} (adapter_model.bin can run code when read; convert it to safetensors "
+            "with peft's save_pretrained)"
+        )
+    own = adapter_tensors(model)
+    given = {name.removeprefix(_PEFT_PREFIX): t for name, t in load_file(file).items()}
+    if odd := sorted(own.keys() ^ given.keys()):
+        where = "only the adapter has" if odd[0] in given else "only this model has"
+        raise ValueError(
+            f"the adapter {folder} does not fit this base model: {len(odd)} names differ, e.g. "
+            f"{where} {odd[0]}; set model.path to the base of the adapter"
+            + (f" ({base})" if (base := adapter_base(folder)) else "")
+        )
+    for name, tensor in own.items():
+        if tensor.shape != given[name].shape:
+            raise ValueError(
+                f"the adapter {folder} belongs to another base model: {name} has shape "
+                f"{list(given[name].shape)} in the adapter and {list(tensor.shape)} in this "
+                "model; set model.path to the base of the adapter"
+                + (f" ({base})" if (base := adapter_base(folder)) else "")
+            )
+        if not bool(given[name].isfinite().all()):
+            raise ValueError(f"the adapter {folder} has a weight that is not finite: {name}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(given[name])
+
+
+ADAPTER_FILE = "adapter_model.safetensors"
+_PEFT_PREFIX = "base_model.model."
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of the adapters and saved modules of ``model``, by their name in peft's
+    format without its prefix. They share the model's memory."""
+    found: dict[str, Tensor] = get_peft_model_state_dict(
+        model, adapter_name=ADAPTER, save_embedding_layers=False
+    )
+    return found
+
+
+def adapter_base(folder: Path) -> str | None:
+    """Return the base model that an adapter folder names, or None."""
+    found = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    return found.get("base_model_name_or_path") or None
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _check_ends(model: PreTrainedModel, *, tied: bool) -> None:
+    """Raise ValueError if the embedding or the output projection has an adapter or is saved, and
+    the two are tied."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    if tied and any(isinstance(end, LoraLayer | ModulesToSaveWrapper) for end in ends):
+        raise ValueError(
+            "the embedding and the output projection of this model are tied: one weight, which an "
+            "adapter or a saved copy of one of them would split into two, so the merged model "
+            "could not be loaded; name inner layers, use all-linear, or train all weights"
+        )
+
+
+def _check_saved(model: nn.Module, config: LoraConfig) -> None:
+    """Raise ValueError if a name of ``modules_to_save`` matches no module, or one that cannot be
+    saved."""
+    saved = {n: m for n, m in model.named_modules() if isinstance(m, ModulesToSaveWrapper)}
+    for wanted in config.modules_to_save:
+        if not any(n == wanted or n.endswith(f".{wanted}") for n in saved):
+            raise ValueError(
+                f"model.lora.modules_to_save has {wanted!r}, which names no module of this model; "
+                "use names such as embed_tokens, lm_head or norm"
+            )
+    for name, module in saved.items():
+        if any(isinstance(m, LoraLayer) for m in module.modules()) or packed_names(module):
+            raise ValueError(
+                f"model.lora.modules_to_save: {name} contains layers with adapters or 4-bit "
+                "weights; save modules outside of model.lora.target_modules, such as lm_head"
+            )
 
 
 def _check_shared_weights(model: nn.Module) -> None:
@@ -66,12 +194,16 @@ def _check_shared_weights(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if not isinstance(layer, LoraLayer) or isinstance(layer, ParamWrapper):
             continue
-        first = names.setdefault(id(layer.get_base_layer().weight), name)
+        first = names.setdefault(_weight_id(layer.get_base_layer()), name)
         if first != name:
             raise ValueError(
                 f"{first} and {name} share one weight, and their adapters could not be merged into "
                 "it; name layers that are not repeated, or train all weights"
             )
+
+
+def _weight_id(layer: nn.Module) -> int:
+    return id(layer.packed if isinstance(layer, Nf4Layer) else layer.weight)
 
 
 @torch.no_grad()
@@ -100,7 +232,12 @@ def _check_special_layers(model: PreTrainedModel) -> None:
 
 def _is_special(layer: LoraLayer) -> bool:
     base = layer.get_base_layer()
-    return isinstance(base, nn.Linear) and type(base).forward is not nn.Linear.forward
+    quantized = isinstance(base, Nf4Layer)
+    return (
+        isinstance(base, nn.Linear)
+        and not quantized
+        and type(base).forward is not nn.Linear.forward
+    )
 
 
 def _fill_empty_adapters(model: nn.Module, generator: Tensor) -> None:
@@ -109,7 +246,7 @@ def _fill_empty_adapters(model: nn.Module, generator: Tensor) -> None:
     peft moves adapters to the device of their layer; on the meta device they lose their values.
     They are drawn again from the random state ``generator``, with the same result.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+    layers = [m for m in model.modules() if isinstance(m, LoraLayer) and ADAPTER in m.lora_A]
     empty = [layer for layer in layers if layer.lora_A[ADAPTER].weight.is_meta]
     if empty:
         torch.set_rng_state(generator)
@@ -123,7 +260,7 @@ def _fill_empty_adapters(model: nn.Module, generator: Tensor) -> None:
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Disable the adapters of ``model`` inside the ``with`` block."""
-    layers = [m for m in model.modules() if isinstance(m, LoraLayer)]
+    layers = [m for m in model.modules() if isinstance(m, LoraLayer | ModulesToSaveWrapper)]
     trainable = [p for p in model.parameters() if p.requires_grad]
     for layer in layers:
         layer.enable_adapters(False)
@@ -141,24 +278,42 @@ def merged_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (HuggingFace name, tensor) for every parameter, then for every persistent buffer.
 
-    Adapters are merged into their base weights in fp32. ``only`` restricts the parameters to these
-    names in ``model`` (base weights; adapters follow theirs) and skips buffers. None: all.
+    Adapters are merged into their base weights in fp32; 4-bit weights are dequantized first. Saved
+    modules replace their originals. ``only`` restricts the parameters to these names in ``model``
+    (base weights; adapters follow theirs) and skips buffers. None: all.
     """
-    adapters = _adapters_by_parameter(model)
+    adapters, quantized = _adapters_by_parameter(model), quantized_layers(model)
     for name, parameter in model.named_parameters():
-        if ".lora_" in name or (only is not None and name not in only):
+        if ".lora_" in name or _ORIGINAL in name or (only is not None and name not in only):
             continue
-        plain = plain_name(name)
+        owner, _, leaf = name.rpartition(".")
+        base: Tensor = parameter.detach()
+        if leaf == "packed" and owner in quantized:
+            name, base = f"{owner}.weight", quantized[owner].weight
+        plain = plain_name(name.replace(_SAVED, "."))
         if plain not in adapters:
-            yield plain, parameter.detach()
+            yield plain, base
             continue
         with torch.no_grad():
-            merged = parameter.float()
+            merged = base.float()
             for layer in adapters[plain]:
-                merged = merged + layer.get_delta_weight(ADAPTER).float()  # type: ignore[attr-defined]
-            yield plain, merged.to(parameter.dtype)
+                merged = _merged(layer, merged)
+            yield plain, merged.to(base.dtype)
     if only is None:
         yield from persistent_buffers(model)
+
+
+def _merged(layer: Any, base: Tensor) -> Tensor:
+    """Return the fp32 weight ``base`` with the adapter of ``layer``.
+
+    DoRA scales every output's weights to a trained norm: magnitude x (W + D) / |W + D|.
+    """
+    merged = base + layer.get_delta_weight(ADAPTER).float()
+    if ADAPTER not in (layer.lora_magnitude_vector or ()):
+        return merged
+    inputs = 0 if layer.fan_in_fan_out else 1
+    factor = layer.lora_magnitude_vector[ADAPTER].weight.float() / merged.norm(dim=inputs)
+    return merged * factor.unsqueeze(inputs)
 
 
 def _adapters_by_parameter(model: nn.Module) -> dict[str, list[LoraLayer]]:
@@ -196,7 +351,7 @@ def _warn_of_bare_experts(model: nn.Module, config: LoraConfig) -> None:
     bare = [
         plain_name(name)
         for name, parameter in model.named_parameters()
-        if ".lora_" not in name
+        if not is_adapter(name)
         and len(_shape(parameter)) == 3
         and id(parameter) not in convolutions
         and plain_name(name) not in adapters

@@ -66,7 +66,7 @@ def load_scalar_model(
         model: Any = without_weights(auto_class, config, dtype) if empty else None
         if model is None:
             model = from_pretrained(auto_class, config, DTYPES[dtype])
-            model = place(model, dtype=dtype, device=device)
+            model = place(model, dtype=dtype, device=device, lora=config.lora)
         if model.config.num_labels != 1:
             raise ModelError(
                 f"{describe(config)} has {model.config.num_labels} outputs, and a reward model "
@@ -74,6 +74,12 @@ def load_scalar_model(
             )
         choose_attention(model, describe(config))
         if config.lora is not None:
+            if config.lora.path is not None:
+                raise ModelError(
+                    f"model.lora.path={config.lora.path} with the classifier {describe(config)}: "
+                    "adapters of language models do not fit it; merge the adapter into its base "
+                    "first, or remove model.lora.path"
+                )
             with _drawn_from(seed):
                 inject_lora(model.base_model, config.lora)
         return ScalarModel(model.base_model, model.score)

@@ -58,4 +58,6 @@ def loading(
 def reads_own_shards(spec: EngineSpec, ranks: RankGroup = SINGLE) -> bool:
     """Return whether each rank reads its own rows of the weights into a model created without
     weights."""
+    if spec.model.lora is not None and spec.model.lora.needs_whole_weights:
+        return False
     return engine_class(spec, ranks).reads_own_shards(ranks)

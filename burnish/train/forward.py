@@ -25,6 +25,7 @@ from burnish.models.distill import DistillTarget, distill_logprobs
 from burnish.models.load import ModelError
 from burnish.models.logit_scaling import UNSCALED, logit_scaling
 from burnish.models.logprobs import Head, chunk_tokens, token_logprobs
+from burnish.models.lora import effective_weight
 from burnish.tensors import upload
 from burnish.train.base import Outputs, Role
 from burnish.train.batching import Arranged, Layout, arrange, read_and_target
@@ -166,8 +167,7 @@ class Forward:
         ``with_entropy`` adds entropies. With teacher ``states`` [K, H'] the result contains the
         four tensors of ``DistillOutputs`` instead.
         """
-        weight: Tensor = self.head.weight
-        bias: Tensor | None = self.head.bias
+        weight, bias = effective_weight(self.head)
         if self.scalar:  # in fp32: advantages and margins are differences of these numbers
             wide = None if bias is None else bias.float()
             return (nn.functional.linear(hidden.float(), weight.float(), wide)[:, 0],)

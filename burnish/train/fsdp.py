@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, get_process_group_ranks, new_group
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,6 +34,7 @@ from burnish.models.checks import check_head, raise_if_lacking, raise_overflow
 from burnish.models.empty import fill_rows
 from burnish.models.load import DTYPES, describe
 from burnish.models.lora import merged_weights
+from burnish.models.nf4 import packed_names, quantized_layers
 from burnish.models.tensor_files import Rows
 from burnish.models.units import gathered_modules
 from burnish.train.base import Outputs
@@ -101,6 +103,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         for parameter in self.model.parameters():
             if parameter.requires_grad:  # the masters
                 parameter.data = parameter.data.float()
+        for layer in quantized_layers(self.model).values():
+            layer.store_as(DTYPES[self.spec.precision.dtype])
         empty = {n for n, p in self.model.named_parameters() if p.is_meta}
         self._was_empty = bool(empty)
         self.root = _Within(self.model)
@@ -144,7 +148,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         units = []
         for part in gathered:
             units.append(shard(part.module, reshard_after_forward=engine.reshard_after_forward))
-            if part.kind == "embedding":  # its gradient does not depend on it
+            plain = not isinstance(part.module, LoraLayer)
+            if part.kind == "embedding" and plain:  # its gradient does not depend on it
                 units[-1].set_unshard_in_backward(False)
         units.append(shard(self.root))
         for unit in units:  # losses divide by global counts: gradients are summed, not averaged
@@ -180,7 +185,9 @@ class ShardedTrainEngine(TorchTrainEngine):
     def _check_model(self) -> None:
         """Check the model with a pass over its shards. All ranks raise one rank's error."""
         name, dtype = describe(self.spec.model), DTYPES[self.spec.precision.dtype]
-        parts = ((n, local(p).to(dtype)) for n, p in self.model.named_parameters())
+        codes = packed_names(self.model)
+        named = self.model.named_parameters()
+        parts = ((n, local(p).to(dtype)) for n, p in named if n not in codes)
         self._check_weights(parts, name)
         if self._was_empty and not self.scalar:
             with torch.no_grad():

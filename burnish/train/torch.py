@@ -21,6 +21,7 @@ from burnish.config.train_engines import TorchEngine
 from burnish.models.checks import check_compute_dtype, check_weights
 from burnish.models.load import DTYPES, ModelError, describe
 from burnish.models.lora import merged_weights
+from burnish.models.nf4 import quantized_layers
 from burnish.models.tensor_files import TensorShards, write_shards
 from burnish.train.engine import BaseTrainEngine, Describe
 from burnish.train.forward import Forward
@@ -70,8 +71,10 @@ class TorchTrainEngine(BaseTrainEngine):
             )
         dtype = DTYPES[self.spec.precision.dtype]
         for parameter in self.model.parameters():  # the optimizer casts those that are trained
-            if not parameter.requires_grad:
+            if not parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
+        for layer in quantized_layers(self.model).values():
+            layer.compute_dtype = dtype
         self._place()
         if not self.spec.trainable:
             return None

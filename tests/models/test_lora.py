@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
 from transformers import CONFIG_MAPPING, LlamaForCausalLM
 
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
 from burnish.models.load import ModelError, load_causal_lm
-from burnish.models.lora import adapters_off, merged_weights
+from burnish.models.lora import adapters_off, effective_weight, merged_weights
+from burnish.models.nf4 import quantize
 from burnish.models.shrink import build, shrink
 from burnish.models.value_head import load_scalar_model
 
@@ -158,3 +164,156 @@ def test_merged_weights_are_base_plus_scaled_product(alpha: int) -> None:
         own["model.layers.0.mlp.up_proj.base_layer.weight"],
         base["model.layers.0.mlp.up_proj.weight"],
     )
+
+
+FORMS: list[dict[str, Any]] = [
+    {"quantization": "nf4"},
+    {"quantization": "nf4", "double_quantization": False, "use_rslora": True},
+    {"use_dora": True},
+    {"use_dora": True, "quantization": "nf4"},
+    {"modules_to_save": ("embed_tokens", "lm_head"), "quantization": "nf4"},
+    {"target_modules": ("lm_head", "embed_tokens", "o_proj")},
+]
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
+    """Small models: untied, GPT-2's transposed layers, tied and scaled, and fused experts."""
+    names = ("llama", "gpt2", "gemma3_text", "qwen3", "qwen3_moe")
+    return {name: small(name, tmp_path_factory.mktemp(name)) for name in names}
+
+
+CASES = [
+    *(("llama", form) for form in FORMS),
+    *((name, form) for name in ("gpt2", "gemma3_text", "qwen3") for form in FORMS[:4:3]),
+    ("qwen3_moe", FORMS[0]),
+]
+
+
+@pytest.mark.parametrize(("family", "form"), CASES, ids=str)
+def test_merged_weights_compute_what_the_adapted_model_computes(
+    families: dict[str, ModelConfig], family: str, form: dict[str, Any]
+) -> None:
+    """A plain model with the merged weights has the same logits; with adapters disabled, the
+    adapted model is the base, whose linear weights are those that NF4 can represent."""
+    config = families[family]
+    lora = LoraConfig(lora_rank=4, **form)
+    model = load_causal_lm(config.model_copy(update={"lora": lora}))
+    base = load_causal_lm(config.model_copy(update={"lora": None}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.05 * torch.randn(
+                    parameter.shape, generator=torch.Generator().manual_seed(1)
+                )
+    out = model(TOKENS, use_cache=False).logits
+    with adapters_off(model):
+        off = model(TOKENS, use_cache=False).logits
+    merged = dict(merged_weights(model))
+    assert {n for n, _ in base.named_parameters()} <= merged.keys()
+    assert not any("lora" in name or "packed" in name for name in merged)
+    weight, _ = effective_weight(model.get_output_embeddings())
+    assert (out - off).abs().max() > 0.05, "the adapters have an effect"
+    if "quantization" not in form:
+        assert torch.equal(off, base(TOKENS, use_cache=False).logits)
+    base.load_state_dict(merged, strict=False)
+    # fp32 sums of 4 layers' products, of size 10, in another order
+    torch.testing.assert_close(base(TOKENS, use_cache=False).logits, out, atol=5e-5, rtol=0)
+    torch.testing.assert_close(base.get_output_embeddings().weight, weight, atol=1e-6, rtol=0)
+
+
+def test_nf4_weights_are_the_nearest_of_16_levels_per_block() -> None:
+    """A block of 64 has one scale, its largest number, so the error is at most half of the widest
+    gap between levels (0.152 x the scale), and 1 and 0 are exact."""
+    layer = torch.nn.Linear(64, 2, bias=False)
+    torch.manual_seed(0)
+    weight = torch.rand(2, 64) * 2 - 1
+    weight[:, 0], weight[:, 1] = torch.tensor([1.0, 0.5]), 0.0
+    weight[1, 2:] *= 0.5
+    layer.weight.data = weight.clone()
+    holder: Any = torch.nn.Sequential(layer)
+    holder.get_output_embeddings = lambda: None
+    quantize(holder, double=False, device="cpu")
+    found = layer.weight
+    assert torch.equal(found[:, :2], weight[:, :2])
+    assert (found - weight).abs().amax(1).div(torch.tensor([1.0, 0.5])).max() < 0.153
+    assert all(len(row.unique()) <= 16 for row in found)
+    assert layer.packed.nbytes == 64 and layer.scales.nbytes == 8  # 0.5 B per entry, 4 per block
+
+
+def test_adapters_start_from_a_folder_and_refuse_another_base(
+    families: dict[str, ModelConfig], tmp_path: Path
+) -> None:
+    """peft's own package writes the adapter; the model computes the same with it."""
+    config = families["llama"].model_copy(update={"lora": None})
+    torch.manual_seed(3)
+    theirs = get_peft_model(
+        load_causal_lm(config),
+        PeftConfig(
+            r=3,
+            lora_alpha=5,
+            target_modules=["q_proj", "up_proj"],
+            modules_to_save=["lm_head"],
+            use_rslora=True,
+            use_dora=True,
+        ),
+    )
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn(parameter.shape)
+    theirs.save_pretrained(tmp_path)
+    lora = LoraConfig(path=str(tmp_path))
+    assert (lora.lora_rank, lora.use_dora, lora.modules_to_save) == (3, True, ("lm_head",))
+    model = load_causal_lm(config.model_copy(update={"lora": lora}))
+    expected = theirs(TOKENS, use_cache=False).logits
+    assert torch.equal(model(TOKENS, use_cache=False).logits, expected)
+    with pytest.raises(ValueError, match=r"lora_rank=4 contradicts the adapter .* has 3; remove"):
+        LoraConfig(path=str(tmp_path), lora_rank=4)
+    other = ModelConfig(scratch=ScratchConfig(hidden_size=16, tie_word_embeddings=False), lora=lora)
+    with pytest.raises(ModelError, match=r"belongs to another base model: .* has shape \["):
+        load_causal_lm(other)
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**written, "bias": "all"}))
+    with pytest.raises(ValueError, match="bias='all', which Burnish does not train; merge"):
+        LoraConfig(path=str(tmp_path))
+    with pytest.raises(ModelError, match="is not an adapter folder"):
+        load_causal_lm(config.model_copy(update={"lora": LoraConfig(path=str(tmp_path / "none"))}))
+
+
+@pytest.mark.parametrize("form", [{"modules_to_save": ("lm_head",)}, FORMS[-1]], ids=str)
+def test_ends_that_are_tied_have_no_adapters(form: dict[str, Any]) -> None:
+    config = ModelConfig(scratch=ScratchConfig(hidden_size=32), lora=LoraConfig(**form))
+    with pytest.raises(ModelError, match=r"are tied: one weight.*use all-linear"):
+        load_causal_lm(config)
+
+
+@pytest.mark.parametrize(
+    ("method", "way_out"), [("gptq", "the tool that quantized it"), ("fp8", "dequantize=True")]
+)
+def test_quantized_checkpoints_are_refused_before_their_weights_are_read(
+    families: dict[str, ModelConfig], tmp_path: Path, method: str, way_out: str
+) -> None:
+    config = json.loads((Path(str(families["llama"].path)) / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=f"{method}.*{way_out}.*quantization=nf4"):
+        load_causal_lm(ModelConfig(path=str(tmp_path)))
+
+
+def test_a_missing_bitsandbytes_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ModelError, match=r"pip install 'burnish\[quant\]'"):
+        adapted(quantization="nf4")
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"double_quantization": False}, "no effect without quantization"),
+        ({"use_dora": True, "target_modules": ("lm_head",)}, "use_dora with target_modules"),
+        ({"modules_to_save": ("norm",), "target_modules": ("norm",)}, "remove it from one"),
+    ],
+)
+def test_settings_of_adapters_that_exclude_each_other(lora: dict[str, Any], message: str) -> None:
+    assert any(message in rule for rule in LoraConfig(**lora).broken_rules())

@@ -39,6 +39,22 @@ MODELS = {
     "tied": ModelConfig(scratch=ScratchConfig(**SIZES)),
     "untied": ModelConfig(scratch=ScratchConfig(**SIZES, tie_word_embeddings=False)),
     "lora": ModelConfig(scratch=ScratchConfig(**SIZES), lora=LoraConfig(lora_rank=3)),
+    "nf4": ModelConfig(
+        scratch=ScratchConfig(**SIZES), lora=LoraConfig(lora_rank=3, quantization="nf4")
+    ),
+    "dora": ModelConfig(
+        scratch=ScratchConfig(**SIZES, tie_word_embeddings=False),
+        lora=LoraConfig(lora_rank=3, use_dora=True, modules_to_save=("lm_head", "embed_tokens")),
+    ),
+    "ends": ModelConfig(
+        scratch=ScratchConfig(**SIZES, tie_word_embeddings=False),
+        lora=LoraConfig(
+            lora_rank=3,
+            quantization="nf4",
+            double_quantization=False,
+            target_modules=("embed_tokens", "lm_head", "q_proj"),
+        ),
+    ),
     "one kv head": ModelConfig(scratch=ScratchConfig(**{**SIZES, "num_kv_heads": 1})),
 }
 """53 rows of embeddings and adapters of 3: not divisible by 2."""
@@ -88,6 +104,7 @@ OPTIONS = [
     Case(model="untied", engine={"reduce_gradients": "once"}, split="micro 1", rows=3),
     Case(model="untied", train={"ema_decay": 0.9, "weight_decay": 0.1, "max_grad_norm": 0.05}),
     Case(model="untied", train={"gradient_checkpointing": True}, split="budget 24"),
+    *(Case(model=name) for name in ("nf4", "dora", "ends")),
 ]
 """What the engine can be told."""
 

@@ -275,10 +275,22 @@ def frozen_base(ranks: RankGroup) -> dict[str, Any]:
     }
 
 
+def nf4_weights(ranks: RankGroup) -> dict[str, Any]:
+    """Whether the gathered weights of a QLoRA policy have the bits of a replica's."""
+    found = {}
+    for dtype in ("fp32", "bf16"):
+        precision = PrecisionConfig(dtype=dtype)
+        sharded = cases.weights(make_engine(ranks, Case(model="nf4"), precision=precision))
+        alone = cases.weights(make_engine(SINGLE, Case(model="nf4"), precision=precision))
+        found[dtype] = all(torch.equal(sharded[name], alone[name]) for name in alone)
+    return found
+
+
 SAVED: dict[str, Case] = {
     "tied": Case(train={"ema_decay": 0.9, "lr": 1e-2}),
     "untied": Case(model="untied"),
     "lora": Case(model="lora"),
+    "nf4": Case(model="nf4"),
     "critic": Case("critic"),
 }
 
@@ -398,6 +410,7 @@ OTHERS: dict[str, Callable[[RankGroup], dict[str, Any]]] = {
     "uneven": uneven,
     "held": held,
     "frozen_base": frozen_base,
+    "nf4_weights": nf4_weights,
 }
 
 

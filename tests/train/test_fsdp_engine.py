@@ -217,6 +217,10 @@ def test_a_lora_policy_that_was_its_own_reference_first_trains_on(two: Reports) 
     assert found["base"] == found["again"] != found["tuned"]
 
 
+def test_nf4_weights_are_sharded_without_a_change_of_a_bit(two: Reports) -> None:
+    assert two.same("nf4_weights") == {"fp32": True, "bf16": True}
+
+
 @pytest.mark.parametrize("key", ["policy fp32", "policy bf16", "critic fp32", "critic bf16"])
 def test_a_rank_reads_its_own_rows_of_a_folder_only(key: str, two: Reports) -> None:
     """The model came empty (but for a new value head), and both ranks together read each element

@@ -263,6 +263,13 @@ class ModelConfig(Node):
             )
         return self.model_copy(update=found)
 
+    def without_adapter_path(self) -> ModelConfig:
+        """Return a copy without ``lora.path``, for checkpoints, which contain the adapter. Its
+        settings are kept."""
+        if self.lora is None or self.lora.path is None:
+            return self
+        return self.model_copy(update={"lora": self.lora.model_copy(update={"path": None})})
+
     def rules(self) -> Iterator[str]:
         if (self.path is None) == (self.scratch is None):
             yield (
@@ -287,8 +294,15 @@ class ModelConfig(Node):
                 )
 
 
-def lora_advice(model: ModelConfig) -> Iterator[str]:
-    """Warn about adapter dropout with a loss that compares two policies."""
+def lora_advice(model: ModelConfig, *, holds_reference: bool = False) -> Iterator[str]:
+    """Warn about adapter dropout with a loss that compares two policies, and about a reference
+    (``holds_reference``: the base of the policy) that is not the initial policy."""
+    if holds_reference and model.lora is not None and model.lora.path is not None:
+        yield (
+            f"the reference is the base without the adapter model.lora.path={model.lora.path}, not "
+            "the policy at the start; to measure against the adapter, merge it into its base and "
+            "set reference.model.path to the result"
+        )
     if model.lora is not None and model.lora.lora_dropout:
         yield (
             f"model.lora.lora_dropout={model.lora.lora_dropout:g} applies to training passes but "

@@ -131,7 +131,7 @@ class PreferenceConfig(SupervisedJob):
         own = self.reference is not None and self.reference.model is not None
         if self.needs_reference and not own and self.model.scratch is not None:
             yield random_reference_advice(f"loss={self.loss.kind}")
-        yield from lora_advice(self.model)
+        yield from lora_advice(self.model, holds_reference=self.holds_reference)
 
     def _kto_rules(self) -> Iterator[str]:
         if not self.drop_last:

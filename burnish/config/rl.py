@@ -254,7 +254,7 @@ class RLConfig(TrainingJob):
     def advice(self) -> Iterator[str]:
         yield from asynchronous_advice(self.rollout, self.roles(), self.cluster, self.eval)
         yield from off_policy_advice(self.algorithm, self.rollout)
-        yield from lora_advice(self.model)
+        yield from lora_advice(self.model, holds_reference=self.holds_reference)
         if self.eval is not None:
             yield from held_out_advice(self.data, self.eval.data, "eval.data")
             yield from pass_advice(self.eval, self.rewards)

@@ -88,11 +88,9 @@ def effective_weight(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
         weight, bias = effective_weight(layer.get_base_layer())
         if layer.disable_adapters:
             return weight, bias
-        delta: Tensor = layer.get_delta_weight(ADAPTER)  # type: ignore[attr-defined]
+        delta: Tensor = cast(Any, layer).get_delta_weight(ADAPTER)
         return weight + delta.to(weight.dtype), bias
-    bias = layer.bias
-    assert bias is None or isinstance(bias, Tensor)
-    return cast(Tensor, layer.weight), bias
+    return cast(Tensor, layer.weight), cast(Tensor | None, layer.bias)
 
 
 def load_adapter(model: nn.Module, folder: Path) -> None:

@@ -80,7 +80,7 @@ class Nf4Layer(nn.Module):
         self.packed.data = self.packed.data.view(-1).view(dtype).view(-1, 1)
 
 
-class Nf4Linear(Nf4Layer, nn.Linear):
+class Nf4Linear(Nf4Layer, nn.Linear):  # type: ignore[override]
     """A linear layer with frozen NF4 weights."""
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class Nf4Linear(Nf4Layer, nn.Linear):
         return out if self.bias is None else out + self.bias
 
 
-class Nf4Conv1D(Nf4Layer, Conv1D):
+class Nf4Conv1D(Nf4Layer, Conv1D):  # type: ignore[misc]
     """GPT-2's linear layer, whose weight is [I, O], with frozen NF4 weights."""
 
     def forward(self, x: Tensor) -> Tensor:

@@ -464,9 +464,6 @@ class BaseTrainEngine(ABC):
     def _description(self) -> str:
         """Return the text of ``engine.json``: all engine state except tensors."""
         model = self.spec.recipe_model or self.spec.model
-        if model.lora is not None and model.lora.path is not None:  # all its fields are in here
-            lora = model.lora.model_copy(update={"path": None})
-            model = model.model_copy(update={"lora": lora})
         state = {
             "role": self.role,
             "dtype": self.spec.precision.dtype,
@@ -474,7 +471,7 @@ class BaseTrainEngine(ABC):
             "skipped_total": self.skipped_total,
             "consecutive_skips": self.consecutive_skips,
             "loss_scaler": dict(self._trained().scaler.state_dict()),
-            "model": model.model_dump(mode="json"),
+            "model": model.without_adapter_path().model_dump(mode="json"),
         }
         return json.dumps(state, indent=1)
 

@@ -463,7 +463,6 @@ class BaseTrainEngine(ABC):
 
     def _description(self) -> str:
         """Return the text of ``engine.json``: all engine state except tensors."""
-        model = self.spec.recipe_model or self.spec.model
         state = {
             "role": self.role,
             "dtype": self.spec.precision.dtype,
@@ -471,7 +470,7 @@ class BaseTrainEngine(ABC):
             "skipped_total": self.skipped_total,
             "consecutive_skips": self.consecutive_skips,
             "loss_scaler": dict(self._trained().scaler.state_dict()),
-            "model": model.without_adapter_path().model_dump(mode="json"),
+            "model": self.spec.saved_model.model_dump(mode="json"),
         }
         return json.dumps(state, indent=1)
 

@@ -51,6 +51,11 @@ class EngineSpec:
     dropout: bool = True
     """True if training passes use the dropout and router noise of the model's own config."""
 
+    @property
+    def saved_model(self) -> ModelConfig:
+        """Model that checkpoints name. They contain the adapter, so its folder is left out."""
+        return (self.recipe_model or self.model).without_adapter_path()
+
     def with_precision(self, precision: PrecisionConfig) -> EngineSpec:
         """Return the spec with the job's precision, or with its own dtype if it has one."""
         own = precision if self.dtype is None else PrecisionConfig(dtype=self.dtype)

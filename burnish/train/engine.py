@@ -465,12 +465,11 @@ class BaseTrainEngine(ABC):
         """Return the text of ``engine.json``: all engine state except tensors."""
         state = {
             "role": self.role,
-            "dtype": self.spec.precision.dtype,
             "version": self.version,
             "skipped_total": self.skipped_total,
             "consecutive_skips": self.consecutive_skips,
             "loss_scaler": dict(self._trained().scaler.state_dict()),
-            "model": self.spec.saved_model.model_dump(mode="json"),
+            **self.spec.saved_model,
         }
         return json.dumps(state, indent=1)
 

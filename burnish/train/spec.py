@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -52,9 +53,11 @@ class EngineSpec:
     """True if training passes use the dropout and router noise of the model's own config."""
 
     @property
-    def saved_model(self) -> ModelConfig:
-        """Model that checkpoints name. They contain the adapter, so its folder is left out."""
-        return (self.recipe_model or self.model).without_adapter_path()
+    def saved_model(self) -> dict[str, Any]:
+        """Model and compute dtype, as checkpoints contain them. They also contain the adapter, so
+        its folder is left out."""
+        model = (self.recipe_model or self.model).without_adapter_path()
+        return {"model": model.model_dump(mode="json"), "dtype": self.precision.dtype}
 
     def with_precision(self, precision: PrecisionConfig) -> EngineSpec:
         """Return the spec with the job's precision, or with its own dtype if it has one."""

@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -47,6 +47,8 @@ class CanStage(Protocol):
     def push(self) -> Metrics: ...
 
     def stage(self, in_flight: InFlight) -> StagedWeights: ...
+
+    def policy_idle(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ class AsyncSource:
                 self._started = True
         self.service.resume()
         self._pump()
-        with self._changed:
+        with self.sync.policy_idle(), self._changed:
             while (taken := self._schedule.take()) is None:
                 self._check()
                 if self._schedule.is_exhausted:
@@ -174,16 +176,17 @@ class AsyncSource:
         """Wait until the engine has the policy's weights. Groups for training continue, or new
         requests of theirs wait and those in the engine are finished first."""
         self.service.resume()
-        self._wait_for_weights()
-        if self.options.evaluation == "continue":
-            yield
-            return
-        self.service.hold()
-        try:
-            self.service.wait_for_training()
-            yield
-        finally:
-            self.service.release_held()
+        with self.sync.policy_idle():
+            self._wait_for_weights()
+            if self.options.evaluation == "continue":
+                yield
+                return
+            self.service.hold()
+            try:
+                self.service.wait_for_training()
+                yield
+            finally:
+                self.service.release_held()
 
     def position(self) -> dict[str, Any]:
         """Return the position in the data at the first group that is not used up, and the groups

@@ -58,7 +58,7 @@ class RolloutService:
         self._open: dict[str, Future[Any]] = {}
         self._submitted: dict[str, _Submitted] = {}
         """Requests that are open in the engine. Only the engine thread changes it: an id may be
-        canceled and submitted again before the engine is told."""
+        canceled and submitted again before the engine cancels it."""
         self._held: list[Callable[[], None]] | None = None
         """Submissions for training that are held back. None: they are not."""
         self._idle_calls: deque[Callable[[], None]] = deque()

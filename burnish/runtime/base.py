@@ -4,6 +4,7 @@ a cluster."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -39,6 +40,11 @@ class Sync(Protocol):
         (``rollout.in_flight``). The caller owns the policy. The load of an earlier snapshot may
         still be in progress; it is skipped by workers that have not begun it.
         """
+        ...
+
+    def policy_idle(self) -> AbstractContextManager[None]:
+        """Return a context in which the trainer does not use the policy, so that replaced workers
+        can get its weights. Only for runs that :meth:`stage`."""
         ...
 
 

@@ -1,9 +1,9 @@
 """One rollout engine made of rollout workers in other processes.
 
-This file distributes requests; ``rollout_pool.py`` has the processes. A request is at one worker. A
-worker is told about its new requests between two of its answers. Requests of a lost worker go to
-the others at once. A worker that becomes free, because it is new or has loaded weights, takes
-requests that others cannot have begun."""
+This file distributes requests; ``rollout_pool.py`` has the processes. Each request has one worker.
+A worker receives new requests between two of its answers. Requests of a lost worker go to the
+others at once. A worker that becomes free, because it is new or has loaded weights, takes requests
+that others cannot have begun."""
 
 from __future__ import annotations
 
@@ -385,7 +385,7 @@ class _OpenRequest:
     worker: int = -1
     """Index of its worker; -1: not assigned."""
     sent: bool = False
-    """True once the worker was told."""
+    """True once it was sent to its worker."""
     done: set[int] = field(default_factory=set)
     """Indices of finished samples."""
     released: bool = False

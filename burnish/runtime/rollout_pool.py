@@ -4,8 +4,9 @@ A worker starts, loads its model, loads the newest weights, and is then *ready*.
 replaced. None of this stops the other workers: :meth:`RolloutPool.wait` returns as soon as any
 worker answers.
 
-New weights are *staged*: every worker is told to load them between two of its other calls. If newer
-weights are staged first, a worker that was not told yet skips the older ones.
+New weights are *staged*: every worker is called to load them between two of its other calls. If
+newer weights are staged before that call, the worker skips the older ones. Weights of a connection
+have no copy: a replaced worker waits until the policy can send them (:attr:`RolloutPool.refill`).
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from typing import Any, Literal
 from burnish.config.rollout import InFlight
 from burnish.messages import library_text
 from burnish.rollout.base import Completion
-from burnish.runtime.base import WorkerLostError
 from burnish.runtime.errors import failure, loss_reason
 from burnish.runtime.ray_cluster import RayCluster
 from burnish.runtime.rollout_worker import Orders, RolloutWorker
 
 CLOSE_TIMEOUT_S = 10.0
+_WAIT_S = 1.0
+"""Longest wait for the policy if no worker samples."""
 
 Lost = dict[int, str]
 """Index of a worker -> how it was lost."""
@@ -58,8 +60,8 @@ class PoolWorker:
     """True once it has loaded its model."""
     ready: bool = False
     """True once it takes requests."""
-    told: Weights | None = None
-    """Weights that it was last told to load."""
+    requested: Weights | None = None
+    """Weights of its last call to load."""
     loaded: Weights | None = None
     """Weights that it last confirmed. None: those of the model's files."""
 
@@ -94,14 +96,15 @@ class RolloutPool:
         may_load: Callable[[int], bool],
     ) -> None:
         """Start ``size`` workers. ``build`` calls a worker's method of that name. ``may_load``
-        returns whether a worker may be told to load new weights now."""
+        returns whether a worker may load new weights now."""
         self.cluster, self._build, self._may_load = cluster, build, may_load
         self.version = 0
         """Version of the newest weights that all ready workers have loaded."""
         self.newest: Weights | None = None
-        self.refill: Callable[[Sequence[int]], Lost] | None = None
-        """Sends weights that have no ``give`` to replaced workers. None: they wait for the next
-        transfer. Set by a sync."""
+        self.refill: Callable[[Sequence[int], float], Lost] | None = None
+        """Sends weights that have no ``give`` to replaced workers, and returns those that were
+        lost. It waits up to the given seconds for the policy, and sends nothing if the policy is
+        still in use then. Set by a sync. None: all weights have a ``give``."""
         self.max_len: int | None = None
         """Maximum length of a row in tokens; None: unlimited. Known once a worker is built."""
         self._calls: dict[Any, _Call] = {}
@@ -133,7 +136,7 @@ class RolloutPool:
                 self._call(worker, "other", call(worker.handle))
 
     def called(self, kind: Kind) -> set[int]:
-        """Return the workers that owe the answer to a call of this kind."""
+        """Return the workers that have not answered a call of this kind."""
         return {call.worker.index for call in self._calls.values() if call.kind == kind}
 
     @property
@@ -154,7 +157,7 @@ class RolloutPool:
         self._calls[ref] = _Call(worker, kind, limit, weights)
 
     def forget_calls(self) -> None:
-        """Ignore the answers that ready workers owe, after an error."""
+        """Ignore the outstanding answers of ready workers, after an error."""
         self._calls = {ref: call for ref, call in self._calls.items() if not call.worker.ready}
         for weights in self._held:
             weights.released.set()  # the trainer must not wait for them
@@ -164,27 +167,18 @@ class RolloutPool:
     def wait(self) -> Answers:
         """Wait until a worker answers or is lost, at most one heartbeat interval.
 
-        Workers that start are called again here until they are ready. Raises an error of a worker,
-        and WorkerLostError if no worker can become ready without another transfer."""
+        Workers that start are called again here until they are ready. Raises an error of a
+        worker."""
         answers = Answers()
-        self._check_any()
         ready, answers.lost = self._ready()
         for ref in ready:
             call = self._calls.pop(ref, None)
             if call is not None and call.worker.index not in answers.lost:
                 self._answer(call, ref, answers)
+        answers.lost |= self._fill()
         self.load_due()
         self._confirm()
         return answers
-
-    def _check_any(self) -> None:
-        if self._calls or any(worker.ready for worker in self.workers):
-            return
-        raise WorkerLostError(
-            "all rollout workers were lost, and their replacements cannot get weights while the "
-            "policy is trained, because this kind of sync has no copy of them; use "
-            "sync.kind=object_store, or more than one rollout worker"
-        )
 
     def _ready(self) -> tuple[list[Any], Lost]:
         """Return (references with an answer, lost workers)."""
@@ -232,7 +226,6 @@ class RolloutPool:
             answers.lost[worker.index] = loss_reason(ray, failed)
         elif call.kind == "build":
             self.max_len, worker.built = ray.get(ref), True
-            answers.lost |= self._fill(worker)
         elif call.kind == "load":
             worker.loaded = call.weights
 
@@ -260,7 +253,7 @@ class RolloutPool:
         if weights is not self.newest:
             self._add(weights)
         for index in indices:
-            self.workers[index].told = self.workers[index].loaded = weights
+            self.workers[index].requested = self.workers[index].loaded = weights
         self._confirm()
 
     def _add(self, weights: Weights) -> None:
@@ -269,30 +262,35 @@ class RolloutPool:
         self._held.append(weights)
 
     def load_due(self) -> None:
-        """Tell workers to load the newest weights, if they were not told and may."""
+        """Call the workers that need the newest weights and may load them now."""
         newest = self.newest
         if newest is None or newest.give is None:
             return
         loading = self.called("load")
         for worker in self.workers:
-            due = worker.built and worker.told is not newest and worker.index not in loading
+            due = worker.built and self.is_due(worker) and worker.index not in loading
             if due and (not worker.ready or self._may_load(worker.index)):
-                worker.told = newest
+                worker.requested = newest
                 self._call(worker, "load", newest.give(worker.handle), newest)
 
     def is_due(self, worker: PoolWorker) -> bool:
-        """Return whether a worker has yet to be told to load the newest weights."""
-        return self.newest is not None and worker.told is not self.newest
+        """Return whether a worker was not called to load the newest weights."""
+        return self.newest is not None and worker.requested is not self.newest
 
     def is_confirmed(self, weights: Weights) -> bool:
         """Return whether a worker is ready, and all that are have these weights or newer ones."""
         return self._confirmed >= weights.number
 
-    def _fill(self, worker: PoolWorker) -> Lost:
-        """Give the weights of a connection to a new worker. Return it if it was lost."""
+    def _fill(self) -> Lost:
+        """Send the weights of a connection to replaced workers that wait for them. Return those
+        that were lost. Waits for the policy only if no worker samples."""
         if self.newest is None or self.newest.give is not None or self.refill is None:
             return {}
-        return self.refill([worker.index])
+        waiting = [w.index for w in self.workers if w.built and not w.ready and self.is_due(w)]
+        if not waiting:
+            return {}
+        samples = bool(self._calls) or any(worker.ready for worker in self.workers)
+        return self.refill(waiting, 0.0 if samples else _WAIT_S)
 
     def _confirm(self) -> None:
         """Update the version, let workers that have its weights take requests, and release the

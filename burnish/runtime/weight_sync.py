@@ -8,7 +8,8 @@ the trainer waits if workers still load the one before the last.
 
 :class:`ConnectionSync`: rank 0 and the workers open a connection (``sync/connect.py``). Once a
 process of either side is replaced, the connection is replaced under a new name. The ranks take part
-in the transfer, so it does not overlap with training.
+in the transfer, so it does not overlap with training. In asynchronous runs, a worker that is
+replaced while the policy is trained gets its weights once the trainer waits for groups.
 
 All carry versions and checksums that the workers verify. A worker with an incomplete or corrupted
 transfer refuses to sample."""
@@ -17,8 +18,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from threading import Lock
 from typing import Any
 
 from burnish.config.model import Dtype
@@ -91,6 +94,10 @@ class _StoredSync(ABC):
         metrics["sync/wait_s"] = waited
         metrics["sync/stored_bytes"] = float(sum(w.num_bytes for w in self._stored))
         return StagedWeights(weights.version, metrics, lambda engine: self.rollout.stage(weights))
+
+    def policy_idle(self) -> AbstractContextManager[None]:
+        """Return a context without effect: workers read the stored weights at any time."""
+        return nullcontext()
 
     def _wait_until_few(self) -> None:
         """Wait until all stored weights except the newest are released. Raises ClusterError after
@@ -176,20 +183,37 @@ class ConnectionSync:
         self._names = 0
         self._sent: Weights | None = None
         """Weights of the last transfer to all workers."""
+        self._in_use = Lock()
+        """Held by the trainer while it may use the ranks, and by transfers to new workers."""
+        self._reserved = False
+        """True while the trainer holds the lock: in asynchronous runs, always except in
+        :meth:`policy_idle`. In synchronous runs never, because one thread does everything."""
+        rollout.pool.refill = self._refill
         self.push()
 
     def push(self) -> Metrics:
         """Transfer the weights. Workers that die or hang are replaced, and all processes reconnect.
         Raises SyncError if a worker rejects the weights, and WorkerLostError if a rank is lost."""
-        self.rollout.pool.refill = self._refill
         return self._transfer("recompute")
 
+    @contextmanager
+    def policy_idle(self) -> Iterator[None]:
+        """Let the engine's thread send weights to replaced workers in this context, which the
+        trainer's thread enters while it does not use the ranks. At its end, wait for a transfer in
+        progress. From the first context on, workers get no weights outside of it and of
+        :meth:`stage`."""
+        if self._reserved:
+            self._reserved = False
+            self._in_use.release()
+        try:
+            yield
+        finally:
+            self._reserved = self._in_use.acquire()
+
     def stage(self, in_flight: InFlight) -> StagedWeights:
-        """Return the transfer, in which the ranks take part. Its metrics are known at its end. From
-        now on, workers that are replaced wait for the next transfer."""
+        """Return the transfer, in which the ranks take part. Its metrics are known at its end."""
         metrics: Metrics = {}
         self.rollout.staged = True
-        self.rollout.pool.refill = None  # the engine's thread must not use the ranks later
 
         def load(engine: RolloutEngine) -> None:
             if in_flight == "finish":
@@ -208,8 +232,17 @@ class ConnectionSync:
                 return metrics
             self.rollout.lose(lost)
 
-    def _refill(self, indices: Sequence[int]) -> Lost:
-        """Send the policy's weights to new workers, which invalidates the connection of all."""
+    def _refill(self, indices: Sequence[int], timeout_s: float) -> Lost:
+        """Send the policy's weights to new workers, which invalidates the connection of all. Does
+        nothing if the ranks are in use for the next ``timeout_s`` seconds."""
+        if not self._in_use.acquire(timeout=timeout_s):
+            return {}
+        try:
+            return self._send_to_new(indices)
+        finally:
+            self._in_use.release()
+
+    def _send_to_new(self, indices: Sequence[int]) -> Lost:
         weights, version = self._sent, self.policy.version
         if weights is None or weights.version != version:
             weights = Weights(version)

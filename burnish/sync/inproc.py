@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
@@ -70,3 +71,7 @@ class InprocSync:
         seconds = time.perf_counter() - started
         metrics = sync_metrics(version, num_bytes, buckets=0, seconds=seconds)
         return StagedWeights(version, metrics, load, needs_idle=idle)
+
+    def policy_idle(self) -> AbstractContextManager[None]:
+        """Return a context without effect: there are no workers to replace."""
+        return nullcontext()

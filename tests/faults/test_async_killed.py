@@ -1,8 +1,10 @@
-"""Asynchronous runs under SIGKILL: every prompt is trained exactly once per epoch, and no token is
-older than the bound, whatever was running, finished or on its way to an engine at that moment.
+"""Asynchronous runs under SIGKILL and SIGSTOP: every prompt is trained exactly once per epoch, and
+no token is older than the bound, whatever was running, finished or on its way to an engine at that
+moment.
 
 ``BURNISH_ASYNC_KILLS=40 pytest tests/faults/test_async_killed.py`` also kills rollout workers, the
-trainer and the controller of runs on Ray, that many times in all. The default is no run on Ray.
+trainer and the controller of runs on Ray, and stops rollout workers (they hang), that many times in
+all, with each kind of weight transfer in turn. The default is no run on Ray.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -28,7 +31,8 @@ STALE = 2
 KILLS = int(os.environ.get("BURNISH_ASYNC_KILLS", "0"))
 PER_RUN = 4
 ON_RAY = [range(i, min(i + PER_RUN, KILLS)) for i in range(0, KILLS, PER_RUN)]
-VICTIMS = ("RolloutWorker", "TrainWorker", "controller")
+VICTIMS = ("RolloutWorker", "TrainWorker", "controller", "hung RolloutWorker")
+SYNCS = ("object_store", "collective", "ipc", "disk")
 ASYNC = (
     f"rollout.max_staleness={STALE}",
     "rollout.oversample=1.5",
@@ -94,14 +98,23 @@ def _number_of_lines(path: Path) -> int:
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not KILLS, reason="long: set BURNISH_ASYNC_KILLS=40")
 @pytest.mark.parametrize("kills", ON_RAY, ids=str)
-def test_runs_on_ray_survive_the_loss_of_any_process(
-    kills: range, recipe: Recipe, children: Any, ray_cluster: Any, on_ray: tuple[str, ...]
+def test_runs_on_ray_survive_the_loss_of_any_process(  # house: ok fixtures
+    kills: range,
+    recipe: Recipe,
+    children: Any,
+    ray_cluster: Any,
+    on_ray: tuple[str, ...],
+    tmp_path: Path,
 ) -> None:
-    """24 steps, 4 epochs. A worker that is killed is replaced; a controller that is killed is
-    started again with ``resume``."""
-    steps = 24
+    """24 steps, 4 epochs. A worker that is killed, or hangs for 6 s, is replaced; a controller that
+    is killed is started again with ``resume``. There is one rollout worker, or two."""
+    steps, run = 24, kills.start // PER_RUN
     ray = (*on_ray, "cluster.policy_ranks=1", "cluster.layout=separate", "cluster.max_restarts=8")
-    config = recipe("grpo", *ASYNC, f"max_steps={steps}", *ray)
+    ray = (*ray, "cluster.heartbeat_timeout_s=6", f"cluster.rollout_workers={1 + run % 2}")
+    sync = f"sync={{kind: {SYNCS[run % 4]}, timeout_s: 20}}"
+    if SYNCS[run % 4] == "disk":
+        sync = f"sync={{kind: disk, folder: {tmp_path / 'weights'}}}"
+    config = recipe("grpo", *ASYNC, f"max_steps={steps}", *ray, sync)
     module = Path(config.model_dump()["rewards"][0]["function"].partition(":")[0])
     text = module.read_text(encoding="utf-8").replace(
         "    return", "    time.sleep(0.02)\n    return"
@@ -110,13 +123,15 @@ def test_runs_on_ray_survive_the_loss_of_any_process(
     run_dir = Path(config.run_dir)
     process = children.start(config, environment=ray_cluster.environment)
     for kill in kills:
-        kind = VICTIMS[kill % 3]
-        of_kind = "" if kind == "controller" else kind
+        kind = VICTIMS[kill % 4]
+        of_kind = "" if kind == "controller" else kind.removeprefix("hung ")
         moment = Moment(random.Random(kill), steps - 4)
         moment.wait(run_dir, process, lambda of_kind=of_kind: ray_cluster.workers(of_kind))
         if kind != "controller":
-            found: list[psutil.Process] = ray_cluster.workers(kind)
-            found[int(moment.pick * len(found))].kill()
+            found: list[psutil.Process] = ray_cluster.workers(of_kind)
+            found[int(moment.pick * len(found))].send_signal(
+                signal.SIGSTOP if of_kind != kind else signal.SIGKILL
+            )
             continue
         process.kill()
         process.join()

@@ -290,3 +290,32 @@ def test_an_unread_completion_of_a_canceled_request_is_not_that_of_the_next_with
     engine.submit([request], Sampling(4))
     engine.close()
     assert not engine.busy
+
+
+def test_replaced_workers_get_weights_without_a_copy_once_the_policy_is_idle() -> None:
+    """Both workers die while the policy, which has to send its weights, is in use. Requests wait,
+    and the next workers sample them from the weights of the last transfer."""
+    workers = [Worker() for _ in range(4)]
+    engine = engine_of(Cluster(workers))
+    waits, idle, sent = [], False, Weights(3)
+
+    def refill(indices: Sequence[int], timeout_s: float) -> dict[int, str]:
+        waits.append(timeout_s)
+        if idle:
+            for index in indices:
+                workers[2 + index].given.append(3)
+            engine.pool.mark_loaded(indices, sent)
+        return {}
+
+    engine.pool.refill = refill
+    engine.pool.mark_loaded([0, 1], sent)
+    engine.submit(FOUR, Sampling(4))
+    engine.lose({0: "died", 1: "died"})
+    for _ in range(6):
+        assert engine.poll() == [] and engine.busy
+    assert waits[-1] == 1.0, "nothing else to do"
+    assert engine.version == 3 and not engine.pool.complete
+    idle = True
+    found = finish(engine)
+    assert sorted((c.request_id, c.index) for c in found) == EIGHT
+    assert {c.spans[0].version for c in found} == {3} and engine.pool.complete

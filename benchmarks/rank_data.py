@@ -8,6 +8,11 @@ update is measured as RL computes it: reference, old and teacher log-probs of th
 forward_backward of its only minibatch. Bytes read are the arrays that a rank receives. Memory is
 anonymous memory (RssAnon, sampled every 5 ms) above the level before the update; the object store
 is shared memory and not part of it.
+
+    python benchmarks/rank_data.py --heap [--samples 4096] [--tokens 2048]
+
+measures the controller's memory of the same rollout before the update: its samples as they arrive
+from rollout workers (Python objects), and the batch made of them (arrays).
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ import numpy as np
 import torch
 from common import markdown_table, versions
 
+from burnish.batches import groups_to_batch
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.placement import placement_groups_for
@@ -38,7 +44,7 @@ from burnish.runtime.remote_train import RemoteTrainEngine
 from burnish.runtime.worker import TrainWorker
 from burnish.train.base import Outputs
 from burnish.train.spec import EngineSpec
-from burnish.types import Batch, Stats
+from burnish.types import Batch, Group, Prompt, Sample, Stats
 
 MODEL = ModelConfig(scratch=ScratchConfig(hidden_size=16, num_layers=1))
 PROMPT_TOKENS = 1024
@@ -233,6 +239,46 @@ def measure(ranks: int, batch: Batch, budget: int | None) -> dict[str, str]:
     }
 
 
+def heap(samples: int, tokens: int) -> dict[str, str]:
+    """Return the memory of a rollout on the controller: samples with 150,000 different tokens, in
+    groups of 8, and their batch."""
+    rng = np.random.default_rng(0)
+    before = anonymous_mb()
+    groups, count = [], 0
+    for number in range(samples // 8):
+        prompt_ids = tuple(rng.integers(150_000, size=min(PROMPT_TOKENS, tokens // 4)).tolist())
+        prompt = Prompt(f"p{number}", prompt_ids, "")
+        found = []
+        for index in range(8):
+            length = int(rng.integers(tokens // 2, tokens + 1)) - len(prompt_ids)
+            found.append(
+                Sample(
+                    sample_id=f"p{number}/{index}",
+                    prompt_id=prompt.id,
+                    group_id=number,
+                    prompt_ids=prompt_ids,
+                    response_ids=tuple(rng.integers(150_000, size=length).tolist()),
+                    sampler_logprobs=tuple(rng.standard_normal(length).tolist()),
+                    action_mask=(True,) * length,
+                    versions=(7,) * length,
+                    text="",
+                    finish_reason="stop",
+                )
+            )
+            count += length + len(prompt_ids)
+        groups.append(Group(number, prompt, tuple(found)))
+    of_samples = anonymous_mb() - before
+    batch = groups_to_batch(groups)
+    of_batch = anonymous_mb() - before - of_samples
+    return {
+        "tokens": f"{count:,}",
+        "samples, MB": f"{of_samples:,.0f}",
+        "bytes per token": f"{1e6 * of_samples / count:.0f}",
+        "batch, MB": f"{of_batch:,.0f}",
+        "per token": f"{1e6 * of_batch / batch.tokens.numel():.0f}",
+    }
+
+
 def main(arguments: list[str]) -> None:
     """Measure every number of ranks and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -240,7 +286,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="longest row")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--budget", type=int, help="tokens per micro-batch; default: 8 rows")
+    parser.add_argument("--heap", action="store_true", help="measure samples and batch only")
     args = parser.parse_args(arguments)
+    if args.heap:
+        found = heap(args.samples, args.tokens)
+        print("\n".join(markdown_table(list(found), [list(found.values())])))
+        return
     worker_group.TrainWorker = CountingWorker  # type: ignore[attr-defined, misc]
     batch = make_batch(args.samples, args.tokens)
     print(versions("torch", "ray"))

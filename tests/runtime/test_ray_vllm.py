@@ -1,9 +1,15 @@
 """Reinforcement learning on Ray with DeepSpeed and vLLM: what is sampled comes from the weights
-that were trained, at every step."""
+that were trained, at every step.
+
+``BURNISH_ASYNC_VLLM=1 pytest tests/runtime/test_ray_vllm.py`` adds asynchronous runs, 30 s each.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -51,3 +57,35 @@ def test_ten_steps_of_grpo_through_ray_zero_2_and_vllm(
         assert line["sync/version"] == line["step"], "the engine took the weights of this step"
         assert line["sync/bytes"] > 0 and line["sync/buckets"] >= 1
         assert line["train/grad_norm"] > 0
+
+
+@pytest.mark.skipif("BURNISH_ASYNC_VLLM" not in os.environ, reason="set BURNISH_ASYNC_VLLM=1")
+@pytest.mark.parametrize("kind", ["vllm", "local"])
+@pytest.mark.parametrize("mode", ["recompute", "finish", "continue", "partial"])
+def test_asynchronous_rl_on_ray(
+    kind: str, mode: str, rl: MakeConfig, reward: Callable[[str], float]
+) -> None:
+    """Responses of up to 24 tokens continue across updates. The ages reach the bound and never
+    exceed it, every prompt is trained once, and tokens of the trained version have its log-probs
+    (except with ``continue``, which keeps caches of older weights)."""
+    how = "rollout.partial=true" if mode == "partial" else f"rollout.in_flight={mode}"
+    bound = ["rollout.max_staleness=2", "rollout.oversample=1.5", "algorithm.correction={}", how]
+    small = ["rollout.rollout_batch_size=2", "train.train_batch_size=8", "max_steps=8"]
+    longer = "rollout.generate_max_len=24"
+    engine = f"rollout.engine.kind={kind}"
+    config = rl(*VLLM, engine, *RAY, "cluster.policy_ranks=1", *bound, *small, longer)
+    run_dir = burnish.run(config, rewards=reward).run_dir
+    lines = read_metrics(run_dir)
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert max(line["rollout/age_max"] for line in lines) == 2
+    now = [line["train/age_0_behavior_kl"] for line in lines if "train/age_0_behavior_kl" in line]
+    older = [line["train/age_1_behavior_kl"] for line in lines if "train/age_1_behavior_kl" in line]
+    assert max(older) > 1e-4 and now  # with overlap, later tokens of age 0 depend on timing
+    assert mode != "partial" or len(now) > 1
+    if mode != "continue":
+        assert max(now) < 1e-10  # half the square of an fp32 rounding error
+    records = [json.loads(line) for line in (run_dir / "groups.jsonl").read_text().splitlines()]
+    assert Counter(name for r in records for name in r["trained"]) == {
+        f"sums:{row}@0": 1 for row in range(16)
+    }
+    assert all(age <= 2 for r in records for age in r["trained"].values())

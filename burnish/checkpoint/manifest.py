@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib import metadata
@@ -83,11 +83,31 @@ def write_manifest(folder: Path, *, extra: Mapping[str, Any], step: int | None =
         extra=json.loads(json.dumps(dict(extra), allow_nan=False)),
         files={p.relative_to(folder).as_posix(): r for p, r in zip(paths, records, strict=True)},
     )
+    return _replace(folder, manifest)
+
+
+def rewrite_manifest(folder: Path, *, drop: Collection[str], extra: Mapping[str, Any]) -> Manifest:
+    """Remove the files ``drop`` from the folder's manifest and add ``extra`` to its values, in one
+    atomic write.
+
+    The files themselves are unchanged. Raises CheckpointError if the manifest is missing or
+    corrupted, OSError if it cannot be written.
+    """
+    old = read_manifest(folder)
+    files = {name: record for name, record in old.files.items() if name not in drop}
+    return _replace(
+        folder, old.model_copy(update={"files": files, "extra": {**old.extra, **extra}})
+    )
+
+
+def _replace(folder: Path, manifest: Manifest) -> Manifest:
     body = manifest.model_dump() | {"sha256": manifest.own_sha256()}
-    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
+    scratch = folder / f".{MANIFEST}.tmp"
+    with open(scratch, "w", encoding="utf-8") as file:
         json.dump(body, file, indent=2, allow_nan=False)
         file.flush()
         os.fsync(file.fileno())
+    os.replace(scratch, folder / MANIFEST)
     return Manifest.model_validate(body)
 
 

@@ -24,13 +24,17 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from burnish.checkpoint.errors import CheckpointError
 from burnish.checkpoint.manifest import fsync, read_manifest, sync_tree, verify, write_manifest
+from burnish.checkpoint.reduce import has_only_weights, reduce_to_weights
 from burnish.checkpoint.retention import BestMode, Entry, to_delete
 
 logger = logging.getLogger("burnish")
+
+Keep = Literal["full", "weights"]
+"""Contents of the checkpoints that are kept in addition to the newest."""
 
 _STEP = re.compile(r"step_(\d{6,})")
 _TEMPORARY = re.compile(r"\.tmp-step_\d{6,}-(\d{1,9})")
@@ -77,14 +81,18 @@ class PendingCheckpoint:
 class CheckpointStore:
     """Saves, finds and deletes the checkpoints in ``folder``, which the first save creates."""
 
-    def __init__(self, folder: Path, *, keep_last: int, best_mode: BestMode) -> None:
+    def __init__(
+        self, folder: Path, *, keep_last: int, best_mode: BestMode, keep: Keep = "full"
+    ) -> None:
         """Keep the ``keep_last`` newest checkpoints and the one with the largest (``max``) or
-        smallest (``min``) metric."""
+        smallest (``min``) metric. With ``keep="weights"`` all of them except the newest are reduced
+        to their weights."""
         if keep_last < 1:
             raise ValueError(f"checkpoint.keep_last={keep_last}: at least 1 must be kept")
         self.folder = folder
         self.keep_last = keep_last
         self.best_mode = best_mode
+        self.keep = keep
 
     def save(
         self,
@@ -163,12 +171,18 @@ class CheckpointStore:
         """Return every checkpoint folder, good or bad, oldest step first."""
         return list(self._by_step().values())
 
-    def latest(self) -> Path | None:
+    def latest(self, *, resumable: bool = False) -> Path | None:
         """Return the newest good checkpoint, after verifying all checksums; None if there is none.
 
-        Logs a warning for each newer bad checkpoint, with its problem and the one used instead.
+        ``resumable``: ignore checkpoints that were reduced to their weights. Logs a warning for
+        each newer bad checkpoint, with its problem and the one used instead.
         """
-        return self._first_good(list(reversed(self.all())))
+        return self._first_good(list(reversed(self.all())), resumable=resumable)
+
+    def only_weights(self) -> list[Path]:
+        """Return the good checkpoints that were reduced to their weights, oldest step first."""
+        good = (path for path in self.all() if not verify(path, checksums=False))
+        return [path for path in good if has_only_weights(path)]
 
     def _by_step(self) -> dict[int, Path]:
         found: dict[int, Path] = {}
@@ -182,11 +196,13 @@ class CheckpointStore:
         named = [(pattern.fullmatch(path.name), path) for path in self.folder.iterdir()]
         return [(match, path) for match, path in named if match and path.is_dir()]
 
-    def _first_good(self, paths: Sequence[Path]) -> Path | None:
+    def _first_good(self, paths: Sequence[Path], *, resumable: bool) -> Path | None:
         bad: list[tuple[Path, str]] = []
         used: Path | None = None
         for path in paths:
             problems = verify(path)
+            if not problems and resumable and has_only_weights(path):
+                continue
             if not problems:
                 used = path
                 break
@@ -264,6 +280,18 @@ class CheckpointStore:
                 self._discard(paths[step])
             except OSError as error:
                 logger.warning("old checkpoint %s could not be deleted: %s", paths[step], error)
+        if self.keep == "weights":
+            self._reduce()
+
+    def _reduce(self) -> None:
+        """Reduce every good checkpoint except the newest to its weights. Failures are only
+        logged."""
+        good = [path for path in self.all() if not verify(path, checksums=False)]
+        for path in good[:-1]:
+            try:
+                reduce_to_weights(path)
+            except (OSError, CheckpointError) as error:
+                logger.warning("old checkpoint %s could not be reduced: %s", path, error)
 
     def _discard(self, path: Path) -> None:
         """Rename to a hidden name, then delete, so that a partially deleted folder is never taken

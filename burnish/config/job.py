@@ -33,6 +33,7 @@ from burnish.config.train import (
     TrainConfig,
     checkpoint_rules,
     expert_rules,
+    export_rules,
     parallel_rules,
     ranks_per_row,
 )
@@ -122,9 +123,13 @@ class TrainingJob(JobConfig):
         """Return rows (name, value, origin) of the table printed at start."""
         return [*batch_table(self.batch_plan()), *self.form_lines()]
 
+    @property
+    def trained(self) -> TrainRole:
+        """The role of the model that the job trains (for rl: the policy)."""
+        return next(r for r in self.roles() if isinstance(r, TrainRole) and r.trainable)
+
     def resolve(self) -> JobSpec:
-        batch, roles = self.batch_plan(), self.roles()
-        trained = next(r for r in roles if isinstance(r, TrainRole) and r.trainable)
+        batch, roles, trained = self.batch_plan(), self.roles(), self.trained
         rollout = batch.samples_per_rollout
         return JobSpec(
             job=self.job,
@@ -312,6 +317,7 @@ def training_rules(job: TrainingJob, train: TrainConfig) -> Iterator[str]:
         yield str(error)
     yield from train.engine.precision_rules(job.precision)
     yield from checkpoint_rules(job.checkpoint, train, ranks=job.cluster.policy_ranks)
+    yield from export_rules(job.checkpoint, job.model, kind=job.trained.kind)
     yield from expert_rules(train, job.model)
     yield from parallel_rules(train, job.cluster)
     yield from lora_rules(job, train)

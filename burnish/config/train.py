@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from burnish.config.base import Node
+from burnish.config.base import Node, PathText
 from burnish.config.cluster import ClusterConfig, ClusterRole
 from burnish.config.model import ModelConfig
 from burnish.config.train_engines import TorchEngine, TrainEngineConfig
@@ -159,6 +159,18 @@ class CheckpointConfig(Node):
     step's start. Ignored with every_n_steps=0. None: by steps alone."""
     keep_last: int = Field(2, ge=1)
     """Newest checkpoints to keep."""
+    keep: Literal["full", "weights"] = "full"
+    """Contents of kept checkpoints. weights: each save reduces all older ones to fp32 weights (and
+    the moving average), a third of the size with AdamW; they can be exported, not resumed. The
+    newest is always full."""
+    export_at_end: bool | PathText = False
+    """Write the trained model as a HuggingFace folder once all steps are done. true: ``export`` in
+    the run folder. A path: that folder; ``{run_dir}`` is replaced."""
+    export_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Number format of the weights of ``export_at_end``. None: fp32, that of the masters."""
+    export_lora: Literal["merge", "adapter"] | None = None
+    """Form of a model with adapters in ``export_at_end``: merged weights, or the adapter alone.
+    None: merge."""
     in_background: bool = False
     """Train while a checkpoint is written (needs train.engine.sharding=full). Each rank first
     copies its state to CPU memory, which must have room. A checkpoint is valid at the first end of
@@ -178,6 +190,21 @@ class CheckpointConfig(Node):
                 f"best_metric={name}: its name does not show whether higher or lower is better; "
                 "set best_mode=max or best_mode=min"
             )
+        if self.export_at_end is False:
+            for name in ("export_dtype", "export_lora"):
+                if self.model_dump()[name] is not None:
+                    yield (
+                        f"{name} has no effect without export_at_end; set "
+                        "checkpoint.export_at_end=true (or a folder), or remove it"
+                    )
+        elif isinstance(self.export_at_end, str):
+            if not self.export_at_end.strip():
+                yield "export_at_end is empty; use true, or the path of a new folder"
+            if set("{}") & set(self.export_at_end.replace("{run_dir}", "")):
+                yield (
+                    f"export_at_end={self.export_at_end} contains braces, but only {{run_dir}} is "
+                    "replaced; remove the others"
+                )
 
 
 _LESS = re.compile(
@@ -225,3 +252,16 @@ def checkpoint_rules(
             "sharded and is saved synchronously; set cluster.runtime=ray and "
             "cluster.policy_ranks above 1, or remove it"
         )
+
+
+def export_rules(
+    checkpoint: CheckpointConfig, model: ModelConfig, *, kind: ClusterRole
+) -> Iterator[str]:
+    """Yield an error if the model at the end of the run cannot be exported as an adapter."""
+    if checkpoint.export_lora is None:
+        return
+    name = f"checkpoint.export_lora={checkpoint.export_lora}"
+    if model.lora is None:
+        yield f"{name} is the form of adapters, but model.lora is not set; remove it"
+    elif checkpoint.export_lora == "adapter" and kind != "policy":
+        yield f"{name}: an adapter does not contain the head of a {kind} model; use merge"

@@ -64,6 +64,7 @@ class Checkpointing:
             run_dir / "checkpoints",
             keep_last=config.checkpoint.keep_last,
             best_mode=self.best_mode,
+            keep=config.checkpoint.keep,
         )
         self.saved_step = -1
         """Step of the newest checkpoint; -1 if there is none."""
@@ -136,9 +137,17 @@ class Checkpointing:
     def restore(self, state: State, run: RunPosition) -> Path | None:
         """Restore ``state`` and ``run`` from the newest valid checkpoint and return its folder.
         Return None if there is no checkpoint and no step was done. Raises RunError if no checkpoint
-        is valid, if none exists after a step was done, or if the checkpoint does not fit the
-        recipe."""
-        newest = self.store.latest()
+        is valid, if the valid ones contain only weights, if none exists after a step was done, or
+        if the checkpoint does not fit the recipe."""
+        newest = self.store.latest(resumable=True)
+        if newest is None and (reduced := self.store.only_weights()):
+            raise RunError(
+                f"no checkpoint in {self.store.folder} can be resumed: {reduced[-1].name} contains "
+                "only weights, without the optimizer's state (checkpoint.keep=weights), and there "
+                "is no valid full checkpoint. To train on from these weights with a new optimizer, "
+                f"run: burnish export {reduced[-1]} --out DIR, and start a new run with "
+                "model.path=DIR"
+            )
         if newest is None and self.store.all():
             raise RunError(
                 f"no checkpoint in {self.store.folder} is valid (the warnings above give the "

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config import JobConfig, RLConfig
+from burnish.config.job import TrainingJob
 from burnish.config.placement import PlacementGroupSpec
 from burnish.config.registry import REGISTRY
 from burnish.jobs.base import Job, seed_everything
 from burnish.jobs.errors import RunError, StoppedError
 from burnish.jobs.families import check_families
+from burnish.jobs.final_export import check_export_folder, export_at_end
 from burnish.jobs.inputs import check_inputs, recorded_run
 from burnish.jobs.memory_monitor import MemoryMonitor
 from burnish.jobs.parallelism import check_head_divisibility
@@ -75,6 +77,8 @@ def run(
     check_families(read, download=True)
     seed_everything(config.seed)
     run_dir = prepare_run_dir(config, Path(resume) if resume is not None else None)
+    if isinstance(config, TrainingJob):
+        check_export_folder(config, run_dir)
     done = job.prepare(config, run_dir, resumed=resume is not None)
     if done is not None:
         log.warning("the run %s is already finished", run_dir)
@@ -92,6 +96,8 @@ def run(
         driver.attach(runtime)
         with closing(job.build(config, runtime, run_dir=run_dir, functions=functions)) as loop:
             metrics = driver.run(loop)
+    if isinstance(config, TrainingJob):  # the engines are closed, so their memory is free
+        export_at_end(config, run_dir)
     return RunResult(run_dir, metrics)
 
 

@@ -97,8 +97,11 @@ def test_a_lora_policy_and_its_base_share_shards(
 ) -> None:
     options = ["model.lora.lora_rank=4", "algorithm.kl.init_kl_coef=0.1", "train.lr=1e-2", "seed=3"]
     one = lines_of(rl(*options, "max_steps=3", f"run_dir={rl().run_dir}-one"), reward)
-    lines = lines_of(rl(*options, *RAY, *SHARDED[engine], "max_steps=3"), reward)
+    at_end = ["checkpoint.export_at_end=true", "checkpoint.export_lora=adapter"]
+    config = rl(*options, *RAY, *SHARDED[engine], *at_end, "max_steps=3")
+    lines = lines_of(config, reward)
     compare(one, lines)
+    assert (Path(config.run_dir) / "export" / "adapter_model.safetensors").is_file()
     assert lines[0]["train/kl"] == 0.0 and lines[-1]["train/kl"] > 1e-4
     assert all(line["train/mismatch_max"] < 1e-5 for line in lines), "merged weights arrived"
 
@@ -117,9 +120,10 @@ def test_a_reward_model_trains_in_shards_and_scores_from_them(
     one = lines_of(burnish.load_config({**tree, "run_dir": str(tmp_path / "one")}, []))
     for name, engine in SOME.items():
         run_dir = tmp_path / name
-        config = burnish.load_config({**tree, "run_dir": str(run_dir)}, [*RAY, *engine])
+        at_end = f"checkpoint.export_at_end={run_dir} exported"
+        config = burnish.load_config({**tree, "run_dir": str(run_dir)}, [*RAY, *engine, at_end])
         compare(one, lines_of(config))
-        folder = burnish.export(run_dir, tmp_path / f"{name} exported", model="reward")
+        folder = tmp_path / f"{name} exported"
         rewards = f"rewards=[{{kind: model, model: {{path: '{folder}'}}}}]"
         lines = lines_of(rl(rewards, *RAY, *engine, f"run_dir={run_dir} rl"))
         assert all(abs(line["reward/mean"]) < 100 for line in lines)

@@ -1,0 +1,91 @@
+"""Write the trained model as a HuggingFace folder at the end of a run
+(``checkpoint.export_at_end``).
+
+The model is exported from the run's last checkpoint, on the CPU of the process that controls the
+run, after the engines are closed. It is therefore the same folder for every train engine and every
+number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+from burnish.checkpoint import CheckpointError
+from burnish.checkpoint.export import export
+from burnish.config.job import TrainingJob
+from burnish.jobs.errors import RunError
+from burnish.observe.files import write_text
+
+log = logging.getLogger("burnish")
+
+RECORD = "export.json"
+"""File in the run folder with the folder that the run exported to."""
+
+
+def export_folder(config: TrainingJob, run_dir: Path) -> Path | None:
+    """Return the folder of the export at the end of a run; None if there is none."""
+    wanted = config.checkpoint.export_at_end
+    if wanted is False:
+        return None
+    return run_dir / "export" if wanted is True else Path(wanted.replace("{run_dir}", str(run_dir)))
+
+
+def check_export_folder(config: TrainingJob, run_dir: Path) -> None:
+    """Raise RunError if the export would replace files that this run did not write."""
+    folder = export_folder(config, run_dir)
+    if folder is None or not folder.exists() or _own(folder, run_dir):
+        return
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    raise RunError(
+        f"checkpoint.export_at_end: {folder} exists and was not written by this run; use a new "
+        "folder, or true for a folder in run_dir"
+    )
+
+
+def export_at_end(config: TrainingJob, run_dir: Path) -> None:
+    """Export the newest checkpoint of a completed run, if the recipe asks for it.
+
+    The folder is complete if it exists: it is written under a hidden name and renamed. An export
+    that this run wrote before is replaced. Raises RunError, with the command that repeats the
+    export, if it fails; the run itself is complete.
+    """
+    folder = export_folder(config, run_dir)
+    if folder is None:
+        return
+    check_export_folder(config, run_dir)
+    settings, model = config.checkpoint, config.trained.kind
+    scratch = folder.with_name(f".{folder.name}.tmp")
+    try:
+        if scratch.exists():
+            shutil.rmtree(scratch)
+        export(
+            run_dir,
+            scratch,
+            model=model,
+            dtype=settings.export_dtype,
+            lora=settings.export_lora or "merge",
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        if folder.exists():
+            shutil.rmtree(folder)
+        write_text(run_dir / RECORD, json.dumps({"folder": str(folder.resolve())}))
+        scratch.rename(folder)
+    except (OSError, ValueError, CheckpointError) as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise RunError(
+            f"the run is complete, but its export to {folder} failed: {error}. Correct the cause "
+            f"and run: burnish export {run_dir} --model {model} --out {folder}"
+        ) from error
+    log.info("the trained model is in %s", folder)
+
+
+def _own(folder: Path, run_dir: Path) -> bool:
+    """Return whether an earlier end of this run wrote ``folder``."""
+    record = run_dir / RECORD
+    if not record.is_file():
+        return False
+    return bool(json.loads(record.read_text(encoding="utf-8"))["folder"] == str(folder.resolve()))

@@ -1,0 +1,122 @@
+"""Checkpoints that are reduced to their weights, and the model folder at the end of a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import burnish
+from burnish.checkpoint import CheckpointStore, read_manifest, verify
+from burnish.checkpoint.reduce import reduce_to_weights
+from burnish.config import ConfigError, JobConfig
+from burnish.jobs.errors import RunError
+
+MakeSFT = Callable[..., JobConfig]
+FOUR_STEPS = ("max_steps=4", "checkpoint.every_n_steps=1", "checkpoint.keep_last=3")
+
+
+@pytest.fixture
+def sft(tmp_path: Path) -> MakeSFT:
+    """``sft("train.lr=1e-2")``: the config of a tiny run of supervised fine-tuning."""
+    rows = [{"prompt": f"{i}=", "response": str(i)} for i in range(24)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = {
+        "job": "sft",
+        "run_dir": str(tmp_path / "run"),
+        "model": {"scratch": {"alphabet": "0123456789=", "hidden_size": 32, "num_layers": 1}},
+        "data": {"sources": [str(tmp_path / "rows.jsonl")]},
+        "train": {"train_batch_size": 4, "lr": 1e-2, "ema_decay": 0.5},
+    }
+    return lambda *overrides: burnish.load_config(tree, list(overrides))
+
+
+def test_older_checkpoints_keep_their_weights_and_cannot_be_resumed(
+    sft: MakeSFT, tmp_path: Path
+) -> None:
+    """Steps 2 and 3 are reduced, step 4 is full: a resume continues from it and gives the weights
+    of an undisturbed run. Without step 4 there is nothing to resume."""
+    whole = burnish.run(sft("run_dir=" + str(tmp_path / "whole"), "max_steps=5")).run_dir
+    run_dir = burnish.run(sft(*FOUR_STEPS, "checkpoint.keep=weights")).run_dir
+    steps = sorted((run_dir / "checkpoints").glob("step_*"))
+    assert [step.name[-1] for step in steps] == ["2", "3", "4"]
+    names = [{p.name for p in (step / "policy").glob("*.safetensors")} for step in steps]
+    weights = {"master.safetensors", "ema.safetensors"}
+    assert names[0] == names[1] == weights < names[2]
+    assert [verify(step) for step in steps] == [[], [], []]
+    assert burnish.export(steps[0], tmp_path / "early", model="policy-ema").is_dir()
+
+    burnish.run(sft(*FOUR_STEPS, "max_steps=5", "checkpoint.keep=weights"), resume=run_dir)
+    ours, theirs = (load_file(d / "checkpoints/step_000005/policy/master.safetensors")
+                    for d in (run_dir, whole))  # fmt: skip
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+    shutil.rmtree(run_dir / "checkpoints" / "step_000005")
+    with pytest.raises(RunError, match=r"step_000004 contains only weights(.|\n)*burnish export"):
+        burnish.run(sft(*FOUR_STEPS, "max_steps=6"), resume=run_dir)
+
+
+def test_a_reduction_that_was_interrupted_is_completed_by_the_next(
+    sft: MakeSFT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = burnish.run(sft("max_steps=1")).run_dir
+    folder = run_dir / "checkpoints" / "step_000001"
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", killed)
+        reduce_to_weights(folder)
+    assert (folder / "policy" / "exp_avg.safetensors").is_file() and not verify(folder)
+    store = CheckpointStore(folder.parent, keep_last=1, best_mode="max")
+    assert (store.latest(), store.latest(resumable=True)) == (folder, None)
+    reduce_to_weights(folder)
+    assert not (folder / "policy" / "exp_avg.safetensors").exists() and not verify(folder)
+    assert read_manifest(folder).extra == {"metric": None, "contents": "weights"}
+
+
+def test_the_trained_model_is_exported_at_the_end_and_replaced_by_a_resume(
+    sft: MakeSFT, tmp_path: Path
+) -> None:
+    at_end = ("checkpoint.export_at_end='{run_dir}/hf'", "checkpoint.export_dtype=bf16")
+    run_dir = burnish.run(sft("max_steps=1", *at_end)).run_dir
+    for more in (1, 2):
+        burnish.run(sft(f"max_steps={more}", *at_end), resume=run_dir)
+        by_hand = burnish.export(run_dir, tmp_path / f"by hand {more}", dtype="bf16")
+        found = [load_file(d / "model.safetensors") for d in (run_dir / "hf", by_hand)]
+        assert found[0].keys() == found[1].keys()
+        assert all(torch.equal(found[0][name], found[1][name]) for name in found[1])
+    assert {t.dtype for t in found[0].values()} == {torch.bfloat16}
+
+
+def test_an_export_never_replaces_foreign_files_and_its_failure_names_the_command(
+    sft: MakeSFT, tmp_path: Path
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    with pytest.raises(RunError, match="mine exists and was not written by this run"):
+        burnish.run(sft(f"checkpoint.export_at_end={tmp_path / 'mine'}"))
+    below_a_file = tmp_path / "mine" / "file" / "model"
+    with pytest.raises(RunError, match=rf"run is complete(.|\n)*burnish export .* {below_a_file}"):
+        burnish.run(sft("max_steps=1", f"checkpoint.export_at_end={below_a_file}"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["checkpoint.keep=some"], "keep"),
+        (["checkpoint.export_dtype=bf16"], "no effect without export_at_end"),
+        (["checkpoint.export_at_end=' '"], "export_at_end is empty"),
+        (["checkpoint.export_at_end='{time}'"], "only {run_dir} is replaced"),
+        (["checkpoint.export_at_end=true", "checkpoint.export_lora=adapter"], "lora is not set"),
+    ],
+)
+def test_wrong_settings_are_refused_at_load(sft: MakeSFT, overrides: list[str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        sft(*overrides)

@@ -12,6 +12,7 @@ from burnish.config.base import Node
 from burnish.config.data import PromptDataConfig
 from burnish.config.episodes import EpisodesConfig
 from burnish.config.rewards import RewardConfig
+from burnish.config.vllm_arguments import problems
 
 StopText = Annotated[str, Field(min_length=1)]  # an empty string is a substring of every response
 TokenId = Annotated[int, Field(ge=0)]
@@ -97,6 +98,12 @@ class VllmEngine(Node):
     sleep_between_rollouts: bool = False
     """CUDA: free weights and cache after every training rollout; updated weights are loaded before
     the next. No effect on CPU."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's ``EngineArgs``, such as ``{max_num_batched_tokens: 16384}``.
+    Refused: those that a key of Burnish sets, or that change samples or weights."""
+
+    def rules(self) -> Iterator[str]:
+        yield from problems(self.engine_args, path="engine_args")
 
     @property
     def keeps_cache_on_update(self) -> bool:

@@ -160,7 +160,7 @@ class VllmRolloutEngine:
                 "enable_chunked_prefill": False,
                 "max_num_batched_tokens": max(_CPU_BATCH, self.max_model_len),
             }
-        return {
+        own = {
             "dtype": str(self.dtype).removeprefix("torch."),
             "load_format": "dummy",  # load_weights provides the weights
             "skip_tokenizer_init": True,  # token ids in, token ids out
@@ -178,6 +178,13 @@ class VllmRolloutEngine:
             "disable_log_stats": True,
             **cache,
         }
+        if both := sorted(own.keys() & config.engine_args.keys()):
+            place = "on a CPU" if self.on_cpu else "for this model"
+            raise ModelError(
+                f"rollout.engine.engine_args.{both[0]} is set by Burnish {place} "
+                f"({both[0]}={own[both[0]]}); remove it"
+            )
+        return {**own, **config.engine_args}
 
     # ---- the interface ---------------------------------------------------------------------
 

@@ -78,6 +78,18 @@ def test_unknown_key_error_lists_the_keys_if_none_is_near(rl_recipe):
             "rollout.engine.kind=vlm",
             "rollout.engine: unknown kind 'vlm' (nearest: vllm); kinds: local, vllm",
         ),
+        (
+            "rollout.engine={kind: vllm, engine_args: {dtype: bfloat16}}",
+            "engine_args.dtype is set by precision.rollout_dtype; use that key",
+        ),
+        (
+            "rollout.engine={kind: vllm, engine_args: {quantization: fp8}}",
+            "engine_args.quantization cannot be passed to vLLM: it computes in another number",
+        ),
+        (
+            "rollout.engine={kind: vllm, engine_args: {max_num_batched_token: 512}}",
+            "max_num_batched_token is not an argument of vLLM (nearest: max_num_batched_tokens)",
+        ),
     ],
 )
 def test_wrong_value_error_gives_the_accepted_values(rl_recipe, override, said):

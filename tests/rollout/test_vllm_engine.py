@@ -695,7 +695,10 @@ def test_a_group_that_a_trainer_made_outlives_the_engine(tmp_path: Path) -> None
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        with closing(start(config_of(tied=True))) as engine:
+        passed = {"distributed_timeout_seconds": 77}
+        with closing(start(config_of(tied=True), engine_args=passed)) as engine:
+            config = engine._llm.vllm_config.parallel_config
+            assert config.distributed_timeout_seconds == 77
             engine.load_weights(0, lively(config_of(tied=True)).named_parameters())
             assert len(list(engine.generate(requests_for(PROMPTS), Sampling(3)))) == 5
         x = torch.ones(2)
@@ -703,6 +706,16 @@ def test_a_group_that_a_trainer_made_outlives_the_engine(tmp_path: Path) -> None
         assert x.tolist() == [1.0, 1.0]
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_an_argument_that_is_set_on_this_machine_is_refused(loaded: VllmRolloutEngine) -> None:
+    settings = loaded.config.model_copy(update={"engine_args": {"block_size": 64}})
+    loaded.config, before = settings, loaded.config
+    try:
+        with pytest.raises(ModelError, match=r"engine_args\.block_size is set by Burnish on a CPU"):
+            loaded._arguments(loaded._skeleton)
+    finally:
+        loaded.config = before
 
 
 def test_a_process_has_at_most_one_engine(loaded: VllmRolloutEngine) -> None:

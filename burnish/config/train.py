@@ -65,7 +65,7 @@ class TrainConfig(Node):
     moe_aux_loss_coef: float = Field(0.0, ge=0)
     """Weight of the router's load-balancing loss (arXiv 2101.03961) of policies and reward models
     with experts; usually 0.001 to 0.01. Computed per micro-batch and weighted by tokens, so small
-    micro-batches are balanced one by one. 0: none."""
+    micro-batches are balanced one by one. Not with tensor parallelism. 0: none."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Decay of an exponential moving average of the weights. None: no average."""
     logprob_chunk_tokens: int | None = Field(None, ge=1)
@@ -100,8 +100,9 @@ def on_oom_problem(train: TrainConfig) -> str | None:
         return None
     return (
         f"on_oom=retry_smaller with {waits_by.removeprefix('train.')}: all ranks synchronize in "
-        "every pass, so a rank that aborts one would leave the others waiting; use on_oom=fail "
-        "with a smaller micro_train_batch_size"
+        "every pass, so a rank that aborts one would leave the others waiting in its collectives, "
+        "where they cannot take part in a vote to repeat it; use on_oom=fail with a smaller "
+        "micro_train_batch_size, or settings of 'burnish plan --fit'"
     )
 
 
@@ -113,11 +114,12 @@ def expert_rules(train: TrainConfig, model: ModelConfig) -> Iterator[str]:
         return
     if model.scratch is not None:
         yield f"{name} balances the load of experts, but model.scratch has none; remove it"
-    if train.engine.waits_by is not None:
+    if train.engine.tensor_parallel_size > 1:
         yield (
-            f"{name} with {train.engine.waits_by}: only replicas of the torch engine have the "
-            "router's choices; use train.engine.kind=torch with sharding=none and unsplit rows, "
-            "or remove it"
+            f"{name} with train.engine.tensor_parallel_size={train.engine.tensor_parallel_size}: "
+            "the gradient of a router through this loss is verified only for unsplit layers; use "
+            "sharding=full (with sequence_parallel_size for long rows), kind=deepspeed, or remove "
+            "it"
         )
 
 
@@ -242,8 +244,9 @@ def checkpoint_rules(
         return
     if not train.engine.saves_own_shards:
         yield (
-            "checkpoint.in_background=true with an engine whose rank 0 writes for all: only the "
-            "ranks of train.engine.sharding=full write their own parts during training; set "
+            "checkpoint.in_background=true with an engine whose rank 0 writes for all: the ranks "
+            "gather every tensor for it, and these collectives cannot overlap with those of "
+            "training; only the ranks of train.engine.sharding=full write their own parts; set "
             "that, or remove in_background"
         )
     elif ranks == 1:

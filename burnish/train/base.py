@@ -7,7 +7,7 @@ Engines never import algorithms: the loss is an argument.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -48,14 +48,15 @@ class Outputs:
     """Number of experts per token, if there are ``router_logits``"""
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the fields that are aligned with tokens, in their order."""
-        return tuple(vars(self).values())[:7]
+        """Return the fields that are tensors, in their order."""
+        return tuple(vars(self).values())[:8]
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor | None]) -> Outputs:
+    def of(cls, tensors: Sequence[Tensor | None], *, experts_per_token: int = 0) -> Outputs:
         """Rebuild the outputs from the result of :meth:`tensors`."""
-        logprobs, entropy, values, divergence, teacher_kl, agreement, states = tensors
-        return cls(logprobs, entropy, values, divergence, teacher_kl, agreement, states)
+        logprobs, entropy, values, divergence, teacher_kl, agreement, states, routed = tensors
+        outputs = cls(logprobs, entropy, values, divergence, teacher_kl, agreement, states, routed)
+        return outputs if routed is None else replace(outputs, experts_per_token=experts_per_token)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -170,7 +171,15 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
     # ---- computing -------------------------------------------------------------------------
 
     def _outputs(self, batch: Batch, *, with_entropy: bool) -> Outputs:
-        return self.forward.named(self._run(batch, with_entropy=with_entropy))
+        found = self._run(batch, with_entropy=with_entropy)
+        if not self.forward.routes:
+            return self.forward.named(found)
+        *rest, routed = found  # the last field of the outputs
+        return replace(
+            self.forward.named(tuple(rest)),
+            router_logits=routed,
+            experts_per_token=self.forward.experts_per_token,
+        )
 
     def _states(self, batch: Batch) -> Tensor:
         return self._run(batch, states=True)[0]

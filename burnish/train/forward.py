@@ -84,20 +84,17 @@ class Forward:
     def __call__(self, batch: Batch, *, with_entropy: bool) -> Outputs:
         """Return outputs [M] fp32, aligned with the batch's tokens."""
         arranged = arrange(batch, self.layout)
-        if not self.experts_per_token or not torch.is_grad_enabled():
+        if not self.routes:
             return self.named(self._compute(batch, arranged, with_entropy=with_entropy))
-        out = self._body(
-            arranged.input_ids, arranged.position_ids, arranged.plan, output_router_logits=True
-        )
-        hidden = cast(Tensor, out.last_hidden_state).flatten(0, 1)
-        found = self._read(batch, hidden, arranged.flat_index, with_entropy=with_entropy)
+        found, routed = self._compute_routed(batch, arranged, with_entropy=with_entropy)
         return replace(
-            self.named(found),
-            router_logits=_in_rows(
-                out.router_logits, upload(arranged.flat_index, hidden.device), self.body
-            ),
-            experts_per_token=self.experts_per_token,
+            self.named(found), router_logits=routed, experts_per_token=self.experts_per_token
         )
+
+    @property
+    def routes(self) -> bool:
+        """Return whether the next pass returns router logits."""
+        return self.experts_per_token > 0 and torch.is_grad_enabled()
 
     def states(self, batch: Batch) -> Tensor:
         """Return the [M, H] hidden states from which action tokens are predicted."""
@@ -115,6 +112,22 @@ class Forward:
         None."""
         hidden = self._hidden(arranged.input_ids, arranged.position_ids, arranged.plan)
         return self._read(batch, hidden, arranged.flat_index, with_entropy=with_entropy)
+
+    def _compute_routed(
+        self, batch: Batch, arranged: Arranged, *, with_entropy: bool
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return the head's outputs, and the router logits [L, M, E] of the batch's tokens.
+
+        Padding is dropped and a shared prompt is repeated for each of its rows, so all layouts
+        agree.
+        """
+        out = self._body(
+            arranged.input_ids, arranged.position_ids, arranged.plan, output_router_logits=True
+        )
+        hidden = cast(Tensor, out.last_hidden_state).flatten(0, 1)
+        index = upload(arranged.flat_index, hidden.device)
+        found = self._read(batch, hidden, arranged.flat_index, with_entropy=with_entropy)
+        return found, routers_of(out, self.body)[:, index]
 
     def _read(
         self, batch: Batch, hidden: Tensor, flat_index: Tensor, *, with_entropy: bool | None
@@ -269,22 +282,16 @@ def experts_per_token(body: PreTrainedModel) -> int:
     return int(each)
 
 
-def _in_rows(
-    routed: tuple[Tensor, ...] | None, flat_index: Tensor, body: PreTrainedModel
-) -> Tensor:
-    """Stack the router logits [R * T, E] of each layer into [L, M, E], aligned with the batch's
-    tokens.
-
-    Padding is dropped and a shared prompt is repeated for each of its rows, so all layouts agree.
-    Raises ModelError if the model returns no router logits.
-    """
-    if not routed:
+def routers_of(out: Any, body: PreTrainedModel) -> Tensor:
+    """Return the router logits [L, R * T, E] of a pass. Raises ModelError if the model returns
+    none."""
+    if not out.router_logits:
         raise ModelError(
             f"train.moe_aux_loss_coef: {type(body).__name__} does not return router logits "
             "(output_router_logits); use a model that does (such as Mixtral, Qwen3-MoE, OLMoE), or "
             "remove train.moe_aux_loss_coef"
         )
-    return torch.stack([logits[flat_index] for logits in routed])
+    return torch.stack(list(out.router_logits))
 
 
 def _in_line(values: Tensor, index: Tensor, batch: Batch) -> Tensor:

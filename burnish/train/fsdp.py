@@ -238,7 +238,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         def compute() -> tuple[Tensor | None, ...]:  # FSDP2 finds tensors in tuples
             return self.forward(batch, with_entropy=with_entropy).tensors()
 
-        return Outputs.of(self.root(compute))
+        found = self.root(compute)
+        return Outputs.of(found, experts_per_token=self.forward.experts_per_token)
 
     def _states(self, batch: Batch) -> Tensor:
         found: Tensor = self.root(partial(self.forward.states, batch))

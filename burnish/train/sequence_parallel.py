@@ -26,7 +26,7 @@ from burnish.models.ulysses import sum_over
 from burnish.tensors import upload
 from burnish.train.base import Role
 from burnish.train.batching import Arranged
-from burnish.train.forward import Forward
+from burnish.train.forward import Forward, routers_of
 from burnish.train.process_group import RankGroup
 from burnish.types import Batch
 
@@ -123,6 +123,38 @@ class SequenceParallelForward(Forward):
     ) -> tuple[Tensor, ...]:
         shard = local_shard(arranged, self.model_parallel)
         hidden = self._hidden(shard.input_ids, shard.position_ids, shard.plan)
+        return self._outputs_of(batch, arranged, shard, hidden, with_entropy=with_entropy)
+
+    def _compute_routed(
+        self, batch: Batch, arranged: Arranged, *, with_entropy: bool
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return the outputs and the router logits of all tokens. Each rank's gradient is that of
+        the tokens of its shard."""
+        shard, group = local_shard(arranged, self.model_parallel), self.model_parallel.group
+        assert group is not None
+        out = self._body(shard.input_ids, shard.position_ids, shard.plan, output_router_logits=True)
+        hidden = cast(Tensor, out.last_hidden_state).flatten(0, 1)
+        found = self._outputs_of(batch, arranged, shard, hidden, with_entropy=with_entropy)
+        own = routers_of(out, self.body)  # [L, C, E]
+        index = arranged.flat_index - shard.begin
+        here = ((index >= 0) & (index < len(hidden))).nonzero()[:, 0]
+        logits = own.new_zeros(own.shape[0], len(index), own.shape[2])
+        logits = logits.index_copy(
+            1, upload(here, hidden.device), own[:, upload(index[here], hidden.device)]
+        )
+        return found, sum_over(group, logits)
+
+    def _outputs_of(
+        self,
+        batch: Batch,
+        arranged: Arranged,
+        shard: LocalShard,
+        hidden: Tensor,
+        *,
+        with_entropy: bool | None,
+    ) -> tuple[Tensor, ...]:
+        """Return the head's outputs on all ranks from the ``hidden`` [C, H] states of this
+        one."""
         self._check_asked(shard.plan)
         read, target = self._reads(batch)
         index = arranged.flat_index[read] - shard.begin

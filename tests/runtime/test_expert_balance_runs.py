@@ -216,8 +216,7 @@ def test_a_model_without_experts_is_refused(tiny_config: ModelConfig) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("train.engine=deepspeed", "with train.engine.kind=deepspeed"),
-        ("train.engine.sharding=full", "with train.engine.sharding=full"),
+        ("train.engine.tensor_parallel_size=2", "with train.engine.tensor_parallel_size=2"),
         ("model={scratch: {}}", "model.scratch has none"),
     ],
 )

@@ -1,0 +1,82 @@
+"""The load-balancing loss of a mixture on sharded engines gives the gradient of one replica."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.models.load import load_tokenizer
+from burnish.train.process_group import SINGLE
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).with_name("expert_ranks.py")
+_SPEC = importlib.util.spec_from_file_location("expert_ranks", SCRIPT)
+assert _SPEC is not None and _SPEC.loader is not None
+expert_ranks: Any = importlib.util.module_from_spec(_SPEC)
+sys.modules["expert_ranks"] = expert_ranks
+_SPEC.loader.exec_module(expert_ranks)
+
+
+def save_mixture(folder: Path) -> None:
+    tokenizer = load_tokenizer(ModelConfig(scratch=ScratchConfig(alphabet="0123456789+=")))
+    torch.manual_seed(5)
+    config = Qwen3MoeConfig(
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        head_dim=8,
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():  # routers that prefer some experts
+        for name, weight in model.named_parameters():
+            if name.endswith("gate.weight"):
+                weight.mul_(20)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def test_sharded_engines_balance_experts_as_a_replica_does(
+    run_together: Callable[..., list[int]], tmp_path: Path
+) -> None:
+    """One step of AdamW with eps 1 and lr 1 moves a weight by g / (|g| + 1), so weights after it
+    compare gradients. Five rows on two ranks, one per pass: the second rank computes no row in its
+    last pass."""
+    save_mixture(tmp_path / "mixture")
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "mixture").state_dict()
+    replica, stats = expert_ranks.step(tmp_path, {}, SINGLE, recompute=False)
+    weights = dict(replica.weights())
+    routers = [name for name in weights if name.endswith("gate.weight")]
+    assert len(routers) == 2
+    assert all((weights[name] - before[name]).abs().max() > 1e-3 for name in routers)
+    run_together(
+        SCRIPT, [[str(tmp_path), str(rank), "2"] for rank in range(2)], tmp_path, timeout_s=300
+    )
+    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    for name in expert_ranks.ENGINES:
+        assert found[0][name] == found[1][name]
+        assert found[0][name] == pytest.approx(stats, rel=1e-5)  # fp32 sums
+        sharded = load_file(tmp_path / f"{name}.safetensors")
+        for key, weight in weights.items():  # fp32: sums in another order
+            torch.testing.assert_close(
+                sharded[key], weight, rtol=1e-5, atol=2e-6, msg=f"{name} {key}"
+            )

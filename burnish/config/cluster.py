@@ -12,6 +12,7 @@ from burnish.config.base import Node
 
 Layout = Literal["colocate_all", "colocate_actor_ref", "colocate_critic_reward", "separate"]
 ClusterRole = Literal["policy", "reference", "teacher", "critic", "reward", "rollout"]
+TrainedOrFrozen = Literal["policy", "reference", "teacher", "critic", "reward"]
 
 COLOCATED: dict[Layout, frozenset[ClusterRole]] = {
     "colocate_all": frozenset({"policy", "reference", "teacher", "critic", "reward", "rollout"}),
@@ -51,6 +52,9 @@ class ClusterConfig(Node):
     """CPUs per place, shared by its workers, which use that many threads."""
     gpus_per_worker: float = Field(0.0, ge=0)
     """GPUs per place, shared by its workers. 0: run on CPUs."""
+    offload_between_phases: tuple[TrainedOrFrozen, ...] = ()
+    """Roles whose weights, gradients and optimizer state are moved to host memory while roles that
+    share their GPUs compute: ``policy``, ``critic``, ``reference``, ``teacher``, ``reward``."""
     hardware: str | None = None
     """Intended cluster, as NODESxGPUSxNAME (4x8xA800-80GB; 8xA800-80GB: one node), for ``burnish
     plan`` without ``--cluster``, and for a run's memory check if the starting process has no GPUs.
@@ -82,6 +86,11 @@ class ClusterConfig(Node):
             "rollout": self.rollout_workers,
         }.get(role)
         return own or self.policy_ranks
+
+    @property
+    def shared_roles(self) -> frozenset[ClusterRole]:
+        """Return the roles that share a device with each other, if the job has them."""
+        return COLOCATED["colocate_all" if self.runtime == "inline" else self.layout]
 
     def rules(self) -> Iterator[str]:
         if self.hardware is not None and not _HARDWARE.fullmatch(self.hardware):

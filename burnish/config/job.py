@@ -14,6 +14,7 @@ from burnish.config.cluster import ClusterConfig, ClusterRole
 from burnish.config.data import DataConfig, PreferenceDataConfig, SFTDataConfig
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.observe import ObserveConfig
+from burnish.config.offload import offload_rules
 from burnish.config.passes import passes_lines, total_rows
 from burnish.config.rewards import FailurePolicy, RewardConfig
 from burnish.config.roles import (
@@ -62,7 +63,12 @@ class JobConfig(Node):
 
     @model_validator(mode="after")
     def _report_all_broken_rules(self) -> JobConfig:
-        problems = [*self.broken_rules(), *placement_rules(self.cluster, self.roles())]
+        roles = self.roles()
+        problems = [
+            *self.broken_rules(),
+            *placement_rules(self.cluster, roles),
+            *offload_rules(self.cluster, roles),
+        ]
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -183,6 +189,7 @@ class SupervisedJob(TrainingJob):
             ranks=self.cluster.ranks(kind),
             lengths=RowLengths(prompt=0, rest=self.rows.max_len),
             train=self.train,
+            offload=kind in self.cluster.offload_between_phases,
             rows_per_unit=self.rows_per_unit,
             checkpoint=self.checkpoint,
         )

@@ -147,6 +147,7 @@ class RLConfig(TrainingJob):
             else 1,
             with_entropy=True,
             dropout=False,
+            offload="policy" in self.cluster.offload_between_phases,
             needs_old_logprobs=self.needs_old_logprobs,
             holds_reference=self.holds_reference,
             ptx=self.ptx,

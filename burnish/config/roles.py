@@ -124,6 +124,9 @@ class TrainRole(RoleSpec):
     """Rows per forward pass of a reward model. None: micro-batches of the job."""
     with_entropy: bool = False
     """True if training passes measure the policy's entropy."""
+    offload: bool = False
+    """True if its tensors are in host memory between its phases
+    (``cluster.offload_between_phases``)."""
     dropout: bool = True
     """True if training passes apply the dropout and router noise of the model's own config."""
     needs_old_logprobs: bool = False
@@ -201,6 +204,7 @@ class TrainRole(RoleSpec):
             lengths=self.lengths,
             head="scalar" if kind == "critic" else "lm",
             trainable=trainable,
+            offload=kind in cluster.offload_between_phases,
             train=self.train.model_copy(update={"moe_aux_loss_coef": 0.0}),
             rows_per_unit=1 if divides else self.rows_per_unit,
             dropout=self.dropout,
@@ -345,6 +349,7 @@ def reward_roles(
                 lengths=lengths,
                 head="scalar",
                 trainable=False,
+                offload="reward" in cluster.offload_between_phases,
                 train=train,
                 rows_per_pass=entry.micro_batch_size,
             )

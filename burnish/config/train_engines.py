@@ -42,6 +42,11 @@ class TrainEngineFacts(ABC):
         return False
 
     @property
+    def keeps_weights_on_host(self) -> str | None:
+        """Setting that keeps the weights in host memory during the entire run, or None."""
+        return None
+
+    @property
     def parallel_setting(self) -> str:
         """Setting that makes ranks compute the same rows, as written in a recipe."""
         return "train.engine.kind"
@@ -136,6 +141,11 @@ class TorchEngine(Node, TrainEngineFacts):
             "of weights and saved modules are not split over the ranks of a layer; use "
             "tensor_parallel_size=1 with train.engine.sharding=full"
         )
+
+    @property
+    def keeps_weights_on_host(self) -> str | None:
+        """Setting that keeps the weights in host memory during the entire run, or None."""
+        return "train.engine.cpu_offload=true" if self.cpu_offload else None
 
     @property
     def waits_by(self) -> str | None:
@@ -262,6 +272,11 @@ class DeepSpeedEngine(Node, TrainEngineFacts):
             "adapters on inner layers are exact; use train.engine.kind=torch, which shards with "
             "train.engine.sharding=full"
         )
+
+    @property
+    def keeps_weights_on_host(self) -> str | None:
+        """Setting that keeps the weights in host memory during the entire run, or None."""
+        return "train.engine.param_offload=true" if self.param_offload else None
 
     @property
     def waits_by(self) -> str | None:

@@ -87,6 +87,7 @@ def engine_specs(
             dtype=None if role.precision == config.precision else role.dtype,
             seed=config.seed,
             dropout=role.dropout,
+            offload=role.offload,
         )
         for role in config.resolve().train_roles
         if role.rows_per_pass is None
@@ -123,14 +124,17 @@ def weighted_rewards(
     functions: Functions,
     *,
     engine: TrainEngineConfig | None = None,
+    offload: bool = False,
 ) -> WeightedRewards:
     """Return the rewards of a recipe with their weights. ``engine``: train engine for reward
     models, instead of the one in their own specs. ``rl`` passes the policy's engine, so that reward
-    models are sharded like the policy."""
+    models are sharded like the policy. ``offload``: move reward models to host memory between
+    phases."""
 
     def make_engine(spec: EngineSpec) -> TrainEngine:
         if engine is not None:
             spec = replace(spec, train=spec.train.model_copy(update={"engine": engine}))
+        spec = replace(spec, offload=offload)
         return runtime.scalar_model(spec, seed=0, spans={})
 
     check_servers(entries)

@@ -133,7 +133,13 @@ def _build(
     prompts = PromptStream(data, runtime.tokenizer, seed=config.seed)
     held_out = held_out_prompts(config.eval, config, runtime.tokenizer, new_tokens)
     ptx = make_ptx(config, runtime)
-    scores = weighted_rewards(config.rewards, runtime, functions, engine=config.train.engine)
+    scores = weighted_rewards(
+        config.rewards,
+        runtime,
+        functions,
+        engine=config.train.engine,
+        offload="reward" in config.cluster.offload_between_phases,
+    )
     policy = make_policy(config, runtime)
     longest = max(data.prompt_max_len + new_tokens, longest_row(config.eval, new_tokens))
     rollout = runtime.rollout(policy, config.rollout.engine, max_len=longest)
@@ -208,9 +214,11 @@ def _source(
     """Return the source of groups, and the engine for evaluations. The weights are transferred."""
     rollout, timeline = config.rollout, runtime.timeline
     size, engine = rollout.rollout_batch_size, runner.engine
+    sleeps = rollout.engine.sleep_between_rollouts
+    if sleeps and config.cluster.offload_between_phases:  # make room for the first transfer
+        engine.sleep(new_weights_follow=True)
     sync = runtime.sync(policy, engine, config.sync)
     if rollout.max_staleness is None:
-        sleeps = rollout.engine.sleep_between_rollouts
         return SyncSource(prompts, runner, sync, groups_per_step=size, sleeps=sleeps), engine
     service = RolloutService(timed(engine, timeline, SAMPLER_SPANS))
     options = AsyncOptions(

@@ -183,4 +183,5 @@ def _runtime(
         precision=config.precision,
         device=config.resolve().device,
         timeline=timeline,
+        cluster=config.cluster,
     )

@@ -218,19 +218,19 @@ def timed(obj: T, timeline: Timeline, names: Mapping[str, str]) -> T:
             f"cannot time {type(obj).__name__}.{missing[0]}: there is no such method; names maps "
             f"method names to span names, and is {dict(names)}"
         )
-    return _Timed(obj, timeline, names)  # type: ignore[return-value]
+    methods = {m: _timed_method(obj, m, timeline, span) for m, span in names.items()}
+    return Proxy(obj, methods)  # type: ignore[return-value]
 
 
-class _Timed:
-    """The proxy of :func:`timed`. Its two slots have mangled names, so they hide no attribute of
-    the object."""
+class Proxy:
+    """Proxy of an object in which some methods are replaced. Its two slots have mangled names, so
+    they hide no attribute of the object."""
 
     __slots__ = ("__methods", "__obj")
 
-    def __init__(self, obj: Any, timeline: Timeline, names: Mapping[str, str]) -> None:
-        methods = {m: _timed_method(obj, m, timeline, span) for m, span in names.items()}
-        object.__setattr__(self, "_Timed__obj", obj)
-        object.__setattr__(self, "_Timed__methods", methods)
+    def __init__(self, obj: Any, methods: Mapping[str, Any]) -> None:
+        object.__setattr__(self, "_Proxy__obj", obj)
+        object.__setattr__(self, "_Proxy__methods", methods)
 
     def __getattr__(self, name: str) -> Any:
         method = self.__methods.get(name)
@@ -245,7 +245,7 @@ class _Timed:
         delattr(self.__obj, name)
 
     def __repr__(self) -> str:
-        return f"timed({self.__obj!r})"
+        return f"Proxy({self.__obj!r})"
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:

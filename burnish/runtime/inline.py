@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from burnish.config.cluster import ClusterConfig
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.roles import samples_with_policy
 from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine
@@ -27,6 +28,7 @@ from burnish.rollout.base import RolloutEngine
 from burnish.rollout.decoding import make_local_engine
 from burnish.rollout.vllm import VllmRolloutEngine
 from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS, SYNC_SPANS
+from burnish.runtime.phases import Phases
 from burnish.sync.inproc import InprocSync
 from burnish.train.base import HasLogprobs, TrainEngine
 from burnish.train.engine import BaseTrainEngine, FrozenBase
@@ -51,9 +53,11 @@ class InlineRuntime:
         device: str,
         timeline: Timeline,
         ranks: RankGroup = SINGLE,
+        cluster: ClusterConfig | None = None,
     ) -> None:
+        """``cluster``: source of the roles that are offloaded between phases. None: none."""
         self.tokenizer, self.precision, self.timeline = tokenizer, precision, timeline
-        self.ranks = ranks
+        self.ranks, self.phases = ranks, Phases(cluster)
         self.device = resolve_device(device)
         set_up_gpu(self.device)
 
@@ -108,14 +112,14 @@ class InlineRuntime:
         trainer = cast(BaseTrainEngine, policy)
         model: Any = trainer.model
         if isinstance(config, VllmEngine):
-            return self._vllm(model, config, max_len)
+            return self.phases.rollout(self._vllm(model, config, max_len))
         if not samples_with_policy(trainer.spec.train.engine, config, self.precision):
             base = trainer.spec.model.model_copy(update={"lora": None})
             model = load_causal_lm(base, dtype=wanted, device=self.device)
             model.requires_grad_(False)
             self._add_end_token(model)
         name = describe(trainer.spec.model)
-        return make_local_engine(model, self.tokenizer, config, name=name)
+        return self.phases.rollout(make_local_engine(model, self.tokenizer, config, name=name))
 
     def standalone_rollout(
         self, model: ModelConfig, config: RolloutEngineConfig, *, max_len: int | None = None
@@ -143,7 +147,8 @@ class InlineRuntime:
         )
         if self.device.type == "cuda":  # memory of the model before it was sharded
             torch.cuda.empty_cache()
-        return timed(engine, self.timeline, spans)
+        named = timed(engine, self.timeline, self.phases.spans(spec.role, spans))
+        return self.phases.train_engine(named, spec.role)
 
     def _load_dtype(self, spec: EngineSpec) -> Dtype:
         """Return fp32 if all weights are trained, because they become the unrounded master
@@ -166,14 +171,16 @@ class InlineRuntime:
         self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()
     ) -> InprocSync:
         """Return a sync that transfers the policy's weights to the rollout engine."""
-        return timed(InprocSync(cast(BaseTrainEngine, policy), rollout), self.timeline, SYNC_SPANS)
+        made = timed(InprocSync(cast(BaseTrainEngine, policy), rollout), self.timeline, SYNC_SPANS)
+        return self.phases.sync(made)
 
     async def start_worker(self, python: str | None) -> Worker:
         """Start a process for user code on this machine."""
         return await start_process(python)
 
     def release(self, engine: HasLogprobs) -> None:
-        """Do nothing: its memory is freed with the last reference to it."""
+        """Drop the reference to it. Its memory is freed with the last one."""
+        self.phases.release(engine)
 
     def peaks(self) -> list[ProcessPeaks]:
         """Return the peaks of this process, if its timeline measures them."""

@@ -37,6 +37,7 @@ from burnish.runtime.base import (
     Sync,
     WorkerLostError,
 )
+from burnish.runtime.phases import Phases
 from burnish.runtime.ray_cluster import PeakCollector, RayCluster, worker_peaks
 from burnish.runtime.remote_rollout import RemoteRolloutEngine
 from burnish.runtime.remote_train import BatchStore, RemoteFrozenBase, RemoteTrainEngine
@@ -64,6 +65,7 @@ class RayRuntime:
 
         Raises ClusterError if the cluster is too small or cannot be reached."""
         self.tokenizer, self.precision, self.timeline = tokenizer, precision, timeline
+        self.phases = Phases(config)
         self.groups: list[WorkerGroup] = []
         self.rollouts: list[RemoteRolloutEngine] = []
         own = model.with_absolute_paths()
@@ -85,14 +87,22 @@ class RayRuntime:
     ) -> RemoteTrainEngine:
         """Return a group of ranks over a causal LM."""
         group = self._group(spec, scalar=False, seed=spec.seed, spans=spans)
-        return timed(RemoteTrainEngine(group, self.batches), self.timeline, spans)
+        return self._engine(group, spans)
 
     def scalar_model(
         self, spec: EngineSpec, *, seed: int, spans: Mapping[str, str] = CRITIC_SPANS
     ) -> RemoteTrainEngine:
         """Return a group of ranks over a scalar model."""
         group = self._group(spec, scalar=True, seed=seed, spans=spans)
-        return timed(RemoteTrainEngine(group, self.batches), self.timeline, spans)
+        return self._engine(group, spans)
+
+    def _engine(self, group: WorkerGroup, spans: Mapping[str, str]) -> RemoteTrainEngine:
+        named = timed(
+            RemoteTrainEngine(group, self.batches),
+            self.timeline,
+            self.phases.spans(group.role, spans),
+        )
+        return self.phases.train_engine(named, group.role)
 
     def _group(
         self, spec: EngineSpec, *, scalar: bool, seed: int, spans: Mapping[str, str]
@@ -116,7 +126,8 @@ class RayRuntime:
     ) -> RemoteRolloutEngine:
         """Return rollout workers that get their weights from ``policy``."""
         base = cast(RemoteTrainEngine, policy).group.spec.model.model_copy(update={"lora": None})
-        return self._rollout(base, config, max_len=max_len, ready=False)
+        made = self._rollout(base, config, max_len=max_len, ready=False)
+        return self.phases.rollout(made)
 
     def standalone_rollout(
         self, model: ModelConfig, config: RolloutEngineConfig, *, max_len: int | None = None
@@ -145,7 +156,7 @@ class RayRuntime:
                 break
             except WorkerLostError as lost:  # nothing is trained yet: new ranks are equivalent
                 self.recover(lost)
-        return timed(made, self.timeline, SYNC_SPANS)
+        return self.phases.sync(timed(made, self.timeline, SYNC_SPANS))
 
     async def start_worker(self, python: str | None) -> Worker:
         """Start a process for user code in an actor on one of the cluster's nodes."""
@@ -154,6 +165,7 @@ class RayRuntime:
     def release(self, engine: HasLogprobs) -> None:
         """End the engine's workers. An engine that uses another engine's workers has none of its
         own."""
+        self.phases.release(engine)
         for group in self.groups:
             if isinstance(engine, RemoteTrainEngine) and engine.group is group:
                 group.end()

@@ -134,6 +134,14 @@ class RemoteTrainEngine:
         result: StepStats = stats
         return result
 
+    def offload(self) -> None:
+        """Move the tensors of all ranks to host memory."""
+        self.group.all(lambda w: w.offload.remote())
+
+    def reload(self) -> None:
+        """Move the tensors of all ranks back to their devices."""
+        self.group.all(lambda w: w.reload.remote())
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (HuggingFace name, tensor) on the controller. A sync transfers buckets instead."""
         kept = self.transfer_weights(0, TransferOptions(BUCKET_BYTES, None, verify=True))

@@ -332,6 +332,16 @@ class TrainWorker(Worker):
         except NonFiniteError as error:
             return error.stats, str(error), self.engine.version
 
+    def offload(self) -> None:
+        """Move the engine's tensors to host memory."""
+        with self.release_memory_after(), self.timeline.span("offload"):
+            self.engine.offload()
+
+    def reload(self) -> None:
+        """Move the engine's tensors back to the device."""
+        with self.timeline.span("reload"):
+            self.engine.reload()
+
     # ---- weights ---------------------------------------------------------------------------
 
     def transfer_weights(self, push: int, options: TransferOptions) -> Iterator[Any]:

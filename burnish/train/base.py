@@ -162,6 +162,14 @@ class TrainEngine(Protocol):
         """
         ...
 
+    def offload(self) -> None:
+        """Move weights, gradients and optimizer state to host memory until they are needed."""
+        ...
+
+    def reload(self) -> None:
+        """Move them back to the device. Every other method does so too if necessary."""
+        ...
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) with HuggingFace names and LoRA merged."""
         ...

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -44,6 +44,7 @@ from burnish.train.zero import (
     ZeroAdamW,
     ZeroOptimizer,
     buckets,
+    buffers_of,
     ds_config,
     forget_ended_groups,
     is_partitioned,
@@ -205,6 +206,14 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
 
     # ---- weights and state -----------------------------------------------------------------
 
+    def _held_tensors(self) -> Iterable[Tensor]:
+        """Return weights, their shards, and all buffers of DeepSpeed's optimizer, which include
+        gradients. (DeepSpeed's own ``offload_states`` requires its fused Adam at stage 3 and an
+        optimizer at every stage.)"""
+        found = [*super()._held_tensors()]
+        found += [vars(p)["ds_tensor"] for p in self.model.parameters() if is_partitioned(p)]
+        return found if self.engine is None else [*found, *buffers_of(self.engine.optimizer)]
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (HuggingFace name, full tensor) in the compute dtype, LoRA merged. All ranks take
         part.
@@ -212,6 +221,7 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
         Stage 3 gathers one bucket of weights at a time. A tensor is valid until the next one is
         requested.
         """
+        self.reload()
         if self.options.zero_stage < 3:
             yield from merged_weights(self.model)
             return

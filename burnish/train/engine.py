@@ -24,6 +24,7 @@ hook                   when                contract
                        without backward
 ``_find_bad`` *        when a run stops    <- one pass -> its first non-finite tensor
 ``weights``            weight transfer     -> (HuggingFace name, full tensor) in the compute dtype
+``_held_tensors`` *    offload             -> all tensors that the engine keeps between calls
 ``_write``             save                <- folder, ``describe`` -> the optimizer's tensors in the
                                            folder; ``describe(folder)`` is called last, on one rank
 =====================  ==================  ====================================================
@@ -46,7 +47,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -75,6 +76,7 @@ from burnish.train.diagnose import (
     stop_reason,
 )
 from burnish.train.forward import Forward, enable_checkpointing, no_rows, zero_of
+from burnish.train.host_memory import HostMemory, own_storages
 from burnish.train.oom import MicroBatchBackoff
 from burnish.train.optim import MAX_GROWTH, EngineOptimizer
 from burnish.train.process_group import SINGLE, RankGroup
@@ -130,10 +132,15 @@ class BaseTrainEngine(ABC):
             model.requires_grad_(False)
         elif spec.train.gradient_checkpointing:
             enable_checkpointing(self.body)
+        if spec.offload:
+            own_storages(model)
         self.optimizer = self._prepare()
         model.eval()
         use_fp32_products(model, DTYPES[spec.precision.dtype])
         self._check_model()
+        self._host = HostMemory(self.device, frozen=not spec.trainable)
+        if spec.offload:
+            self.offload()
 
     # ---- before the model is loaded --------------------------------------------------------
 
@@ -204,10 +211,31 @@ class BaseTrainEngine(ABC):
         """Yield (HuggingFace name, full tensor) in the compute dtype, LoRA merged. Every rank must
         consume all tensors, in step with the other ranks."""
 
+    def _held_tensors(self) -> Iterable[Tensor]:
+        """Return the weights, gradients and optimizer state of this rank. Tensors may share
+        storages."""
+        found: list[Tensor] = []
+        for parameter in self.model.parameters():
+            found += [parameter] if parameter.grad is None else [parameter, parameter.grad]
+        return found if self.optimizer is None else [*found, *self.optimizer.held_tensors()]
+
     @abstractmethod
     def _write(self, folder: Path, describe: Describe, *, copy: bool) -> PendingSave:
         """Write the optimizer's tensors, then call ``describe(folder)`` on one rank. ``copy``: the
         save may continue in the background while training runs."""
+
+    # ---- phases ----------------------------------------------------------------------------
+
+    def offload(self) -> None:
+        """Move weights, gradients and optimizer state to host memory, pinned if the device is a
+        GPU. Does nothing if they are there.
+
+        Every other method that needs them moves them back first. Numbers do not change."""
+        self._host.offload(self._held_tensors())
+
+    def reload(self) -> None:
+        """Move the tensors back to the device. Does nothing if they are there."""
+        self._host.reload()
 
     # ---- computing -------------------------------------------------------------------------
 
@@ -230,6 +258,7 @@ class BaseTrainEngine(ABC):
     @torch.no_grad()
     def measure(self, batch: Batch | Share, loss: Loss) -> Stats:
         """Return the statistics of ``loss`` over ``batch`` and all ranks, without gradient."""
+        self.reload()
         stats, share = Stats(), self._share(batch)
         for rows in share.passes_to_run(waits=self.waits_in_forward):
             stats = stats + self._micro_loss(share.batch, rows, loss)[1]
@@ -239,6 +268,7 @@ class BaseTrainEngine(ABC):
     def forward_backward(self, batch: Batch | Share, loss: Loss) -> Stats:
         """Add the gradient of ``loss`` over ``batch``; return the statistics over all ranks."""
         assert self.optimizer is not None, f"the {self.role} engine is frozen"
+        self.reload()
         share = self._share(batch)
         self._since_step.append((share, loss))
         start_training(self.model, dropout=self.spec.dropout)
@@ -310,6 +340,7 @@ class BaseTrainEngine(ABC):
 
     @torch.no_grad()
     def _no_grad_pass(self, whole: Batch | Share, name: str) -> Tensor:
+        self.reload()
         share = self._share(whole)
         batch, states = share.batch, name == "states"
         dtype = DTYPES[self.spec.precision.dtype]
@@ -344,6 +375,7 @@ class BaseTrainEngine(ABC):
         the loss scale, or after ``max_consecutive_skips`` skipped steps in a row. Also raises it if
         the weights grew more than ``MAX_GROWTH``-fold.
         """
+        self.reload()
         optimizer = self._trained()
         finite_loss = not self._losses or bool(torch.stack(self._losses).isfinite().all())
         finite_loss = not self.ranks.any(not finite_loss)
@@ -446,6 +478,7 @@ class BaseTrainEngine(ABC):
         return self._start_save(folder, copy=True)
 
     def _start_save(self, folder: Path, *, copy: bool) -> PendingSave:
+        self.reload()
         optimizer = self._trained()
         self._check_finite(optimizer.broken_master())
         text, buffers = self._description(), buffers_now(self.model)
@@ -476,6 +509,7 @@ class BaseTrainEngine(ABC):
     def load(self, folder: Path) -> None:
         """Restore a checkpoint that :meth:`save` of any engine wrote, with any number of ranks.
         Raises ValueError if the checkpoint is of another model or role."""
+        self.reload()
         optimizer = self._trained()
         state = read_description(folder, self.spec)
         optimizer.load(folder)

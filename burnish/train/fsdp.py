@@ -263,6 +263,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         its first weight is requested and freed after its last. The tensors are copies that the
         caller owns.
         """
+        self.reload()
         for unit in self.units:
             unit.unshard()
             try:

@@ -15,7 +15,7 @@ Gradients are allocated from backward to step only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -28,6 +28,7 @@ from burnish.config.train import TrainConfig
 from burnish.models.load import DTYPES
 from burnish.models.tensor_files import TensorFiles, TensorShard, tensor_sets
 from burnish.train.base import StepStats
+from burnish.train.host_memory import tensors_in
 from burnish.train.loss_scaler import LossScaleFloorError, LossScaler, make_loss_scaler
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.state import check_names
@@ -85,6 +86,11 @@ class EngineOptimizer(Protocol):
         ``version``: number of steps taken so far. ``finite_loss``: must be the same on all ranks.
         If the loss or the gradient is not finite, only the loss scale changes.
         """
+        ...
+
+    def held_tensors(self) -> Iterable[Tensor]:
+        """Return all tensors kept between steps, on this rank: masters, gradients, moments, moving
+        average."""
         ...
 
     def broken_master(self) -> str | None:
@@ -295,6 +301,12 @@ class Optimizer:
         """Free the gradient."""
         for master, parameter in zip(self.masters, self.params, strict=True):
             master.grad = parameter.grad = None
+
+    def held_tensors(self) -> Iterable[Tensor]:
+        """Return masters, gradients, moments and moving average."""
+        gradients = [m.grad for m in self.masters if m.grad is not None]
+        state = tensors_in(dict(self.adamw.state))
+        return [*self.masters, *gradients, *state, *(self.ema or ())]
 
     def broken_master(self) -> str | None:
         """Return the name of a trained parameter that is not finite, if any."""

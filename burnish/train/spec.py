@@ -36,6 +36,8 @@ class EngineSpec:
     """Compute the entropy in forward_backward."""
     trainable: bool = True
     """False: no optimizer (reference and reward models)."""
+    offload: bool = False
+    """True if the engine starts in host memory and is moved there between its phases."""
     precision: PrecisionConfig = PrecisionConfig()
     """Number formats and loss scaling. The model may be loaded in any format: trained fp32 weights
     become the masters unchanged."""

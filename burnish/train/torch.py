@@ -118,6 +118,7 @@ class TorchTrainEngine(BaseTrainEngine):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (HuggingFace name, full tensor) in the compute dtype, LoRA merged, on every rank.
         The ranks of a tensor-parallel group must consume all tensors, in step."""
+        self.reload()
         for name, tensor in merged_weights(self.model):
             yield name, tensor if self.tp_plan is None else self.tp_plan.unshard(name, tensor)
 

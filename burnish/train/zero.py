@@ -9,7 +9,7 @@ ZeroAdamW, ZeroScaler, ZeroOptimizer, find_shards.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from burnish.config.model import PrecisionConfig
 from burnish.config.train_engines import DeepSpeedEngine
 from burnish.train.base import StepStats
+from burnish.train.host_memory import tensors_in
 from burnish.train.optim import lr_factor
 from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
@@ -260,6 +261,12 @@ class ZeroOptimizer:
             at_floor=overflow and self.scaler.restore_at_floor(before),
         )
 
+    def held_tensors(self) -> Iterable[Tensor]:
+        """Return the flat masters, the moments and the moving average. Gradients are in
+        :func:`buffers_of`."""
+        adam = tensors_in(dict(self._adamw.state))
+        return [*self.state.shards.flats, *adam, *self.state.ema.values()]
+
     def broken_master(self) -> str | None:
         """Return the name of a trained parameter whose shard on this rank is not finite, if any."""
         for shard in self.state.shards.all:
@@ -339,6 +346,15 @@ def _shard_of_stage_1_and_2(flats: list[Tensor], name: str, parameter: Any) -> S
     source, place = here.lp_fragment_address, here.hp_fragment_address
     flat = flats[here.param_group_index]
     return Shard(name, shape, source.start, source.numel, flat, place.start)
+
+
+def buffers_of(optimizer: Any) -> Iterator[Tensor]:
+    """Yield the tensors that DeepSpeed's ``optimizer`` keeps: flat weights, masters and gradients,
+    and the buffers of its communication."""
+    parts = vars(optimizer)
+    yield from tensors_in(parts)
+    for bucket in dict(parts.get("ipg_buckets") or {}).values():
+        yield from tensors_in(vars(bucket))
 
 
 def publish(optimizer: Any, *, stage: int) -> None:

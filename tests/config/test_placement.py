@@ -114,3 +114,30 @@ def test_colocated_critic_and_reward_model_need_equal_numbers(
         (("policy",), 2),
         (("rollout",), 2),
     ]
+
+
+OFFLOAD = "cluster.offload_between_phases"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([f"{OFFLOAD}=[critic]"], "critic is not a model of this job"),
+        ([f"{OFFLOAD}=[policy]"], "samples with the policy's own tensors"),
+        ([f"{OFFLOAD}=[rollout]"], "policy"),  # the roles that may be named
+        ([RAY, f"{OFFLOAD}=[policy]", "cluster.layout=separate"], "shares no device"),
+        (
+            [RAY, f"{OFFLOAD}=[policy]", "train.engine={sharding: full, cpu_offload: true}"],
+            "always in host memory with train.engine.cpu_offload=true",
+        ),
+        (
+            [RAY, f"{OFFLOAD}=[policy]", "rollout.max_staleness=1", "rollout.partial=true"],
+            "the roles on its device have no phases",
+        ),
+    ],
+)
+def test_roles_that_cannot_be_offloaded_are_refused_with_the_reason(
+    overrides: list[str], said: str, rl_recipe: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(rl_recipe, overrides)

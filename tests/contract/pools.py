@@ -38,6 +38,7 @@ from burnish.runtime.worker_group import WorkerGroup
 from burnish.sync.snapshot import SnapshotSource
 from burnish.train.base import Loss, Outputs, Role, StepStats, TrainEngine
 from burnish.train.batching import Share, fill_rows
+from burnish.train.host_memory import storages_of
 from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats
@@ -56,6 +57,7 @@ class Wanted:
     temperature: float = 1.0
     lr: float = 1e-2
     precision: PrecisionConfig = PrecisionConfig()
+    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Kind:
             micro_batch_size=wanted.micro,
             total_steps=100,
             temperature=wanted.temperature,
+            offload=wanted.offload,
         )
 
 
@@ -158,6 +161,11 @@ def build(
     """Make an engine in the place of the last one."""
     worker.precision = precision
     worker.build(spec, scalar=scalar, seed=0)
+
+
+def held_bytes(engine: Any) -> int:
+    """Bytes of weights, gradients and optimizer state on the device."""
+    return sum(s.nbytes() for s in storages_of(engine._held_tensors(), engine.device))
 
 
 def is_scalar(wanted: Wanted) -> bool:
@@ -314,6 +322,10 @@ class PipedEngine:
         assert first == second
         return int(first)
 
+    def offload(self) -> None:
+        held = self.pool.all("offload here")
+        assert held == [0, 0], "every rank has freed its memory"
+
     def save(self, folder: Path) -> None:
         self.pool.all("save", str(folder))
 
@@ -327,6 +339,9 @@ class PipedEngine:
 def _call(worker: TrainWorker, method: str, args: Any, kwargs: Any) -> Any:
     if method == "build here":
         return build(worker, *args, **kwargs)
+    if method == "offload here":
+        worker.offload()
+        return held_bytes(worker.engine)
     result = getattr(worker, method)(*args, **kwargs)
     if isinstance(result, GeneratorType):  # what was yielded is good until the next
         return [np.copy(item) if isinstance(item, np.ndarray) else item for item in result]

@@ -251,6 +251,39 @@ def test_a_restored_engine_continues_bit_for_bit(
     assert same(end, weights(second)) and second.version == 5
 
 
+def test_moving_to_host_memory_between_calls_changes_no_number(
+    make: Make, kind: Any, ragged_batch: Batch, tmp_path: Path
+) -> None:
+    """Before each pass, between the passes and the step, before a save and before a load."""
+
+    def found(*, moves: bool) -> list[Any]:
+        engine: Any = make(Wanted(offload=moves))
+
+        def move() -> None:
+            if moves:
+                engine.offload()
+            if moves and kind.place == "here":
+                assert pools.held_bytes(engine) == 0
+
+        folder, norms = tmp_path / f"{moves}" / "policy", []
+        for _ in range(2):
+            engine.forward_backward(ragged_batch, nll)
+            move()
+            norms.append(engine.optim_step().grad_norm)
+            move()
+        engine.save(folder)
+        norms += take_steps(engine, ragged_batch, 1)
+        move()
+        logprobs = engine.logprobs(ragged_batch)
+        move()
+        engine.load(folder)
+        move()
+        return [norms, logprobs.tolist(), weights(engine)]
+
+    stays, moved = found(moves=False), found(moves=True)
+    assert stays[:2] == moved[:2] and same(stays[2], moved[2])
+
+
 def test_a_run_continues_on_one_torch_rank_and_back(
     make: Make, one: Make, ragged_batch: Batch, tmp_path: Path
 ) -> None:

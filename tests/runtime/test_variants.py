@@ -65,6 +65,26 @@ def test_own_weights_of_the_rollout_engine_do_not_change_the_numbers(
     ]
 
 
+def test_roles_in_host_memory_between_phases_do_not_change_the_numbers(
+    rl: MakeConfig, reward: Reward, evaluation: list[str]
+) -> None:
+    """PPO with a critic, a reference model, an EMA and evaluations. Each step moves the reference
+    in and out, then policy and critic in; both leave when the next step samples."""
+    common = [*GAE, KL, *evaluation, "train.lr=1e-2", "rollout.engine.own_weights=true"]
+    common += ["train.ema_decay=0.9", "eval.every_n_steps=1"]
+    stays = _lines(rl(*common, f"run_dir={rl().run_dir}-stays"), reward)
+    moves = "cluster.offload_between_phases=[policy, critic, reference]"
+    moved = _lines(rl(*common, moves), reward)
+
+    def numbers(lines: list[dict[str, float]]) -> list[dict[str, float]]:
+        groups = ("train/", "reward/", "critic/", "eval/")
+        return [{n: v for n, v in line.items() if n.startswith(groups)} for line in lines]
+
+    assert numbers(moved) == numbers(stays) and "critic/grad_norm" in moved[-1]
+    assert moved[-1]["time/offload_s"] > 0 and moved[-1]["time/reload_s"] > 0
+    assert "time/offload_s" not in stays[-1]
+
+
 def test_an_engine_sleeps_once_per_step_after_all_that_the_step_samples(
     rl: MakeConfig, evaluation: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

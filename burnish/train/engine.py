@@ -1,3 +1,4 @@
+# house: ok one template, whose hooks are documented in the order of their calls
 """Template of the in-process train engines: training steps independent of how state is stored.
 
 :class:`BaseTrainEngine` implements :class:`burnish.train.base.TrainEngine`. It owns micro-batches,

@@ -80,6 +80,8 @@ class Plan:
     """Peaks of every place in every phase."""
     disk_per_checkpoint: float
     assumptions: tuple[str, ...]
+    savings: tuple[str, ...] = ()
+    """Effect of ``cluster.offload_between_phases``, as text."""
     problems: tuple[str, ...] = ()
     """Reasons other than memory why the job cannot run."""
     guessed: float = 0.0
@@ -143,6 +145,10 @@ class Plan:
         ]
         if details:
             parts.append(_details(self.rows))
+        if self.savings:
+            parts.append(
+                "cluster.offload_between_phases:\n" + "\n".join(f"  {s}" for s in self.savings)
+            )
         parts.append("assumed:\n" + "\n".join(f"  - {a}" for a in self.assumptions))
         parts.append(self.verdict())
         return "\n\n".join(p for p in parts if p)

@@ -18,6 +18,7 @@ from burnish.config.roles import JobSpec
 from burnish.plan.hardware import Hardware
 from burnish.plan.memory_plan import PHASES, Peak, Plan, Row
 from burnish.plan.model_state import Item, total
+from burnish.plan.offload import HOW, together, without_offload
 from burnish.plan.role_base import RoleMemory, resolve_model
 from burnish.plan.roles import roles_memory
 from burnish.plan.shapes import PlanError
@@ -64,9 +65,41 @@ def make_plan(config: JobConfig, hardware: Hardware, *, assume: Iterable[str] = 
         peaks=tuple(peaks),
         disk_per_checkpoint=disk,
         assumptions=tuple(_assumptions(job, hardware, roles.values(), assumptions, disk)),
+        savings=_savings(peaks, placements, roles, hardware, assumptions),
         problems=tuple(r.problem for r in roles.values() if r.problem),
         guessed=max((r.guessed for r in roles.values()), default=0.0),
     )
+
+
+def _savings(
+    peaks: Sequence[Peak],
+    placements: Sequence[PlacementGroupSpec],
+    roles: dict[str, RoleMemory],
+    hardware: Hardware,
+    assume: frozenset[str],
+) -> tuple[str, ...]:
+    """Return the device memory that offloading between phases saves, by place, and its cost in host
+    memory."""
+    moved = {name: role for name, role in roles.items() if role.offloaded is not None}
+    if not moved:
+        return ()
+    before = _device_peaks(placements, without_offload(roles), hardware, assume)
+    found = []
+    for placement in placements:
+        place, here = _name(placement), [name for name in placement.roles if name in moved]
+        most = max((p.bytes for p in peaks if (p.place, p.where) == (place, "device")), default=0.0)
+        was = max((p.bytes for p in before if p.place == place), default=0.0)
+        if here and was:
+            found.append(
+                f"{place}: at most {most / 1e9:.1f} GB of a GPU instead of {was / 1e9:.1f} GB"
+            )
+    found += [
+        f"{name}: {item.bytes / 1e9:.1f} GB of host memory per rank ({item.how})"
+        for name, role in moved.items()
+        for item in (role.offloaded or {})["rollout"]
+        if item.how.startswith(HOW)
+    ]
+    return tuple(found)
 
 
 def _placements(config: JobConfig) -> list[PlacementGroupSpec]:
@@ -134,7 +167,10 @@ def _device_peaks(
         share = min(1.0, placement.gpus) if placement.gpus else 1.0
         limit = hardware.gpu.bytes * share
         for phase in _phases(here):
-            size, how = _in_place(here, phase, keeps="kept-cache" in assume)
+            size, how = max(
+                _in_place(list(now.values()), phase, keeps="kept-cache" in assume)
+                for now in together({role.role: role for role in here}, phase)
+            )
             peaks.append(Peak(_name(placement), "device", phase, size, limit, how))
     return peaks
 
@@ -186,7 +222,10 @@ def _host_peaks(
     phases = _phases(list(roles.values()))
     peaks = []
     for phase in phases:
-        sizes = [_on_node(node, roles, phase, both=both) for node in nodes]
+        sizes = [
+            max(_on_node(node, now, phase, both=both) for now in together(roles, phase))
+            for node in nodes
+        ]
         worst = max(range(len(nodes)), key=lambda i: sizes[i])
         name = "this machine" if both else "a node with " + _node_name(nodes[worst], roles)
         peaks.append(Peak(name, "host", phase, sizes[worst], hardware.host_bytes))

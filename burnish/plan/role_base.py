@@ -35,6 +35,11 @@ class RoleMemory:
     """Phase -> items that exist only while the role computes."""
     first: Mapping[str, Items] = field(default_factory=dict)
     """Phase -> host memory of the first rank only."""
+    phase: str = ""
+    """Phase of the role's kind (``config/offload.py``)."""
+    offloaded: Mapping[str, Items] | None = None
+    """``resident`` while roles of other phases compute, if the role is then in host memory. None:
+    it stays on the device."""
     setup: EngineSetup | None = None
     disk: float = 0.0
     passes: tuple[Pass, ...] = ()

@@ -27,6 +27,9 @@ def roles_memory(
             made = train_role(context, role)
         if job.inline and found:  # one process, whose overhead is already counted
             made = replace(made, resident={p: _no_process(i) for p, i in made.resident.items()})
+            if made.offloaded is not None:
+                offloaded = {p: _no_process(i) for p, i in made.offloaded.items()}
+                made = replace(made, offloaded=offloaded)
         found.append(made)
     return found
 

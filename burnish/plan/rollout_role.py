@@ -127,6 +127,7 @@ def _local_role(
     return RoleMemory(
         role=role.name,
         ranks=role.ranks,
+        phase="rollout",
         pool="main" if inline else role.name,
         resident=resident,
         passing={
@@ -161,6 +162,7 @@ def _vllm_role(
 ) -> RoleMemory:
     dtype = role.dtype
     common: dict[str, Any] = {"role": role.name, "ranks": role.ranks, "pool": "vllm"}
+    common["phase"] = "rollout"
     size = shape.parameters * SIZES[dtype]
     model = Item("parameters", size, "model read by the worker", "host")
     reads = () if context.job.inline and role.of_policy else (model,)

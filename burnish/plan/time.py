@@ -20,7 +20,7 @@ from burnish.config.sync import SyncConfig, resolve_kind
 from burnish.plan.engine_profile import TrainEngineProfile, profile_of
 from burnish.plan.hardware import Hardware
 from burnish.plan.kv_cache import bytes_per_token, vllm_on_gpu
-from burnish.plan.model_state import SIZES, EngineSetup
+from burnish.plan.model_state import SIZES, EngineSetup, total
 from burnish.plan.overlap import Overlap, Sides, overlap, seconds_text
 from burnish.plan.role_base import positions
 from burnish.plan.rollout_role import demand_of, responses_at_once
@@ -262,7 +262,17 @@ class _Clock:
             parts.append(self._step(profile, role.name))
         if role.sync is not None:
             parts += self._transfer(setup, role.sync)
-        return parts
+        return [*parts, *self._moves(role, profile)]
+
+    def _moves(self, role: TrainRole, profile: TrainEngineProfile) -> list[Part]:
+        """Return the moves of an offloaded role in a step: to the device and, if its tensors have
+        changed, back."""
+        if not role.offload:
+            return []
+        size = total([item for item in profile.state() if item.where == "device"])
+        times = 2 if role.trainable else 1
+        how = f"{times} x {size / 1e9:.1f} GB between GPU and host memory"
+        return [Part(role.name, "offload", times * size / self.pcie_bytes_per_s(), how)]
 
     def _mean_lengths(self, lengths: RowLengths, shape: ModelShape) -> tuple[float, float]:
         length, prompt = lengths.within(positions(shape))

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from burnish.config.arithmetic import BatchPlan
 from burnish.config.model import ModelConfig
+from burnish.config.offload import PHASE_OF
 from burnish.config.roles import JobSpec, TrainRole
 from burnish.models.logprobs import chunk_tokens
 from burnish.plan import model_state
@@ -16,6 +17,7 @@ from burnish.plan.distill import teacher_head, with_teacher
 from burnish.plan.engine_profile import TrainEngineProfile, profile_of
 from burnish.plan.memory_plan import PHASES
 from burnish.plan.model_state import EngineSetup, Item
+from burnish.plan.offload import with_offload
 from burnish.plan.passes import Pass
 from burnish.plan.role_base import (
     Context,
@@ -66,7 +68,7 @@ def train_role(context: Context, role: TrainRole) -> RoleMemory:
     worst = max(model_state.total(items) for items in passing.values())
     unsharded, note = _unsharded(setup, model_state.total(always) + worst)
     notes += [f"{role.name}: {note}"] if note else []
-    return RoleMemory(
+    memory = RoleMemory(
         role=role.name,
         ranks=role.ranks,
         pool="main" if job.inline else role.name,
@@ -78,7 +80,9 @@ def train_role(context: Context, role: TrainRole) -> RoleMemory:
         passes=tuple(passes.values()),
         notes=tuple(dict.fromkeys(notes)),
         guessed=guessed + unsharded,
+        phase=PHASE_OF[role.kind],
     )
+    return with_offload(memory, profile.state(), gpu=gpu) if role.offload else memory
 
 
 def setup_of(

@@ -209,7 +209,8 @@ def test_tensor_parallel_plan_needs_no_guess():
 
 def test_colocated_roles_take_turns_and_a_sleeping_vllm_is_not_counted():
     """With kept caches, the peaks of all processes add up, except vLLM's."""
-    config = load_config(ROOT / "recipes" / "llama3_8b_grpo_8gpu.yaml")
+    stays = ["cluster.offload_between_phases=[]", "rollout.engine.gpu_memory_utilization=0.45"]
+    config = load_config(ROOT / "recipes" / "llama3_8b_grpo_8gpu.yaml", stays)
     hardware = parse_cluster("8xA100-80GB")
     turns, kept = (
         {p.phase: p.bytes for p in make_plan(config, hardware, assume=assume).peaks[:7]}
@@ -240,9 +241,7 @@ def test_an_offloaded_role_counts_on_the_device_in_its_own_phase_only():
     assert before["log-probs"] == after["log-probs"]  # the reference's own pass is the largest
     host = peaks(moves, "host")["step"] - peaks(stays, "host")["step"]
     assert host == 8 * 8 * (256 << 20)
-    assert not stays.savings and moves.savings[0].startswith(
-        "8 x policy+rollout+reference: at most"
-    )
+    assert not stays.savings and "instead of" in moves.savings[0]
 
 
 def test_on_cpus_all_processes_share_the_memory_of_the_machine():

@@ -158,6 +158,33 @@ def check_rollout(plan: BatchPlan, *, unit: int = 1) -> BatchPlan:
     )
 
 
+def check_critic(plan: BatchPlan, data_parallel_size: int) -> None:
+    """Check that the ranks of a critic, with a number of their own, get equal shares of an
+    optimizer step. Raises BatchError with the nearest valid values."""
+    if plan.train_batch_size % data_parallel_size:
+        works = nearest_divisors(plan.train_batch_size, data_parallel_size)
+        raise BatchError(
+            f"train_batch_size={plan.train_batch_size} is not a multiple of the "
+            f"{data_parallel_size} data-parallel ranks of the critic (cluster.critic_ranks); "
+            f"nearest valid numbers of them: {_join(works)}"
+        )
+
+
+def critic_table(plan: BatchPlan, data_parallel_size: int) -> list[tuple[str, str, str]]:
+    """Return rows (name, value, origin) for a critic with a number of ranks of its own.
+
+    >>> critic_table(BatchPlan(16, 4, 2, 2), 1)[1]
+    ('critic: gradient_accumulation_steps', '4', 'B / (b x D), rounded up')
+    """
+    micro, accum = plan.micro_train_batch_size, "by tokens"
+    if micro is not None:
+        accum = str(-(-plan.train_batch_size // (micro * data_parallel_size)))
+    return [
+        ("critic: data-parallel ranks (D)", str(data_parallel_size), ""),
+        ("critic: gradient_accumulation_steps", accum, "B / (b x D), rounded up"),
+    ]
+
+
 def batch_table(plan: BatchPlan) -> list[tuple[str, str, str]]:
     """Return rows (name, value, origin) of the table printed at start."""
     by_tokens = plan.micro_train_batch_size is None

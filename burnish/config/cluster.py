@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
@@ -46,6 +46,8 @@ class ClusterConfig(Node):
     """Ranks of the teacher. None: ``policy_ranks``."""
     critic_ranks: int | None = Field(None, ge=1)
     """Ranks of the critic. None: ``policy_ranks``."""
+    reward_ranks: int | None = Field(None, ge=1)
+    """Ranks of each reward model that scores responses. None: ``policy_ranks``."""
     rollout_workers: int | None = Field(None, ge=1)
     """Rollout engines that share the requests. None: ``policy_ranks``."""
     cpus_per_worker: float = Field(1.0, gt=0)
@@ -78,11 +80,12 @@ class ClusterConfig(Node):
     """Maximum replacements of lost workers; simultaneous losses count once."""
 
     def ranks(self, role: str) -> int:
-        """Return the number of workers of a role. Reward models have as many as the policy."""
+        """Return the number of workers of a role."""
         own = {
             "reference": self.reference_ranks,
             "teacher": self.teacher_ranks,
             "critic": self.critic_ranks,
+            "reward": self.reward_ranks,
             "rollout": self.rollout_workers,
         }.get(role)
         return own or self.policy_ranks
@@ -104,8 +107,7 @@ class ClusterConfig(Node):
                     f"ray_address={self.ray_address!r} has no effect with runtime=inline, which "
                     "does not use Ray; set runtime=ray"
                 )
-            roles: tuple[ClusterRole, ...] = ("policy", "reference", "teacher", "critic", "rollout")
-            several = [r for r in roles if self.ranks(r) > 1]
+            several = [r for r in get_args(ClusterRole) if self.ranks(r) > 1]
             if several:
                 yield (
                     f"{several[0]} has {self.ranks(several[0])} workers, but runtime=inline has "

@@ -14,7 +14,13 @@ from burnish.config.algorithm import (
     GroupAdvantage,
     OnPolicyDistillAdvantage,
 )
-from burnish.config.arithmetic import BatchError, BatchPlan, check_rollout
+from burnish.config.arithmetic import (
+    BatchError,
+    BatchPlan,
+    check_critic,
+    check_rollout,
+    critic_table,
+)
 from burnish.config.asynchronous import asynchronous_advice, asynchronous_rules
 from burnish.config.data import PromptDataConfig, held_out_advice
 from burnish.config.episodes import episode_data_rules, episode_rules, episodes_lines
@@ -229,14 +235,26 @@ class RLConfig(TrainingJob):
             more = " or more" if self.rollout.dynamic_sampling is not None else ""
             table += passes_lines(self.data, num, drawn=drawn, steps=self.max_steps, more=more)
         rollout = self.rollout
+        critic = self._critic_ranks()
+        if critic is not None:
+            table += critic_table(self.batch_plan(), critic)
         at_once = rollout.rollout_batch_size * rollout.n_samples_per_prompt
         table += episodes_lines(
             rollout.episodes, turn_tokens=rollout.generate_max_len, at_once=at_once
         )
         return [*table, self.algorithm.table_row()]
 
+    def _critic_ranks(self) -> int | None:
+        """Return the critic's data-parallel ranks, if there is one with another number of them
+        than the policy."""
+        roles = [role for role in self.roles() if isinstance(role, TrainRole)]
+        sizes = {role.kind: role.data_parallel_size for role in roles}
+        own = sizes.get("critic")
+        return None if own == sizes["policy"] else own
+
     def rules(self) -> Iterator[str]:
         yield from training_rules(self, self.train)
+        yield from _critic_rules(self, self._critic_ranks())
         yield from _field_rules(self)
         yield from ptx_rules(self.ptx, temperature=self.rollout.temperature)
         yield from _teacher_rules(self)
@@ -291,6 +309,19 @@ def _field_rules(config: RLConfig) -> Iterator[str]:
     by_turn = any(isinstance(entry, EpisodeReward) and entry.per_turn for entry in config.rewards)
     if by_turn and kind in WITHOUT_TURN_REWARDS:
         yield turn_rewards_refused(kind)
+
+
+def _critic_rules(config: RLConfig, ranks: int | None) -> Iterator[str]:
+    if ranks is None:
+        return
+    try:
+        plan = config.batch_plan()
+    except BatchError:  # reported with the rules of training jobs
+        return
+    try:
+        check_critic(plan, ranks)
+    except BatchError as error:
+        yield str(error)
 
 
 def _advantage_rules(config: RLConfig) -> Iterator[str]:

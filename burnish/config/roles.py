@@ -157,6 +157,11 @@ class TrainRole(RoleSpec):
         return self.train.engine.tensor_parallel_size
 
     @property
+    def data_parallel_size(self) -> int:
+        """Number of groups of ranks that compute different rows."""
+        return max(1, self.ranks // self.train.engine.ranks_per_row)
+
+    @property
     def rows_per_sample(self) -> int:
         """Maximum number of rows of a sample: 2 for pairs, several for some episodes."""
         return max(self.rows_per_unit, self.lengths.rows_per_sample)
@@ -390,9 +395,19 @@ def placement_rules(cluster: ClusterConfig, roles: Sequence[Role]) -> Iterator[s
         if first.ranks != role.ranks:
             yield (
                 f"cluster: layout={cluster.layout} puts {first.name} and {role.name} on the same "
-                f"GPUs, but they have {first.ranks} and {role.ranks} workers; set equal numbers "
-                "(a reward model has policy_ranks), or use layout=separate"
+                f"GPUs, but they have {first.ranks} and {role.ranks} workers; set equal numbers, "
+                "or use a layout that gives one of them GPUs of its own (critic and reward models: "
+                "layout=colocate_actor_ref or separate)"
             )
+    scored = next((role for role in roles if role.kind == "reward"), None)
+    if cluster.reward_ranks is not None and (
+        scored is None or (isinstance(scored, TrainRole) and scored.trainable)
+    ):
+        yield (
+            f"cluster: reward_ranks={cluster.reward_ranks} is for a reward model that scores "
+            "responses, and this job has none; remove it (the model that a job trains has "
+            "policy_ranks)"
+        )
     rollout = next((role for role in roles if isinstance(role, RolloutRole)), None)
     size = 1 if rollout is None else rollout.tensor_parallel
     if cluster.runtime == "inline" or size == 1 or not cluster.gpus_per_worker:

@@ -127,7 +127,7 @@ def parallel_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[str]:
     """Yield an error for each role whose number of ranks is not a multiple of the ranks that
     compute the same rows."""
     size = train.engine.ranks_per_row
-    roles: tuple[ClusterRole, ...] = ("policy", "reference", "teacher", "critic")
+    roles: tuple[ClusterRole, ...] = ("policy", "reference", "teacher", "critic", "reward")
     given = {f"cluster.{role}_ranks": cluster.ranks(role) for role in roles}
     reported: set[int] = set()
     for name, ranks in given.items():

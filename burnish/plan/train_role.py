@@ -161,7 +161,7 @@ def _update_rows(
     """Return the largest micro-batch of the job's own rows, for ``lengths`` (row, prompt)."""
     length, prompt = lengths
     unit, group = role.rows_per_unit, plan.n_samples_per_prompt
-    share = max(1, plan.train_batch_size // role.ranks) * role.rows_per_sample
+    share = max(1, plan.train_batch_size // role.data_parallel_size) * role.rows_per_sample
     if plan.micro_train_batch_size is not None:
         return uniform_rows(plan.micro_train_batch_size * unit, length, prompt, group=group)
     budget = role.train.max_tokens_per_micro_batch
@@ -196,7 +196,7 @@ def _passes(
         passes["log-probs"] = base
     if role.trainable:
         assert batch is not None
-        share = batch.train_batch_size * role.rows_per_sample // batch.data_parallel_size
+        share = batch.train_batch_size * role.rows_per_sample // role.data_parallel_size
         passes["forward/backward"] = replace(
             base,
             train=True,

@@ -116,6 +116,38 @@ def test_colocated_critic_and_reward_model_need_equal_numbers(
     ]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["cluster.reward_ranks=2"], "one process"),
+        ([RAY, "cluster.reward_ranks=2"], "reward_ranks=2 is for a reward model"),
+        (
+            [RAY, TWO_MODELS, "cluster.reward_ranks=2"],
+            "policy and reward on the same GPUs, but they have 1 and 2 workers",
+        ),
+        (
+            [RAY, "cluster.layout=separate", "algorithm.advantage=gae", "cluster.critic_ranks=3"],
+            r"the 3 data-parallel ranks of the critic .* nearest valid numbers of them: 2 or 4",
+        ),
+    ],
+)
+def test_ranks_of_critic_and_reward_models_that_cannot_work_are_refused(
+    overrides: list[str], said: str, rl_recipe: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(rl_recipe, overrides)
+
+
+def test_a_critic_with_ranks_of_its_own_has_its_own_accumulation(rl_recipe: dict[str, Any]) -> None:
+    """B = 16, b = 4: on two ranks 16 / (4 x 2) = 2 passes, on the critic's only rank 4."""
+    options = [RAY, "cluster.layout=separate", "algorithm.advantage=gae", "cluster.policy_ranks=2"]
+    options += ["cluster.critic_ranks=1", "train.train_batch_size=16"]
+    config = load_config(rl_recipe, [*options, "train.micro_train_batch_size=4"])
+    table = {name: value for name, value, _ in config.launch_table()}
+    assert table["gradient_accumulation_steps"] == "2"
+    assert table["critic: gradient_accumulation_steps"] == "4"
+
+
 OFFLOAD = "cluster.offload_between_phases"
 
 

@@ -109,12 +109,20 @@ def test_a_lora_policy_and_its_base_share_workers(
 
 
 def test_layouts_do_not_change_the_numbers(rl: MakeConfig, reward: Any, compare: Compare) -> None:
-    runs = []
-    for layout in ("colocate_all", "colocate_actor_ref", "separate"):
-        config = rl(*RAY, *GAE, f"cluster.layout={layout}", f"run_dir={rl().run_dir}-{layout}")
+    """Nor do roles that are in host memory between their phases."""
+    runs, moved = [], "cluster.offload_between_phases"
+    layouts = {
+        "colocate_all": [f"{moved}=[policy, critic, reference]"],
+        "colocate_actor_ref": [f"{moved}=[reference]"],
+        "separate": [],
+    }
+    for layout, more in layouts.items():
+        name = f"run_dir={rl().run_dir}-{layout}"
+        config = rl(*RAY, *GAE, f"cluster.layout={layout}", *more, name)
         runs.append(read_metrics(burnish.run(config, rewards=reward).run_dir))
     compare(runs[0], runs[1])
     compare(runs[0], runs[2])
+    assert runs[0][-1]["time/offload_s"] > 0 and "time/offload_s" not in runs[2][-1]
 
 
 @pytest.mark.parametrize("job", ["sft", "rm", "preference"])
@@ -146,7 +154,8 @@ def test_supervised_jobs_match_one_process(
 def test_reward_models_score_on_their_own_workers(
     rl: MakeConfig, tmp_path: Path, compare: Compare
 ) -> None:
-    """Two of them, in the places of policy and rollout."""
+    """Two of them, in the places of policy and rollout, then on one rank each, as the critic of a
+    policy on two."""
     rows = [{"prompt": f"{i}=", "chosen": str(i), "rejected": "+"} for i in range(16)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     rm = {
@@ -163,10 +172,12 @@ def test_reward_models_score_on_their_own_workers(
         models.append(f"{{kind: model, name: model{seed}, model: {{path: '{folder}'}}}}")
     rewards = f"rewards=[{', '.join(models)}]"
     lines = []
-    for name, more in (("inline", []), ("ray", RAY)):
-        config = rl(rewards, *more, f"run_dir={rl().run_dir}-{name}")
+    own = [*RAY, "cluster.layout=separate", "cluster.critic_ranks=1", "cluster.reward_ranks=1"]
+    for name, more in (("inline", []), ("ray", RAY), ("own", own)):
+        config = rl(rewards, *GAE, *more, f"run_dir={rl().run_dir}-{name}")
         lines.append(read_metrics(burnish.run(config).run_dir))
-    compare(*lines)
+    compare(*lines[:2])
+    compare(*lines[1:])
     assert lines[0][0]["reward/model0"] != lines[0][0]["reward/model1"]
 
 

@@ -1,0 +1,33 @@
+"""Memory plans of roles that are in host memory between their phases."""
+
+from pathlib import Path
+
+import pytest
+
+from burnish.config import load_config
+from burnish.plan.hardware import parse_cluster
+from burnish.plan.predict import make_plan
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_an_offloaded_role_counts_on_the_device_in_its_own_phase_only():
+    """The reference model is 8.03e9 / 8 x 2 B = 2.008 GB. In the update phases a GPU has that much
+    less, and its pinned copy is 8 blocks of 256 MiB on each of the node's 8 ranks."""
+    recipe, moved = ROOT / "recipes" / "llama3_8b_grpo_8gpu.yaml", "cluster.offload_between_phases"
+    vllm = "rollout.engine.gpu_memory_utilization=0.4"
+    stays, moves = (
+        make_plan(load_config(recipe, [f"{moved}=[{roles}]", vllm]), parse_cluster("8xA100-80GB"))
+        for roles in ("", "reference")
+    )
+
+    def peaks(plan, where):
+        return {p.phase: p.bytes for p in plan.peaks if p.where == where}
+
+    before, after = peaks(stays, "device"), peaks(moves, "device")
+    for phase in ("rollout", "forward/backward", "step", "sync"):
+        assert before[phase] - after[phase] == pytest.approx(8_030_261_248 / 8 * 2, rel=1e-3)
+    assert before["log-probs"] == after["log-probs"]  # the reference's own pass is the largest
+    host = peaks(moves, "host")["step"] - peaks(stays, "host")["step"]
+    assert host == 8 * 8 * (256 << 20)
+    assert not stays.savings and "instead of" in moves.savings[0]

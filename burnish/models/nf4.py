@@ -9,6 +9,7 @@ dequantized weight plus the adapter's delta.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from typing import Any, cast
 
@@ -142,6 +143,25 @@ def is_quantizable(layer: nn.Module) -> bool:
     return plain and cast(Tensor, layer.weight).numel() % BLOCK == 0
 
 
+def layers_to_quantize(model: Any) -> list[Any]:
+    """Return the layers of ``model`` that :func:`quantize` replaces."""
+    uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    head = model.get_output_embeddings()
+    return [
+        layer
+        for layer in model.modules()
+        if layer is not head and is_quantizable(layer) and uses[id(layer.weight)] == 1
+    ]
+
+
+def num_scale_bytes(entries: int, *, double: bool) -> float:
+    """Return the bytes of the scales and levels of a weight with this number of entries."""
+    blocks = entries / BLOCK
+    if not double:
+        return 4 * blocks + 64
+    return blocks + 4 * math.ceil(blocks / SCALE_BLOCK) + 64 + 1024 + 4
+
+
 @torch.no_grad()
 def quantize(model: Any, *, double: bool, device: torch.device | str) -> None:
     """Replace the weights of the linear layers of ``model`` by NF4 codes on ``device``, in place.
@@ -151,13 +171,7 @@ def quantize(model: Any, *, double: bool, device: torch.device | str) -> None:
     to 8 bits. Raises ModelError if bitsandbytes is missing or no layer can be quantized.
     """
     require_bitsandbytes()
-    uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    head = model.get_output_embeddings()
-    found = [
-        layer
-        for layer in model.modules()
-        if layer is not head and is_quantizable(layer) and uses[id(layer.weight)] == 1
-    ]
+    found = layers_to_quantize(model)
     if not found:
         raise ModelError(
             f"model.lora.quantization=nf4: {type(model).__name__} has no plain linear layer whose "

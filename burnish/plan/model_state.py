@@ -11,6 +11,7 @@ from typing import Literal
 
 from burnish.config.model import Dtype, PrecisionConfig
 from burnish.config.train import TrainConfig
+from burnish.models.nf4 import num_scale_bytes
 from burnish.plan.shapes import ModelShape
 
 Where = Literal["device", "host", "disk"]
@@ -74,6 +75,12 @@ class EngineSetup:
         """Number of frozen entries."""
         whole = self.shape.parameters + self.shape.adapters
         return whole - self.trained
+
+    @property
+    def scale_bytes(self) -> float:
+        """Bytes of the scales of 4-bit weights, which every rank holds."""
+        double = self.shape.double_quantization
+        return sum(num_scale_bytes(n, double=double) for n in self.shape.quantized)
 
     @property
     def sum_size(self) -> int:

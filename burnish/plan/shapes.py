@@ -31,6 +31,7 @@ from burnish.config.paths import folder_problem
 from burnish.errors import BurnishError
 from burnish.messages import library_text
 from burnish.models.load import describe
+from burnish.models.nf4 import layers_to_quantize
 from burnish.models.scratch import scratch_tokenizer
 from burnish.models.units import gathered_modules
 
@@ -54,6 +55,8 @@ class FsdpUnit:
     """Number of entries of each parameter."""
     lora: int = 0
     """Number of adapter entries in this unit."""
+    quantized: tuple[int, ...] = ()
+    """Number of entries of each 4-bit weight, which are also in ``numels``."""
 
     @property
     def numel(self) -> int:
@@ -73,6 +76,8 @@ class ModelShape:
     units: tuple[FsdpUnit, ...]
     scalar: bool
     tied: bool
+    double_quantization: bool = False
+    """True if the scales of 4-bit weights are quantized too."""
 
     @property
     def parameters(self) -> int:
@@ -83,6 +88,11 @@ class ModelShape:
     def adapters(self) -> int:
         """Number of entries of all LoRA adapters."""
         return sum(unit.lora for unit in self.units)
+
+    @property
+    def quantized(self) -> tuple[int, ...]:
+        """Number of entries of each 4-bit weight."""
+        return tuple(n for unit in self.units for n in unit.quantized)
 
     @property
     def layers(self) -> tuple[FsdpUnit, ...]:
@@ -155,6 +165,7 @@ def shape_from_config(
         units=tuple(_units(network, scalar=scalar, lora=lora)),
         scalar=scalar,
         tied=_is_tied(network),
+        double_quantization=lora is not None and lora.double_quantization,
     )
 
 
@@ -163,11 +174,15 @@ def _units(network: Any, *, scalar: bool, lora: LoraConfig | None) -> list[FsdpU
     body = network.get_decoder()
     left = {id(p): p for p in (body if scalar else network).parameters()}
     units: list[FsdpUnit] = []
+    packed: set[int] = set()
+    if lora is not None and lora.quantization is not None:
+        packed = {id(layer.weight) for layer in layers_to_quantize(network)}
 
     def take(module: nn.Module, name: str, kind: str) -> None:
         own = [left.pop(id(p)) for p in module.parameters() if id(p) in left]
         adapters = _adapter_entries(module, lora) if lora is not None and kind == "layer" else 0
-        units.append(FsdpUnit(name, kind, tuple(p.numel() for p in own), adapters))
+        nf4 = tuple(p.numel() for p in own if id(p) in packed)
+        units.append(FsdpUnit(name, kind, tuple(p.numel() for p in own), adapters, nf4))
 
     for unit in gathered_modules(body, tied=not scalar and _is_tied(network)):
         take(unit.module, unit.name, unit.kind)
@@ -185,11 +200,11 @@ def _is_tied(network: Any) -> bool:
 
 
 def _adapter_entries(block: nn.Module, lora: LoraConfig) -> int:
-    """Return r x (inputs + outputs), summed over the linear layers of a block that get an
+    """Return r x (inputs + outputs), and the outputs of DoRA, summed over the linear layers of a block that get an
     adapter."""
     linears = [(n, m) for n, m in block.named_modules() if isinstance(m, nn.Linear)]
     return sum(
-        lora.lora_rank * (m.in_features + m.out_features)
+        lora.lora_rank * (m.in_features + m.out_features) + lora.use_dora * m.out_features
         for n, m in linears
         if _is_target(n, lora.target_modules)
     )

@@ -80,6 +80,23 @@ class TorchProfile(TrainEngineProfile):
             what = "weights, gradients and moments offloaded to host memory; slower optimizer step"
             yield Suggestion((f"{key}cpu_offload=true",), what)
 
+    def _nf4(self, parts: int) -> list[Item]:
+        """Return this rank's codes of 4-bit weights, all their scales, and the largest of these
+        matrices, which a pass dequantizes."""
+        s, found = self.setup, self.setup.shape.quantized
+        if not found:
+            return []
+        n, largest = sum(found), max(found)
+        return [
+            Item("parameters", n / 2 / parts, f"NF4 codes: {entries_text(n)} x 0.5 B / {parts}"),
+            Item("parameters", s.scale_bytes, "scales of NF4 weights"),
+            Item(
+                "gathered layers",
+                largest * s.weight_size,
+                f"dequantized matrix: {entries_text(largest)} x {s.weight_size} B",
+            ),
+        ]
+
 
 class ReplicaProfile(TorchProfile):
     """The model, or its tensor-parallel part, complete on every rank."""
@@ -87,8 +104,10 @@ class ReplicaProfile(TorchProfile):
     def state(self) -> list[Item]:
         """Return weights, moments, masters and moving average."""
         s, n, w = self.setup, self.setup.trained, self.setup.weight_size
+        whole = s.frozen + n - sum(s.shape.quantized)
         items = [
-            Item("parameters", s.frozen * w + n * w, f"{entries_text(s.frozen + n)} x {w} B"),
+            Item("parameters", whole * w, f"{entries_text(whole)} x {w} B"),
+            *self._nf4(1),
             Item("optimizer", n * 8, f"moments: {entries_text(n)} x 8 B"),
         ]
         if s.half:
@@ -137,12 +156,12 @@ class ShardedProfile(TorchProfile):
         """Return this rank's masters, frozen weights, moments, moving average, and the copy of a
         checkpoint that is written in the background."""
         s, size, where = self.setup, self.setup.weight_size, self._home
-        n, frozen = rounded_up(s.trained, s.ranks), rounded_up(s.frozen, s.ranks)
+        plain = s.frozen - sum(s.shape.quantized)
+        n, frozen = rounded_up(s.trained, s.ranks), rounded_up(plain, s.ranks)
         items = [
             Item("parameters", n * 4, f"fp32 masters: {share_text(s, s.trained)} x 4 B", where),
-            Item(
-                "parameters", frozen * size, f"frozen: {share_text(s, s.frozen)} x {size} B", where
-            ),
+            Item("parameters", frozen * size, f"frozen: {share_text(s, plain)} x {size} B", where),
+            *self._nf4(s.ranks),
             Item("optimizer", n * 8, f"moments: {share_text(s, s.trained)} x 8 B", where),
             *moving_average(s, n, where),
             *self._being_written(n),

@@ -182,3 +182,20 @@ def test_checkpoint_is_12_bytes_per_trained_parameter_for_any_number_of_ranks():
     s = setup(ranks=32, engine={"kind": "deepspeed", "zero_stage": 3})
     assert checkpoint_bytes(s) == 12 * LLAMA_8B
     assert checkpoint_bytes(setup(ema_decay=0.9)) == 16 * LLAMA_8B
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_nf4_weights_count_their_codes_and_scales(double):
+    """Within 10% of the loaded model: every parameter and buffer but rotary frequencies."""
+    scratch = ScratchConfig(hidden_size=128, num_layers=2)
+    lora = LoraConfig(lora_rank=4, quantization="nf4", double_quantization=double)
+    config = ModelConfig(scratch=scratch, lora=lora)
+    model = load_causal_lm(config)
+    tensors = [*model.parameters()]
+    tensors += [b for n, b in model.named_buffers() if "scale" in n or "levels" in n]
+    setup = EngineSetup(
+        shape=shape_of(config), train=TrainConfig(train_batch_size=1), precision=PrecisionConfig()
+    )
+    items = profile_of(setup).state()
+    planned = sum(item.bytes for item in items if item.name == "parameters")
+    assert planned == pytest.approx(sum(t.nbytes for t in tensors), rel=1e-3)

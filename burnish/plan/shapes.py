@@ -200,8 +200,8 @@ def _is_tied(network: Any) -> bool:
 
 
 def _adapter_entries(block: nn.Module, lora: LoraConfig) -> int:
-    """Return r x (inputs + outputs), and the outputs of DoRA, summed over the linear layers of a block that get an
-    adapter."""
+    """Return r x (inputs + outputs), with DoRA also the outputs, summed over the linear layers of a
+    block that get an adapter."""
     linears = [(n, m) for n, m in block.named_modules() if isinstance(m, nn.Linear)]
     return sum(
         lora.lora_rank * (m.in_features + m.out_features) + lora.use_dora * m.out_features

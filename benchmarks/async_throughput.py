@@ -1,6 +1,6 @@
 """Throughput of real asynchronous runs on Ray, compared with synchronous runs on the same cores.
 
-    python benchmarks/async_throughput.py run [--sigmas 0.5 1 1.5] [--repeats 2]
+    python benchmarks/async_throughput.py run [--sigmas 1 0.5 1.5] [--repeats 2]
     python benchmarks/async_throughput.py latencies --sigma 1 --to latencies.txt
     python benchmarks/async_simulator.py --latencies latencies.txt
     python benchmarks/async_throughput.py table
@@ -210,8 +210,8 @@ def folders(out: Path) -> Path:
 def run(args: argparse.Namespace) -> None:
     """Calibrate each sigma, then make the runs, kind after kind."""
     begun = time.monotonic()
-    cases = [(sigma, args.balance, kind) for sigma in args.sigmas for kind in KINDS]
-    cases += [(sigma, args.idle_balance, "async") for sigma in args.idle_sigmas]
+    cases = [(sigma, args.idle_balance, "async") for sigma in args.idle_sigmas]
+    cases += [(sigma, args.balance, kind) for sigma in args.sigmas for kind in KINDS]
     costs = {sigma: _calibrate(args, sigma) for sigma in dict.fromkeys(c[0] for c in cases)}
     for repeat, (sigma, balance, kind) in itertools.product(range(args.repeats), cases):
         if time.monotonic() - begun > 60 * args.minutes:
@@ -258,14 +258,15 @@ def epochs_for(cost: dict[str, float], balance: float) -> int:
 
 def _predict(args: argparse.Namespace) -> None:
     """Add the step times that ``burnish plan`` predicts for the asynchronous runs from the speeds
-    of the synchronous run of the same repeat."""
+    of the synchronous run of the same repeat and sigma."""
     runs = read(args.out)
-    sync = {_case(r): r for r in runs if r["kind"] == "sync" and r["repeat"] >= 0}
+    sync = {(r["sigma"], r["repeat"]): r for r in runs if r["kind"] == "sync"}
     done = {_case(r) for r in runs if r["kind"] == "plan"}
     for found in (r for r in runs if r["kind"] == "async" and _case(r) not in done):
-        if _case(found) not in sync:
+        timed = sync.get((found["sigma"], found["repeat"]))
+        if timed is None:
             continue
-        recipe, rates = Path(found["folder"]) / "config.yaml", sync[_case(found)]["folder"]
+        recipe, rates = Path(found["folder"]) / "config.yaml", timed["folder"]
         call = [sys.executable, "-m", "burnish", "plan", str(recipe), "--rates", rates, "--json"]
         text = subprocess.run(call, capture_output=True, text=True, check=True).stdout
         predicted = json.loads(text)["seconds_per_step"]
@@ -395,7 +396,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     parts = parser.add_subparsers(required=True)
     every = parts.add_parser("run")
-    every.add_argument("--sigmas", type=float, nargs="+", default=[0.5, 1.0, 1.5])
+    every.add_argument("--sigmas", type=float, nargs="+", default=[1.0, 0.5, 1.5])
     every.add_argument("--balance", type=float, default=1.0, help="training/sampling")
     every.add_argument("--idle-sigmas", type=float, nargs="*", default=[1.0])
     every.add_argument("--idle-balance", type=float, default=1.5, help="where sampling is faster")

@@ -47,7 +47,8 @@ def check_export_folder(config: TrainingJob, run_dir: Path) -> None:
 
 
 def export_at_end(config: TrainingJob, run_dir: Path) -> None:
-    """Export the newest checkpoint of a completed run, if the recipe asks for it.
+    """Export the newest checkpoint of a completed run, if the recipe asks for it. Exactly one
+    process of a run calls this: the one that writes the run folder.
 
     The folder is complete if it exists: it is written under a hidden name and renamed. An export
     that this run wrote before is replaced. Raises RunError, with the command that repeats the

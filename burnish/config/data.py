@@ -276,6 +276,9 @@ class SFTDataConfig(DataConfig):
     """Column with plain text (loss on all of it) if a row has no response."""
     train_on_prompt: bool = False
     """Also compute the loss on prompt tokens."""
+    train_on_turns: Literal["all", "last"] = "all"
+    """Assistant messages of a conversation that are trained on: all, or only the last. Messages
+    with ``train: false`` or ``weight: 0`` never are."""
     use_tokens: bool = True
     """Train on a response's sampled token ids if the row has them (``response_tokens``, from
     generate) and they decode to its text. Its end is the sampled one; a truncated response gets no
@@ -298,6 +301,11 @@ class SFTDataConfig(DataConfig):
     def rules(self) -> Iterator[str]:
         yield from super().rules()
         yield from template_rules(self.prompt_template, self._files_with(self.response_key))
+        if self.train_on_prompt and self.train_on_turns == "last":
+            yield (
+                "train_on_turns=last has no effect with train_on_prompt=true, which trains on all "
+                "tokens before the last answer; remove one of them"
+            )
         named = self._named_keys()
         have = {path: columns_of(path) for path in self.files}
         for field, key in named.items():

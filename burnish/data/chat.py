@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
 
-from burnish.data.messages import Message, as_messages
+from burnish.data.messages import TRAIN_FLAGS, Message, as_messages, trained_flags
 from burnish.data.notices import note
 from burnish.data.sources import DataError
 from burnish.templates import render_chat
@@ -80,9 +80,13 @@ def encode_conversation(
     messages: Sequence[Message],
     *,
     trained_from: int = 0,
+    only_last: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[list[int], list[bool]]:
     """Return (ids, mask) of a conversation. The mask is True for tokens written by the assistant.
+
+    Messages with ``train: false`` or ``weight: 0`` are not trained on. ``only_last``: train only on
+    the last assistant message.
 
     The mask includes the end token of an assistant turn, but no template text after it (usually a
     newline). Turns before message ``trained_from`` count as prompt.
@@ -104,6 +108,14 @@ def encode_conversation(
             "the conversation begins with an assistant message, which answers nothing; add a user "
             "message before it"
         )
+    flags = trained_flags(messages)
+    learned = [turn for turn in turns[-1 if only_last else 0 :] if flags[turn]]
+    if not learned:
+        raise DataError(
+            "every assistant message that could be trained on has train: false or weight: 0; drop "
+            "the row"
+        )
+    messages = [{k: v for k, v in m.items() if k not in TRAIN_FLAGS} for m in messages]
     check_rendering(tokenizer, messages, tools)
     messages = _without_own_end(tokenizer, messages, turns, tools)
     full = render_text(tokenizer, messages, add_generation_prompt=False, tools=tools)
@@ -116,7 +128,7 @@ def encode_conversation(
         end = prefix(messages[: turn + 1], add_generation_prompt=False)
         before = encode_piece(tokenizer, full[done:begin], follows=bool(ids))
         answer = encode_piece(tokenizer, full[begin:end], follows=True)
-        trained = _trained_length(tokenizer, answer)
+        trained = _trained_length(tokenizer, answer) if turn in learned else 0
         ids += before + answer
         mask += [False] * len(before) + [True] * trained + [False] * (len(answer) - trained)
         done = end

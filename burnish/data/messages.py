@@ -24,6 +24,9 @@ FUNCTION_CALL = "function_call"
 """ShareGPT value of ``from`` of an assistant's tool calls: ``{"name", "arguments"}`` as JSON
 text."""
 
+TRAIN_FLAGS = ("train", "weight")
+"""Keys of a message that say whether it is trained on: true or false, 1 or 0."""
+
 _LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
 
 
@@ -84,6 +87,29 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     return value
+
+
+def trained_flags(messages: Sequence[Message]) -> list[bool]:
+    """Return, for each message, False if it has ``train: false`` or ``weight: 0``, else True.
+
+    Raises DataError for other values, and for two flags of one message that differ.
+    """
+    flags = []
+    for i, message in enumerate(messages):
+        given = {key: message[key] for key in TRAIN_FLAGS if message.get(key) is not None}
+        for key, value in given.items():
+            if not isinstance(value, bool | int | float) or value not in (0, 1):
+                raise DataError(
+                    f"message {i} ({message['role']}) has {key}: {value!r}; use train: true or "
+                    "false, or weight: 1 or 0"
+                )
+        if len({bool(value) for value in given.values()}) > 1:
+            raise DataError(
+                f"message {i} ({message['role']}) has train: {given['train']} and weight: "
+                f"{given['weight']}, which differ; keep one"
+            )
+        flags.append(all(given.values()))
+    return flags
 
 
 def as_tools(value: Any) -> list[dict[str, Any]] | None:

@@ -17,7 +17,7 @@ from burnish.data.chat import (
 )
 from burnish.data.encoded import EncodedStream, load_all
 from burnish.data.forms import open_rows
-from burnish.data.messages import as_messages
+from burnish.data.messages import as_messages, trained_flags
 from burnish.data.notices import note
 from burnish.data.rows import (
     TokenRow,
@@ -108,7 +108,13 @@ class _SFTEncoder:
         messages = as_messages(given, system_prompt=config.system_prompt)
         tools = tools_column(row, config)
         check_rendering(tokenizer, messages, tools, system_prompt=config.system_prompt)
-        encoded = token_row(*encode_conversation(tokenizer, messages, tools=tools))
+        if config.train_on_prompt and not all(trained_flags(messages)):
+            raise DataError(
+                "a message has train: false or weight: 0, but train_on_prompt=true trains on all "
+                "tokens; remove the flag, or set train_on_prompt: false"
+            )
+        last = config.train_on_turns == "last"
+        encoded = token_row(*encode_conversation(tokenizer, messages, only_last=last, tools=tools))
         return replace(encoded, answers=encoded.mask)
 
     def _encode_text(self, text: str) -> TokenRow:

@@ -4,6 +4,7 @@ resumed."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -306,3 +307,53 @@ def test_an_unusable_row_is_refused_with_its_location(
 def test_a_text_without_tokens_is_refused(bpe: Tok, jsonl: Jsonl) -> None:
     with pytest.raises(DataError, match=r"rows\.jsonl:1: the row has nothing to train on"):
         stream(bpe, jsonl([{"text": ""}])).next(1)
+
+
+TURNS = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "bb"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "dd"},
+]
+
+
+@pytest.mark.parametrize(
+    ("flags", "options", "trained"),
+    [
+        ({}, {}, "bb<|im_end|>dd<|im_end|>"),
+        ({}, {"train_on_turns": "last"}, "dd<|im_end|>"),
+        ({1: {"train": False}}, {}, "dd<|im_end|>"),
+        ({3: {"weight": 0}}, {}, "bb<|im_end|>"),
+        ({0: {"weight": 0}, 1: {"weight": 1, "train": True}}, {}, "bb<|im_end|>dd<|im_end|>"),
+    ],
+)
+def test_flags_and_last_turn_choose_the_trained_answers(flags, options, trained, chars, jsonl):
+    """The tokens are the same in all cases; only the mask differs."""
+    messages = [{**turn, **flags.get(i, {})} for i, turn in enumerate(TURNS)]
+    rows = SFTDataConfig(sources=(jsonl([{"messages": messages}]),), **options)
+    plain = SFTDataConfig(sources=(jsonl([{"messages": TURNS}], "plain.jsonl"),))
+    batch = load_rows(rows, chars)
+    assert batch.tokens.tolist() == load_rows(plain, chars).tokens.tolist()
+    assert chars.decode(batch.tokens[batch.action_mask].tolist()) == trained
+
+
+@pytest.mark.parametrize(
+    ("flags", "options", "error"),
+    [
+        ({"weight": 0.5}, {}, "message 1 (assistant) has weight: 0.5; use"),
+        ({"train": True, "weight": 0}, {}, "train: True and weight: 0, which differ"),
+        ({"train": False}, {"train_on_prompt": True}, "train_on_prompt=true trains on all"),
+    ],
+)
+def test_flags_without_a_meaning_are_errors(flags, options, error, chars, jsonl):
+    messages = [TURNS[0], {**TURNS[1], **flags}, *TURNS[2:]]
+    config = SFTDataConfig(sources=(jsonl([{"messages": messages}]),), **options)
+    with pytest.raises(DataError, match=re.escape(error)):
+        load_rows(config, chars)
+    with pytest.raises(DataError, match="every assistant message"):
+        load_rows(
+            SFTDataConfig(sources=(jsonl([{"messages": [TURNS[0], {**TURNS[1], "weight": 0}]}]),)),
+            chars,
+        )
+    both = SFTDataConfig(sources=("f",), train_on_prompt=True, train_on_turns="last")
+    assert "train_on_turns=last has no effect" in both.broken_rules()[0]

@@ -7,10 +7,12 @@ cannot be read causes no error here, but when the data are opened."""
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from burnish.config.explain import nearest
 
@@ -47,6 +49,37 @@ def _is_nested(value: Any) -> bool:
     return isinstance(value, (dict, list))
 
 
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+"""Suffix after ``.jsonl`` -> pyarrow's name of the compression."""
+
+
+def suffix_of(path: Path) -> str:
+    """Return the suffix of a data file in lower case; both suffixes of a compressed one.
+
+    >>> suffix_of(Path("train.v2.JSONL.gz"))
+    '.jsonl.gz'
+    """
+    last = path.suffix.lower()
+    return Path(path.stem).suffix.lower() + last if last in COMPRESSED else last
+
+
+@contextmanager
+def opened_lines(path: Path) -> Iterator[BinaryIO]:
+    """Open a file of lines for reading bytes, decompressed if its suffix says so."""
+    compression = COMPRESSED.get(path.suffix.lower())
+    if compression is None:
+        with path.open("rb") as file:
+            yield file
+        return
+    import pyarrow as pa
+
+    with (
+        pa.CompressedInputStream(pa.OSFile(str(path)), compression) as stream,
+        io.BufferedReader(stream) as lines,
+    ):
+        yield cast(BinaryIO, lines)
+
+
 def columns_of(path: str) -> tuple[str, ...] | None:
     """Return the names of the columns of a data file's first row, or None if they cannot be
     read."""
@@ -58,7 +91,7 @@ def first_row(path: str) -> Mapping[str, Any] | None:
     """Return the first row of a data file as column -> value, or None if it cannot be read."""
     file = Path(path)
     try:
-        return _first_row(file, file.suffix.lower())
+        return _first_row(file, suffix_of(file))
     except (OSError, ValueError, csv.Error):  # pyarrow's errors and json's are ValueErrors
         return None
 
@@ -86,18 +119,23 @@ def _first_row(file: Path, suffix: str) -> Mapping[str, Any] | None:
         rows = json_value(file.read_text(encoding="utf-8-sig")) if small else None
         row = rows[0] if isinstance(rows, list) and rows else None
         return row if isinstance(row, dict) else None
+    if suffix in LINES:
+        with opened_lines(file) as lines:
+            first = next((line for line in lines if line.strip()), b"null")
+        row = json_value(first.decode("utf-8-sig"))
+        return row if isinstance(row, dict) else None
+    if suffix != ".csv":
+        return None
     with file.open(encoding="utf-8-sig", newline="") as text:
-        if suffix == ".csv":
-            reader = csv.reader(text)
-            header = next(reader, [])
-            cells = next((cells for cells in reader if cells), [])
-            return {**dict.fromkeys(header), **dict(zip(header, cells, strict=False))} or None
-        line = next((line for line in text if line.strip()), "null") if suffix in _LINES else ""
-    row = json_value(line or "null")
-    return row if isinstance(row, dict) else None
+        reader = csv.reader(text)
+        header = next(reader, [])
+        cells = next((cells for cells in reader if cells), [])
+        return {**dict.fromkeys(header), **dict(zip(header, cells, strict=False))} or None
 
 
-_LINES = (".jsonl", ".ndjson")
+_PLAIN_LINES = (".jsonl", ".ndjson")
+LINES = (*_PLAIN_LINES, *(plain + more for plain in _PLAIN_LINES for more in COMPRESSED))
+"""Suffixes of files with one JSON object per line."""
 
 
 def _first_of_parquet(file: Path) -> Mapping[str, Any]:

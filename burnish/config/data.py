@@ -35,11 +35,14 @@ class _Source(Node):
 
 
 class FileSource(_Source):
-    """Rows of one file: .jsonl, .json (a list of objects), .csv or .parquet."""
+    """Rows of one file: .jsonl (also .jsonl.gz and .jsonl.zst), .json (a list of objects), .csv or
+    .parquet."""
 
     kind: Literal["file"] = "file"
     path: PathText
     """Path of the file, absolute or relative to the working directory."""
+    max_samples: int | None = Field(None, ge=1)
+    """Use only the first this many rows. None: all."""
     name: str | None = None
     """Name in prompt ids and metrics. None: the file's stem."""
 
@@ -54,6 +57,8 @@ class HubSource(_Source):
     """Configuration name of the dataset. None: the default."""
     split: str = "train"
     """Split to read."""
+    max_samples: int | None = Field(None, ge=1)
+    """Use only the first this many rows. None: all."""
     name: str | None = None
     """Name in prompt ids and metrics. None: the last part of ``path``."""
 

@@ -6,7 +6,7 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 
-from burnish.config.columns import json_value
+from burnish.config.columns import LINES, json_value, opened_lines, suffix_of
 from burnish.config.data import (
     DataConfig,
     EnvironmentSource,
@@ -29,9 +29,10 @@ def num_rows(source: SourceConfig) -> int | None:
     if not isinstance(source, FileSource):
         return None
     try:
-        return _rows_of_file(Path(source.path))
+        found = _rows_of_file(Path(source.path))
     except (OSError, ValueError, csv.Error):  # pyarrow's errors are ValueErrors
         return None
+    return found if found is None else min(found, source.max_samples or found)
 
 
 def total_rows(data: DataConfig, rows_per_item: int = 1) -> int | None:
@@ -89,15 +90,15 @@ def _name(source: SourceConfig) -> str:
 
 
 def _rows_of_file(path: Path) -> int | None:
-    suffix = path.suffix.lower()
+    suffix = suffix_of(path)
     if suffix == ".parquet":
         import pyarrow.parquet
 
         return int(pyarrow.parquet.read_metadata(path).num_rows)
     if path.stat().st_size > _LARGEST:
         return None
-    if suffix in (".jsonl", ".ndjson"):
-        with path.open("rb") as lines:
+    if suffix in LINES:
+        with opened_lines(path) as lines:
             return sum(1 for line in lines if line.strip())
     if suffix == ".csv":
         with path.open(encoding="utf-8-sig", newline="") as text:

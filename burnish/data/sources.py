@@ -6,16 +6,25 @@ The meaning of columns is defined in prompts, sft and preference, the row order 
 from __future__ import annotations
 
 import csv
+import shutil
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import numpy as np
 
-from burnish.config.columns import LARGEST_JSON, json_value
+from burnish.config.columns import (
+    COMPRESSED,
+    LARGEST_JSON,
+    LINES,
+    json_value,
+    opened_lines,
+    suffix_of,
+)
 from burnish.config.data import (
     EnvironmentSource,
     FileSource,
@@ -78,7 +87,10 @@ def open_source(config: SourceConfig) -> Source:
     if len(source) == 0:
         place = config.path if isinstance(config, FileSource | HubSource) else config.name
         raise DataError(_EMPTY.format(place=place))
-    return source
+    limit = config.max_samples if isinstance(config, FileSource | HubSource) else None
+    if limit is None or limit >= len(source):
+        return source
+    return _Rows(source.name, limit, source.__getitem__)
 
 
 def open_sources(configs: Sequence[SourceConfig]) -> list[Source]:
@@ -98,14 +110,21 @@ def open_sources(configs: Sequence[SourceConfig]) -> list[Source]:
 
 
 class _JsonLines:
-    """A .jsonl file. Only its line offsets are kept in memory."""
+    """A .jsonl file. Only its line offsets are kept in memory.
+
+    A compressed file is decompressed to a temporary file, which is deleted with the source.
+    """
 
     def __init__(self, path: Path, name: str) -> None:
         self.name = name
-        self._path = path
+        self._path = self._plain = path
+        if path.suffix.lower() in COMPRESSED:
+            self._folder = TemporaryDirectory(prefix="burnish-data-")
+            self._plain = Path(self._folder.name) / path.stem
+            _decompress(path, self._plain)
         self._offsets, self._lines = array("q"), array("q")
         offset = 0
-        with path.open("rb") as file:
+        with self._plain.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     self._offsets.append(offset)
@@ -117,10 +136,21 @@ class _JsonLines:
 
     def __getitem__(self, i: int) -> Row:
         where = f"{self._path}:{self._lines[i]}"
-        with self._path.open("rb") as file:
+        with self._plain.open("rb") as file:
             file.seek(self._offsets[i])
             line = file.readline()
         return _json_row(line, where)
+
+
+def _decompress(path: Path, target: Path) -> None:
+    try:
+        with opened_lines(path) as lines, target.open("wb") as file:
+            shutil.copyfileobj(lines, file, 1 << 20)
+    except OSError as error:
+        raise DataError(
+            f"{path}: the file cannot be decompressed: {error}. It may be truncated, or not be "
+            f"{COMPRESSED[path.suffix.lower()]}; download or write it again"
+        ) from error
 
 
 def _json_row(line: bytes, where: str) -> Row:
@@ -160,7 +190,7 @@ def first_rows(config: SourceConfig, count: int = 3) -> list[Row]:
         return []
     path = Path(config.path)
     _reader_of(path)
-    suffix = path.suffix.lower()
+    suffix = suffix_of(path)
     if suffix == ".parquet":
         rows = _first_of_parquet(path, count)
     elif suffix == ".csv":
@@ -171,12 +201,20 @@ def first_rows(config: SourceConfig, count: int = 3) -> list[Row]:
         whole = _read_json(path, "")
         rows = [whole[i] for i in range(min(count, len(whole)))]
     else:
-        with path.open("rb") as file:
-            lines = ((n, line) for n, line in enumerate(file, start=1) if line.strip())
-            rows = [_json_row(line, f"{path}:{n}") for n, line in islice(lines, count)]
+        rows = _first_lines(path, count)
     if not rows:
         raise DataError(_EMPTY.format(place=path))
     return rows
+
+
+def _first_lines(path: Path, count: int) -> list[Row]:
+    try:
+        with opened_lines(path) as file:
+            lines = ((n, line) for n, line in enumerate(file, start=1) if line.strip())
+            found = list(islice(lines, count))
+    except OSError as error:
+        raise DataError(f"{path}: the file cannot be read: {error}") from error
+    return [_json_row(line, f"{path}:{n}") for n, line in found]
 
 
 def _first_of_parquet(path: Path, count: int) -> list[Row]:
@@ -194,12 +232,14 @@ def _first_of_parquet(path: Path, count: int) -> list[Row]:
 
 def _open_file(config: FileSource) -> Source:
     path = Path(config.path)
-    return _reader_of(path)(path, config.name or path.stem)
+    compressed = path.suffix.lower() in COMPRESSED
+    stem = Path(path.stem).stem if compressed else path.stem
+    return _reader_of(path)(path, config.name or stem)
 
 
 def _reader_of(path: Path) -> Callable[[Path, str], Source]:
     """Return the reader for a file. Raises DataError if the file is missing or of unknown type."""
-    reader = _READERS.get(path.suffix.lower())
+    reader = _READERS.get(suffix_of(path))
     if not path.exists():
         raise DataError(_missing_file(path))
     if path.is_dir():
@@ -209,8 +249,8 @@ def _reader_of(path: Path) -> Callable[[Path, str], Source]:
         )
     if reader is None:
         raise DataError(
-            f"{path}: unknown file type {path.suffix!r}; known are {', '.join(sorted(_READERS))}. "
-            "Convert (or unpack) the file"
+            f"{path}: unknown file type {suffix_of(path)!r}; known are "
+            f"{', '.join(sorted(_READERS))}. Convert (or unpack) the file"
         )
     return reader
 
@@ -312,8 +352,7 @@ def _as_object(values: Any, where: str) -> Mapping[str, Any]:
 
 
 _READERS: dict[str, Callable[[Path, str], Source]] = {
-    ".jsonl": _JsonLines,
-    ".ndjson": _JsonLines,
+    **dict.fromkeys(LINES, _JsonLines),
     ".json": _read_json,
     ".csv": _read_csv,
     ".parquet": _read_parquet,

@@ -6,15 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
+from burnish.config.passes import total_rows
 from burnish.config.score import ResponseDataConfig
 from burnish.data.forms import form_of_row, in_columns, open_rows
 from burnish.data.preference import load_pairs
 from burnish.data.prompts import load_prompts
-from burnish.data.sources import DataError, Row
+from burnish.data.sources import DataError, Row, first_rows
 
 HH = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant:"
 USER, SAYS = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -238,3 +240,27 @@ def test_transcripts_train_only_the_last_answer(
     ]
     assert batches[0].tokens.tolist() == batches[1].tokens.tolist()
     assert batches[0].action_mask.tolist() == batches[1].action_mask.tolist()
+
+
+@pytest.mark.parametrize(("suffix", "codec"), [(".gz", "gzip"), (".zst", "zstd")])
+def test_compressed_lines_are_read_like_plain_ones(
+    suffix: str, codec: str, tmp_path: Path, chars: PreTrainedTokenizerBase
+) -> None:
+    path = tmp_path / f"rows.jsonl{suffix}"
+    lines = "".join(json.dumps({"prompt": f"{i}+1"}) + "\n\n" for i in range(5))
+    with pa.CompressedOutputStream(str(path), codec) as file:
+        file.write(lines.encode())
+    config = PromptDataConfig(sources=(str(path),))
+    assert config.broken_rules() == []
+    assert total_rows(config) == 5
+    (source,) = open_rows(config)
+    assert (source.name, source[3].where) == ("rows", f"{path}:7")
+    assert [p.text for p in load_prompts(config, chars)] == [f"{i}+1" for i in range(5)]
+    assert [row.where for row in first_rows(config.sources[0], 2)] == [f"{path}:1", f"{path}:3"]
+    few = PromptDataConfig.model_validate({"sources": [{"path": str(path), "max_samples": 2}]})
+    assert total_rows(few) == len(open_rows(few)[0]) == 2
+    path.write_bytes(b"not compressed")
+    with pytest.raises(DataError, match="cannot be decompressed"):
+        open_rows(config)
+    with pytest.raises(DataError, match="cannot be read"):
+        first_rows(config.sources[0])

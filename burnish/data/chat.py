@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
 
-from burnish.data.messages import TRAIN_FLAGS, Message, as_messages, trained_flags
+from burnish.data.messages import Message, as_messages, trained_flags, without_flags
 from burnish.data.notices import note
 from burnish.data.sources import DataError
 from burnish.templates import render_chat
@@ -115,9 +115,9 @@ def encode_conversation(
             "every assistant message that could be trained on has train: false or weight: 0; drop "
             "the row"
         )
-    messages = [{k: v for k, v in m.items() if k not in TRAIN_FLAGS} for m in messages]
-    check_rendering(tokenizer, messages, tools)
-    messages = _without_own_end(tokenizer, messages, turns, tools)
+    bare = [without_flags(message) for message in messages]
+    check_rendering(tokenizer, bare, tools)
+    messages = _without_own_end(tokenizer, bare, turns, tools)
     full = render_text(tokenizer, messages, add_generation_prompt=False, tools=tools)
     prefix = partial(_prefix_length, tokenizer, full=full, tools=tools)
     ids: list[int] = []

@@ -112,6 +112,11 @@ def trained_flags(messages: Sequence[Message]) -> list[bool]:
     return flags
 
 
+def without_flags(message: Message) -> dict[str, Any]:
+    """Return the message without the keys in :data:`TRAIN_FLAGS`."""
+    return {key: value for key, value in message.items() if key not in TRAIN_FLAGS}
+
+
 def as_tools(value: Any) -> list[dict[str, Any]] | None:
     """Return tool descriptions given as a list or as JSON text; None if ``value`` is neither.
 

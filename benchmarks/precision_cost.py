@@ -304,7 +304,8 @@ def state_parts(engine: Any) -> dict[str, int]:
     """Bytes of weights, masters, gradients and moments; a storage counts once, where it comes
     first."""
     weights, masters = list(engine.model.parameters()), list(engine.optimizer.masters)
-    moments = [t for state in engine.optimizer.adamw.state.values() for t in state.values()]
+    (adamw,) = engine.optimizer.rules
+    moments = [t for master in adamw.masters for t in adamw.state(master).values()]
     tensors = {
         "weights": weights,
         "masters": masters,

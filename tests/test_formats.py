@@ -144,8 +144,8 @@ def test_the_optimizer_holds_the_bytes_that_are_counted(
         layer(torch.ones(3, 5, dtype=DTYPES[dtype])).sum().backward()
         held = [*optimizer.params, *optimizer.masters, *(optimizer.ema or [])]
         held += [t.grad for t in held if t.grad is not None]
-        for state in optimizer.adamw.state.values():
-            held += [state["exp_avg"], state["exp_avg_sq"]]
+        moments = [optimizer.tensors()[kind] for kind in ("exp_avg", "exp_avg_sq")]
+        held += [t for tensors in moments for t in tensors.values()]
         num_bytes = sum({t.data_ptr(): t.nbytes for t in held}.values())
         optimizer.step(0)
     assert num_bytes == (expected + 4) * 30

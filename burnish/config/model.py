@@ -311,19 +311,6 @@ def lora_advice(model: ModelConfig, *, holds_reference: bool = False) -> Iterato
         )
 
 
-class CriticConfig(Node):
-    """Value model of PPO."""
-
-    model: ModelConfig | None = None
-    """Initial model. None: the policy's. A language model gets a new value head of zeros; a reward
-    model keeps its own."""
-    lr: float | None = Field(None, gt=0)
-    """Learning rate of the critic. None: ``train.lr``."""
-    value_clip: float | None = Field(0.2, gt=0)
-    """Clip range of the value around its old value (arXiv 1707.06347 implementations). None:
-    none."""
-
-
 class ReferenceConfig(Node):
     """Frozen model that the KL term measures the distance from."""
 

@@ -26,7 +26,6 @@ from burnish.config.data import PromptDataConfig, held_out_advice
 from burnish.config.episodes import episode_data_rules, episode_rules, episodes_lines
 from burnish.config.job import TrainingJob, derived_batch, training_rules
 from burnish.config.model import (
-    CriticConfig,
     ReferenceConfig,
     lora_advice,
     random_reference_advice,
@@ -54,7 +53,7 @@ from burnish.config.roles import (
 from burnish.config.rollout import EvalConfig, RolloutConfig, pass_advice
 from burnish.config.sync import LinkSync, SyncConfig, sync_rules
 from burnish.config.teacher import TeacherConfig, without_rewards
-from burnish.config.train import RLTrainConfig
+from burnish.config.train import CriticConfig, RLTrainConfig, critic_rules
 
 BROADCAST = frozenset({"grpo", "dr_grpo", "opo"})
 """Advantages with one number per response, which cannot include KL on single tokens."""
@@ -127,7 +126,7 @@ class RLConfig(TrainingJob):
         if isinstance(self.algorithm.advantage, GaeAdvantage):
             own = self.critic or CriticConfig()
             critic = policy.derived_role("critic", own.model, self.cluster, trainable=True)
-            roles.append(replace(critic, lr=own.lr))
+            roles.append(replace(critic, lr=own.lr, train=own.for_role(critic.train)))
         if self.algorithm.kl.init_kl_coef and not policy.holds_reference:
             model = self.reference.model if self.reference is not None else None
             roles.append(policy.derived_role("reference", model, self.cluster, trainable=False))
@@ -332,6 +331,15 @@ def _advantage_rules(config: RLConfig) -> Iterator[str]:
             f"critic is set, but algorithm.advantage={advantage.kind} does not use one; remove "
             "critic or use gae"
         )
+    if config.critic is not None:
+        yield from critic_rules(config.critic, config.train, max_steps=config.max_steps)
+        if config.critic.freeze_policy_steps and config.rollout.is_asynchronous:
+            yield (
+                f"critic.freeze_policy_steps={config.critic.freeze_policy_steps} with "
+                "rollout.max_staleness: an asynchronous run counts the age of samples in policy "
+                "updates, which frozen steps do not make; use freeze_policy_steps=0, or remove "
+                "rollout.max_staleness"
+            )
     needs_group = isinstance(advantage, GroupAdvantage) or advantage.kind == "reinforce_pp_baseline"
     if needs_group and config.rollout.n_samples_per_prompt < 2:
         yield (

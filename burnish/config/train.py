@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from burnish.config.base import Node, PathText
 from burnish.config.cluster import ClusterConfig, ClusterRole
 from burnish.config.model import ModelConfig
+from burnish.config.optimizer import AdamW, OptimizerConfig, ScheduleConfig
 from burnish.config.train_engines import TorchEngine, TrainEngineConfig
 
 
-class TrainConfig(Node):
+class TrainConfig(ScheduleConfig):
     """Batches, optimizer and learning-rate schedule."""
 
     engine: TrainEngineConfig = TorchEngine()
@@ -33,14 +34,10 @@ class TrainConfig(Node):
     group's prompt computed once. Results are the same."""
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate."""
-    lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = "constant"
-    """Schedule of the learning rate after warm-up."""
-    lr_warmup_ratio: float = Field(0.0, ge=0, le=1)
-    """Fraction of all optimizer steps with linear warm-up from 0."""
-    min_lr_ratio: float = Field(0.1, ge=0, le=1)
-    """Final learning rate / peak learning rate (cosine_with_min_lr)."""
+    optimizer: OptimizerConfig = AdamW()
+    """Optimizer: a kind (adamw, muon, adamw_8bit, paged_adamw_8bit, adafactor), or a mapping."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW's decoupled weight decay, on matrices only (not on norms and biases)."""
+    """Decoupled weight decay, on matrices only (not on norms and biases)."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's beta1, beta2."""
     adam_eps: float = Field(1e-8, gt=0)
@@ -73,6 +70,8 @@ class TrainConfig(Node):
     a CPU, 2048 on a GPU."""
 
     def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        yield from optimizer_rules(self)
         if self.max_tokens_per_micro_batch and (
             self.micro_train_batch_size or self.gradient_accumulation_steps
         ):
@@ -91,6 +90,18 @@ class TrainConfig(Node):
                 "by about lr in each step, and weights are about 0.02 in size; 1e-6 to 1e-4 is "
                 "usual"
             )
+
+
+def optimizer_rules(train: TrainConfig) -> Iterator[str]:
+    """Yield an error for each setting that the optimizer does not use, and if the engine cannot run
+    it."""
+    optimizer = train.optimizer
+    problem = optimizer.engine_problem(train.engine)
+    if problem is not None:
+        yield problem
+    for name in () if optimizer.uses_adam_settings else ("adam_betas", "adam_eps"):
+        if train.is_own(name):
+            yield f"{name} has no effect with optimizer.kind={optimizer.kind}; remove it"
 
 
 def on_oom_problem(train: TrainConfig) -> str | None:
@@ -149,6 +160,52 @@ class RLTrainConfig(TrainConfig):
 
     epochs_per_rollout: int = Field(1, ge=1)
     """Passes over the rollout buffer."""
+
+
+class CriticConfig(Node):
+    """Value model of PPO."""
+
+    model: ModelConfig | None = None
+    """Initial model. None: the policy's. A language model gets a new value head of zeros; a reward
+    model keeps its own."""
+    lr: float | None = Field(None, gt=0)
+    """Learning rate of the critic. None: ``train.lr``."""
+    optimizer: OptimizerConfig | None = None
+    """Optimizer of the critic. None: ``train.optimizer``."""
+    schedule: ScheduleConfig | None = None
+    """Learning-rate schedule of the critic. None: that of ``train``."""
+    max_grad_norm: float | None = Field(None, gt=0)
+    """Maximum global gradient norm of the critic. None: ``train.max_grad_norm``."""
+    freeze_policy_steps: int = Field(0, ge=0)
+    """RL steps at the start of the run that train the critic alone; the policy keeps its weights.
+    Its schedule starts after them."""
+    value_clip: float | None = Field(0.2, gt=0)
+    """Clip range of the value around its old value (arXiv 1707.06347 implementations). None:
+    none."""
+
+    def for_role(self, train: TrainConfig) -> TrainConfig:
+        """Return the settings of the critic's engine. ``train``: those of the policy."""
+        changed: dict[str, Any] = {}
+        if self.optimizer is not None:
+            changed["optimizer"] = self.optimizer
+        if self.schedule is not None:
+            changed |= dict(self.schedule)
+        if self.max_grad_norm is not None:
+            changed["max_grad_norm"] = self.max_grad_norm
+        return train.model_copy(update=changed)
+
+
+def critic_rules(critic: CriticConfig, train: TrainConfig, *, max_steps: int) -> Iterator[str]:
+    """Yield an error if the critic's own settings do not fit the run."""
+    own = critic.for_role(train)
+    if critic.optimizer is not None:
+        for problem in optimizer_rules(own):
+            yield f"critic: {problem.replace('train.optimizer', 'critic.optimizer')}"
+    if critic.freeze_policy_steps >= max_steps:
+        yield (
+            f"critic.freeze_policy_steps={critic.freeze_policy_steps} with max_steps={max_steps}: "
+            "the policy would never be trained; use fewer"
+        )
 
 
 class CheckpointConfig(Node):

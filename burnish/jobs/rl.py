@@ -52,6 +52,8 @@ class RL:
     teacher: Teacher | None = None
     critic: TrainEngine | None = None
     value_loss: Loss | None = None
+    freeze_policy_steps: int = 0
+    """Steps at the start of the run that train the critic alone."""
     ptx: Ptx | None = None
     signal: NoSignalMonitor = field(default_factory=lambda: NoSignalMonitor(None))
     """Counter of steps without learning signal."""
@@ -77,6 +79,8 @@ def rl_step(run: RL, step: int) -> Metrics:
         if run.critic is not None and run.value_loss is not None:
             updates.add("critic", run.critic.forward_backward(minibatch, run.value_loss))
             updates.step("critic", run.critic)
+        if step <= run.freeze_policy_steps:
+            continue
         updates.add("train", run.policy.forward_backward(minibatch, run.policy_loss))
         if run.ptx is not None:
             updates.add("train", run.ptx.forward_backward(run.policy))
@@ -87,7 +91,8 @@ def rl_step(run: RL, step: int) -> Metrics:
     metrics |= handed_over | stream_metrics(run) | {"train/kl_coef": run.kl.coef}
     metrics |= teacher_stats(batch) | kl_of_rollout(batch, run.config.algorithm)
     metrics |= signal_metrics(run, rollout.groups)
-    run.kl.update(metrics.get("rollout/kl", metrics.get("train/kl", 0.0)), batch.num_samples)
+    if step > run.freeze_policy_steps:
+        run.kl.update(metrics.get("rollout/kl", metrics.get("train/kl", 0.0)), batch.num_samples)
     return run.signal.checked(updates.checked(metrics))
 
 

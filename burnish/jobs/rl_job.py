@@ -11,7 +11,8 @@ from typing import Literal, cast
 from burnish.algorithms.kl import AdaptiveKl, FixedKl, KlController
 from burnish.config import RLConfig
 from burnish.config.algorithm import KlConfig
-from burnish.config.model import CriticConfig, PrecisionConfig
+from burnish.config.model import PrecisionConfig
+from burnish.config.train import CriticConfig
 from burnish.data.prompts import PromptStream
 from burnish.data.sft import SFTStream
 from burnish.episodes.runner import Players
@@ -202,6 +203,7 @@ def make_rl(
         reference=_reference(config, specs.get("reference"), runtime, policy),
         teacher=_teacher(config, specs.get("teacher"), runtime),
         critic=critic,
+        freeze_policy_steps=(config.critic or CriticConfig()).freeze_policy_steps,
         value_loss=value_loss,
         ptx=ptx,
         signal=NoSignalMonitor(config.train.max_steps_without_signal),
@@ -307,8 +309,12 @@ def make_ptx(config: RLConfig, runtime: Runtime) -> Ptx | None:
 def _specs(config: RLConfig) -> dict[str, EngineSpec]:
     updates = config.batch_plan().optimizer_steps_per_rollout
     assert updates is not None
-    steps = config.max_steps * updates
-    return engine_specs(config, total_steps=steps, temperature=config.rollout.temperature)
+    frozen = 0 if config.critic is None else config.critic.freeze_policy_steps
+    specs = engine_specs(
+        config, total_steps=config.max_steps * updates, temperature=config.rollout.temperature
+    )
+    own = (config.max_steps - frozen) * updates
+    return specs | {"policy": replace(specs["policy"], total_steps=own)}
 
 
 def _reference(

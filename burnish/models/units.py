@@ -29,7 +29,11 @@ def gathered_modules(body: PreTrainedModel, *, tied: bool) -> list[GatheredModul
 
 
 def layers_of(body: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of the decoder layers: what transformers says must stay on one
-    device."""
+    """Return (name, module) of the decoder layers: what transformers says must stay on one device.
+    FSDP2 replaces the class of a sharded layer by a subclass."""
     names = set(body._no_split_modules or ())
-    return [(name, m) for name, m in body.named_modules() if type(m).__name__ in names]
+    return [
+        (name, m)
+        for name, m in body.named_modules()
+        if any(kind.__name__ in names for kind in type(m).__mro__)
+    ]

@@ -112,13 +112,6 @@ def moving_average(setup: EngineSetup, entries: int, where: Where) -> list[Item]
     return [Item("optimizer", entries * 4, how, where)]
 
 
-def checkpoint_bytes(setup: EngineSetup) -> float:
-    """Return the bytes that :meth:`TrainEngine.save` writes: masters, two moments, and a moving
-    average if enabled."""
-    whole = setup.model.adapters or setup.model.parameters
-    return setup.trainable * whole * (12.0 + 4 * (setup.train.ema_decay is not None))
-
-
 def total(items: Iterable[Item], where: Where = "device") -> float:
     """Return the bytes of the items in one place."""
     return sum(i.bytes for i in items if i.where == where)

@@ -236,7 +236,8 @@ def _state(engine: BaseTrainEngine) -> list[torch.Tensor]:
     if optimizer is None:
         return model
     assert isinstance(optimizer, Optimizer), "tensors are counted for the torch engine only"
-    moments = [t for state in optimizer.adamw.state.values() for t in state.values()]
+    states = [rule.state(m).values() for rule in optimizer.rules for m in rule.masters]
+    moments = [t for state in states for t in state]
     return [*model, *optimizer.masters, *moments, *(optimizer.ema or ())]
 
 

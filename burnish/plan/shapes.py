@@ -57,6 +57,8 @@ class FsdpUnit:
     """Number of adapter entries in this unit."""
     quantized: tuple[int, ...] = ()
     """Number of entries of each 4-bit weight, which are also in ``numels``."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Shape of each parameter, in the order of ``numels``; empty if unknown."""
 
     @property
     def numel(self) -> int:
@@ -182,14 +184,16 @@ def _units(network: Any, *, scalar: bool, lora: LoraConfig | None) -> list[FsdpU
         own = [left.pop(id(p)) for p in module.parameters() if id(p) in left]
         adapters = _adapter_entries(module, lora) if lora is not None and kind == "layer" else 0
         nf4 = tuple(p.numel() for p in own if id(p) in packed)
-        units.append(FsdpUnit(name, kind, tuple(p.numel() for p in own), adapters, nf4))
+        shapes = tuple(tuple(p.shape) for p in own)
+        sizes = tuple(p.numel() for p in own)
+        units.append(FsdpUnit(name, kind, sizes, adapters, nf4, shapes))
 
     for unit in gathered_modules(body, tied=not scalar and _is_tied(network)):
         take(unit.module, unit.name, unit.kind)
-    rest = [p.numel() for p in left.values()]
+    rest = [tuple(p.shape) for p in left.values()]
     if scalar:
-        rest.append(int(body.config.hidden_size))
-    units.append(FsdpUnit("rest", "rest", tuple(rest)))
+        rest.append((1, int(body.config.hidden_size)))
+    units.append(FsdpUnit("rest", "rest", tuple(map(math.prod, rest)), shapes=tuple(rest)))
     return units
 
 

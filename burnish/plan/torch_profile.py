@@ -22,11 +22,11 @@ from burnish.plan.engine_profile import Suggestion, TrainEngineProfile
 from burnish.plan.model_state import (
     Item,
     Where,
-    checkpoint_bytes,
     entries_text,
     moving_average,
     share_text,
 )
+from burnish.plan.optimizer_state import checkpoint_bytes, in_step, moments
 from burnish.plan.shapes import rounded_up
 from burnish.train.process_group import BUCKET_BYTES
 
@@ -108,7 +108,7 @@ class ReplicaProfile(TorchProfile):
         items = [
             Item("parameters", whole * w, f"{entries_text(whole)} x {w} B"),
             *self._nf4(1),
-            Item("optimizer", n * 8, f"moments: {entries_text(n)} x 8 B"),
+            *moments(s),
         ]
         if s.half:
             items.append(Item("optimizer", n * 4, f"fp32 masters: {entries_text(n)} x 4 B"))
@@ -121,7 +121,7 @@ class ReplicaProfile(TorchProfile):
     def gradients_in_step(self) -> list[Item]:
         """Return fp32 gradients, and the bucket in which they are summed over ranks."""
         n = self.setup.trained
-        items = [Item("gradients", n * 4, f"{entries_text(n)} x 4 B")]
+        items = [Item("gradients", n * 4, f"{entries_text(n)} x 4 B"), *in_step(self.setup)]
         if self.setup.ranks > 1:
             how = f"all-reduce in chunks of {BUCKET_BYTES >> 20} MiB"
             items.append(Item("communication", BUCKET_BYTES, how))
@@ -162,7 +162,7 @@ class ShardedProfile(TorchProfile):
             Item("parameters", n * 4, f"fp32 masters: {share_text(s, s.trained)} x 4 B", where),
             Item("parameters", frozen * size, f"frozen: {share_text(s, plain)} x {size} B", where),
             *self._nf4(s.ranks),
-            Item("optimizer", n * 8, f"moments: {share_text(s, s.trained)} x 8 B", where),
+            *moments(s, where, ranks=s.ranks),
             *moving_average(s, n, where),
             *self._being_written(n),
         ]
@@ -172,8 +172,8 @@ class ShardedProfile(TorchProfile):
         s = self.setup
         if not s.saves_in_background or not s.trainable:
             return []
-        size = 12 + 4 * (s.train.ema_decay is not None)
-        how = f"copy being written: {share_text(s, s.trained)} x {size} B"
+        size = checkpoint_bytes(replace(s, unsharded=None)) / max(1, s.trained)
+        how = f"copy being written: {share_text(s, s.trained)} x {size:g} B"
         return [Item("checkpoint", entries * size, how, "host")]
 
     def gathered(self, stage: str = "forward") -> list[Item]:
@@ -216,8 +216,8 @@ class ShardedProfile(TorchProfile):
         return items
 
     def gradients_in_step(self) -> list[Item]:
-        """Return this rank's shard of the fp32 sums."""
-        return self._sums()
+        """Return this rank's shard of the fp32 sums, and the matrix that the optimizer gathers."""
+        return [*self._sums(), *in_step(self.setup)]
 
     def _sums(self, without: int = 0) -> list[Item]:
         s = self.setup

@@ -18,6 +18,7 @@ from burnish.plan.engine_profile import TrainEngineProfile, profile_of
 from burnish.plan.memory_plan import PHASES
 from burnish.plan.model_state import EngineSetup, Item
 from burnish.plan.offload import with_offload
+from burnish.plan.optimizer_state import checkpoint_bytes
 from burnish.plan.passes import Pass
 from burnish.plan.role_base import (
     Context,
@@ -76,7 +77,7 @@ def train_role(context: Context, role: TrainRole) -> RoleMemory:
         passing={name: with_fragmentation(context, items) for name, items in passing.items()},
         first=first,
         setup=setup,
-        disk=model_state.checkpoint_bytes(setup),
+        disk=checkpoint_bytes(setup),
         passes=tuple(passes.values()),
         notes=tuple(dict.fromkeys(notes)),
         guessed=guessed + unsharded,

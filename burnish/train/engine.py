@@ -373,8 +373,7 @@ class BaseTrainEngine(ABC):
         weight changes and ``skipped`` is set.
 
         Raises NonFiniteError with the first bad tensor if the gradient overflows at the floor of
-        the loss scale, or after ``max_consecutive_skips`` skipped steps in a row. Also raises it if
-        the weights grew more than ``MAX_GROWTH``-fold.
+        the loss scale, after ``max_consecutive_skips`` skips, or at a ``MAX_GROWTH``-fold growth.
         """
         self.reload()
         optimizer = self._trained()
@@ -502,6 +501,7 @@ class BaseTrainEngine(ABC):
             "version": self.version,
             "skipped_total": self.skipped_total,
             "consecutive_skips": self.consecutive_skips,
+            "optimizer": self.spec.train.optimizer.state_format,
             "loss_scaler": dict(self._trained().scaler.state_dict()),
             **self.spec.saved_model,
         }

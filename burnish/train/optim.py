@@ -1,7 +1,7 @@
-"""Optimizer: fp32 master weights, fp32 gradient sums, loss scaling, AdamW, schedules, clipping and
-EMA.
+"""Optimizer: fp32 master weights, fp32 gradient sums, loss scaling, schedules, clipping and EMA.
+The update itself is that of ``train.optimizer`` (``optimizers.py``).
 
-Model state per trained parameter:
+Model state per trained parameter, with AdamW:
 
 - fp32 training: 4 (weight) + 4 (gradient) + 8 (moments) = 16 bytes.
 - fp16 and bf16: 2 (weight) + 4 (gradient sum) + 4 (master) + 8 (moments) = 18 bytes, plus 2 bytes
@@ -30,6 +30,7 @@ from burnish.models.tensor_files import TensorFiles, TensorShard, tensor_sets
 from burnish.train.base import StepStats
 from burnish.train.host_memory import tensors_in
 from burnish.train.loss_scaler import LossScaleFloorError, LossScaler, make_loss_scaler
+from burnish.train.optimizers import Trained, make_rules
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.state import check_names
 from burnish.train.tensor_parallel import TensorParallelPlan
@@ -38,20 +39,29 @@ from burnish.train.tensor_parallel import TensorParallelPlan
 def lr_factor(step: int, config: TrainConfig, total_steps: int) -> float:
     """Return the learning rate at optimizer step ``step`` (from 0) as a fraction of the peak.
 
-    Warm-up is linear over ``ceil(lr_warmup_ratio x total)`` steps and is above 0 at step 0. After
-    warm-up the schedule runs to ``total_steps``.
+    Warm-up is linear over ``lr_warmup_steps``, or ``ceil(lr_warmup_ratio x total)`` steps, and is
+    above 0 at step 0. After warm-up the schedule runs to ``total_steps``. ``wsd`` stays at the peak
+    until the last ``ceil(lr_decay_ratio x total)`` steps.
     """
-    warmup = math.ceil(config.lr_warmup_ratio * total_steps)
+    warmup = config.lr_warmup_steps
+    if warmup is None:
+        warmup = math.ceil(config.lr_warmup_ratio * total_steps)
     if step < warmup:
         return (step + 1) / (warmup + 1)
-    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    begin = warmup
+    if config.lr_scheduler == "wsd":
+        begin = max(warmup, total_steps - math.ceil(config.lr_decay_ratio * total_steps))
+    progress = min(1.0, max(0, step - begin) / max(1, total_steps - begin))
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    left = {"linear": 1.0 - progress, "cosine": cosine, "sqrt": 1.0 - math.sqrt(progress)}
     floor = config.min_lr_ratio
     shapes = {
         "constant": 1.0,
         "linear": 1.0 - progress,
         "cosine": cosine,
         "cosine_with_min_lr": floor + (1 - floor) * cosine,
+        "polynomial": floor + (1 - floor) * (1.0 - progress) ** config.lr_power,
+        "wsd": floor + (1 - floor) * left[config.lr_decay_shape],
     }
     return shapes[config.lr_scheduler]
 
@@ -109,7 +119,7 @@ class EngineOptimizer(Protocol):
 
 
 class Optimizer:
-    """AdamW over a model's trainable parameters, in fp32 for every compute dtype.
+    """Update of a model's trainable parameters, in fp32 for every compute dtype.
 
     With fp16 and bf16 the loaded weights become the fp32 masters and the model gets rounded copies.
     Gradients of fp32 models are stored in ``parameter.grad``. For half precision with fp32 sums,
@@ -117,7 +127,7 @@ class Optimizer:
     half-precision copy is then freed.
     """
 
-    def __init__(
+    def __init__(  # house: ok the settings of an engine, all of them keywords
         self,
         model: nn.Module,
         config: TrainConfig,
@@ -126,8 +136,10 @@ class Optimizer:
         total_steps: int,
         precision: PrecisionConfig = PrecisionConfig(),
         tp_plan: TensorParallelPlan | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        """``tp_plan``: tensor-parallel plan, if several ranks compute the model together."""
+        """``tp_plan``: tensor-parallel plan, if several ranks compute the model together.
+        ``device``: compute device; None: that of the weights."""
         self.tp_plan = tp_plan
         self.config, self.peak_lr, self.total_steps = config, lr, total_steps
         self.scaler: LossScaler = make_loss_scaler(precision)
@@ -147,19 +159,19 @@ class Optimizer:
             self.rows = {name: tp_plan.rows(name, rows) for name, rows in own.items()}
             self.shapes = {name: tp_plan.shape(name, shape) for name, shape in self.shapes.items()}
         self.masters = self._take_masters(DTYPES[precision.dtype])
-        decay = [m for m, p in zip(self.masters, self.params, strict=True) if p.ndim >= 2]
-        plain = [m for m, p in zip(self.masters, self.params, strict=True) if p.ndim < 2]
-        groups = [
-            {"params": decay, "weight_decay": config.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
-        ]
-        self.adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]],
+        self.rules = make_rules(
+            model,
+            [
+                Trained(n, p, m, self.shapes[n])
+                for n, p, m in zip(self.names, self.params, self.masters, strict=True)
+            ],
+            config,
             lr=lr,
-            betas=config.adam_betas,
-            eps=config.adam_eps,
-            fused=True,
+            device=device or self.masters[0].device,
+            tp_plan=tp_plan,
         )
+        """Update rules, each of some of the masters."""
+        self._rule_of = {m: rule for rule in self.rules for m in rule.masters}
         self.ema = [m.detach().clone() for m in self.masters] if config.ema_decay else None
         self._start_norms, self._moved = self._norms(), 0.0
         """Norms of the initial weights, kept on their device and read only if needed."""
@@ -207,9 +219,8 @@ class Optimizer:
         if not skipped:
             if self.config.max_grad_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(self.masters, self.config.max_grad_norm, norm)
-            for group in self.adamw.param_groups:
-                group["lr"] = lr
-            self.adamw.step()
+            for rule in self.rules:
+                rule.step(lr, self._shard_group(ranks))
             self._publish()
             self._moved += lr
         self.zero_grad()
@@ -223,6 +234,10 @@ class Optimizer:
             at_floor=not self._update_scale(overflow),
             growth=1.0 if skipped else self._growth(ranks),
         )
+
+    def _shard_group(self, ranks: RankGroup) -> RankGroup:
+        """Return the ranks over which the rows of the weights are sharded: here none."""
+        return SINGLE
 
     def _growth(self, ranks: RankGroup) -> float:
         """Return the size of the trained weights relative to the start (ratio of root mean squares,
@@ -305,7 +320,7 @@ class Optimizer:
     def held_tensors(self) -> Iterable[Tensor]:
         """Return masters, gradients, moments and moving average."""
         gradients = [m.grad for m in self.masters if m.grad is not None]
-        state = tensors_in(dict(self.adamw.state))
+        state = [t for rule in self.rules for t in tensors_in(dict(rule.optimizer.state))]
         return [*self.masters, *gradients, *state, *(self.ema or ())]
 
     def broken_master(self) -> str | None:
@@ -319,22 +334,24 @@ class Optimizer:
     def num_bytes(self) -> int:
         """Size of the state of all ranks together, in bytes."""
         return sum(
-            t.element_size() * (math.prod(self.shapes[name]) if t.ndim else 1)
+            t.element_size()
+            * (math.prod(self.shapes[name]) if self._follows(name, t) else t.numel())
             for tensors in self.tensors().values()
             for name, t in tensors.items()
         )
 
+    def _follows(self, name: str, tensor: Tensor) -> bool:
+        """Return whether a tensor of a checkpoint has the rows of its parameter."""
+        return tensor.shape == self.masters[self.names.index(name)].shape
+
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of a checkpoint, by kind and parameter name, without copying them."""
-        kinds: dict[str, dict[str, Tensor]] = {
-            "master": {},
-            "exp_avg": {},
-            "exp_avg_sq": {},
-            "step": {},
-        }
+        kinds: dict[str, dict[str, Tensor]] = {"master": {}}
+        for rule in self.rules:
+            kinds |= {kind: {} for kind in rule.kinds}
         for name, master in zip(self.names, self.masters, strict=True):
             kinds["master"][name] = master.detach()
-            for kind, value in self.adamw.state.get(master, {}).items():
+            for kind, value in self._rule_of[master].state(master).items():
                 kinds[kind][name] = value
         if self.ema is not None:
             kinds["ema"] = dict(zip(self.names, self.ema, strict=True))
@@ -351,18 +368,31 @@ class Optimizer:
         names or shapes differ from this model's."""
         have = kinds["master"]
         check_names(have, self.shapes)
-        self.adamw.state.clear()  # a checkpoint of step 0 has no moments
+        for rule in self.rules:
+            rule.optimizer.state.clear()  # a checkpoint of step 0 has no moments
         for i, (name, master) in enumerate(zip(self.names, self.masters, strict=True)):
             master.copy_(self._own(have, name))
-            if name in kinds.get("exp_avg", ()):
-                read = {k: self._own(kinds[k], name) for k in ("exp_avg", "exp_avg_sq")}
-                state = {k: value.to(master.device, copy=True) for k, value in read.items()}
-                step = kinds["step"].read(name).to(master.device, torch.float32, copy=True)
-                self.adamw.state[master] = {**state, "step": step}
+            self._restore(name, master, kinds)
             if self.ema is not None:  # an EMA enabled after that save starts from these weights
                 self.ema[i].copy_(self._own(kinds.get("ema", have), name))
         if self.half:
             torch._foreach_copy_(list(self.params), self.masters)
+
+    def _restore(self, name: str, master: Tensor, kinds: Mapping[str, TensorFiles]) -> None:
+        """Read the state of one parameter. Raises ValueError if it is of another optimizer."""
+        rule = self._rule_of[master]
+        have = {kind for kind in kinds if name in kinds[kind]} - {"master", "ema", "buffer"}
+        if have - set(rule.kinds):
+            raise ValueError(
+                f"the checkpoint has {', '.join(sorted(have))} of {name}, but "
+                f"train.optimizer.kind={self.config.optimizer.kind} trains it with "
+                f"{', '.join(rule.kinds)}; resume with the optimizer of that run"
+            )
+        shape = self.shapes[name]
+        whole = {kind: kinds[kind].shape(name) != shape for kind in have}
+        read = {k: kinds[k].read(name) if whole[k] else self._own(kinds[k], name) for k in have}
+        if read:
+            rule.restore(master, read)
 
     def _own(self, files: TensorFiles, name: str) -> Tensor:
         """Return this rank's part of a tensor in a checkpoint."""

@@ -61,6 +61,9 @@ class ShardedOptimizer(Optimizer):
             self.tp_plan.sum_partial(self._named_gradients())
         return [m.grad for m in self.masters if m.grad is not None]
 
+    def _shard_group(self, ranks: RankGroup) -> RankGroup:
+        return ranks if self.tp_plan is None else self.tp_plan.data_parallel
+
     def _norm(self, grads: Sequence[Tensor], ranks: RankGroup) -> Tensor:
         if self.tp_plan is not None:
             return self.tp_plan.norm(self._named_gradients(), ranks)

@@ -317,13 +317,21 @@ def write_description(
 
 def read_description(folder: Path, spec: EngineSpec) -> dict[str, Any]:
     """Return the contents of ``engine.json``. Raises ValueError if the checkpoint is missing, of
-    another role, or of adapters for another base."""
+    another role, of another optimizer, or of
+    adapters for another base."""
     role = spec.role
     if not (folder / "engine.json").is_file():
         raise ValueError(f"{folder.parent} contains no {role}; resume with the recipe of that run")
     state: dict[str, Any] = json.loads((folder / "engine.json").read_text())
     if state["role"] != role:
         raise ValueError(f"{folder} is a checkpoint of a {state['role']}, not of a {role}")
+    saved_as, own_format = state.get("optimizer", "adamw"), spec.train.optimizer.state_format
+    if saved_as != own_format:
+        raise ValueError(
+            f"{folder} has the state of optimizer {saved_as}, but the recipe has "
+            f"{spec.train.optimizer.kind}; resume with train.optimizer.kind={saved_as}, or export "
+            "the weights and start a new run from them"
+        )
     saved = ModelConfig.model_validate(state["model"])
     if spec.model.lora is not None and not _same_base(saved, spec):
         own = spec.recipe_model or spec.model

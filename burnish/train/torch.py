@@ -95,6 +95,7 @@ class TorchTrainEngine(BaseTrainEngine):
             total_steps=spec.total_steps,
             precision=spec.precision,
             tp_plan=self.tp_plan,
+            device=self.device,
         )
 
     def _check_model(self) -> None:

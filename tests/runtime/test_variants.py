@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import burnish
 from burnish.config import JobConfig
+from burnish.config.load import ConfigError
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
@@ -138,6 +139,24 @@ def test_a_lora_run_saves_adapters_only_and_its_export_is_base_plus_adapter(
 def test_a_lora_policy_with_a_critic_trains(rl: MakeConfig, reward: Reward) -> None:
     lines = _lines(rl(LORA, *GAE, "train.lr=1e-2"), reward)
     assert all(line["critic/grad_norm"] > 0 and line["train/grad_norm"] > 0 for line in lines)
+
+
+def test_the_first_steps_train_a_critic_with_its_own_settings_alone(
+    rl: MakeConfig, reward: Reward
+) -> None:
+    """The policy's schedule starts at its first step: linear over the last 2 of 4 steps. The
+    critic's halves over 4."""
+    own = "critic={freeze_policy_steps: 2, lr: 1e-3, optimizer: adafactor, max_grad_norm: 0.1, "
+    own += "schedule: {lr_scheduler: polynomial, min_lr_ratio: 0}}"
+    config = rl(*GAE, "train.lr=1e-2", "train.lr_scheduler=linear", "max_steps=4", own)
+    lines = _lines(config, reward)
+    assert ["train/lr" in line for line in lines] == [False, False, True, True]
+    assert [line["train/lr"] for line in lines[2:]] == pytest.approx([1e-2, 5e-3])
+    rates = [line["critic/lr"] for line in lines]
+    assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+    late = "critic.freeze_policy_steps=4"
+    with pytest.raises(ConfigError, match="the policy would never be trained"):
+        rl(*GAE, "max_steps=4", late)
 
 
 def test_a_new_critic_expects_nothing_until_it_has_learned(tiny_config: ModelConfig) -> None:

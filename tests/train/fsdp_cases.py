@@ -78,6 +78,7 @@ class Case:
 
 
 SPLITS = ("micro 1", "micro 3", "budget 24")
+MUON = {"kind": "muon", "ns_dtype": "fp32"}
 CASES = [
     *(
         Case(loss, split, train={"layout": layout})
@@ -105,6 +106,8 @@ OPTIONS = [
     Case(model="untied", train={"ema_decay": 0.9, "weight_decay": 0.1, "max_grad_norm": 0.05}),
     Case(model="untied", train={"gradient_checkpointing": True}, split="budget 24"),
     *(Case(model=name) for name in ("nf4", "dora", "ends")),
+    Case(model="untied", train={"optimizer": MUON, "weight_decay": 0.1, "ema_decay": 0.9}),
+    Case(model="lora", train={"optimizer": MUON}, engine={"cpu_offload": True}),
 ]
 """What the engine can be told."""
 

@@ -292,6 +292,7 @@ SAVED: dict[str, Case] = {
     "lora": Case(model="lora"),
     "nf4": Case(model="nf4"),
     "critic": Case("critic"),
+    "muon": Case(train={"optimizer": cases.MUON}),
 }
 
 

@@ -80,6 +80,8 @@ def cases_of(size: int, name: str) -> list[Any]:
         Case(split="micro 1", rows=3, train={"gradient_checkpointing": True}),
         Case(model="lora"),
     ]
+    if "tensor_parallel_size" in engine:
+        some.append(Case(model="untied", train={"optimizer": cases.MUON, "weight_decay": 0.1}))
     if "sequence_parallel_size" in engine:
         some.append(Case(model="one kv head", train={"layout": "packed"}))
     every = [Case(loss, train={"layout": layout}) for loss, layout in losses]

@@ -52,7 +52,7 @@ class Muon(Node, OptimizerFacts):
     projection, value head, norms, biases."""
 
     kind: Literal["muon"] = "muon"
-    lr: float | None = Field(None, gt=0)
+    matrix_lr: float | None = Field(None, gt=0)
     """Peak learning rate of the matrices. None: that of the role, which AdamW uses."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Decay of the momentum."""
@@ -153,7 +153,7 @@ class Adafactor(_SharedScales, Node):
     decay_rate."""
     clip_threshold: float = Field(1.0, gt=0)
     """Largest root mean square of the update of a parameter, before the learning rate."""
-    eps: float = Field(1e-30, gt=0)
+    grad_eps: float = Field(1e-30, gt=0)
     """Constant added to squared gradients."""
     scale_parameter: bool = False
     """Multiply the learning rate by the root mean square of each parameter (at least 1e-3)."""

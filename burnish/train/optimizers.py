@@ -207,7 +207,7 @@ def _muon(
     )
     groups = {} if tp_plan is None else {"tensor_parallel": tp_plan.model_parallel}
     muon = Muon(matrices, settings, device=device, **groups)
-    rule = UpdateRule(muon, {"momentum": "momentum"}, lr_ratio=(own.lr or lr) / lr)
+    rule = UpdateRule(muon, {"momentum": "momentum"}, lr_ratio=(own.matrix_lr or lr) / lr)
     return [rule, *_adamw([t for t in trained if t.name not in hidden], config, lr)]
 
 
@@ -269,7 +269,7 @@ def _adafactor(
     optimizer = Library(
         _groups(trained, config.weight_decay),
         lr=lr,
-        eps=(own.eps, 1e-3),
+        eps=(own.grad_eps, 1e-3),
         clip_threshold=own.clip_threshold,
         decay_rate=own.decay_rate,
         scale_parameter=own.scale_parameter,

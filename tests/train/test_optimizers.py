@@ -49,7 +49,7 @@ def test_muon_is_that_of_torch_and_adamw_trains_the_rest(
     ragged_batch: Batch,
     nll: Loss,
 ) -> None:
-    optimizer = {"kind": "muon", "lr": 2e-3, "lr_scale": scale}
+    optimizer = {"kind": "muon", "matrix_lr": 2e-3, "lr_scale": scale}
     engine = make_engine(optimizer=optimizer, weight_decay=0.1, max_grad_norm=None)
     named = dict(tiny_model.named_parameters())
     hidden = [n for n, p in named.items() if ".layers." in n and p.ndim == 2]

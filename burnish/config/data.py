@@ -153,13 +153,13 @@ class DataConfig(Node):
         return [path for path in self.all_files if self._is_by_columns(path)]
 
     @property
-    def keys(self) -> Keys:
+    def row_keys(self) -> Keys:
         """Columns that the form of a row depends on."""
         return Keys("steps", self.form, self.prompt_key, own=True)
 
     def reading_of(self, row: Mapping[str, Any]) -> Reading:
         """Return the form of a source whose first row is ``row``. Raises FormError."""
-        return form_of(row, self.keys)
+        return form_of(row, self.row_keys)
 
     def readings(self) -> Iterator[tuple[str, Reading]]:
         """Yield (path, form) of each file with a readable first row and one form."""
@@ -252,7 +252,7 @@ class PromptDataConfig(DataConfig):
     """Maximum prompt tokens; see ``overlong``."""
 
     @property
-    def keys(self) -> Keys:
+    def row_keys(self) -> Keys:
         """Columns that the form of a row depends on."""
         own = self.prompt_template is not None or self.is_own("prompt_key")
         return Keys("prompts", self.form, self.prompt_key, own, ((self.prompt_key,),))
@@ -293,7 +293,7 @@ class SFTDataConfig(DataConfig):
     not trained on; rows without another answer are dropped."""
 
     @property
-    def keys(self) -> Keys:
+    def row_keys(self) -> Keys:
         """Columns that the form of a row depends on."""
         own = self.prompt_template is not None or self.is_own("prompt_key")
         own = own or bool(self._named_keys())
@@ -386,7 +386,7 @@ class PreferenceDataConfig(DataConfig):
     """Maximum tokens of prompt + response; see ``overlong``."""
 
     @property
-    def keys(self) -> Keys:
+    def row_keys(self) -> Keys:
         """Columns that the form of a row depends on."""
         purpose: Purpose = "pairs" if self.label_key is None else "labeled"
         own = self.prompt_template is not None or self.is_own("prompt_key")

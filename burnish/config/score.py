@@ -32,9 +32,9 @@ class ResponseDataConfig(PromptDataConfig):
     ``stop``."""
 
     @property
-    def keys(self) -> Keys:
+    def row_keys(self) -> Keys:
         """Columns that the form of a row depends on."""
-        own = super().keys.own or self.is_own("response_key")
+        own = super().row_keys.own or self.is_own("response_key")
         complete = ((self.prompt_key, self.response_key),)
         return Keys("responses", self.form, self.prompt_key, own, complete)
 

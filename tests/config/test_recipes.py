@@ -96,7 +96,7 @@ def test_a_vllm_engine_over_two_gpus_cannot_share_the_policys_gpus() -> None:
     overrides = ["rollout.engine.tensor_parallel_size=2"]
     with pytest.raises(ConfigError, match="puts each rollout worker on the GPU of its policy rank"):
         load_config(BY_NAME["llama3_8b_grpo_8gpu"], overrides)
-    apart = [*overrides, "cluster.layout=separate"]
+    apart = [*overrides, "cluster.layout=separate", "cluster.offload_between_phases=[]"]
     placements = placement_groups(load_config(BY_NAME["llama3_8b_grpo_8gpu"], apart))
     assert [(p.count, p.gpus) for p in placements if p.roles == ("rollout",)] == [(8, 2)]
     with pytest.raises(ConfigError, match=r"gpus_per_worker=0\.5 with tensor_parallel_size=2"):

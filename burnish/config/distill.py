@@ -41,6 +41,12 @@ class DistillConfig(SupervisedJob):
         """Training data."""
         return self.data
 
+    @property
+    def eval_metrics(self) -> frozenset[str]:
+        """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
+        names = ("loss", "divergence", "teacher_kl", "nll", "agreement")
+        return frozenset(() if self.eval_data is None else names)
+
     def roles(self) -> tuple[TrainRole, ...]:
         precision = self.teacher.precision_or(self.precision)
         model = self.teacher.model

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from burnish.config.arithmetic import BatchError, BatchPlan, batch_table, derive_batch
 from burnish.config.base import Node, PathText
+from burnish.config.best_metric import best_metric_rules
 from burnish.config.cluster import ClusterConfig, ClusterRole
 from burnish.config.data import DataConfig, PreferenceDataConfig, SFTDataConfig
 from burnish.config.model import ModelConfig, PrecisionConfig
@@ -125,6 +126,11 @@ class TrainingJob(JobConfig):
     def batch_plan(self) -> BatchPlan:
         """Return the batch sizes after derivation. Raises BatchError."""
 
+    @property
+    @abstractmethod
+    def eval_metrics(self) -> frozenset[str]:
+        """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
+
     def launch_table(self) -> list[tuple[str, str, str]]:
         """Return rows (name, value, origin) of the table printed at start."""
         return [*batch_table(self.batch_plan()), *self.form_lines()]
@@ -225,6 +231,9 @@ class SupervisedJob(TrainingJob):
 
     def rules(self) -> Iterator[str]:
         yield from training_rules(self, self.train)
+        yield from best_metric_rules(
+            self.checkpoint.best_metric, self.eval_metrics, eval_key="eval_data"
+        )
         if not self.drop_last and len(self.rows.sources) > 1 and self.rows.mix == "weight":
             yield (
                 "drop_last=false with sources drawn by weight: such an epoch has no last row; "

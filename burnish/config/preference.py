@@ -35,6 +35,13 @@ class PreferenceReferenceConfig(ReferenceConfig):
     differ. Refused with kto, which needs it in every step."""
 
 
+PAIR_METRICS = (
+    *("loss", "accuracy", "reward_margin", "reward_chosen", "reward_rejected"),
+    *("logprob_chosen", "logprob_rejected", "nll"),
+)
+KTO_METRICS = ("loss", "accuracy", "reward_desirable", "reward_undesirable", "kl_estimate")
+
+
 class PreferenceConfig(SupervisedJob):
     """``burnish preference``: a policy from preferences, without rollouts (DPO and its family).
 
@@ -59,6 +66,13 @@ class PreferenceConfig(SupervisedJob):
     def rows(self) -> PreferenceDataConfig:
         """Training data."""
         return self.data
+
+    @property
+    def eval_metrics(self) -> frozenset[str]:
+        """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
+        if self.eval_data is None:
+            return frozenset()
+        return frozenset(KTO_METRICS if self.loss.kind == "kto" else PAIR_METRICS)
 
     @property
     def rows_per_item(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
@@ -12,6 +12,7 @@ from burnish.config.data import (
     held_out_advice,
 )
 from burnish.config.job import SupervisedJob
+from burnish.config.rewards import StepAggregation
 from burnish.config.roles import (
     TrainRole,
 )
@@ -20,6 +21,13 @@ from burnish.config.steps import (
     RewardDataConfig,
     StepsDataConfig,
     reward_data_rules,
+)
+
+PAIR_METRICS = ("loss", "accuracy", "score_margin", "score_mean", "score_std")
+STEP_METRICS = (
+    *("loss", "step_accuracy", "good_step_accuracy", "bad_step_accuracy", "row_exact"),
+    *("step_score", "good_steps"),
+    *(f"score_{how}_{what}" for how in get_args(StepAggregation) for what in ("mean", "std")),
 )
 
 
@@ -49,6 +57,13 @@ class RewardModelConfig(SupervisedJob):
     def rows(self) -> PairsDataConfig | StepsDataConfig:
         """Training data."""
         return self.data
+
+    @property
+    def eval_metrics(self) -> frozenset[str]:
+        """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
+        if self.eval_data is None:
+            return frozenset()
+        return frozenset(STEP_METRICS if self.process else PAIR_METRICS)
 
     @property
     def process(self) -> bool:

@@ -17,6 +17,12 @@ _EXAMPLE = "http://host:5000/get_reward"
 
 StepAggregation = Literal["min", "product", "last", "mean"]
 
+RESERVED_NAMES = (
+    *("mean", "std", "trained_mean", "shaping", "truncated_frac", "groups_dropped"),
+    *("equal_groups_frac",),
+)
+"""Names used by metrics and samples, which no reward may have."""
+
 
 class _Reward(Node):
     """Keys of every reward."""
@@ -269,3 +275,16 @@ class ShapingConfig(Node):
             yield (
                 "overlong_penalty has no effect while overlong_buffer_len is 0; set both or neither"
             )
+
+
+def reward_names(rewards: Sequence[RewardConfig]) -> list[str]:
+    """Return the name of each reward: its own, else its kind. A repeated name gets a number."""
+    names: list[str] = []
+    for entry in rewards:
+        wanted = name = entry.name or entry.kind
+        n = 1
+        while name in names:
+            n += 1
+            name = f"{wanted}_{n}"
+        names.append(name)
+    return names

@@ -22,6 +22,7 @@ from burnish.config.arithmetic import (
     critic_table,
 )
 from burnish.config.asynchronous import asynchronous_advice, asynchronous_rules
+from burnish.config.best_metric import best_metric_rules
 from burnish.config.data import PromptDataConfig, held_out_advice
 from burnish.config.episodes import episode_data_rules, episode_rules, episodes_lines
 from burnish.config.job import TrainingJob, derived_batch, training_rules
@@ -34,11 +35,13 @@ from burnish.config.off_policy import off_policy_advice, off_policy_rules
 from burnish.config.passes import passes_lines, total_rows
 from burnish.config.ptx import PtxConfig, ptx_rules
 from burnish.config.rewards import (
+    RESERVED_NAMES,
     EpisodeReward,
     FailurePolicy,
     FunctionReward,
     RewardConfig,
     ShapingConfig,
+    reward_names,
     weigh_nothing,
 )
 from burnish.config.roles import (
@@ -262,12 +265,36 @@ class RLConfig(TrainingJob):
         yield from off_policy_rules(
             self.algorithm, self.rollout, several_updates=self.several_updates
         )
-        best = self.checkpoint.best_metric
-        if best and best.startswith("eval/") and self.eval is None:
-            yield (
-                f"checkpoint.best_metric={best} is measured by eval, which is not set; set eval, "
-                "or another metric"
-            )
+        yield from self._best_metric_rules()
+
+    @property
+    def eval_metrics(self) -> frozenset[str]:
+        """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
+        if self.eval is None:
+            return frozenset()
+        names = reward_names(self.rewards)
+        parts = [f"reward/{name}" for name in names] if len(names) > 1 else []
+        passes = (f"pass@{k}" for k in (1, *self.eval.pass_k))
+        return frozenset({*passes, *parts, "reward", "response_len", "prompts"})
+
+    def _best_metric_rules(self) -> Iterator[str]:
+        """Yield an error if ``checkpoint.best_metric`` is not a metric of this recipe."""
+        rewards = reward_names(self.rewards)
+        unused = {"shaping"} if self.shaping == ShapingConfig() else set()
+        means = [name for name in RESERVED_NAMES if name not in unused] if rewards else []
+        own = [f"reward/{name}" for name in (*rewards, *means)]
+        prefixes = ["rollout/", "sync/", *(f"reward/{name}/" for name in rewards)]
+        if isinstance(self.algorithm.advantage, GaeAdvantage):
+            prefixes.append("critic/")
+        if self.rollout.episodes is not None:
+            prefixes.append("episodes/")
+        yield from best_metric_rules(
+            self.checkpoint.best_metric,
+            self.eval_metrics,
+            eval_key="eval",
+            names=own,
+            prefixes=tuple(prefixes),
+        )
 
     def advice(self) -> Iterator[str]:
         yield from asynchronous_advice(self.rollout, self.roles(), self.cluster, self.eval)

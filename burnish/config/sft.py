@@ -27,5 +27,10 @@ class SFTConfig(SupervisedJob):
         """Training data."""
         return self.data
 
+    @property
+    def eval_metrics(self) -> frozenset[str]:
+        """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
+        return frozenset() if self.eval_data is None else frozenset({"loss"})
+
     def advice(self) -> Iterator[str]:
         yield from held_out_advice(self.data, self.eval_data, "eval_data")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from burnish.algorithms.running import RunningMoments
-from burnish.config.rewards import FailurePolicy, ShapingConfig
+from burnish.config.rewards import RESERVED_NAMES, FailurePolicy, ShapingConfig
 from burnish.rewards.errors import RewardError as RewardError
 from burnish.rewards.interface import HasCounts as HasCounts
 from burnish.rewards.interface import HasLabelUse as HasLabelUse
@@ -32,12 +32,6 @@ from burnish.rewards.interface import excerpt, named, what_to_do, without_drop
 from burnish.rewards.shaping import clip, shaped
 from burnish.train.base import EngineLostError
 from burnish.types import Group, Number, Sample, Stats
-
-RESERVED_NAMES = (
-    *("mean", "std", "trained_mean", "shaping", "truncated_frac", "groups_dropped"),
-    *("equal_groups_frac",),
-)
-"""Names used by metrics and samples, which no reward may have."""
 
 _LARGEST = torch.finfo(torch.float32).max  # losses and advantages are computed in fp32
 

@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config import rewards as config
 from burnish.config.explain import nearest
-from burnish.config.rewards import RewardConfig
+from burnish.config.rewards import RESERVED_NAMES, RewardConfig, reward_names
 from burnish.environments.importing import LoadError, load_object
-from burnish.rewards.base import RESERVED_NAMES, Reward, RewardError
+from burnish.rewards.base import Reward, RewardError
 from burnish.rewards.environment import EnvironmentReward
 from burnish.rewards.episode import EpisodeReward
 from burnish.rewards.function import FunctionReward
@@ -42,7 +42,7 @@ def build_rewards(
     """
     given = functions or {}
     chosen = _match(configs, given)
-    names = _unique_names(configs)
+    names = _allowed_names(configs)
     return [
         (_build(c, name, chosen.get(i), model_reward=model_reward, tokenizer=tokenizer), c.weight)
         for i, (c, name) in enumerate(zip(configs, names, strict=True))
@@ -117,17 +117,11 @@ def _nothing_to_call(i: int, key: str, given: Functions) -> str:
     )
 
 
-def _unique_names(configs: Sequence[RewardConfig]) -> list[str]:
-    names: list[str] = []
-    for entry in configs:
-        wanted = entry.name or entry.kind
-        if wanted in RESERVED_NAMES:
+def _allowed_names(configs: Sequence[RewardConfig]) -> list[str]:
+    names = reward_names(configs)
+    for name in names:
+        if name in RESERVED_NAMES:
             raise RewardError(
-                f"reward name {wanted!r} is reserved for metrics; give the reward another name"
+                f"reward name {name!r} is reserved for metrics; give the reward another name"
             )
-        name, n = wanted, 1
-        while name in names:
-            n += 1
-            name = f"{wanted}_{n}"
-        names.append(name)
     return names

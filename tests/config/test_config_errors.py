@@ -226,6 +226,15 @@ def test_the_nearest_train_batch_size_also_fits_the_micro_batches(rl_recipe):
         (("critic={}",), "remove critic or use gae"),
         (("reference={}",), "does not use it"),
         (("checkpoint.best_metric=eval/pass@1",), "is measured by eval, which is not set"),
+        (("checkpoint.best_metric=eval/loss", "eval.data={sources: [x]}"), "is never measured"),
+        (
+            ("checkpoint.best_metric=eval/pass@4", "eval.data={sources: [x]}"),
+            "(nearest: eval/pass@1); use a metric of this job: eval/pass@1,",
+        ),
+        (("checkpoint.best_metric=reward/functions",), "(nearest: reward/function)"),
+        (("checkpoint.best_metric=reward/shaping", "checkpoint.best_mode=max"), "reward/mean"),
+        (("checkpoint.best_metric=critic/loss",), "critic/loss is never measured"),
+        (("checkpoint.best_metric=loss",), "rollout/..."),
         (("shaping.overlong_buffer_len=256",), "must be below rollout.generate_max_len=256"),
         (
             ("algorithm.policy_loss=reinforce", "train.train_batch_size=32"),

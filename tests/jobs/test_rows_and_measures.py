@@ -105,6 +105,30 @@ def test_distillation_measures_the_divergence_over_the_rows_as_by_hand(
     assert first["eval/loss"] == pytest.approx(total / count, rel=1e-4)  # fp32 forward and sums
 
 
+METRIC_RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sft": ("sft", {}),
+    "distill": ("distill", {"teacher": {"model": {"scratch": TEACHER}}}),
+    "pairs": ("rm", {}),
+    "dpo": ("preference", {}),
+    "kto": ("preference", {"loss": "kto"}),
+}
+
+
+@pytest.mark.parametrize("name", METRIC_RUNS)
+def test_the_metrics_of_an_evaluation_are_those_that_the_config_names(
+    tmp_path: Path, name: str
+) -> None:
+    """``checkpoint.best_metric`` is checked against these names at load."""
+    job, more = METRIC_RUNS[name]
+    data = {"sources": [rows_file(tmp_path, 6)]}
+    tree = {"job": job, "model": {"scratch": STUDENT}, "data": data, "eval_data": data, **more}
+    tree |= {"train": {"train_batch_size": 4}, "run_dir": str(tmp_path / "run"), "max_steps": 1}
+    config: Any = load_config(tree)
+    metrics = burnish.run(config).metrics
+    found = {name.removeprefix("eval/") for name in metrics if name.startswith("eval/")}
+    assert found == config.eval_metrics
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_the_kl_of_samples_is_that_of_the_distributions(tmp_path: Path, estimator: str) -> None:
     """One token per response, 1,600 of them: the mean estimate is the mean exact KL of the first

@@ -1,0 +1,46 @@
+"""Rule of ``checkpoint.best_metric``: the job must write the metric."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from burnish.config.explain import nearest
+
+PREFIXES = ("train/", "data/", "time/", "memory/", "observe/")
+"""Beginnings of metrics that every training job writes. The rest of such a name is not checked: it
+may depend on the machine, the engine and the model."""
+
+
+def best_metric_rules(
+    metric: str | None,
+    evaluated: Collection[str],
+    *,
+    eval_key: str,
+    names: Collection[str] = (),
+    prefixes: tuple[str, ...] = (),
+) -> Iterator[str]:
+    """Yield an error if a job does not write ``metric``.
+
+    ``evaluated``: names after ``eval/`` of the metrics of an evaluation; empty if ``eval_key``, the
+    key that enables it, is not set. ``names``: other metrics. ``prefixes``: beginnings of other
+    metrics whose names a recipe does not determine.
+    """
+    open_ended = (*PREFIXES, *prefixes)
+    known = [*(f"eval/{name}" for name in sorted(evaluated)), *sorted(names)]
+    if metric is None or metric in known or _extends(metric, open_ended):
+        return
+    if metric.startswith("eval/") and not evaluated:
+        yield (
+            f"checkpoint.best_metric={metric} is measured by {eval_key}, which is not set; set "
+            f"{eval_key}, or another metric"
+        )
+        return
+    listed = ", ".join([*known, *(f"{prefix}..." for prefix in open_ended)])
+    yield (
+        f"checkpoint.best_metric={metric} is never measured{nearest(metric, known)}; use a metric "
+        f"of this job: {listed}"
+    )
+
+
+def _extends(metric: str, prefixes: tuple[str, ...]) -> bool:
+    return any(metric.startswith(prefix) and metric != prefix for prefix in prefixes)

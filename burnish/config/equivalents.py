@@ -56,11 +56,12 @@ def equivalents() -> dict[str, Framework]:
     return {name: _framework(content) for name, content in tree.items()}
 
 
-def has_key(job: str, dotted: str) -> bool:
-    """Return whether a job has a key. A number is an item of a list; any kind may have the key.
+def key_types(job: str, dotted: str) -> list[Any]:
+    """Return the annotations of a job's key, one per kind that has it; empty if there is no such
+    key. A number in the key is an item of a list.
 
-    >>> has_key("rl", "rewards.0.weight"), has_key("sft", "rewards.0.weight")
-    (True, False)
+    >>> key_types("rl", "rewards.0.weight")[0], key_types("sft", "rewards.0.weight")
+    (<class 'float'>, [])
     """
     below: list[Any] = [JOBS[job]]
     for name in dotted.split("."):
@@ -72,7 +73,7 @@ def has_key(job: str, dotted: str) -> bool:
         values = [value_of(annotation) for annotation in plain]
         below = [known[name].annotation for known in fields if name in known]
         below += [value for value in values if value is not None]
-    return bool(below)
+    return below
 
 
 def _framework(content: Mapping[str, Any]) -> Framework:

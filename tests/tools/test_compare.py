@@ -1,12 +1,15 @@
 """docs/compare.md is up to date, names keys that exist, and has the flags of the installed TRL."""
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from pydantic import TypeAdapter, ValidationError
 
-from burnish.config.equivalents import equivalents, has_key
+from burnish.config.equivalents import equivalents, key_types
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import compare
@@ -19,16 +22,32 @@ def test_the_page_is_up_to_date(capsys):
     assert compare.main([]) == 0, capsys.readouterr().out
 
 
+def is_valid(job, key):
+    """Whether a job has the key, and the value after its ``=``, if there is one, is valid."""
+    dotted, sign, value = key.partition("=")
+    for annotation in key_types(job, dotted):
+        try:
+            if sign:
+                TypeAdapter(annotation).validate_python(yaml.safe_load(value))
+            return True
+        except ValidationError:
+            continue
+    return False
+
+
 @pytest.mark.parametrize(("framework", "command"), COMMANDS)
-def test_every_key_exists(framework, command):
+def test_keys_in_rows_and_texts_exist(framework, command):
     known = FRAMEWORKS[framework]
-    unknown = [
+    named = [
         (flag, key)
         for flag, row in known.flags(command).items()
-        for key in row.keys
-        if not has_key(known.commands[command].job, key.partition("=")[0])
+        for key in (
+            *row.keys,
+            *re.findall(r"`([a-z_]+(?:\.\w+)+(?:=\w+)?)`", row.note + row.missing),
+        )
+        if key != "metrics.jsonl"
     ]
-    assert not unknown
+    assert not [pair for pair in named if not is_valid(known.commands[command].job, pair[1])]
 
 
 @pytest.mark.parametrize(("framework", "command"), COMMANDS)
@@ -38,10 +57,13 @@ def test_a_row_has_a_key_or_a_text_and_is_not_also_missing(framework, command):
     assert not [row.flags for row in rows if row.missing and (row.keys or row.note)]
 
 
-def test_a_key_of_another_job_or_below_a_plain_value_does_not_exist():
-    assert not has_key("sft", "rollout.top_p")
-    assert not has_key("sft", "train.lr.peak")
-    assert has_key("rl", "eval.data.sources.0.split") and not has_key("rl", "rewards.weight")
+@pytest.mark.parametrize(
+    "key",
+    ["rollout.top_p", "train.lr.peak", "data.sources.path", "loss.kind=dpop", "reference.0.model"],
+)
+def test_a_wrong_key_or_value_is_found(key):
+    assert not is_valid("preference", key)
+    assert is_valid("preference", "data.sources.0.path") and is_valid("preference", "loss.kind=dpo")
 
 
 @pytest.mark.parametrize("name", ["GRPOConfig", "SFTConfig", "DPOConfig"])

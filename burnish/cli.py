@@ -27,7 +27,7 @@ from burnish.cli_arguments import (
     on_ray,
     split,
 )
-from burnish.cli_errors import CommandGroup
+from burnish.cli_errors import CommandGroup, printing_on_first_rank
 from burnish.config import JOBS, ConfigError, JobConfig, RLConfig, dump_yaml, load_config
 from burnish.config.docs import FieldRow, class_text, fields_table, job_markdown
 from burnish.config.explain import nearest
@@ -121,8 +121,22 @@ def _job(
     force: bool,
     replay: Path | None = None,
 ) -> None:
+    with printing_on_first_rank():
+        _run_job(job, arguments, dry_run, resume=resume, force=force, replay=replay)
+
+
+def _run_job(
+    job: str,
+    arguments: list[str],
+    dry_run: bool,
+    *,
+    resume: Path | None,
+    force: bool,
+    replay: Path | None,
+) -> None:
     recipe, overrides = split(job, arguments, resume=resume, replay=replay)
-    config = load_config(recipe, overrides, job=job)
+    resumed = resume is not None and recipe == resume / "config.yaml"
+    config = load_config(recipe, overrides, job=job, resumed=resumed)
     read = config
     if isinstance(config, RLConfig) and (replay or (resume and recorded_run(resume))):
         read = config.inputs_of_replay()

@@ -8,12 +8,15 @@ n, after saving if the job trains or generates. docs/commands.md also lists them
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
 from burnish.config import JOBS
+from burnish.config.launch import LaunchError, launched_rank
 from burnish.errors import BurnishError
 
 
@@ -27,7 +30,31 @@ class CommandGroup(TyperGroup):
             raise typer.Exit(128 + signal.SIGINT) from None
         except BurnishError as error:
             command = ctx.invoked_subcommand
-            typer.echo(error.text_for(command if command in JOBS else "rl"), err=True)
+            text = error.text_for(command if command in JOBS else "rl")
+            if text:
+                typer.echo(_rank_prefix() + text, err=True)
             if ctx.params.get("debug"):
                 raise
             raise typer.Exit(error.exit_code) from None
+
+
+@contextmanager
+def printing_on_first_rank() -> Iterator[None]:
+    """If a launcher started several ranks, let ranks other than 0 print only errors."""
+    rank = launched_rank()
+    if rank is None or rank.rank == 0:
+        yield
+        return
+    from burnish.observe.progress import silenced
+
+    with silenced():
+        yield
+
+
+def _rank_prefix() -> str:
+    """Return the prefix of errors of ranks other than 0, if a launcher started several."""
+    try:
+        rank = launched_rank()
+    except LaunchError:  # it is the error that is printed
+        return ""
+    return f"[rank {rank.rank}] " if rank is not None and rank.rank > 0 else ""

@@ -1,4 +1,5 @@
-"""Config of the runtime: one process, or groups of workers on a Ray cluster."""
+"""Config of the runtime: one process, the ranks of a launcher, or groups of workers on a Ray
+cluster."""
 
 from __future__ import annotations
 
@@ -26,11 +27,12 @@ _HARDWARE = re.compile(r"(?:[1-9]\d*x){0,2}[A-Za-z]\S*")
 
 
 class ClusterConfig(Node):
-    """One process, or groups of workers on Ray."""
+    """One process, ranks of a launcher, or groups of workers on Ray."""
 
-    runtime: Literal["inline", "ray"] = "inline"
+    runtime: Literal["inline", "ray", "spmd"] = "inline"
     """``inline``: this process. ``ray``: each role is a group of worker processes, on this machine
-    or a cluster; loop and results are the same."""
+    or a cluster; loop and results are the same. ``spmd``: every rank that torchrun, accelerate or
+    srun started runs the loop; detected, so leave the key out."""
     ray_address: str | None = None
     """Running Ray cluster (``auto``, or ``host:port`` of its head). None: one on this machine,
     stopped with the run."""
@@ -39,7 +41,7 @@ class ClusterConfig(Node):
     teacher; colocate_critic_reward: critic, reward models; separate: none. They need equal numbers
     of workers. Each reward model has its own workers."""
     policy_ranks: int = Field(1, ge=1)
-    """Data-parallel ranks of the policy."""
+    """Data-parallel ranks of the policy. Under a launcher: its number of ranks."""
     reference_ranks: int | None = Field(None, ge=1)
     """Ranks of the reference model. None: ``policy_ranks``."""
     teacher_ranks: int | None = Field(None, ge=1)
@@ -101,15 +103,37 @@ class ClusterConfig(Node):
                 f"hardware={self.hardware!r} is not of the form NODESxGPUSxNAME, e.g. "
                 "4x8xA800-80GB (8xNAME: one node; NAME: one GPU)"
             )
+        if self.runtime != "ray" and self.ray_address is not None:
+            yield (
+                f"ray_address={self.ray_address!r} has no effect with runtime={self.runtime}, "
+                "which does not use Ray; set runtime=ray"
+            )
+        if self.runtime == "spmd":
+            yield from self._spmd_rules()
         if self.runtime == "inline":
-            if self.ray_address is not None:
-                yield (
-                    f"ray_address={self.ray_address!r} has no effect with runtime=inline, which "
-                    "does not use Ray; set runtime=ray"
-                )
             several = [r for r in get_args(ClusterRole) if self.ranks(r) > 1]
             if several:
                 yield (
                     f"{several[0]} has {self.ranks(several[0])} workers, but runtime=inline has "
                     "one process; set runtime=ray"
                 )
+
+    def _spmd_rules(self) -> Iterator[str]:
+        """Yield an error for each key that has no effect on ranks that all run the entire job."""
+        for name in ("reference_ranks", "teacher_ranks", "critic_ranks", "rollout_workers"):
+            given = self.model_dump()[name]
+            if given not in (None, self.policy_ranks):
+                yield (
+                    f"{name}={given} with runtime=spmd: every role is on all "
+                    f"{self.policy_ranks} ranks of the launcher; remove {name}, or use runtime=ray"
+                )
+        if self.layout != "colocate_all":
+            yield (
+                f"layout={self.layout} with runtime=spmd: every rank holds all roles; remove "
+                "layout, or use runtime=ray"
+            )
+        if self.gpus_per_worker not in (0, 1):
+            yield (
+                f"gpus_per_worker={self.gpus_per_worker:g} with runtime=spmd: a rank uses the GPU "
+                "with the number LOCAL_RANK; remove gpus_per_worker, or use runtime=ray"
+            )

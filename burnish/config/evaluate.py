@@ -78,6 +78,18 @@ class EvaluateConfig(InferenceJob):
                 "eval.generate_max_len is not set, and this job has no rollout to inherit it "
                 "from; set it"
             )
+        if self.cluster.runtime == "spmd" and self.engine.kind != "local":
+            yield (
+                f"engine.kind={self.engine.kind} on the ranks of a launcher "
+                "(cluster.runtime=spmd): vLLM forms process groups of its own from the same "
+                "environment variables; use "
+                "engine.kind=local, or cluster.runtime=ray with cluster.rollout_workers"
+            )
+        if self.cluster.runtime == "spmd" and self.episodes is not None:
+            yield (
+                "episodes on the ranks of a launcher (cluster.runtime=spmd): each rank would start "
+                "its own servers and environments; use cluster.runtime=ray, or one process"
+            )
         yield from episode_rules(self.episodes, self.eval.data, self.rewards, key="eval.data")
 
     def advice(self) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import PurePath
+from typing import ClassVar
 
 from pydantic import Field, model_validator
 
@@ -48,6 +49,10 @@ GivenRows = SFTDataConfig | PreferenceDataConfig | PairsDataConfig | StepsDataCo
 class JobConfig(Node):
     """Fields of every job."""
 
+    not_spmd: ClassVar[str | None] = None
+    """Reason why the job cannot run on the ranks of a launcher (``cluster.runtime=spmd``), or
+    None."""
+
     job: str
     """Job of the recipe."""
     run_dir: PathText = "runs/{job}"
@@ -70,9 +75,21 @@ class JobConfig(Node):
             *placement_rules(self.cluster, roles),
             *offload_rules(self.cluster, roles),
         ]
+        problems += self._launch_rules()
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _launch_rules(self) -> Iterator[str]:
+        """Yield an error if a launcher's ranks cannot run this job."""
+        if self.cluster.runtime != "spmd":
+            return
+        if self.not_spmd is not None:
+            yield (
+                f"recipe: the job {self.job} cannot run on the ranks of torchrun, accelerate or "
+                f"srun (cluster.runtime=spmd): {self.not_spmd}. Start one process without the "
+                "launcher, with cluster.runtime=ray and cluster.policy_ranks for several GPUs"
+            )
 
     @abstractmethod
     def roles(self) -> tuple[Role, ...]:
@@ -294,6 +311,8 @@ class InferenceJob(JobConfig):
 
 class RowsJob(InferenceJob):
     """Fields of the jobs that write rows of data."""
+
+    not_spmd: ClassVar[str | None] = "one process writes its output, in the order of the input"
 
     output: PathText
     """Output file, ``.jsonl`` or ``.parquet``, written at the end; must not exist. ``{run_dir}`` is

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError, create_model
 from burnish.config.base import Node
 from burnish.config.explain import explain, meant_by, nearest
 from burnish.config.job import JobConfig
+from burnish.config.launch import launched_rank, use_launched_ranks
 from burnish.config.overrides import OverrideError, apply_override
 from burnish.config.registry import JOBS
 from burnish.config.yaml_text import compose, construct, dump
@@ -32,25 +33,34 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     job: str | None = None,
+    resumed: bool = False,
 ) -> JobConfig:
     """Read a recipe and return its frozen config.
 
     ``recipe`` is the path of a YAML file or a mapping. ``overrides`` are ``dotted.key=value``
     strings whose values are YAML (``train.lr=1e-6``, ``rollout.stop=["\\n"]``); list items are
     addressed by number (``rewards.0.weight=2``). ``job`` is the expected job; a recipe for another
-    one is refused.
+    one is refused. ``resumed``: the recipe is the saved one of a run.
+
+    If torchrun, accelerate or srun started several ranks, ``cluster.runtime`` and
+    ``cluster.policy_ranks`` are set to them (:mod:`burnish.config.launch`).
 
     Raises ConfigError for an unreadable file, an unknown or misspelled key (with the nearest name),
     a wrong type, or a broken rule between fields. One message contains all problems. Settings that
     are valid but rarely intended are logged as warnings by the logger ``burnish`` (on stderr if it
     has no handler). Apart from here, they appear only in the run.log of a run."""
     where, tree, cls = _read(recipe, overrides, wanted=job)
+    rank = launched_rank()
     problems: list[str] = []
+    if rank is not None and resumed:  # before the overrides, which may not contradict it
+        problems += use_launched_ranks(tree, rank, resumed=True)
     for override in overrides:
         try:
             apply_override(tree, override, cls)
         except OverrideError as error:
             problems.append(str(error))
+    if rank is not None:
+        problems += use_launched_ranks(tree, rank, resumed=False)
     try:
         config = cls.model_validate({"job": cls.model_fields["job"].default, **tree})
     except ValidationError as error:

@@ -32,6 +32,11 @@ class PlacementGroupSpec:
 def placement_groups(config: JobConfig) -> list[PlacementGroupSpec]:
     """Return every placement group of the job on a cluster."""
     roles = config.roles()
+    if config.cluster.runtime == "spmd":
+        names = tuple(role.name for role in roles)
+        cluster = config.cluster
+        cpus, gpus = cluster.cpus_per_worker, cluster.gpus_per_worker
+        return [PlacementGroupSpec(names, cluster.policy_ranks, cpus=cpus, gpus=gpus)]
     size = next((role.tensor_parallel for role in roles if role.kind == "rollout"), 1)
     return placement_groups_for(
         config.cluster, [role.name for role in roles], tensor_parallel_size=size
@@ -62,6 +67,8 @@ def placement_text(config: JobConfig) -> str:
     if config.cluster.runtime == "inline":
         return ""
     placements = placement_groups(config)
+    if config.cluster.runtime == "spmd":
+        return f"{placements[0].count} ranks, each with {'+'.join(placements[0].roles)}"
     lines = [f"cluster ({config.cluster.layout}): {total_text(placements)}"]
     return "\n".join([*lines, *(f"  {p}" for p in placements)])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -81,6 +81,10 @@ class RLConfig(TrainingJob):
     """``burnish rl``: reinforcement learning from rewards (PPO, GRPO and their family).
 
     ``reference`` needs a KL weight, and ``correction`` needs ``top_p: 1`` and ``top_k: 0``."""
+
+    not_spmd: ClassVar[str | None] = (
+        "one controller samples, scores and filters the rollouts, and hands them to the ranks"
+    )
 
     job: Literal["rl"] = "rl"
     """Job of the recipe."""

@@ -285,8 +285,8 @@ class JobSpec:
 
     @property
     def inline(self) -> bool:
-        """Return whether all roles are in one process."""
-        return self.cluster.runtime == "inline"
+        """Return whether all roles are in one process (spmd: in each rank's)."""
+        return self.cluster.runtime != "ray"
 
     @property
     def trained(self) -> TrainRole | None:
@@ -410,7 +410,7 @@ def placement_rules(cluster: ClusterConfig, roles: Sequence[Role]) -> Iterator[s
         )
     rollout = next((role for role in roles if isinstance(role, RolloutRole)), None)
     size = 1 if rollout is None else rollout.tensor_parallel
-    if cluster.runtime == "inline" or size == 1 or not cluster.gpus_per_worker:
+    if cluster.runtime != "ray" or size == 1 or not cluster.gpus_per_worker:
         return
     if rollout in together and len(together) > 1:
         other = next(name for name in names if name != "rollout")

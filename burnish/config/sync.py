@@ -62,7 +62,7 @@ SyncConfig = Annotated[
 
 
 def sync_rules(
-    sync: LinkSync | InprocSync | DiskSync, runtime: Literal["inline", "ray"]
+    sync: LinkSync | InprocSync | DiskSync, runtime: Literal["inline", "ray", "spmd"]
 ) -> Iterator[str]:
     """Yield an error for each ``sync`` setting that this runtime does not support."""
     if runtime == "ray":

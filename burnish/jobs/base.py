@@ -28,6 +28,7 @@ from burnish.observe.progress import close_logging, setup_logging
 from burnish.observe.timeline import Timeline
 from burnish.observe.trackers import open_trackers
 from burnish.runtime.base import Runtime
+from burnish.train.process_group import SINGLE
 
 Metrics = dict[str, float]
 Functions = Mapping[str, Callable[..., Any]]
@@ -63,16 +64,18 @@ class State(Protocol):
         running statistics. The values are copies that later steps do not change."""
         ...
 
-    def save(
-        self, folder: Path, position: Mapping[str, Any], *, in_background: bool = False
-    ) -> Sequence[PendingSave]:
-        """Write the entire state, with ``position`` as the stream positions and statistics. If
-        ``in_background`` is set, the returned saves may still be running. They write the state at
-        the time of the call."""
+    def save(self, folder: Path, *, in_background: bool = False) -> Sequence[PendingSave]:
+        """Write the models; every rank of the loop calls this. If ``in_background`` is set, the
+        returned saves may still be running. They write the state at the time of the call."""
+        ...
+
+    def save_position(self, folder: Path, position: Mapping[str, Any]) -> None:
+        """Write the rest of the state, with ``position`` as the stream positions and statistics.
+        Only one rank calls this."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore the state that :meth:`save` wrote."""
+        """Restore the state that :meth:`save` and :meth:`save_position` wrote."""
         ...
 
 
@@ -108,6 +111,10 @@ class Driver(ABC, Generic[L]):
 
     def __init__(self, config: JobConfig, run_dir: Path, memory_monitor: MemoryMonitor) -> None:
         self.config, self.run_dir, self.memory_monitor = config, run_dir, memory_monitor
+        self.records_dir = run_dir
+        """Folder for metrics, logs and samples: the run folder, except on ranks other than 0."""
+        self.ranks = SINGLE
+        """Ranks that run this loop (``runtime.loop_ranks``)."""
         self.timeline = Timeline(peaks=memory_monitor.peaks)
         self.closing = ExitStack()
         """Callbacks that run at the end of the run, in reverse order."""
@@ -126,6 +133,7 @@ class Driver(ABC, Generic[L]):
     def attach(self, runtime: Runtime) -> None:
         """Use ``runtime``, which created the engines of the loop."""
         self.memory_monitor.runtime = runtime
+        self.ranks = runtime.loop_ranks
 
     @abstractmethod
     def run(self, loop: L) -> Metrics:
@@ -134,11 +142,13 @@ class Driver(ABC, Generic[L]):
     def open(self) -> None:
         """Open the log and the metrics. Call this after the loop is built: a recipe with missing
         data or a missing model then leaves an empty folder, which the corrected recipe can use."""
-        setup_logging(self.run_dir)
+        records = self.records_dir
+        setup_logging(records)
         self.closing.callback(close_logging)
-        self.metrics = MetricsLog(self.run_dir, open_trackers(self.config, self.run_dir))
+        first = self.ranks.rank == 0
+        self.metrics = MetricsLog(records, open_trackers(self.config, records) if first else None)
         self.closing.push(self._close_metrics)
-        self.closing.callback(lambda: self.timeline.save(self.run_dir / "timeline.json"))
+        self.closing.callback(lambda: self.timeline.save(records / "timeline.json"))
 
     def _close_metrics(self, kind: type[BaseException] | None, *_: object) -> None:
         self.metrics.close(ended_by=kind)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from burnish.checkpoint import CheckpointError, CheckpointStore, PendingCheckpoint
 from burnish.checkpoint.save import PendingSave
@@ -18,8 +18,11 @@ from burnish.config.train import better
 from burnish.jobs.base import Metrics, State
 from burnish.jobs.errors import RunError
 from burnish.observe.timeline import Timeline
+from burnish.train.process_group import SINGLE, OtherRankError, RankGroup
 
 log = logging.getLogger("burnish")
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -54,9 +57,17 @@ class Checkpointing:
     """The checkpoints of one training run."""
 
     def __init__(
-        self, config: TrainingJob, run_dir: Path, timeline: Timeline, *, best_metric: str
+        self,
+        config: TrainingJob,
+        run_dir: Path,
+        timeline: Timeline,
+        *,
+        best_metric: str,
+        ranks: RankGroup = SINGLE,
     ) -> None:
-        """``best_metric``: default if the recipe names none."""
+        """``best_metric``: default if the recipe names none. ``ranks``: the ranks that run the
+        loop. All of them call the methods; rank 0 decides and owns the folders."""
+        self.ranks = ranks
         self.config, self.timeline = config.checkpoint, timeline
         self.best_metric = config.checkpoint.best_metric or best_metric
         self.best_mode = config.checkpoint.best_mode or better(self.best_metric) or "max"
@@ -82,8 +93,9 @@ class Checkpointing:
         every, minutes = self.config.every_n_steps, self.config.every_minutes
         if step == total_steps or not every:
             return step == total_steps
-        late = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
-        return late or step % every == 0
+        if step % every == 0 or minutes is None:
+            return step % every == 0
+        return self.ranks.from_first(lambda: time.monotonic() - self._saved_at >= 60 * minutes)
 
     def save(self, state: State, run: RunPosition, before: PreStepState | None = None) -> None:
         """Save the current state of the run, or the state ``before`` the current step. Raises
@@ -92,29 +104,48 @@ class Checkpointing:
             return
         self.finish()
         in_background = self.config.in_background
+        announced = False
 
         def write(folder: Path) -> Sequence[PendingSave]:
+            nonlocal announced
+            announced = True
+            self.ranks.from_first(lambda: str(folder))
             position = state.position() if before is None else before.position
-            pending = state.save(folder, position, in_background=in_background)
+            pending = state.save(folder, in_background=in_background)
+            state.save_position(folder, position)
             counts = {"step": run.step, "evaluated_step": run.evaluated_step, "last": run.last}
             rng = capture_rng() if before is None else before.rng
             save_state(folder, "session", counts | {"rng": rng})
             return pending
 
+        def begin() -> PendingCheckpoint:
+            try:
+                return self.store.begin(run.step, write, metric=metric, num_bytes=num_bytes)
+            except CheckpointError as error:
+                if not announced:  # the other ranks still wait for the folder
+                    reason = str(error)
+                    self.ranks.from_first(lambda: _raise(reason))
+                raise
+
+        def join() -> PendingCheckpoint:
+            folder = Path(self.ranks.from_first(str))
+            return PendingCheckpoint(
+                state.save(folder, in_background=in_background), lambda: folder
+            )
+
         # A value from an earlier step does not describe these weights.
         fresh = run.best_measured_step == run.step
         metric = run.last[self.best_metric] if fresh else None
+        num_bytes = state.num_bytes
         with self.timeline.span("checkpoint"):
-            self._pending = self.store.begin(
-                run.step, write, metric=metric, num_bytes=state.num_bytes
-            )
+            self._pending = self._together(begin if self.ranks.rank == 0 else join)
         self.saved_step, self._saved_at = run.step, time.monotonic()
         if not in_background:
             self.finish()
 
     def poll(self) -> None:
         """Publish the pending checkpoint if it is completely written."""
-        if self._pending is not None and self._pending.done:
+        if self._pending is not None and not self.ranks.any(not self._pending.done):
             self.finish()
 
     def finish(self) -> None:
@@ -123,8 +154,25 @@ class Checkpointing:
             return
         pending, self._pending = self._pending, None
         with self.timeline.span("checkpoint"):
-            path = pending.finish()
+            path = self._together(pending.finish)
         log.info("checkpoint %s", path)
+
+    def _together(self, action: Callable[[], T]) -> T:
+        """Return the result of ``action`` on this rank. If it fails on any rank, raise
+        CheckpointError on all of them."""
+        problem: CheckpointError | None = None
+        result: T | None = None
+        try:
+            result = action()
+        except (CheckpointError, OtherRankError, OSError, ValueError) as error:
+            if self.ranks.size == 1:
+                raise
+            problem = CheckpointError(str(error))
+            problem.__cause__ = error
+        found = [text for text in self.ranks.gather(problem and str(problem)) if text]
+        if found:
+            raise CheckpointError(found[0]) from problem
+        return result  # type: ignore[return-value]
 
     def try_finish(self) -> None:
         """Finish like :meth:`finish`, but only log a failure, because another error already ends
@@ -139,8 +187,14 @@ class Checkpointing:
         Return None if there is no checkpoint and no step was done. Raises RunError if no checkpoint
         is valid, if the valid ones contain only weights, if none exists after a step was done, or
         if the checkpoint does not fit the recipe."""
-        newest = self.store.latest(resumable=True)
-        if newest is None and (reduced := self.store.only_weights()):
+        newest, exist, reduced = self.ranks.from_first(
+            lambda: (
+                self.store.latest(resumable=True),
+                self.store.all(),
+                self.store.only_weights(),
+            )
+        )
+        if newest is None and reduced:
             raise RunError(
                 f"no checkpoint in {self.store.folder} can be resumed: {reduced[-1].name} contains "
                 "only weights, without the optimizer's state (checkpoint.keep=weights), and there "
@@ -148,7 +202,7 @@ class Checkpointing:
                 f"run: burnish export {reduced[-1]} --out DIR, and start a new run with "
                 "model.path=DIR"
             )
-        if newest is None and self.store.all():
+        if newest is None and exist:
             raise RunError(
                 f"no checkpoint in {self.store.folder} is valid (the warnings above give the "
                 "reasons); move that folder away to start this run from step 0"
@@ -173,3 +227,7 @@ class Checkpointing:
         run.last = dict(saved["last"])
         restore_rng(saved["rng"])
         return newest
+
+
+def _raise(reason: str) -> NoReturn:
+    raise CheckpointError(reason)

@@ -34,8 +34,9 @@ from burnish.observe.samples import write_samples
 from burnish.observe.timeline import timed
 from burnish.rewards.base import NoGroupLeftError, RewardSet, sum_of_part
 from burnish.rollout.base import Sampling
-from burnish.rollout.runner import Runner
+from burnish.rollout.runner import Runner, numbered
 from burnish.runtime.base import Runtime
+from burnish.train.process_group import SINGLE, RankGroup
 from burnish.types import ROUNDING, Group, Prompt
 
 log = logging.getLogger("burnish")
@@ -58,18 +59,16 @@ class Evaluator:
     prompts: Sequence[Prompt]
     runner: Runner
     keep_samples: Callable[[int, Sequence[Group]], object]
+    ranks: RankGroup = SINGLE
+    """Ranks that share the prompts. Each has its own runner."""
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return ``eval/pass@k`` for every requested k, ``eval/reward``, ``eval/response_len`` and
         ``eval/prompts``. If there are several rewards, ``eval/reward/<name>`` gives the mean of
         each, unweighted. Raises RunError if no response or too few episodes can be scored."""
-        try:
-            groups = self.runner.run(self.prompts).groups
-        except (NoGroupLeftError, EpisodesFailedError) as error:
-            raise RunError(
-                f"the evaluation of {len(self.prompts)} prompts has no result: {error}"
-            ) from error
-        self.keep_samples(step, groups)
+        groups = self._groups()
+        if self.ranks.rank == 0:
+            self.keep_samples(step, groups)
         to_pass, least = self.runner.rewards.to_pass, self.config.pass_threshold - ROUNDING
         passed = [  # a group of episodes may lack failed members
             (len(group.samples), sum(to_pass(s) >= least for s in group.samples))
@@ -89,6 +88,29 @@ class Evaluator:
             "eval/response_len": sum(s.num_sampled_tokens for s in samples) / len(samples),
             "eval/prompts": float(len(groups)),
         }
+
+    def _groups(self) -> Sequence[Group]:
+        """Return the scored groups in the order of the prompts. Each rank samples every
+        ``ranks.size``-th prompt. Raises RunError on all ranks if none has a result."""
+        own = self.prompts[self.ranks.rank :: self.ranks.size]
+        failure: NoGroupLeftError | EpisodesFailedError | None = None
+        found: Sequence[Group] = ()
+        try:
+            if own:
+                found = self.runner.run(own).groups
+        except (NoGroupLeftError, EpisodesFailedError) as error:
+            failure = error
+        by_rank = self.ranks.gather((found, None if failure is None else str(failure)))
+        if not any(groups for groups, _ in by_rank):
+            why = next((text for _, text in by_rank if text is not None), "there are no prompts")
+            raise RunError(
+                f"the evaluation of {len(self.prompts)} prompts has no result: {why}"
+            ) from failure
+        if self.ranks.size == 1:
+            return found
+        order = {prompt.id: number for number, prompt in enumerate(self.prompts)}
+        merged = [group for groups, _ in by_rank for group in groups]
+        return numbered(sorted(merged, key=lambda group: order[group.prompt.id]))
 
     def close(self) -> None:
         """Close the rewards and the engine."""
@@ -196,7 +218,8 @@ def _build(
         timeline=runtime.timeline,
         options=RunnerOptions(config.eval.n_samples_per_prompt, config.seed),
     )
-    return make_evaluator(config.eval, runner, held_out, run_dir)
+    evaluator = make_evaluator(config.eval, runner, held_out, run_dir)
+    return replace(evaluator, ranks=runtime.loop_ranks)
 
 
 class Evaluation(Driver[Evaluator]):
@@ -209,7 +232,7 @@ class Evaluation(Driver[Evaluator]):
         self.open()
         for warning in self.config.warnings():  # already printed when the recipe was loaded
             log.warning(warning, extra=FILE_ONLY)
-        write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
+        write_text(self.records_dir / "config.yaml", dump_yaml(self.config))
         self.metrics.start_trackers()
         samples = self.config.eval.n_samples_per_prompt
         tell(f"evaluating {len(loop.prompts):,} prompts with {samples} samples per prompt")

@@ -223,6 +223,8 @@ def _preference_engines(
     of, dtype = config.model if separate is None else separate.model, config.precision.dtype
     kept_in, begun = run_dir / REFERENCE_FILE, any((run_dir / "checkpoints").glob("step_*"))
     cached = load_cache(kept_in, rows, model=of, dtype=dtype, begun=begun) if rows else None
+    if runtime.loop_ranks.any(cached is None):  # all ranks compute, or none
+        cached = None
     reference: HasLogprobs | None = cached
     policy: TrainEngine | None = None
     if cached is not None or not config.needs_reference:
@@ -235,7 +237,8 @@ def _preference_engines(
     if rows:
         log.info("computing the reference log-probs of %d rows", sum(b.num_rows for b in rows))
         cache = compute_cache(reference, rows, 2 * config.batch_plan().train_batch_size)
-        save_cache(cache, kept_in, model=of, dtype=dtype)
+        if runtime.loop_ranks.rank == 0:
+            save_cache(cache, kept_in, model=of, dtype=dtype)
         runtime.release(reference)
         reference = cache
     return reference, policy or runtime.language_model(specs["policy"], spans)

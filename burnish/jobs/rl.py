@@ -254,15 +254,15 @@ class RLState:
             found["ptx"] = self.run.ptx.stream.state_dict()
         return found
 
-    def save(
-        self, folder: Path, position: Mapping[str, Any], *, in_background: bool = False
-    ) -> Sequence[PendingSave]:
-        """Write policy, critic and ``position``."""
+    def save(self, folder: Path, *, in_background: bool = False) -> Sequence[PendingSave]:
+        """Write policy and critic."""
         engines = {"policy": self.run.policy, "critic": self.run.critic}
         named = {folder / role: engine for role, engine in engines.items() if engine is not None}
-        pending = save_engines(named, in_background=in_background)
+        return save_engines(named, in_background=in_background)
+
+    def save_position(self, folder: Path, position: Mapping[str, Any]) -> None:
+        """Write ``position``."""
         save_state(folder, "rl", self.run.source.plain(position))
-        return pending
 
     def load(self, folder: Path) -> None:
         """Restore the state that :meth:`save` wrote, and push the weights to the rollout engine."""

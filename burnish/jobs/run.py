@@ -8,14 +8,15 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from burnish.config import JobConfig, RLConfig
-from burnish.config.job import TrainingJob
+from burnish.config.job import InferenceJob, TrainingJob
 from burnish.config.placement import PlacementGroupSpec
 from burnish.config.registry import REGISTRY
-from burnish.jobs.base import Job, seed_everything
+from burnish.jobs.base import Driver, Job, seed_everything
 from burnish.jobs.errors import RunError, StoppedError
 from burnish.jobs.families import check_families
 from burnish.jobs.final_export import check_export_folder, export_at_end
@@ -30,6 +31,8 @@ from burnish.plan.launch import check_memory
 from burnish.runtime.base import Runtime
 from burnish.runtime.inline import InlineRuntime
 from burnish.runtime.ray import RayRuntime
+from burnish.runtime.spmd import Ranks, SpmdRuntime, connected, records_folder
+from burnish.train.process_group import SINGLE
 
 log = logging.getLogger("burnish")
 
@@ -76,29 +79,41 @@ def run(
     check_head_divisibility(read, download=True)
     check_families(read, download=True)
     seed_everything(config.seed)
-    run_dir = prepare_run_dir(config, Path(resume) if resume is not None else None)
-    if isinstance(config, TrainingJob):
-        check_export_folder(config, run_dir)
-    done = job.prepare(config, run_dir, resumed=resume is not None)
-    if done is not None:
-        log.warning("the run %s is already finished", run_dir)
-        if not (run_dir / "report.html").exists():  # killed after it wrote its output
-            _write_report(run_dir)
-        return RunResult(run_dir, done)
-    memory_monitor = MemoryMonitor(config, run_dir, check_memory(config, run_dir, force=force))
-    with (
-        _report(run_dir, memory_monitor),
-        ExitStack() as stack,  # closes the runtime after the driver: workers may still write
-        job.driver(config, run_dir, memory_monitor) as driver,
-    ):
-        runtime = _runtime(config, job.placements(config), driver.timeline)
-        stack.callback(runtime.close)
-        driver.attach(runtime)
-        with closing(job.build(config, runtime, run_dir=run_dir, functions=functions)) as loop:
-            metrics = driver.run(loop)
-    if isinstance(config, TrainingJob):  # the engines are closed, so their memory is free
-        export_at_end(config, run_dir)
+    with connected(config.cluster, device=config.resolve().device) as launched:
+        ranks = SINGLE if launched is None else launched.group
+        given = Path(resume) if resume is not None else None
+        run_dir = ranks.from_first(lambda: prepare_run_dir(config, given))
+        if isinstance(config, TrainingJob):
+            ranks.from_first(lambda: check_export_folder(config, run_dir))
+        done = job.prepare(config, run_dir, resumed=resume is not None)
+        if done is not None:
+            log.warning("the run %s is already finished", run_dir)
+            if not (run_dir / "report.html").exists():  # killed after it wrote its output
+                _write_report(run_dir)
+            return RunResult(run_dir, done)
+        plan = ranks.from_first(lambda: check_memory(config, run_dir, force=force))
+        with records_folder(run_dir, ranks) as records:
+            memory_monitor = MemoryMonitor(config, records, plan)
+            with (
+                _report(run_dir, memory_monitor) if ranks.rank == 0 else nullcontext(),
+                ExitStack() as stack,  # closes the runtime after the driver: workers may write
+                job.driver(config, run_dir, memory_monitor) as driver,
+                nullcontext() if launched is None else launched.monitor.reported(),
+            ):
+                runtime = _runtime(config, job.placements(config), driver.timeline, launched)
+                stack.callback(runtime.close)
+                driver.records_dir = records
+                driver.attach(runtime)
+                build = partial(job.build, config, runtime, run_dir=run_dir, functions=functions)
+                metrics = _run_loop(build, driver)
+        if isinstance(config, TrainingJob) and ranks.rank == 0:  # the engines are closed
+            export_at_end(config, run_dir)
     return RunResult(run_dir, metrics)
+
+
+def _run_loop(build: Callable[[], Any], driver: Driver[Any]) -> dict[str, float]:
+    with closing(build()) as loop:
+        return driver.run(loop)
 
 
 def job_of(config: JobConfig) -> Job[Any, Any]:
@@ -166,9 +181,26 @@ def _write_report(run_dir: Path, *, may_lack_steps: bool = False) -> None:
 
 
 def _runtime(
-    config: JobConfig, placements: list[PlacementGroupSpec], timeline: Timeline
+    config: JobConfig,
+    placements: list[PlacementGroupSpec],
+    timeline: Timeline,
+    launched: Ranks | None,
 ) -> Runtime:
     tokenizer = load_tokenizer(config.model)
+    if launched is not None and isinstance(config, InferenceJob):  # each rank has other rows
+        own = InlineRuntime(
+            tokenizer, precision=config.precision, device=launched.device, timeline=timeline
+        )
+        own.loop_ranks = launched.group
+        return own
+    if launched is not None:
+        return SpmdRuntime(
+            tokenizer,
+            launched,
+            precision=config.precision,
+            timeline=timeline,
+            model=config.model,
+        )
     if config.cluster.runtime == "ray":
         return RayRuntime(
             tokenizer,

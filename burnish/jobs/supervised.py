@@ -89,16 +89,16 @@ class SupervisedState:
         """Return the position in the data."""
         return self.run.stream.state_dict()
 
-    def save(
-        self, folder: Path, position: Mapping[str, Any], *, in_background: bool = False
-    ) -> Sequence[PendingSave]:
-        """Write the model and ``position``."""
+    def save(self, folder: Path, *, in_background: bool = False) -> Sequence[PendingSave]:
+        """Write the model."""
         named = {folder / self.role: self.run.engine}
-        pending = save_engines(named, in_background=in_background)
+        return save_engines(named, in_background=in_background)
+
+    def save_position(self, folder: Path, position: Mapping[str, Any]) -> None:
+        """Write ``position``."""
         save_state(folder, "data", position)
         if self.run.export_metadata is not None:
             save_state(folder, EXPORT_METADATA, self.run.export_metadata)
-        return pending
 
     def load(self, folder: Path) -> None:
         """Restore the state that :meth:`save` wrote."""

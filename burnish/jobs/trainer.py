@@ -70,7 +70,11 @@ class Trainer(Driver[Loop]):
         reports that continuing is pointless.
         """
         self.checkpoints = Checkpointing(
-            self.config, self.run_dir, self.timeline, best_metric=loop.best_metric
+            self.config,
+            self.run_dir,
+            self.timeline,
+            best_metric=loop.best_metric,
+            ranks=self.ranks,
         )
         self._open_records(loop)
         with self._recovery(loop):
@@ -78,7 +82,7 @@ class Trainer(Driver[Loop]):
         self._log_best_mode()
         # A successful restore proves that this recipe and the run in the folder match.
         self._log_config_diff()
-        write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
+        write_text(self.records_dir / "config.yaml", dump_yaml(self.config))
         self.metrics.start_trackers()
         self.checkpoints.start_clock()
         with self._signals, rare_garbage_collection(), self.measured_memory():
@@ -196,22 +200,22 @@ class Trainer(Driver[Loop]):
     def _restore(self, loop: Loop) -> None:
         """Restore the newest checkpoint, and truncate metrics, samples and records to its step."""
         for old_report in (STOPPED_FILE, OOM_FILE):
-            (self.run_dir / old_report).unlink(missing_ok=True)
+            (self.records_dir / old_report).unlink(missing_ok=True)
         newest = self.checkpoints.restore(loop.state, self.position)
         step = -1 if newest is None else self.position.step
         self.metrics.rewind(step)
-        drop_samples_after(self.run_dir, step)
-        drop_records_after(self.run_dir, step)
+        drop_samples_after(self.records_dir, step)
+        drop_records_after(self.records_dir, step)
         if newest is None:
             return
         self._spikes = SpikeAlarm()
-        logged = read_metrics(self.run_dir)
+        logged = read_metrics(self.records_dir)
         self._spikes.replay(line["train/loss"] for line in logged if "train/loss" in line)
         self.progress.message(f"resumed from {newest} at step {step} of {loop.total_steps}")
 
     def _log_config_diff(self) -> None:
         """Log the settings that a resumed run changed."""
-        saved = self.run_dir / "config.yaml"
+        saved = self.records_dir / "config.yaml"
         if self.checkpoints.saved_step < 0 or not saved.is_file():
             return
         then = yaml.safe_load(saved.read_text(encoding="utf-8"))
@@ -232,6 +236,8 @@ class Trainer(Driver[Loop]):
         resume."""
         run = self.position
         if run.step == 0 or loop.state.version != before.version:
+            return
+        if self.ranks.size > 1:  # the other ranks may be in the step and cannot take part
             return
         try:
             self.checkpoints.save(loop.state, run, before)
@@ -256,7 +262,7 @@ class Trainer(Driver[Loop]):
             f"stopped at step {step} of {total}: {stop}. {saved}; resume with other settings: "
             f"--resume {self.run_dir} KEY=VALUE{more}"
         )
-        write_text(self.run_dir / STOPPED_FILE, why + "\n")
+        write_text(self.records_dir / STOPPED_FILE, why + "\n")
         log.info(why)
         raise StoppedError(why, stop.metrics) from stop
 
@@ -277,9 +283,11 @@ class Trainer(Driver[Loop]):
         log.warning(why)
 
     def _stop_if_asked(self, loop: Loop) -> None:
-        if self._signals.asked is not None:
+        asked = self._signals.asked
+        if self.ranks.any(asked is not None):  # a signal may reach only some of the ranks
+            numbers = [number for number in self.ranks.gather(asked) if number is not None]
             self._save_now(loop)
-            raise Interrupted(self.run_dir, self._signals.asked)
+            raise Interrupted(self.run_dir, numbers[0])
 
     # ---- messages ----------------------------------------------------------------------------
 

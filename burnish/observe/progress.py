@@ -9,9 +9,11 @@ from __future__ import annotations
 import io
 import logging
 import math
+import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 from rich import box
@@ -216,6 +218,21 @@ def close_logging() -> None:
             _log.setLevel(logging.NOTSET)
 
 
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Discard standard output, and log warnings only to run.log, in this process. Errors are still
+    printed."""
+    discarded = logging.NullHandler()  # otherwise logging prints warnings without a handler
+    _log.addHandler(discarded)
+    before, _StderrHandler.discards = _StderrHandler.discards, True
+    try:
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+            yield
+    finally:
+        _StderrHandler.discards = before
+        _log.removeHandler(discarded)
+
+
 FILE_ONLY = {"file_only": True}
 """``extra`` of log records that are already printed on the terminal."""
 
@@ -227,8 +244,11 @@ class _RunLogHandler(logging.FileHandler):
 class _StderrHandler(logging.Handler):
     """Prints to the current sys.stderr, which a live bar replaces to keep lines above itself."""
 
+    discards = False
+    """True on ranks that print only errors (:func:`silenced`)."""
+
     def emit(self, record: logging.LogRecord) -> None:
-        if "file_only" in vars(record):
+        if self.discards or "file_only" in vars(record):
             return
         try:
             print(self.format(record), file=sys.stderr)

@@ -66,6 +66,11 @@ def hardware_of(config: JobConfig) -> Hardware | None:
     if cluster.runtime == "inline":
         gpus = None if config.resolve().device == "cpu" else visible_gpus()
         return gpus or this_machine()
+    if cluster.runtime == "spmd":
+        here = None if config.resolve().device == "cpu" else visible_gpus()
+        if here is None:
+            return this_machine()
+        return visible_gpus(nodes=math.ceil(cluster.policy_ranks / here.gpus_per_node))
     need = sum(p.count * p.gpus for p in placement_groups(config))
     if not need:  # on CPUs: this machine, unless the cluster runs elsewhere
         return None if cluster.ray_address else this_machine()

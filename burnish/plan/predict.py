@@ -43,7 +43,7 @@ def make_plan(config: JobConfig, hardware: Hardware, *, assume: Iterable[str] = 
             f"--assume {sorted(unknown)[0]} is not a known assumption; use "
             f"{' or '.join(ASSUMPTIONS)}"
         )
-    job, placements = config.resolve(), _placements(config)
+    job, placements = config.resolve(), _placements(config, hardware)
     if not job.roles:
         raise PlanError(f"this {job.job} job loads no model: it needs no memory plan")
     check_room(config, hardware, placements)
@@ -102,10 +102,13 @@ def _savings(
     return tuple(found)
 
 
-def _placements(config: JobConfig) -> list[PlacementGroupSpec]:
+def _placements(config: JobConfig, hardware: Hardware) -> list[PlacementGroupSpec]:
     if config.cluster.runtime == "inline":
         return [PlacementGroupSpec(tuple(role.name for role in config.roles()), 1, 0.0, 0.0)]
-    return placement_groups(config)
+    placements = placement_groups(config)
+    if config.cluster.runtime == "spmd":  # a rank takes the GPU of its number, if there are any
+        return [replace(p, gpus=0.0 if hardware.gpu is None else 1.0) for p in placements]
+    return placements
 
 
 def check_room(

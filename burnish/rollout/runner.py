@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from burnish.config.rollout import DynamicSampling
@@ -150,8 +150,7 @@ class Runner:
             raise self._too_few(results, len(groups), count)
         for group in groups:
             del outcomes[group.prompt.id]
-        numbered = tuple(_numbered(g, i) for i, g in enumerate(groups))
-        return Rollout(numbered, stats, lost=outcomes)
+        return Rollout(numbered(groups), stats, lost=outcomes)
 
     def run(self, prompts: Sequence[Prompt]) -> Rollout:
         """Sample and score all of ``prompts``, in their order. Raises NoGroupLeftError if no group
@@ -167,7 +166,7 @@ class Runner:
         except NoGroupLeftError as error:
             error.stats = stats + error.stats
             raise
-        found = tuple(_numbered(group, i) for i, group in enumerate(scored.groups))
+        found = numbered(scored.groups)
         return Rollout(found, stats + scored.stats + _sample_stats(found))
 
     def _too_few(self, results: Sequence[Result], found: int, count: int) -> RewardError:
@@ -284,6 +283,11 @@ def _filter_stats(left_out: int, used: int) -> Stats:
     return Stats(
         sums={"rollout/groups_filtered": left_out - used, "rollout/groups_kept_anyway": used}
     )
+
+
+def numbered(groups: Iterable[Group]) -> tuple[Group, ...]:
+    """Return the groups with their positions as group ids."""
+    return tuple(_numbered(group, number) for number, group in enumerate(groups))
 
 
 def _numbered(group: Group, group_id: int) -> Group:

@@ -18,6 +18,7 @@ from burnish.observe.timeline import Timeline
 from burnish.rollout.base import RolloutEngine, StagedWeights
 from burnish.sync.base import Metrics
 from burnish.train.base import EngineLostError, HasLogprobs, TrainEngine
+from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 
 POLICY_SPANS = {"logprobs": "logprobs", "forward_backward": "train", "optim_step": "optim"}
@@ -54,6 +55,8 @@ class Runtime(Protocol):
     tokenizer: PreTrainedTokenizerBase
     precision: PrecisionConfig
     timeline: Timeline
+    loop_ranks: RankGroup
+    """Ranks that run the loop: one, unless a launcher started several (``spmd.py``)."""
 
     def language_model(
         self, spec: EngineSpec, spans: Mapping[str, str] = POLICY_SPANS

@@ -45,6 +45,8 @@ from burnish.train.spec import EngineSpec
 class InlineRuntime:
     """Engines in this process, on one device."""
 
+    loop_ranks = SINGLE
+
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,

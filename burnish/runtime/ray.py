@@ -45,11 +45,14 @@ from burnish.runtime.remote_workers import start_remote_worker
 from burnish.runtime.weight_sync import ray_sync
 from burnish.runtime.worker_group import WorkerGroup
 from burnish.train.base import HasLogprobs, TrainEngine
+from burnish.train.process_group import SINGLE
 from burnish.train.spec import EngineSpec
 
 
 class RayRuntime:
     """Implementation of ``runtime.base.Runtime`` on a Ray cluster."""
+
+    loop_ranks = SINGLE
 
     def __init__(
         self,

@@ -262,12 +262,12 @@ class TrainWorker(Worker):
             limit_collectives(self.limits.call_s, self._groups)
 
     @contextmanager
-    def _pass(self) -> Iterator[None]:
+    def one_pass(self) -> Iterator[None]:
         """Run a call in which ranks wait only for each other's passes."""
         with self.release_memory_after(), limited(self.limits, self._groups):
             yield
 
-    def _seed_pass(self) -> None:
+    def seed_pass(self) -> None:
         """Seed the random numbers of the next pass (dropout) from the run's seed, the group, the
         rank and the steps so far. Ranks then draw independently, except that ranks of a
         tensor-parallel group, which compute one layer together, draw equally. A restarted or
@@ -281,6 +281,10 @@ class TrainWorker(Worker):
         source = np.random.SeedSequence(spec.seed % (1 << 64), spawn_key=key)
         torch.manual_seed(int(source.generate_state(1, np.uint64)[0]))
 
+    def start_step(self) -> None:
+        """Count the passes of :meth:`seed_pass` from 0, before an optimizer step."""
+        self._passes = 0
+
     def row_split(self) -> tuple[RowSplit, int]:
         """Return the split of batches over data-parallel ranks, and the number of this rank's
         share. Ranks of a model-parallel group have the same share."""
@@ -289,22 +293,22 @@ class TrainWorker(Worker):
     def logprobs(self, packed: Packed) -> Any:
         """Return [m] log-probs of a share as an array, on one rank of each model-parallel group.
         The other ranks take part and return None."""
-        with self._pass():
+        with self.one_pass():
             return self._first(self.engine.logprobs(unpack_share(packed)))
 
     def base_logprobs(self, packed: Packed) -> Any:
         """Return [m] log-probs as :meth:`logprobs`, with the adapters disabled."""
-        with self._pass(), self.timeline.span("reference"):
+        with self.one_pass(), self.timeline.span("reference"):
             return self._first(FrozenBase(self.engine).logprobs(unpack_share(packed)))
 
     def states(self, packed: Packed) -> Any:
         """Return [m, H] hidden states of a share on the ranks that return :meth:`logprobs`."""
-        with self._pass():
+        with self.one_pass():
             return self._first(self.engine.states(unpack_share(packed)))
 
     def values(self, packed: Packed) -> Any:
         """Return [m] values of a share on the ranks that return :meth:`logprobs`."""
-        with self._pass():
+        with self.one_pass():
             return self._first(self.engine.values(unpack_share(packed)))
 
     def _first(self, result: Tensor) -> Any:
@@ -313,21 +317,21 @@ class TrainWorker(Worker):
     def forward_backward(self, packed: Packed, loss: Loss) -> Stats:
         """Add the gradient of ``loss`` over a share. Return statistics over all ranks, as plain
         numbers."""
-        self._seed_pass()
-        with self._pass():
+        self.seed_pass()
+        with self.one_pass():
             return self.engine.forward_backward(unpack_share(packed), loss).plain()
 
     def measure(self, packed: Packed, loss: Loss) -> Stats:
         """Return the statistics of :meth:`forward_backward`, without gradient."""
-        with self._pass():
+        with self.one_pass():
             return self.engine.measure(unpack_share(packed), loss).plain()
 
     def optim_step(self) -> tuple[StepStats, str | None, int]:
         """Return the statistics of the step, the message of NonFiniteError if it was raised, and
         the version."""
-        self._passes = 0
+        self.start_step()
         try:
-            with self._pass():
+            with self.one_pass():
                 return self.engine.optim_step(), None, self.engine.version
         except NonFiniteError as error:
             return error.stats, str(error), self.engine.version

@@ -7,7 +7,7 @@ method returns immediately and ``torch.distributed`` is not needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from traceback import extract_tb
 from typing import TYPE_CHECKING, TypeVar
@@ -27,6 +27,17 @@ T = TypeVar("T")
 class CollectiveTimeoutError(BurnishError, RuntimeError):
     """A rank waited for the others in a collective until the timeout. The message contains the
     timeout and the collective."""
+
+
+class OtherRankError(BurnishError, RuntimeError):
+    """An error that another rank raised and reports. The command line does not print it again."""
+
+    def __init__(self, text: str, exit_code: int = 2) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+    def text_for(self, job: str) -> str:
+        return ""
 
 
 BUCKET_BYTES = 64 << 20
@@ -115,6 +126,31 @@ class RankGroup:
         values: list[T] = [value] * self.size
         all_gather_object(values, value, group=self.group)
         return values
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """Return the result of ``make`` on rank 0, the only rank that calls it. For small plain
+        objects. If it raises, rank 0 raises the error and the others raise OtherRankError."""
+        if self.size == 1:
+            return make()
+        from torch.distributed import broadcast_object_list, get_global_rank
+
+        assert self.group is not None
+        sent: list[tuple[T | None, str, int]] = [(None, "", 0)]
+        failure: BaseException | None = None
+        if self.rank == 0:
+            try:
+                sent = [(make(), "", 0)]
+            except Exception as error:
+                failure, code = error, error.exit_code if isinstance(error, BurnishError) else 1
+                sent = [(None, f"{type(error).__name__}: {error}", code)]
+        source = get_global_rank(self.group, 0)
+        broadcast_object_list(sent, source, group=self.group, device=self._device())
+        if failure is not None:
+            raise failure
+        value, problem, code = sent[0]
+        if problem:
+            raise OtherRankError(problem, code)
+        return value  # type: ignore[return-value]
 
     @torch.no_grad()
     def gather_tensor(self, tensor: Tensor) -> list[Tensor]:

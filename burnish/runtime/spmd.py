@@ -1,0 +1,301 @@
+"""Runtime on the ranks of a launcher (torchrun, accelerate, srun), without a controller.
+
+Every rank runs the job's loop with equal batches. A train engine computes the rank's share of each
+batch and sums or gathers the results over ranks (``train/process_group.py``), so the loops of all
+ranks see equal numbers and take equal decisions. An engine is that of a Ray worker
+(``worker.TrainWorker``), called in this process: timeouts of collectives and random numbers of
+passes are the same.
+
+:class:`Ranks` connects the ranks before anything is loaded. Rank 0 writes the run folder."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from burnish.checkpoint.save import PendingSave
+from burnish.config.cluster import ClusterConfig
+from burnish.config.launch import LaunchedRank, LaunchError, launched_rank
+from burnish.config.model import ModelConfig, PrecisionConfig
+from burnish.config.roles import free_name
+from burnish.models.load import resolve_device
+from burnish.observe.progress import silenced
+from burnish.observe.timeline import Timeline
+from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS
+from burnish.runtime.inline import InlineRuntime
+from burnish.runtime.limits import Limits
+from burnish.runtime.rank_monitor import RankMonitor
+from burnish.runtime.worker import TrainWorker, WorkerInfo
+from burnish.train.base import HasLogprobs, Loss, StepStats, TrainEngine
+from burnish.train.engine import FrozenBase
+from burnish.train.process_group import RankGroup
+from burnish.train.spec import EngineSpec
+from burnish.types import Batch, Stats
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+class Ranks:
+    """The connected ranks of a launcher: their process group and their monitor."""
+
+    def __init__(self, rank: LaunchedRank, config: ClusterConfig, *, device: str) -> None:
+        """Connect to the other ranks. ``device``: ``train.engine.device`` of the recipe.
+
+        Raises LaunchError if a rank does not connect within ``cluster.start_timeout_s``, or if
+        this node has fewer GPUs than ranks.
+        """
+        self.launched, self.config = rank, config
+        self.device = rank_device(device, rank)
+        self.limits = Limits(config.call_timeout_s, config.collective_timeout_s)
+        torch.set_num_threads(max(1, int(config.cpus_per_worker)))
+        os.environ.update(rank.environment())
+        store = self._join()
+        self.group = RankGroup(torch.distributed.group.WORLD)
+        self.monitor = RankMonitor(
+            store, rank=rank.rank, size=rank.size, timeout_s=config.heartbeat_timeout_s
+        )
+
+    def _join(self) -> Store:
+        from torch import distributed
+        from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
+
+        rank, gpu = self.launched, self.device.startswith("cuda")
+        if gpu:
+            torch.cuda.set_device(self.device)
+        try:
+            wait = timedelta(seconds=self.config.start_timeout_s)
+            store, _, _ = next(rendezvous("env://", timeout=wait))
+            distributed.init_process_group(
+                "nccl" if gpu else "gloo",
+                store=PrefixStore("burnish", store),
+                rank=rank.rank,
+                world_size=rank.size,
+                timeout=timedelta(seconds=self.limits.call_s),
+            )
+            distributed.barrier()
+        except RuntimeError as error:
+            raise LaunchError(
+                f"rank {rank.rank} of {rank.size} (host {socket.gethostname()}) cannot connect to "
+                f"the others through {rank.address}:{rank.port} within "
+                f"{self.config.start_timeout_s:g} s (cluster.start_timeout_s): "
+                f"{str(error).strip().partition(chr(10))[0]}. Check that all {rank.size} ranks "
+                "were started, and that every node reaches this address and port"
+            ) from error
+        return PrefixStore("burnish monitor", store.clone())
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self.monitor.close()
+        with suppress(RuntimeError):
+            torch.distributed.destroy_process_group()
+
+
+def rank_device(device: str, rank: LaunchedRank) -> str:
+    """Return the device of a rank for ``device`` of the recipe: the CPU, or the GPU with the number
+    of the rank on its node. Raises LaunchError for a fixed GPU, or if the node has too few."""
+    if ":" in device:
+        raise LaunchError(
+            f"device={device}: {rank.launcher} started {rank.size} ranks, which would all use this "
+            "GPU; use auto (a rank takes the GPU with the number LOCAL_RANK)"
+        )
+    found = resolve_device(device)
+    if found.type != "cuda":
+        return str(found)
+    if torch.cuda.device_count() == 1 and rank.local_rank > 0:
+        return "cuda:0"  # the launcher shows each rank only its own GPU
+    if rank.local_rank >= torch.cuda.device_count():
+        raise LaunchError(
+            f"rank {rank.rank} has the local number {rank.local_rank}, but this node has "
+            f"{torch.cuda.device_count()} GPUs; start one rank per GPU"
+        )
+    return f"cuda:{rank.local_rank}"
+
+
+@contextmanager
+def connected(config: ClusterConfig, *, device: str) -> Iterator[Ranks | None]:
+    """Connect the ranks of a launcher for the duration of a run; None with another runtime. Ranks
+    other than 0 print only errors. Raises LaunchError."""
+    if config.runtime != "spmd":
+        yield None
+        return
+    rank = launched_rank()
+    if rank is None:
+        raise LaunchError(
+            "cluster.runtime=spmd is for ranks that a launcher started, but this is a single "
+            "process; start with torchrun --nproc-per-node N -m burnish ..., or set "
+            "cluster.runtime=inline cluster.policy_ranks=1, or cluster.runtime=ray"
+        )
+    if rank.size != config.policy_ranks:
+        raise LaunchError(
+            f"cluster.policy_ranks={config.policy_ranks}, but {rank.launcher} started {rank.size} "
+            "ranks; load the recipe with burnish.load_config in the ranks"
+        )
+    with ExitStack() as stack:
+        stack.enter_context(nullcontext() if rank.rank == 0 else silenced())
+        ranks = Ranks(rank, config, device=device)
+        stack.callback(ranks.close)
+        yield ranks
+
+
+@contextmanager
+def records_folder(run_dir: Path, ranks: RankGroup) -> Iterator[Path]:
+    """Yield the folder for metrics, samples and logs: the run folder on rank 0, and a temporary
+    folder on the others, so that one rank writes."""
+    if ranks.rank == 0:
+        yield run_dir
+        return
+    with tempfile.TemporaryDirectory(prefix="burnish-rank-") as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def _own_random_numbers() -> Iterator[None]:
+    """Restore the CPU's random numbers at the end. A pass draws numbers of its rank; the loops of
+    all ranks must keep equal ones."""
+    with torch.random.fork_rng(devices=()):
+        yield
+
+
+class SpmdRuntime(InlineRuntime):
+    """Engines over the ranks of a launcher. Implements ``runtime.base.Runtime``."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        ranks: Ranks,
+        *,
+        precision: PrecisionConfig,
+        timeline: Timeline,
+        model: ModelConfig,
+    ) -> None:
+        """Engines for trained models are over ``ranks``. ``model``: the model whose tokenizer is
+        used."""
+        super().__init__(tokenizer, precision=precision, device=ranks.device, timeline=timeline)
+        self.launched, self.policy = ranks, model
+        self.loop_ranks = ranks.group
+        self._names: list[str] = []
+
+    def language_model(  # type: ignore[override]
+        self, spec: EngineSpec, spans: Mapping[str, str] = POLICY_SPANS
+    ) -> TrainEngine:
+        """Return this rank's part of a train engine over a causal LM."""
+        return self._on_ranks(spec, scalar=False, seed=spec.seed, spans=spans)
+
+    def scalar_model(  # type: ignore[override]
+        self, spec: EngineSpec, *, seed: int, spans: Mapping[str, str] = CRITIC_SPANS
+    ) -> TrainEngine:
+        """Return this rank's part of a train engine over a scalar model."""
+        return self._on_ranks(spec, scalar=True, seed=seed, spans=spans)
+
+    def _on_ranks(
+        self, spec: EngineSpec, *, scalar: bool, seed: int, spans: Mapping[str, str]
+    ) -> TrainEngine:
+        group = self.launched.group
+        name = free_name(spec.role, self._names)
+        self._names.append(name)
+        info = WorkerInfo(name, group.rank, group.size, str(self.device), torch.get_num_threads())
+        worker = TrainWorker(info, self.policy, self.precision)
+        worker.tokenizer, worker.timeline = self.tokenizer, self.timeline
+        worker.ranks, worker.limits = group, self.launched.limits
+        with _own_random_numbers():
+            worker.build(spec, scalar=scalar, seed=seed, spans=spans)
+        return SpmdTrainEngine(worker)
+
+    def frozen_base(self, policy: TrainEngine) -> HasLogprobs:
+        """Return the reference model inside a LoRA policy."""
+        assert isinstance(policy, SpmdTrainEngine)
+        return SpmdFrozenBase(policy.worker)
+
+
+class SpmdTrainEngine:
+    """One rank of a train engine, called by the loop of the same rank.
+
+    Implements ``train.base.TrainEngine``. All ranks call each method with equal arguments and get
+    equal results.
+    """
+
+    def __init__(self, worker: TrainWorker) -> None:
+        self.worker, self.role = worker, worker.engine.role
+        self.version = 0
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """Return [M] fp32 log-probs of the action tokens, without gradient."""
+        with self.worker.one_pass():
+            return self.worker.engine.logprobs(batch)
+
+    def values(self, batch: Batch) -> Tensor:
+        """Return [M] fp32 values (critic) or scores on last tokens (reward), without gradient."""
+        with self.worker.one_pass():
+            return self.worker.engine.values(batch)
+
+    def states(self, batch: Batch) -> Tensor:
+        """Return [M, H] hidden states from which action tokens are predicted, without gradient."""
+        with self.worker.one_pass():
+            return self.worker.engine.states(batch)
+
+    def measure(self, batch: Batch, loss: Loss) -> Stats:
+        """Return the statistics of ``loss`` over ``batch``, without gradient."""
+        with self.worker.one_pass():
+            return self.worker.engine.measure(batch, loss).plain()
+
+    def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
+        """Add the gradient of ``loss`` over this rank's share of ``batch``. Return statistics over
+        all ranks."""
+        with _own_random_numbers():
+            self.worker.seed_pass()
+            with self.worker.one_pass():
+                return self.worker.engine.forward_backward(batch, loss).plain()
+
+    def optim_step(self) -> StepStats:
+        """Run one optimizer step of all ranks. Raises NonFiniteError on all of them."""
+        self.worker.start_step()
+        try:
+            with self.worker.one_pass():
+                return self.worker.engine.optim_step()
+        finally:
+            self.version = self.worker.engine.version
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (HuggingFace name, full tensor). All ranks consume all tensors."""
+        return self.worker.engine.weights()
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of the files that :meth:`save` writes."""
+        return self.worker.engine.state_bytes
+
+    def save(self, folder: Path) -> None:
+        """Write the state of all ranks. The folder must be on a file system shared by all nodes."""
+        self.worker.engine.save(folder)
+
+    def save_async(self, folder: Path) -> PendingSave:
+        """Start a :meth:`save` of the current state, in the background if the engine supports
+        it."""
+        return self.worker.engine.save_async(folder)
+
+    def load(self, folder: Path) -> None:
+        """Load the state on all ranks."""
+        self.version = self.worker.load(str(folder))
+
+
+class SpmdFrozenBase:
+    """Base model of a LoRA policy, on its ranks."""
+
+    def __init__(self, worker: TrainWorker) -> None:
+        self._worker, self._base = worker, FrozenBase(worker.engine)
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """Return [M] fp32 log-probs of the action tokens under the base model."""
+        with self._worker.one_pass(), self._worker.timeline.span("reference"):
+            return self._base.logprobs(batch)

@@ -132,6 +132,12 @@ class ClusterConfig(Node):
                 f"layout={self.layout} with runtime=spmd: every rank holds all roles; remove "
                 "layout, or use runtime=ray"
             )
+        if self.offload_between_phases:
+            yield (
+                f"offload_between_phases={list(self.offload_between_phases)} with runtime=spmd: "
+                "the jobs of a launcher have no phases in which a model is unused; remove "
+                "offload_between_phases, or use runtime=ray"
+            )
         if self.gpus_per_worker not in (0, 1):
             yield (
                 f"gpus_per_worker={self.gpus_per_worker:g} with runtime=spmd: a rank uses the GPU "

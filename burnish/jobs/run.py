@@ -81,15 +81,12 @@ def run(
     seed_everything(config.seed)
     with connected(config.cluster, device=config.resolve().device) as launched:
         ranks = SINGLE if launched is None else launched.group
-        given = Path(resume) if resume is not None else None
-        run_dir = ranks.from_first(lambda: prepare_run_dir(config, given))
-        if isinstance(config, TrainingJob):
-            ranks.from_first(lambda: check_export_folder(config, run_dir))
+        run_dir = ranks.from_first(lambda: _folder(config, resume))
         done = job.prepare(config, run_dir, resumed=resume is not None)
         if done is not None:
             log.warning("the run %s is already finished", run_dir)
-            if not (run_dir / "report.html").exists():  # killed after it wrote its output
-                _write_report(run_dir)
+            if ranks.rank == 0 and not (run_dir / "report.html").exists():
+                _write_report(run_dir)  # the run was killed after it wrote its output
             return RunResult(run_dir, done)
         plan = ranks.from_first(lambda: check_memory(config, run_dir, force=force))
         with records_folder(run_dir, ranks) as records:
@@ -109,6 +106,14 @@ def run(
         if isinstance(config, TrainingJob) and ranks.rank == 0:  # the engines are closed
             export_at_end(config, run_dir)
     return RunResult(run_dir, metrics)
+
+
+def _folder(config: JobConfig, resume: Path | str | None) -> Path:
+    """Create the run folder, or check that of the run to resume. Return its path."""
+    run_dir = prepare_run_dir(config, Path(resume) if resume is not None else None)
+    if isinstance(config, TrainingJob):
+        check_export_folder(config, run_dir)
+    return run_dir
 
 
 def _run_loop(build: Callable[[], Any], driver: Driver[Any]) -> dict[str, float]:

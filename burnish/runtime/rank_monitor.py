@@ -141,6 +141,8 @@ class RankMonitor:
             yield
         except BaseException as error:
             self._failing.set()
+            if isinstance(error, (RankLostError, OtherRankError)):
+                raise  # from another rank, which reports it
             lost = self._lost_rank(error)
             if lost is not None:
                 raise lost from error
@@ -206,6 +208,13 @@ class RankMonitor:
                     break
                 self._closed.wait(0.2)
         return True
+
+    def wait_for_first(self) -> None:
+        """Block until rank 0, which writes the results, has ended: a launcher may kill the other
+        ranks a short time after one has ended. The thread ends this process if rank 0 fails."""
+        with suppress(RuntimeError):  # the store may end with rank 0
+            while self.rank != 0 and self._get("ended/0") is None:
+                self._closed.wait(0.2)
 
     def close(self) -> None:
         """Stop watching, and tell the other ranks that this one has ended."""

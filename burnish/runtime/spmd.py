@@ -145,7 +145,9 @@ def connected(config: ClusterConfig, *, device: str) -> Iterator[Ranks | None]:
         stack.enter_context(nullcontext() if rank.rank == 0 else silenced())
         ranks = Ranks(rank, config, device=device)
         stack.callback(ranks.close)
-        yield ranks
+        with ranks.monitor.reported():
+            yield ranks
+        ranks.monitor.wait_for_first()
 
 
 @contextmanager
@@ -265,6 +267,14 @@ class SpmdTrainEngine:
                 return self.worker.engine.optim_step()
         finally:
             self.version = self.worker.engine.version
+
+    def offload(self) -> None:
+        """Move this rank's tensors to host memory."""
+        self.worker.offload()
+
+    def reload(self) -> None:
+        """Move this rank's tensors back to its device."""
+        self.worker.reload()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (HuggingFace name, full tensor). All ranks consume all tensors."""

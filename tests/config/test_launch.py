@@ -59,6 +59,8 @@ def test_ranks_come_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     config = load_config(SFT)
     assert (config.cluster.runtime, config.cluster.policy_ranks) == ("spmd", 2)
+    with pytest.raises(ConfigError, match=r"offload_between_phases=.* with runtime=spmd"):
+        load_config({**SFT, "cluster": {"offload_between_phases": ["policy"]}})
     for key, value in (("runtime", "ray"), ("policy_ranks", 3)):
         with pytest.raises(ConfigError, match=rf"cluster.{key}={value} contradicts the 2 ranks"):
             load_config({**SFT, "train": {"train_batch_size": 6}, "cluster": {key: value}})

@@ -24,6 +24,7 @@ from burnish.cli_arguments import (
     Replay,
     Resume,
     check_export,
+    check_push_options,
     on_ray,
     split,
 )
@@ -283,16 +284,45 @@ def export(  # house: ok typer makes the options from the signature
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that the model contains.")
     ] = False,
+    push: Annotated[
+        str | None,
+        typer.Option(metavar="OWNER/NAME", help="Upload it to a new repository of the hub."),
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="With --push: a private repository.")
+    ] = False,
+    revision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BRANCH", help="With --push: commit to this branch; the repository may exist."
+        ),
+    ] = None,
+    commit_message: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="With --push: message of the commit.")
+    ] = None,
 ) -> None:
-    """Write one model of a checkpoint as a HuggingFace folder."""
+    """Write one model of a checkpoint as a HuggingFace folder with a model card, and upload it with
+    --push."""
     check_export(checkpoint, out)
+    check_push_options(push, private=private, revision=revision, message=commit_message)
     import burnish
+    from burnish.jobs import hub, model_card
 
+    destination = None
+    if push is not None:
+        message = {} if commit_message is None else {"message": commit_message}
+        destination = hub.Destination(push, private=private, revision=revision, **message)
+        hub.check_destination(destination)
     options: dict[str, Any] = {"base": base, "trust_remote_code": trust_remote_code}
     written = burnish.export(
         checkpoint, out, model=model, dtype=dtype.value, lora=lora.value, **options
     )
+    model_card.write_card(
+        written, checkpoint, model=model, lora=lora.value, title=(push or out.name).split("/")[-1]
+    )
     typer.echo(f"wrote {written}")
+    if destination is not None:
+        typer.echo(f"pushed to {hub.push(written, destination)}")
 
 
 @app.command()

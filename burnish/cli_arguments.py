@@ -171,3 +171,13 @@ def check_export(checkpoint: Path, out: Path) -> None:
         )
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file; give a new folder")
+
+
+def check_push_options(
+    push: str | None, *, private: bool, revision: str | None, message: str | None
+) -> None:
+    """Raise ConfigError if an option of a push is given without ``--push``."""
+    given = {"--private": private, "--revision": revision, "--commit-message": message}
+    used = [name for name, value in given.items() if value not in (None, False)]
+    if push is None and used:
+        raise ConfigError(f"{used[0]} has no effect without --push OWNER/NAME; add it, or omit it")

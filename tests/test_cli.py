@@ -294,6 +294,7 @@ def test_export_and_demo_pass_on_their_options(monkeypatch, tmp_path):
 
     made = []
     monkeypatch.setitem(vars(burnish), "export", lambda *a, **k: made.append((a, k)) or a[1])
+    monkeypatch.chdir(tmp_path)  # the model card is written to "o"
     monkeypatch.setattr(burnish.demo, "run_demo", lambda *a: made.append(a))
     assert (
         call("export", tmp_path, "--out", "o", "--dtype", "bf16", "--lora", "adapter").exit_code
@@ -311,6 +312,7 @@ def test_export_defaults_match_its_help(monkeypatch, tmp_path):
     """fp32 whatever the run computed in, since that is the format of the masters."""
     made = []
     monkeypatch.setitem(vars(burnish), "export", lambda *a, **k: made.append(k) or a[1])
+    monkeypatch.chdir(tmp_path)  # the model card is written to "o"
     assert call("export", tmp_path, "--out", "o").exit_code == 0
     assert made[0]["dtype"] == "fp32"
     assert "[default: fp32]" in call("export", "--help").stdout

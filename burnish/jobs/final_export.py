@@ -17,6 +17,7 @@ from burnish.checkpoint import CheckpointError
 from burnish.checkpoint.export import export
 from burnish.config.job import TrainingJob
 from burnish.jobs.errors import RunError
+from burnish.jobs.model_card import write_card
 from burnish.observe.files import write_text
 
 log = logging.getLogger("burnish")
@@ -63,19 +64,21 @@ def export_at_end(config: TrainingJob, run_dir: Path) -> None:
     try:
         if scratch.exists():
             shutil.rmtree(scratch)
+        lora = settings.export_lora or "merge"
         export(
             run_dir,
             scratch,
             model=model,
             dtype=settings.export_dtype,
-            lora=settings.export_lora or "merge",
+            lora=lora,
             trust_remote_code=config.model.trust_remote_code,
         )
+        write_card(scratch, run_dir, model=model, lora=lora, title=folder.name)
         if folder.exists():
             shutil.rmtree(folder)
         write_text(run_dir / RECORD, json.dumps({"folder": str(folder.resolve())}))
         scratch.rename(folder)
-    except (OSError, ValueError, CheckpointError) as error:
+    except (OSError, ValueError, CheckpointError, RunError) as error:
         shutil.rmtree(scratch, ignore_errors=True)
         raise RunError(
             f"the run is complete, but its export to {folder} failed: {error}. Correct the cause "

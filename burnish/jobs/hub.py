@@ -13,7 +13,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.errors import HTTPError as ConnectionFailure  # type: ignore[attr-defined]
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from burnish.errors import BurnishError
 from burnish.jobs.model_card import CARD

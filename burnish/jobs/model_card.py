@@ -11,15 +11,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from burnish import __version__
 from burnish.checkpoint import CheckpointStore, verify
 from burnish.config.train import better
 from burnish.jobs.errors import RunError
@@ -233,10 +232,16 @@ def _without_folders(node: Any) -> Any:
 
 
 def _versions_section() -> str:
-    names = ("torch", "transformers", "safetensors")
-    rows = [("burnish", __version__), *((name, version(name)) for name in names)]
+    rows = [(name, _version(name)) for name in ("burnish", "torch", "transformers", "safetensors")]
     table = "\n".join(f"| {name} | {number} |" for name, number in rows)
     return f"## Versions\n\nThose of the export:\n\n| package | version |\n| --- | --- |\n{table}"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "from source, not installed"
 
 
 def _below(node: Any, *keys: str) -> Any:

@@ -17,7 +17,6 @@ from burnish.checkpoint import CheckpointError
 from burnish.checkpoint.export import export
 from burnish.config.job import TrainingJob
 from burnish.jobs.errors import RunError
-from burnish.jobs.model_card import write_card
 from burnish.observe.files import write_text
 
 log = logging.getLogger("burnish")
@@ -59,6 +58,8 @@ def export_at_end(config: TrainingJob, run_dir: Path) -> None:
     if folder is None:
         return
     check_export_folder(config, run_dir)
+    from burnish.jobs.model_card import write_card  # needs the report's catalog and the hub
+
     settings, model = config.checkpoint, config.trained.kind
     scratch = folder.with_name(f".{folder.name}.tmp")
     try:

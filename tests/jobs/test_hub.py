@@ -215,10 +215,9 @@ def test_a_push_delivers_every_file_and_a_branch_replaces_weights_only(
 
 
 def test_the_card_has_metadata_metrics_recipe_and_versions_but_no_secret(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, tmp_path: Path
 ) -> None:
-    """The same card from the run and from its newest checkpoint; an older step has fewer rows."""
-    monkeypatch.setenv("SOME_TOKEN", "sft-with-a-long-value")
+    """A card that exists is kept."""
     (tmp_path / "a").mkdir()
     path = write_card(tmp_path / "a", run_dir, model="policy", lora="merge", title="sums")
     assert path is not None
@@ -229,8 +228,14 @@ def test_the_card_has_metadata_metrics_recipe_and_versions_but_no_secret(
         "tags": ["burnish", "sft", "lora"],
         "datasets": ["my-name/sums"],
     }
-    for text in ("after step 2", "`rows.jsonl`", "| `train/loss` |", "recipe.yaml", "| torch |"):
-        assert text.replace("`rows", "`LOCAL/rows") in card, text
+    for text in (
+        "after step 2",
+        "`LOCAL/rows.jsonl`",
+        "| `train/loss` |",
+        "recipe.yaml",
+        "| torch |",
+    ):
+        assert text in card, text
     assert SECRET not in card and "api_key: abc" not in card and str(run_dir.parent) not in card
     recipe = card.split("```yaml\n")[1].split("```")[0]
     assert yaml.safe_load(recipe)["train"]["lr"] == 1e-2

@@ -4,9 +4,8 @@
 ``f(rewards [N], group_ids [N], *, eps, lengths [N]) -> [N]``. Each name is combined with:
 
 ====================== ============================================================================
-grpo, dr_grpo, opo     give every action token the sample's value
-rloo                   ``token_rewards`` (KL in the reward), ``return_to_go`` at gamma = 1: without
-                       KL in the reward the sample's value on every action token
+grpo, dr_grpo, opo,    ``token_rewards`` (KL in the reward), ``return_to_go`` at gamma = 1: without
+rloo                   KL in the reward the sample's value on every action token
 reinforce_pp           ``token_rewards`` (KL in the reward), ``return_to_go``, ``tensors.whiten``
 reinforce_pp_baseline  the same, but the group's mean is subtracted from the shaped reward
 gae                    ``token_rewards``, values of a critic, :func:`gae`, ``tensors.whiten``
@@ -136,7 +135,7 @@ def token_rewards(
 ) -> Tensor:
     """Rewards per token [N, T]: the scalar on the last action token, minus kl_coef kl_t on each.
 
-    ``rewards`` [N], ``mask`` [N, T] bool, ``kl`` [N, T] (k1, so that the sum is an unbiased
+    ``rewards`` [N], ``mask`` [N, T] bool, ``kl`` [N, T] (the sum of k1 is an unbiased
     penalty). ``turn_rewards`` [N, T]: rewards of turns on their last action tokens; they are parts
     of ``rewards``, and the last action token gets the rest. Rows without action tokens are 0.
     Source: arXiv 1909.08593, equation 2.

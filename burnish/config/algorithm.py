@@ -197,23 +197,19 @@ class KlConfig(Node):
     """Weight beta. 0: no KL term and no reference model. On resume an adaptive weight keeps its
     value, unless this key is changed."""
     placement: Literal["reward", "loss"] = "loss"
-    """Subtract the KL from every token's reward (gae, reinforce_pp, reinforce_pp_baseline, rloo),
-    or add it to the loss (all)."""
+    """Subtract the KL from every token's reward (all that use rewards; group advantages: after the
+    group's normalization), or add it to the loss (all)."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL (http://joschu.net/blog/kl-approx.html). In the reward: k1. In the loss:
-    k2 or k3 (k1 is a warning: its gradient is 0 on average). If the policy's log-prob is over 10
-    nats below the reference's, k3 is linear, which bounds its gradient."""
+    """Estimator of the KL (http://joschu.net/blog/kl-approx.html). In the reward: k1 (k2 and k3 are
+    a warning: the gradient is not that of the KL). In the loss: k2 or k3 (k1 is a warning: its
+    gradient is 0 on average). If the policy's log-prob is over 10 nats below the reference's, k3 is
+    linear, which bounds its gradient."""
     kl_target: float | None = Field(None, gt=0)
     """Target mean KL per token of an adaptive weight (Ziegler 2019). None: fixed weight."""
     kl_horizon: int = Field(10_000, ge=1)
     """Time scale of the adaptive weight, in samples."""
 
     def rules(self) -> Iterator[str]:
-        if self.init_kl_coef and self.placement == "reward" and self.estimator != "k1":
-            yield (
-                f"estimator={self.estimator} in the reward biases the return; use estimator=k1 "
-                "with placement=reward"
-            )
         if self.kl_target is not None and not self.init_kl_coef:
             yield (
                 "kl_target adapts init_kl_coef, which is 0; set init_kl_coef (0.01 is a usual "
@@ -226,6 +222,11 @@ class KlConfig(Node):
             )
 
     def advice(self) -> Iterator[str]:
+        if self.init_kl_coef and self.placement == "reward" and self.estimator != "k1":
+            yield (
+                f"estimator={self.estimator} in the reward: the policy gradient of this penalty "
+                "is not that of the KL divergence; use estimator=k1 with placement=reward"
+            )
         if self.init_kl_coef and self.placement == "loss" and self.estimator == "k1":
             yield (
                 "estimator=k1 as a loss has a gradient of mean 0, so it adds noise and does not "

@@ -58,9 +58,6 @@ from burnish.config.sync import LinkSync, SyncConfig, sync_rules
 from burnish.config.teacher import TeacherConfig, without_rewards
 from burnish.config.train import CriticConfig, RLTrainConfig, critic_rules
 
-BROADCAST = frozenset({"grpo", "dr_grpo", "opo"})
-"""Advantages with one number per response, which cannot include KL on single tokens."""
-
 WITHOUT_TURN_REWARDS = frozenset({"rloo", "reinforce_pp_baseline"})
 """Advantages that cannot use rewards of single turns (:func:`turn_rewards_refused`)."""
 
@@ -385,13 +382,7 @@ def _advantage_rules(config: RLConfig) -> Iterator[str]:
 
 
 def _kl_rules(config: RLConfig) -> Iterator[str]:
-    advantage, kl = config.algorithm.advantage, config.algorithm.kl
-    if advantage.kind in BROADCAST and kl.init_kl_coef and kl.placement == "reward":
-        yield (
-            "algorithm.kl.placement=reward adds the KL penalty to every token's reward, but "
-            f"advantage={advantage.kind} uses one reward per response; use placement=loss "
-            "(estimator k3 is usual), or advantage=rloo"
-        )
+    kl = config.algorithm.kl
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     if kl.kl_target is not None and samples >= 5 * kl.kl_horizon:
         yield (

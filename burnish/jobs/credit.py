@@ -19,7 +19,7 @@ from burnish.algorithms.advantages import (
     time_order,
     token_rewards,
 )
-from burnish.algorithms.kl import k1
+from burnish.algorithms.kl import KL_ESTIMATORS
 from burnish.config.algorithm import (
     AlgorithmConfig,
     GaeAdvantage,
@@ -27,7 +27,7 @@ from burnish.config.algorithm import (
     OnPolicyDistillAdvantage,
     ReinforceAdvantage,
 )
-from burnish.config.rl import BROADCAST, WITHOUT_TURN_REWARDS, turn_rewards_refused
+from burnish.config.rl import WITHOUT_TURN_REWARDS, turn_rewards_refused
 from burnish.rewards.base import RewardError
 from burnish.tensors import pad_rows, unpad_rows, whiten
 from burnish.types import Batch
@@ -35,6 +35,10 @@ from burnish.types import Batch
 MAX_REWARD = 1e15
 """Largest allowed absolute reward. A critic's squared error of such returns is 1e30, and a policy
 loss with the largest ratio is 5e23. Both leave fp32 (maximum 3.4e38) room for sums over tokens."""
+
+OF_TOTALS = frozenset({"grpo", "dr_grpo", "opo"})
+"""Advantages of a sample's total reward. Every action token gets it, minus the KL in the reward
+from that token on."""
 
 ScalarAdvantage = GroupAdvantage | GaeAdvantage | ReinforceAdvantage
 """Advantage configs that start from one reward per sample."""
@@ -63,7 +67,7 @@ def assign_advantages(batch: Batch, config: AlgorithmConfig, *, kl_coef: float) 
     if batch.turn_rewards is not None and advantage.kind in WITHOUT_TURN_REWARDS:
         raise RewardError(turn_rewards_refused(advantage.kind))
     shaped = _shaped(batch, advantage)
-    if advantage.kind in BROADCAST:
+    if advantage.kind in OF_TOTALS and _kl_in_reward(batch, config) is None:
         of_row = shaped[batch.row_samples()[0]]
         advantages = torch.where(batch.action_mask, of_row[batch.row_ids], 0.0)
         return _check_size(replace(batch, advantages=advantages), batch.rewards)
@@ -80,7 +84,8 @@ def _along_time(batch: Batch, shaped: Tensor, config: AlgorithmConfig, *, kl_coe
     if not isinstance(advantage, GroupAdvantage) and advantage.discount == "turn":
         one_turn = torch.zeros_like(batch.tokens)
         turns = time.rectangle(one_turn if batch.turn_ids is None else batch.turn_ids)
-    of_turns = None if batch.turn_rewards is None else time.rectangle(batch.turn_rewards)
+    by_turn = None if advantage.kind in OF_TOTALS else batch.turn_rewards
+    of_turns = None if by_turn is None else time.rectangle(by_turn)
     kl = _kl_in_reward(batch, config)
     kl = None if kl is None else time.rectangle(kl)
     rewards = token_rewards(shaped, mask, kl, kl_coef, turn_rewards=of_turns)
@@ -169,7 +174,7 @@ def _kl_in_reward(batch: Batch, config: AlgorithmConfig) -> Tensor | None:
     if config.kl.placement != "reward" or batch.ref_logprobs is None:
         return None
     assert batch.old_logprobs is not None
-    return k1(batch.old_logprobs, batch.ref_logprobs)
+    return KL_ESTIMATORS[config.kl.estimator](batch.old_logprobs, batch.ref_logprobs)
 
 
 def _action_counts(batch: Batch) -> Tensor:

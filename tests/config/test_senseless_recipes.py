@@ -239,18 +239,10 @@ SENSELESS = {
         ["eval_data={sources: [x], label_key: liked}"],
         "recipe: eval_data.label_key=liked means that rows are single responses",
     ),
-    **{
-        f"KL on the tokens of a reward per response ({kind})": (
-            "rl",
-            [
-                f"algorithm.advantage={kind}",
-                "algorithm.kl={init_kl_coef: 0.1, placement: reward, estimator: k1}",
-            ],
-            "recipe: algorithm.kl.placement=reward adds the KL penalty to every token's reward",
-        )
-        for kind in ("grpo", "dr_grpo", "opo")
-    },
 }
+
+
+IN_REWARD = "{init_kl_coef: 0.1, placement: reward, estimator: k1}"
 
 
 @pytest.mark.parametrize(
@@ -260,12 +252,9 @@ SENSELESS = {
         ("rl", ["algorithm.correction={mode: clip, low: 0.2}"]),
         ("rl", ["algorithm.policy_loss={kind: cispo, max_ratio: 4}"]),
         ("rl", ["algorithm.kl={init_kl_coef: 0.1, kl_target: 0.1, kl_horizon: 500}"]),
-        (
-            "rl",
-            [
-                "algorithm.advantage=rloo",
-                "algorithm.kl={init_kl_coef: 0.1, placement: reward, estimator: k1}",
-            ],
+        *(
+            ("rl", [f"algorithm.advantage={kind}", f"algorithm.kl={IN_REWARD}"])
+            for kind in ("rloo", "grpo", "dr_grpo", "opo")
         ),
         ("rl", ["rewards=[{kind: math, weight: 0}, {kind: function}]"]),
         ("rl", ["rewards=[{kind: math, weight: 0}]", "shaping.length_penalty=0.1"]),
@@ -359,6 +348,17 @@ ODD = {
         ["algorithm.kl={init_kl_coef: 0.1, estimator: k1}", "model={path: x}"],
         "algorithm.kl: estimator=k1 as a loss",
     ),
+    **{
+        f"{estimator} in the reward": (
+            "rl",
+            [
+                f"algorithm.kl={{init_kl_coef: 0.1, placement: reward, estimator: {estimator}}}",
+                "model={path: x}",
+            ],
+            f"algorithm.kl: estimator={estimator} in the reward",
+        )
+        for estimator in ("k2", "k3")
+    },
     "KL to random weights": (
         "rl",
         ["algorithm.kl.init_kl_coef=0.1"],

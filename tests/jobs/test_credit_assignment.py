@@ -8,6 +8,8 @@ Four rows, one prompt token each (P), in two groups. Rewards stand behind the ro
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -125,11 +127,10 @@ def _with_kl(batch: Batch) -> Batch:
     return replace(batch, ref_logprobs=reference, old_logprobs=reference + gaps)
 
 
-def _kl_in_reward(kind: str, **options: Any) -> AlgorithmConfig:
-    kl = {"init_kl_coef": 7.0, "placement": "reward", "estimator": "k1"}
+def _kl_in_reward(kind: str, *, kl: str = "k1", **options: Any) -> AlgorithmConfig:
     return AlgorithmConfig(
         advantage={"kind": kind, **options},  # type: ignore[arg-type]
-        kl=kl,  # type: ignore[arg-type]
+        kl={"init_kl_coef": 7.0, "placement": "reward", "estimator": kl},  # type: ignore[arg-type]
     )
 
 
@@ -153,6 +154,33 @@ def test_rloo_with_kl_in_the_reward_pays_for_it_from_each_token_on(batch: Batch)
     wanted = [[0.97, 1.02], [-1.01], [-3.0], [2.7, 2.8, 2.9]]
     for row, expected in zip(_rows(found.advantages, batch), wanted, strict=True):
         assert row == pytest.approx(expected, abs=1e-6)  # fp32 additions of numbers below 5
+
+
+KL_BY_HAND: dict[str, Callable[[float], float]] = {
+    "k1": lambda d: d,
+    "k2": lambda d: d * d / 2,
+    "k3": lambda d: math.exp(-d) - 1 + d,
+}
+
+
+@pytest.mark.parametrize("estimator", KL_BY_HAND)
+@pytest.mark.parametrize("kind", BY_ROW)
+def test_a_group_advantage_minus_the_kl_from_each_token_on(
+    kind: str, estimator: str, batch: Batch
+) -> None:
+    """In float64, against a loop: A - 0.1 x the sum of the estimates from the token to the end."""
+    batch = _with_kl(replace(batch, rewards=torch.tensor([1.0, 0.0, 2.0, 5.0]).double()))
+    assert batch.old_logprobs is not None and batch.ref_logprobs is not None
+    policy, reference = batch.old_logprobs.double(), batch.ref_logprobs.double()
+    batch = replace(batch, old_logprobs=policy, ref_logprobs=reference)
+    gaps = _rows(policy - reference, batch)
+    found = assign_advantages(batch, _kl_in_reward(kind, kl=estimator), kl_coef=0.1).advantages
+    assert found is not None and found.dtype == torch.float64
+    plain = assign_advantages(batch, _advantage(kind), kl_coef=0.0).advantages
+    for row, before, row_gaps in zip(_rows(found, batch), _rows(plain, batch), gaps, strict=True):
+        kl = [KL_BY_HAND[estimator](d) for d in row_gaps]
+        wanted = [a - 0.1 * sum(kl[t:]) for t, a in enumerate(before)]
+        assert row == pytest.approx(wanted, abs=1e-14)  # float64 sums of numbers below 10
 
 
 def test_the_critic_learns_the_return_with_kl_in_it(batch: Batch) -> None:
@@ -264,6 +292,16 @@ def test_gae_follows_the_order_of_time_with_turn_rewards_and_kl(episodes: Batch)
     found = assign_advantages(batch, config, kl_coef=0.25)
     assert _in_time(found.advantages, batch) == [[1.25, 0.75, 2.25, -3.25], [-4.25]]
     assert _in_time(found.returns, batch) == [[2.25, 2.75, 5.25, 0.75], [0.75]]
+
+
+def test_kl_in_the_reward_of_a_group_follows_the_order_of_time(episodes: Batch) -> None:
+    """dr_grpo: 1 for A, -1 for B. KL in A's time 1, 2, 3, 4, and 5 of B, weight 0.25: A pays 10,
+    9, 7 and 4 quarters. Turn rewards are only parts of the total, and change nothing."""
+    kl = torch.tensor([0, 2, 3, 0, 1, 0, 4, 0, 5.0])
+    batch = replace(episodes, ref_logprobs=torch.zeros(9), old_logprobs=kl)
+    for given in (batch, _with_turn_rewards(batch)):
+        found = assign_advantages(given, _kl_in_reward("dr_grpo"), kl_coef=0.25).advantages
+        assert _in_time(found, episodes) == [[-1.5, -1.25, -0.75, 0.0], [-2.25]]
 
 
 @pytest.mark.parametrize("kind", ["rloo", "reinforce_pp_baseline"])

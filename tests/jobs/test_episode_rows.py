@@ -47,6 +47,7 @@ ADVANTAGES: dict[str, dict[str, Any]] = {
     "opo": {"advantage": "opo"},
     "rloo": {"advantage": "rloo"},
     "rloo, KL in the reward": {"advantage": "rloo"},
+    "grpo, KL in the reward": {"advantage": "grpo"},
     "reinforce_pp": {"advantage": {"kind": "reinforce_pp", "gamma": 0.9}},
     "reinforce_pp, turns": {
         "advantage": {"kind": "reinforce_pp", "gamma": 0.5, "discount": "turn"},
@@ -59,7 +60,8 @@ ADVANTAGES: dict[str, dict[str, Any]] = {
         "turn_rewards": True,
     },
 }
-for _name in ("rloo, KL in the reward", "reinforce_pp, turns", "gae", "gae, turns"):
+_IN_REWARD = {name for name in ADVANTAGES if name.endswith("KL in the reward")}
+for _name in (*_IN_REWARD, "reinforce_pp, turns", "gae", "gae, turns"):
     ADVANTAGES[_name]["kl"] = {"init_kl_coef": 0.3, "placement": "reward", "estimator": "k1"}
 
 LOSSES: dict[str, Any] = {

@@ -129,6 +129,32 @@ def test_the_metrics_of_an_evaluation_are_those_that_the_config_names(
     assert found == config.eval_metrics
 
 
+def test_grpo_runs_with_kl_in_the_reward_and_measures_the_metrics_of_its_config(
+    tmp_path: Path,
+) -> None:
+    """Equal rewards: the advantage is only the KL, which differs from token to token."""
+    data = {"sources": [rows_file(tmp_path, 2)], "prompt_max_len": 16}
+    tree: dict[str, Any] = {
+        "job": "rl",
+        "run_dir": str(tmp_path / "run"),
+        "model": {"scratch": STUDENT},
+        "reference": {"model": {"scratch": {**STUDENT, "seed": 9}}},
+        "max_steps": 1,
+        "data": data,
+        "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "generate_max_len": 4},
+        "rewards": [{"kind": "function", "name": "one"}, {"kind": "function", "name": "two"}],
+        "algorithm": {"kl": {"init_kl_coef": 0.1, "placement": "reward", "estimator": "k3"}},
+        "train": {"train_batch_size": 4},
+        "eval": {"data": data, "n_samples_per_prompt": 2, "pass_k": [2], "temperature": 1.0},
+    }
+    config: Any = load_config(tree)
+    same = {name: lambda prompt, response: 1.0 for name in ("one", "two")}
+    metrics = burnish.run(config, rewards=same).metrics
+    found = {name.removeprefix("eval/") for name in metrics if name.startswith("eval/")}
+    assert found == config.eval_metrics
+    assert metrics["rollout/kl"] > 0 and metrics["train/grad_norm"] > 0
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_the_kl_of_samples_is_that_of_the_distributions(tmp_path: Path, estimator: str) -> None:
     """One token per response, 1,600 of them: the mean estimate is the mean exact KL of the first

@@ -71,7 +71,7 @@ def learn(
         parts = change(parts)
         curve = Curve()
         curve.measured(evaluator.evaluate(0)["eval/pass@1"])
-        for step in range(1, config.max_steps + 1):
+        for step in range(1, config.num_steps + 1):
             cpu = cpu_seconds()
             metrics = rl_step(parts, step)
             sampled = metrics.get("rollout/samples", task.prompts * task.samples)

@@ -187,7 +187,7 @@ def one_hacking(args: argparse.Namespace) -> None:
     runtime = inline_runtime(config)
     parts, _ = build_rl(config, runtime, {"": sentiment}, folder / "run")
     steps = []
-    for step in range(1, config.max_steps + 1):
+    for step in range(1, config.num_steps + 1):
         responses.clear()
         metrics = rl_step(parts, step)
         kl = {"kl": metrics["train/kl"]} if math.isfinite(metrics.get("train/kl", math.nan)) else {}

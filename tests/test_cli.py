@@ -278,7 +278,7 @@ def test_config_lists_every_key_with_its_text_in_plain_lines():
     result = call("config", "rl")
     assert result.exit_code == 0
     assert "\ntrain.lr  (number; 1e-06)\n    Peak learning rate.\n" in result.stdout
-    assert "\nmax_steps  (whole number; required)\n" in result.stdout
+    assert "\nmax_steps  (whole number, or null; null)\n" in result.stdout
     assert "\x1b" not in result.stdout
 
 

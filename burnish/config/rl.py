@@ -85,8 +85,11 @@ class RLConfig(TrainingJob):
 
     job: Literal["rl"] = "rl"
     """Job of the recipe."""
-    max_steps: int = Field(ge=1)
-    """Number of RL steps; each is one rollout and its updates."""
+    max_steps: int | None = Field(None, ge=1)
+    """Number of RL steps; each is one rollout and its updates. Set this or ``max_epochs``."""
+    max_epochs: int | None = Field(None, ge=1)
+    """Passes over the prompts, instead of ``max_steps``: ``max_epochs`` x prompts /
+    ``rollout_batch_size`` steps, rounded down. A resumed run has the number as ``max_steps``."""
     data: PromptDataConfig
     """Training prompts."""
     rollout: RolloutConfig
@@ -229,15 +232,32 @@ class RLConfig(TrainingJob):
         part = given or train.micro_train_batch_size or train.gradient_accumulation_steps or 1
         return check_rollout(plan, unit=part * plan.data_parallel_size)
 
+    @property
+    def num_steps(self) -> int:
+        """Number of RL steps. Raises ValueError if it depends on prompts that are not counted
+        (:meth:`with_steps`)."""
+        if self.max_steps is None:
+            raise ValueError(f"max_epochs={self.max_epochs}: the prompts are not counted yet")
+        return self.max_steps
+
+    def with_steps(self, num_prompts: int) -> RLConfig:
+        """Return the config with ``max_steps`` derived from ``max_epochs``, if it is set."""
+        if self.max_epochs is None:
+            return self
+        steps = max(1, num_prompts * self.max_epochs // self.rollout.rollout_batch_size)
+        return self.model_copy(update={"max_steps": steps, "max_epochs": None})
+
     def launch_table(self) -> list[tuple[str, str, str]]:
         """Return rows for the batch, the number of draws per prompt, the episodes, and the
         aggregation of per-token losses."""
         table, num = super().launch_table(), total_rows(self.data)
+        rollout, size = self.rollout, self.rollout.rollout_batch_size
+        if self.max_epochs is not None:
+            table.append(self._steps_line(num))
         if num is not None:
-            drawn = self.max_steps * self.rollout.rollout_batch_size
-            more = " or more" if self.rollout.dynamic_sampling is not None else ""
-            table += passes_lines(self.data, num, drawn=drawn, steps=self.max_steps, more=more)
-        rollout = self.rollout
+            steps = self.with_steps(num).num_steps
+            more = " or more" if rollout.dynamic_sampling is not None else ""
+            table += passes_lines(self.data, num, drawn=steps * size, steps=steps, more=more)
         critic = self._critic_ranks()
         if critic is not None:
             table += critic_table(self.batch_plan(), critic)
@@ -246,6 +266,13 @@ class RLConfig(TrainingJob):
             rollout.episodes, turn_tokens=rollout.generate_max_len, at_once=at_once
         )
         return [*table, self.algorithm.table_row()]
+
+    def _steps_line(self, num_prompts: int | None) -> tuple[str, str, str]:
+        over, size = f"max_epochs={self.max_epochs} x", self.rollout.rollout_batch_size
+        if num_prompts is None:
+            return ("max_steps", "?", f"{over} prompts / {size}, counted when the run starts")
+        steps = self.with_steps(num_prompts).num_steps
+        return ("max_steps", str(steps), f"{over} {num_prompts} prompts / {size}")
 
     def _critic_ranks(self) -> int | None:
         """Return the critic's data-parallel ranks, if there is one with another number of them
@@ -256,6 +283,7 @@ class RLConfig(TrainingJob):
         return None if own == sizes["policy"] else own
 
     def rules(self) -> Iterator[str]:
+        yield from _length_rules(self)
         yield from training_rules(self, self.train)
         yield from _critic_rules(self, self._critic_ranks())
         yield from _field_rules(self)
@@ -324,6 +352,21 @@ class RLConfig(TrainingJob):
             )
 
 
+def _length_rules(config: RLConfig) -> Iterator[str]:
+    """Yield an error unless exactly one of ``max_steps`` and ``max_epochs`` is set."""
+    if config.max_steps is None and config.max_epochs is None:
+        yield (
+            "max_steps is not set (number of RL steps; each is one rollout and its updates); set "
+            "it, or max_epochs (passes over the prompts)"
+        )
+    if config.max_steps is not None and config.max_epochs is not None:
+        yield (
+            f"max_steps={config.max_steps} and max_epochs={config.max_epochs} both set the length "
+            "of the run; remove one, or set it to null (a run of max_epochs is saved with the "
+            "max_steps derived from it)"
+        )
+
+
 def _field_rules(config: RLConfig) -> Iterator[str]:
     """Yield an error for each broken rule between the fields of an ``RLConfig``."""
     yield from _advantage_rules(config)
@@ -360,7 +403,9 @@ def _advantage_rules(config: RLConfig) -> Iterator[str]:
             "critic or use gae"
         )
     if config.critic is not None:
-        yield from critic_rules(config.critic, config.train, max_steps=config.max_steps)
+        num = None if config.max_epochs is None else total_rows(config.data)
+        steps = config.max_steps if num is None else config.with_steps(num).max_steps
+        yield from critic_rules(config.critic, config.train, max_steps=steps)
         if config.critic.freeze_policy_steps and config.rollout.is_asynchronous:
             yield (
                 f"critic.freeze_policy_steps={config.critic.freeze_policy_steps} with "

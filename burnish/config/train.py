@@ -195,13 +195,16 @@ class CriticConfig(Node):
         return train.model_copy(update=changed)
 
 
-def critic_rules(critic: CriticConfig, train: TrainConfig, *, max_steps: int) -> Iterator[str]:
-    """Yield an error if the critic's own settings do not fit the run."""
+def critic_rules(
+    critic: CriticConfig, train: TrainConfig, *, max_steps: int | None
+) -> Iterator[str]:
+    """Yield an error if the critic's own settings do not fit the run. ``max_steps``: None if
+    unknown."""
     own = critic.for_role(train)
     if critic.optimizer is not None:
         for problem in optimizer_rules(own):
             yield f"critic: {problem.replace('train.optimizer', 'critic.optimizer')}"
-    if critic.freeze_policy_steps >= max_steps:
+    if max_steps is not None and critic.freeze_policy_steps >= max_steps:
         yield (
             f"critic.freeze_policy_steps={critic.freeze_policy_steps} with max_steps={max_steps}: "
             "the policy would never be trained; use fewer"

@@ -83,7 +83,7 @@ def open_recording(run_dir: Path, config: RLConfig) -> Recording:
             f"{name}: {run_dir / ROLLOUTS_DIR} contains no recorded rollouts; record a run with "
             "observe.record_rollouts=true"
         )
-    steps = range(1, config.max_steps + 1)
+    steps = range(1, config.num_steps + 1)
     missing = next((step for step in steps if step not in folders), None)
     if missing is not None:
         why = "" if max(folders) < missing else f", although step {max(folders)} is there"
@@ -92,7 +92,7 @@ def open_recording(run_dir: Path, config: RLConfig) -> Recording:
             f"{config.max_steps}; a replay needs all steps from 1. {_before(missing)}"
         )
     _check_steps(name, {step: folders[step] for step in steps}, config)
-    return Recording(run_dir, max(config.max_steps, recipe["max_steps"]))
+    return Recording(run_dir, max(config.num_steps, recipe["max_steps"]))
 
 
 def _check_steps(name: str, folders: Mapping[int, Path], config: RLConfig) -> None:
@@ -206,7 +206,7 @@ class ReplayJob(RLJob):
         loop = ReplayLoop(
             make_rl(entire, runtime, run_dir=run_dir, policy=policy, source=source, ptx=ptx)
         )
-        loop.total_steps = config.max_steps
+        loop.total_steps = config.num_steps
         origin = str(self.recording.run_dir.resolve())
         write_text(run_dir / REPLAY_FILE, json.dumps({"run": origin}) + "\n")
         return loop

@@ -72,7 +72,7 @@ class RLLoop:
     def __init__(self, run: RL, evaluator: Evaluator | None) -> None:
         self.run, self.evaluator, self.state = run, evaluator, RLState(run)
         config = run.config
-        self.total_steps = config.max_steps
+        self.total_steps = config.num_steps
         self.eval_every_n_steps = config.eval.every_n_steps if config.eval is not None else 0
         self.best_metric = "reward/mean" if evaluator is None else "eval/pass@1"
         self._gap_logged = config.precision.sampler_dtype == config.precision.dtype
@@ -228,7 +228,7 @@ def _source(
             groups_per_step=size,
             slots=rollout.capacity(size),
             max_staleness=rollout.max_staleness,
-            total_steps=config.max_steps,
+            total_steps=config.num_steps,
             max_refills=runner.max_refills,
         ),
         in_flight=rollout.in_flight,
@@ -311,9 +311,9 @@ def _specs(config: RLConfig) -> dict[str, EngineSpec]:
     assert updates is not None
     frozen = 0 if config.critic is None else config.critic.freeze_policy_steps
     specs = engine_specs(
-        config, total_steps=config.max_steps * updates, temperature=config.rollout.temperature
+        config, total_steps=config.num_steps * updates, temperature=config.rollout.temperature
     )
-    own = (config.max_steps - frozen) * updates
+    own = (config.num_steps - frozen) * updates
     return specs | {"policy": replace(specs["policy"], total_steps=own)}
 
 

@@ -14,8 +14,10 @@ from typing import Any
 
 from burnish.config import JobConfig, RLConfig
 from burnish.config.job import InferenceJob, TrainingJob
+from burnish.config.passes import total_rows
 from burnish.config.placement import PlacementGroupSpec
 from burnish.config.registry import REGISTRY
+from burnish.data.sources import open_sources
 from burnish.jobs.base import Driver, Job, seed_everything
 from burnish.jobs.errors import RunError, StoppedError
 from burnish.jobs.families import check_families
@@ -68,6 +70,8 @@ def run(
     run is saved. Raises RunOutOfMemoryError with suggested changes, which are also in ``oom.txt``.
     """
     functions = {"": rewards} if callable(rewards) else dict(rewards or {})
+    if isinstance(config, RLConfig) and config.max_epochs is not None:
+        config = _with_counted_steps(config)
     replayed = _recording_of(resume, replay)
     job = job_of(config) if replayed is None else _replay_job(replayed, config)
     if resume is not None and not REGISTRY[config.job].resumable:
@@ -126,6 +130,21 @@ def job_of(config: JobConfig) -> Job[Any, Any]:
     job = vars(importlib.import_module(REGISTRY[config.job].module))["JOB"]
     assert isinstance(job, Job)
     return job
+
+
+def _with_counted_steps(config: RLConfig) -> RLConfig:
+    """Return a recipe of ``max_epochs`` with its ``max_steps``. Raises DataError if the prompts
+    cannot be counted, and RunError if the number of steps does not fit the recipe."""
+    num = total_rows(config.data)
+    if num is None:
+        num = sum(len(source) for source in open_sources(config.data.sources))
+    counted = config.with_steps(num)
+    if problems := counted.broken_rules():
+        raise RunError("\n".join(problems))
+    log.info(
+        "max_epochs=%d over %d prompts: max_steps=%d", config.max_epochs, num, counted.num_steps
+    )
+    return counted
 
 
 def _recording_of(resume: Path | str | None, replay: Path | str | None) -> Path | None:

@@ -151,7 +151,7 @@ def test_every_field_of_every_job_has_a_text(job):
 def test_rows_give_path_type_default_and_text():
     rows = {row.path: row for row in fields_table("rl")}
     assert rows["train.lr"] == ("train.lr", "number", "1e-06", "Peak learning rate.")
-    assert rows["max_steps"].default == "required"
+    assert rows["data.sources"].default == "required"
     assert rows["rollout.stop"].type == "list (text each)"
     assert rows["precision.rollout_dtype"].type == "fp32 | bf16 | fp16, or null"
 

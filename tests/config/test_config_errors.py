@@ -59,7 +59,7 @@ def test_unknown_key_error_lists_the_keys_if_none_is_near(rl_recipe):
     [
         ("train.lr=fast", "train.lr: must be a number, got 'fast' (lr: Peak learning rate.)"),
         ("train.lr=", "train.lr: must be a number, got null"),
-        ("max_steps=1.5", "max_steps: must be a whole number, got 1.5"),
+        ("max_steps=1.5", "max_steps: must be a whole number, or null, got 1.5"),
         ("train.gradient_checkpointing=2", "must be true or false, got 2"),
         ("rollout.stop=END", "rollout.stop: must be a list (text each), got 'END'"),
         ("rollout=3", "rollout: must be a mapping (keys: generate_max_len, "),
@@ -182,18 +182,22 @@ def test_a_key_named_like_a_kind_keeps_its_place_in_the_path(rl_recipe):
 
 
 def test_missing_required_key_error_has_its_help(rl_recipe):
+    del rl_recipe["data"]
+    assert only_problem(rl_recipe) == ("data: is required and not set (data: Training prompts.)")
+
+
+def test_the_length_of_a_run_is_set_once(rl_recipe):
+    said = only_problem(rl_recipe, "max_epochs=2")
+    assert "max_steps=3" in said and "max_epochs=2 both set the length" in said
     del rl_recipe["max_steps"]
-    assert only_problem(rl_recipe) == (
-        "max_steps: is required and not set (max_steps: Number of RL steps; each is one rollout "
-        "and its updates.)"
-    )
+    assert "max_steps is not set" in only_problem(rl_recipe)
 
 
 def test_all_problems_are_in_one_message(rl_recipe):
     """A missing and an unknown key, a wrong type, and a broken rule in a part that is sound."""
-    del rl_recipe["max_steps"]
+    del rl_recipe["data"]
     said = problems(rl_recipe, "trian.lr=1", "train.lr=fast", "rollout.temperature=0")
-    assert [line.split(":")[0] for line in said] == ["max_steps", "train.lr", "trian", "rollout"]
+    assert [line.split(":")[0] for line in said] == ["data", "train.lr", "trian", "rollout"]
 
 
 def test_all_broken_rules_are_in_one_message(rl_recipe):

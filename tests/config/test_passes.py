@@ -41,6 +41,35 @@ def lines(config: JobConfig) -> dict[str, tuple[str, str]]:
     return {name: (value, how) for name, value, how in config.launch_table()}
 
 
+def rl(source: Any, **options: Any) -> JobConfig:
+    recipe = {"job": "rl", "model": {"scratch": {}}, "train": {"train_batch_size": 4}}
+    rollout = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "generate_max_len": 4}
+    return load_config(recipe | {"data": {"sources": [source]}, "rollout": rollout} | options)
+
+
+def test_steps_of_rl_follow_from_epochs_over_prompts(tmp_path: Path) -> None:
+    """3 passes over 10 prompts, 4 at a time: 30 // 4 = 7 steps draw 28."""
+    table = lines(rl(data_file(tmp_path, "a.jsonl", 10), max_epochs=3))
+    assert table["max_steps"] == ("7", "max_epochs=3 x 10 prompts / 4")
+    assert table["rows drawn"][:1] == ("28",)
+    few = lines(rl(data_file(tmp_path, "b.jsonl", 3), max_epochs=1))
+    assert few["max_steps"][0] == "1"
+
+
+def test_prompts_that_only_the_run_can_count_are_not_read(tmp_path: Path) -> None:
+    table = lines(rl({"kind": "dataset", "path": str(tmp_path / "absent")}, max_epochs=3))
+    assert table["max_steps"] == ("?", "max_epochs=3 x prompts / 4, counted when the run starts")
+
+
+def test_frozen_steps_are_compared_with_the_derived_steps(tmp_path: Path) -> None:
+    """2 passes over 10 prompts are 5 steps."""
+    ppo = {"algorithm": {"advantage": "gae"}, "critic": {"freeze_policy_steps": 5}}
+    source = data_file(tmp_path, "a.jsonl", 10)
+    rl(source, max_epochs=3, **ppo)
+    with pytest.raises(ConfigError, match="with max_steps=5: the policy would never"):
+        rl(source, max_epochs=2, **ppo)
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
 @pytest.mark.parametrize(
     ("size", "batch", "options", "says"),

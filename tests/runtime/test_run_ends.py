@@ -6,7 +6,9 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import datasets
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,10 +16,12 @@ from safetensors.torch import load_file
 import burnish
 from burnish.checkpoint import CheckpointStore, read_manifest, verify
 from burnish.checkpoint.reduce import reduce_to_weights
-from burnish.config import ConfigError, JobConfig
+from burnish.config import ConfigError, JobConfig, RLConfig, load_config
 from burnish.jobs.errors import RunError
+from burnish.observe.metrics import read_metrics
 
 MakeSFT = Callable[..., JobConfig]
+MakeConfig = Callable[..., JobConfig]
 FOUR_STEPS = ("max_steps=4", "checkpoint.every_n_steps=1", "checkpoint.keep_last=3")
 
 
@@ -120,3 +124,25 @@ def test_an_export_never_replaces_foreign_files_and_its_failure_names_the_comman
 def test_wrong_settings_are_refused_at_load(sft: MakeSFT, overrides: list[str], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         sft(*overrides)
+
+
+def test_epochs_over_prompts_set_the_steps_of_a_run_and_of_its_resume(
+    rl: MakeConfig, reward: Any, tmp_path: Path
+) -> None:
+    """1 pass over 16 prompts, 4 at a time: 4 steps. A Hugging Face dataset is counted when the
+    run starts. The run saves the derived number, so its resume trains with the same schedule."""
+    datasets.Dataset.from_list([{"prompt": f"{i}+1="} for i in range(16)]).save_to_disk(
+        str(tmp_path / "prompts")
+    )
+    source = f"data.sources=[{{kind: dataset, path: {tmp_path / 'prompts'}}}]"
+    config = rl(source, "max_steps=null", "max_epochs=1", "train.lr_scheduler=linear")
+    burnish.run(config, rewards=reward)
+    lines = [line for line in read_metrics(Path(config.run_dir)) if "train/loss" in line]
+    explicit = rl(source, "max_steps=4", "train.lr_scheduler=linear", f"run_dir={tmp_path / 'b'}")
+    burnish.run(explicit, rewards=reward)
+    expected = [line for line in read_metrics(tmp_path / "b") if "train/loss" in line]
+    assert [line["train/lr"] for line in lines] == [line["train/lr"] for line in expected]
+    assert len(lines) == 4
+    saved = load_config(Path(config.run_dir) / "config.yaml")
+    assert isinstance(saved, RLConfig)
+    assert (saved.max_steps, saved.max_epochs) == (4, None)

@@ -234,8 +234,7 @@ class RLConfig(TrainingJob):
 
     @property
     def num_steps(self) -> int:
-        """Number of RL steps. Raises ValueError if it depends on prompts that are not counted
-        (:meth:`with_steps`)."""
+        """Number of RL steps. Raises ValueError before :meth:`with_steps` if it is derived."""
         if self.max_steps is None:
             raise ValueError(f"max_epochs={self.max_epochs}: the prompts are not counted yet")
         return self.max_steps

@@ -61,8 +61,7 @@ def run(
     ``rewards``: a callable, or several by the names of the recipe's function rewards. ``resume``:
     the folder of the run to resume. ``replay``: the folder of a run of the job rl with recorded
     rollouts, to train from its groups without sampling; a replay that is resumed continues with the
-    same recording. ``force``: run even if the memory plan (``plan.txt`` in the run
-    folder) predicts that the job does not fit.
+    same recording. ``force``: run even if the memory plan predicts that the job does not fit.
 
     Raises RunError, DoesNotFitError, DataError, ModelError, RewardError or CheckpointError, each
     with a suggested fix. Raises Interrupted after a signal. Raises StoppedError if the run stopped
@@ -70,8 +69,7 @@ def run(
     run is saved. Raises RunOutOfMemoryError with suggested changes, which are also in ``oom.txt``.
     """
     functions = {"": rewards} if callable(rewards) else dict(rewards or {})
-    if isinstance(config, RLConfig) and config.max_epochs is not None:
-        config = _with_counted_steps(config)
+    config = _with_counted_steps(config)
     replayed = _recording_of(resume, replay)
     job = job_of(config) if replayed is None else _replay_job(replayed, config)
     if resume is not None and not REGISTRY[config.job].resumable:
@@ -132,9 +130,12 @@ def job_of(config: JobConfig) -> Job[Any, Any]:
     return job
 
 
-def _with_counted_steps(config: RLConfig) -> RLConfig:
-    """Return a recipe of ``max_epochs`` with its ``max_steps``. Raises DataError if the prompts
-    cannot be counted, and RunError if the number of steps does not fit the recipe."""
+def _with_counted_steps(config: JobConfig) -> JobConfig:
+    """Return ``config``, or a recipe of ``rl`` with ``max_epochs`` with its ``max_steps``. Raises
+    DataError if the prompts cannot be counted, and RunError if the number of steps does not fit the
+    recipe."""
+    if not isinstance(config, RLConfig) or config.max_epochs is None:
+        return config
     num = total_rows(config.data)
     if num is None:
         num = sum(len(source) for source in open_sources(config.data.sources))

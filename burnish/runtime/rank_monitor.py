@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -143,8 +144,10 @@ class RankMonitor:
             self._failing.set()
             if isinstance(error, (RankLostError, OtherRankError)):
                 raise  # from another rank, which reports it
-            lost = self._lost_rank(error)
+            with _sigterm_ignored():
+                lost = self._lost_rank(error)
             if lost is not None:
+                log.error("%s", lost, extra={"file_only": True})
                 raise lost from error
             text = f"{type(error).__name__}: {error}"
             with suppress(RuntimeError):
@@ -222,6 +225,20 @@ class RankMonitor:
         self._thread.join()
         with suppress(RuntimeError):
             self._set(f"ended/{self.rank}", "")
+
+
+@contextmanager
+def _sigterm_ignored() -> Iterator[None]:
+    """Ignore SIGTERM, which torchrun sends to the other ranks as soon as one has ended: this rank
+    ends by itself, with the cause."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,11 +1,16 @@
-"""Jobs on the ranks of a launcher give the numbers of one process. Two processes over loopback."""
+"""Jobs on the ranks of a launcher give the numbers of one process, and a failed rank ends all of
+them. Two and four processes over loopback."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import socket
 import sys
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,8 @@ import torch
 from safetensors.torch import load_file
 
 import burnish
+from burnish.runtime.spmd import SpmdTrainEngine
+from burnish.train.base import StepStats
 
 pytestmark = pytest.mark.slow
 
@@ -41,18 +48,26 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
     return [{n: line[n] for n in wanted if n in line} for line in found]
 
 
-def test_jobs_on_two_ranks_match_one_process(
-    tmp_path: Path, run_together: Callable[..., list[int]]
-) -> None:
+def write_rows(folder: Path) -> None:
     rows = [
         {"prompt": f"{i}=", "response": str(i), "chosen": str(i), "rejected": "+"}
         for i in range(16)
     ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def launches(folder: Path, size: int, task: str) -> list[list[str]]:
+    """Return the arguments of :func:`main` for each of ``size`` ranks."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    arguments = [[str(tmp_path), str(rank), str(port)] for rank in range(2)]
-    run_together(Path(__file__), arguments, tmp_path, timeout_s=150)
+    return [[str(folder), task, str(rank), str(size), str(port)] for rank in range(size)]
+
+
+def test_jobs_on_two_ranks_match_one_process(
+    tmp_path: Path, run_together: Callable[..., list[int]]
+) -> None:
+    write_rows(tmp_path)
+    run_together(Path(__file__), launches(tmp_path, 2, "jobs"), tmp_path, timeout_s=150)
     assert "step" not in (tmp_path / "rank1.log").read_text(), "only rank 0 reports"
     for recipe, other in zip(recipes(tmp_path, "one"), recipes(tmp_path, "two"), strict=True):
         one, two = burnish.run(burnish.load_config(recipe)).run_dir, Path(other["run_dir"])
@@ -68,14 +83,72 @@ def test_jobs_on_two_ranks_match_one_process(
             torch.testing.assert_close(weights[name], tensor, atol=FP32, rtol=0)
 
 
-def main(folder: Path, rank: str, port: str) -> None:
-    import os
+def test_a_killed_rank_ends_all_and_the_run_can_be_resumed(
+    tmp_path: Path, run_together: Callable[..., list[int]]
+) -> None:
+    """Rank 1 of two is killed in its third step, after two checkpoints. The resumed run has the
+    weights of an undisturbed one, bit for bit."""
+    write_rows(tmp_path)
+    ranks = launches(tmp_path, 2, "kill")
+    codes = run_together(Path(__file__), ranks, tmp_path, timeout_s=100, end_well=False)
+    assert codes[0] == 1 and codes[1] != 0
+    log = (tmp_path / "rank0.log").read_text()
+    assert re.search(r"rank 1 \(.*\) (ended without a message|failed: sent no heartbeat)", log)
+    folders = sorted(path.name for path in (tmp_path / "sft faulty/checkpoints").iterdir())
+    assert folders == ["step_000001", "step_000002"]
+    run_together(Path(__file__), launches(tmp_path, 2, "resume"), tmp_path, timeout_s=100)
+    path = "checkpoints/step_000004/policy/master.safetensors"
+    resumed, undisturbed = (load_file(tmp_path / f"sft {n}" / path) for n in ("faulty", "whole"))
+    assert all(torch.equal(resumed[name], undisturbed[name]) for name in undisturbed)
 
-    os.environ |= {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank}
-    for number, recipe in enumerate(recipes(folder, "two")):
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(int(port) + number)}
-        burnish.run(burnish.load_config(recipe))
+
+def test_an_error_of_one_rank_ends_four_with_its_cause(
+    tmp_path: Path, run_together: Callable[..., list[int]]
+) -> None:
+    write_rows(tmp_path)
+    ranks = launches(tmp_path, 4, "raise")
+    codes = run_together(Path(__file__), ranks, tmp_path, timeout_s=100, end_well=False)
+    assert codes == [1, 1, 1, 1]
+    for rank in range(3):
+        log = (tmp_path / f"rank{rank}.log").read_text()
+        assert re.search(r"rank 3 \(.*\) failed: ValueError: injected", log), log
+
+
+def fail_in_third_step(fault: str) -> None:
+    """Replace the optimizer step of this process by one that fails when it is called again after
+    two steps."""
+    step, calls = SpmdTrainEngine.optim_step, count(1)
+
+    def failing(engine: SpmdTrainEngine) -> StepStats:
+        if next(calls) == 3:
+            if fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("injected")
+        return step(engine)
+
+    SpmdTrainEngine.optim_step = failing  # type: ignore[method-assign]
+
+
+def main(folder: Path, task: str, rank: int, size: int, port: int) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if task == "jobs":
+        for number, recipe in enumerate(recipes(folder, "two")):
+            os.environ["MASTER_PORT"] = str(port + number)
+            burnish.run(burnish.load_config(recipe))
+        return
+    sft = ["checkpoint.every_n_steps=1", "checkpoint.keep_last=4"]
+    faulty = burnish.load_config(recipes(folder, "faulty")[0], sft)
+    if task == "resume":
+        burnish.run(faulty, resume=faulty.run_dir)
+        return
+    if task == "kill":
+        burnish.run(burnish.load_config(recipes(folder, "whole")[0], sft))
+        os.environ["MASTER_PORT"] = str(port + 1)
+    if rank == size - 1:
+        fail_in_third_step(task)
+    burnish.run(faulty)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:4])
+    main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:6]))

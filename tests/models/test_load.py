@@ -348,12 +348,12 @@ def test_adapters_of_a_scalar_model_train_with_its_head(folder: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
-def test_an_adapter_on_the_head_or_the_embedding_is_refused(target: str) -> None:
+def test_an_adapter_on_a_tied_head_or_embedding_is_refused(target: str) -> None:
     config = ModelConfig(
-        scratch=ScratchConfig(hidden_size=32, tie_word_embeddings=False),
+        scratch=ScratchConfig(hidden_size=32, tie_word_embeddings=True),
         lora=LoraConfig(target_modules=("q_proj", target)),
     )
-    with pytest.raises(ModelError, match="cannot have adapters"):
+    with pytest.raises(ModelError, match="of this model are tied"):
         load_causal_lm(config)
 
 

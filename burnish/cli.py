@@ -178,6 +178,22 @@ def _dry_run_text(config: JobConfig) -> str:
 
 
 @app.command()
+def check(arguments: Recipe = None) -> None:
+    """Check a recipe before its launch, without loading weights: every data row, lengths against
+    the model's positions, and the rewards on one row."""
+    recipe, overrides = split("check", arguments or [], resume=None)
+    config = load_config(recipe, overrides)
+    check_inputs(config)  # before torch is imported
+    _check_head_divisibility(config)
+    for note in check_families(config, download=False):
+        typer.echo(note)
+    from burnish.jobs.validate import check_launch
+
+    check_launch(config, say=typer.echo)
+    typer.echo("ready: no problems found")
+
+
+@app.command()
 def doctor(
     model: Annotated[
         str | None,

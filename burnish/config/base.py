@@ -70,6 +70,10 @@ class Node(BaseModel):
         """Return the nodes of class ``kind`` at and below this one."""
         return [node for _, node in self._nodes() if isinstance(node, kind)]
 
+    def paths_of(self, kind: type[N]) -> list[tuple[str, N]]:
+        """Return (dotted path, node) of the nodes of class ``kind`` at and below this one."""
+        return [(path, node) for path, node in self._nodes() if isinstance(node, kind)]
+
     def _nodes(self, path: str = "") -> Iterator[tuple[str, Node]]:
         """Yield (dotted path, node) for this node and all below it."""
         yield path, self

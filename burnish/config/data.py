@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal
@@ -108,6 +109,12 @@ SourceConfig = Annotated[
 ]
 """Source of rows. A plain string is the path of a file."""
 
+warnings.filterwarnings(  # DataConfig.validate hides a method that pydantic has deprecated
+    "ignore", message='Field name "validate" in "DataConfig" shadows', category=UserWarning
+)
+
+Validate = Literal["all", "head", "off"]
+
 Overlong = Literal["error", "truncate_left", "drop"]
 
 
@@ -141,6 +148,12 @@ class DataConfig(Node):
     overlong: Overlong = "error"
     """Row over the length limit: stop with an error, truncate its left end, or drop it. The last
     two are counted and reported."""
+    validate: Validate = "all"  # type: ignore[assignment]  # pydantic's deprecated method
+    """Rows checked before a model is loaded, with the run's own tokenizer: all (cached until a file
+    or a setting changes), head (the first 1,000 of each source) or off."""
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    """A row that cannot be read or converted: stop with an error, or skip it. Skipped rows are
+    counted (metric ``data/<unit>s_skipped``)."""
 
     @property
     def all_files(self) -> list[str]:

@@ -67,7 +67,7 @@ class EncodedStream(Generic[T]):
         opened = open_rows(config) if sources is None else sources
         self.sources = {source.name: source for source in opened}
         self._encoder = encoder
-        self._overlong = config.overlong
+        self._config = config
         weights = [source.weight for source in config.sources]
         self._index = IndexStream(
             {name: len(source) for name, source in self.sources.items()},
@@ -76,6 +76,8 @@ class EncodedStream(Generic[T]):
             shuffle=config.shuffle,
         )
         self._counts = {"seen": 0, "dropped": 0, "truncated": 0}
+        if config.on_bad_row == "skip":
+            self._counts["skipped"] = 0
         self._dropped_in_a_row = dict.fromkeys(self.sources, 0)
         self._notices = Notices()
 
@@ -87,7 +89,8 @@ class EncodedStream(Generic[T]):
     def counts(self) -> dict[str, int]:
         """Counts since the start of the run.
 
-        ``prompts_seen`` (returned), ``prompts_dropped``, ``prompts_truncated``, and
+        ``prompts_seen`` (returned), ``prompts_dropped``, ``prompts_truncated``,
+        ``prompts_skipped`` (unusable rows, only with ``on_bad_row: skip``), and
         ``prompts_<kind>`` for each kind of notice, such as ``rows_no_end_token``. The prefix is
         ``rows_`` or ``pairs_`` for other units. ``epoch``: completed epochs of the source that is
         furthest behind.
@@ -103,9 +106,9 @@ class EncodedStream(Generic[T]):
         while len(items) < num:
             ref = self._index.next()
             source = self.sources[ref.source]
-            fitted: _Fitted[T] = _fit(source, ref, self._encoder, self._overlong, self._notices)
+            fitted: Fitted[T] = fit(source, ref, self._encoder, self._config, notices=self._notices)
             if fitted.item is None:
-                self._count_dropped(ref.source)
+                self._count_dropped(ref.source, fitted)
                 continue
             self._dropped_in_a_row[ref.source] = 0
             self._counts["truncated"] += fitted.truncated
@@ -124,17 +127,28 @@ class EncodedStream(Generic[T]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from ``state``. Raises DataError if it belongs to other sources."""
         self._index.load_state_dict(state["index"])
-        self._counts = {what: int(state["counts"][what]) for what in self._counts}
+        counts = state["counts"]  # older states, and those of on_bad_row=fail, have no skipped
+        self._counts = {what: int(counts.get(what, 0)) for what in self._counts}
         self._notices.counts.clear()  # older states have none
         self._notices.counts.update({k: int(n) for k, n in state.get("notices", {}).items()})
         self._dropped_in_a_row = dict.fromkeys(self.sources, 0)
 
-    def _count_dropped(self, source: str) -> None:
-        self._counts["dropped"] += 1
+    def _count_dropped(self, source: str, fitted: Fitted[T]) -> None:
+        if fitted.bad is None:
+            self._counts["dropped"] += 1
+        else:
+            self._counts["skipped"] += 1
+            if self._counts["skipped"] == 1:
+                _log.warning(
+                    "%s\nThe row is skipped (on_bad_row: skip; logged once, such rows are counted)",
+                    fitted.bad,
+                )
         self._dropped_in_a_row[source] += 1
         # Any 2n - 1 consecutive draws contain a full epoch, so no row fits.
         if self._dropped_in_a_row[source] >= 2 * len(self.sources[source]) - 1:
-            raise _all_dropped(f"source {source!r}", self._encoder, self._overlong)
+            if fitted.bad is not None:
+                raise _all_bad(f"source {source!r}", fitted.bad)
+            raise _all_dropped(f"source {source!r}", self._encoder, self._config.overlong)
 
 
 def load_all(
@@ -146,19 +160,25 @@ def load_all(
     """
     items: list[T] = []
     dropped = truncated = 0
+    bad: list[str] = []
     refs = (RowRef(s.name, i, 0) for s in sources for i in range(len(s)))
     by_name = {source.name: source for source in sources}
     notices = Notices()
     for ref in refs:
         if limit is not None and len(items) >= limit:
             break
-        fitted: _Fitted[T] = _fit(by_name[ref.source], ref, encoder, config.overlong, notices)
+        fitted: Fitted[T] = fit(by_name[ref.source], ref, encoder, config, notices=notices)
         truncated += fitted.truncated
-        if fitted.item is None:
+        if fitted.bad is not None:
+            bad.append(fitted.bad)
+        elif fitted.item is None:
             dropped += 1
         else:
             items.append(fitted.item)
     notices.log_totals(encoder.unit)
+    _log_bad(bad, encoder.unit)
+    if not items and not dropped and bad:
+        raise _all_bad("the data", bad[0])
     if not items and dropped:
         raise _all_dropped("the data", encoder, config.overlong)
     if dropped or truncated:
@@ -185,10 +205,11 @@ class EncodedTable(Generic[T]):
         """
         self.sources = open_rows(config)
         self._encoder = encoder
-        self._overlong = config.overlong
+        self._config = config
         self._of, self._rows = array("H"), array("q")
         self.dropped = 0
         """Number of rows dropped because they exceed the length limit."""
+        self._skipped: list[str] = []
         self._bad: list[str] = []
         self._num_bad = 0
         self._notices = Notices()
@@ -200,7 +221,10 @@ class EncodedTable(Generic[T]):
         self._notices.log_totals(encoder.unit)
         if self._num_bad:
             raise DataError(self._what_is_bad())
+        _log_bad(self._skipped, encoder.unit)
         if not len(self):
+            if self._skipped and not self.dropped:
+                raise _all_bad("the data", self._skipped[0])
             raise _all_dropped("the data", encoder, config.overlong)
 
     def __len__(self) -> int:
@@ -215,11 +239,14 @@ class EncodedTable(Generic[T]):
         source = self.sources[number]
         try:
             ref = RowRef(source.name, row, 0)
-            fitted: _Fitted[T] = _fit(source, ref, self._encoder, self._overlong, self._notices)
+            fitted: Fitted[T] = fit(source, ref, self._encoder, self._config, notices=self._notices)
         except DataError as error:
             self._num_bad += 1
             if len(self._bad) < _SHOWN:
                 self._bad.append(str(error))
+            return
+        if fitted.bad is not None:
+            self._skipped.append(fitted.bad)
             return
         if fitted.item is None:
             self.dropped += 1
@@ -239,15 +266,48 @@ class EncodedTable(Generic[T]):
         return f"{self._num_bad} {self._encoder.unit}s cannot be used{more}:{shown}"
 
 
-class _Fitted(NamedTuple, Generic[T]):
-    item: T | None  # None: dropped
+class OverlongError(DataError):
+    """A row exceeds the length limit, and ``overlong`` is ``error``."""
+
+
+class Fitted(NamedTuple, Generic[T]):
+    """A row within the length limit, or the reason why it is left out."""
+
+    item: T | None
+    """None: dropped because of its length, or skipped."""
     truncated: bool
+    bad: str | None = None
+    """Error of an unusable row (``on_bad_row: skip``)."""
 
 
-def _fit(
-    source: Source, ref: RowRef, encoder: Encoder[T], overlong: Overlong, notices: Notices
-) -> _Fitted[T]:
-    """Encode row ``ref`` and apply the length limit."""
+def fit(
+    source: Source, ref: RowRef, encoder: Encoder[T], config: DataConfig, *, notices: Notices
+) -> Fitted[T]:
+    """Encode row ``ref`` and apply the length limit.
+
+    Raises DataError with the row's position if the row is unusable and ``on_bad_row`` is ``fail``,
+    and OverlongError if the row is over the limit and ``overlong`` is ``error``.
+    """
+    try:
+        item, where = _encoded(source, ref, encoder, notices)
+    except DataError as error:
+        if config.on_bad_row == "fail":
+            raise
+        return Fitted(None, False, str(error))
+    length = encoder.length(item)
+    if length <= encoder.limit:
+        return Fitted(item, False)
+    if config.overlong == "error":
+        raise OverlongError(
+            f"{where}: the {encoder.unit} has {length} tokens, but {encoder.limit_name} is "
+            f"{encoder.limit}. Raise {encoder.limit_name}, or set overlong: truncate_left or drop"
+        )
+    shorter = encoder.truncate(item) if config.overlong == "truncate_left" else None
+    return Fitted(shorter, shorter is not None)
+
+
+def _encoded(source: Source, ref: RowRef, encoder: Encoder[T], notices: Notices) -> tuple[T, str]:
+    """Return the item of row ``ref`` and the row's position."""
     with collecting() as found:
         row = source[ref.row]
     try:
@@ -256,16 +316,22 @@ def _fit(
     except DataError as error:
         raise DataError(f"{row.where}: {error}") from error
     notices.add(found | more, row.where)
-    length = encoder.length(item)
-    if length <= encoder.limit:
-        return _Fitted(item, False)
-    if overlong == "error":
-        raise DataError(
-            f"{row.where}: the {encoder.unit} has {length} tokens, but {encoder.limit_name} is "
-            f"{encoder.limit}. Raise {encoder.limit_name}, or set overlong: truncate_left or drop"
+    return item, row.where
+
+
+def _log_bad(bad: Sequence[str], unit: str) -> None:
+    if bad:
+        _log.warning(
+            "%d %ss are unusable and skipped (on_bad_row: skip); the first: %s",
+            *(len(bad), unit, bad[0]),
         )
-    shorter = encoder.truncate(item) if overlong == "truncate_left" else None
-    return _Fitted(shorter, shorter is not None)
+
+
+def _all_bad(what: str, first: str) -> DataError:
+    return DataError(
+        f"every row of {what} is unusable or dropped, and on_bad_row=skip leaves no data. Correct "
+        f"the keys of the data section, or the rows; the last error: {first}"
+    )
 
 
 def _all_dropped(what: str, encoder: Encoder[Any], overlong: Overlong) -> DataError:

@@ -45,7 +45,7 @@ class PreferenceStream(EncodedStream[Pair]):
     ) -> None:
         """Raises DataError if a source or the tokenizer cannot be used."""
         sources = open_rows(config)
-        encoder = _PairEncoder(config, tokenizer, sources)
+        encoder = PairEncoder(config, tokenizer, sources)
         super().__init__(config, encoder, seed=seed, sources=sources)
 
     def next(self, num_pairs: int) -> Batch:
@@ -65,11 +65,13 @@ def load_pairs(
     Raises DataError as the stream does.
     """
     sources = open_rows(config)
-    encoder = _PairEncoder(config, tokenizer, sources)
+    encoder = PairEncoder(config, tokenizer, sources)
     return _batch(load_all(sources, config, encoder, limit=limit))
 
 
-class _PairEncoder:
+class PairEncoder:
+    """An encoder of pairs. Implements ``data.encoded.Encoder``."""
+
     unit = "pair"
     limit_name = "max_len"
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from burnish.config.data import PreferenceDataConfig
 from burnish.data.rows import Exchange, content_column, is_text, prompt_column
-from burnish.data.sources import DataError, Row, Source
+from burnish.data.sources import DataError, Source
 
 _log = logging.getLogger("burnish")
 
@@ -45,7 +45,7 @@ class RepeatedPrompts:
 
     def _all_repeat(self, source: Source) -> bool:
         num = min(_LOOKED_AT, len(source))
-        repeats = sum(self._repeats(source[i]) for i in range(num))
+        repeats = sum(self._repeats(source, i) for i in range(num))
         if repeats == num:
             _log.warning(
                 "data source %r: every response of the first %d rows begins with its prompt, which "
@@ -60,9 +60,10 @@ class RepeatedPrompts:
             )
         return repeats == num
 
-    def _repeats(self, row: Row) -> bool:
+    def _repeats(self, source: Source, i: int) -> bool:
         config = self._config
         try:
+            row = source[i]
             prompt = prompt_column(row, config.prompt_key, config.prompt_template)
             responses = [content_column(row, key, "") for key in self._keys]
         except DataError:  # encoding the row reports the error

@@ -39,7 +39,7 @@ class GivenResponses(EncodedTable[GivenResponse]):
         limit: int | None = None,
     ) -> None:
         """Raises one DataError for all unusable rows."""
-        encoder = _ResponseEncoder(config, tokenizer)
+        encoder = ResponseEncoder(config, tokenizer)
         super().__init__(config, encoder, limit=limit)
         check_label_key(config, self.sources)
         self.digest = encoder.digest.hexdigest()
@@ -47,8 +47,8 @@ class GivenResponses(EncodedTable[GivenResponse]):
         encoder.scanned = True
 
 
-class _ResponseEncoder:
-    """Implements ``data.encoded.Encoder``."""
+class ResponseEncoder:
+    """An encoder of given responses. Implements ``data.encoded.Encoder``."""
 
     unit = "row"
     limit_name = "prompt_max_len"

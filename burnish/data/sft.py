@@ -43,7 +43,7 @@ class SFTStream(EncodedStream[TokenRow]):
         self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
     ) -> None:
         """Raises DataError if a source or the tokenizer cannot be used."""
-        super().__init__(config, _SFTEncoder(config, tokenizer), seed=seed)
+        super().__init__(config, SFTEncoder(config, tokenizer), seed=seed)
 
     def next(self, num_rows: int) -> Batch:
         """Return the next ``num_rows`` rows. Each has its own group id, unique within the run."""
@@ -57,10 +57,12 @@ def load_rows(
     """Return all rows once, in file order, at most ``limit``. Raises DataError as the stream
     does."""
     sources = open_rows(config)
-    return _batch(load_all(sources, config, _SFTEncoder(config, tokenizer), limit=limit))
+    return _batch(load_all(sources, config, SFTEncoder(config, tokenizer), limit=limit))
 
 
-class _SFTEncoder:
+class SFTEncoder:
+    """An encoder of demonstrations. Implements ``data.encoded.Encoder``."""
+
     unit = "row"
     limit_name = "max_len"
 

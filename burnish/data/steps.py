@@ -49,7 +49,7 @@ class StepsStream(EncodedStream[Solution]):
         self, config: StepsDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
     ) -> None:
         """Raises DataError if a source or the tokenizer cannot be used."""
-        super().__init__(config, _StepsEncoder(config, tokenizer), seed=seed)
+        super().__init__(config, StepsEncoder(config, tokenizer), seed=seed)
 
     def next(self, num_rows: int) -> Batch:
         """Return the next ``num_rows`` solutions. Each has its own group id."""
@@ -59,11 +59,13 @@ class StepsStream(EncodedStream[Solution]):
 
 def load_solutions(config: StepsDataConfig, tokenizer: PreTrainedTokenizerBase) -> Batch:
     """Return all solutions once, in file order. Raises DataError as the stream does."""
-    encoder = _StepsEncoder(config, tokenizer)
+    encoder = StepsEncoder(config, tokenizer)
     return _batch(load_all(open_rows(config), config, encoder))
 
 
-class _StepsEncoder:
+class StepsEncoder:
+    """An encoder of labeled solutions. Implements ``data.encoded.Encoder``."""
+
     unit = "row"
     limit_name = "max_len"
 

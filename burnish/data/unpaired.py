@@ -42,7 +42,7 @@ class UnpairedStream(EncodedStream[UnpairedExample]):
         """``config`` must have a ``label_key``. Raises DataError if a source or the tokenizer
         cannot be used."""
         sources = open_rows(config)
-        encoder = _UnpairedEncoder(config, tokenizer, sources)
+        encoder = UnpairedEncoder(config, tokenizer, sources)
         super().__init__(config, encoder, seed=seed, sources=sources)
 
     def next(self, num_rows: int) -> Batch:
@@ -66,7 +66,7 @@ def load_unpaired(config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBa
     if config.label_key is None:
         return split_pairs(load_pairs(config, tokenizer))
     sources = open_rows(config)
-    encoder = _UnpairedEncoder(config, tokenizer, sources)
+    encoder = UnpairedEncoder(config, tokenizer, sources)
     return _batch(load_all(sources, config, encoder), first_group=0)
 
 
@@ -118,7 +118,9 @@ def _of_the_next_prompt(prompts: Sequence[tuple[int, ...]]) -> list[int]:
     return found
 
 
-class _UnpairedEncoder:
+class UnpairedEncoder:
+    """An encoder of labeled responses. Implements ``data.encoded.Encoder``."""
+
     unit = "row"
     limit_name = "max_len"
 

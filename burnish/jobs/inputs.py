@@ -47,9 +47,10 @@ def check_inputs(config: JobConfig, *, resumed: bool = False) -> None:
         return
     for data in config.nodes_of(DataConfig):
         for source in data.sources:
-            rows = first_rows(source)
+            strict = data.on_bad_row == "fail"
+            rows = first_rows(source) if strict else first_rows(source, 1)
             form = form_of_row(rows[0], data) if rows else "columns"
-            for row in rows:
+            for row in rows if strict else ():
                 _check_row(in_columns(row, form, data), data)
     for entry in config.nodes_of(FunctionReward):
         try:

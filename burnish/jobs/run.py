@@ -26,6 +26,7 @@ from burnish.jobs.inputs import check_inputs, recorded_run
 from burnish.jobs.memory_monitor import MemoryMonitor
 from burnish.jobs.parallelism import check_head_divisibility
 from burnish.jobs.run_dir import prepare_run_dir
+from burnish.jobs.validate import check_before_run
 from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
 from burnish.oom import is_out_of_memory
@@ -80,9 +81,10 @@ def run(
     check_inputs(read, resumed=resume is not None)
     check_head_divisibility(read, download=True)
     check_families(read, download=True)
-    seed_everything(config.seed)
     with connected(config.cluster, device=config.resolve().device) as launched:
         ranks = SINGLE if launched is None else launched.group
+        ranks.from_first(lambda: check_before_run(read, resumed=resume is not None))
+        seed_everything(config.seed)
         run_dir = ranks.from_first(lambda: _folder(config, resume))
         done = job.prepare(config, run_dir, resumed=resume is not None)
         if done is not None:

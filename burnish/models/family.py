@@ -132,22 +132,35 @@ def key_of(kind: type[object], name: str, content: Iterable[bytes]) -> str:
 def recall(kind: type[Result], key: str) -> Result | None:
     """Return the cached result for ``key``; None if there is none or its file is unreadable."""
     try:
-        return kind(**json.loads(_file(key).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return kind(**recall_json("families", key))
+    except TypeError:
         return None
 
 
 def keep(key: str, result: Any) -> None:
     """Cache ``result``, a JSON-serializable dataclass, under ``key``. The write is atomic."""
-    file = _file(key)
+    store_json("families", key, dataclasses.asdict(result))
+
+
+def recall_json(folder: str, key: str) -> Any:
+    """Return the cached value; None if there is none or its file is unreadable."""
+    try:
+        return json.loads(_file(folder, key).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def store_json(folder: str, key: str, value: Any) -> None:
+    """Cache a JSON-serializable value in ``folder`` of the user's cache. The write is atomic."""
+    file = _file(folder, key)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor, partial = tempfile.mkstemp(dir=file.parent, prefix=f".{key}")
         with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
-            json.dump(dataclasses.asdict(result), opened)
+            json.dump(value, opened)
         Path(partial).replace(file)
     except OSError as error:  # a read-only home: the check runs again next time
-        log.debug("the check of the model family is not cached: %s", error)
+        log.debug("the result of a check (%s) is not cached: %s", folder, error)
 
 
 @cache
@@ -159,6 +172,6 @@ def _versions() -> tuple[bytes, ...]:
     return (*versions, *(file.read_bytes() for file in files))
 
 
-def _file(key: str) -> Path:
+def _file(folder: str, key: str) -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "burnish" / "families" / f"{key}.json"
+    return Path(base) / "burnish" / folder / f"{key}.json"

@@ -64,13 +64,13 @@ def bos_is_not_looked_for(patch: Patch) -> None:
 
 def rows_see_each_other(patch: Patch) -> None:
     """The encoder of demonstrations keeps a count between rows."""
-    count, own = itertools.count(), sft._SFTEncoder.encode
+    count, own = itertools.count(), sft.SFTEncoder.encode
 
     def encode(self: Any, row: Any, ref: Any) -> Any:
         found = own(self, row, ref)
         return replace(found, ids=[next(count), *list(found.ids)[1:]])
 
-    patch.setattr(sft._SFTEncoder, "encode", encode)
+    patch.setattr(sft.SFTEncoder, "encode", encode)
 
 
 def a_resume_forgets_the_position(patch: Patch) -> None:

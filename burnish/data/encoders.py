@@ -1,0 +1,42 @@
+"""Select the encoder of a data section: the function that converts its rows to training items."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from burnish.config.data import DataConfig, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
+from burnish.config.score import ResponseDataConfig
+from burnish.config.steps import StepsDataConfig
+from burnish.data.encoded import Encoder
+from burnish.data.preference import PairEncoder
+from burnish.data.prompts import PromptEncoder
+from burnish.data.responses import ResponseEncoder
+from burnish.data.sft import SFTEncoder
+from burnish.data.sources import Source
+from burnish.data.steps import StepsEncoder
+from burnish.data.unpaired import UnpairedEncoder
+
+
+def encoder_of(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source]
+) -> Encoder[Any]:
+    """Return the encoder that jobs use for the rows of ``config``. ``sources``: its open sources.
+
+    Raises DataError if the tokenizer cannot be used.
+    """
+    if isinstance(config, ResponseDataConfig):
+        return ResponseEncoder(config, tokenizer)
+    if isinstance(config, PromptDataConfig):
+        return PromptEncoder(config, tokenizer)
+    if isinstance(config, SFTDataConfig):
+        return SFTEncoder(config, tokenizer)
+    if isinstance(config, StepsDataConfig):
+        return StepsEncoder(config, tokenizer)
+    if not isinstance(config, PreferenceDataConfig):
+        raise TypeError(f"{type(config).__name__} has no encoder; add it to encoder_of")
+    if config.label_key is not None:
+        return UnpairedEncoder(config, tokenizer, sources)
+    return PairEncoder(config, tokenizer, sources)

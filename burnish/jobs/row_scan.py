@@ -1,0 +1,119 @@
+"""Validate rows of a data section with the functions that the run uses to read and encode them.
+
+``python -m burnish.jobs.row_scan`` is a worker process of :mod:`burnish.jobs.validate`. It reads a
+pickled :class:`Section` and the spans to scan from standard input, and writes one JSON line per
+span. A process started this way does not import the caller's ``__main__`` module."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from burnish.config.data import DataConfig
+from burnish.config.model import ModelConfig
+from burnish.data.encoded import OverlongError, fit
+from burnish.data.encoders import encoder_of
+from burnish.data.forms import open_rows
+from burnish.data.notices import Notices
+from burnish.data.sources import DataError, Source
+from burnish.data.stream import RowRef
+from burnish.models.load import load_tokenizer
+
+SHOWN = 20
+"""Most bad rows listed in one error message."""
+
+Span = tuple[int, int, int]
+"""Number of a source, its first row, and the row after the last."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One data section of a recipe, with its length limit within the model's positions."""
+
+    name: str
+    """Its key, such as ``eval.data``."""
+    data: DataConfig
+    model: ModelConfig
+    """Model of the tokenizer."""
+    num_rows: int | None = None
+    """Rows that the job reads at most, in file order. None: all."""
+
+
+@dataclass
+class Found:
+    """Result of a scan."""
+
+    rows: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    """Rows by kind: unusable, too long (both are errors), skipped, dropped, truncated."""
+    problems: list[str] = field(default_factory=list)
+    """The first errors, or the first skipped rows."""
+
+    @property
+    def num_bad(self) -> int:
+        """Number of rows at which the run would stop."""
+        return self.counts["unusable"] + self.counts["too long"]
+
+    def add(self, other: Found) -> None:
+        """Add the result of a later span."""
+        self.rows += other.rows
+        self.counts.update(other.counts)
+        self.problems = [*self.problems, *other.problems][:SHOWN]
+
+
+def scan(
+    section: Section,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Sequence[Source],
+    spans: Iterable[Span],
+) -> Iterator[Found]:
+    """Yield the result of each span. Raises DataError if the tokenizer cannot be used."""
+    encoder = encoder_of(section.data, tokenizer, sources)
+    notices = Notices()
+    for number, start, stop in spans:
+        found, source = Found(rows=stop - start), sources[number]
+        for row in range(start, stop):
+            ref = RowRef(source.name, row, 0)
+            try:
+                fitted = fit(source, ref, encoder, section.data, notices=notices)
+            except DataError as error:
+                kind = "too long" if isinstance(error, OverlongError) else "unusable"
+                found.add(Found(counts=Counter([kind]), problems=[str(error)]))
+                continue
+            if fitted.bad is not None:
+                found.add(Found(counts=Counter(["skipped"]), problems=[fitted.bad]))
+            elif fitted.item is None or fitted.truncated:
+                found.counts["truncated" if fitted.truncated else "dropped"] += 1
+        yield found
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress log messages: the run logs the same ones when it reads the rows."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def main() -> None:
+    """Scan the spans given on standard input."""
+    logging.disable(logging.WARNING)
+    section, spans = pickle.load(sys.stdin.buffer)
+    sources = open_rows(section.data)
+    for found in scan(section, load_tokenizer(section.model), sources, spans):
+        print(json.dumps([found.rows, found.counts, found.problems]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

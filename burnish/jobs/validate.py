@@ -1,0 +1,410 @@
+"""Find the mistakes of a launch before a model is loaded: unusable rows, rows beyond the model's
+positions, and reward functions that fail on one row."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from burnish.config import DistillConfig, EvaluateConfig, GenerateConfig, JobConfig, RLConfig
+from burnish.config import rewards as config_rewards
+from burnish.config.data import DataConfig, EnvironmentSource, FileSource, SeedSource
+from burnish.config.job import RowsJob
+from burnish.config.rewards import FailurePolicy, RewardConfig, ShapingConfig
+from burnish.config.score import ScoreConfig
+from burnish.data.encoders import encoder_of
+from burnish.data.forms import open_rows
+from burnish.data.sources import DataError, Source
+from burnish.data.stream import RowRef
+from burnish.jobs.build import within_positions
+from burnish.jobs.errors import RunError
+from burnish.jobs.row_scan import Found, Section, Span, quiet, scan
+from burnish.models.family import recall_json, store_json
+from burnish.models.load import load_tokenizer
+from burnish.rewards.base import RewardError, RewardSet
+from burnish.rewards.build import build_rewards
+from burnish.types import Group, Prompt, Sample
+
+log = logging.getLogger("burnish")
+
+Say = Callable[[str], None]
+
+HEAD_ROWS = 1000
+"""Rows of each source that ``validate: head`` checks."""
+
+PARALLEL_ROWS = 20_000
+"""From this number of rows on, several processes check them. Below it, starting them takes
+longer."""
+
+_SPAN_ROWS = 2000
+_MAX_WORKERS = 16
+_OWN_CALLS = (
+    config_rewards.FunctionReward,
+    config_rewards.MathReward,
+    config_rewards.PythonCodeReward,
+    config_rewards.EnvironmentReward,
+)
+"""Rewards that need neither a server nor a model."""
+
+
+def check_launch(config: JobConfig, *, say: Say) -> None:
+    """Check all data sections and call the rewards on one row, for ``burnish check``. ``say``
+    receives one line per result. Raises one DataError or RewardError with all problems."""
+    problems = [*_data_problems(config, say), *_reward_problems(config, say, _OWN_CALLS)]
+    if problems:
+        raise DataError("\n".join(problems))
+
+
+def check_before_run(config: JobConfig, *, resumed: bool) -> None:
+    """Check the data sections and the reward functions of a recipe, before a run loads a model.
+
+    Jobs that write rows are not checked: they encode all rows before they sample, and report all
+    errors together. Raises DataError or RewardError.
+    """
+    if isinstance(config, RowsJob):
+        return
+    problems = list(_data_problems(config, log.info))
+    if problems:
+        raise DataError("\n".join(problems))
+    if not resumed:
+        given = (config_rewards.FunctionReward,)
+        problems = list(_reward_problems(config, log.info, given))
+    if problems:
+        raise RewardError("\n".join(problems))
+
+
+# --- rows
+
+
+def sections_of(config: JobConfig) -> list[Section]:
+    """Return the data sections of a job, with their length limits within the positions of its
+    models. Raises ModelError if a model has no room for a prompt."""
+    sections = []
+    for name, data in config.paths_of(DataConfig):
+        limited, num_rows = data, None
+        if not isinstance(config, ScoreConfig):
+            limited = _limited(data, config, name)
+        else:
+            num_rows = config.num_rows
+        if name == "eval.data" and isinstance(config, EvaluateConfig | RLConfig):
+            num_rows = None if config.eval is None else config.eval.num_prompts
+        elif isinstance(config, GenerateConfig):
+            num_rows = config.num_prompts
+        sections.append(Section(name, limited, config.model, num_rows))
+    return sections
+
+
+def _limited(data: Any, config: JobConfig, name: str) -> DataConfig:
+    new_tokens = 0
+    if isinstance(config, RLConfig | EvaluateConfig | GenerateConfig) and name != "ptx.data":
+        new_tokens = config.row_lengths.rest
+        if name == "eval.data" and not isinstance(config, GenerateConfig) and config.eval:
+            new_tokens = config.eval.generate_max_len or new_tokens
+    limited: DataConfig = within_positions(data, config.model, new_tokens=new_tokens, field=name)
+    if isinstance(config, DistillConfig):
+        limited = within_positions(limited, config.teacher.model, field=name)  # type: ignore[type-var]
+    return limited
+
+
+def _data_problems(config: JobConfig, say: Say) -> Iterator[str]:
+    """Yield one message for each section with rows at which the run would stop."""
+    with quiet():
+        sections = sections_of(config)
+        tokenizer = load_tokenizer(config.model)
+    for section in sections:
+        if section.data.validate == "off":
+            say(f"{section.name}: rows are not checked (validate: off)")
+            continue
+        found, cached = _checked(section, tokenizer, say)
+        say(_summary(section, found, cached=cached))
+        if found.num_bad:
+            yield _listing(section, found)
+
+
+def _summary(section: Section, found: Found, *, cached: bool) -> str:
+    counts = ", ".join(f"{n} {kind}" for kind, n in found.counts.items() if n) or "no problems"
+    scope = f"first {HEAD_ROWS} rows of each source, " if section.data.validate == "head" else ""
+    origin = " (cached result)" if cached else ""
+    return f"{section.name}: {scope}{found.rows} rows checked, {counts}{origin}"
+
+
+def _listing(section: Section, found: Found) -> str:
+    if found.num_bad == 1:
+        return found.problems[0]
+    shown = len(found.problems)
+    more = "" if shown == found.num_bad else f"; the first {shown}"
+    kinds = ", ".join(f"{found.counts[k]} {k}" for k in ("unusable", "too long") if found.counts[k])
+    lines = "".join(f"\n  - {problem}" for problem in found.problems)
+    return (
+        f"{section.name}: {found.num_bad} of {found.rows} rows cannot be used ({kinds}){more}:"
+        f"{lines}\nCorrect or remove the rows, or set {section.name}.on_bad_row=skip for unusable "
+        f"rows and {section.name}.overlong=drop for long ones"
+    )
+
+
+def _checked(section: Section, tokenizer: PreTrainedTokenizerBase, say: Say) -> tuple[Found, bool]:
+    """Return the result for a section, and if it comes from the cache.
+
+    The cache key contains the bytes of the files, so an entry cannot be outdated. A file that
+    changes while it is checked is not cached.
+    """
+    states = _states(section.data)
+    key = _key(section, tokenizer)
+    stored = None if key is None else recall_json("rows", key)
+    if isinstance(stored, list) and len(stored) == 3:
+        return Found(stored[0], Counter(stored[1]), stored[2]), True
+    with quiet():
+        sources = open_rows(section.data)
+    spans = list(_spans(section, sources))
+    num = sum(stop - start for _, start, stop in spans)
+    if num >= PARALLEL_ROWS and _can_reopen(section.data) and (workers := _num_workers()) > 1:
+        found = _scan_parallel(section, spans, workers, say)
+    else:
+        found = Found()
+        with quiet():
+            for part in scan(section, tokenizer, sources, spans):
+                found.add(part)
+    if key is not None and states == _states(section.data):
+        store_json("rows", key, [found.rows, found.counts, found.problems])
+    return found, False
+
+
+def _spans(section: Section, sources: Sequence[Source]) -> Iterator[Span]:
+    left = section.num_rows
+    for number, source in enumerate(sources):
+        end = len(source)
+        if section.data.validate == "head":
+            end = min(end, HEAD_ROWS)
+        if left is not None:
+            end = min(end, left)
+            left -= end
+        for start in range(0, end, _SPAN_ROWS):
+            yield number, start, min(start + _SPAN_ROWS, end)
+
+
+def _scan_parallel(section: Section, spans: Sequence[Span], workers: int, say: Say) -> Found:
+    """Scan in worker processes. The result lists problems in file order."""
+    shares = [range(i, len(spans), workers) for i in range(min(workers, len(spans)))]
+    done: dict[int, Found] = {}
+    lock, total = threading.Lock(), sum(stop - start for _, start, stop in spans)
+    shown = [0]
+
+    def finish(number: int, found: Found) -> None:
+        with lock:
+            done[number] = found
+            rows = sum(part.rows for part in done.values())
+            if 10 * rows // total > shown[0]:
+                shown[0] = 10 * rows // total
+                say(f"{section.name}: checked {rows} of {total} rows ({len(shares)} processes)")
+
+    def work(share: range) -> None:
+        results = _worker(section, [spans[i] for i in share])
+        for number, found in zip(share, results, strict=True):
+            finish(number, found)
+
+    with ThreadPoolExecutor(len(shares)) as pool:
+        list(pool.map(work, shares))
+    whole = Found()
+    for number in range(len(spans)):
+        whole.add(done[number])
+    return whole
+
+
+def _worker(section: Section, spans: Sequence[Span]) -> Iterator[Found]:
+    command = [sys.executable, "-m", "burnish.jobs.row_scan"]
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            process.stdin.write(pickle.dumps((section, list(spans))))
+            process.stdin.close()
+            for line in process.stdout:
+                rows, counts, problems = json.loads(line)
+                yield Found(rows, Counter(counts), problems)
+            cause = process.stderr.read().decode(errors="replace").strip()
+        finally:
+            process.kill()
+        if process.wait() not in (0, -9):
+            raise RunError(
+                f"a process that checks the rows of {section.name} failed: {cause[-800:]}\n"
+                f"Set {section.name}.validate=off to start without this check"
+            )
+
+
+def _num_workers() -> int:
+    return min(_MAX_WORKERS, len(os.sched_getaffinity(0)))
+
+
+def _can_reopen(data: DataConfig) -> bool:
+    """Return True if another process reads the same rows: not for generated ones."""
+    return not any(isinstance(s, EnvironmentSource | SeedSource) for s in data.sources)
+
+
+# --- cache
+
+
+def _key(section: Section, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the cache key; None if the rows or the tokenizer have no digest."""
+    files = [source for source in section.data.sources if isinstance(source, FileSource)]
+    own_code = section.model.trust_remote_code
+    if len(files) < len(section.data.sources) or own_code:
+        return None
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return None
+    digest = hashlib.sha256(_code())
+    settings = [
+        *(type(section.data).__name__, section.data.model_dump(mode="json")),
+        *(sorted(section.data.model_fields_set), section.num_rows),
+        *(type(tokenizer).__name__, str(tokenizer.chat_template)),
+        *(tokenizer.special_tokens_map, tokenizer.backend_tokenizer.to_str()),
+    ]
+    digest.update(json.dumps(settings, default=str).encode())
+    for source in files:
+        with Path(source.path).open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _states(data: DataConfig) -> list[tuple[int, int, int]]:
+    stats = [Path(s.path).stat() for s in data.sources if isinstance(s, FileSource)]
+    return [(stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in stats]
+
+
+def _code() -> bytes:
+    """Return a digest of the code that results depend on."""
+    own = Path(__file__).parents[1]
+    files = [own / "jobs" / "row_scan.py", *sorted(own.glob("*.py"))]
+    files += [*sorted((own / "data").glob("*.py")), *sorted((own / "config").glob("*.py"))]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    for name in ("transformers", "tokenizers", "jinja2", "pyarrow"):
+        digest.update(importlib.metadata.version(name).encode())
+    return digest.digest()
+
+
+# --- rewards
+
+
+def _reward_problems(
+    config: JobConfig, say: Say, kinds: tuple[type[RewardConfig], ...]
+) -> Iterator[str]:
+    """Call each reward of ``kinds`` on one row. Yield one message for each that fails."""
+    entries, episodes, policy = _rewards_of(config)
+    called = []
+    for i, entry in enumerate(entries):
+        name = entry.name or f"rewards.{i} ({entry.kind})"
+        if isinstance(entry, config_rewards.FunctionReward) and entry.function is None:
+            say(f"{name}: not called, because the recipe names no function")
+        elif not isinstance(entry, _OWN_CALLS):
+            say(f"{name}: not called, because kind={entry.kind} needs a server, model or episode")
+        elif episodes:
+            say(f"{name}: not called, because its input is an episode; only its signature is read")
+            yield from _failure(entry, None, policy)
+        elif isinstance(entry, kinds):
+            called.append((name, entry))
+    if not called:
+        return
+    with quiet():
+        prompt = _one_prompt(config)
+    if prompt is None:
+        say("rewards: not called, because no row is usable")
+        return
+    for name, entry in called:
+        problems = list(_failure(entry, prompt, policy))
+        say(f"{name}: {'failed on' if problems else 'called on'} {prompt.id}")
+        if problems and policy.then == "drop_group":
+            log.warning("%s\nSuch groups are dropped (on_reward_failure)", problems[0])
+            continue
+        yield from problems
+
+
+def _rewards_of(config: JobConfig) -> tuple[Sequence[RewardConfig], bool, FailurePolicy]:
+    """Return the rewards of a job, True if they score episodes, and their failure policy."""
+    if isinstance(config, RLConfig):
+        return config.rewards, config.rollout.episodes is not None, config.on_reward_failure
+    if isinstance(config, GenerateConfig):
+        return config.rewards, config.rollout.episodes is not None, config.on_reward_failure
+    if isinstance(config, EvaluateConfig):
+        return config.rewards, config.episodes is not None, FailurePolicy()
+    if isinstance(config, ScoreConfig):
+        return config.rewards, False, config.on_reward_failure
+    return (), False, FailurePolicy()
+
+
+def _failure(entry: RewardConfig, prompt: Prompt | None, policy: FailurePolicy) -> Iterator[str]:
+    """Build a reward and, with a prompt, call it once. Yield the message of its error."""
+    try:
+        pairs = build_rewards([entry])
+    except RewardError as error:
+        yield str(error)
+        return
+    try:
+        if prompt is not None:
+            rewards = RewardSet(
+                pairs,
+                on_failure=FailurePolicy(retries=policy.retries),
+                shaping=ShapingConfig(),
+                generate_max_len=1,
+            )
+            rewards.measure([_group(prompt)])
+    except RewardError as error:
+        yield str(error)
+    finally:
+        pairs[0][0].close()
+
+
+def _group(prompt: Prompt) -> Group:
+    """Return a group with one response: the label, if it is a text."""
+    text = prompt.label if isinstance(prompt.label, str) else "0"
+    sample = Sample(
+        sample_id=f"{prompt.id}/0",
+        prompt_id=prompt.id,
+        group_id=0,
+        prompt_ids=prompt.token_ids,
+        response_ids=(0,),
+        sampler_logprobs=(0.0,),
+        action_mask=(True,),
+        versions=(0,),
+        text=text,
+        finish_reason="stop",
+    )
+    return Group(0, prompt, (sample,))
+
+
+def _one_prompt(config: JobConfig) -> Prompt | None:
+    """Return the first usable prompt among the first rows; None if there is none."""
+    section = next((s for s in sections_of(config) if s.name in ("data", "eval.data")), None)
+    if section is None:
+        return None
+    tokenizer, sources = load_tokenizer(config.model), open_rows(section.data)
+    encoder = encoder_of(section.data, tokenizer, sources)
+    for i in range(min(100, len(sources[0]))):
+        try:
+            item = encoder.encode(sources[0][i], RowRef(sources[0].name, i, 0))
+        except DataError:  # reported by the check of the rows
+            continue
+        return item if isinstance(item, Prompt) else item.group.prompt
+    return None

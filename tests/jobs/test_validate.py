@@ -1,0 +1,160 @@
+"""Mistakes in the data and in rewards are found before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import burnish
+from burnish.cli import app
+from burnish.config import load_config
+from burnish.data.sources import DataError
+from burnish.jobs import validate
+
+GOOD = {"prompt": "1+1=", "response": "2", "label": "2"}
+BROKEN = {"prompt": "1+1="}
+
+
+def recipe(job: str, path: str, **more: Any) -> dict[str, Any]:
+    tree: dict[str, Any] = {"job": job, "model": {"scratch": {}}, "data": {"sources": [path]}}
+    tree["train"] = {"train_batch_size": 4}
+    if job == "rl":
+        tree |= {"max_steps": 1, "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2}}
+    return tree | more
+
+
+def rows_file(folder: Path, *rows: Any, name: str = "rows.jsonl") -> str:
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def check(tree: dict[str, Any]) -> list[str]:
+    said: list[str] = []
+    validate.check_launch(load_config(tree), say=said.append)
+    return said
+
+
+def rl(path: str, reward: str | None, **data: Any) -> dict[str, Any]:
+    tree = recipe("rl", path)
+    tree["data"] |= data
+    return tree | {"rewards": [{"kind": "function", "function": reward}]}
+
+
+def test_a_bad_row_in_the_middle_is_found_by_line_and_all_are_listed(tmp_path: Path) -> None:
+    rows = [GOOD] * 50
+    path = rows_file(tmp_path, *rows, BROKEN, *rows, {"prompt": "1=", "response": 3})
+    with pytest.raises(DataError) as caught:
+        check(recipe("sft", path))
+    message = str(caught.value)
+    assert "data: 2 of 102 rows cannot be used (2 unusable)" in message
+    assert f"{path}:51: " in message
+    assert f"{path}:102: " in message
+
+
+def test_a_run_is_refused_before_its_folder_exists(tmp_path: Path) -> None:
+    path = rows_file(tmp_path, *[GOOD] * 5, BROKEN)
+    tree = recipe("sft", path, run_dir=str(tmp_path / "run"))
+    with pytest.raises(DataError, match=r"rows.jsonl:6: "):
+        burnish.run(load_config(tree))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_changed_file_or_setting_is_checked_again(tmp_path: Path) -> None:
+    path = Path(rows_file(tmp_path, *[GOOD] * 5))
+    tree = recipe("sft", str(path))
+    assert check(tree) == ["data: 5 rows checked, no problems"]
+    assert check(tree) == ["data: 5 rows checked, no problems (cached result)"]
+    tree["data"]["max_len"] = 2
+    with pytest.raises(DataError, match="5 too long"):
+        check(tree)
+    del tree["data"]["max_len"]
+    text = path.read_text()
+    path.write_text(text.replace('"2"', "null", 1))
+    with pytest.raises(DataError, match=r"rows.jsonl:1: "):
+        check(tree)
+    path.write_text(text)
+    assert check(tree) == ["data: 5 rows checked, no problems (cached result)"]
+
+
+def test_prompts_that_leave_no_room_for_the_response_are_found(tmp_path: Path) -> None:
+    """The model has 64 positions and the response up to 16 tokens, which leaves 48 for a prompt.
+    The tokenizer of scratch models has one token per character, and the prompt has 60."""
+    path = rows_file(tmp_path, GOOD, GOOD | {"prompt": "1" * 60})
+    tree = rl(path, None) | {"model": {"scratch": {"max_position_embeddings": 64}}}
+    tree["rewards"] = [{"kind": "math"}]
+    tree["rollout"] |= {"generate_max_len": 16}
+    with pytest.raises(DataError, match=r"rows.jsonl:2: .* prompt_max_len is 48"):
+        check(tree)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def f(answer):\n    return 1.0\n", "unknown parameter 'answer'"),
+        ("def f(response):\n    return response.nothing\n", "raised AttributeError"),
+        ("def f(response):\n    return 'good'\n", "returned 'good' instead of a finite number"),
+    ],
+)
+def test_a_reward_that_fails_on_one_row_is_found(tmp_path: Path, source: str, message: str) -> None:
+    path = rows_file(tmp_path, GOOD)
+    (tmp_path / "own.py").write_text(source)
+    with pytest.raises(DataError, match=message):
+        check(rl(path, f"{tmp_path}/own.py:f"))
+
+
+def test_rewards_with_a_server_are_skipped_and_named(tmp_path: Path) -> None:
+    path = rows_file(tmp_path, GOOD)
+    tree = rl(path, None) | {"rewards": [{"kind": "remote", "urls": ["http://127.0.0.1:9"]}]}
+    assert any("not called, because kind=remote" in line for line in check(tree))
+
+
+def test_skipped_rows_are_counted_and_the_run_continues(tmp_path: Path) -> None:
+    """One epoch of five rows is one step of three. The draws are 0, 1 (bad), 2 (bad), 3, 4."""
+    path = rows_file(tmp_path, GOOD, BROKEN, "a string is no row", GOOD, GOOD)
+    tree = recipe("sft", path, run_dir=str(tmp_path / "run"))
+    tree["data"] |= {"on_bad_row": "skip", "shuffle": False}
+    tree["train"]["train_batch_size"] = 3
+    assert check(tree) == ["data: 5 rows checked, 2 skipped"]
+    result = burnish.run(load_config(tree))
+    assert result.metrics["data/rows_skipped"] == 2.0
+    assert result.metrics["data/rows_seen"] == 3.0
+
+
+def test_several_processes_find_the_same_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [GOOD] * 3
+    path = rows_file(tmp_path, *rows, BROKEN, *rows, BROKEN)
+    tree = recipe("sft", path)
+    with pytest.raises(DataError) as alone:
+        check(tree)
+    monkeypatch.setattr(validate, "PARALLEL_ROWS", 2)
+    monkeypatch.setattr(validate, "_SPAN_ROWS", 8)
+    monkeypatch.setattr(validate, "_num_workers", lambda: 2)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    with pytest.raises(DataError) as together:
+        check(tree)
+    assert str(together.value) == str(alone.value)
+
+
+def test_the_command_prints_its_results_and_exits_with_2(tmp_path: Path) -> None:
+    path = rows_file(tmp_path, *[GOOD] * 4)
+    recipe_file = tmp_path / "recipe.yaml"
+    recipe_file.write_text(json.dumps(recipe("sft", path)))
+    done = CliRunner().invoke(app, ["check", str(recipe_file)])
+    assert done.exit_code == 0
+    assert "ready: no problems found" in done.output
+    bad = rows_file(tmp_path, *[GOOD] * 4, BROKEN, name="bad.jsonl")
+    done = CliRunner().invoke(app, ["check", str(recipe_file), f"data.sources=[{bad}]"])
+    assert done.exit_code == 2
+    assert f"{bad}:5: " in done.output

@@ -1,19 +1,19 @@
 """Validate rows of a data section with the functions that the run uses to read and encode them.
 
 ``python -m burnish.jobs.row_scan`` is a worker process of :mod:`burnish.jobs.validate`. It reads a
-pickled :class:`Section` and the spans to scan from standard input, and writes one JSON line per
-span. A process started this way does not import the caller's ``__main__`` module."""
+JSON object with a :class:`Section` and the spans to scan from standard input, and writes one JSON
+line per span. A process started this way does not import the caller's ``__main__`` module."""
 
 from __future__ import annotations
 
 import json
 import logging
-import pickle
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -45,6 +45,36 @@ class Section:
     """Model of the tokenizer."""
     num_rows: int | None = None
     """Rows that the job reads at most, in file order. None: all."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the section without the fields that are unset, because some readers treat a field
+        that is set to its default differently."""
+        data = self.data.model_dump(mode="json", exclude_unset=True)
+        data["sources"] = [
+            {"kind": source.kind, **source.model_dump(mode="json", exclude_unset=True)}
+            for source in self.data.sources
+        ]
+        return {
+            "name": self.name,
+            "class": type(self.data).__name__,
+            "data": data,
+            "model": self.model.model_dump(mode="json", exclude_unset=True),
+            "num_rows": self.num_rows,
+        }
+
+    @classmethod
+    def from_json(cls, body: dict[str, Any]) -> Section:
+        """Return the section that :meth:`to_json` wrote."""
+        kind = next(k for k in _data_configs(DataConfig) if k.__name__ == body["class"])
+        data, model = kind.model_validate(body["data"]), ModelConfig.model_validate(body["model"])
+        return cls(body["name"], data, model, body["num_rows"])
+
+
+def _data_configs(base: type[DataConfig]) -> Iterator[type[DataConfig]]:
+    """Yield the class and its subclasses. The import of ``burnish.config`` defines all of them."""
+    yield base
+    for kind in base.__subclasses__():
+        yield from _data_configs(kind)
 
 
 @dataclass
@@ -109,7 +139,8 @@ def quiet() -> Iterator[None]:
 def main() -> None:
     """Scan the spans given on standard input."""
     logging.disable(logging.WARNING)
-    section, spans = pickle.load(sys.stdin.buffer)
+    request = json.load(sys.stdin.buffer)
+    section, spans = Section.from_json(request["section"]), request["spans"]
     sources = open_rows(section.data)
     for found in scan(section, load_tokenizer(section.model), sources, spans):
         print(json.dumps([found.rows, found.counts, found.problems]), flush=True)

@@ -83,8 +83,7 @@ def run(
     check_families(read, download=True)
     with connected(config.cluster, device=config.resolve().device) as launched:
         ranks = SINGLE if launched is None else launched.group
-        run_dir = ranks.from_first(lambda: _folder(config, read, resume))
-        seed_everything(config.seed)  # after the rewards were called on one row
+        run_dir = ranks.from_first(lambda: _folder(config, resume))
         done = job.prepare(config, run_dir, resumed=resume is not None)
         if done is not None:
             log.warning("the run %s is already finished", run_dir)
@@ -92,6 +91,8 @@ def run(
                 _write_report(run_dir)  # the run was killed after it wrote its output
             return RunResult(run_dir, done)
         plan = ranks.from_first(lambda: check_memory(config, run_dir, force=force))
+        ranks.from_first(lambda: check_before_run(read, resumed=resume is not None))
+        seed_everything(config.seed)  # after the rewards were called on one row
         with records_folder(run_dir, ranks) as records:
             memory_monitor = MemoryMonitor(config, records, plan)
             with (
@@ -111,10 +112,8 @@ def run(
     return RunResult(run_dir, metrics)
 
 
-def _folder(config: JobConfig, read: JobConfig, resume: Path | str | None) -> Path:
-    """Check the data and the rewards of ``read``, the config of the inputs. Then create the run
-    folder, or check that of the run to resume. Return its path."""
-    check_before_run(read, resumed=resume is not None)
+def _folder(config: JobConfig, resume: Path | str | None) -> Path:
+    """Create the run folder, or check that of the run to resume. Return its path."""
     run_dir = prepare_run_dir(config, Path(resume) if resume is not None else None)
     if isinstance(config, TrainingJob):
         check_export_folder(config, run_dir)

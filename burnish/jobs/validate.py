@@ -8,7 +8,6 @@ import importlib.metadata
 import json
 import logging
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -238,7 +237,8 @@ def _worker(section: Section, spans: Sequence[Span]) -> Iterator[Found]:
         assert process.stdout is not None
         assert process.stderr is not None
         try:
-            process.stdin.write(pickle.dumps((section, list(spans))))
+            request = {"section": section.to_json(), "spans": list(spans)}
+            process.stdin.write(json.dumps(request).encode())
             process.stdin.close()
             for line in process.stdout:
                 rows, counts, problems = json.loads(line)

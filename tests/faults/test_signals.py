@@ -107,7 +107,7 @@ def test_the_command_line_exits_with_128_plus_the_signal_and_a_resume_command(
         "def share_of_digits(responses):\n"
         "    global calls\n"
         "    calls += 1\n"
-        f"    if calls == 3: os.kill(os.getpid(), {int(number)})\n"
+        f"    if calls == 4: os.kill(os.getpid(), {int(number)})\n"  # the first call is the check
         "    return [len(r) / 4 for r in responses]\n"
     )
     config = recipe("grpo", "max_steps=5", "checkpoint.every_n_steps=0")

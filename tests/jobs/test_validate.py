@@ -61,12 +61,13 @@ def test_a_bad_row_in_the_middle_is_found_by_line_and_all_are_listed(tmp_path: P
     assert f"{path}:102: " in message
 
 
-def test_a_run_is_refused_before_its_folder_exists(tmp_path: Path) -> None:
+def test_a_refused_run_leaves_a_folder_that_can_be_used_again(tmp_path: Path) -> None:
     path = rows_file(tmp_path, *[GOOD] * 5, BROKEN)
     tree = recipe("sft", path, run_dir=str(tmp_path / "run"))
-    with pytest.raises(DataError, match=r"rows.jsonl:6: "):
-        burnish.run(load_config(tree))
-    assert not (tmp_path / "run").exists()
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"rows.jsonl:6: "):
+            burnish.run(load_config(tree))
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["plan.txt"]
 
 
 def test_a_changed_file_or_setting_is_checked_again(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_supervised_run_is_saved_where_a_row_ends_it(tmp_path: Path) -> None:
         "job": "sft",
         "max_steps": 4,
         "model": {"scratch": {"alphabet": "0123456789+="}},
-        "data": {"sources": [str(data)], "shuffle": False, "max_len": 32},
+        "data": {"sources": [str(data)], "shuffle": False, "max_len": 32, "validate": "off"},
         "train": {"train_batch_size": 2},
         "checkpoint": {"every_n_steps": 0},
     }

@@ -29,6 +29,7 @@ from burnish.observe.timeline import Timeline
 from burnish.runtime import ray as ray_runtime
 from burnish.runtime.base import ClusterError, WorkerLostError
 from burnish.runtime.errors import constructor_error
+from burnish.runtime.phases import Phases
 from burnish.runtime.ray import RayRuntime
 from burnish.runtime.ray_cluster import RayCluster, worker_environment
 from burnish.runtime.ray_connect import start_ray
@@ -162,7 +163,7 @@ def test_workers_get_absolute_paths_of_everything_they_read_or_write(
     def recorder(name: str) -> Callable[..., Any]:
         def record(*args: Any, **_: Any) -> Any:
             given[name] = args
-            return SimpleNamespace(name="policy", push=None)
+            return SimpleNamespace(name="policy", role="policy", push=None)
 
         return record
 
@@ -172,6 +173,7 @@ def test_workers_get_absolute_paths_of_everything_they_read_or_write(
     runtime.groups, runtime.rollouts, runtime.timeline = [], [], Timeline()
     runtime.cluster, runtime.batches = cast(Any, None), cast(Any, None)
     runtime.precision = cast(Any, SimpleNamespace(sampler_dtype="fp32"))
+    runtime.phases = Phases()
     mine, absolute = ModelConfig(path="mine"), str(tmp_path / "mine")
     none = cast(Any, None)
     distill_target = DistillTargetSpec(mine, "fp32", 10, none, none, none)

@@ -31,6 +31,7 @@ from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
 from burnish.oom import is_out_of_memory
 from burnish.plan.launch import check_memory
+from burnish.plan.memory_plan import Plan
 from burnish.runtime.base import Runtime
 from burnish.runtime.inline import InlineRuntime
 from burnish.runtime.ray import RayRuntime
@@ -73,25 +74,25 @@ def run(
     config = _with_counted_steps(config)
     replayed = _recording_of(resume, replay)
     job = job_of(config) if replayed is None else _replay_job(replayed, config)
-    if resume is not None and not REGISTRY[config.job].resumable:
+    resumed = resume is not None
+    if resumed and not REGISTRY[config.job].resumable:
         raise RunError(f"the job {config.job} has no steps and cannot be resumed; remove resume")
     if functions and not job.takes_rewards:
         raise RunError(f"the job {config.job} takes no rewards; remove rewards")
     read = config.inputs_of_replay() if replayed and isinstance(config, RLConfig) else config
-    check_inputs(read, resumed=resume is not None)
+    check_inputs(read, resumed=resumed)
     check_head_divisibility(read, download=True)
     check_families(read, download=True)
     with connected(config.cluster, device=config.resolve().device) as launched:
         ranks = SINGLE if launched is None else launched.group
         run_dir = ranks.from_first(lambda: _folder(config, resume))
-        done = job.prepare(config, run_dir, resumed=resume is not None)
+        done = job.prepare(config, run_dir, resumed=resumed)
         if done is not None:
             log.warning("the run %s is already finished", run_dir)
             if ranks.rank == 0 and not (run_dir / "report.html").exists():
                 _write_report(run_dir)  # the run was killed after it wrote its output
             return RunResult(run_dir, done)
-        plan = ranks.from_first(lambda: check_memory(config, run_dir, force=force))
-        ranks.from_first(lambda: check_before_run(read, resumed=resume is not None))
+        plan = ranks.from_first(lambda: _checked(config, read, run_dir, resumed, force=force))
         seed_everything(config.seed)  # after the rewards were called on one row
         with records_folder(run_dir, ranks) as records:
             memory_monitor = MemoryMonitor(config, records, plan)
@@ -118,6 +119,16 @@ def _folder(config: JobConfig, resume: Path | str | None) -> Path:
     if isinstance(config, TrainingJob):
         check_export_folder(config, run_dir)
     return run_dir
+
+
+def _checked(
+    config: JobConfig, read: JobConfig, run_dir: Path, resumed: bool, *, force: bool
+) -> Plan | None:
+    """Check the memory plan, which takes less time than the rows, then the data and the rewards of
+    ``read``, the config of the inputs. Return the plan."""
+    plan = check_memory(config, run_dir, force=force)
+    check_before_run(read, resumed=resumed)
+    return plan
 
 
 def _run_loop(build: Callable[[], Any], driver: Driver[Any]) -> dict[str, float]:

@@ -36,7 +36,7 @@ from burnish.runtime.base import Runtime
 from burnish.runtime.inline import InlineRuntime
 from burnish.runtime.ray import RayRuntime
 from burnish.runtime.spmd import Ranks, SpmdRuntime, connected, records_folder
-from burnish.train.process_group import SINGLE
+from burnish.train.process_group import SINGLE, RankGroup
 
 log = logging.getLogger("burnish")
 
@@ -88,10 +88,7 @@ def run(
         run_dir = ranks.from_first(lambda: _folder(config, resume))
         done = job.prepare(config, run_dir, resumed=resumed)
         if done is not None:
-            log.warning("the run %s is already finished", run_dir)
-            if ranks.rank == 0 and not (run_dir / "report.html").exists():
-                _write_report(run_dir)  # the run was killed after it wrote its output
-            return RunResult(run_dir, done)
+            return _finished(run_dir, done, ranks)
         plan = ranks.from_first(lambda: _checked(config, read, run_dir, resumed, force=force))
         seed_everything(config.seed)  # after the rewards were called on one row
         with records_folder(run_dir, ranks) as records:
@@ -119,6 +116,15 @@ def _folder(config: JobConfig, resume: Path | str | None) -> Path:
     if isinstance(config, TrainingJob):
         check_export_folder(config, run_dir)
     return run_dir
+
+
+def _finished(run_dir: Path, metrics: dict[str, float], ranks: RankGroup) -> RunResult:
+    """Return the result of a run that was finished before. Write its report if it was killed after
+    it wrote its output."""
+    log.warning("the run %s is already finished", run_dir)
+    if ranks.rank == 0 and not (run_dir / "report.html").exists():
+        _write_report(run_dir)
+    return RunResult(run_dir, metrics)
 
 
 def _checked(

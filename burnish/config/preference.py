@@ -31,8 +31,8 @@ class PreferenceReferenceConfig(ReferenceConfig):
 
     precompute: bool = False
     """Compute its log-probs of all rows before the first step, store them in the run folder and
-    free the model. A resumed run recomputes them if rows are missing, or model or number format
-    differ. Refused with kto, which needs it in every step."""
+    free the model. With kto: those of every step, with its mismatched rows. A resumed run
+    recomputes them if rows are missing, or model or number format differ."""
 
 
 PAIR_METRICS = (
@@ -152,11 +152,6 @@ class PreferenceConfig(SupervisedJob):
             yield (
                 "drop_last=false with loss=kto: its reference point needs other prompts in every "
                 "batch, but the last batch may contain only one; use drop_last=true"
-            )
-        if self.reference is not None and self.reference.precompute:
-            yield (
-                "reference.precompute with loss=kto: its reference point needs the reference "
-                "model on rows that are built in every step; remove precompute"
             )
         for name, data in (("data", self.data), ("eval_data", self.eval_data)):
             if data is None or data.label_key is not None:

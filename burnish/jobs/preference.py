@@ -5,7 +5,7 @@ reference point."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from burnish.jobs.build import (
     within_positions,
 )
 from burnish.jobs.degenerate import NoSignalMonitor, label_signal, pair_signal
+from burnish.jobs.kto_batches import KtoBatches, newest_checkpoint
 from burnish.jobs.objectives import with_expert_balance
 from burnish.jobs.reference_cache import compute as compute_cache
 from burnish.jobs.reference_cache import load as load_cache
@@ -180,9 +181,20 @@ def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) 
     total = config.steps_for(len(stream))
     specs = engine_specs(config, total_steps=total)
     log_disabled_noise(config.model, "policy")
-    rows: list[Batch] = []
+    rows: Iterable[Batch] | None = None
     if config.reference is not None and config.reference.precompute:
-        rows = [load_pairs(data, runtime.tokenizer)] + ([] if held_out is None else [held_out])
+        held = () if held_out is None or other is None else ((held_out, other.max_len),)
+        if kto:
+            rows = KtoBatches(
+                open_stream=partial(kind, data, runtime.tokenizer, seed=config.seed),
+                batch_size_at=partial(config.batch_size_at, num_rows=len(stream)),
+                total_steps=total,
+                max_len=data.max_len,
+                held_out=held,
+                checkpoint=runtime.loop_ranks.from_first(partial(newest_checkpoint, run_dir)),
+            )
+        else:
+            rows = [load_pairs(data, runtime.tokenizer), *(batch for batch, _ in held)]
     reference, policy = _preference_engines(config, specs, runtime, run_dir, rows=rows)
 
     def prepare_within(rows: PreferenceDataConfig) -> Prepare:
@@ -209,20 +221,20 @@ def _preference_engines(
     runtime: Runtime,
     run_dir: Path,
     *,
-    rows: Sequence[Batch],
+    rows: Iterable[Batch] | None,
 ) -> tuple[HasLogprobs | None, TrainEngine]:
-    """Return the reference and the policy. If there are ``rows``, the reference is a cache of its
+    """Return the reference and the policy. If ``rows`` is not None, the reference is a cache of its
     log-probs of them. A separate reference model is released before the policy is created if only
     its log-probs are needed."""
-    kto = isinstance(
-        config.loss, KtoLoss
-    )  # needs log-probs in every step; others only in evaluation
+    kto = isinstance(config.loss, KtoLoss)  # needs log-probs in every step; others in evaluation
     spans = {"forward_backward": "train", "optim_step": "optim"}
     spans["logprobs"] = "logprobs" if kto else "eval"
     separate = specs.get("reference")
     of, dtype = config.model if separate is None else separate.model, config.precision.dtype
     kept_in, begun = run_dir / REFERENCE_FILE, any((run_dir / "checkpoints").glob("step_*"))
-    cached = load_cache(kept_in, rows, model=of, dtype=dtype, begun=begun) if rows else None
+    cached = None
+    if rows is not None:
+        cached = load_cache(kept_in, rows, model=of, dtype=dtype, begun=begun, by_batch=kto)
     if runtime.loop_ranks.any(cached is None):  # all ranks compute, or none
         cached = None
     reference: HasLogprobs | None = cached
@@ -234,9 +246,11 @@ def _preference_engines(
         reference = runtime.frozen_base(policy)
     else:
         reference = runtime.language_model(separate, {"logprobs": "reference"})
-    if rows:
-        log.info("computing the reference log-probs of %d rows", sum(b.num_rows for b in rows))
-        cache = compute_cache(reference, rows, 2 * config.batch_plan().train_batch_size)
+    if rows is not None:
+        log.info("computing the log-probs of the reference before the first step")
+        at_once = None if kto else 2 * config.batch_plan().train_batch_size
+        cache = compute_cache(reference, rows, at_once)
+        log.info("computed the reference log-probs of %d rows", len(cache))
         if runtime.loop_ranks.rank == 0:
             save_cache(cache, kept_in, model=of, dtype=dtype)
         runtime.release(reference)

@@ -2,14 +2,15 @@
 that the model can be released.
 
 The key of a row is its content (a 128-bit XXH3 hash of its tokens and mask), not its position.
-Order, epochs and resumes therefore do not matter.
+Order, epochs and resumes therefore do not matter. For KTO, the key also covers the other rows of
+the batch (``by_batch``), so that cached log-probs equal those of the same pass bit for bit.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,13 +30,20 @@ from burnish.types import Batch
 
 log = logging.getLogger("burnish")
 
+_KEYS = {False: "row", True: "batch"}
+"""``by_batch`` -> kind of keys in the metadata of the file; older files have none and are by row."""
+
 
 class CachedReference:
     """Cached log-probs of a fixed set of rows. Implements
     :class:`burnish.train.base.HasLogprobs`."""
 
-    def __init__(self, keys: Sequence[bytes], offsets: Tensor, logprobs: Tensor) -> None:
-        """``keys``: of K rows; ``offsets``: [K + 1] into ``logprobs``; ``logprobs``: [M] fp32."""
+    def __init__(
+        self, keys: Sequence[bytes], offsets: Tensor, logprobs: Tensor, *, by_batch: bool = False
+    ) -> None:
+        """``keys``: of K rows; ``offsets``: [K + 1] into ``logprobs``; ``logprobs``: [M] fp32.
+        ``by_batch``: as in :func:`row_keys`."""
+        self.by_batch = by_batch
         self._row_offsets = {
             key: (int(begin), int(end))
             for key, begin, end in zip(keys, offsets[:-1], offsets[1:], strict=True)
@@ -49,7 +57,7 @@ class CachedReference:
         """Return the log-probs of the action tokens under the reference: [M] fp32. Raises RunError
         for a row that is not in the cache. :func:`load` checks this before the run starts."""
         parts = []
-        for key in row_keys(batch):
+        for key in row_keys(batch, by_batch=self.by_batch):
             if key not in self._row_offsets:
                 raise RunError(
                     f"a row of this batch is not in {REFERENCE_FILE}, so the data files have "
@@ -60,40 +68,61 @@ class CachedReference:
             parts.append(self._logprobs[begin:end])
         return torch.cat(parts)
 
-    def count_missing(self, batches: Sequence[Batch]) -> int:
-        """Return the number of rows of ``batches`` that are not in the cache."""
-        return sum(key not in self._row_offsets for batch in batches for key in row_keys(batch))
+    def count_missing(self, batches: Iterable[Batch]) -> tuple[int, int]:
+        """Return the number of rows of ``batches`` that are not in the cache, and of all rows."""
+        found = [
+            key in self._row_offsets
+            for batch in batches
+            for key in row_keys(batch, by_batch=self.by_batch)
+        ]
+        return found.count(False), len(found)
 
 
-def row_keys(batch: Batch) -> Iterator[bytes]:
-    """Yield the key of each row: 16 bytes of a hash of its tokens and mask."""
+def row_keys(batch: Batch, *, by_batch: bool = False) -> Iterator[bytes]:
+    """Yield the key of each row: 16 bytes of a hash of its tokens and mask. ``by_batch``: also of
+    all other rows of the batch and of its position."""
     bounds = batch.offsets.tolist()
     tokens, mask = batch.tokens.cpu().numpy(), batch.action_mask.cpu().numpy()
+    if by_batch:
+        digest = xxhash.xxh3_128(tokens.tobytes())
+        digest.update(mask.tobytes())
+        digest.update(batch.offsets.numpy().tobytes())
+        entire = digest.digest()
+        yield from (
+            xxhash.xxh3_128(entire + row.to_bytes(8, "little")).digest()
+            for row in range(batch.num_rows)
+        )
+        return
     for begin, end in pairwise(bounds):
         digest = xxhash.xxh3_128(tokens[begin:end].tobytes())
         digest.update(mask[begin:end].tobytes())
         yield digest.digest()
 
 
-def compute(reference: HasLogprobs, batches: Sequence[Batch], rows_at_once: int) -> CachedReference:
-    """Run every row of ``batches`` through ``reference``, once per distinct row."""
+def compute(
+    reference: HasLogprobs, batches: Iterable[Batch], rows_at_once: int | None
+) -> CachedReference:
+    """Run every row of ``batches`` through ``reference``, once per distinct row, ``rows_at_once``
+    rows per call. None: each distinct batch in one call, with its keys ``by_batch``."""
+    by_batch = rows_at_once is None
     keys: list[bytes] = []
     parts: list[Tensor] = []
     seen: set[bytes] = set()
     for batch in batches:
         fresh = []
-        for row, key in enumerate(row_keys(batch)):
+        for row, key in enumerate(row_keys(batch, by_batch=by_batch)):
             if key not in seen:
                 seen.add(key)
                 keys.append(key)
                 fresh.append(row)
-        for begin in range(0, len(fresh), rows_at_once):
-            part = batch.select(fresh[begin : begin + rows_at_once])
+        size = rows_at_once or max(1, len(fresh))
+        for begin in range(0, len(fresh), size):
+            part = batch.select(fresh[begin : begin + size])
             logprobs = reference.logprobs(part)
             parts += logprobs.split(part.lengths.tolist())
     lengths = torch.tensor([part.numel() for part in parts], dtype=torch.int64)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    return CachedReference(keys, offsets, torch.cat(parts))
+    return CachedReference(keys, offsets, torch.cat(parts), by_batch=by_batch)
 
 
 def save(cache: CachedReference, path: Path, *, model: ModelConfig, dtype: str) -> None:
@@ -103,16 +132,23 @@ def save(cache: CachedReference, path: Path, *, model: ModelConfig, dtype: str) 
     tensors = {"keys": keys, "offsets": offsets, "logprobs": cache._logprobs}
     hidden = path.with_name(f".{path.name}.part")
     identity = {"model": _as_json(model), "weights": weights_digest([model]), "dtype": dtype}
+    identity["keys"] = _KEYS[cache.by_batch]
     save_file(tensors, hidden, metadata=identity)
     hidden.replace(path)
 
 
-def load(
-    path: Path, batches: Sequence[Batch], *, model: ModelConfig, dtype: str, begun: bool
+def load(  # house: ok the identity of the cache
+    path: Path,
+    batches: Iterable[Batch],
+    *,
+    model: ModelConfig,
+    dtype: str,
+    begun: bool,
+    by_batch: bool = False,
 ) -> CachedReference | None:
     """Load the log-probs that :func:`save` wrote. Return None if the file does not exist. Also
-    return None, and log the reason, if the file is of another model or number format, or lacks rows
-    of ``batches``.
+    return None, and log the reason, if the file is of another model, number format or kind of keys
+    (``by_batch``), or lacks rows of ``batches``.
 
     The same applies if the model's folder now contains other weights, unless the run has ``begun``:
     it then keeps its original reference and logs a warning.
@@ -122,7 +158,8 @@ def load(
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         keys, offsets, logprobs = (file.get_tensor(n) for n in ("keys", "offsets", "logprobs"))
-    cache = CachedReference([bytes(key.tolist()) for key in keys], offsets, logprobs)
+    rows = [bytes(key.tolist()) for key in keys]
+    cache = CachedReference(rows, offsets, logprobs, by_batch=by_batch)
     other_weights = metadata.get("weights") != weights_digest([model])
     why = None
     if metadata.get("model") != _as_json(model):
@@ -131,9 +168,14 @@ def load(
         why = f"was computed with weights that {describe(model)} no longer contains"
     elif metadata.get("dtype") != dtype:
         why = f"was computed in {metadata.get('dtype', 'an unknown dtype')} instead of {dtype}"
-    elif missing := cache.count_missing(batches):
-        rows = sum(batch.num_rows for batch in batches)
-        why = f"lacks {missing} of {rows} rows (the data, template or length limit changed)"
+    elif metadata.get("keys", _KEYS[False]) != _KEYS[by_batch]:
+        why = "was computed for another loss"
+    else:
+        missing, num_rows = cache.count_missing(batches)
+        if missing:
+            changed = "the data, template or length limit changed"
+            changed += ", or the batches or number of steps" if by_batch else ""
+            why = f"lacks {missing} of {num_rows} rows ({changed})"
     if why is None:
         if other_weights:
             log.warning(

@@ -1,5 +1,5 @@
-"""Memory of roles that are in host memory between their phases, and the roles that are on a device
-at the same time."""
+"""Memory of roles that are in host memory between their phases or released after them, and the
+roles that are on a device at the same time."""
 
 from __future__ import annotations
 
@@ -36,8 +36,14 @@ def together(roles: Mapping[str, RoleMemory], phase: str) -> Iterator[dict[str, 
     the run that it contains.
 
     ``log-probs`` contains one for every kind of model. Models are loaded one after the other, and
-    an offloaded one leaves the device before the next one is loaded.
+    an offloaded one leaves the device before the next one is loaded. A released one is alone in its
+    phases.
     """
+    released = {name for name, role in roles.items() if role.released}
+    if released:
+        if any(phase in roles[name].passing for name in released):
+            yield {n: r if n in released else _absent(r) for n, r in roles.items()}
+        roles = {n: _absent(r) if n in released else r for n, r in roles.items()}
     if all(role.offloaded is None for role in roles.values()):
         yield dict(roles)
         return
@@ -49,6 +55,15 @@ def together(roles: Mapping[str, RoleMemory], phase: str) -> Iterator[dict[str, 
     working |= {role.phase for role in roles.values() if phase == role.phase == "rollout"}
     for own in sorted(working) or [""]:
         yield {n: _in(role, phase, here=role.phase == own) for n, role in roles.items()}
+
+
+def _absent(role: RoleMemory) -> RoleMemory:
+    """Return a role whose process exists, without its model."""
+    resident = {
+        phase: tuple(item for item in items if item.name == "overhead")
+        for phase, items in role.resident.items()
+    }
+    return replace(role, resident=resident, passing={}, first={}, offloaded=None, phase="")
 
 
 def _in(role: RoleMemory, phase: str, *, here: bool) -> RoleMemory:

@@ -40,6 +40,9 @@ class RoleMemory:
     offloaded: Mapping[str, Items] | None = None
     """``resident`` while roles of other phases compute, if the role is then in host memory. None:
     it stays on the device."""
+    released: bool = False
+    """True if the model computes before the other models are loaded, and is then released (a
+    reference whose log-probs are precomputed)."""
     setup: EngineSetup | None = None
     disk: float = 0.0
     passes: tuple[Pass, ...] = ()

@@ -67,6 +67,13 @@ def train_role(context: Context, role: TrainRole) -> RoleMemory:
     resident = {phase: always for phase in PHASES}
     resident["load"] = tuple(i for i in always if not i.how.startswith("moments"))
     worst = max(model_state.total(items) for items in passing.values())
+    released = role.precomputed_reference and not role.trainable
+    if released:
+        size = model_state.total(profile.state()) / 1e9
+        notes.append(
+            f"{role.name}: computes its log-probs before the policy is loaded and is then released "
+            f"(reference.precompute), which saves {size:.3g} GB per rank in the steps"
+        )
     unsharded, note = _unsharded(setup, model_state.total(always) + worst)
     notes += [f"{role.name}: {note}"] if note else []
     memory = RoleMemory(
@@ -82,6 +89,7 @@ def train_role(context: Context, role: TrainRole) -> RoleMemory:
         notes=tuple(dict.fromkeys(notes)),
         guessed=guessed + unsharded,
         phase=PHASE_OF[role.kind],
+        released=released,
     )
     return with_offload(memory, profile.state(), gpu=gpu) if role.offload else memory
 

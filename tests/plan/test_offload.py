@@ -31,3 +31,28 @@ def test_an_offloaded_role_counts_on_the_device_in_its_own_phase_only():
     host = peaks(moves, "host")["step"] - peaks(stays, "host")["step"]
     assert host == 8 * 8 * (256 << 20)
     assert not stays.savings and "instead of" in moves.savings[0]
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_a_precomputed_reference_is_not_in_memory_with_the_policy(loss):
+    """In the update phases a GPU has the weights of the reference less. While log-probs are
+    computed, it has one of the two models."""
+    tree = {
+        "job": "preference",
+        "model": {"scratch": {"alphabet": "01", "hidden_size": 512, "num_layers": 3}},
+        "data": {"sources": ["none.jsonl"], "max_len": 16},
+        "train": {"train_batch_size": 4},
+        "loss": loss,
+    }
+    kept, released = (
+        make_plan(
+            load_config(tree, [f"reference.precompute={on}"]), parse_cluster("1x1xA100-80GB")
+        )
+        for on in ("false", "true")
+    )
+    size = next(r.bytes for r in kept.rows if r.role == "reference" and r.item == "parameters")
+    before, after = ({p.phase: p.bytes for p in plan.peaks} for plan in (kept, released))
+    for phase in ("forward/backward", "step"):
+        assert before[phase] - after[phase] == pytest.approx(size)
+    assert before["log-probs"] > after["log-probs"]
+    assert any("reference.precompute" in note for note in released.assumptions)

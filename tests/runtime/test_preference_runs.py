@@ -76,6 +76,8 @@ def numbers(lines: list[dict[str, float]]) -> list[dict[str, float]]:
         ["loss=dpo", "reference.precompute=true", "model.lora={}"],
         ["loss=kto"],
         ["loss=kto", "model.lora={}"],
+        ["loss=kto", "reference.precompute=true"],
+        ["loss=kto", "reference.precompute=true", "model.lora={}"],
     ],
     ids=" ".join,
 )
@@ -199,6 +201,36 @@ def test_held_out_responses_may_be_as_long_as_the_training_limit(
     assert all(math.isfinite(line["eval/loss"]) for line in lines if "eval/loss" in line)
 
 
+def test_kto_with_a_kept_reference_is_bit_equal_to_one_with_the_model(
+    preference: MakeConfig, tmp_path: Path
+) -> None:
+    """Three epochs of 6 steps; the first ends after step 7, and its resumption with larger batches
+    pairs other prompts, so the log-probs of its remaining steps are computed again."""
+    options = ["loss=kto", "max_epochs=3", "max_steps=12"]
+    whole = run(preference(f"run_dir={tmp_path / 'plain'}", *options))
+    kept = preference("reference.precompute=true", *options)
+    half = kept.model_copy(
+        update={
+            "max_steps": 7,
+            "train": kept.train.model_copy(update={"lr_scheduler": "constant"}),
+        }
+    )
+    first = run(half)
+    assert numbers(first)[0] == numbers(whole)[0]
+    file = tmp_path / "run" / FILE
+    burnish.run(kept, resume=tmp_path / "run")
+    assert numbers(read_metrics(tmp_path / "run"))[-1] == numbers(whole)[-1]
+    written = file.stat().st_mtime_ns
+    burnish.run(kept, resume=tmp_path / "run")
+    assert file.stat().st_mtime_ns == written
+    larger = ("max_steps=14", "train.train_batch_size=6")
+    for folder, options in (("plain", options), ("run", ["reference.precompute=true", *options])):
+        config = preference(f"run_dir={tmp_path / folder}", *options, *larger)
+        burnish.run(config, resume=tmp_path / folder)
+    plain, cached = (read_metrics(tmp_path / name)[-1:] for name in ("plain", "run"))
+    assert numbers(cached) == numbers(plain)
+
+
 @pytest.mark.parametrize("options", [[], ["loss=kto"], ["reference.precompute=true"]])
 def test_a_resumed_run_is_bit_equal_to_one_that_went_through(
     options: list[str], preference: MakeConfig, tmp_path: Path
@@ -242,7 +274,6 @@ def test_unpaired_rows_train_kto_and_the_export_loads(
         ),
         (["data.label_key=ok"], "loss=dpo compares two"),
         (["loss=kto", "nll_coef=0.1"], "loss=kto has none"),
-        (["loss=kto", "reference.precompute=true"], "rows that are built in every step"),
         (["loss=kto", "train.train_batch_size=2"], "needs 4 or more"),
         (["loss=kto", "train.train_batch_size=5"], "an even number"),
         (["data.margin_key=by"], "margins are used only by reward models"),

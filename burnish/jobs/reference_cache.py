@@ -31,7 +31,7 @@ from burnish.types import Batch
 log = logging.getLogger("burnish")
 
 _KEYS = {False: "row", True: "batch"}
-"""``by_batch`` -> kind of keys in the metadata of the file; older files have none and are by row."""
+"""``by_batch`` -> kind of keys in the metadata of the file (none in older files: by row)."""
 
 
 class CachedReference:

@@ -224,8 +224,8 @@ def test_kto_with_a_kept_reference_is_bit_equal_to_one_with_the_model(
     burnish.run(kept, resume=tmp_path / "run")
     assert file.stat().st_mtime_ns == written
     larger = ("max_steps=14", "train.train_batch_size=6")
-    for folder, options in (("plain", options), ("run", ["reference.precompute=true", *options])):
-        config = preference(f"run_dir={tmp_path / folder}", *options, *larger)
+    for folder, more in (("plain", []), ("run", ["reference.precompute=true"])):
+        config = preference(f"run_dir={tmp_path / folder}", *options, *more, *larger)
         burnish.run(config, resume=tmp_path / folder)
     plain, cached = (read_metrics(tmp_path / name)[-1:] for name in ("plain", "run"))
     assert numbers(cached) == numbers(plain)

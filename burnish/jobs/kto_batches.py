@@ -14,7 +14,8 @@ from pathlib import Path
 
 from burnish.checkpoint.save import CheckpointStore
 from burnish.checkpoint.state import load_state
-from burnish.data.unpaired import SplitPairsStream, UnpairedStream, mismatched_pairs
+from burnish.data.preference import PreferenceStream
+from burnish.data.unpaired import UnpairedStream, mismatched_pairs
 from burnish.types import Batch
 
 
@@ -22,8 +23,8 @@ from burnish.types import Batch
 class KtoBatches:
     """The batches of the remaining steps of a run. Each iteration reads the data again."""
 
-    open_stream: Callable[[], UnpairedStream | SplitPairsStream]
-    """Return a new stream of the training data, at its beginning."""
+    open_stream: Callable[[], UnpairedStream | PreferenceStream]
+    """Return a new stream of single responses of the training data, at its beginning."""
     batch_size_at: Callable[[int], int]
     """Return the number of rows of an optimizer step; the first step is 1."""
     total_steps: int

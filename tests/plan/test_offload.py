@@ -45,9 +45,7 @@ def test_a_precomputed_reference_is_not_in_memory_with_the_policy(loss):
         "loss": loss,
     }
     kept, released = (
-        make_plan(
-            load_config(tree, [f"reference.precompute={on}"]), parse_cluster("1x1xA100-80GB")
-        )
+        make_plan(load_config(tree, [f"reference.precompute={on}"]), parse_cluster("1x1xA100-80GB"))
         for on in ("false", "true")
     )
     size = next(r.bytes for r in kept.rows if r.role == "reference" and r.item == "parameters")

@@ -247,6 +247,9 @@ class AlgorithmConfig(Node):
     several turns is one sequence; its constant is ``episodes.max_tokens`` - ``prompt_max_len``.
     None: sequence_mean for policy_loss gspo, sequence_sum_constant for advantage dr_grpo, else
     token_mean; printed at start."""
+    mask_truncated: bool = False
+    """Leave samples that were cut off at a length limit out of the loss (overlong filtering of
+    DAPO). They still count in the baselines of their groups."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus. 0: no bonus."""
     kl: KlConfig = KlConfig()

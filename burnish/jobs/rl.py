@@ -75,7 +75,8 @@ def rl_step(run: RL, step: int) -> Metrics:
     run.keep_samples(step, rollout.groups, advantage_by_sample(rollout.groups, batch))
 
     updates = Updates()
-    for minibatch in minibatches(batch, run.config, step):
+    trained = without_truncated(batch, rollout.groups, run.config.algorithm)
+    for minibatch in minibatches(trained, run.config, step):
         if run.critic is not None and run.value_loss is not None:
             updates.add("critic", run.critic.forward_backward(minibatch, run.value_loss))
             updates.step("critic", run.critic)
@@ -123,6 +124,24 @@ def with_old_policy(batch: Batch, run: RL) -> Batch:
     if run.critic is not None:
         batch = replace(batch, values=run.critic.values(batch))
     return batch
+
+
+def without_truncated(batch: Batch, groups: Sequence[Group], algorithm: AlgorithmConfig) -> Batch:
+    """Return the batch without the samples that were cut off at a length limit, if the recipe sets
+    ``mask_truncated``; otherwise the batch.
+
+    Their rewards have already been used in the baselines of their groups. If all samples were cut
+    off, the step trains all of them with advantages of 0.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    cut = [sample.finish_reason == "length" for sample in samples]
+    if not algorithm.mask_truncated or not any(cut):
+        return batch
+    if all(cut):
+        assert batch.advantages is not None
+        return replace(batch, advantages=torch.zeros_like(batch.advantages))
+    of_row = batch.row_samples()[0].tolist()
+    return batch.select([row for row, sample in enumerate(of_row) if not cut[sample]])
 
 
 def minibatches(batch: Batch, config: RLConfig, step: int) -> Iterator[Batch]:

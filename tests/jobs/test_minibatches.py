@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from burnish.config import RLConfig, load_config
-from burnish.jobs.rl import minibatches
-from burnish.types import Batch, rows_to_batch
+from burnish.config.algorithm import AlgorithmConfig
+from burnish.jobs.rl import minibatches, without_truncated
+from burnish.types import Batch, Group, Prompt, Sample, rows_to_batch
 
 
 @pytest.fixture
@@ -150,3 +151,40 @@ def test_a_single_step_keeps_the_order_of_an_incomplete_rollout(
 ) -> None:
     (only,) = minibatches(_episodes([[1, 2], [1]]), config(16), step=1)
     assert _rows(only) == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("cut", [{1, 6, 7}, set(range(16)), set()])
+def test_samples_that_were_cut_off_leave_the_loss(batch: Batch, cut: set[int]) -> None:
+    batch = replace(batch, advantages=torch.ones(batch.tokens.shape))
+    groups = [
+        Group(
+            g,
+            Prompt(id=str(g), token_ids=(0,), text="0"),
+            tuple(_sample(i, cut_off=i in cut) for i in (2 * g, 2 * g + 1)),
+        )
+        for g in range(8)
+    ]
+    left_in = without_truncated(batch, groups, AlgorithmConfig())
+    assert left_in is batch
+    masked = without_truncated(batch, groups, AlgorithmConfig(mask_truncated=True))
+    assert masked.advantages is not None
+    if len(cut) == 16:
+        assert _rows(masked) == list(range(16)) and not bool(masked.advantages.any())
+    else:
+        assert _rows(masked) == [i for i in range(16) if i not in cut]
+        assert bool(masked.advantages.all())
+
+
+def _sample(i: int, *, cut_off: bool) -> Sample:
+    return Sample(
+        sample_id=str(i),
+        prompt_id=str(i // 2),
+        group_id=i // 2,
+        prompt_ids=(i,),
+        response_ids=(i,),
+        sampler_logprobs=(-1.0,),
+        action_mask=(True,),
+        versions=(0,),
+        text="",
+        finish_reason="length" if cut_off else "stop",
+    )

@@ -1,5 +1,5 @@
-"""Columns of data files, read when a recipe is loaded. A column that a recipe names and a file
-lacks is then reported with the recipe's other problems.
+"""Data files of a source, and their columns, read when a recipe is loaded. A column that a recipe
+names and a file lacks is then reported with the recipe's other problems.
 
 Only the first row of a file is read. A file that does not exist (an earlier job may write it) or
 cannot be read causes no error here, but when the data are opened."""
@@ -9,12 +9,17 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from glob import glob
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from burnish.config.explain import nearest
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 LARGEST_JSON = 16 << 20
 """Maximum bytes of a .json file, which is parsed as a unit; a larger one is not checked."""
@@ -49,6 +54,123 @@ def _is_nested(value: Any) -> bool:
     return isinstance(value, (dict, list))
 
 
+# --- files
+
+
+class FilesError(ValueError):
+    """The files of a source cannot be read together. The message says why, and what to do."""
+
+
+SAVED_DATASET = ("dataset_dict.json", "state.json")
+"""Files of a folder written by ``datasets.save_to_disk``: one of them exists."""
+
+_WILDCARD = re.compile(r"[*?\[]")
+
+
+def files_of(path: str) -> list[Path]:
+    """Return the sorted files that the path of a file source names.
+
+    They are the file itself, the files directly in a folder, or the matches of a glob (``*``,
+    ``?``, ``[...]``, and ``**`` for all subfolders). A path that exists is not read as a glob.
+    Hidden files of a folder, and those without a suffix, ending in ``.md`` or beginning with ``_``
+    are left out. The list is empty if a folder has no other files, or if nothing matches a glob; a
+    path that does not exist is returned as it is. Raises FilesError if types differ.
+    """
+    place = Path(path)
+    if place.is_dir() and not is_saved_dataset(place):
+        found = [file for file in place.iterdir() if file.is_file() and not _is_note(file)]
+    elif is_glob(path):
+        found = [Path(match) for match in glob(path, recursive=True) if Path(match).is_file()]
+    else:
+        return [place]
+    found.sort()
+    for file in found:
+        if suffix_of(file) != suffix_of(found[0]):
+            raise FilesError(
+                f"{path} has files of several types, such as {found[0]} and {file}; select one "
+                f"with a glob such as {file.parent / ('*' + suffix_of(file))}, or list each type "
+                "as a source of its own"
+            )
+    return found
+
+
+def is_glob(path: str) -> bool:
+    """Return whether the path is a pattern: it has a wildcard and does not exist."""
+    return _WILDCARD.search(path) is not None and not Path(path).exists()
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Return whether a folder was written by ``datasets.save_to_disk``."""
+    return any((folder / name).exists() for name in SAVED_DATASET)
+
+
+def _is_note(file: Path) -> bool:
+    return file.name.startswith((".", "_")) or file.suffix.lower() in ("", ".md")
+
+
+def default_name(path: str) -> str:
+    """Return the name of a source without one: the stem of a file, the name of a folder, and for a
+    glob the letters before its first wildcard, or the folder before it.
+
+    >>> [default_name(p) for p in ("a/rows.jsonl.gz", "a/train-*.parquet", "a/**/*.json", "*.csv")]
+    ['rows', 'train', 'a', 'rows']
+    """
+    place = Path(path)
+    if not is_glob(path):
+        known = not place.is_dir() and place.suffix.lower() in COMPRESSED
+        return place.name if place.is_dir() else Path(place.stem).stem if known else place.stem
+    folder, _, begin = _WILDCARD.split(path, maxsplit=1)[0].rpartition("/")
+    return begin.rstrip("-_.") or Path(folder).name or "rows"
+
+
+def first_file(path: str) -> str:
+    """Return the first file of a source that has a readable row; ``path`` itself if none has."""
+    try:
+        files = files_of(path)
+    except FilesError:
+        return path
+    if files == [Path(path)]:
+        return path
+    return next((str(file) for file in files if first_row(str(file)) is not None), path)
+
+
+def check_columns(files: Sequence[Path]) -> None:
+    """Raise FilesError if two files of one source have different columns.
+
+    Rows of JSON may lack columns: one of two first rows must have all columns of the other. Files
+    without rows are not compared.
+    """
+    known: tuple[Path, frozenset[str]] | None = None
+    for file in files if len(files) > 1 else ():
+        names = _names_of(file)
+        if names is None:
+            continue
+        if known is None:
+            known = (file, names)
+        other, columns = known
+        optional = suffix_of(file) in (".json", *LINES)
+        if columns == names or (optional and (columns < names or names < columns)):
+            continue
+        raise FilesError(
+            f"{other} and {file} have different columns ({', '.join(sorted(columns))}; "
+            f"{', '.join(sorted(names))}), but are files of one source. Select the files of one "
+            "kind with a glob, or list each kind as a source of its own"
+        )
+
+
+def _names_of(file: Path) -> frozenset[str] | None:
+    """Return the names of the columns of a file, or None if they cannot be read."""
+    if suffix_of(file) != ".parquet":
+        names = columns_of(str(file))
+        return None if names is None else frozenset(names)
+    import pyarrow.parquet
+
+    try:
+        return frozenset(pyarrow.parquet.read_schema(file).names)
+    except (OSError, ValueError):  # pyarrow's errors are ValueErrors
+        return None
+
+
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 """Suffix after ``.jsonl`` -> pyarrow's name of the compression."""
 
@@ -78,6 +200,26 @@ def opened_lines(path: Path) -> Iterator[BinaryIO]:
         io.BufferedReader(stream) as lines,
     ):
         yield cast(BinaryIO, lines)
+
+
+@contextmanager
+def arrow_batches(path: Path) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
+    """Open an Arrow IPC file, in the file format or in the stream format (of ``datasets``), for
+    reading its batches. They are memory-mapped, and stay valid after this context."""
+    import pyarrow as pa
+
+    with path.open("rb") as file:
+        is_file_format = file.read(6) == b"ARROW1"
+    source = pa.memory_map(str(path))
+    if is_file_format:
+        reader = pa.ipc.open_file(source)
+        yield reader.schema, map(reader.get_batch, range(reader.num_record_batches))
+    else:
+        with pa.ipc.open_stream(source) as stream:
+            yield stream.schema, iter(stream)
+
+
+# --- columns
 
 
 def columns_of(path: str) -> tuple[str, ...] | None:
@@ -114,6 +256,10 @@ def _first_row(file: Path, suffix: str) -> Mapping[str, Any] | None:
         return None
     if suffix == ".parquet":
         return _first_of_parquet(file)
+    if suffix == ".arrow":
+        with arrow_batches(file) as (schema, batches):
+            full = next((batch for batch in batches if batch.num_rows), None)
+            return dict.fromkeys(schema.names) if full is None else full.slice(0, 1).to_pylist()[0]
     if suffix == ".json":
         small = file.stat().st_size <= LARGEST_JSON
         rows = json_value(file.read_text(encoding="utf-8-sig")) if small else None

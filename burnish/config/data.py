@@ -11,7 +11,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node, PathText
-from burnish.config.columns import columns_of, first_row, missing_columns
+from burnish.config.columns import (
+    FilesError,
+    columns_of,
+    default_name,
+    files_of,
+    first_file,
+    first_row,
+    missing_columns,
+)
 from burnish.config.forms import (
     NAMES,
     SHAREGPT,
@@ -36,16 +44,22 @@ class _Source(Node):
 
 
 class FileSource(_Source):
-    """Rows of one file: .jsonl (also .jsonl.gz and .jsonl.zst), .json (a list of objects), .csv or
-    .parquet."""
+    """Rows of a file: .jsonl (also .jsonl.gz and .jsonl.zst), .json (a list of objects), .csv,
+    .parquet or .arrow; or of several files of one type: a folder or a glob."""
 
     kind: Literal["file"] = "file"
     path: PathText
-    """Path of the file, absolute or relative to the working directory."""
+    """Path of a file, a folder of files, or a glob such as ``data/train-*.parquet``, absolute or
+    relative to the working directory. Several files are read in the order of their names."""
     max_samples: int | None = Field(None, ge=1)
     """Use only the first this many rows. None: all."""
     name: str | None = None
-    """Name in prompt ids and metrics. None: the file's stem."""
+    """Name in prompt ids and metrics. None: the file's stem, or the name of the folder."""
+
+    @property
+    def source_name(self) -> str:
+        """Name of the source in prompt ids and metrics."""
+        return self.name or default_name(self.path)
 
 
 class HubSource(_Source):
@@ -157,8 +171,8 @@ class DataConfig(Node):
 
     @property
     def all_files(self) -> list[str]:
-        """Paths of the sources that are files."""
-        return [source.path for source in self.sources if isinstance(source, FileSource)]
+        """Path of each source of files, or of the first of its files if it has several."""
+        return [first_file(s.path) for s in self.sources if isinstance(s, FileSource)]
 
     @property
     def files(self) -> list[str]:
@@ -207,7 +221,16 @@ class DataConfig(Node):
             except FormError as error:
                 yield f"{path}: {error}"
 
+    def _files_rules(self) -> Iterator[str]:
+        for source in self.sources:
+            try:
+                if isinstance(source, FileSource):
+                    files_of(source.path)
+            except FilesError as error:
+                yield str(error)
+
     def rules(self) -> Iterator[str]:
+        yield from self._files_rules()
         yield from self._form_rules()
         weighted = [source.weight for source in self.sources if source.weight != 1.0]
         if self.mix == "size" and weighted:

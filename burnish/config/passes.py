@@ -6,7 +6,14 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 
-from burnish.config.columns import LINES, json_value, opened_lines, suffix_of
+from burnish.config.columns import (
+    LINES,
+    arrow_batches,
+    files_of,
+    json_value,
+    opened_lines,
+    suffix_of,
+)
 from burnish.config.data import (
     DataConfig,
     EnvironmentSource,
@@ -29,7 +36,7 @@ def num_rows(source: SourceConfig) -> int | None:
     if not isinstance(source, FileSource):
         return None
     try:
-        found = _rows_of_file(Path(source.path))
+        found = _rows_of_files(files_of(source.path))
     except (OSError, ValueError, csv.Error):  # pyarrow's errors are ValueErrors
         return None
     return found if found is None else min(found, source.max_samples or found)
@@ -84,9 +91,19 @@ def _times(count: int) -> str:
 
 
 def _name(source: SourceConfig) -> str:
+    if isinstance(source, FileSource):
+        return source.source_name
     if source.name is not None:
         return source.name
     return source.environment if isinstance(source, EnvironmentSource) else Path(source.path).stem
+
+
+def _rows_of_files(paths: Sequence[Path]) -> int | None:
+    columnar = bool(paths) and suffix_of(paths[0]) in (".parquet", ".arrow")
+    if not columnar and sum(path.stat().st_size for path in paths) > _LARGEST:
+        return None
+    sizes = [_rows_of_file(path) for path in paths]
+    return sum(size or 0 for size in sizes) if sizes and None not in sizes else None
 
 
 def _rows_of_file(path: Path) -> int | None:
@@ -95,8 +112,9 @@ def _rows_of_file(path: Path) -> int | None:
         import pyarrow.parquet
 
         return int(pyarrow.parquet.read_metadata(path).num_rows)
-    if path.stat().st_size > _LARGEST:
-        return None
+    if suffix == ".arrow":
+        with arrow_batches(path) as (_, batches):
+            return sum(batch.num_rows for batch in batches)
     if suffix in LINES:
         with opened_lines(path) as lines:
             return sum(1 for line in lines if line.strip())

@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from burnish.config.data import DataConfig, Overlong
 from burnish.data.forms import open_rows
 from burnish.data.notices import Notices, collecting
-from burnish.data.sources import DataError, Row, Source
+from burnish.data.sources import DataError, Row, Source, files_digests
 from burnish.data.stream import IndexStream, RowRef
 
 _log = logging.getLogger(__name__)
@@ -74,6 +74,7 @@ class EncodedStream(Generic[T]):
             weights=weights if config.mix == "weight" else None,
             seed=seed,
             shuffle=config.shuffle,
+            files=files_digests(config.sources),
         )
         self._counts = {"seen": 0, "dropped": 0, "truncated": 0}
         if config.on_bad_row == "skip":

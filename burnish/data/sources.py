@@ -6,6 +6,8 @@ The meaning of columns is defined in prompts, sft and preference, the row order 
 from __future__ import annotations
 
 import csv
+import hashlib
+import os
 import shutil
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -21,6 +23,10 @@ from burnish.config.columns import (
     COMPRESSED,
     LARGEST_JSON,
     LINES,
+    FilesError,
+    check_columns,
+    files_of,
+    is_glob,
     json_value,
     opened_lines,
     suffix_of,
@@ -33,7 +39,13 @@ from burnish.config.data import (
     SourceConfig,
 )
 from burnish.config.explain import nearest
+from burnish.data import tables
 from burnish.errors import BurnishError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+R = TypeVar("R")
 
 _CSV_FIELD_LIMIT = 2**31 - 1  # csv's default of 131072 characters is too small for long documents
 
@@ -77,7 +89,7 @@ _EMPTY = "{place}: the data set is empty; use a source with at least one row"
 def open_source(config: SourceConfig) -> Source:
     """Open the source described by ``config``. Raises DataError if it has no rows."""
     if isinstance(config, FileSource):
-        source = _open_file(config)
+        source = _open_files(config)
     elif isinstance(config, HubSource):
         source = _open_dataset(config)
     elif isinstance(config, SeedSource):
@@ -178,8 +190,24 @@ class _Rows:
         return self._read(i)
 
 
+class _Shards:
+    """The rows of several files, file after file."""
+
+    def __init__(self, name: str, shards: Sequence[Source]) -> None:
+        self.name = name
+        self._shards = shards
+        self._begins = np.cumsum([0, *map(len, shards)])
+
+    def __len__(self) -> int:
+        return int(self._begins[-1])
+
+    def __getitem__(self, i: int) -> Row:
+        shard = int(np.searchsorted(self._begins, i, side="right")) - 1
+        return self._shards[shard][i - int(self._begins[shard])]
+
+
 def first_rows(config: SourceConfig, count: int = 3) -> list[Row]:
-    """Return the first ``count`` rows of a file without reading the rest of it.
+    """Return the first ``count`` rows of a source of files without reading the other rows.
 
     Return [] for other sources and for very large .json files. Raises DataError as
     :func:`open_source` does.
@@ -188,23 +216,29 @@ def first_rows(config: SourceConfig, count: int = 3) -> list[Row]:
         _check_folder(config)
     if not isinstance(config, FileSource):
         return []
-    path = Path(config.path)
-    _reader_of(path)
-    suffix = suffix_of(path)
-    if suffix == ".parquet":
-        rows = _first_of_parquet(path, count)
-    elif suffix == ".csv":
-        rows = _csv_rows(path, count)
-    elif suffix == ".json":
-        if path.stat().st_size > LARGEST_JSON:
-            return []
-        whole = _read_json(path, "")
-        rows = [whole[i] for i in range(min(count, len(whole)))]
-    else:
-        rows = _first_lines(path, count)
+    rows: list[Row] = []
+    for path in _files_of(config):
+        if suffix_of(path) == ".json" and path.stat().st_size > LARGEST_JSON:
+            return rows
+        rows += _first_of(path, count - len(rows))
+        if len(rows) == count:
+            break
     if not rows:
-        raise DataError(_EMPTY.format(place=path))
+        raise DataError(_EMPTY.format(place=config.path))
     return rows
+
+
+def _first_of(path: Path, count: int) -> list[Row]:
+    suffix = suffix_of(path)
+    if suffix in tables.SUFFIXES:
+        values = _columnar(path, lambda: tables.first_rows(path, count))
+        return [Row(row, f"{path} row {i}", fills_nulls=True) for i, row in enumerate(values)]
+    if suffix == ".csv":
+        return _csv_rows(path, count)
+    if suffix == ".json":
+        whole = _read_json(path, "")
+        return [whole[i] for i in range(min(count, len(whole)))]
+    return _first_lines(path, count)
 
 
 def _first_lines(path: Path, count: int) -> list[Row]:
@@ -217,24 +251,53 @@ def _first_lines(path: Path, count: int) -> list[Row]:
     return [_json_row(line, f"{path}:{n}") for n, line in found]
 
 
-def _first_of_parquet(path: Path, count: int) -> list[Row]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+def _open_files(config: FileSource) -> Source:
+    """Open the files of a source. Several Parquet files are copied to temporary Arrow files, which
+    are memory-mapped, so that they need not fit in memory."""
+    paths, name = _files_of(config), config.source_name
+    if len(paths) == 1:
+        return _reader_of(paths[0])(paths[0], name)
+    if suffix_of(paths[0]) != ".parquet":
+        return _Shards(name, [_reader_of(path)(path, name) for path in paths])
+    return _Shards(name, [_columnar_rows(path, name, tables.copied) for path in paths])
 
+
+def files_digests(configs: Sequence[SourceConfig]) -> dict[str, str]:
+    """Return name -> digest of the file names, in order, of each source with several files. The
+    digest does not change if their common folder is moved."""
+    digests = {}
+    for config in configs:
+        paths = files_of(config.path) if isinstance(config, FileSource) else []
+        if isinstance(config, FileSource) and len(paths) > 1:
+            common = os.path.commonpath([path.parent for path in paths])
+            names = "\n".join(os.path.relpath(path, common) for path in paths)
+            digests[config.source_name] = hashlib.sha256(names.encode()).hexdigest()[:16]
+    return digests
+
+
+def _files_of(config: FileSource) -> list[Path]:
+    """Return the files of a source. Raises DataError if there is none, or if they are missing, of
+    unknown type, or of different types or columns."""
     try:
-        with pq.ParquetFile(path) as file:
-            batch = next(file.iter_batches(batch_size=count), None)
-            values = [] if batch is None else batch.to_pylist()
-    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
-        raise DataError(f"{path}: the file is not readable as parquet: {error}") from error
-    return [Row(row, f"{path} row {i}", fills_nulls=True) for i, row in enumerate(values)]
-
-
-def _open_file(config: FileSource) -> Source:
-    path = Path(config.path)
-    compressed = path.suffix.lower() in COMPRESSED
-    stem = Path(path.stem).stem if compressed else path.stem
-    return _reader_of(path)(path, config.name or stem)
+        paths = files_of(config.path)
+        for path in paths:
+            _reader_of(path)
+        check_columns(paths)
+    except FilesError as error:
+        raise DataError(str(error)) from error
+    if paths:
+        return paths
+    known = ", ".join(sorted(_READERS))
+    if is_glob(config.path):
+        raise DataError(
+            f"no file matches the glob {config.path} (working directory: {Path.cwd()}); correct "
+            "the pattern, or write the files first"
+        )
+    raise DataError(
+        f"{config.path} is a folder without data files ({known}); write the files first, use a "
+        f"glob such as {Path(config.path) / '**' / '*.parquet'} for files in its subfolders, or "
+        f"{{kind: dataset, path: {config.path}}} for a Hugging Face dataset"
+    )
 
 
 def _reader_of(path: Path) -> Callable[[Path, str], Source]:
@@ -244,8 +307,7 @@ def _reader_of(path: Path) -> Callable[[Path, str], Source]:
         raise DataError(_missing_file(path))
     if path.is_dir():
         raise DataError(
-            f"{path} is a folder, not a file. For a folder written by save_to_disk use "
-            f"{{kind: dataset, path: {path}}}"
+            f"{path} is a folder written by save_to_disk; use {{kind: dataset, path: {path}}}"
         )
     if reader is None:
         raise DataError(
@@ -323,14 +385,12 @@ def _csv_row(header: Sequence[str], cells: Sequence[str], where: str) -> Row:
     return Row(dict(zip(header, cells, strict=True)), where)
 
 
-def _read_parquet(path: Path, name: str) -> Source:
+def _columnar_rows(
+    path: Path, name: str, open_table: Callable[[Path], pa.Table] = tables.opened
+) -> Source:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    try:
-        table = pq.read_table(path, memory_map=True)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path}: the file is not readable as parquet: {error}") from error
+    table = _columnar(path, lambda: open_table(path))
 
     def read(i: int) -> Row:
         where = f"{path} row {i}"
@@ -340,6 +400,15 @@ def _read_parquet(path: Path, name: str) -> Source:
             raise DataError(f"{where}: the row cannot be read: {error}") from error
 
     return _Rows(name, table.num_rows, read)
+
+
+def _columnar(path: Path, read: Callable[[], R]) -> R:
+    """Call ``read``. Raises DataError if the file is not readable."""
+    try:
+        return read()
+    except (ValueError, OSError, OverflowError) as error:  # pyarrow's errors are ValueErrors
+        kind = suffix_of(path).removeprefix(".")
+        raise DataError(f"{path}: the file is not readable as {kind}: {error}") from error
 
 
 def _as_object(values: Any, where: str) -> Mapping[str, Any]:
@@ -355,7 +424,7 @@ _READERS: dict[str, Callable[[Path, str], Source]] = {
     **dict.fromkeys(LINES, _JsonLines),
     ".json": _read_json,
     ".csv": _read_csv,
-    ".parquet": _read_parquet,
+    **dict.fromkeys(tables.SUFFIXES, _columnar_rows),
 }
 
 

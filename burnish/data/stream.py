@@ -48,12 +48,15 @@ class IndexStream:
         weights: Sequence[float] | None,
         seed: int,
         shuffle: bool,
+        files: Mapping[str, str] | None = None,
     ) -> None:
         """``sizes``: number of rows by source, above 0. ``weights``: relative, one per source. If
-        None, the rows of all sources are shuffled together, and each is drawn once per epoch."""
+        None, the rows of all sources are shuffled together, and each is drawn once per epoch.
+        ``files``: digest of the file names of each source that consists of several files."""
         if weights is not None and len(weights) != len(sizes):
             raise ValueError(f"{len(weights)} weights for {len(sizes)} sources")
         self._names, self._sizes = list(sizes), list(sizes.values())
+        self._files = dict(files or {})
         self._joint = weights is None
         shares = np.ones(len(sizes)) if weights is None else np.asarray(weights, dtype=np.float64)
         self._edges = np.cumsum(shares / shares.sum())
@@ -103,14 +106,14 @@ class IndexStream:
             "mix": "size" if self._joint else "weight",
             "draws": self._draws,
             "sources": {
-                name: {"size": size, "epoch": epoch, "position": position}
+                name: {"size": size, "epoch": epoch, "position": position} | self._digest(name)
                 for name, (size, epoch, position) in zip(self._names, per_source, strict=True)
             },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from ``state``. Raises DataError if the sources, sizes, seed, shuffle or mix
-        differ.
+        """Resume from ``state``. Raises DataError if the sources, sizes, file names, seed, shuffle
+        or mix differ.
 
         Weights may change: later draws use the new weights, and every epoch stays complete.
         """
@@ -118,6 +121,9 @@ class IndexStream:
         self._draws = int(state["draws"])
         self._epochs = [int(state["sources"][name]["epoch"]) for name in self._names]
         self._positions = [int(state["sources"][name]["position"]) for name in self._names]
+
+    def _digest(self, name: str) -> dict[str, str]:
+        return {"files": self._files[name]} if name in self._files else {}
 
     def _source_of(self, draw: int) -> int:
         if len(self._sizes) == 1:
@@ -149,6 +155,12 @@ class IndexStream:
                     f"data source {name!r} had {saved} rows when the run was saved but has {size} "
                     "now; the saved position would point at other rows. Restore the data, or "
                     "start a new run"
+                )
+            if state["sources"][name].get("files") != self._files.get(name):
+                raise DataError(
+                    f"data source {name!r} consists of other files than when the run was saved; "
+                    "the saved position would point at other rows. Restore the files and their "
+                    "names, or start a new run"
                 )
         mix = "size" if self._joint else "weight"
         then = {"mix": "weight", **state}  # older states have no mix

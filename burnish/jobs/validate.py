@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from burnish.config import DistillConfig, EvaluateConfig, GenerateConfig, JobConfig, RLConfig
 from burnish.config import rewards as config_rewards
+from burnish.config.columns import files_of
 from burnish.config.data import DataConfig, EnvironmentSource, FileSource, SeedSource
 from burnish.config.job import RowsJob
 from burnish.config.rewards import FailurePolicy, RewardConfig, ShapingConfig
@@ -274,22 +275,28 @@ def _key(section: Section, tokenizer: PreTrainedTokenizerBase) -> str | None:
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return None
     digest = hashlib.sha256(_code())
+    paths = [path for source in files for path in files_of(source.path)]
     settings = [
-        *(type(section.data).__name__, section.data.model_dump(mode="json")),
+        *(
+            [str(path) for path in paths],
+            type(section.data).__name__,
+            section.data.model_dump(mode="json"),
+        ),
         *(sorted(section.data.model_fields_set), section.num_rows),
         *(type(tokenizer).__name__, str(tokenizer.chat_template)),
         *(tokenizer.special_tokens_map, tokenizer.backend_tokenizer.to_str()),
     ]
     digest.update(json.dumps(settings, default=str).encode())
-    for source in files:
-        with Path(source.path).open("rb") as file:
+    for path in paths:
+        with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
 
 
-def _states(data: DataConfig) -> list[tuple[int, int, int]]:
-    stats = [Path(s.path).stat() for s in data.sources if isinstance(s, FileSource)]
-    return [(stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in stats]
+def _states(data: DataConfig) -> list[tuple[str, int, int, int]]:
+    files = [s.path for s in data.sources if isinstance(s, FileSource)]
+    stats = [(str(path), path.stat()) for file in files for path in files_of(file)]
+    return [(path, stat.st_size, stat.st_mtime_ns, stat.st_ino) for path, stat in stats]
 
 
 def _code() -> bytes:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ Tok = PreTrainedTokenizerFast
 Jsonl = Callable[..., str]
 
 
-def config(*paths: str, **options: Any) -> PromptDataConfig:
+def config(*paths: Any, **options: Any) -> PromptDataConfig:
     return PromptDataConfig(sources=paths, **options)
 
 
@@ -250,6 +251,29 @@ def test_a_tokenizer_without_end_token_is_refused_at_the_start(chars: Tok, jsonl
     chars.eos_token = None
     with pytest.raises(DataError, match="no end-of-sequence token"):
         PromptStream(config(jsonl(sums(1))), chars, seed=0)
+
+
+def test_files_of_a_folder_resume_at_the_next_row_unless_their_names_changed(
+    chars: Tok, tmp_path: Path
+) -> None:
+    """The folder itself may be moved."""
+    rows = [json.dumps(row) + "\n" for row in sums(9)]
+    (tmp_path / "sums").mkdir()
+    for i in range(3):
+        (tmp_path / f"sums/part-{i}.jsonl").write_text("".join(rows[3 * i : 3 * i + 3]))
+    data = config(str(tmp_path / "sums"))
+    expected = PromptStream(data, chars, seed=0).next(20)
+    assert {prompt.text for prompt in expected[:9]} == {row["prompt"] for row in sums(9)}
+    first = PromptStream(data, chars, seed=0)
+    before, state = first.next(5), first.state_dict()
+    (tmp_path / "sums").rename(tmp_path / "moved")
+    moved = config({"path": str(tmp_path / "moved"), "name": "sums"})
+    second = PromptStream(moved, chars, seed=0)
+    second.load_state_dict(json.loads(json.dumps(state)))
+    assert before + second.next(15) == expected
+    (tmp_path / "moved/part-2.jsonl").rename(tmp_path / "moved/part-00.jsonl")
+    with pytest.raises(DataError, match="'sums' consists of other files than when the run was"):
+        PromptStream(moved, chars, seed=0).load_state_dict(state)
 
 
 def test_a_state_is_refused_when_a_source_has_grown(chars: Tok, jsonl: Jsonl) -> None:

@@ -11,10 +11,12 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets.arrow_writer import ArrowWriter
 
-from burnish.config.columns import columns_of
-from burnish.config.data import EnvironmentSource, FileSource, HubSource
-from burnish.data.sources import DataError, Source, open_source, open_sources
+from burnish.config.columns import columns_of, first_file
+from burnish.config.data import DataConfig, EnvironmentSource, FileSource, HubSource
+from burnish.config.passes import num_rows
+from burnish.data.sources import DataError, Source, first_rows, open_source, open_sources
 
 ROWS = [{"prompt": "1+1=", "label": "2"}, {"prompt": "2+2=", "label": "4"}]
 
@@ -39,12 +41,27 @@ def write_parquet(path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(ROWS), path)
 
 
+def write_arrow_stream(path: Path) -> None:
+    with ArrowWriter(path=str(path)) as writer:  # the format of the cache of datasets
+        for row in ROWS:
+            writer.write(row)
+        writer.finalize()
+
+
+def write_arrow_file(path: Path) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    with pa.ipc.new_file(str(path), table.schema) as file:
+        file.write_table(table, max_chunksize=1)
+
+
 FORMATS = {
     "rows.jsonl": write_jsonl,
     "rows.ndjson": write_jsonl,
     "rows.json": write_json,
     "rows.csv": write_csv,
     "rows.parquet": write_parquet,
+    "rows.arrow": write_arrow_stream,
+    "file.arrow": write_arrow_file,
 }
 
 
@@ -52,7 +69,7 @@ FORMATS = {
 def test_every_file_format_gives_the_same_rows_in_any_order(tmp_path: Path, name: str) -> None:
     FORMATS[name](tmp_path / name)
     source = open_file(tmp_path / name)
-    assert source.name == "rows" and len(source) == 2
+    assert source.name == Path(name).stem and len(source) == 2
     assert [dict(source[i].values) for i in (1, 0, 1)] == [ROWS[1], ROWS[0], ROWS[1]]
 
 
@@ -68,7 +85,85 @@ def test_rows_contain_their_line_or_row_number(tmp_path: Path) -> None:
         "rows.json": f"{tmp_path}/rows.json row 1",
         "rows.csv": f"{tmp_path}/rows.csv:3",
         "rows.parquet": f"{tmp_path}/rows.parquet row 1",
+        "rows.arrow": f"{tmp_path}/rows.arrow row 1",
+        "file.arrow": f"{tmp_path}/file.arrow row 1",
     }
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_files_of_a_folder_or_glob_are_one_source_in_the_order_of_their_names(
+    tmp_path: Path, name: str
+) -> None:
+    """Two files with two rows each: rows 2 and 3 of the source are rows 0 and 1 of the second."""
+    kind = Path(name).suffix
+    folder = tmp_path / "sums"
+    (folder / "older").mkdir(parents=True)
+    for shard in (f"part-2{kind}", f"part-1{kind}", f"older/part-0{kind}"):
+        FORMATS[name](folder / shard)
+    (folder / "README.md").write_text("about the data")
+    (folder / "_SUCCESS").touch()
+    places = {}
+    for path, source_name, size in (
+        (f"{folder}", "sums", 4),
+        (f"{folder}/part-*{kind}", "part", 4),
+        (f"{folder}/**/*{kind}", "sums", 6),
+    ):
+        config = FileSource(path=path)
+        source = open_source(config)
+        assert (source.name, len(source), num_rows(config)) == (source_name, size, size)
+        found = [source[i] for i in range(size)]
+        assert [dict(row.values) for row in found] == ROWS * (size // 2)
+        assert [row.where for row in first_rows(config, 3)] == [row.where for row in found[:3]]
+        places[path] = [row.where for row in found]
+    second = open_file(folder / f"part-2{kind}")
+    assert places[str(folder)][2:] == [second[0].where, second[1].where]
+    assert places[str(folder)][2].startswith(f"{folder}/part-2{kind}")
+    assert first_file(str(folder)).endswith(f"part-1{kind}")
+
+
+def test_a_path_with_wildcards_that_exists_is_a_file(tmp_path: Path) -> None:
+    for name in ("a[1].jsonl", "a1.jsonl"):
+        write_jsonl(tmp_path / name)
+    assert open_file(tmp_path / "a[1].jsonl")[0].where == f"{tmp_path}/a[1].jsonl:1"
+    assert [open_source(FileSource(path=f"{tmp_path}/{p}")).name for p in ("a?.jsonl", "a[1].*")]
+
+
+@pytest.mark.parametrize(
+    ("files", "path", "says"),
+    [
+        ({}, "", "is a folder without data files"),
+        ({"notes.md": "a"}, "*.jsonl", "no file matches the glob"),
+        ({"a.csv": "x\n1", "b.jsonl": '{"x": 1}'}, "", "several types, such as .*a.csv and .*b.js"),
+        ({"a.csv": "x,y\n1,2", "b.csv": "x\n1"}, "", r"a.csv and .*b.csv have different columns"),
+        ({"a.jsonl": '{"x": 1}', "b.jsonl": '{"y": 1}'}, "*", "b.jsonl have different columns"),
+        ({"a.jsonl": '{"x": 1}', "b.jsonl": '{"x": 1}\n{"x"'}, "", "b.jsonl:2: .* not valid JSON"),
+        ({"a.txt": "x"}, "", r"a.txt: unknown file type"),
+        ({"a.jsonl": "", "b.jsonl": "\n"}, "", "the data set is empty"),
+        ({"a.arrow": "ARROW1 and no table"}, "", "a.arrow: the file is not readable as arrow"),
+        ({"a.parquet": "PAR?", "b.parquet": "PAR?"}, "", "a.parquet: .* not readable as parquet"),
+        ({"state.json": "{}"}, "", "written by save_to_disk; use {kind: dataset"),
+    ],
+)
+def test_files_that_are_no_source_are_refused_with_the_file_at_fault(
+    tmp_path: Path, files: dict[str, str], path: str, says: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    config = FileSource(path=f"{tmp_path}/{path}")
+    with pytest.raises(DataError, match=says):
+        source = open_source(config)
+        [source[i] for i in range(len(source))]
+    with pytest.raises(DataError, match=says):
+        first_rows(config, 3)
+    at_load = any("several types" in line for line in DataConfig(sources=(config,)).broken_rules())
+    assert at_load == says.startswith("several types")
+
+
+def test_a_row_of_json_files_may_lack_columns(tmp_path: Path) -> None:
+    for name, row in (("a", {"x": 1}), ("b", {"x": 2, "tools": []}), ("c", {"x": 3})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+    source = open_file(tmp_path)
+    assert [source[i].values["x"] for i in range(3)] == [1, 2, 3]
 
 
 def test_blank_lines_of_a_jsonl_file_are_skipped_but_counted(tmp_path: Path) -> None:
@@ -175,13 +270,8 @@ def test_a_missing_file_is_named_with_the_nearest_sibling(tmp_path: Path) -> Non
 
 def test_an_unknown_file_type_lists_the_known_ones(tmp_path: Path) -> None:
     (tmp_path / "rows.xml").write_text("<rows/>")
-    with pytest.raises(DataError, match=r"'\.xml'; known are \.csv, \.json, \.jsonl"):
+    with pytest.raises(DataError, match=r"'\.xml'; known are \.arrow, \.csv, \.json, \.jsonl"):
         open_file(tmp_path / "rows.xml")
-
-
-def test_a_folder_given_as_a_file_points_to_the_right_kind(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"is a folder.*kind: dataset"):
-        open_file(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,12 @@ def test_a_changed_file_or_setting_is_checked_again(tmp_path: Path) -> None:
         check(tree)
     path.write_text(text)
     assert check(tree) == ["data: 5 rows checked, no problems (cached result)"]
+    tree["data"]["sources"] = [str(tmp_path / "*.jsonl")]
+    for cached in ("", " (cached result)"):
+        assert check(tree) == [f"data: 5 rows checked, no problems{cached}"]
+    rows_file(tmp_path, GOOD, BROKEN, name="more.jsonl")
+    with pytest.raises(DataError, match=r"more.jsonl:2: "):
+        check(tree)
 
 
 def test_prompts_that_leave_no_room_for_the_response_are_found(tmp_path: Path) -> None:

@@ -131,7 +131,12 @@ def first_file(path: str) -> str:
         return path
     if files == [Path(path)]:
         return path
-    return next((str(file) for file in files if first_row(str(file)) is not None), path)
+    return next((str(file) for file in files if _has_values(file)), path)
+
+
+def _has_values(file: Path) -> bool:
+    row = first_row(str(file))
+    return row is not None and any(value is not None for value in row.values())
 
 
 def check_columns(files: Sequence[Path]) -> None:

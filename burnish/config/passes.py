@@ -114,7 +114,7 @@ def _rows_of_file(path: Path) -> int | None:
         return int(pyarrow.parquet.read_metadata(path).num_rows)
     if suffix == ".arrow":
         with arrow_batches(path) as (_, batches):
-            return sum(batch.num_rows for batch in batches)
+            return sum(int(batch.num_rows) for batch in batches)
     if suffix in LINES:
         with opened_lines(path) as lines:
             return sum(1 for line in lines if line.strip())

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from burnish.config.data import DataConfig, Overlong
+from burnish.data.files import files_digests
 from burnish.data.forms import open_rows
 from burnish.data.notices import Notices, collecting
-from burnish.data.sources import DataError, Row, Source, files_digests
+from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import IndexStream, RowRef
 
 _log = logging.getLogger(__name__)

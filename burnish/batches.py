@@ -56,9 +56,34 @@ def _scored_rows(rows: Sequence[TokenRow | Sample], samples: Sequence[Sample]) -
     logprobs = [(0.0,) * len(row.prompt_ids) + row.sampler_logprobs for row in rows]
     return replace(
         batch,
+        kept_ids=_kept_ids(rows, batch),
         sampler_logprobs=flat_array(logprobs, np.float32, count=batch.tokens.numel()),
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
     )
+
+
+def _kept_ids(rows: Sequence[TokenRow | Sample], batch: Batch) -> Tensor | None:
+    """Return ``Batch.kept_ids`` of ``rows``; None if no row recorded them. Raises ValueError if an
+    action token lacks them, although another one has them."""
+    if not any(row.kept_ids for row in rows):
+        return None
+    found = [ids for row in rows for ids in (*[()] * len(row.prompt_ids), *_kept_of(row))]
+    counts = torch.tensor([len(ids) for ids in found])
+    if bool((batch.action_mask & (counts == 0)).any()):
+        raise ValueError(
+            "some action tokens have the ids that top-k and top-p kept and others do not, so their "
+            "log-probs are of different distributions; sample all of them with "
+            "rollout.sampling_mask, or none"
+        )
+    placed = torch.full((len(found), int(counts.max())), -1, dtype=torch.int32)
+    filled = torch.arange(placed.shape[1]) < counts[:, None]
+    placed[filled] = flat_array(found, np.int32, count=int(counts.sum()))
+    return placed
+
+
+def _kept_of(row: TokenRow | Sample) -> Sequence[Sequence[int]]:
+    """Return the kept ids of each response token of a row."""
+    return row.kept_ids or [()] * len(row.response_ids)
 
 
 def _with_ages(

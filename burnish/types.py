@@ -82,6 +82,8 @@ class TokenRow:
     turns: tuple[int, ...]
     """Number of the turn that sampled each token, -1 for the other tokens. Turns are numbered from
     0, in the order of time, over all rows of the episode. All tokens of a turn are in one row."""
+    kept_ids: tuple[tuple[int, ...], ...] = ()
+    """Ids that top-k and top-p kept for each token. Empty: not recorded, full vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Sample:
     response_ids: tuple[int, ...]
     """Token ids after the prompt, end token included."""
     sampler_logprobs: tuple[float, ...]
-    """log p(token) from the rollout engine, at the sampling temperature, in nats."""
+    """log p(token) of the rollout engine at the temperature, in nats; over ``kept_ids``, if any."""
     action_mask: tuple[bool, ...]
     """True if the policy sampled the token; False if an environment or tool wrote it."""
     versions: tuple[int, ...]
@@ -121,6 +123,8 @@ class Sample:
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     turns: tuple[int, ...] = ()
     """As in :class:`TokenRow`, of the last row. Empty: one turn."""
+    kept_ids: tuple[tuple[int, ...], ...] = ()
+    """As in :class:`TokenRow`, of the last row."""
     earlier_rows: tuple[TokenRow, ...] = ()
     """Rows of the calls that the last row does not extend, in the order of time."""
     turn_rewards: tuple[float, ...] = ()
@@ -138,6 +142,7 @@ class Sample:
             self.action_mask,
             self.versions,
             self.turns or tuple(0 if action else -1 for action in self.action_mask),
+            self.kept_ids,
         )
         return (*self.earlier_rows, last)
 
@@ -209,6 +214,9 @@ class Batch:
     samples."""
     sampler_logprobs: Tensor | None = None
     """[M] fp32"""
+    kept_ids: Tensor | None = None
+    """[M, K] int32: ids that top-k and top-p kept for each action token, padded with -1. Log-probs
+    of a token are over its ids, or over the full vocabulary if it has none"""
     ages: Tensor | None = None
     """[M] int64: RL steps between the weights that sampled each action token and the weights at the
     start of the update; 0 for other tokens. None: a synchronous run"""
@@ -343,7 +351,9 @@ _PER_ROW = frozenset(
     {"prompt_lens", "group_ids", "sample_ids", "sample_tokens", "rewards", "margins", "labels"}
 )
 _ON_CPU = frozenset({"offsets", "prompt_lens", "group_ids", "sample_ids"})
-_MODEL_INPUTS = frozenset({"tokens", "offsets", "action_mask", "step_labels", "teacher_states"})
+_MODEL_INPUTS = frozenset(
+    {"tokens", "offsets", "action_mask", "step_labels", "teacher_states", "kept_ids"}
+)
 """Columns that a pass without a loss reads, except those per row."""
 
 

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from burnish.config.algorithm import AlgorithmConfig, GspoLoss
 from burnish.config.rollout import RolloutConfig
 
+MAX_KEPT = 1024
+"""Maximum ``rollout.top_k`` if the tokens that it keeps are recorded: 4 KiB per token."""
+
 
 def cut_sampling(rollout: RolloutConfig) -> str | None:
     """Return the setting that restricts sampling to a part of the distribution, or None."""
@@ -21,20 +24,54 @@ def off_policy_rules(
     ``several_updates``: a rollout is used for several optimizer steps."""
     yield from _ratio_rules(algorithm, several_updates=several_updates)
     yield from _stale_rules(algorithm, rollout)
-    cut = cut_sampling(rollout)
-    if cut is None:
-        return
+    yield from _mask_rules(algorithm, rollout)
+
+
+def records_sampling_mask(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> bool:
+    """Return whether the tokens that top_p and top_k keep are recorded, and all log-probs of the
+    run are over them."""
+    if rollout.sampling_mask is not None:
+        return rollout.sampling_mask
+    return cut_sampling(rollout) is not None and _divides_by_sampler(algorithm) is not None
+
+
+def max_kept_ids(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> int:
+    """Return the maximum number of ids that are recorded per token; 0 if none are."""
+    return rollout.top_k if records_sampling_mask(algorithm, rollout) else 0
+
+
+def _divides_by_sampler(algorithm: AlgorithmConfig) -> str | None:
+    """Return the setting that divides by the sampler's probabilities, or None."""
     if algorithm.correction is not None:
+        return "correction"
+    return "old_policy=sampler" if algorithm.old_policy == "sampler" else None
+
+
+def _mask_rules(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator[str]:
+    """Yield an error if a sampler's log-prob would be of another distribution than the trainer's,
+    or if the recorded tokens are not bounded."""
+    cut, divides = cut_sampling(rollout), _divides_by_sampler(algorithm)
+    if cut is None:
+        if rollout.sampling_mask:
+            yield (
+                "rollout.sampling_mask records the tokens that top_p and top_k keep, and with "
+                "top_p=1 and top_k=0 these are all; set top_k, or remove sampling_mask"
+            )
+        return
+    if not records_sampling_mask(algorithm, rollout):
+        if divides is not None:
+            yield (
+                f"algorithm.{divides} divides by the sampler's probabilities, and with "
+                f"rollout.{cut} and sampling_mask=false these are not the ones that tokens are "
+                "drawn with; remove sampling_mask, or use top_p=1 and top_k=0"
+            )
+        return
+    if not 1 <= rollout.top_k <= MAX_KEPT:
+        needed = "" if rollout.sampling_mask else f" for algorithm.{divides}"
         yield (
-            "algorithm.correction weights tokens by the sampler's log-probs, but with "
-            f"rollout.{cut} tokens are drawn from another distribution; use top_p=1 and "
-            "top_k=0, or remove correction"
-        )
-    if algorithm.old_policy == "sampler":
-        yield (
-            "algorithm.old_policy=sampler divides by the sampler's probabilities over the entire "
-            f"vocabulary, but with rollout.{cut} tokens are drawn from another distribution; use "
-            "top_p=1 and top_k=0, or old_policy=trainer"
+            f"rollout.{cut} records the tokens that it keeps{needed}, and without a bound "
+            f"these may be the entire vocabulary (top_k={rollout.top_k}); set rollout.top_k to at "
+            f"most {MAX_KEPT} (512 rarely changes top_p=0.95)"
         )
 
 
@@ -87,11 +124,13 @@ def _stale_rules(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator
 def off_policy_advice(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator[str]:
     """Yield one sentence for each combination that is valid but biased or without effect."""
     kind, cut = algorithm.advantage.kind, cut_sampling(rollout)
-    if kind == "on_policy_distill" and cut:
+    if cut and not records_sampling_mask(algorithm, rollout):
         yield (
-            f"rollout.{cut} with algorithm.advantage={kind}: tokens are drawn from another "
-            "distribution than the one that is compared with the teacher, so the loss does not "
-            "minimize the reverse KL; use top_p=1 and top_k=0"
+            f"rollout.{cut} without sampling_mask: tokens are drawn from another distribution than "
+            "the one that is trained, so the gradient also changes the probability of the tokens "
+            "that are never drawn"
+            + (", and the loss is not the reverse KL" if kind == "on_policy_distill" else "")
+            + "; set rollout.sampling_mask=true (with top_k), or top_p=1 and top_k=0"
         )
     loss, correction = algorithm.policy_loss, algorithm.correction
     if isinstance(loss, GspoLoss) and correction is not None and correction.level == "token":

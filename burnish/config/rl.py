@@ -31,7 +31,7 @@ from burnish.config.model import (
     lora_advice,
     random_reference_advice,
 )
-from burnish.config.off_policy import off_policy_advice, off_policy_rules
+from burnish.config.off_policy import max_kept_ids, off_policy_advice, off_policy_rules
 from burnish.config.passes import passes_lines, total_rows
 from burnish.config.ptx import PtxConfig, ptx_rules
 from burnish.config.rewards import (
@@ -75,9 +75,7 @@ def turn_rewards_refused(kind: str) -> str:
 
 
 class RLConfig(TrainingJob):
-    """``burnish rl``: reinforcement learning from rewards (PPO, GRPO and their family).
-
-    ``reference`` needs a KL weight, and ``correction`` needs ``top_p: 1`` and ``top_k: 0``."""
+    """``burnish rl``: reinforcement learning from rewards (PPO, GRPO and their family)."""
 
     not_spmd: ClassVar[str | None] = (
         "one controller samples, scores and filters the rollouts, and hands them to the ranks"
@@ -158,6 +156,7 @@ class RLConfig(TrainingJob):
             if self.algorithm.reduces_over_samples
             else 1,
             with_entropy=True,
+            kept_ids=max_kept_ids(self.algorithm, self.rollout),
             dropout=False,
             offload="policy" in self.cluster.offload_between_phases,
             needs_old_logprobs=self.needs_old_logprobs,

@@ -124,6 +124,8 @@ class TrainRole(RoleSpec):
     """Rows per forward pass of a reward model. None: micro-batches of the job."""
     with_entropy: bool = False
     """True if training passes measure the policy's entropy."""
+    kept_ids: int = 0
+    """Maximum ids per token of a recorded sampling mask. 0: log-probs are over all tokens."""
     offload: bool = False
     """True if its tensors are in host memory between its phases
     (``cluster.offload_between_phases``)."""

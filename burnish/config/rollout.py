@@ -240,6 +240,10 @@ class RolloutConfig(AsynchronousRollout, PromptsRollout):
 
     rollout_batch_size: int = Field(ge=1)
     """PROMPTS per rollout (P); the buffer holds P x n samples."""
+    sampling_mask: bool | None = None
+    """With top_p or top_k: record the tokens that they keep, and compute all log-probs over these.
+    None: only if needed, by ``algorithm.correction`` or ``old_policy: sampler``. Needs ``top_k``.
+    4 bytes x top_k per token in host memory."""
     dynamic_sampling: DynamicSampling | None = None
     """Replacement of groups without a learning signal (``{}``: defaults). None: train on every
     group."""

@@ -24,6 +24,7 @@ class _Row:
     mask: list[bool] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
+    kept_ids: list[tuple[int, ...]] = field(default_factory=list)
 
     def add(self, call: Call, turn: int) -> None:
         """Append the observations of a call's prompt and its sampled tokens."""
@@ -36,6 +37,7 @@ class _Row:
         self.mask += [*[False] * gap, *[True] * count]
         self.versions += [*[version] * gap, *sampled.versions]
         self.turns += [*[-1] * gap, *[turn] * count]
+        self.kept_ids += [*[()] * gap, *(sampled.kept_ids or [()] * count)]
 
     def finished(self) -> TokenRow:
         """Return the row."""
@@ -46,6 +48,7 @@ class _Row:
             action_mask=tuple(self.mask),
             versions=tuple(self.versions),
             turns=tuple(self.turns),
+            kept_ids=tuple(self.kept_ids) if any(self.kept_ids) else (),
         )
 
 

@@ -274,6 +274,7 @@ def episode_sample(prompt: Prompt, sample_id: str, played: Played) -> Sample:
         action_mask=last.action_mask,
         versions=last.versions,
         turns=last.turns,
+        kept_ids=last.kept_ids,
         earlier_rows=rows[:-1],
         text=final.text,
         finish_reason="length" if played.record.status in CUT else final.finish_reason,

@@ -73,11 +73,11 @@ class Teacher:
         return replace(batch, teacher_states=self.engine.states(batch))
 
     def add_teacher_logprobs(self, batch: Batch) -> Batch:
-        """Return the batch with the teacher's log-probs of its action tokens. Tokens outside the
-        teacher's vocabulary get :data:`UNKNOWN_LOGPROB`, and are replaced by token 0 in the
-        teacher's input."""
+        """Return the batch with the teacher's log-probs of its action tokens, always over the full
+        vocabulary. Tokens outside the teacher's vocabulary get :data:`UNKNOWN_LOGPROB`, and are
+        replaced by token 0 in the teacher's input."""
         unknown = batch.tokens >= self.vocabulary
-        read = replace(batch, tokens=batch.tokens.masked_fill(unknown, 0))
+        read = replace(batch, tokens=batch.tokens.masked_fill(unknown, 0), kept_ids=None)
         logprobs = self.engine.logprobs(read)
         logprobs = logprobs.masked_fill(unknown & batch.action_mask, UNKNOWN_LOGPROB)
         return replace(batch, teacher_logprobs=logprobs)

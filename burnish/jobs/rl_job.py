@@ -12,6 +12,7 @@ from burnish.algorithms.kl import AdaptiveKl, FixedKl, KlController
 from burnish.config import RLConfig
 from burnish.config.algorithm import KlConfig
 from burnish.config.model import PrecisionConfig
+from burnish.config.off_policy import records_sampling_mask
 from burnish.config.train import CriticConfig
 from burnish.data.prompts import PromptStream
 from burnish.data.sft import SFTStream
@@ -251,7 +252,10 @@ def _runner(
     return make_runner(
         engine,
         timed(rewards, timeline, {"measure": f"{SCORING}/reward" if overlaps else "reward"}),
-        sampling_of(config.rollout),
+        replace(
+            sampling_of(config.rollout),
+            sampling_mask=records_sampling_mask(config.algorithm, config.rollout),
+        ),
         players,
         timeline=timeline,
         options=RunnerOptions(

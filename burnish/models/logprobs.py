@@ -59,17 +59,24 @@ class Head:
 
 
 def token_logprobs(
-    hidden: Tensor, targets: Tensor, head: Head, *, with_entropy: bool = False
+    hidden: Tensor,
+    targets: Tensor,
+    head: Head,
+    *,
+    with_entropy: bool = False,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log softmax(logits)[target] and, if ``with_entropy``, the entropy of each
     distribution.
 
-    ``hidden`` [K, H] is in the compute dtype, ``targets`` [K] is int64. Returns ``logprobs`` [K]
-    fp32 in nats and ``entropy`` [K] fp32 or None. Both are differentiable with respect to
-    ``hidden`` and the head.
+    ``hidden`` [K, H] is in the compute dtype, ``targets`` [K] is int64. ``kept`` [K, C] int32
+    restricts the softmax of a row to these ids, which must contain the target; -1 is padding, and
+    a row of padding is not restricted. The entropy is always that of the full vocabulary. Returns
+    ``logprobs`` [K] fp32 in nats and ``entropy`` [K] fp32 or None. Both are differentiable with
+    respect to ``hidden`` and the head.
     """
     logprobs, entropy = _TokenLogprobs.apply(
-        hidden, head.weight, head.bias, targets, head, with_entropy
+        hidden, head.weight, head.bias, targets, head, with_entropy, kept
     )
     return logprobs, entropy if with_entropy else None
 
@@ -84,10 +91,11 @@ class _TokenLogprobs(torch.autograd.Function):
         targets: Tensor,
         head: Head,
         with_entropy: bool,
+        kept: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         count = hidden.shape[0]
         logprobs = hidden.new_empty(count, dtype=torch.float32)
-        log_norm = torch.empty_like(logprobs)
+        log_norm, kept_mass = torch.empty_like(logprobs), torch.zeros_like(logprobs)
         entropy = torch.zeros_like(logprobs)
         for begin in range(0, count, head.chunk_tokens):
             rows = slice(begin, begin + head.chunk_tokens)
@@ -96,9 +104,12 @@ class _TokenLogprobs(torch.autograd.Function):
             log_norm[rows] = norm
             logprobs[rows] = logits.gather(-1, targets[rows, None])[:, 0] - norm
             log_p = _bounded(logits.sub_(norm[:, None]))
+            if kept is not None:
+                kept_mass[rows] = _log_mass(log_p, kept[rows])
+                logprobs[rows] -= kept_mass[rows]
             if with_entropy:
                 entropy[rows] = -(log_p.exp() * log_p).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, targets, log_norm, entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_norm, entropy, kept, kept_mass)
         ctx.head, ctx.with_entropy = head, with_entropy
         ctx.last_log_p = log_p if count else None
         return logprobs, entropy
@@ -106,7 +117,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_logprobs, grad_entropy = grads
-        hidden, weight, bias, targets, log_norm, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, log_norm, entropy, kept, kept_mass = ctx.saved_tensors
         head: Head = ctx.head
         sums = HeadGradients(hidden, weight, bias, wanted=ctx.needs_input_grad[:3])
         for begin in reversed(range(0, hidden.shape[0], head.chunk_tokens)):
@@ -115,7 +126,12 @@ class _TokenLogprobs(torch.autograd.Function):
                 log_p, ctx.last_log_p = ctx.last_log_p, None
             else:
                 log_p = _bounded(head.logits(hidden[rows]).sub_(log_norm[rows, None]))
-            grad = grad_logits(log_p, targets[rows], grad_logprobs[rows])
+            if kept is None:
+                grad = grad_logits(log_p, targets[rows], grad_logprobs[rows])
+            else:
+                grad = _kept_grad_logits(
+                    log_p, targets[rows], grad_logprobs[rows], kept[rows], kept_mass[rows]
+                )
             if ctx.with_entropy:
                 # dH/dz = -p (log p + H)
                 p = log_p.exp()
@@ -124,7 +140,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if head.scaling.softcap is not None:
                 capped = log_p.add_(log_norm[rows, None])  # restores the logits
             sums.add(rows, head.projection_grad_(grad, capped))
-        return (*sums.found(), None, None, None)
+        return (*sums.found(), None, None, None, None)
 
 
 def _bounded(log_p: Tensor) -> Tensor:
@@ -174,6 +190,27 @@ class HeadGradients:
 def grad_logits(log_p: Tensor, targets: Tensor, upstream: Tensor) -> Tensor:
     """Return d(sum upstream x logprob)/d logits = upstream (onehot - p), [K, V] fp32."""
     grad = log_p.exp().mul_(-upstream[:, None])
+    return grad.scatter_add_(-1, targets[:, None], upstream[:, None].to(grad.dtype))
+
+
+def _log_mass(log_p: Tensor, kept: Tensor) -> Tensor:
+    """Return [K] the log of the total probability of the ids ``kept`` [K, C]; 0 for rows without
+    ids. ``log_p`` [K, V]."""
+    padding = kept < 0
+    found = log_p.gather(-1, kept.clamp(min=0).long()).masked_fill_(padding, -torch.inf)
+    return torch.where(padding.all(-1), 0.0, found.logsumexp(-1))
+
+
+def _kept_grad_logits(
+    log_p: Tensor, targets: Tensor, upstream: Tensor, kept: Tensor, log_mass: Tensor
+) -> Tensor:
+    """Return :func:`grad_logits` of log-probs over the ids ``kept`` [K, C]: p is p / mass for these
+    ids and 0 for the others. Rows without ids are over the full vocabulary."""
+    padding, ids = kept < 0, kept.clamp(min=0).long()
+    full = padding.all(-1)
+    grad = log_p.exp().mul_(torch.where(full, -upstream, 0.0)[:, None])
+    p = (log_p.gather(-1, ids) - log_mass[:, None]).exp_().masked_fill_(padding, 0.0)
+    grad.scatter_add_(-1, ids, p.mul_(-upstream[:, None]))
     return grad.scatter_add_(-1, targets[:, None], upstream[:, None].to(grad.dtype))
 
 

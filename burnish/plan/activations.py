@@ -331,13 +331,18 @@ class _Trace:
         During backward, a tensor of the size of the other chunks' hidden-state gradients is held
         instead."""
         work, few = self.work, _CHUNKS * head.chunk_tokens
-        with_entropy = work.with_entropy and work.train
+        kept = None
+        if work.kept_ids:
+            of_tokens = torch.zeros(work.tokens, work.kept_ids, dtype=torch.int32)
+            kept = of_tokens[targets]
+        options: dict[str, Any] = {"with_entropy": work.with_entropy and work.train}
         more = at_reads.shape[0] - few
         if more <= 0:
-            return list(token_logprobs(at_reads, targets, head, with_entropy=with_entropy))
+            return list(token_logprobs(at_reads, targets, head, kept=kept, **options))
         held: list[Tensor] = []
         some = _Passed.apply(at_reads[:few], held, None)
-        found = token_logprobs(some, targets[:few], head, with_entropy=with_entropy)
+        part = None if kept is None else kept[:few]
+        found = token_logprobs(some, targets[:few], head, kept=part, **options)
         like = at_reads.new_empty(0).new_empty
         size = (more, at_reads.shape[1])
         return [

@@ -26,6 +26,8 @@ class Pass:
     """True if gradients of an earlier micro-batch exist."""
     checkpointing: bool = False
     with_entropy: bool = False
+    kept_ids: int = 0
+    """Ids per token over which log-probs are computed. 0: all."""
     chunk_tokens: int = CHUNK_TOKENS["cpu"]
     grad_accum_dtype: Dtype = "fp32"
     lora: LoraConfig | None = None

@@ -198,6 +198,7 @@ def _passes(
         grad_accum_dtype=setup.precision.grad_accum_dtype,
         lora=role.model.lora,
         states=role.returns_states,
+        kept_ids=role.kept_ids if role.head == "lm" else 0,
         kernels=context.hardware.kernels,
     )
     passes: dict[str, Pass] = {}

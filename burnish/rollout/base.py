@@ -26,6 +26,9 @@ class Sampling:
     top_k: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    sampling_mask: bool = False
+    """Record the tokens that top_p and top_k keep (:attr:`Completion.kept_ids`), and return
+    log-probs of the distribution over them."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ class Completion:
     """A finished response.
 
     ``logprobs`` [T] are those of the full distribution at the sampling temperature, before top-k
-    and top-p. The trainer computes the same for these tokens.
+    and top-p; with ``Sampling.sampling_mask``, of the distribution over ``kept_ids``. The trainer
+    computes the same for these tokens.
     """
 
     request_id: str
@@ -92,6 +96,8 @@ class Completion:
     """Versions of the weights that sampled the tokens; the spans cover ``token_ids`` in order."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values were read from a cache."""
+    kept_ids: tuple[tuple[int, ...], ...] = ()
+    """[T] Ids that top-k and top-p kept for each token. Empty: not recorded."""
 
     @property
     def version(self) -> int:

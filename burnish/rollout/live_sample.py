@@ -20,6 +20,8 @@ class LiveSample:
     stop: StopRule
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[tuple[int, ...]] = field(default_factory=list)
+    """Ids that top-k and top-p kept for each token. Empty: not recorded."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values came from a cache."""
     marks: list[tuple[int, int]] = field(default_factory=list)
@@ -37,13 +39,17 @@ class LiveSample:
         """Return the current length of prompt and response in tokens."""
         return len(self.request.prompt_ids) + len(self.tokens)
 
-    def add(self, token: int, logprob: float, version: int) -> None:
+    def add(
+        self, token: int, logprob: float, version: int, *, kept: tuple[int, ...] | None = None
+    ) -> None:
         """Append a token sampled from ``version`` of the weights, and set ``reason`` if it ends the
-        sample."""
+        sample. ``kept``: the ids that top-k and top-p kept, if they are recorded."""
         if not self.marks or self.marks[-1][0] != version:
             self.marks.append((version, len(self.tokens)))
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        if kept is not None:
+            self.kept.append(kept)
         self.reason = self.stop.finished(self.tokens, self.request.limit(self.sampling))
         if self.reason is None and self.request.on_tokens is not None:
             self.request.on_tokens(self.tokens)
@@ -61,6 +67,7 @@ class LiveSample:
             text=text,
             spans=version_spans(self.marks, len(self.tokens)),
             cached_tokens=self.cached_tokens,
+            kept_ids=tuple(self.kept),
         )
 
 

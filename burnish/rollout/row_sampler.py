@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from burnish.rollout.base import Sampling, SamplingError
 from burnish.rollout.live_sample import LiveSample
-from burnish.rollout.sampling import sample_tokens, uniforms_for
+from burnish.rollout.sampling import kept_rows, sample_tokens, uniforms_for
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class RowSampler:
                 logits_processor=[draw],
                 stopping_criteria=[stop],
             )
-        for token, logprob in zip(draw.tokens, draw.logprobs, strict=True):
-            sample.add(token, logprob, version)
+        for token, logprob, kept in zip(draw.tokens, draw.logprobs, draw.kept, strict=True):
+            sample.add(token, logprob, version, kept=kept)
 
 
 @dataclass
@@ -71,15 +71,17 @@ class _Draw:
     uniforms: Tensor  # [maximum new tokens]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[tuple[int, ...] | None] = field(default_factory=list)
 
     def __call__(self, _ids: Tensor, scores: Tensor) -> Tensor:
         step = len(self.tokens)
         uniform = self.uniforms[step : step + 1].to(scores.device)
-        token, logprob = sample_tokens(scores.float().clone(), uniform, self.sampling)
+        token, logprob, kept = sample_tokens(scores.float().clone(), uniform, self.sampling)
         if not math.isfinite(float(logprob)):
             raise SamplingError("a log-prob is not finite")
         self.tokens.append(int(token))
         self.logprobs.append(float(logprob))
+        self.kept += kept_rows(kept, 1)
         return torch.full_like(scores, -torch.inf).index_fill_(1, token, 0.0)
 
 

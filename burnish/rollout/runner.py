@@ -312,6 +312,7 @@ def _sample(prompt: Prompt, completion: Completion) -> Sample:
         sampler_logprobs=completion.logprobs,
         action_mask=(True,) * length,
         versions=completion.versions,
+        kept_ids=completion.kept_ids,
         text=completion.text,
         finish_reason=completion.finish_reason,
     )

@@ -33,7 +33,7 @@ from burnish.rollout.cuda_graphs import DecodeGraphs
 from burnish.rollout.live_sample import LiveSample
 from burnish.rollout.local_model import LocalModel
 from burnish.rollout.requests import StopRule
-from burnish.rollout.sampling import sample_tokens, uniforms_for
+from burnish.rollout.sampling import kept_rows, sample_tokens, uniforms_for
 
 _FIRST_ROOM = 64
 """Positions for new tokens in a new cache that can grow."""
@@ -314,15 +314,15 @@ class RunningBatch:
         """Sample one token for each sample from slot ``first`` on; logits [B - first, V]."""
         rows = self.active[first:]
         uniforms = torch.stack([r.uniforms[len(r.tokens)] for r in rows]).to(logits.device)
-        tokens, logprobs = _sample_by_parameters(logits, uniforms, [r.sampling for r in rows])
+        tokens, logprobs, kept = _sample_by_parameters(logits, uniforms, [r.sampling for r in rows])
         self.tokens[first:] = tokens
         self.positions[first:] += 1
         # One copy from the device: fp64 holds token ids and fp32 log-probs exactly.
         ids, found = torch.stack([tokens.double(), logprobs.double()]).tolist()
         if not all(map(math.isfinite, found)):
             raise SamplingError(self.network.what_is_broken(version))
-        for row, token, logprob in zip(rows, ids, found, strict=True):
-            row.add(int(token), logprob, version)
+        for row, token, logprob, own in zip(rows, ids, found, kept, strict=True):
+            row.add(int(token), logprob, version, kept=own)
 
     def _remove(self, gone: Sequence[int]) -> None:
         """Remove active samples and move the last ones into their slots."""
@@ -355,16 +355,22 @@ class RunningBatch:
 
 def _sample_by_parameters(
     logits: Tensor, uniforms: Tensor, samplings: Sequence[Sampling]
-) -> tuple[Tensor, Tensor]:
-    """Return tokens [B] and log-probs [B], drawn in groups of rows with equal parameters."""
+) -> tuple[Tensor, Tensor, list[tuple[int, ...] | None]]:
+    """Return tokens [B], log-probs [B] and the kept ids of each row, drawn in groups of rows with
+    equal parameters."""
     if all(sampling is samplings[0] for sampling in samplings):
-        return sample_tokens(logits, uniforms, samplings[0])
+        drawn = sample_tokens(logits, uniforms, samplings[0])
+        return drawn.tokens, drawn.logprobs, kept_rows(drawn.kept, len(samplings))
     groups: dict[Sampling, list[int]] = {}
     for row, sampling in enumerate(samplings):
         groups.setdefault(sampling, []).append(row)
     tokens = torch.empty(len(samplings), dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(len(samplings), dtype=torch.float32, device=logits.device)
+    kept: list[tuple[int, ...] | None] = [None] * len(samplings)
     for sampling, members in groups.items():
         index = torch.tensor(members, device=logits.device)
-        tokens[index], logprobs[index] = sample_tokens(logits[index], uniforms[index], sampling)
-    return tokens, logprobs
+        drawn = sample_tokens(logits[index], uniforms[index], sampling)
+        tokens[index], logprobs[index] = drawn.tokens, drawn.logprobs
+        for row, own in zip(members, kept_rows(drawn.kept, len(members)), strict=True):
+            kept[row] = own
+    return tokens, logprobs, kept

@@ -20,7 +20,8 @@ def samples_to_plain(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return samples as a mapping that ``checkpoint.state.save_state`` can write.
 
     Bytes per response token: 4 (token) + 4 (log-prob; 8 if one is not an fp32 number) + 1 (mask) +
-    4 (version), and 4 more (turn) for episodes of several turns.
+    4 (version), 4 more (turn) for episodes of several turns, and 4 + 4 per id if the ids that top-k
+    and top-p kept are recorded.
     """
     rows = [row for sample in samples for row in sample.rows]
     return {
@@ -35,6 +36,7 @@ def samples_to_plain(samples: Sequence[Sample]) -> dict[str, Any]:
         "turns": _flat((row.turns for row in rows), np.int32)
         if any(sample.turns for sample in samples)
         else None,
+        **_kept_to_plain(rows),
         "samples": [
             {
                 "sample_id": s.sample_id,
@@ -71,6 +73,7 @@ def samples_from_plain(plain: Mapping[str, Any]) -> list[Sample]:
                 action_mask=last.action_mask,
                 versions=last.versions,
                 turns=last.turns if own["has_turns"] else (),
+                kept_ids=last.kept_ids,
                 earlier_rows=tuple(mine[:-1]),
                 episode=None if found is None else episode_from_plain(found),
             )
@@ -98,8 +101,28 @@ def _rows(plain: Mapping[str, Any]) -> Iterator[TokenRow]:
     turns = [tuple(0 if action else -1 for action in mask) for mask in masks]
     if plain["turns"] is not None:
         turns = _split(plain["turns"], lens)
-    for fields in zip(prompts, ids, logprobs, masks, versions, turns, strict=True):
+    kept: list[tuple[Any, ...]] = [()] * len(ids)
+    if plain.get("kept_counts") is not None:  # (recorded by a version that has the field)
+        each = _split(plain["kept_ids"], plain["kept_counts"])
+        ends = np.cumsum(plain["kept_lens"]).tolist()
+        kept = [
+            tuple(each[end - count : end])
+            for end, count in zip(ends, plain["kept_lens"].tolist(), strict=True)
+        ]
+    for fields in zip(prompts, ids, logprobs, masks, versions, turns, kept, strict=True):
         yield TokenRow(*fields)
+
+
+def _kept_to_plain(rows: Sequence[TokenRow]) -> dict[str, Any]:
+    """Return the kept ids of all tokens, their number per token, and the tokens of each row that
+    have them; empty if no row recorded any."""
+    if not any(row.kept_ids for row in rows):
+        return {}
+    return {
+        "kept_ids": _flat((ids for row in rows for ids in row.kept_ids), np.int32),
+        "kept_counts": _array([len(ids) for row in rows for ids in row.kept_ids], np.int32),
+        "kept_lens": _array([len(row.kept_ids) for row in rows], np.int32),
+    }
 
 
 def _split(flat: np.ndarray[Any, Any], lens: np.ndarray[Any, Any]) -> list[tuple[Any, ...]]:

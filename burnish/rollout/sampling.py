@@ -3,6 +3,8 @@ depend on other sequences."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,30 +14,45 @@ from burnish.rollout.base import Sampling
 _BLOCK = 256
 
 
-def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+class Drawn(NamedTuple):
+    """One sampled token per row."""
+
+    tokens: Tensor
+    """[B] int64"""
+    logprobs: Tensor
+    """[B] fp32"""
+    kept: Tensor | None
+    """[B, K] int64: ids that top-k and top-p kept, padded with -1. None: not requested."""
+
+
+def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Drawn:
     """Draw one token per row by inverting the cumulative distribution at ``uniforms``.
 
-    ``logits`` [B, V] fp32 (overwritten), ``uniforms`` [B] in [0, 1). Returns tokens [B] int64 and
-    log-probs [B] fp32 of the FULL distribution at the sampling temperature, before top-k and
-    top-p. Temperature 0 is argmax, with the log-probs of temperature 1.
+    ``logits`` [B, V] fp32 (overwritten), ``uniforms`` [B] in [0, 1). The log-probs are those of the
+    FULL distribution at the sampling temperature, before top-k and top-p; with
+    ``sampling.sampling_mask``, those of the distribution over the kept tokens. Temperature 0 is
+    argmax, with the log-probs of temperature 1.
     """
     if len(logits) == 1 and logits.device.type == "cpu":
         # PyTorch divides the sum of a single long row among the threads, with other bits.
-        tokens, logprobs = sample_tokens(logits.repeat(2, 1), uniforms.repeat(2), sampling)
-        return tokens[:1], logprobs[:1]
+        drawn = sample_tokens(logits.repeat(2, 1), uniforms.repeat(2), sampling)
+        kept = None if drawn.kept is None else drawn.kept[:1]
+        return Drawn(drawn.tokens[:1], drawn.logprobs[:1], kept)
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
-        return tokens, logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+        return Drawn(tokens, logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1), None)
     if sampling.temperature != 1.0:
         logits.div_(sampling.temperature)
     peak = logits.amax(-1, keepdim=True)
     weights = logits.sub_(peak).exp()  # logits are now relative to the peak
-    total = weights.sum(-1)
+    total, kept = weights.sum(-1), None
     if sampling.top_k or sampling.top_p < 1.0:
-        tokens = _draw_filtered(weights, uniforms, sampling)
+        tokens, ids, mass = _draw_filtered(weights, uniforms, sampling)
+        if sampling.sampling_mask:
+            total, kept = mass, ids
     else:
         tokens = _draw(weights, uniforms)
-    return tokens, logits.gather(-1, tokens[:, None])[:, 0] - total.log()
+    return Drawn(tokens, logits.gather(-1, tokens[:, None])[:, 0] - total.log(), kept)
 
 
 def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -61,9 +78,12 @@ def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     return (block * _BLOCK + torch.minimum(offset, last))[:, 0]
 
 
-def _draw_filtered(weights: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
+def _draw_filtered(
+    weights: Tensor, uniforms: Tensor, sampling: Sampling
+) -> tuple[Tensor, Tensor, Tensor]:
     """Draw like :func:`_draw`, from the smallest set of the top-k tokens that reaches probability
-    top_p."""
+    top_p. Return the tokens [B], the ids of the set [B, K] padded with -1, and the sum of its
+    weights [B]."""
     count = min(sampling.top_k or weights.shape[-1], weights.shape[-1])
     ordered, index = weights.topk(count, dim=-1)
     running = ordered.cumsum(-1)
@@ -74,7 +94,16 @@ def _draw_filtered(weights: Tensor, uniforms: Tensor, sampling: Sampling) -> Ten
     place = torch.searchsorted(running, goal, right=True)
     # with NaN weights no token is kept; the caller checks the log-probs
     place = torch.minimum(place, keep.sum(-1, keepdim=True) - 1).clamp_(min=0)
-    return index.gather(-1, place)[:, 0]
+    return index.gather(-1, place)[:, 0], index.masked_fill(~keep, -1), running[:, -1]
+
+
+def kept_rows(kept: Tensor | None, num_rows: int) -> list[tuple[int, ...] | None]:
+    """Return the ids in each row of ``kept`` (:class:`Drawn`), without padding; None per row if
+    they are not recorded."""
+    if kept is None:
+        return [None] * num_rows
+    ids, counts = kept.cpu().numpy(), (kept >= 0).sum(-1).tolist()  # -1 only pads the end
+    return [tuple(row[:count].tolist()) for row, count in zip(ids, counts, strict=True)]
 
 
 def uniforms_for(seed: int, index: int, count: int) -> Tensor:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import importlib.util
+import math
 import os
 import shutil
 import weakref
@@ -166,6 +167,7 @@ class VllmRolloutEngine:
             "skip_tokenizer_init": True,  # token ids in, token ids out
             "generation_config": "vllm",  # ignores sampling defaults of the model's folder
             "logprobs_mode": "processed_logprobs",  # at the temperature; see WorkerExtension
+            "max_logprobs": -1,  # as many as kept tokens are recorded
             "max_model_len": self.max_model_len,
             "max_num_seqs": config.max_num_seqs,
             "tensor_parallel_size": config.tensor_parallel_size,
@@ -439,9 +441,30 @@ def _take(sample: LiveSample, output: Any, version: int) -> None:
         versions = (int(s.version) for s in spans for _ in range(s.start, s.end))
     tokens = zip(output.token_ids, output.logprobs, versions, strict=True)
     for token, position, sampled_by in tokens:
-        sample.add(int(token), min(float(position[token].logprob), 0.0), sampled_by)
+        logprob, kept = float(position[token].logprob), None
+        if _records_mask(sample.sampling):
+            # The others are -inf. The sampled token may be listed twice: the mapping has it once.
+            found = {int(i): float(x.logprob) for i, x in position.items()}
+            kept = tuple(i for i, value in found.items() if value > -math.inf)
+            logprob -= _log_sum_exp([found[i] for i in kept])
+        sample.add(int(token), min(logprob, 0.0), sampled_by, kept=kept)
         if sample.reason is not None:
             return
+
+
+def _records_mask(sampling: Sampling) -> bool:
+    """Return whether the tokens that top_k and top_p keep are recorded. Raises ValueError without a
+    bound on their number."""
+    if not sampling.sampling_mask or not (sampling.top_k or sampling.top_p < 1):
+        return False
+    if not sampling.top_k:
+        raise ValueError("vLLM records the kept tokens among the top_k most probable; set top_k")
+    return sampling.temperature > 0
+
+
+def _log_sum_exp(values: Sequence[float]) -> float:
+    peak = max(values)
+    return peak + math.log(math.fsum(math.exp(value - peak) for value in values))
 
 
 def _parameters(sample: LiveSample) -> Any:
@@ -459,7 +482,8 @@ def _parameters(sample: LiveSample) -> Any:
         seed=sample_seed(sample.request.seed, sample.index),
         stop_token_ids=sorted(sample.stop.tokens),
         ignore_eos=True,  # the end tokens are among the stop tokens
-        logprobs=0,  # only of the sampled token
+        # of the sampled token, and of those that may be kept
+        logprobs=sampling.top_k if _records_mask(sampling) else 0,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA if delta else RequestOutputKind.FINAL_ONLY,
     )

@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -224,8 +225,9 @@ class WorkerExtension:
 
 
 def _full_logprobs(sampler: Any) -> None:
-    """Make vLLM's sampler report log-probs before top-k and top-p. Its own modes are ``raw``,
-    before the temperature, and ``processed``, after top-k and top-p."""
+    """Make vLLM's sampler report log-probs before top-k and top-p, and -inf for the tokens that
+    these do not keep. Its own modes are ``raw``, before the temperature, and ``processed``, after
+    top-k and top-p."""
     draw = sampler.topk_topp_sampler
     if "burnish_inner" in vars(draw):
         return
@@ -235,9 +237,26 @@ def _full_logprobs(sampler: Any) -> None:
         if k is None and p is None:
             return inner(logits, generators, k, p)  # type: ignore[no-any-return]
         full = logits.log_softmax(dim=-1, dtype=torch.float32)  # (inner overwrites logits)
-        return inner(logits, generators, k, p)[0], full
+        tokens, processed = inner(_without_ties(logits, k), generators, k, p)
+        return tokens, full if processed is None else full.masked_fill(processed.isneginf(), -inf)
 
     draw.forward = forward
+
+
+def _without_ties(logits: Tensor, k: Tensor | None) -> Tensor:
+    """Set the logits [B, V] of all but the first ``k`` [B] tokens to -inf. vLLM also keeps the
+    tokens whose logits equal the last one, so more than k."""
+    if k is None:
+        return logits
+    vocab = logits.shape[-1]
+    bounded = k < vocab
+    most = int(torch.where(bounded, k, 0).max())
+    if not most:
+        return logits
+    index = logits.topk(most, dim=-1).indices
+    beyond = torch.arange(most, device=k.device) >= k[:, None]
+    keep = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, index, ~beyond)
+    return logits.masked_fill_(~(keep | ~bounded[:, None]), -inf)
 
 
 def _derive(model: Any, dtype: torch.dtype) -> set[str]:

@@ -155,7 +155,8 @@ class Forward:
         if with_entropy is None:
             return (_in_line(hidden, target, batch),)
         states = None if batch.teacher_states is None else batch.teacher_states[target]
-        found = self.ask_head(hidden, batch.tokens[target], with_entropy, states)
+        kept = None if batch.kept_ids is None or self.scalar else batch.kept_ids[target]
+        found = self.ask_head(hidden, batch.tokens[target], with_entropy, states, kept)
         return tuple(_in_line(values, target, batch) for values in found)
 
     def named(self, tensors: tuple[Tensor, ...]) -> Outputs:
@@ -168,14 +169,16 @@ class Forward:
             return Outputs(logprobs, divergence=divergence, teacher_kl=kl, agreement=agreement)
         return Outputs(logprobs=tensors[0], entropy=tensors[1] if len(tensors) > 1 else None)
 
-    def read_head(
+    def read_head(  # house: ok modules hand the arguments on as a tuple
         self,
         hidden: Tensor,
         targets: Tensor,
         with_entropy: bool = False,
         states: Tensor | None = None,
+        kept: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return [K] values of ``hidden`` [K, H], or [K] log-probs of ``targets`` [K].
+        """Return [K] values of ``hidden`` [K, H], or [K] log-probs of ``targets`` [K], over the ids
+        ``kept`` [K, C] if they are given.
 
         ``with_entropy`` adds entropies. With teacher ``states`` [K, H'] the result contains the
         four tensors of ``DistillOutputs`` instead.
@@ -197,7 +200,9 @@ class Forward:
                 hidden, targets, head, states=states, distill_target=self.distill_target
             )
             return found.logprobs, found.divergence, found.kl, found.agreement
-        logprobs, entropy = token_logprobs(hidden, targets, head, with_entropy=with_entropy)
+        logprobs, entropy = token_logprobs(
+            hidden, targets, head, with_entropy=with_entropy, kept=kept
+        )
         return (logprobs,) if entropy is None else (logprobs, entropy)
 
     def _hidden(

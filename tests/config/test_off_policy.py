@@ -60,8 +60,8 @@ IN_REWARD = (
         ),
         (
             [BY_SAMPLER, "rollout.top_p=0.9"],
-            "algorithm.old_policy=sampler divides by the sampler's probabilities",
-            [["rollout.top_p=1"], [BY_TRAINER]],
+            "rollout.top_p<1 records the tokens that it keeps for algorithm.old_policy=sampler",
+            [["rollout.top_p=1"], ["rollout.top_k=512"], [BY_TRAINER]],
         ),
         (
             [*STALE, BY_SAMPLER, *DISTILL],

@@ -87,15 +87,26 @@ SENSELESS = {
         ["algorithm.advantage={kind: gae, lam: 1, discount: turn}"],
         "algorithm.advantage: discount=turn does nothing with gamma=1 and lam=1",
     ),
-    "a correction of tokens cut off by top_p": (
+    "a correction by tokens of unknown number": (
         "rl",
         ["algorithm.correction={}", "rollout.top_p=0.9"],
-        "rollout.top_p<1 tokens are drawn from another distribution",
+        "rollout.top_p<1 records the tokens that it keeps for algorithm.correction, and without",
     ),
-    "a correction of tokens cut off by top_k": (
+    "more recorded tokens than the bound": (
         "rl",
-        ["algorithm.correction={}", "rollout.top_k=5"],
-        "rollout.top_k>0 tokens are drawn from another distribution",
+        ["rollout.sampling_mask=true", "rollout.top_k=4000"],
+        "rollout.top_k>0 records the tokens that it keeps, and without a bound these may be the "
+        "entire vocabulary (top_k=4000); set rollout.top_k to at most 1024",
+    ),
+    "a mask of all tokens": (
+        "rl",
+        ["rollout.sampling_mask=true"],
+        "rollout.sampling_mask records the tokens that top_p and top_k keep, and with top_p=1",
+    ),
+    "a correction without the mask that it needs": (
+        "rl",
+        ["algorithm.correction={}", "rollout.top_k=5", "rollout.sampling_mask=false"],
+        "algorithm.correction divides by the sampler's probabilities, and with rollout.top_k>0",
     ),
     "a reference that nothing reads": (
         "rl",
@@ -307,7 +318,7 @@ def test_several_errors_are_reported_together(every_job: Recipes, file: Callable
     expected = [
         "recipe: algorithm.advantage=grpo compares the samples",
         "algorithm.advantage: gamma=0.9",
-        "recipe: algorithm.correction weights tokens",
+        "recipe: rollout.top_p<1 records the tokens",
         "recipe: reference is set",
         "recipe: ptx with rollout.temperature",
         "recipe: train.moe_aux_loss_coef=0.01",
@@ -333,10 +344,10 @@ def test_several_errors_are_reported_together(every_job: Recipes, file: Callable
 
 
 ODD = {
-    "a teacher on tokens drawn from a part of the distribution": (
+    "training on tokens drawn from a part of the distribution": (
         "rl",
-        ["algorithm.advantage=on_policy_distill", "teacher.model.path=x", "rollout.top_k=5"],
-        "recipe: rollout.top_k>0 with algorithm.advantage=on_policy_distill",
+        ["rollout.top_k=5"],
+        "recipe: rollout.top_k>0 without sampling_mask: tokens are drawn from another",
     ),
     "held-out scores that are always 0": (
         "evaluate",

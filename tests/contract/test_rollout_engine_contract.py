@@ -116,14 +116,23 @@ def run(engine: RolloutEngine, sampling: Sampling) -> Done:
 
 
 def plain_logprobs(
-    weights: dict[str, Tensor], prompt: tuple[int, ...], c: Completion, t: float
+    weights: dict[str, Tensor], prompt: tuple[int, ...], c: Completion, sampling: Sampling
 ) -> Tensor:
     model = load_causal_lm(MODEL)
     model.load_state_dict(weights)
     tokens = torch.tensor([*prompt, *c.token_ids])
     with torch.no_grad():
-        log_p = (model(tokens[None]).logits[0] / t).log_softmax(-1)
-    return log_p[:-1].gather(-1, tokens[1:, None])[len(prompt) - 1 :, 0]
+        logits = model(tokens[None]).logits[0, len(prompt) - 1 : -1] / sampling.temperature
+    if sampling.sampling_mask:
+        best = logits.topk(sampling.top_k)
+        p = best.values.softmax(-1)
+        dropped = p.cumsum(-1) - p >= sampling.top_p
+        kept = [set(ids[~out].tolist()) for ids, out in zip(best.indices, dropped, strict=True)]
+        assert [set(ids) for ids in c.kept_ids] == kept
+        logits = torch.full_like(logits, -torch.inf).scatter_(
+            -1, best.indices, best.values.masked_fill(dropped, -torch.inf)
+        )
+    return logits.log_softmax(-1).gather(-1, torch.tensor(c.token_ids)[:, None])[:, 0]
 
 
 def test_every_request_gets_all_its_samples_in_any_order(engine: RolloutEngine) -> None:
@@ -140,14 +149,19 @@ def test_every_request_gets_all_its_samples_in_any_order(engine: RolloutEngine) 
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(12), Sampling(12, 0.7), Sampling(12, 1.5, top_k=9), Sampling(12, top_p=0.8)],
+    [
+        *(Sampling(12), Sampling(12, 0.7), Sampling(12, 1.5, top_k=9), Sampling(12, top_p=0.8)),
+        Sampling(12, 0.7, top_k=4, sampling_mask=True),
+        Sampling(12, 1.5, top_k=9, top_p=0.8, sampling_mask=True),
+    ],
 )
 def test_logprobs_are_at_the_temperature_before_top_k_and_top_p(
     sampling: Sampling, engine: RolloutEngine
 ) -> None:
+    """With a recorded mask: over its tokens, which are those that top-k and top-p keep."""
     prompts = {r.request_id: r.prompt_ids for r in REQUESTS}
     for c in run(engine, sampling).values():
-        expected = plain_logprobs(lively(0), prompts[c.request_id], c, sampling.temperature)
+        expected = plain_logprobs(lively(0), prompts[c.request_id], c, sampling)
         # fp32, log-probs of up to 20 through a cache instead of one pass
         torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=3e-5, rtol=0)
 
@@ -193,7 +207,7 @@ def test_samples_from_new_weights_have_their_version(engine: RolloutEngine) -> N
     after = run(engine, Sampling(12, 0.0))
     assert all(c.version == 5 for c in after.values())
     assert before["c", 0].token_ids != after["c", 0].token_ids
-    expected = plain_logprobs(lively(1), REQUESTS[2].prompt_ids, after["c", 0], 1.0)
+    expected = plain_logprobs(lively(1), REQUESTS[2].prompt_ids, after["c", 0], Sampling(12))
     torch.testing.assert_close(torch.tensor(after["c", 0].logprobs), expected, atol=3e-5, rtol=0)
 
 
@@ -365,7 +379,9 @@ def test_open_requests_continue_with_new_weights(engine: RolloutEngine) -> None:
     prompts = {r.request_id: r.prompt_ids for r in REQUESTS}
     assert len(done) == 9
     for (name, _), c in done.items():
-        by_version = {v: plain_logprobs(lively(v - 1), prompts[name], c, 1.0) for v in (1, 2)}
+        by_version = {
+            v: plain_logprobs(lively(v - 1), prompts[name], c, Sampling(12)) for v in (1, 2)
+        }
         expected = torch.stack([by_version[v][i] for i, v in enumerate(c.versions)])
         torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=3e-5, rtol=0)
     assert {c.version for c in done.values()} == {2}
@@ -413,7 +429,7 @@ def test_with_keep_cache_only_old_responses_and_conversations_read_old_keys(
         k = c.versions.count(1)
         assert c.versions == (1,) * k + (2,) * (len(c.token_ids) - k)
         assert k == 0 or name in "rs"
-        before = plain_logprobs(lively(0), prompts[name], c, 1.0)[:k]
+        before = plain_logprobs(lively(0), prompts[name], c, Sampling(12))[:k]
         cached = len(prompts[name]) + k - 1 if k else 0
         cached = c.cached_tokens if name == "t1" else cached
         after = cached_logprobs(prompts[name], c, cached)[-(len(c.token_ids) - k) :]
@@ -423,7 +439,7 @@ def test_with_keep_cache_only_old_responses_and_conversations_read_old_keys(
     engine.load_weights(3, lively(0).items())
     (third,) = engine.generate([Request("t2", longer, seed=2, conversation="t")], Sampling(12))
     assert third.cached_tokens == 0 and set(third.versions) == {3}
-    expected = plain_logprobs(lively(0), longer, third, 1.0)
+    expected = plain_logprobs(lively(0), longer, third, Sampling(12))
     torch.testing.assert_close(torch.tensor(third.logprobs), expected, atol=3e-5, rtol=0)
     engine.release(["t", "s", "u"])
 
@@ -436,7 +452,7 @@ def test_after_new_weights_a_known_conversation_answers_as_a_new_one(
     longer = (*prompt, *first.token_ids, 9)
     engine.load_weights(2, lively(1).items())
     (second,) = engine.generate([Request("t1", longer, seed=2, conversation="t")], Sampling(12))
-    expected = plain_logprobs(lively(1), longer, second, 1.0)
+    expected = plain_logprobs(lively(1), longer, second, Sampling(12))
     torch.testing.assert_close(torch.tensor(second.logprobs), expected, atol=3e-5, rtol=0)
     assert second.cached_tokens == 0 and second.versions == (2,) * len(second.token_ids)
     engine.release(["t"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,17 +86,24 @@ def test_weights_after_five_steps_equal_those_of_torch_on_one_rank(
         assert ours == pytest.approx(theirs, rel=1e-5)  # fp32 sums in another order
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize(("temperature", "kept"), [(1.0, 0), (0.5, 3)])
 def test_logprobs_are_aligned_with_the_tokens_and_zero_elsewhere(
-    temperature: float, make: Make, ragged_batch: Batch
+    temperature: float, kept: int, make: Make, ragged_batch: Batch
 ) -> None:
-    ours = make(Wanted(temperature=temperature)).logprobs(ragged_batch)
+    """With ``kept``: over this many ids per token, the token and the ids after it."""
+    own = (ragged_batch.tokens[:, None] + torch.arange(kept)).int() if kept else None
+    ours = make(Wanted(temperature=temperature)).logprobs(replace(ragged_batch, kept_ids=own))
     model, ends = load_causal_lm(MODEL), ragged_batch.offsets.tolist()
     expected = torch.zeros(ragged_batch.tokens.numel())
     for begin, end in itertools.pairwise(ends):
         tokens = ragged_batch.tokens[begin:end]
         with torch.no_grad():
-            log_p = (model(tokens[None]).logits[0] / temperature).log_softmax(-1)
+            logits = model(tokens[None]).logits[0] / temperature
+        if own is not None:
+            dropped = torch.ones_like(logits, dtype=torch.bool)
+            dropped[:-1].scatter_(-1, own[begin + 1 : end].long(), False)
+            logits.masked_fill_(dropped, -torch.inf)
+        log_p = logits.log_softmax(-1)
         expected[begin + 1 : end] = log_p[:-1].gather(-1, tokens[1:, None])[:, 0]
     expected = torch.where(ragged_batch.action_mask, expected, 0.0)
     assert ours.shape == expected.shape and ours.dtype == torch.float32 and not ours.requires_grad

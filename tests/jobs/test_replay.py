@@ -43,7 +43,7 @@ TEXT: dict[str, Any] = {
 STALE = {"max_staleness": 3, "run_ahead": 1, "oversample": 1.4, "engine": {"own_weights": True}}
 PPO: dict[str, Any] = {
     **TEXT,
-    "rollout": {**TEXT["rollout"], **STALE},
+    "rollout": {**TEXT["rollout"], **STALE, "top_p": 0.9, "top_k": 6},  # kept ids are recorded
     "rewards": [{"kind": "function", "name": "even", "running_norm": "std"}],
     "algorithm": {
         "advantage": "gae",

@@ -13,7 +13,12 @@ from burnish.models.logprobs import Head, chunk_tokens, token_logprobs
 
 @pytest.mark.parametrize("chunk", [1, 3, 10, 64])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_entropy_and_gradients_equal_float64(chunk: int, temperature: float) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_logprobs_entropy_and_gradients_equal_float64(
+    masked: bool, chunk: int, temperature: float
+) -> None:
+    """``masked``: rows are over 1 to 5 ids; the first row is over the full vocabulary, as is the
+    entropy of every row."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (
         torch.randn(10, 16, generator=generator),
@@ -25,13 +30,21 @@ def test_logprobs_entropy_and_gradients_equal_float64(chunk: int, temperature: f
     )
     upstream = torch.randn(2, 10, generator=generator)
     exact = [x.double().requires_grad_() for x in (hidden, weight, bias)]
-    log_p = ((exact[0] @ exact[1].T + exact[2]) / temperature).log_softmax(-1)
-    expected = log_p[torch.arange(10), targets], -(log_p.exp() * log_p).sum(-1)
+    logits = (exact[0] @ exact[1].T + exact[2]) / temperature
+    log_p = full = logits.log_softmax(-1)
+    kept = None
+    if masked:
+        kept = (targets[:, None] + torch.arange(5)).int() % 30
+        kept[torch.arange(5) > torch.arange(10)[:, None] % 6 - 1] = -1
+        allowed = torch.zeros(10, 31, dtype=torch.bool).scatter_(-1, kept.long() % 31, True)[:, :30]
+        allowed[(kept < 0).all(-1)] = True
+        log_p = logits.masked_fill(~allowed, -torch.inf).log_softmax(-1)
+    expected = log_p[torch.arange(10), targets], -(full.exp() * full).sum(-1)
     (upstream[0].double() * expected[0] + upstream[1].double() * expected[1]).sum().backward()
 
     ours = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
     head = Head(ours[1], ours[2], temperature=temperature, chunk_tokens=chunk)
-    logprobs, entropy = token_logprobs(ours[0], targets, head, with_entropy=True)
+    logprobs, entropy = token_logprobs(ours[0], targets, head, with_entropy=True, kept=kept)
     assert entropy is not None
     (upstream[0] * logprobs + upstream[1] * entropy).sum().backward()
 

@@ -54,6 +54,10 @@ def measured(config, work, passes):
     spec = EngineSpec("policy", train, config, micro_batch_size=len(work.rows), precision=precision)
     engine = TorchTrainEngine(load_causal_lm(config, dtype="fp32"), replace(spec, temperature=0.5))
     batch = batch_of(work.rows * passes)
+    if work.kept_ids:
+        own_ids = torch.full((batch.tokens.numel(), work.kept_ids), -1, dtype=torch.int32)
+        own_ids[:, 0] = batch.tokens
+        batch = replace(batch, kept_ids=own_ids)
     own = [*engine.model.parameters(), *engine.model.buffers(), *engine.optimizer.masters]
     with LiveBytes() as live:
         live.hold(own)
@@ -81,6 +85,7 @@ GRID = [
     dict(hidden=64, layers=6, count=4, length=128, passes=2),
     dict(hidden=64, layers=6, count=4, length=128, passes=2, dtype="bf16", checkpointing=True),
     dict(hidden=64, layers=6, count=4, length=128, chunk_tokens=64),
+    dict(hidden=64, layers=6, count=4, length=128, kept_ids=800, chunk_tokens=64),
     dict(hidden=64, layers=6, count=4, length=128, lora=LoraConfig(lora_rank=8)),
     dict(
         hidden=64, layers=6, count=4, length=128, lora=LoraConfig(lora_rank=8), checkpointing=True

@@ -133,9 +133,11 @@ def test_a_draw_from_a_large_vocabulary_does_not_depend_on_other_rows(sampling: 
     draw = torch.Generator().manual_seed(0)
     logits, uniforms = 4 * torch.randn(8, 50_000, generator=draw), torch.rand(8, generator=draw)
     with threads(2):
-        tokens, logprobs = sample_tokens(logits.clone(), uniforms, sampling)
+        tokens, logprobs, _ = sample_tokens(logits.clone(), uniforms, sampling)
         for i in range(8):
-            token, logprob = sample_tokens(logits[i : i + 1].clone(), uniforms[i : i + 1], sampling)
+            token, logprob, _ = sample_tokens(
+                logits[i : i + 1].clone(), uniforms[i : i + 1], sampling
+            )
             assert token == tokens[i] and logprob == logprobs[i]
 
 

@@ -17,7 +17,7 @@ BELOW_ONE = 1 - 2**-24  # the largest number that uniforms_for can give
 def draw(logits: Tensor, **options: float) -> Tensor:
     """20,000 tokens from one row of logits."""
     uniforms = uniforms_for(5, 0, DRAWS)
-    tokens, _ = sample_tokens(logits.repeat(DRAWS, 1), uniforms, Sampling(1, **options))
+    tokens, *_ = sample_tokens(logits.repeat(DRAWS, 1), uniforms, Sampling(1, **options))
     return tokens
 
 
@@ -103,7 +103,7 @@ def test_the_ends_of_the_unit_interval_give_tokens_that_have_weight(
     logits[: vocab // 3] = -torch.inf
     logits[-(vocab // 3) :] = -torch.inf
     for uniform in (0.0, 2**-24, 0.5, 1 - 2**-20, BELOW_ONE):
-        tokens, logprobs = sample_tokens(
+        tokens, logprobs, _ = sample_tokens(
             logits[None].clone(), torch.tensor([uniform]), Sampling(1, **options)
         )
         assert logits[tokens[0]] > -torch.inf and bool(logprobs.isfinite())
@@ -120,13 +120,13 @@ def test_a_token_of_probability_one_is_always_drawn(hot: int, options: dict[str,
     logits = torch.full((3, 300), -200.0)
     logits[:, hot] = 0.0
     uniforms = torch.tensor([0.0, 0.5, BELOW_ONE])
-    tokens, logprobs = sample_tokens(logits, uniforms, Sampling(1, **options))
+    tokens, logprobs, _ = sample_tokens(logits, uniforms, Sampling(1, **options))
     assert tokens.tolist() == [hot] * 3 and logprobs.tolist() == [0.0] * 3
 
 
 def test_each_row_uses_its_own_uniform() -> None:
     """Four equal tokens: uniforms 0.1, 0.3, 0.6, 0.9 fall into quarters 0, 1, 2, 3."""
-    tokens, _ = sample_tokens(torch.zeros(4, 4), torch.tensor([0.1, 0.3, 0.6, 0.9]), Sampling(1))
+    tokens, *_ = sample_tokens(torch.zeros(4, 4), torch.tensor([0.1, 0.3, 0.6, 0.9]), Sampling(1))
     assert tokens.tolist() == [0, 1, 2, 3]
 
 
@@ -138,7 +138,7 @@ def test_logprobs_are_of_the_full_distribution_at_the_temperature(
 ) -> None:
     logits = torch.stack([logits_of(300), logits_of(300).roll(7)])
     expected = (logits.double() / options.get("temperature", 1.0)).log_softmax(-1)
-    tokens, logprobs = sample_tokens(
+    tokens, logprobs, _ = sample_tokens(
         logits.clone(), torch.tensor([0.3, 0.8]), Sampling(1, **options)
     )
     exact = expected.gather(-1, tokens[:, None])[:, 0]
@@ -148,7 +148,7 @@ def test_logprobs_are_of_the_full_distribution_at_the_temperature(
 
 def test_temperature_zero_is_argmax_with_the_logprobs_of_temperature_one() -> None:
     logits = logits_of(300)[None]
-    tokens, logprobs = sample_tokens(
+    tokens, logprobs, _ = sample_tokens(
         logits.clone(), torch.tensor([0.99]), Sampling(1, temperature=0.0)
     )
     assert int(tokens) == int(logits.argmax())

@@ -192,12 +192,19 @@ def test_a_rollout_dtype_of_its_own_gets_new_weights_every_step(
     assert all(1e-5 < line["train/mismatch_abs"] < 0.03 for line in lines)
 
 
+@pytest.mark.parametrize(
+    "cut", [[], ["rollout.top_p=0.9", "rollout.top_k=9", "algorithm.correction={}"]]
+)
 def test_where_dtypes_agree_sampler_and_trainer_agree_to_fp32_rounding(
-    rl: MakeConfig, reward: Reward
+    cut: list[str], rl: MakeConfig, reward: Reward
 ) -> None:
-    lines = _lines(rl("max_steps=4", "train.lr=1e-2"), reward)
-    # 1e-5: log-probs of a 32-wide fp32 model, computed in another order.
+    """Also over the tokens that top-p and top-k keep; over the full vocabulary of the trainer, the
+    mean would be the log of their probability, about 0.1 or more."""
+    lines = _lines(rl("max_steps=4", "train.lr=1e-2", *cut), reward)
+    # Log-probs of a 32-wide fp32 model, computed in another order: the mean is below 2 units in
+    # the last place of a log-prob of 4.
     assert all(line["train/mismatch_max"] < 1e-5 for line in lines)
+    assert all(line["train/mismatch_abs"] < 1e-6 for line in lines)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "gae"])

@@ -1,4 +1,5 @@
-"""Flags of OpenRLHF and TRL, and the keys of Burnish that replace them."""
+"""Flags of OpenRLHF and TRL, and the keys of Burnish that replace them; features that Burnish does not
+have, and what to use instead."""
 
 from __future__ import annotations
 
@@ -54,6 +55,46 @@ def equivalents() -> dict[str, Framework]:
     file = importlib.resources.files("burnish.config") / "equivalents.yaml"
     tree = yaml.safe_load(file.read_text("utf-8"))
     return {name: _framework(content) for name, content in tree.items()}
+
+
+NOT_BUILT = {
+    "sglang": "SGLang is not built, because each engine needs its own tested weight transfer. Use "
+    "rollout.engine.kind=vllm.",
+    "megatron": "Megatron is not built. Use train.engine.kind=torch with sharding=full (FSDP2) or "
+    "kind=deepspeed.",
+    **dict.fromkeys(
+        ("pipeline_parallel_size", "pp_size", "num_pipeline_stages"),
+        "Pipeline parallelism is not built, because its stages idle for parts of a step. Shard all "
+        "layers with train.engine.sharding=full (FSDP2), and split them with "
+        "train.engine.tensor_parallel_size.",
+    ),
+    **dict.fromkeys(
+        ("context_parallel_size", "cp_size"),
+        "Attention in a ring is not built. Use train.engine.sequence_parallel_size, which must "
+        "divide the attention heads.",
+    ),
+}
+"""What to do instead of features that Burnish does not have, by their usual names."""
+
+
+def advice_on(name: str, job: str) -> str:
+    """Return what a recipe of ``job`` uses instead of a flag or feature of another framework; empty
+    if no framework has it."""
+    if name in NOT_BUILT:
+        return NOT_BUILT[name]
+    for framework, content in equivalents().items():
+        for command, chosen in content.commands.items():
+            row = content.flags(command).get(name) if chosen.job == job else None
+            if row is not None:
+                return _sentence(f"{framework}'s {name}", row)
+    return ""
+
+
+def _sentence(flag: str, row: Equivalent) -> str:
+    if row.missing:
+        return f"{flag} has no equivalent. {row.missing}"
+    keys = f"{flag} is {', '.join(row.keys)} here." if row.keys else f"{flag} is not needed here."
+    return f"{keys} {row.note}".strip()
 
 
 def key_types(job: str, dotted: str) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from pydantic import ValidationError
@@ -34,7 +34,13 @@ _BOUNDS = {
 }
 
 
-def explain(cls: type[Node], error: ValidationError) -> list[str]:
+Advice = Callable[[str], str]
+"""Return what to use instead of a name from another framework, or an empty string."""
+
+
+def explain(
+    cls: type[Node], error: ValidationError, advice: Advice = lambda name: ""
+) -> list[str]:
     """Return every problem of a failed validation of ``cls``, one line each, without consequential
     errors."""
     found = error.errors()
@@ -44,7 +50,7 @@ def explain(cls: type[Node], error: ValidationError) -> list[str]:
         below = any(other.startswith((f"{path}[", f"{path}.")) for other in paths)
         if e["type"] in ("too_short", "missing") and below:
             continue  # the list is only short because an item failed, which is reported
-        lines += _explain_one(cls, e)
+        lines += _explain_one(cls, e, advice)
     return list(dict.fromkeys(lines))
 
 
@@ -99,16 +105,16 @@ class _Place:
         return f" ({self.key}: {' '.join(text.split())})" if text else ""
 
 
-def _explain_one(cls: type[Node], error: Any) -> Iterator[str]:
+def _explain_one(cls: type[Node], error: Any, advice: Advice) -> Iterator[str]:
     kind, place = error["type"], _Place(cls, error["loc"])
     if not error["loc"]:  # the root's rules, one a line
         yield from str(error["ctx"]["error"]).split("\n") if "ctx" in error else [error["msg"]]
     elif kind == "extra_forbidden":
-        yield _unknown_key(cls, place)
+        yield _unknown_key(cls, place, advice)
     elif kind == "missing":
         yield f"{place.path}: is required and not set{place.help()}"
     elif kind in ("union_tag_invalid", "union_tag_not_found"):
-        yield _unknown_kind(place, error)
+        yield _unknown_kind(place, error, advice)
     elif kind == "value_error":
         yield f"{place.path}: {error['msg'].removeprefix('Value error, ')}"
     else:
@@ -116,11 +122,14 @@ def _explain_one(cls: type[Node], error: Any) -> Iterator[str]:
         yield f"{place.path}: {_complaint(place, error)}, got {got}{place.help()}"
 
 
-def _unknown_key(cls: type[Node], place: _Place) -> str:
+def _unknown_key(cls: type[Node], place: _Place, advice: Advice) -> str:
     key, owner, meant = place.key or "", place.owners[0], _meant(place)
     known = list(owner.model_fields)
     elsewhere = [p for p in _paths(cls) if p.rpartition(".")[2] == meant and p != place.path]
-    if meant in known:
+    same_name = key in _ALIASES or (elsewhere and meant == key)
+    if not same_name and (instead := advice(key)):
+        hint = f". {instead}"
+    elif meant in known:
         hint = f" (nearest: {meant})"
     elif elsewhere:
         hint = f" (did you mean {' or '.join(dict.fromkeys(elsewhere[:2]))}?)"
@@ -143,11 +152,13 @@ def _paths(cls: type[Node], above: str = "") -> Iterator[str]:
             yield from _paths(node, f"{above}{name}.")
 
 
-def _unknown_kind(place: _Place, error: Any) -> str:
+def _unknown_kind(place: _Place, error: Any, advice: Advice) -> str:
     kinds = [kind for node in place.below for kind in kinds_of(node)]
     if error["type"] == "union_tag_invalid":
         tag = error["ctx"]["tag"]
-        return f"{place.path}: unknown kind {tag!r}{nearest(tag, kinds)}; kinds: {', '.join(kinds)}"
+        instead = f". {found}" if (found := advice(str(tag))) else ""
+        listed = ", ".join(kinds)
+        return f"{place.path}: unknown kind {tag!r}{nearest(tag, kinds)}; kinds: {listed}{instead}"
     options = ", ".join(k for k in error["input"] if k != "kind") if error["input"] else ""
     why = f" ({options} can only be set together with it)" if options else ""
     return f"{place.path}: kind is not set{why}; add kind, one of: {', '.join(kinds)}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError, create_model
 
 from burnish.config.base import Node
+from burnish.config.equivalents import advice_on
 from burnish.config.explain import explain, meant_by, nearest
 from burnish.config.job import JobConfig
 from burnish.config.launch import launched_rank, use_launched_ranks
@@ -64,7 +66,8 @@ def load_config(
     try:
         config = cls.model_validate({"job": cls.model_fields["job"].default, **tree})
     except ValidationError as error:
-        problems += explain(cls, error) + _rules_despite_errors(cls, tree, error)
+        advice = partial(advice_on, job=cls.model_fields["job"].default)
+        problems += explain(cls, error, advice) + _rules_despite_errors(cls, tree, error)
     if not problems:
         for warning in config.warnings():
             _log.warning("%s: warning: %s", where, warning)

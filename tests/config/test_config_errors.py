@@ -38,6 +38,14 @@ def test_the_recipes_that_the_tests_break_are_valid(recipes):
             "rollout.num_generations=4",
             "unknown key 'num_generations' (nearest: n_samples_per_prompt)",
         ),
+        # flags and features of other frameworks
+        (
+            "train.ring_attn_size=2",
+            "'ring_attn_size'. OpenRLHF's ring_attn_size is train.engine.sequence_parallel_size",
+        ),
+        ("use_ms=true", "OpenRLHF's use_ms has no equivalent. Download the model and data with"),
+        ("cluster.pipeline_parallel_size=2", "Shard all layers with train.engine.sharding=full"),
+        ("rollout.engine.kind=sglang", "Use rollout.engine.kind=vllm."),
         # the right key in the wrong place
         ("lr=1", "lr: unknown key 'lr' (did you mean critic.lr or train.lr?)"),
         ("train.clip_high=1", "(did you mean algorithm.policy_loss.clip_high?)"),

@@ -1,5 +1,5 @@
-"""Flags of OpenRLHF and TRL, and the keys of Burnish that replace them; features that Burnish does not
-have, and what to use instead."""
+"""Flags of OpenRLHF and TRL, and the keys of Burnish that replace them. Features that Burnish does
+not have, and what to use instead."""
 
 from __future__ import annotations
 

@@ -38,9 +38,7 @@ Advice = Callable[[str], str]
 """Return what to use instead of a name from another framework, or an empty string."""
 
 
-def explain(
-    cls: type[Node], error: ValidationError, advice: Advice = lambda name: ""
-) -> list[str]:
+def explain(cls: type[Node], error: ValidationError, advice: Advice = lambda name: "") -> list[str]:
     """Return every problem of a failed validation of ``cls``, one line each, without consequential
     errors."""
     found = error.errors()

@@ -70,8 +70,8 @@ class HubSource(_Source):
     """Hub name or folder."""
     subset: str | None = None
     """Configuration name of the dataset. None: the default."""
-    split: str = "train"
-    """Split to read."""
+    split: str | None = None
+    """Split to read. None: train, or the split of a folder that has a single one."""
     max_samples: int | None = Field(None, ge=1)
     """Use only the first this many rows. None: all."""
     name: str | None = None

@@ -26,6 +26,10 @@ from burnish.data.files import missing_file, open_files
 __all__ = ["DataError", "Row", "Source", "first_rows", "open_source", "open_sources"]
 
 
+_SPLIT = "train"
+"""Split of a dataset if the recipe names none."""
+
+
 def open_source(config: SourceConfig) -> Source:
     """Open the source described by ``config``. Raises DataError if it has no rows."""
     if isinstance(config, FileSource):
@@ -79,18 +83,21 @@ def _open_dataset(config: HubSource) -> Source:
         if saved:
             dataset = _choose_split(datasets.load_from_disk(config.path), config)
         else:
-            dataset = datasets.load_dataset(config.path, config.subset, split=config.split)
+            dataset = datasets.load_dataset(config.path, config.subset, split=config.split or _SPLIT)
     except DataError:
         raise
     except (OSError, ValueError) as error:
         raise DataError(
-            f"data set {config.path!r} (subset {config.subset!r}, split {config.split!r}) cannot "
+            f"data set {config.path!r} (subset {config.subset!r}, split "
+            f"{config.split or _SPLIT!r}) cannot "
             f"be loaded: {error}. Check the name, or download it on a machine with network access "
             "and use its folder"
         ) from error
 
+    split = dataset.split or config.split or _SPLIT
+
     def read(i: int) -> Row:
-        return Row(dataset[i], f"{config.path}[{config.split}] row {i}", fills_nulls=True)
+        return Row(dataset[i], f"{config.path}[{split}] row {i}", fills_nulls=True)
 
     return Rows(config.name or folder.name, len(dataset), read)
 
@@ -104,15 +111,15 @@ def _check_folder(config: HubSource) -> None:
 def _choose_split(saved: Any, config: HubSource) -> Any:
     """Return the configured split of a ``load_from_disk`` result (dict of splits or one split)."""
     if isinstance(saved, dict):
-        if config.split not in saved:
+        wanted = config.split or _SPLIT
+        if wanted not in saved:
             splits = [str(split) for split in saved]
             raise DataError(
-                f"{config.path} has no split {config.split!r}; it has "
-                f"{', '.join(splits)}{nearest(config.split, splits)}"
+                f"{config.path} has no split {wanted!r}; it has "
+                f"{', '.join(splits)}{nearest(wanted, splits)}"
             )
-        return saved[config.split]
-    asked = "split" in config.model_fields_set
-    if asked and saved.split is not None and str(saved.split) != config.split:
+        return saved[wanted]
+    if config.split is not None and saved.split is not None and str(saved.split) != config.split:
         raise DataError(f"{config.path} is the split {str(saved.split)!r}, not {config.split!r}")
     return saved
 

@@ -47,18 +47,12 @@ class Section:
     """Rows that the job reads at most, in file order. None: all."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the section without the fields that are unset, because some readers treat a field
-        that is set to its default differently."""
-        data = self.data.model_dump(mode="json", exclude_unset=True)
-        data["sources"] = [
-            {"kind": source.kind, **source.model_dump(mode="json", exclude_unset=True)}
-            for source in self.data.sources
-        ]
+        """Return the section as JSON."""
         return {
             "name": self.name,
             "class": type(self.data).__name__,
-            "data": data,
-            "model": self.model.model_dump(mode="json", exclude_unset=True),
+            "data": self.data.model_dump(mode="json"),
+            "model": self.model.model_dump(mode="json"),
             "num_rows": self.num_rows,
         }
 

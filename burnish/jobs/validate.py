@@ -282,7 +282,7 @@ def _key(section: Section, tokenizer: PreTrainedTokenizerBase) -> str | None:
             type(section.data).__name__,
             section.data.model_dump(mode="json"),
         ),
-        *(sorted(section.data.model_fields_set), section.num_rows),
+        section.num_rows,
         *(type(tokenizer).__name__, str(tokenizer.chat_template)),
         *(tokenizer.special_tokens_map, tokenizer.backend_tokenizer.to_str()),
     ]

@@ -202,6 +202,16 @@ def test_a_folder_written_by_save_to_disk_is_a_source(tmp_path: Path) -> None:
         open_source(HubSource(path=str(tmp_path / "both"), split="tets"))
 
 
+def test_the_only_split_of_a_folder_needs_no_key_also_in_a_resumed_run(tmp_path: Path) -> None:
+    folder = str(tmp_path / "test")
+    datasets.Dataset.from_list(ROWS, split="test").save_to_disk(folder)
+    config = HubSource(path=folder)
+    for each in (config, HubSource.model_validate(config.model_dump(mode="json"))):
+        assert open_source(each)[0].where == f"{folder}[test] row 0"
+    with pytest.raises(DataError, match="is the split 'test', not 'train'"):
+        open_source(HubSource(path=folder, split="train"))
+
+
 def test_a_dataset_is_loaded_by_name_subset_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

@@ -83,7 +83,9 @@ def _open_dataset(config: HubSource) -> Source:
         if saved:
             dataset = _choose_split(datasets.load_from_disk(config.path), config)
         else:
-            dataset = datasets.load_dataset(config.path, config.subset, split=config.split or _SPLIT)
+            dataset = datasets.load_dataset(
+                config.path, config.subset, split=config.split or _SPLIT
+            )
     except DataError:
         raise
     except (OSError, ValueError) as error:

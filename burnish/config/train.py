@@ -128,9 +128,9 @@ def expert_rules(train: TrainConfig, model: ModelConfig) -> Iterator[str]:
     if train.engine.tensor_parallel_size > 1:
         yield (
             f"{name} with train.engine.tensor_parallel_size={train.engine.tensor_parallel_size}: "
-            "the gradient of a router through this loss is verified only for unsplit layers; use "
-            "sharding=full (with sequence_parallel_size for long rows), kind=deepspeed, or remove "
-            "it"
+            "tensor parallelism cannot split the experts that this loss balances, so it refuses "
+            "every model that has them; use sharding=full (with sequence_parallel_size for long "
+            "rows), or kind=deepspeed"
         )
 
 

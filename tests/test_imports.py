@@ -64,7 +64,7 @@ ALLOWED: dict[str, set[str]] = {
     "sync": BASE | {"models", "checkpoint", "train", "rollout"},
     "agents": BASE | {"data", "environments", "episodes", "rewards", "rollout", "sandbox", "serve"},
     "serve": BASE | {"models", "train", "rewards"},
-    "plan": BASE | {"models", "observe", "rollout", "train"},
+    "plan": BASE | {"algorithms", "models", "observe", "rollout", "train"},
     # runtime builds engines; loops ask it for them
     "runtime": LOOPS,
     "jobs": LOOPS | {"runtime"},

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,24 @@ ROOM = 0.92
 """Largest predicted share of memory at which a stage is still run."""
 Factors = dict[str, float]
 _HEAD = f"  {'phase':<17}{'planned':>9}{'measured':>10}{'meas./plan':>12}{'reserved':>10}{'s':>9}"
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Measured / planned memory of a stage."""
+
+    factors: Factors = field(default_factory=dict)
+    """By phase."""
+    of_process: frozenset[str] = frozenset()
+    """Phases whose factor is that of the process; of the others, of the tensors."""
+
+    def corrected(self, phase: str, plan: PlannedPeak, *, least: float = 0.0) -> float:
+        """Return the bytes of a phase, corrected by its factor, or by ``least`` if that is
+        larger."""
+        factor = max(least, self.factors.get(phase, 1.0))
+        if phase in self.of_process:
+            return factor * (plan.overhead + plan.tensors)
+        return plan.overhead + factor * plan.tensors
 
 
 @dataclass(frozen=True)
@@ -46,26 +65,27 @@ def probe_recipe(config: JobConfig, say: Callable[[str], None]) -> Probed:
         )
     limit = _free(hardware)
     say(f"probe on {hardware}; {limit / 1e9:.2f} GB free, of which stages may use {ROOM:.0%}")
-    factors: Factors = {}
+    found = Correction()
     stages = probe_stages(config, hardware)
     full_size = planned(stages[-1], hardware)
     for number, stage in enumerate(stages, 1):
-        plans = planned(stage, hardware)
+        plans = _savable(planned(stage, hardware), say)
         say(f"\nstage {number} of {len(stages)}: {stage.name} ({' '.join(stage.overrides)})")
-        need = _predicted(plans, factors, sharing=stage.ranks if hardware.gpu is None else 1)
+        ranks = stage.ranks if hardware.gpu is None else 1
+        need = _predicted(plans, found, sharing=ranks)
         if need > ROOM * limit:
             say(f"  skipped: predicted {need / 1e9:.2f} of {limit / 1e9:.2f} GB")
-            return _summary(factors, full_size, say, completed=False)
-        found = _run(stage, list(plans), on_gpu=hardware.gpu is not None)
-        if isinstance(found, str):
-            say(f"  {found} (predicted: {need / 1e9:.2f} of {limit / 1e9:.2f} GB)")
-            return _summary(factors, full_size, say, completed=False)
-        factors = _measurements(plans, found, say)
-    return _summary(factors, full_size, say, completed=True)
+            return _summary(found, full_size, say, completed=False)
+        measured = _run(stage, plans, on_gpu=hardware.gpu is not None)
+        if isinstance(measured, str):
+            say(f"  {measured} (predicted: {need / 1e9:.2f} of {limit / 1e9:.2f} GB)")
+            return _summary(found, full_size, say, completed=False)
+        found = _measurements(plans, measured, say)
+    return _summary(found, full_size, say, completed=True)
 
 
 def _summary(
-    factors: Factors,
+    found: Correction,
     full_size: Mapping[str, PlannedPeak],
     say: Callable[[str], None],
     *,
@@ -73,14 +93,28 @@ def _summary(
 ) -> Probed:
     """Print the correction factors of the last stage, and the corrected memory of the recipe's full
     size."""
-    if factors:
-        words = ", ".join(f"{phase} {value:.2f}" for phase, value in factors.items())
+    if found.factors:
+        words = ", ".join(f"{phase} {value:.2f}" for phase, value in found.factors.items())
         say(f"\ncorrection factors (measured / planned, last completed stage): {words}")
-        sizes = {p: x.overhead + x.tensors * factors.get(p, 1.0) for p, x in full_size.items()}
+        sizes = {phase: found.corrected(phase, plan) for phase, plan in full_size.items()}
         words = ", ".join(f"{phase} {_gb(size)}" for phase, size in sizes.items())
         say(f"corrected plan at the recipe's full size, GB per rank: {words}")
     say(f"the probe {'completed' if completed else 'stopped before'} the recipe's full size")
-    return Probed(factors, completed)
+    return Probed(found.factors, completed)
+
+
+def _savable(
+    plans: Mapping[str, PlannedPeak], say: Callable[[str], None]
+) -> Mapping[str, PlannedPeak]:
+    """Return the phases whose files fit into the folder for temporary files."""
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    large = [phase for phase, plan in plans.items() if plan.disk > ROOM * free]
+    for phase in large:
+        say(
+            f"{phase} is not measured: it writes {plans[phase].disk / 1e9:.2f} GB, and "
+            f"{tempfile.gettempdir()} has {free / 1e9:.2f} GB; set TMPDIR to a larger file system"
+        )
+    return {phase: plan for phase, plan in plans.items() if phase not in large}
 
 
 def _free(hardware: Hardware) -> float:
@@ -96,30 +130,39 @@ def _free(hardware: Hardware) -> float:
     return min(float(available), hardware.host_bytes)
 
 
-def _predicted(plans: Mapping[str, PlannedPeak], factors: Factors, *, sharing: int) -> float:
+def _predicted(plans: Mapping[str, PlannedPeak], found: Correction, *, sharing: int) -> float:
     """Return the largest predicted memory of any phase. Correction factors of the last stage apply
     if they are above 1. ``sharing``: number of ranks in the same memory."""
-    each = [
-        p.overhead + p.tensors * max(1.0, factors.get(phase, 1.0)) for phase, p in plans.items()
-    ]
-    return sharing * max(each)
+    return max(
+        found.corrected(phase, plan, least=1.0) * (1 if plan.alone else sharing)
+        for phase, plan in plans.items()
+    )
 
 
-def _run(stage: ProbeStage, phases: list[str], *, on_gpu: bool) -> dict[str, Any] | str:
-    """Run a stage and return the maximum over all ranks, by phase; or an error message."""
+def _run(
+    stage: ProbeStage, plans: Mapping[str, PlannedPeak], *, on_gpu: bool
+) -> dict[str, Any] | str:
+    """Run the phases of ``plans`` and return the maximum over all ranks, by phase; or an error
+    message."""
     with tempfile.TemporaryDirectory() as folder:
         base = {
             "config": stage.config.model_dump(mode="json"),
             "job": stage.config.job,
             "size": stage.ranks,
             "gpu": on_gpu,
-            "phases": phases,
+            "phases": [phase for phase, plan in plans.items() if not plan.alone],
             "folder": folder,
+            "engine_alone": False,
         }
         started: list[subprocess.Popen[str]] = []
         try:
             started += [_start({**base, "rank": rank}) for rank in range(stage.ranks)]
-            return _most([_result(process) for process in started])
+            found = _most([_result(process) for process in started])
+            if any(plan.alone for plan in plans.values()):
+                alone = {**base, "rank": 0, "size": 1, "engine_alone": True}
+                started.append(_start(alone))
+                found = {**_result(started[-1]), **found}
+            return found
         except _FailedError as error:
             return str(error)
         finally:
@@ -163,6 +206,8 @@ def _result(process: subprocess.Popen[str]) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(lines[-1])
     if "out_of_memory" in found:
         raise _FailedError(f"out of memory: {found['out_of_memory']}")
+    if "refused" in found:
+        raise _FailedError(f"not run: {found['refused']}")
     return found
 
 
@@ -178,22 +223,24 @@ def _most(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _measurements(
     plans: Mapping[str, PlannedPeak], found: Mapping[str, Any], say: Callable[[str], None]
-) -> Factors:
+) -> Correction:
     """Print the measurements and return measured / planned by phase."""
     factors: Factors = {}
-    counted = all(values["tensors"] is not None for values in found.values())
-    say(f"  GB of {'tensors' if counted else 'the process (resident)'}")
+    some = any(values["tensors"] is not None for values in found.values())
+    say(f"  GB of {'tensors (*: of the process, resident)' if some else 'the process (resident)'}")
     say(_HEAD)
     for phase, values in found.items():
-        plan = plans[phase]
+        plan, counted = plans[phase], values["tensors"] is not None
         measured = values["tensors"] if counted else values["host"]
         expected = plan.tensors if counted else plan.tensors + plan.overhead
         factors[phase] = measured / expected
+        name = f"{phase} *" if some and not counted else phase
         say(
-            f"  {phase:<17}{_gb(expected):>9}{_gb(measured):>10}{factors[phase]:>12.2f}"
+            f"  {name:<17}{_gb(expected):>9}{_gb(measured):>10}{factors[phase]:>12.2f}"
             f"{_gb(values['reserved']):>10}{values['seconds']:>9.3f}"
         )
-    return factors
+    of_process = {phase for phase, values in found.items() if values["tensors"] is None}
+    return Correction(factors, frozenset(of_process))
 
 
 def _gb(size: float | None) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from burnish.config.arithmetic import BatchPlan
 from burnish.config.job import JobConfig
 from burnish.config.load import ConfigError, load_config
 from burnish.config.placement import placement_groups
 from burnish.config.roles import JobSpec, RolloutRole, TrainRole
-from burnish.config.rollout import LocalEngine
+from burnish.config.rollout import LocalEngine, VllmEngine
 from burnish.plan.hardware import Hardware
 from burnish.plan.model_state import Item
 from burnish.plan.role_base import Context, RoleMemory
@@ -32,6 +32,8 @@ class ProbeStage:
     overrides: tuple[str, ...]
     config: JobConfig
     ranks: int
+    separate_engine: bool = False
+    """True if the stage also measures the rollout engine of :func:`separate_rollout`."""
 
 
 def probe_stages(config: JobConfig, hardware: Hardware) -> list[ProbeStage]:
@@ -43,10 +45,6 @@ def probe_stages(config: JobConfig, hardware: Hardware) -> list[ProbeStage]:
             f"--probe measures training, but the job {job.job} trains no model; remove --probe to "
             "get the plan"
         )
-    if role.distillation is not None:
-        raise PlanError(
-            "--probe cannot run the teacher of a distillation; remove --probe to get the plan"
-        )
     most = _ranks_here(role, hardware)
     sizes = list(_sizes(role, job.batch))
     found = [
@@ -56,7 +54,10 @@ def probe_stages(config: JobConfig, hardware: Hardware) -> list[ProbeStage]:
     found += [("larger micro-batch", (*_one_rank(config), *size)) for size in sizes[1:]]
     counts = [2**k for k in range(1, most.bit_length()) if 2**k < most] + [most] * (most > 1)
     found += [(f"{n} ranks", (*_on_ranks(n), *sizes[-1])) for n in counts]
-    return list(_valid_only(config, found))
+    stages = list(_valid_only(config, found))
+    if stages and separate_rollout(stages[-1].config.resolve()) is not None:
+        stages[-1] = replace(stages[-1], separate_engine=True)
+    return stages
 
 
 def _valid_only(
@@ -131,6 +132,10 @@ class PlannedPeak:
     """Memory other than tensors in the same place: contexts, processes."""
     host: float
     """Host memory, in addition to a GPU's."""
+    disk: float = 0.0
+    """Bytes of the files that all ranks write together."""
+    alone: bool = False
+    """True if the phase runs in one process, after the others have ended."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,8 @@ def probed_roles(config: JobConfig) -> tuple[TrainRole, ...]:
 
 def planned(stage: ProbeStage, hardware: Hardware) -> dict[str, PlannedPeak]:
     """Return the planned memory of the probed roles, by role and phase (:class:`RolePhase`, as
-    text). All probed roles are resident. Raises PlanError."""
+    text). All probed roles are resident, except with a separate rollout engine. Raises
+    PlanError."""
     job = stage.config.resolve()
     context = Context(job, hardware, frozenset())
     roles = [train_role(context, role) for role in probed_roles(stage.config)]
@@ -167,10 +173,18 @@ def planned(stage: ProbeStage, hardware: Hardware) -> dict[str, PlannedPeak]:
         passing = rollout_role(context, rollout).passing["rollout"]
         phases["rollout"] = _sum((*_resident(roles, "rollout"), *passing))
     for role in roles:
-        for phase in ("log-probs", "forward/backward", "step"):
+        for phase in ("log-probs", "forward/backward", "step", "checkpoint"):
             if phase in role.passing:
                 work = RolePhase(role.role, phase)
-                phases[str(work)] = _sum((*_resident(roles, phase), *role.passing[phase]))
+                found = _sum((*_resident(roles, phase), *role.passing[phase]))
+                files = role.disk if phase == "checkpoint" else 0.0
+                phases[str(work)] = replace(found, disk=files)
+    if stage.separate_engine:
+        engine = separate_rollout(job)
+        assert engine is not None
+        memory = rollout_role(context, engine)
+        items = (*memory.resident["rollout"], *memory.passing.get("rollout", ()))
+        phases["rollout"] = replace(_sum(items), alone=True)
     return phases
 
 
@@ -188,6 +202,15 @@ def _sum(items: Iterable[Item]) -> PlannedPeak:
 
     host = total("host", overhead=False) + total("host", overhead=True)
     return PlannedPeak(total("device", overhead=False), total("device", overhead=True), host)
+
+
+def separate_rollout(job: JobSpec) -> RolloutRole | None:
+    """Return the rollout role if it is one process of vLLM, which is probed without the trainer.
+    Several processes (``tensor_parallel_size``) are not measured."""
+    role = job.rollout
+    if role is None or not isinstance(role.engine, VllmEngine):
+        return None
+    return role if role.engine.tensor_parallel_size == 1 else None
 
 
 def probed_rollout(job: JobSpec) -> RolloutRole | None:

@@ -20,24 +20,30 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM
 
+from burnish.algorithms.distill import DIVERGENCES, SLOPES, forward_kl
+from burnish.config.distill import DistillConfig
 from burnish.config.job import JobConfig
 from burnish.config.load import load_config
 from burnish.config.roles import JobSpec, RolloutRole, TrainRole
-from burnish.config.rollout import LocalEngine
+from burnish.config.rollout import LocalEngine, VllmEngine
+from burnish.errors import BurnishError
 from burnish.messages import library_text
+from burnish.models.distill import DistillTarget
 from burnish.models.gpu import set_up_gpu
-from burnish.models.load import choose_attention, describe, place
-from burnish.models.lora import inject_lora
+from burnish.models.load import DTYPES, choose_attention, describe, place
+from burnish.models.logprobs import Head, chunk_tokens
+from burnish.models.lora import inject_lora, merged_weights
 from burnish.models.scratch import scratch_tokenizer
 from burnish.models.value_head import ScalarModel
 from burnish.observe.peaks import PhasePeaks
 from burnish.oom import is_out_of_memory
-from burnish.plan.probe_stages import RolePhase, probed_roles, probed_rollout
-from burnish.plan.role_base import positions
+from burnish.plan.probe_stages import RolePhase, probed_roles, probed_rollout, separate_rollout
+from burnish.plan.role_base import positions, resolve_model
+from burnish.plan.rollout_role import demand_of
 from burnish.plan.shapes import find_config, shape_of
 from burnish.plan.tracking import LiveBytes
 from burnish.plan.train_role import largest_rows, planned_model
-from burnish.rollout.base import Request, Sampling
+from burnish.rollout.base import Request, RolloutEngine, Sampling
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.train.base import Outputs
 from burnish.train.engine import BaseTrainEngine
@@ -55,7 +61,10 @@ def main() -> None:
     task = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        result = probe(load_config(task["config"], job=task["job"]), task)
+        measure = probe_engine if task["engine_alone"] else probe
+        result = measure(load_config(task["config"], job=task["job"]), task)
+    except BurnishError as error:  # such as a missing library: shown by the command
+        result = {"refused": str(error)}
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -75,14 +84,48 @@ def probe(config: JobConfig, task: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     job, roles = config.resolve(), probed_roles(config)
     engines = {role.name: _engine(job, role, ranks, device) for role in roles}
-    made = _work(job, engines, ranks)
+    student = next((role for role in roles if role.distillation is not None), None)
+    if student is not None:
+        _add_target(engines[student.name], student, cast(DistillConfig, config))
+    made = _work(job, engines, ranks, Path(task["folder"]))
     work = {str(what): run for what, run in made.items() if str(what) in task["phases"]}
     for run in work.values():  # the first step creates moments and workspaces
         run()
     engine = roles[0].train.engine
     counted = device.type == "cpu" and engine.kind == "torch" and engine.sharding == "none"
-    live = _count(engines.values(), work) if counted else {}
+    # Files are serialized without tensors, so saving is measured by the process.
+    seen = {name: run for name, run in work.items() if not name.startswith("checkpoint")}
+    live = _count(engines.values(), seen) if counted else {}
     return _measured(work, live, device)
+
+
+def probe_engine(config: JobConfig, task: dict[str, Any]) -> dict[str, Any]:
+    """Return bytes and seconds of vLLM, with random weights and no trainer."""
+    from burnish.rollout.vllm import VllmRolloutEngine  # (starts imports of vLLM)
+
+    device = torch.device("cuda:0" if task["gpu"] else "cpu")
+    set_up_gpu(device)
+    role = separate_rollout(config.resolve())
+    assert role is not None and isinstance(role.engine, VllmEngine)
+    described = role.model.model_copy(update={"lora": None})
+    shape = shape_of(described)
+    model: Any = AutoModelForCausalLM.from_config(find_config(described)[0])
+    engine = VllmRolloutEngine(
+        place(model, dtype=role.dtype, device=torch.device("cpu")),
+        scratch_tokenizer("0123456789"),
+        role.engine,
+        dtype=role.dtype,
+        max_model_len=demand_of(role, shape).longest,
+    )
+    try:
+        engine._end_tokens = set()  # no early stop: full length
+        engine.load_weights(0, merged_weights(model))
+        del model
+        work = {"rollout": _sampling(role, engine, role.engine.max_num_seqs)}
+        work["rollout"]()  # allocates workspaces
+        return _measured(work, {}, device)
+    finally:
+        engine.close()
 
 
 def _measured(work: Work, live: dict[str, float], device: torch.device) -> dict[str, Any]:
@@ -153,9 +196,10 @@ def _engine(
 
 
 def _work(
-    job: JobSpec, engines: dict[str, BaseTrainEngine], ranks: RankGroup
+    job: JobSpec, engines: dict[str, BaseTrainEngine], ranks: RankGroup, folder: Path
 ) -> dict[RolePhase, Callable[[], Any]]:
-    """Return a function for every role and phase, in order."""
+    """Return a function for every role and phase, in order. Checkpoints are written to
+    ``folder``."""
     work: dict[RolePhase, Callable[[], Any]] = {}
     rollout = probed_rollout(job)
     if rollout is not None:
@@ -164,17 +208,45 @@ def _work(
         role = job.role(name)
         batch = _batch(job, role, ranks.size)
         read = engine.values if role.head == "scalar" else engine.logprobs
+        read = engine.states if role.returns_states else read
         work[RolePhase(name, "log-probs")] = partial(read, batch)
+        if role.distillation is not None:
+            batch = replace(batch, teacher_states=engines["teacher"].states(batch))
         if role.trainable:
             work[RolePhase(name, "forward/backward")] = partial(
                 engine.forward_backward, batch, _loss
             )
             work[RolePhase(name, "step")] = engine.optim_step
+            work[RolePhase(name, "checkpoint")] = partial(engine.save, folder / name)
     return work
 
 
+def _add_target(engine: BaseTrainEngine, role: TrainRole, config: DistillConfig) -> None:
+    """Add a teacher's output projection with random weights to a student's engine."""
+    teacher = shape_of(resolve_model(config.teacher.model, config.model)).text
+    assert role.distillation is not None
+    rows, width = _shared_tokens(config.resolve()), int(teacher.hidden_size)
+    weight = torch.randn(rows, width, dtype=DTYPES[role.distillation.dtype], device=engine.device)
+    chunk = chunk_tokens(role.train.logprob_chunk_tokens, engine.device.type)
+    options = config.loss.model_dump(exclude={"kind"})
+    engine.forward.distill_target = DistillTarget(
+        Head(weight / width**0.5, temperature=config.temperature, chunk_tokens=chunk),
+        partial(DIVERGENCES[config.loss.kind], **options),
+        partial(SLOPES[config.loss.kind], **options),
+        forward_kl,
+        config.temperature,
+    )
+
+
+def _shared_tokens(job: JobSpec) -> int:
+    """Return the number of token ids that all language models of a job have."""
+    models = [resolve_model(role.model, job.model) for role in job.train_roles]
+    return min(int(shape_of(model).text.vocab_size) for model in models)
+
+
 def _loss(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, Stats]:
-    found = outputs.logprobs if outputs.logprobs is not None else outputs.values
+    own = outputs.logprobs if outputs.divergence is None else outputs.divergence
+    found = own if own is not None else outputs.values
     assert found is not None
     return -found.sum() / batch.num_tokens, Stats()
 
@@ -188,7 +260,7 @@ def _batch(job: JobSpec, role: TrainRole, ranks: int) -> Batch:
     unit, group = job.trained.rows_per_unit, job.samples_per_prompt
     share = job.batch.train_batch_size * job.trained.rows_per_sample // ranks
     rows = [row for _ in range(ranks * min(2, max(1, share // len(micro)))) for row in micro]
-    vocabulary = int(shape_of(job.model).text.vocab_size)
+    vocabulary = _shared_tokens(job)
     longest = max(row.length for row in rows)
     groups = torch.randint(0, vocabulary, (-(-len(rows) // group), longest)).tolist()
     tokens = [groups[i // group][: row.length] for i, row in enumerate(rows)]  # prompts are shared
@@ -210,13 +282,18 @@ def _rollout(role: RolloutRole, engine: BaseTrainEngine) -> Callable[[], Any]:
     options = cast(LocalEngine, role.engine)
     local = LocalRolloutEngine(model, scratch_tokenizer("0123456789"), options)
     local._end_tokens = set()  # no early stop: full length
+    return _sampling(role, local, options.max_batch_size)
+
+
+def _sampling(role: RolloutRole, engine: RolloutEngine, at_once: int) -> Callable[[], Any]:
+    """Return a function that samples full-length responses, at most ``at_once``."""
     n = role.samples_per_prompt
-    most = min(options.max_batch_size, role.prompts * n)
+    most = min(at_once, role.prompts * n)
     length, prefix = role.lengths.within(positions(shape_of(role.model)))
     new, prompt = length - prefix, tuple([7] * prefix)
     requests = [Request(str(i), prompt, n=n, seed=i) for i in range(max(1, most // n))]
     sampling = Sampling(max_tokens=new)
-    return lambda: [None for _ in local.generate(requests, sampling)]
+    return lambda: [None for _ in engine.generate(requests, sampling)]
 
 
 def _count(engines: Iterable[BaseTrainEngine], work: Work) -> dict[str, float]:

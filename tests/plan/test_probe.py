@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -71,6 +72,28 @@ def test_stages_of_episodes_grow_from_short_conversations() -> None:
     assert [(found.prompt, found.rest) for found in lengths[:3]] == [(8, 24), (16, 48), (32, 96)]
 
 
+def test_only_the_last_stage_measures_vllm_in_a_process_of_its_own() -> None:
+    """Its weights and its cache, without the trainer; not with several processes."""
+    config = load_config(TREE, ["rollout.engine={kind: vllm, max_num_seqs: 16}"])
+    stages = probe_stages(config, this_machine())
+    assert [stage.separate_engine for stage in stages] == [False] * 4 + [True]
+    plans = planned(stages[-1], this_machine())
+    found = plans["rollout"]
+    assert found.alone and not any(p.alone for name, p in plans.items() if name != "rollout")
+    assert 0 < found.tensors < plans["step"].tensors
+    parts = load_config(TREE, ["rollout.engine={kind: vllm, tensor_parallel_size: 2}"])
+    assert "rollout" not in planned(probe_stages(parts, this_machine())[-1], this_machine())
+
+
+def test_a_checkpoint_larger_than_the_disk_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = probe_stages(load_config(SFT), this_machine())[-1]
+    plans, said = planned(stage, this_machine()), list[str]()
+    free = shutil.disk_usage("/")._replace(free=int(plans["checkpoint"].disk))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    assert set(probe_command._savable(plans, said.append)) == set(plans) - {"checkpoint"}
+    assert "checkpoint is not measured: it writes" in said[0] and "set TMPDIR" in said[0]
+
+
 def test_stages_with_several_ranks_come_last_and_are_limited_by_the_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -107,7 +130,8 @@ def test_two_ranks_are_two_processes(sharding: str, monkeypatch: pytest.MonkeyPa
     two = ["cluster.runtime=ray", "cluster.policy_ranks=2", f"train.engine.sharding={sharding}"]
     stages = probe_stages(load_config(SFT, two), this_machine())
     assert [r.ranks for r in stages] == [1, 1, 1, 1, 2]
-    found = probe_command._run(stages[-1], ["forward/backward", "step"], on_gpu=False)
+    plans = planned(stages[-1], this_machine())
+    found = probe_command._run(stages[-1], plans, on_gpu=False)
     assert isinstance(found, dict), found
     assert found["forward/backward"]["host"] > 50e6  # a Python process with torch
     assert (found["step"]["tensors"] is None) == (sharding == "full")
@@ -122,11 +146,10 @@ def test_probe_stops_before_a_stage_that_would_not_fit(
     stages = probe_stages(config, this_machine())
     tried: list[str] = []
 
-    def measured(stage: Any, phases: list[str], *, on_gpu: bool) -> dict[str, Any]:
+    def measured(stage: Any, plans: Any, *, on_gpu: bool) -> dict[str, Any]:
         tried.append(stage.name)
         values = {"reserved": None, "host": 1.0, "seconds": 0.1}
-        plans = planned(stage, this_machine())
-        return {p: {"tensors": 1.02 * plans[p].tensors, **values} for p in phases}
+        return {p: {"tensors": 1.02 * plan.tensors, **values} for p, plan in plans.items()}
 
     def need(index: int, factor: float) -> float:
         plans = planned(stages[index], this_machine()).values()
@@ -170,6 +193,7 @@ def test_a_job_without_training_is_rejected() -> None:
         probe_stages(load_config(tree), this_machine())
 
 
+TEACHER = {"scratch": {"hidden_size": 96, "num_layers": 2, "max_position_embeddings": 256}}
 PPO = [
     "algorithm.advantage=gae",
     "algorithm.kl.init_kl_coef=0.1",
@@ -195,20 +219,28 @@ PPO = [
                 "log-probs (critic)",
                 "forward/backward (critic)",
                 "step (critic)",
+                "checkpoint",
+                "checkpoint (critic)",
             },
             id="ppo",
         ),
         pytest.param(
             {**SFT, "job": "rm"},
             [],
-            {"forward/backward (reward)", "step (reward)"},
+            {"forward/backward (reward)", "step (reward)", "checkpoint (reward)"},
             id="rm",
         ),
         pytest.param(
             {**SFT, "job": "preference"},
             [],
-            {"forward/backward", "step", "log-probs (reference)"},
+            {"forward/backward", "step", "checkpoint", "log-probs (reference)"},
             id="preference",
+        ),
+        pytest.param(
+            {**SFT, "job": "distill", "teacher": {"model": TEACHER}},
+            ["loss=jsd"],
+            {"forward/backward", "step", "checkpoint", "log-probs (teacher)"},
+            id="distill",
         ),
     ],
 )
@@ -219,9 +251,11 @@ def test_every_role_and_phase_is_measured(
     stage = probe_stages(load_config(tree, overrides), this_machine())[-1]
     plans = planned(stage, this_machine())
     assert set(plans) == expected
-    found = probe_command._run(stage, list(plans), on_gpu=False)
+    found = probe_command._run(stage, plans, on_gpu=False)
     assert isinstance(found, dict), found
-    ratios = {phase: found[phase]["tensors"] / plan.tensors for phase, plan in plans.items()}
+    saves = {phase for phase in plans if phase.startswith("checkpoint")}
+    assert {phase for phase in plans if found[phase]["tensors"] is None} == saves
+    ratios = {phase: found[phase]["tensors"] / plans[phase].tensors for phase in expected - saves}
     assert all(0.9 < ratio < 1.1 for ratio in ratios.values()), ratios
 
 

@@ -76,6 +76,18 @@ class HubSource(_Source):
     """Use only the first this many rows. None: all."""
     name: str | None = None
     """Name in prompt ids and metrics. None: the last part of ``path``."""
+    streaming: bool = False
+    """Read rows in order while training, instead of downloading them first. The number of rows is
+    ``max_samples``, which the dataset must have; None: unknown, and the job needs ``max_steps``."""
+    shuffle_buffer: int = Field(1000, ge=1)
+    """Rows held in memory and shuffled together, if ``streaming``."""
+
+    def rules(self) -> Iterator[str]:
+        if self.is_own("shuffle_buffer") and not self.streaming:
+            yield (
+                f"shuffle_buffer={self.shuffle_buffer} has no effect without streaming, because "
+                "all rows are shuffled together; remove it, or set streaming=true"
+            )
 
 
 class EnvironmentSource(_Source):
@@ -180,6 +192,11 @@ class DataConfig(Node):
         return [path for path in self.all_files if self._is_by_columns(path)]
 
     @property
+    def streamed(self) -> list[HubSource]:
+        """The sources that are streamed."""
+        return [s for s in self.sources if isinstance(s, HubSource) and s.streaming]
+
+    @property
     def row_keys(self) -> Keys:
         """Columns that the form of a row depends on."""
         return Keys("steps", self.form, self.prompt_key, own=True)
@@ -198,8 +215,12 @@ class DataConfig(Node):
 
     def form_lines(self) -> list[tuple[str, str, str]]:
         """Return lines (name, value, origin) of the batch table with the form of each file that is
-        not read by columns."""
-        return [
+        not read by columns, and with the streamed sources."""
+        streamed = [
+            ("streamed rows", str(s.max_samples or "?"), f"{s.path}: {s.shuffle_buffer} in memory")
+            for s in self.streamed
+        ]
+        return streamed + [
             ("data form", NAMES[found.form], f"{path}: {_mapped(found)}")
             for path, found in self.readings()
             if found.form != "columns"
@@ -237,6 +258,11 @@ class DataConfig(Node):
             yield (
                 "mix=size draws all rows equally often, but a source has "
                 f"weight={weighted[0]:g}; remove the weights, or use mix=weight"
+            )
+        if self.mix == "size" and self.streamed:
+            yield (
+                f"mix=size shuffles all rows together, but {self.streamed[0].path} is streamed in "
+                "order; use mix=weight, or remove streaming"
             )
         if self.is_own("tools_key"):
             yield from missing_columns(self.files, {"tools_key": self.tools_key})

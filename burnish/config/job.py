@@ -14,6 +14,7 @@ from burnish.config.base import Node, PathText
 from burnish.config.best_metric import best_metric_rules
 from burnish.config.cluster import ClusterConfig, ClusterRole
 from burnish.config.data import DataConfig, PreferenceDataConfig, SFTDataConfig
+from burnish.config.length import supervised_rules, table_rules
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.observe import ObserveConfig
 from burnish.config.offload import offload_rules
@@ -53,6 +54,9 @@ class JobConfig(Node):
     """Reason why the job cannot run on the ranks of a launcher (``cluster.runtime=spmd``), or
     None."""
 
+    in_order: ClassVar[tuple[str, ...]] = ()
+    """Data sections whose rows are read in order, so that they can be streamed."""
+
     job: str
     """Job of the recipe."""
     run_dir: PathText = "runs/{job}"
@@ -74,6 +78,7 @@ class JobConfig(Node):
             *self.broken_rules(),
             *placement_rules(self.cluster, roles),
             *offload_rules(self.cluster, roles),
+            *table_rules(self.paths_of(DataConfig), in_order=self.in_order),
         ]
         problems += self._launch_rules()
         if problems:
@@ -128,6 +133,8 @@ class JobConfig(Node):
 
 class TrainingJob(JobConfig):
     """Fields of every job with gradient steps."""
+
+    in_order: ClassVar[tuple[str, ...]] = ("data", "ptx.data")
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving of checkpoints."""
@@ -222,17 +229,24 @@ class SupervisedJob(TrainingJob):
         """Number of batch rows per row of the data."""
         return 1
 
-    def steps_for(self, num_rows: int) -> int:
-        """Return the number of optimizer steps over ``num_rows`` rows."""
+    def steps_for(self, num_rows: int | None) -> int:
+        """Return the number of optimizer steps over ``num_rows`` rows. Raises ValueError if both it
+        and ``max_steps`` are None."""
+        if num_rows is None:
+            if self.max_steps is None:
+                raise ValueError("data of unknown length need max_steps")
+            return self.max_steps
         size = self.batch_plan().train_batch_size
         rows = num_rows * self.max_epochs
         by_epochs = max(1, rows // size if self.drop_last else -(-rows // size))
         return min(by_epochs, self.max_steps or by_epochs)
 
-    def batch_size_at(self, step: int, num_rows: int) -> int:
+    def batch_size_at(self, step: int, num_rows: int | None) -> int:
         """Return the number of rows that optimizer step ``step`` (from 1) takes of data with
-        ``num_rows`` rows."""
+        ``num_rows`` rows. None: unknown."""
         size = self.batch_plan().train_batch_size
+        if num_rows is None:
+            return size
         left = num_rows * self.max_epochs - (step - 1) * size
         return min(size, left) if not self.drop_last and left > 0 else size
 
@@ -248,6 +262,12 @@ class SupervisedJob(TrainingJob):
 
     def rules(self) -> Iterator[str]:
         yield from training_rules(self, self.train)
+        yield from supervised_rules(
+            self.rows,
+            max_steps=self.max_steps,
+            max_epochs=self.max_epochs,
+            drop_last=self.drop_last,
+        )
         yield from best_metric_rules(
             self.checkpoint.best_metric, self.eval_metrics, eval_key="eval_data"
         )

@@ -18,6 +18,7 @@ from burnish.config.data import (
     DataConfig,
     EnvironmentSource,
     FileSource,
+    HubSource,
     SeedSource,
     SourceConfig,
 )
@@ -30,9 +31,11 @@ Line = tuple[str, str, str]
 
 def num_rows(source: SourceConfig) -> int | None:
     """Return the number of rows of a source, or None if it is unknown before the source is opened
-    (hub datasets, and missing, large or unreadable files)."""
+    (hub datasets, unless streamed with ``max_samples``, and missing, large or unreadable files)."""
     if isinstance(source, EnvironmentSource | SeedSource):
         return source.size
+    if isinstance(source, HubSource) and source.streaming:
+        return source.max_samples
     if not isinstance(source, FileSource):
         return None
     try:

@@ -121,6 +121,11 @@ class PreferenceConfig(SupervisedJob):
                 )
         if self.reference is not None and not self.needs_reference:
             yield f"reference is set, but loss={kind} does not use one; remove it, or use dpo"
+        if self.reference is not None and self.reference.precompute and self.data.streamed:
+            yield (
+                "reference.precompute computes log-probs of all rows before the first step, but "
+                f"{self.data.streamed[0].path} is streamed; remove precompute, or streaming"
+            )
         if kind != "kto":
             for name, data in (("data", self.data), ("eval_data", self.eval_data)):
                 if data is not None:

@@ -26,6 +26,7 @@ from burnish.config.best_metric import best_metric_rules
 from burnish.config.data import PromptDataConfig, held_out_advice
 from burnish.config.episodes import episode_data_rules, episode_rules, episodes_lines
 from burnish.config.job import TrainingJob, derived_batch, training_rules
+from burnish.config.length import step_rules
 from burnish.config.model import (
     ReferenceConfig,
     lora_advice,
@@ -281,7 +282,7 @@ class RLConfig(TrainingJob):
         return None if own == sizes["policy"] else own
 
     def rules(self) -> Iterator[str]:
-        yield from _length_rules(self)
+        yield from step_rules(self.data, max_steps=self.max_steps, max_epochs=self.max_epochs)
         yield from training_rules(self, self.train)
         yield from _critic_rules(self, self._critic_ranks())
         yield from _field_rules(self)
@@ -348,21 +349,6 @@ class RLConfig(TrainingJob):
                 f"normalizes {', '.join(normed)} by a mean that changes, so the best checkpoint "
                 f"would mean little; set checkpoint.best_metric=reward/{normed[0]} (the raw score)"
             )
-
-
-def _length_rules(config: RLConfig) -> Iterator[str]:
-    """Yield an error unless exactly one of ``max_steps`` and ``max_epochs`` is set."""
-    if config.max_steps is None and config.max_epochs is None:
-        yield (
-            "max_steps is not set (number of RL steps; each is one rollout and its updates); set "
-            "it, or max_epochs (passes over the prompts)"
-        )
-    if config.max_steps is not None and config.max_epochs is not None:
-        yield (
-            f"max_steps={config.max_steps} and max_epochs={config.max_epochs} both set the length "
-            "of the run; remove one, or set it to null (a run of max_epochs is saved with the "
-            "max_steps derived from it)"
-        )
 
 
 def _field_rules(config: RLConfig) -> Iterator[str]:

@@ -17,11 +17,15 @@ from burnish.data.forms import open_rows
 from burnish.data.notices import Notices, collecting
 from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import IndexStream, RowRef
+from burnish.data.streamed import StreamedRows
 
 _log = logging.getLogger(__name__)
 
 _SHOWN = 5
 """Most bad rows listed in one error message."""
+
+_MOST_DROPPED = 100_000
+"""Consecutive rows of a streamed source after which it counts as having no usable row."""
 
 T = TypeVar("T")  # a Prompt, a TokenRow or a Pair
 
@@ -71,7 +75,10 @@ class EncodedStream(Generic[T]):
         self._config = config
         weights = [source.weight for source in config.sources]
         self._index = IndexStream(
-            {name: len(source) for name, source in self.sources.items()},
+            {
+                name: source if isinstance(source, StreamedRows) else len(source)
+                for name, source in self.sources.items()
+            },
             weights=weights if config.mix == "weight" else None,
             seed=seed,
             shuffle=config.shuffle,
@@ -83,9 +90,11 @@ class EncodedStream(Generic[T]):
         self._dropped_in_a_row = dict.fromkeys(self.sources, 0)
         self._notices = Notices()
 
-    def __len__(self) -> int:
-        """Number of rows in all sources, including rows over the limit."""
-        return len(self._index)
+    @property
+    def num_rows(self) -> int | None:
+        """Number of rows in all sources, including rows over the limit. None: unknown, because a
+        source is streamed."""
+        return self._index.num_rows
 
     @property
     def counts(self) -> dict[str, int]:
@@ -146,8 +155,10 @@ class EncodedStream(Generic[T]):
                     fitted.bad,
                 )
         self._dropped_in_a_row[source] += 1
+        rows = self.sources[source]
         # Any 2n - 1 consecutive draws contain a full epoch, so no row fits.
-        if self._dropped_in_a_row[source] >= 2 * len(self.sources[source]) - 1:
+        limit = _MOST_DROPPED if isinstance(rows, StreamedRows) else 2 * len(rows) - 1
+        if self._dropped_in_a_row[source] >= limit:
             if fitted.bad is not None:
                 raise _all_bad(f"source {source!r}", fitted.bad)
             raise _all_dropped(f"source {source!r}", self._encoder, self._config.overlong)

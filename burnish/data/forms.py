@@ -32,6 +32,7 @@ from burnish.config.score import ResponseDataConfig
 from burnish.data.messages import as_messages, parsed, without_nulls
 from burnish.data.notices import note
 from burnish.data.sources import DataError, Row, Source, open_sources
+from burnish.data.streamed import StreamedRows
 
 Values = dict[str, Any]
 Messages = list[dict[str, Any]]
@@ -64,6 +65,8 @@ def open_rows(config: DataConfig) -> list[Source]:
 
 def _in_form(source: Source, config: DataConfig) -> Source:
     form = form_of_row(source[0], config)
+    if isinstance(source, StreamedRows):
+        return source.converted(lambda row: in_columns(row, form, config))
     return source if form == "columns" else _Converted(source, form, config)
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from burnish.config.data import PreferenceDataConfig
 from burnish.data.rows import Exchange, content_column, is_text, prompt_column
 from burnish.data.sources import DataError, Source
+from burnish.data.streamed import num_first
 
 _log = logging.getLogger("burnish")
 
@@ -44,7 +45,7 @@ class RepeatedPrompts:
         return replace(given, response=response.removeprefix(prompt))
 
     def _all_repeat(self, source: Source) -> bool:
-        num = min(_LOOKED_AT, len(source))
+        num = num_first(source, _LOOKED_AT)
         repeats = sum(self._repeats(source, i) for i in range(num))
         if repeats == num:
             _log.warning(

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from burnish.config.columns import is_saved_dataset
 from burnish.config.data import (
     EnvironmentSource,
     FileSource,
@@ -22,6 +23,7 @@ from burnish.config.explain import nearest
 from burnish.data import files
 from burnish.data.base import EMPTY, DataError, Row, Rows, Source
 from burnish.data.files import missing_file, open_files
+from burnish.data.streamed import StreamedRows, num_first
 
 __all__ = ["DataError", "Row", "Source", "first_rows", "open_source", "open_sources"]
 
@@ -40,11 +42,11 @@ def open_source(config: SourceConfig) -> Source:
         source = _seed_rows(config)
     else:
         source = _EnvironmentRows(config)
-    if len(source) == 0:
+    if num_first(source, 1) == 0:
         place = config.path if isinstance(config, FileSource | HubSource) else config.name
         raise DataError(EMPTY.format(place=place))
     limit = config.max_samples if isinstance(config, FileSource | HubSource) else None
-    if limit is None or limit >= len(source):
+    if limit is None or isinstance(source, StreamedRows) or limit >= len(source):
         return source
     return Rows(source.name, limit, source.__getitem__)
 
@@ -78,13 +80,14 @@ def _open_dataset(config: HubSource) -> Source:
 
     _check_folder(config)
     folder = Path(config.path)
-    saved = any((folder / f).exists() for f in ("dataset_dict.json", "state.json"))
+    more = {"streaming": True} if config.streaming else {}
     try:
-        if saved:
+        if is_saved_dataset(folder):
             dataset = _choose_split(datasets.load_from_disk(config.path), config)
+            dataset = dataset.to_iterable_dataset() if config.streaming else dataset
         else:
             dataset = datasets.load_dataset(
-                config.path, config.subset, split=config.split or _SPLIT
+                config.path, config.subset, split=config.split or _SPLIT, **more
             )
     except DataError:
         raise
@@ -97,11 +100,19 @@ def _open_dataset(config: HubSource) -> Source:
         ) from error
 
     split = dataset.split or config.split or _SPLIT
+    name, place = config.name or folder.name, f"{config.path}[{split}]"
+    if config.streaming:
+        return StreamedRows(
+            *(name, dataset),
+            place=place,
+            block_size=config.shuffle_buffer,
+            num_rows=config.max_samples,
+        )
 
     def read(i: int) -> Row:
-        return Row(dataset[i], f"{config.path}[{split}] row {i}", fills_nulls=True)
+        return Row(dataset[i], f"{place} row {i}", fills_nulls=True)
 
-    return Rows(config.name or folder.name, len(dataset), read)
+    return Rows(name, len(dataset), read)
 
 
 def _check_folder(config: HubSource) -> None:

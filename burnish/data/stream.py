@@ -4,14 +4,16 @@ Every choice is a function of the seed and of counters, so the state is a few in
 generator state. The row order of epoch e of source s is
 ``default_rng([seed, s, e]).permutation(n)``. The source of draw k is drawn by weight from
 ``default_rng([seed, _DRAW, k])``. Without weights, all sources are shuffled together. The order of
-epoch e is then ``default_rng([seed, _JOINT, e]).permutation(sum of all n)``.
+epoch e is then ``default_rng([seed, _JOINT, e]).permutation(sum of all n)``. A streamed source is
+read in order, in blocks: the order of the n rows from row b on is ``default_rng([seed, s, e,
+b]).permutation(n)``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -35,6 +37,24 @@ class RowRef:
         return f"{self.source}:{self.row}@{self.epoch}"
 
 
+class Blocks(Protocol):
+    """Rows that are read in order, one block at a time."""
+
+    block_size: int
+    """Number of rows of every block but the last."""
+    num_rows: int | None
+    """Number of rows; None if it is unknown."""
+
+    def load(self, begin: int) -> int:
+        """Read the block that begins at row ``begin``. Return its number of rows; 0 at the end."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the current block. JSON-serializable."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from ``state``. Raises DataError if it belongs to other data."""
+
+
 class IndexStream:
     """An endless stream of row references. It returns each row once per epoch of its source.
 
@@ -43,33 +63,42 @@ class IndexStream:
 
     def __init__(
         self,
-        sizes: Mapping[str, int],
+        sizes: Mapping[str, int | Blocks],
         *,
         weights: Sequence[float] | None,
         seed: int,
         shuffle: bool,
         files: Mapping[str, str] | None = None,
     ) -> None:
-        """``sizes``: number of rows by source, above 0. ``weights``: relative, one per source. If
+        """``sizes``: by source, its number of rows, above 0, or the blocks in which it is streamed.
+        ``weights``: relative, one per source. If
         None, the rows of all sources are shuffled together, and each is drawn once per epoch.
         ``files``: digest of the file names of each source that consists of several files."""
         if weights is not None and len(weights) != len(sizes):
             raise ValueError(f"{len(weights)} weights for {len(sizes)} sources")
-        self._names, self._sizes = list(sizes), list(sizes.values())
+        self._names = list(sizes)
+        self._blocks = {i: s for i, s in enumerate(sizes.values()) if not isinstance(s, int)}
+        self._sizes = [s if isinstance(s, int) else s.num_rows for s in sizes.values()]
+        if weights is None and self._blocks:
+            raise ValueError("streamed sources cannot be shuffled together with others")
         self._files = dict(files or {})
         self._joint = weights is None
         shares = np.ones(len(sizes)) if weights is None else np.asarray(weights, dtype=np.float64)
         self._edges = np.cumsum(shares / shares.sum())
-        self._begins = np.cumsum([0, *self._sizes])
+        self._begins = np.cumsum([0, *(size or 0 for size in self._sizes)])
         self._seed = seed % 2**64  # numpy takes no negative seeds
         self._shuffle = shuffle
         self._draws = 0
         self._epochs = [0] * len(sizes)
         self._positions = [0] * len(sizes)
-        self._orders: dict[int, tuple[int, np.ndarray]] = {}  # source -> (epoch, its permutation)
+        self._orders: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}
+        """Source -> (its epoch, and the block of a streamed one; their permutation)."""
 
-    def __len__(self) -> int:
-        return sum(self._sizes)
+    @property
+    def num_rows(self) -> int | None:
+        """Number of rows of all sources; None if one is streamed and has no ``max_samples``."""
+        known = [size for size in self._sizes if size is not None]
+        return sum(known) if len(known) == len(self._sizes) else None
 
     @property
     def epoch(self) -> int:
@@ -81,20 +110,41 @@ class IndexStream:
         if self._joint:
             return self._next_of_all()
         source = self._source_of(self._draws)
+        if source in self._blocks:
+            return self._next_streamed(source)
         epoch, position = self._epochs[source], self._positions[source]
-        row = int(self._order(source, epoch)[position]) if self._shuffle else position
+        order = self._order(source, (epoch,), self._sizes[source] or 0)
+        row = int(order[position]) if self._shuffle else position
         self._draws += 1
         self._positions[source] += 1
         if self._positions[source] == self._sizes[source]:
             self._epochs[source], self._positions[source] = epoch + 1, 0
         return RowRef(self._names[source], row, epoch)
 
+    def _next_streamed(self, source: int) -> RowRef:
+        """Return the next row of the current block. The end of the data is found by reading, so
+        the epoch of a streamed source ends with the draw after its last row."""
+        blocks, position = self._blocks[source], self._positions[source]
+        begin = position - position % blocks.block_size
+        size = blocks.load(begin)
+        if position - begin >= size:
+            self._epochs[source] += 1
+            position = begin = 0
+            size = blocks.load(begin)
+        epoch, row = self._epochs[source], position
+        if self._shuffle:
+            row = begin + int(self._order(source, (epoch, begin), size)[position - begin])
+        self._draws += 1
+        self._positions[source] = position + 1
+        return RowRef(self._names[source], row, epoch)
+
     def _next_of_all(self) -> RowRef:
-        epoch, position = divmod(self._draws, len(self))
-        place = int(self._order(_JOINT, epoch)[position]) if self._shuffle else position
+        total = int(self._begins[-1])
+        epoch, position = divmod(self._draws, total)
+        place = int(self._order(_JOINT, (epoch,), total)[position]) if self._shuffle else position
         source = int(np.searchsorted(self._begins, place, side="right")) - 1
         self._draws += 1
-        self._epochs = [self._draws // len(self)] * len(self._sizes)
+        self._epochs = [self._draws // total] * len(self._sizes)
         return RowRef(self._names[source], place - int(self._begins[source]), epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,8 +156,10 @@ class IndexStream:
             "mix": "size" if self._joint else "weight",
             "draws": self._draws,
             "sources": {
-                name: {"size": size, "epoch": epoch, "position": position} | self._digest(name)
-                for name, (size, epoch, position) in zip(self._names, per_source, strict=True)
+                name: {"size": size, "epoch": epoch, "position": position} | self._more(source)
+                for source, (name, (size, epoch, position)) in enumerate(
+                    zip(self._names, per_source, strict=True)
+                )
             },
         }
 
@@ -121,9 +173,15 @@ class IndexStream:
         self._draws = int(state["draws"])
         self._epochs = [int(state["sources"][name]["epoch"]) for name in self._names]
         self._positions = [int(state["sources"][name]["position"]) for name in self._names]
+        for source, blocks in self._blocks.items():
+            blocks.load_state_dict(state["sources"][self._names[source]]["blocks"])
 
-    def _digest(self, name: str) -> dict[str, str]:
-        return {"files": self._files[name]} if name in self._files else {}
+    def _more(self, source: int) -> dict[str, Any]:
+        """Return the state of a source that only some sources have."""
+        name = self._names[source]
+        files = {"files": self._files[name]} if name in self._files else {}
+        streamed = source in self._blocks
+        return files | ({"blocks": self._blocks[source].state_dict()} if streamed else {})
 
     def _source_of(self, draw: int) -> int:
         if len(self._sizes) == 1:
@@ -131,13 +189,14 @@ class IndexStream:
         point = np.random.default_rng([self._seed, _DRAW, draw]).random()
         return min(int(np.searchsorted(self._edges, point, side="right")), len(self._sizes) - 1)
 
-    def _order(self, source: int, epoch: int) -> np.ndarray:
+    def _order(self, source: int, part: tuple[int, ...], size: int) -> np.ndarray:
+        """Return the permutation of the ``size`` rows of a part of a source: its epoch, and the
+        block of a streamed one."""
         known = self._orders.get(source)
-        if known is not None and known[0] == epoch:
+        if known is not None and known[0] == part:
             return known[1]
-        size = len(self) if source == _JOINT else self._sizes[source]
-        order = np.random.default_rng([self._seed, source, epoch]).permutation(size)
-        self._orders[source] = (epoch, order)
+        order = np.random.default_rng([self._seed, source, *part]).permutation(size)
+        self._orders[source] = (part, order)
         return order
 
     def _check_same_data(self, state: Mapping[str, Any]) -> None:
@@ -148,8 +207,14 @@ class IndexStream:
                 f"{', '.join(now)}; resume with the same sources in the same order, or start a "
                 "new run"
             )
-        for name, size in zip(self._names, self._sizes, strict=True):
+        for source, (name, size) in enumerate(zip(self._names, self._sizes, strict=True)):
             saved = state["sources"][name]["size"]
+            if ("blocks" in state["sources"][name]) != (source in self._blocks):
+                raise DataError(
+                    f"data source {name!r} was {'not ' * (source in self._blocks)}streamed when "
+                    "the run was saved; the saved position would point at other rows. Restore "
+                    "streaming of the source, or start a new run"
+                )
             if saved != size:
                 raise DataError(
                     f"data source {name!r} had {saved} rows when the run was saved but has {size} "

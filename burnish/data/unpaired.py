@@ -53,8 +53,11 @@ class UnpairedStream(EncodedStream[UnpairedExample]):
 class SplitPairsStream(PreferenceStream):
     """A stream of pairs, each split into a desirable and an undesirable response."""
 
-    def __len__(self) -> int:
-        return 2 * super().__len__()
+    @property
+    def num_rows(self) -> int | None:
+        """Number of responses: two per pair. None: unknown, because a source is streamed."""
+        pairs = super().num_rows
+        return None if pairs is None else 2 * pairs
 
     def next(self, num_rows: int) -> Batch:
         """Return the next ``num_rows`` responses, from half as many pairs."""

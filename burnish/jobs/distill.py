@@ -159,7 +159,7 @@ def build_distill(config: DistillConfig, runtime: Runtime, run_dir: Path) -> Sup
     other = held_out_data(config.eval_data, config.model, config.teacher.model)
     held_out = load_rows(other, runtime.tokenizer) if other is not None else None
     stream = SFTStream(data, runtime.tokenizer, seed=config.seed)
-    total = config.steps_for(len(stream))
+    total = config.steps_for(stream.num_rows)
     specs = engine_specs(config, total_steps=total)
     teacher = make_teacher(specs["teacher"], config.model, runtime)
     distill_target = distill_target_spec(config, teacher.vocabulary)
@@ -172,7 +172,7 @@ def build_distill(config: DistillConfig, runtime: Runtime, run_dir: Path) -> Sup
         engine=runtime.language_model(student, spans),
         loss=with_expert_balance(loss, config.train.moe_aux_loss_coef),
         total_steps=total,
-        batch_size_at=partial(config.batch_size_at, num_rows=len(stream)),
+        batch_size_at=partial(config.batch_size_at, num_rows=stream.num_rows),
         measure=measure_distill(loss, teacher, rows_at_once=size),
         eval_batch=held_out,
         prepare=teacher.prepare,

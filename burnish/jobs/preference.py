@@ -178,7 +178,7 @@ def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) 
         held_out = (load_unpaired if kto else load_pairs)(other, runtime.tokenizer)
     kind = PreferenceStream if not kto else UnpairedStream if data.label_key else SplitPairsStream
     stream = kind(data, runtime.tokenizer, seed=config.seed)
-    total = config.steps_for(len(stream))
+    total = config.steps_for(stream.num_rows)
     specs = engine_specs(config, total_steps=total)
     log_disabled_noise(config.model, "policy")
     rows: Iterable[Batch] | None = None
@@ -187,7 +187,7 @@ def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) 
         if kto:
             rows = KtoBatches(
                 open_stream=partial(kind, data, runtime.tokenizer, seed=config.seed),
-                batch_size_at=partial(config.batch_size_at, num_rows=len(stream)),
+                batch_size_at=partial(config.batch_size_at, num_rows=stream.num_rows),
                 total_steps=total,
                 max_len=data.max_len,
                 held_out=held,
@@ -206,7 +206,7 @@ def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) 
         engine=policy,
         loss=with_expert_balance(loss, config.train.moe_aux_loss_coef),
         total_steps=total,
-        batch_size_at=partial(config.batch_size_at, num_rows=len(stream)),
+        batch_size_at=partial(config.batch_size_at, num_rows=stream.num_rows),
         measure=measure_preferences(loss, prepare_within(other or data)),
         eval_batch=held_out,
         prepare=prepare_within(data),

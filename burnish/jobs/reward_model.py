@@ -34,7 +34,7 @@ from burnish.types import Batch, Stats
 def build_reward_model(config: RewardModelConfig, runtime: Runtime, run_dir: Path) -> Supervised:
     """Return the components of a reward-model run."""
     stream, eval_batch = _data(config, runtime.tokenizer)
-    total = config.steps_for(len(stream))
+    total = config.steps_for(stream.num_rows)
     spans = {"forward_backward": "train", "optim_step": "optim", "values": "eval"}
     spec = engine_specs(config, total_steps=total)["reward"]
     return Supervised(
@@ -42,7 +42,7 @@ def build_reward_model(config: RewardModelConfig, runtime: Runtime, run_dir: Pat
         engine=runtime.scalar_model(spec, seed=config.seed, spans=spans),
         loss=with_expert_balance(_objective(config), config.train.moe_aux_loss_coef),
         total_steps=total,
-        batch_size_at=partial(config.batch_size_at, num_rows=len(stream)),
+        batch_size_at=partial(config.batch_size_at, num_rows=stream.num_rows),
         measure=measure_steps if config.process else measure_pairs,
         eval_batch=eval_batch,
         signal=NoSignalMonitor(config.train.max_steps_without_signal),

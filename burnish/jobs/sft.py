@@ -24,7 +24,7 @@ def build_sft(config: SFTConfig, runtime: Runtime, run_dir: Path) -> Supervised:
     other = held_out_data(config.eval_data, config.model)
     held_out = load_rows(other, runtime.tokenizer) if other is not None else None
     stream = SFTStream(data, runtime.tokenizer, seed=config.seed)
-    total = config.steps_for(len(stream))
+    total = config.steps_for(stream.num_rows)
     spans = {"forward_backward": "train", "optim_step": "optim", "logprobs": "eval"}
     spec = engine_specs(config, total_steps=total)["policy"]
     return Supervised(
@@ -32,7 +32,7 @@ def build_sft(config: SFTConfig, runtime: Runtime, run_dir: Path) -> Supervised:
         engine=runtime.language_model(spec, spans),
         loss=with_expert_balance(sft_objective(), config.train.moe_aux_loss_coef),
         total_steps=total,
-        batch_size_at=partial(config.batch_size_at, num_rows=len(stream)),
+        batch_size_at=partial(config.batch_size_at, num_rows=stream.num_rows),
         measure=measure_sft,
         eval_batch=held_out,
         signal=NoSignalMonitor(config.train.max_steps_without_signal),

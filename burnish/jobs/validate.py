@@ -30,6 +30,7 @@ from burnish.data.encoders import encoder_of
 from burnish.data.forms import open_rows
 from burnish.data.sources import DataError, Source
 from burnish.data.stream import RowRef
+from burnish.data.streamed import StreamedRows, num_first
 from burnish.jobs.build import within_positions
 from burnish.jobs.errors import RunError
 from burnish.jobs.row_scan import Found, Section, Span, quiet, scan
@@ -44,7 +45,7 @@ log = logging.getLogger("burnish")
 Say = Callable[[str], None]
 
 HEAD_ROWS = 1000
-"""Rows of each source that ``validate: head`` checks."""
+"""Rows of each source that ``validate: head`` checks, and of each streamed source."""
 
 PARALLEL_ROWS = 20_000
 """From this number of rows on, several processes check them. Below it, starting them takes
@@ -137,7 +138,9 @@ def _data_problems(config: JobConfig, say: Say) -> Iterator[str]:
 
 def _summary(section: Section, found: Found, *, cached: bool) -> str:
     counts = ", ".join(f"{n} {kind}" for kind, n in found.counts.items() if n) or "no problems"
-    scope = f"first {HEAD_ROWS} rows of each source, " if section.data.validate == "head" else ""
+    kind = "source" if section.data.validate == "head" else "streamed source"
+    limited = kind == "source" or section.data.streamed
+    scope = f"first {HEAD_ROWS} rows of each {kind}, " if limited else ""
     origin = " (cached result)" if cached else ""
     return f"{section.name}: {scope}{found.rows} rows checked, {counts}{origin}"
 
@@ -186,7 +189,8 @@ def _checked(section: Section, tokenizer: PreTrainedTokenizerBase, say: Say) -> 
 def _spans(section: Section, sources: Sequence[Source]) -> Iterator[Span]:
     left = section.num_rows
     for number, source in enumerate(sources):
-        end = len(source)
+        streamed = isinstance(source, StreamedRows)
+        end = num_first(source, HEAD_ROWS) if streamed else len(source)
         if section.data.validate == "head":
             end = min(end, HEAD_ROWS)
         if left is not None:
@@ -408,7 +412,7 @@ def _one_prompt(config: JobConfig) -> Prompt | None:
         return None
     tokenizer, sources = load_tokenizer(config.model), open_rows(section.data)
     encoder = encoder_of(section.data, tokenizer, sources)
-    for i in range(min(100, len(sources[0]))):
+    for i in range(num_first(sources[0], 100)):
         try:
             item = encoder.encode(sources[0][i], RowRef(sources[0].name, i, 0))
         except DataError:  # reported by the check of the rows

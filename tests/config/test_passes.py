@@ -133,9 +133,9 @@ def test_without_drop_last_every_row_is_drawn_exactly_once_per_epoch(
     config: Any = sft(sources, 4, drop_last=False, max_epochs=epochs, data={"mix": "size"})
     stream = SFTStream(config.data, load_tokenizer(config.model), seed=0)
     seen: Counter[str] = Counter()
-    steps = config.steps_for(len(stream))
+    steps = config.steps_for(stream.num_rows)
     for step in range(1, steps + 1):
-        batch = stream.next(config.batch_size_at(step, len(stream)))
+        batch = stream.next(config.batch_size_at(step, stream.num_rows))
         seen.update(str(batch.tokens[a:b].tolist()) for a, b in batch_spans(batch))
         assert step == steps or batch.num_rows == 4
     assert sum(seen.values()) == epochs * sum(sizes) and stream.counts["epoch"] == epochs

@@ -42,7 +42,7 @@ def test_a_prompt_carries_its_id_tokens_text_label_and_other_columns(
     assert (second.text, second.label, second.source) == ("1+1=", "2", "rows")
     assert second.token_ids == tuple(chars("1+1=")["input_ids"])
     assert second.metadata == {"level": "easy"}
-    assert len(stream) == 2
+    assert stream.num_rows == 2
 
 
 def test_a_template_makes_the_prompt_and_the_raw_column_stays_in_the_metadata(

@@ -142,7 +142,7 @@ def test_every_row_is_a_separate_group_across_batches(chars: Tok, jsonl: Jsonl) 
     rows = stream(chars, jsonl([{"text": "ab"}, {"text": "cd"}, {"text": "ef"}]))
     assert [rows.next(2).group_ids.tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
     assert rows.counts == {"rows_seen": 6, "rows_dropped": 0, "rows_truncated": 0, "epoch": 2}
-    assert len(rows) == 3
+    assert rows.num_rows == 3
 
 
 def test_the_three_policies_for_an_overlong_row(chars: Tok, jsonl: Jsonl) -> None:

@@ -82,7 +82,7 @@ def test_pairs_become_a_desirable_and_an_undesirable_response(chars: Tok, jsonl:
     assert batch.labels is not None and batch.labels.tolist() == [True, False] * 2
     assert batch.rows_per_unit == 1 and batch.num_sequences == 4
     stream = SplitPairsStream(config(jsonl(PAIRS), shuffle=False), chars, seed=0)
-    assert len(stream) == 4
+    assert stream.num_rows == 4
     assert texts(chars, stream.next(2)) == texts(chars, batch)[:2]
 
 

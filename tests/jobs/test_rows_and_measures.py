@@ -57,9 +57,9 @@ def test_ranks_together_see_each_row_once_per_epoch(
     pairs = kind == "preference"
     stream = (PreferenceStream if pairs else SFTStream)(config.data, tokenizer, seed=0)
     seen: Counter[tuple[int, ...]] = Counter()
-    steps = config.steps_for(len(stream))
+    steps = config.steps_for(stream.num_rows)
     for step in range(1, steps + 1):
-        batch = stream.next(config.batch_size_at(step, len(stream)))
+        batch = stream.next(config.batch_size_at(step, stream.num_rows))
         rows = spans(batch)
         split = split_over_ranks(
             batch, ranks=ranks, micro_batch_size=2, max_tokens=budget, layout="packed"

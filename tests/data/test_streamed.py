@@ -1,0 +1,186 @@
+"""Streamed datasets: the order of their rows, exact resuming, and the recipes that refuse them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from burnish.config import ConfigError, load_config
+from burnish.config.data import PromptDataConfig
+from burnish.config.passes import total_rows
+from burnish.data.prompts import PromptStream, load_prompts
+from burnish.data.sources import DataError
+from burnish.jobs import validate
+
+Tok = PreTrainedTokenizerFast
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A dataset of 9 rows in two files."""
+    path = tmp_path / "sums"
+    path.mkdir()
+    rows = [json.dumps({"prompt": f"{i}+1=", "label": str(i + 1)}) + "\n" for i in range(9)]
+    (path / "a.jsonl").write_text("".join(rows[:5]))
+    (path / "b.jsonl").write_text("".join(rows[5:]))
+    return path
+
+
+def streamed(folder: Path, *others: Any, **more: Any) -> PromptDataConfig:
+    own = {key: more.pop(key) for key in ("max_samples", "weight") if key in more}
+    buffer = more.pop("shuffle_buffer", 4)
+    source = {"kind": "dataset", "path": str(folder), "streaming": True, "shuffle_buffer": buffer}
+    return PromptDataConfig(sources=(source | own, *others), **more)
+
+
+def ids(stream: PromptStream, num: int) -> list[str]:
+    return [prompt.id for prompt in stream.next(num)]
+
+
+def test_rows_are_shuffled_within_blocks_and_each_occurs_once_per_epoch(
+    folder: Path, chars: Tok
+) -> None:
+    """9 rows in blocks of 4: rows 0 to 3, 4 to 7, and 8."""
+    assert ids(PromptStream(streamed(folder, shuffle=False), chars, seed=0), 11) == [
+        *(f"sums:{i}@0" for i in range(9)),
+        *("sums:0@1", "sums:1@1"),
+    ]
+    prompts = PromptStream(streamed(folder), chars, seed=0).next(27)
+    assert all(p.text == f"{p.id.split(':')[1].split('@')[0]}+1=" for p in prompts)
+    rows = [int(prompt.text.split("+")[0]) for prompt in prompts]
+    for epoch in range(3):
+        drawn = rows[9 * epoch : 9 * epoch + 9]
+        assert (set(drawn[:4]), set(drawn[4:8]), drawn[8]) == ({0, 1, 2, 3}, {4, 5, 6, 7}, 8)
+    assert len({tuple(rows[begin : begin + 4]) for begin in (0, 9, 18)}) > 1
+
+
+@pytest.mark.parametrize("stop", [0, 3, 8, 18, 25])
+@pytest.mark.parametrize("saved", [False, True], ids=["files", "save_to_disk"])
+def test_an_interrupted_stream_gives_the_rows_of_one_that_was_not(
+    folder: Path, chars: Tok, tmp_path: Path, stop: int, saved: bool
+) -> None:
+    """Two sources, of which one is streamed, and rows over the limit on the way."""
+    if saved:
+        rows = [json.loads(line) for file in sorted(folder.iterdir()) for line in file.open()]
+        datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved" / "sums")
+        folder = tmp_path / "saved" / "sums"
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps({"prompt": "7" * n}) + "\n" for n in (2, 30, 3)))
+    data = streamed(folder, str(other), weight=2.0, overlong="drop", prompt_max_len=9)
+    whole = PromptStream(data, chars, seed=5)
+    expected = ids(whole, stop + 14)
+    found, state = [], PromptStream(data, chars, seed=5).state_dict()
+    for part in (stop, 6, 8):  # resumed twice
+        stream = PromptStream(data, chars, seed=5)
+        stream.load_state_dict(json.loads(json.dumps(state)))
+        found += ids(stream, part)
+        state = stream.state_dict()
+    assert found == expected
+    assert stream.counts == whole.counts
+    assert any("sums" in i for i in expected) and any("other" in i for i in expected)
+
+
+def test_a_position_of_other_blocks_or_files_is_refused(folder: Path, chars: Tok) -> None:
+    stream = PromptStream(streamed(folder), chars, seed=0)
+    stream.next(3)
+    state = stream.state_dict()
+    for data, says in (
+        (streamed(folder, shuffle_buffer=3), "had shuffle_buffer=4 .* but has 3 now"),
+        (streamed(folder, max_samples=9), "had None rows when the run was saved but has 9 now"),
+        (PromptDataConfig(sources=({"path": str(folder)},)), "was streamed when the run was saved"),
+    ):
+        with pytest.raises(DataError, match=says):
+            PromptStream(data, chars, seed=0).load_state_dict(state)
+    (folder / "c.jsonl").write_text((folder / "b.jsonl").read_text())
+    with pytest.raises(DataError, match=r"had num_shards=2 .* but has 3 now"):
+        PromptStream(streamed(folder), chars, seed=0).load_state_dict(state)
+
+
+def test_max_samples_is_the_length_which_the_dataset_must_have(folder: Path, chars: Tok) -> None:
+    data = streamed(folder, max_samples=6)
+    stream = PromptStream(data, chars, seed=0)
+    assert stream.num_rows == total_rows(data) == 6
+    assert sorted(ids(stream, 12)) == sorted(f"sums:{i}@{e}" for e in (0, 1) for i in range(6))
+    assert PromptStream(streamed(folder), chars, seed=0).num_rows is None
+    with pytest.raises(DataError, match="has only 9 rows, but max_samples=10 is the length"):
+        PromptStream(streamed(folder, max_samples=10), chars, seed=0).next(9)
+    with pytest.raises(DataError, match="is streamed, so its number of rows is unknown"):
+        load_prompts(streamed(folder), chars)
+
+
+def test_a_dataset_that_cannot_be_streamed_is_named_with_its_rows(folder: Path, chars: Tok) -> None:
+    (folder / "b.jsonl").write_text('{"prompt": \n')
+    stream = PromptStream(streamed(folder, shuffle=False), chars, seed=0)
+    with pytest.raises(DataError, match=r"sums\[train\]: the 4 rows from row 4 on cannot be str"):
+        stream.next(9)
+    with pytest.raises(DataError, match=r"split 'tets'\) cannot be loaded: Bad split"):
+        source = {"kind": "dataset", "path": str(folder), "streaming": True, "split": "tets"}
+        PromptStream(PromptDataConfig(sources=(source,)), chars, seed=0)
+
+
+def sft(folder: Path, **more: Any) -> dict[str, Any]:
+    source = {"kind": "dataset", "path": str(folder), "streaming": True}
+    data = {"sources": [source], "response_key": "label"}
+    base: dict[str, Any] = {"job": "sft", "model": {"scratch": {}}, "data": data}
+    return base | {"train": {"train_batch_size": 4}, "max_steps": 3} | more
+
+
+def test_a_check_of_a_recipe_reads_only_the_first_rows_and_says_so(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(validate, "HEAD_ROWS", 6)
+    said: list[str] = []
+    config = load_config(sft(folder))
+    assert ("streamed rows", "?", f"{folder}: 1000 in memory") in config.launch_table()
+    validate.check_launch(config, say=said.append)
+    assert said == ["data: first 6 rows of each streamed source, 6 rows checked, no problems"]
+    (folder / "b.jsonl").write_text('{"prompt": "1+1=", "label": null}\n')
+    with pytest.raises(DataError, match=r"sums\[train\] row 5: "):
+        validate.check_launch(load_config(sft(folder)), say=said.append)
+
+
+RL = {
+    "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2},
+    "rewards": [{"kind": "math"}],
+}
+PRECOMPUTED = {"job": "preference", "reference": {"precompute": True}}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"max_steps": None}, "max_epochs=1 counts the rows, but .* is streamed.*set max_steps"),
+        ({"max_epochs": 2}, "max_epochs=2 with max_steps=3 counts the rows.*remove max_epochs"),
+        ({"drop_last": False}, "drop_last=false counts the rows.*remove drop_last"),
+        ({"eval_data": "data"}, "eval_data: .* is streamed, but all rows of eval_data are read"),
+        ({"mix": "size"}, "mix=size shuffles all rows together"),
+        ({"streaming": False, "shuffle_buffer": 7}, "shuffle_buffer=7 has no effect without str"),
+        ({"job": "rl", "max_steps": None, "max_epochs": 2} | RL, "max_epochs=2 counts the prompts"),
+        ({"job": "generate"}, "data: .* is streamed, but all rows of data are read"),
+        (PRECOMPUTED, "reference.precompute computes log-probs of all rows"),
+    ],
+)
+def test_a_recipe_that_needs_all_rows_refuses_streaming(
+    folder: Path, change: dict[str, Any], says: str
+) -> None:
+    tree = sft(folder) | change
+    data = tree["data"]
+    if "mix" in tree:
+        data["mix"] = tree.pop("mix")
+    for key in ("streaming", "shuffle_buffer"):
+        if key in tree:
+            data["sources"][0][key] = tree.pop(key)
+    if "eval_data" in tree:
+        tree["eval_data"] = data
+    if tree["job"] != "sft":
+        del data["response_key"]
+    if tree["job"] == "generate":
+        del tree["train"], tree["max_steps"]
+    with pytest.raises(ConfigError, match=says):
+        load_config(tree)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import glob
@@ -74,24 +76,34 @@ def files_of(path: str) -> list[Path]:
     ``?``, ``[...]``, and ``**`` for all subfolders). A path that exists is not read as a glob.
     Hidden files of a folder, and those without a suffix, ending in ``.md`` or beginning with ``_``
     are left out. The list is empty if a folder has no other files, or if nothing matches a glob; a
-    path that does not exist is returned as it is. Raises FilesError if types differ.
+    path that does not exist is returned as it is. Raises FilesError if types differ, or if a folder
+    cannot be listed.
     """
-    place = Path(path)
-    if place.is_dir() and not is_saved_dataset(place):
-        found = [file for file in place.iterdir() if file.is_file() and not _is_note(file)]
-    elif is_glob(path):
-        found = [Path(match) for match in glob(path, recursive=True) if Path(match).is_file()]
-    else:
-        return [place]
-    found.sort()
+    try:
+        found = sorted(_found(path))
+    except OSError as error:
+        raise FilesError(
+            f"{path} cannot be listed: {error}; correct the path or its permissions"
+        ) from error
+    types = Counter(map(suffix_of, found))
     for file in found:
         if suffix_of(file) != suffix_of(found[0]):
+            kind = types.most_common(1)[0][0]
             raise FilesError(
                 f"{path} has files of several types, such as {found[0]} and {file}; select one "
-                f"with a glob such as {file.parent / ('*' + suffix_of(file))}, or list each type "
-                "as a source of its own"
+                f"with a glob such as {file.parent / ('*' + kind)}, or list each type as a source "
+                "of its own"
             )
     return found
+
+
+def _found(path: str) -> list[Path]:
+    place = Path(path)
+    if place.is_dir() and not is_saved_dataset(place):
+        return [file for file in place.iterdir() if file.is_file() and not _is_note(file)]
+    if is_glob(path):
+        return [Path(match) for match in glob(path, recursive=True) if Path(match).is_file()]
+    return [place]
 
 
 def is_glob(path: str) -> bool:
@@ -117,8 +129,10 @@ def default_name(path: str) -> str:
     """
     place = Path(path)
     if not is_glob(path):
-        known = not place.is_dir() and place.suffix.lower() in COMPRESSED
-        return place.name if place.is_dir() else Path(place.stem).stem if known else place.stem
+        known = place.suffix.lower() in COMPRESSED
+        if place.is_dir():
+            return Path(os.path.abspath(path)).name or "rows"
+        return Path(place.stem).stem if known else place.stem
     folder, _, begin = _WILDCARD.split(path, maxsplit=1)[0].rpartition("/")
     return begin.rstrip("-_.") or Path(folder).name or "rows"
 

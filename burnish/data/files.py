@@ -8,6 +8,7 @@ import os
 import shutil
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -153,15 +154,19 @@ def _first_lines(path: Path, count: int) -> list[Row]:
 
 
 def open_files(config: FileSource) -> Source:
-    """Open the files of a source. Several Parquet files are copied to temporary Arrow files, which
-    are memory-mapped, so that they need not fit in memory. Raises DataError if a file is missing,
-    unreadable or of another kind than the others."""
+    """Open the files of a source. Raises DataError if a file is missing, unreadable or of another
+    kind than the others.
+
+    Each of several Parquet files is copied to a temporary Arrow file when it is first used. The
+    copies are memory-mapped, so they need not fit in memory.
+    """
     paths, name = _files_of(config), config.source_name
     if len(paths) == 1:
         return _reader_of(paths[0])(paths[0], name)
-    if suffix_of(paths[0]) != ".parquet":
-        return _Shards(name, [_reader_of(path)(path, name) for path in paths])
-    return _Shards(name, [_columnar_rows(path, name, tables.copied) for path in paths])
+    is_parquet = suffix_of(paths[0]) == ".parquet"
+    return _Shards(
+        name, [(_copied_rows if is_parquet else _reader_of(path))(path, name) for path in paths]
+    )
 
 
 def files_digests(configs: Sequence[SourceConfig]) -> dict[str, str]:
@@ -288,21 +293,31 @@ def _csv_row(header: Sequence[str], cells: Sequence[str], where: str) -> Row:
     return Row(dict(zip(header, cells, strict=True)), where)
 
 
-def _columnar_rows(
-    path: Path, name: str, open_table: Callable[[Path], pa.Table] = tables.opened
-) -> Source:
-    import pyarrow as pa
+def _columnar_rows(path: Path, name: str) -> Source:
+    table = _columnar(path, lambda: tables.opened(path))
+    return _rows_of_table(path, name, table.num_rows, lambda: table)
 
-    table = _columnar(path, lambda: open_table(path))
+
+def _copied_rows(path: Path, name: str) -> Source:
+    """Return the rows of a Parquet file, which is copied when one of them is read."""
+    import pyarrow.parquet as pq
+
+    size = _columnar(path, lambda: int(pq.read_metadata(path).num_rows))
+    table = cache(lambda: _columnar(path, lambda: tables.copied(path)))
+    return _rows_of_table(path, name, size, table)
+
+
+def _rows_of_table(path: Path, name: str, size: int, table: Callable[[], pa.Table]) -> Source:
+    import pyarrow as pa
 
     def read(i: int) -> Row:
         where = f"{path} row {i}"
         try:
-            return Row(table.slice(i, 1).to_pylist()[0], where, fills_nulls=True)
+            return Row(table().slice(i, 1).to_pylist()[0], where, fills_nulls=True)
         except (pa.ArrowException, ValueError, OverflowError) as error:
             raise DataError(f"{where}: the row cannot be read: {error}") from error
 
-    return Rows(name, table.num_rows, read)
+    return Rows(name, size, read)
 
 
 def _columnar(path: Path, read: Callable[[], R]) -> R:

@@ -126,6 +126,7 @@ class StreamedRows:
             rows = list(islice(self._iterator, limit))
             self._next_state = self._dataset.state_dict()
         except (*_READ_ERRORS, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
+            self._restart(self._start)
             raise DataError(
                 f"{self._place}: the {limit} rows from row {begin} on cannot be streamed "
                 f"({type(error).__name__}: {error}). Correct the data; after a connection error, "

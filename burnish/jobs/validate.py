@@ -202,7 +202,8 @@ def _spans(section: Section, sources: Sequence[Source]) -> Iterator[Span]:
 
 def _scan_parallel(section: Section, spans: Sequence[Span], workers: int, say: Say) -> Found:
     """Scan in worker processes. The result lists problems in file order."""
-    shares = [range(i, len(spans), workers) for i in range(min(workers, len(spans)))]
+    num = min(workers, len(spans))  # each has consecutive spans, and so reads few of many files
+    shares = [range(len(spans) * i // num, len(spans) * (i + 1) // num) for i in range(num)]
     done: dict[int, Found] = {}
     lock, total = threading.Lock(), sum(stop - start for _, start, stop in spans)
     shown = [0]

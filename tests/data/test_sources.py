@@ -137,6 +137,7 @@ def test_a_path_with_wildcards_that_exists_is_a_file(tmp_path: Path) -> None:
         ({"a.csv": "x,y\n1,2", "b.csv": "x\n1"}, "", r"a.csv and .*b.csv have different columns"),
         ({"a.jsonl": '{"x": 1}', "b.jsonl": '{"y": 1}'}, "*", "b.jsonl have different columns"),
         ({"a.jsonl": '{"x": 1}', "b.jsonl": '{"x": 1}\n{"x"'}, "", "b.jsonl:2: .* not valid JSON"),
+        ({}, "a" * 999, "cannot be listed: .*too long|does not exist"),
         ({"a.txt": "x"}, "", r"a.txt: unknown file type"),
         ({"a.jsonl": "", "b.jsonl": "\n"}, "", "the data set is empty"),
         ({"a.arrow": "ARROW1 and no table"}, "", "a.arrow: the file is not readable as arrow"),

@@ -116,8 +116,9 @@ def test_max_samples_is_the_length_which_the_dataset_must_have(folder: Path, cha
 def test_a_dataset_that_cannot_be_streamed_is_named_with_its_rows(folder: Path, chars: Tok) -> None:
     (folder / "b.jsonl").write_text('{"prompt": \n')
     stream = PromptStream(streamed(folder, shuffle=False), chars, seed=0)
-    with pytest.raises(DataError, match=r"sums\[train\]: the 4 rows from row 4 on cannot be str"):
-        stream.next(9)
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"sums\[train\]: the 4 rows from row 4 on cannot be"):
+            stream.next(9)
     with pytest.raises(DataError, match=r"split 'tets'\) cannot be loaded: Bad split"):
         source = {"kind": "dataset", "path": str(folder), "streaming": True, "split": "tets"}
         PromptStream(PromptDataConfig(sources=(source,)), chars, seed=0)

@@ -1,8 +1,9 @@
-"""Rule of ``checkpoint.best_metric``: the job must write the metric."""
+"""Rule of the metrics that a recipe names (``checkpoint.best_metric``, ``early_stopping.metric``):
+the job must write the metric."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from burnish.config.explain import nearest
 
@@ -11,15 +12,15 @@ PREFIXES = ("train/", "data/", "time/", "memory/", "observe/")
 may depend on the machine, the engine and the model."""
 
 
-def best_metric_rules(
-    metric: str | None,
+def named_metric_rules(
+    named: Mapping[str, str | None],
     evaluated: Collection[str],
     *,
     eval_key: str,
     names: Collection[str] = (),
     prefixes: tuple[str, ...] = (),
 ) -> Iterator[str]:
-    """Yield an error if a job does not write ``metric``.
+    """Yield an error for each metric of ``named`` (key -> metric) that a job does not write.
 
     ``evaluated``: names after ``eval/`` of the metrics of an evaluation; empty if ``eval_key``, the
     key that enables it, is not set. ``names``: other metrics. ``prefixes``: beginnings of other
@@ -27,19 +28,20 @@ def best_metric_rules(
     """
     open_ended = (*PREFIXES, *prefixes)
     known = [*(f"eval/{name}" for name in sorted(evaluated)), *sorted(names)]
-    if metric is None or metric in known or _extends(metric, open_ended):
-        return
-    if metric.startswith("eval/") and not evaluated:
-        yield (
-            f"checkpoint.best_metric={metric} is measured by {eval_key}, which is not set; set "
-            f"{eval_key}, or another metric"
-        )
-        return
     listed = ", ".join([*known, *(f"{prefix}..." for prefix in open_ended)])
-    yield (
-        f"checkpoint.best_metric={metric} is never measured{nearest(metric, known)}; use a metric "
-        f"of this job: {listed}"
-    )
+    for key, metric in named.items():
+        if metric is None or metric in known or _extends(metric, open_ended):
+            continue
+        if metric.startswith("eval/") and not evaluated:
+            yield (
+                f"{key}={metric} is measured by {eval_key}, which is not set; set {eval_key}, or "
+                "another metric"
+            )
+            continue
+        yield (
+            f"{key}={metric} is never measured{nearest(metric, known)}; use a metric of this job: "
+            f"{listed}"
+        )
 
 
 def _extends(metric: str, prefixes: tuple[str, ...]) -> bool:

@@ -11,9 +11,10 @@ from pydantic import Field, model_validator
 
 from burnish.config.arithmetic import BatchError, BatchPlan, batch_table, derive_batch
 from burnish.config.base import Node, PathText
-from burnish.config.best_metric import best_metric_rules
+from burnish.config.best_metric import named_metric_rules
 from burnish.config.cluster import ClusterConfig, ClusterRole
 from burnish.config.data import DataConfig, PreferenceDataConfig, SFTDataConfig
+from burnish.config.early_stopping import EarlyStoppingConfig, early_stopping_rules
 from burnish.config.length import supervised_rules, table_rules
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.observe import ObserveConfig
@@ -140,6 +141,17 @@ class TrainingJob(JobConfig):
     """Saving of checkpoints."""
     observe: ObserveConfig = ObserveConfig()
     """Files and progress output of the run."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """End of the run before its last step, by a metric or the KL. None: never."""
+
+    @property
+    def named_metrics(self) -> dict[str, str | None]:
+        """Metrics that the recipe names, by key."""
+        stop = self.early_stopping
+        return {
+            "checkpoint.best_metric": self.checkpoint.best_metric,
+            "early_stopping.metric": None if stop is None else stop.metric,
+        }
 
     @property
     def rows_per_unit(self) -> int:
@@ -268,8 +280,12 @@ class SupervisedJob(TrainingJob):
             max_epochs=self.max_epochs,
             drop_last=self.drop_last,
         )
-        yield from best_metric_rules(
-            self.checkpoint.best_metric, self.eval_metrics, eval_key="eval_data"
+        yield from named_metric_rules(self.named_metrics, self.eval_metrics, eval_key="eval_data")
+        yield from early_stopping_rules(
+            self.early_stopping,
+            eval_every=self.eval_every_n_steps,
+            eval_key="eval_every_n_steps",
+            measures_kl=False,
         )
         if not self.drop_last and len(self.rows.sources) > 1 and self.rows.mix == "weight":
             yield (

@@ -22,8 +22,9 @@ from burnish.config.arithmetic import (
     critic_table,
 )
 from burnish.config.asynchronous import asynchronous_advice, asynchronous_rules
-from burnish.config.best_metric import best_metric_rules
+from burnish.config.best_metric import named_metric_rules
 from burnish.config.data import PromptDataConfig, held_out_advice
+from burnish.config.early_stopping import early_stopping_rules
 from burnish.config.episodes import episode_data_rules, episode_rules, episodes_lines
 from burnish.config.job import TrainingJob, derived_batch, training_rules
 from burnish.config.length import step_rules
@@ -293,7 +294,7 @@ class RLConfig(TrainingJob):
         yield from off_policy_rules(
             self.algorithm, self.rollout, several_updates=self.several_updates
         )
-        yield from self._best_metric_rules()
+        yield from self._metric_rules()
 
     @property
     def eval_metrics(self) -> frozenset[str]:
@@ -305,8 +306,8 @@ class RLConfig(TrainingJob):
         passes = (f"pass@{k}" for k in (1, *self.eval.pass_k))
         return frozenset({*passes, *parts, "reward", "response_len", "prompts"})
 
-    def _best_metric_rules(self) -> Iterator[str]:
-        """Yield an error if ``checkpoint.best_metric`` is not a metric of this recipe."""
+    def _metric_rules(self) -> Iterator[str]:
+        """Yield an error for each named metric that this recipe does not measure."""
         rewards = reward_names(self.rewards)
         unused = {"shaping"} if self.shaping == ShapingConfig() else set()
         means = [name for name in RESERVED_NAMES if name not in unused] if rewards else []
@@ -316,12 +317,18 @@ class RLConfig(TrainingJob):
             prefixes.append("critic/")
         if self.rollout.episodes is not None:
             prefixes.append("episodes/")
-        yield from best_metric_rules(
-            self.checkpoint.best_metric,
+        yield from named_metric_rules(
+            self.named_metrics,
             self.eval_metrics,
             eval_key="eval",
             names=own,
             prefixes=tuple(prefixes),
+        )
+        yield from early_stopping_rules(
+            self.early_stopping,
+            eval_every=0 if self.eval is None else self.eval.every_n_steps,
+            eval_key="eval.every_n_steps",
+            measures_kl=bool(self.algorithm.kl.init_kl_coef),
         )
 
     def advice(self) -> Iterator[str]:

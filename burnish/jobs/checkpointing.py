@@ -16,6 +16,7 @@ from burnish.checkpoint.state import capture_rng, load_state, restore_rng, save_
 from burnish.config.job import TrainingJob
 from burnish.config.train import better
 from burnish.jobs.base import Metrics, State
+from burnish.jobs.early_stopping import StopCounters
 from burnish.jobs.errors import RunError
 from burnish.observe.timeline import Timeline
 from burnish.train.process_group import SINGLE, OtherRankError, RankGroup
@@ -37,6 +38,8 @@ class RunPosition:
     """Step at which the best metric was last measured; -1: never."""
     evaluated_step: int = -1
     """Step at which held-out data was last measured; -1: never."""
+    stop_counters: StopCounters = StopCounters()
+    """Counters of early stopping."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ class Checkpointing:
             pending = state.save(folder, in_background=in_background)
             state.save_position(folder, position)
             counts = {"step": run.step, "evaluated_step": run.evaluated_step, "last": run.last}
+            counts["stop_counters"] = run.stop_counters.state_dict()
             rng = capture_rng() if before is None else before.rng
             save_state(folder, "session", counts | {"rng": rng})
             return pending
@@ -225,6 +229,7 @@ class Checkpointing:
         run.step = self.saved_step = saved["step"]
         run.evaluated_step = saved.get("evaluated_step", -1)
         run.last = dict(saved["last"])
+        run.stop_counters = StopCounters.of_state(saved.get("stop_counters", {}))
         restore_rng(saved["rng"])
         return newest
 

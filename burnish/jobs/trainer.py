@@ -23,6 +23,7 @@ from burnish.config.job import TrainingJob
 from burnish.data.sources import DataError
 from burnish.jobs.base import Driver, Loop, Metrics, rare_garbage_collection
 from burnish.jobs.checkpointing import Checkpointing, PreStepState, RunPosition
+from burnish.jobs.early_stopping import StopCounters
 from burnish.jobs.errors import Interrupted, StoppedError
 from burnish.jobs.memory_monitor import OOM_FILE, MemoryMonitor
 from burnish.jobs.rollout_records import drop_records_after
@@ -91,9 +92,10 @@ class Trainer(Driver[Loop]):
                 with self._recovery(loop):
                     self._begin(loop)
                     begun = True
-            while self.position.step < loop.total_steps:
+            while not self._ended(loop):
                 with self._recovery(loop):
                     self._step(loop)
+        self._report_early_stop(loop)
         self._stop_if_mostly_skipped(loop)
         self._warn_if_best_was_never_measured()
         return self.position.last
@@ -118,6 +120,7 @@ class Trainer(Driver[Loop]):
         if self.checkpoints.saved_step >= 0:  # step 0 is already in the log
             return
         if metrics := loop.evaluate(0):
+            self.position.stop_counters = self._counted(metrics)
             self._record(0, metrics)
         if self.recover is not None:  # the first steps need a checkpoint to roll back to
             self._save_now(loop)
@@ -131,8 +134,12 @@ class Trainer(Driver[Loop]):
         try:
             metrics = loop.step(number)
             every = loop.eval_every_n_steps
-            if number == loop.total_steps or (every and number % every == 0):
+            evaluated = number == loop.total_steps or bool(every and number % every == 0)
+            if evaluated:
                 metrics |= loop.evaluate(number)
+            counters = self._counted(metrics)
+            if self._stop_reason(counters) is not None and not evaluated:
+                metrics |= loop.evaluate(number)  # as every last step
         except StoppedError as stop:
             self.position.step = number
             self._record(number, stop.metrics)
@@ -141,13 +148,31 @@ class Trainer(Driver[Loop]):
             self._save_pre_step_state(loop, before)
             raise
         metrics["time/step_s"] = time.perf_counter() - started
-        self.position.step = number
+        self.position.step, self.position.stop_counters = number, counters
         self._record(number, metrics)
         self.progress.step(number, metrics)
-        if self.checkpoints.due(number, loop.total_steps):
+        ended = self._ended(loop)
+        if ended or self.checkpoints.due(number, loop.total_steps):
             self.checkpoints.save(loop.state, self.position)
-        if number == loop.total_steps:
+        if ended:
             self.checkpoints.finish()
+
+    def _ended(self, loop: Loop) -> bool:
+        """Return whether the last step is done, or early stopping ends the run."""
+        done = self.position.step >= loop.total_steps
+        return done or self._stop_reason(self.position.stop_counters) is not None
+
+    def _counted(self, metrics: Metrics) -> StopCounters:
+        """Return the counters of early stopping after a step with ``metrics``: those of rank 0 on
+        all ranks, because a metric may differ between ranks."""
+        config, counters = self.config.early_stopping, self.position.stop_counters
+        if config is None:
+            return counters
+        return self.ranks.from_first(lambda: counters.after(config, metrics))
+
+    def _stop_reason(self, counters: StopCounters) -> str | None:
+        config = self.config.early_stopping
+        return None if config is None else counters.reason(config)
 
     def _record(self, step: int, metrics: Metrics) -> None:
         run = self.position
@@ -265,6 +290,26 @@ class Trainer(Driver[Loop]):
         write_text(self.records_dir / STOPPED_FILE, why + "\n")
         log.info(why)
         raise StoppedError(why, stop.metrics) from stop
+
+    def _report_early_stop(self, loop: Loop) -> None:
+        """Write the reason of an early stop to a file and the log. Warn if the metric was never
+        measured."""
+        config, step, total = self.config.early_stopping, self.position.step, loop.total_steps
+        if config is None:
+            return
+        reason = self._stop_reason(self.position.stop_counters)
+        if reason is not None and step < total:
+            why = (
+                f"stopped early at step {step} of {total}: {reason}. The run is complete and saved;"
+                f" to train on: --resume {self.run_dir} early_stopping=null, or with other settings"
+            )
+            write_text(self.records_dir / STOPPED_FILE, why + "\n")
+            self.progress.message(why)
+        elif config.metric is not None and config.metric not in self.position.last:
+            log.warning(
+                "early_stopping.metric=%s was never measured; metrics of this run: %s",
+                *(config.metric, ", ".join(sorted(self.position.last))),
+            )
 
     def _stop_if_mostly_skipped(self, loop: Loop) -> None:
         """Stop the run if most of its steps were skipped, including the last. Only warn if the last

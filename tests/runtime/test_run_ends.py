@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,11 @@ import burnish
 from burnish.checkpoint import CheckpointStore, read_manifest, verify
 from burnish.checkpoint.reduce import reduce_to_weights
 from burnish.config import ConfigError, JobConfig, RLConfig, load_config
+from burnish.config.early_stopping import EarlyStoppingConfig
+from burnish.jobs.early_stopping import StopCounters
 from burnish.jobs.errors import RunError
 from burnish.observe.metrics import read_metrics
+from burnish.train.process_group import RankGroup
 
 MakeSFT = Callable[..., JobConfig]
 MakeConfig = Callable[..., JobConfig]
@@ -146,3 +150,112 @@ def test_epochs_over_prompts_set_the_steps_of_a_run_and_of_its_resume(
     saved = load_config(Path(config.run_dir) / "config.yaml")
     assert isinstance(saved, RLConfig)
     assert (saved.max_steps, saved.max_epochs) == (4, None)
+
+
+def test_a_run_without_improvement_ends_early_and_a_resumed_run_at_the_same_step(
+    sft: MakeSFT, tmp_path: Path
+) -> None:
+    """No loss improves by 100, so the measurements of steps 1, 2 and 3 count up to patience 3. The
+    stopped run is complete (export, report), ends at once if it is resumed, and trains on without
+    early stopping."""
+    stop = "early_stopping={metric: eval/loss, patience: 3, min_delta: 100}"
+    rows = "eval_data={sources: [" + str(tmp_path / "rows.jsonl") + "]}"
+    early = ("eval_every_n_steps=1", rows, stop)
+    undisturbed = burnish.run(
+        sft("run_dir=" + str(tmp_path / "whole"), "checkpoint.export_at_end=true", *early)
+    ).run_dir
+    assert [line["step"] for line in read_metrics(undisturbed)] == [0, 1, 2, 3]
+    assert (undisturbed / "export").is_dir() and (undisturbed / "report.html").is_file()
+    why = (undisturbed / "stopped.txt").read_text(encoding="utf-8")
+    assert "stopped early at step 3 of 6: eval/loss did not improve in 3 consecutive" in why
+
+    run_dir = burnish.run(sft("max_steps=2", *early)).run_dir
+    assert not (run_dir / "stopped.txt").exists()
+    for _ in range(2):  # the second is already stopped
+        burnish.run(sft(*early), resume=run_dir)
+        assert [line["step"] for line in read_metrics(run_dir)] == [0, 1, 2, 3]
+        assert (run_dir / "stopped.txt").exists()
+    burnish.run(sft(*early, "early_stopping=null"), resume=run_dir)
+    assert read_metrics(run_dir)[-1]["step"] == 6 and not (run_dir / "stopped.txt").exists()
+
+
+def test_a_run_above_its_limit_of_the_kl_ends_early_with_an_evaluation(
+    rl: MakeConfig, reward: Callable[[str], float], sums: str
+) -> None:
+    """At step 1 the policy is the reference, so its KL is 0. Steps 2 and 3 are above the limit."""
+    config = rl(
+        "max_steps=6",
+        "algorithm.kl={init_kl_coef: 0.001}",
+        "early_stopping={max_kl: 1.0e-12, max_kl_steps: 2}",
+        "train.lr=0.01",
+        "eval={generate_max_len: 4, data: {sources: [" + sums + "], prompt_max_len: 16}}",
+    )
+    lines = read_metrics(burnish.run(config, rewards=reward).run_dir)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert lines[1]["train/kl"] == 0 and "eval/pass@1" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("values", "higher", "without", "stops"),
+    [
+        ([1.0, 0.8, 0.9, 0.85], None, [0, 0, 1, 2], True),
+        ([1.0, 0.95, 0.89], None, [0, 1, 0], False),  # 1.0 - 0.89 is more than 0.1, 0.05 is not
+        ([0.2, 0.1, 0.5, math.nan], True, [0, 1, 0, 1], False),
+        ([math.nan, math.nan], None, [1, 2], True),
+    ],
+)
+def test_measurements_without_improvement_are_counted(
+    values: list[float], higher: bool | None, without: list[int], stops: bool
+) -> None:
+    config = EarlyStoppingConfig(
+        metric="eval/loss", patience=2, min_delta=0.1, higher_is_better=higher
+    )
+    counters, found = StopCounters(), []
+    for value in values:
+        counters = StopCounters.of_state(counters.after(config, {"eval/loss": value}).state_dict())
+        counters = counters.after(config, {"train/loss": 5.0})  # a step without a measurement
+        found.append(counters.without_improvement)
+    assert found == without and (counters.reason(config) is not None) == stops
+
+
+def test_all_ranks_count_what_rank_0_measured(
+    sft: MakeSFT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process has the metrics of rank 1; the values of rank 0 never improve."""
+    bad = StopCounters("train/loss", best=0.0, without_improvement=2)
+    plain = RankGroup.from_first
+
+    def of_rank_0(ranks: RankGroup, make: Callable[[], Any]) -> Any:
+        found = plain(ranks, make)
+        return bad if isinstance(found, StopCounters) else found
+
+    monkeypatch.setattr(RankGroup, "from_first", of_rank_0)
+    stop = "early_stopping={metric: train/loss, patience: 2}"
+    lines = read_metrics(burnish.run(sft(stop)).run_dir)
+    assert [line["step"] for line in lines] == [1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ("{metric: eval/los}", "early_stopping.metric=eval/los is measured by eval_data, which is"),
+        ("{metric: loss}", "its name does not|is never measured"),
+        ("{metric: train/step}", "set higher_is_better=true or higher_is_better=false"),
+        ("{metric: time/step_s}", "depends on the machine"),
+        ("{patience: 2, max_kl: 1}", "patience has no effect without metric"),
+        ("{metric: train/loss, max_kl_steps: 2}", "max_kl_steps has no effect without max_kl"),
+        ("{metric: train/loss, max_kl: 1}", "this run measures no KL to a reference"),
+        ("{}", "neither metric nor max_kl is set"),
+    ],
+)
+def test_early_stopping_without_effect_is_refused(
+    sft: MakeSFT, settings: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        sft(f"early_stopping={settings}")
+
+
+def test_an_evaluation_that_never_repeats_cannot_stop_a_run(sft: MakeSFT, tmp_path: Path) -> None:
+    rows = "eval_data={sources: [" + str(tmp_path / "rows.jsonl") + "]}"
+    with pytest.raises(ConfigError, match="because eval_every_n_steps=0, so it can never stop"):
+        sft(rows, "early_stopping={metric: eval/loss}")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from burnish.config.optimizer import Adafactor, AdamW, Muon
 from burnish.plan.model_state import EngineSetup, Item, Where, entries_text, share_text
-from burnish.plan.shapes import rounded_up
+from burnish.plan.shapes import ModelShape, rounded_up
 from burnish.train.optimizers import SMALLEST_8BIT
 
 Shape = tuple[int, ...]
@@ -34,10 +34,13 @@ def state_bytes(setup: EngineSetup) -> float:
         return 0.0
     if isinstance(optimizer, AdamW):
         return 8.0 * setup.trained
+    if isinstance(optimizer, Muon) and not shape.adapters:
+        own = sum(math.prod(own) for _, own in muon_matrices(shape, optimizer))
+        return 8.0 * setup.trained - 4.0 * own  # one moment instead of two
     per: Callable[[str, Shape], float] = _quantized
     per_adapter_entry = 2.0 + 8 / 256
     if isinstance(optimizer, Muon):
-        per, per_adapter_entry = _muon, 4.0
+        per_adapter_entry = 4.0
     elif isinstance(optimizer, Adafactor):
         per, per_adapter_entry = _adafactor, 1.0
     if shape.adapters:
@@ -53,9 +56,31 @@ def checkpoint_bytes(setup: EngineSetup) -> float:
     return entries + state_bytes(whole)
 
 
-def _muon(kind: str, shape: Shape) -> float:
-    hidden = kind == "layer" and len(shape) in (2, 3)
-    return math.prod(shape) * (4.0 if hidden else 8.0)
+def muon_matrices(shape: ModelShape, optimizer: Muon) -> list[tuple[str, Shape]]:
+    """Return the names and shapes of the base parameters that Muon trains: the matrices and the
+    stacks of expert matrices of the layers, without ``adamw_params``."""
+    return [
+        (name, own)
+        for unit in shape.layers
+        for name, own in zip(unit.names, unit.shapes, strict=True)
+        if (len(own) == 2 and name.endswith("weight")) or (len(own) == 3 and "experts" in name)
+        if not any(part in name for part in optimizer.adamw_params)
+    ]
+
+
+def newton_schulz_flops(setup: EngineSetup) -> float:
+    """Return the floating-point operations of the Newton-Schulz iterations of all matrices, in one
+    step: 4 m^2 n + 2 m^3 per iteration of an [m, n] matrix with m <= n. 0 with another optimizer,
+    and for adapters, whose matrices are narrow."""
+    optimizer = setup.train.optimizer
+    if not isinstance(optimizer, Muon) or setup.shape.adapters:
+        return 0.0
+    work = 0.0
+    for name, shape in muon_matrices(setup.model, optimizer):
+        halves = 2 if "gate_up_proj" in name else 1  # two matrices in one
+        m, n = sorted((shape[-2] // halves, shape[-1]))
+        work += halves * math.prod(shape[:-2]) * (4.0 * m * m * n + 2.0 * m**3)
+    return optimizer.ns_steps * work
 
 
 def _adafactor(kind: str, shape: Shape) -> float:
@@ -75,11 +100,12 @@ def in_step(setup: EngineSetup) -> list[Item]:
     """Return the temporary tensors of a step, of the largest parameter that is stepped at a
     time."""
     optimizer = setup.train.optimizer
-    layers = [math.prod(own[-2:]) for u in setup.model.layers for own in u.shapes if len(own) > 1]
-    if isinstance(optimizer, Muon) and layers:
+    if isinstance(optimizer, Muon):
+        found = [math.prod(own[-2:]) for _, own in muon_matrices(setup.model, optimizer)]
+        largest = max(found, default=0)
         size = 20.0 if optimizer.ns_dtype == "fp32" else 12.0
-        how = f"Newton-Schulz of the largest matrix: {entries_text(max(layers))} x {size:g} B"
-        return [Item("optimizer", max(layers) * size, how)]
+        how = f"Newton-Schulz of the largest matrix: {entries_text(largest)} x {size:g} B"
+        return [Item("optimizer", largest * size, how)] if largest else []
     if isinstance(optimizer, Adafactor):
         largest = setup.largest_tensor
         how = f"update of the largest parameter: {entries_text(largest)} x 8 B"

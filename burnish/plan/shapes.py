@@ -59,6 +59,8 @@ class FsdpUnit:
     """Number of entries of each 4-bit weight, which are also in ``numels``."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Shape of each parameter, in the order of ``numels``; empty if unknown."""
+    names: tuple[str, ...] = ()
+    """Name of each parameter in the model, in the order of ``numels``; empty if unknown."""
 
     @property
     def numel(self) -> int:
@@ -174,7 +176,9 @@ def shape_from_config(
 def _units(network: Any, *, scalar: bool, lora: LoraConfig | None) -> list[FsdpUnit]:
     """Return the units that are gathered together, ending with the rest (the root's parameters)."""
     body = network.get_decoder()
-    left = {id(p): p for p in (body if scalar else network).parameters()}
+    owner = body if scalar else network
+    left = {id(p): p for p in owner.parameters()}
+    called = {id(p): name for name, p in owner.named_parameters()}
     units: list[FsdpUnit] = []
     packed: set[int] = set()
     if lora is not None and lora.quantization is not None:
@@ -186,7 +190,8 @@ def _units(network: Any, *, scalar: bool, lora: LoraConfig | None) -> list[FsdpU
         nf4 = tuple(p.numel() for p in own if id(p) in packed)
         shapes = tuple(tuple(p.shape) for p in own)
         sizes = tuple(p.numel() for p in own)
-        units.append(FsdpUnit(name, kind, sizes, adapters, nf4, shapes))
+        names = tuple(called[id(p)] for p in own)
+        units.append(FsdpUnit(name, kind, sizes, adapters, nf4, shapes, names))
 
     for unit in gathered_modules(body, tied=not scalar and _is_tied(network)):
         take(unit.module, unit.name, unit.kind)

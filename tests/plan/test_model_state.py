@@ -10,10 +10,11 @@ from burnish.models.load import load_causal_lm
 from burnish.models.value_head import load_scalar_model
 from burnish.plan.engine_profile import profile_of
 from burnish.plan.model_state import EngineSetup, total
-from burnish.plan.optimizer_state import checkpoint_bytes
+from burnish.plan.optimizer_state import checkpoint_bytes, state_bytes
 from burnish.plan.shapes import known_models, shape_from_config, shape_of
 
 SCRATCH = ModelConfig(scratch=ScratchConfig(hidden_size=64, num_layers=3))
+FP32 = PrecisionConfig(dtype="fp32")
 LLAMA_8B, LLAMA_70B = 8_030_261_248, 70_553_706_496
 
 
@@ -200,3 +201,15 @@ def test_nf4_weights_count_their_codes_and_scales(double):
     items = profile_of(setup).state()
     planned = sum(item.bytes for item in items if item.name == "parameters")
     assert planned == pytest.approx(sum(t.nbytes for t in tensors), rel=1e-3)
+
+
+def test_parameters_that_muon_leaves_to_adamw_have_two_moments():
+    """The MLP of a layer has three matrices of 64 x 256 entries, each with 4 more bytes."""
+    found = []
+    for params in ([], ["mlp"], ["proj"]):
+        optimizer = {"kind": "muon", "adamw_params": params}
+        train = TrainConfig(train_batch_size=8, optimizer=optimizer)
+        shape = shape_of(SCRATCH)
+        found.append(state_bytes(EngineSetup(shape=shape, train=train, precision=FP32)))
+    assert found[1] - found[0] == 3 * 3 * 64 * 256 * 4
+    assert found[2] == 8 * shape_of(SCRATCH).parameters

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 SUFFIXES = (".parquet", ".arrow")
 """Suffixes of columnar files."""
 
+_BATCH_ROWS = 10_000
+"""Rows of Parquet that are decoded at a time."""
+
 
 def opened(path: Path) -> pa.Table:
     """Return all rows of a file. Arrow files are memory-mapped; Parquet is decoded in memory."""
@@ -33,8 +36,8 @@ def copied(path: Path) -> pa.Table:
     import pyarrow.parquet as pq
 
     with NamedTemporaryFile(prefix="burnish-data-", suffix=".arrow") as copy:
-        with pq.ParquetFile(path) as file, pa.ipc.new_file(copy.name, file.schema_arrow) as out:
-            for batch in file.iter_batches():
+        with pq.ParquetFile(path) as file, pa.ipc.new_stream(copy.name, file.schema_arrow) as out:
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                 out.write_batch(batch)
         return opened(Path(copy.name))
 

@@ -16,6 +16,7 @@ from datasets.arrow_writer import ArrowWriter
 from burnish.config.columns import columns_of, first_file
 from burnish.config.data import DataConfig, EnvironmentSource, FileSource, HubSource
 from burnish.config.passes import num_rows
+from burnish.data import tables
 from burnish.data.sources import DataError, Source, first_rows, open_source, open_sources
 
 ROWS = [{"prompt": "1+1=", "label": "2"}, {"prompt": "2+2=", "label": "4"}]
@@ -158,6 +159,20 @@ def test_files_that_are_no_source_are_refused_with_the_file_at_fault(
         first_rows(config, 3)
     at_load = any("several types" in line for line in DataConfig(sources=(config,)).broken_rules())
     assert at_load == says.startswith("several types")
+
+
+def test_parquet_files_are_copied_in_batches_whose_dictionaries_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "_BATCH_ROWS", 2)
+    for shard in "ab":
+        groups = [[f"{shard}{i}", f"{shard}{i + 1}"] for i in (0, 2, 4)]
+        parts = [pa.table({"x": pa.array(group).dictionary_encode()}) for group in groups]
+        with pq.ParquetWriter(tmp_path / f"{shard}.parquet", parts[0].schema) as file:
+            for part in parts:
+                file.write_table(part)
+    source = open_file(tmp_path)
+    assert [source[i].values["x"] for i in (11, 0, 5, 6)] == ["b5", "a0", "a5", "b0"]
 
 
 def test_a_row_of_json_files_may_lack_columns(tmp_path: Path) -> None:

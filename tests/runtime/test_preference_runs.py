@@ -27,6 +27,7 @@ SCRATCH = {
     "max_position_embeddings": 64,
 }
 MakeConfig = Callable[..., JobConfig]
+NF4 = "{lora_rank: 4, quantization: nf4}"
 LOSSES = ["dpo", "cdpo", "ipo", "simpo", "orpo", "kto"]
 
 
@@ -123,12 +124,25 @@ def test_every_loss_learns_its_pairs(loss: str, preference: MakeConfig) -> None:
         assert last["eval/reward_margin"] > first["eval/reward_margin"]
 
 
+@pytest.mark.parametrize("lora", ["{lora_rank: 4}", NF4])
 def test_the_first_dpo_loss_is_ln_2_with_lora_and_its_base_as_the_reference(
-    preference: MakeConfig,
+    lora: str, preference: MakeConfig
 ) -> None:
-    lines = [x for x in run(preference("model.lora.lora_rank=4")) if "train/loss" in x]
+    lines = [x for x in run(preference(f"model.lora={lora}")) if "train/loss" in x]
     assert lines[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert lines[1]["train/loss"] != lines[0]["train/loss"], "it moves"
+
+
+def test_a_run_starts_from_an_exported_adapter(preference: MakeConfig, tmp_path: Path) -> None:
+    lora = "{lora_rank: 4, target_modules: [q_proj, up_proj]}"
+    first = run(preference(f"model.lora={lora}", f"run_dir={tmp_path / 'first'}"))
+    folder = burnish.export(tmp_path / "first", tmp_path / "adapter", lora="adapter")
+    second = run(preference(f"model.lora.path={folder}", "train.lr=1e-9"))
+    ends, begins = (
+        {k: v for k, v in line.items() if k.startswith("eval/")} for line in (first[-1], second[0])
+    )
+    assert ends["eval/reward_margin"] > 0.01
+    assert begins == pytest.approx(ends, rel=1e-5, abs=1e-6)  # the same adapter in another batch
 
 
 @pytest.mark.parametrize("lora", [[], ["model.lora.lora_rank=4"]])
@@ -231,7 +245,9 @@ def test_kto_with_a_kept_reference_is_bit_equal_to_one_with_the_model(
     assert numbers(cached) == numbers(plain)
 
 
-@pytest.mark.parametrize("options", [[], ["loss=kto"], ["reference.precompute=true"]])
+@pytest.mark.parametrize(
+    "options", [[], ["loss=kto"], ["reference.precompute=true"], [f"model.lora={NF4}"]]
+)
 def test_a_resumed_run_is_bit_equal_to_one_that_went_through(
     options: list[str], preference: MakeConfig, tmp_path: Path
 ) -> None:

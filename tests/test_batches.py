@@ -162,3 +162,18 @@ def test_the_last_call_may_have_sampled_nothing() -> None:
 def test_row_samples_are_in_the_order_of_ids_whatever_the_order_of_rows() -> None:
     batch: Batch = groups_to_batch(episodes())
     assert [x.tolist() for x in batch.select([2, 1, 0]).row_samples()] == [[1, 0, 0], [1, 0]]
+
+
+def test_kept_ids_are_aligned_with_the_tokens_and_survive_the_way_to_a_worker() -> None:
+    """Rows [5 | 10 11] with kept ids {10 12} and {11}, and [5 | 10] with {9 10 3}."""
+    masked = sample("a", replace(row((5,), (0, 0)), kept_ids=((10, 12), (11,))), turns=())
+    other = sample("b", replace(row((5,), (0,)), kept_ids=((9, 10, 3),)), turns=())
+    batch = groups_to_batch([group(masked, other)])
+    expected = [[-1] * 3, [10, 12, -1], [11, -1, -1], [-1] * 3, [9, 10, 3]]
+    assert batch.kept_ids is not None and batch.kept_ids.tolist() == expected
+    assert batch.kept_ids.dtype == torch.int32
+    share = unpack_share(pack_share(Share(batch, [[0], [1]], [0, 1])))
+    assert share.batch.kept_ids is not None
+    assert torch.equal(share.batch.select([1]).kept_ids, batch.kept_ids[3:])
+    with pytest.raises(ValueError, match=r"some action tokens have the ids .* and others do not"):
+        groups_to_batch([group(masked, sample("c", row((5,), (0,)), turns=()))])

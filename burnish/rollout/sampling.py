@@ -102,8 +102,7 @@ def kept_rows(kept: Tensor | None, num_rows: int) -> list[tuple[int, ...] | None
     they are not recorded."""
     if kept is None:
         return [None] * num_rows
-    ids, counts = kept.cpu().numpy(), (kept >= 0).sum(-1).tolist()  # -1 only pads the end
-    return [tuple(row[:count].tolist()) for row, count in zip(ids, counts, strict=True)]
+    return [tuple(row[row >= 0].tolist()) for row in kept.cpu().numpy()]
 
 
 def uniforms_for(seed: int, index: int, count: int) -> Tensor:

@@ -71,6 +71,8 @@ EPISODES: dict[str, Any] = {
         "n_samples_per_prompt": 3,
         "generate_max_len": 3,
         "stop": list("1234567"),
+        "top_k": 5,
+        "sampling_mask": True,
         "episodes": {"environment": ENVIRONMENT, "max_turns": 3, "max_tokens": 32},
     },
     "rewards": [{"kind": "episode", "name": "found", "reward": "found"}],

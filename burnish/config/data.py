@@ -149,6 +149,11 @@ class DataConfig(Node):
 
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
     """One or more sources. Several are combined as set by ``mix``."""
+    held_out: float | None = Field(None, gt=0)
+    """Rows kept for evaluation instead of training: a fraction below 1, or a number of rows. Chosen
+    at random, the same for every ``seed`` (docs/evaluation.md). None: none."""
+    part: Literal["train", "held_out"] = "train"
+    """Rows to use if ``held_out`` is set. The evaluation section is filled with ``held_out``."""
     form: FormChoice = "auto"
     """Form of the rows (docs/data.md). auto: recognized by a source's first row; columns: only the
     columns set by the ``_key`` fields."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import PurePath
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -15,11 +15,12 @@ from burnish.config.best_metric import named_metric_rules
 from burnish.config.cluster import ClusterConfig, ClusterRole
 from burnish.config.data import DataConfig, PreferenceDataConfig, SFTDataConfig
 from burnish.config.early_stopping import EarlyStoppingConfig, early_stopping_rules
+from burnish.config.held_out import held_out_rules, with_held_out_section
 from burnish.config.length import supervised_rules, table_rules
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.observe import ObserveConfig
 from burnish.config.offload import offload_rules
-from burnish.config.passes import passes_lines, total_rows
+from burnish.config.passes import held_out_line, passes_lines, total_rows
 from burnish.config.rewards import FailurePolicy, RewardConfig
 from burnish.config.roles import (
     JobSpec,
@@ -80,6 +81,7 @@ class JobConfig(Node):
             *placement_rules(self.cluster, roles),
             *offload_rules(self.cluster, roles),
             *table_rules(self.paths_of(DataConfig), in_order=self.in_order),
+            *held_out_rules(self.paths_of(DataConfig), trains=isinstance(self, TrainingJob)),
         ]
         problems += self._launch_rules()
         if problems:
@@ -111,8 +113,9 @@ class JobConfig(Node):
         return self.form_lines()
 
     def form_lines(self) -> list[tuple[str, str, str]]:
-        """Return rows of the table with the form of each data file, each file once."""
-        lines = [line for data in self.nodes_of(DataConfig) for line in data.form_lines()]
+        """Return rows of the table with the form of each data file and the held-out rows."""
+        sections = self.nodes_of(DataConfig)
+        lines = [line for data in sections for line in (*data.form_lines(), *held_out_line(data))]
         return list(dict.fromkeys(lines))
 
     def rollout_on(
@@ -208,6 +211,11 @@ class SupervisedJob(TrainingJob):
     """Stop after this many optimizer steps at the latest. None: by epochs."""
     eval_every_n_steps: int = Field(0, ge=0)
     """Evaluate on ``eval_data`` every this many steps, and at step 0 and the end. 0: only then."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _held_out_section(cls, tree: Any) -> Any:
+        return with_held_out_section(tree, ("eval_data",))
 
     def batch_plan(self) -> BatchPlan:
         """Return the batch sizes after derivation. Raises BatchError."""

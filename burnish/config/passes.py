@@ -48,8 +48,51 @@ def num_rows(source: SourceConfig) -> int | None:
 def total_rows(data: DataConfig, rows_per_item: int = 1) -> int | None:
     """Return the number of rows of all sources, each counted as ``rows_per_item``, or None if
     unknown."""
-    sizes = [num_rows(source) for source in data.sources]
-    return None if not all(sizes) else rows_per_item * sum(size or 0 for size in sizes)
+    sizes = source_sizes(data)
+    return None if sizes is None else rows_per_item * sum(sizes)
+
+
+def source_sizes(data: DataConfig) -> list[int] | None:
+    """Return the number of rows of each source, of the part that ``data`` uses, or None if one is
+    unknown or empty."""
+    found = [num_rows(source) for source in data.sources]
+    sizes = [size for size in found if size]
+    if len(sizes) < len(found):
+        return None
+    if data.held_out is None:
+        return sizes
+    held_out = num_held_out(data.held_out, sizes)
+    if data.part == "held_out":
+        return held_out
+    return [size - out for size, out in zip(sizes, held_out, strict=True)]
+
+
+def num_held_out(held_out: float, sizes: Sequence[int]) -> list[int]:
+    """Return the number of held-out rows of each source: in proportion to its rows, rounded so that
+    the sum is that of all rows.
+
+    Example: 0.1 of 25 and 14 rows is 3.9, so 4 rows: 2.6 and 1.4 of them, rounded to 3 and 1.
+    """
+    total = sum(sizes)
+    wanted = int(held_out * total + 0.5) if held_out < 1 else int(held_out)
+    counts = [wanted * size // total for size in sizes]
+    rests = [wanted * size % total for size in sizes]
+    largest = sorted(range(len(sizes)), key=lambda i: -rests[i])
+    for i in largest[: wanted - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+def held_out_line(data: DataConfig) -> list[Line]:
+    """Return the line (name, value, origin) of the batch table with the number of held-out rows;
+    none if it is unknown or nothing is held out."""
+    if data.held_out is None:
+        return []
+    held_out = source_sizes(data.model_copy(update={"part": "held_out"}))
+    if held_out is None:
+        return []
+    how = f"held_out={data.held_out:g}; never drawn for training, the same for every seed"
+    return [("rows held out", str(sum(held_out)), how)]
 
 
 def passes_lines(
@@ -58,7 +101,7 @@ def passes_lines(
     """Return lines (name, value, origin) with the number of times each row is seen, if ``steps``
     steps draw ``drawn`` rows of ``total``. ``more``: appended to the number of steps."""
     over = f"{steps} step{'s' * (steps > 1)}{more}"
-    sizes = [num_rows(source) or 0 for source in data.sources]
+    sizes = source_sizes(data) or []
     items = [size * total // sum(sizes) for size in sizes]
     how = ""
     if len(items) > 1:

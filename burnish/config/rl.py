@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -26,6 +26,7 @@ from burnish.config.best_metric import named_metric_rules
 from burnish.config.data import PromptDataConfig, held_out_advice
 from burnish.config.early_stopping import early_stopping_rules
 from burnish.config.episodes import episode_data_rules, episode_rules, episodes_lines
+from burnish.config.held_out import with_held_out_section
 from burnish.config.job import TrainingJob, derived_batch, training_rules
 from burnish.config.length import step_rules
 from burnish.config.model import (
@@ -119,6 +120,11 @@ class RLConfig(TrainingJob):
     """Held-out evaluation. None: none."""
 
     _no_rewards = model_validator(mode="before")(without_rewards)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _held_out_section(cls, tree: Any) -> Any:
+        return with_held_out_section(tree, ("eval", "data"))
 
     def roles(self) -> tuple[Role, ...]:
         policy, rollout = self._policy(), self._rollout()

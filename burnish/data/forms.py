@@ -29,6 +29,7 @@ from burnish.config.forms import (
     is_transcript,
 )
 from burnish.config.score import ResponseDataConfig
+from burnish.data.held_out import part_of
 from burnish.data.messages import as_messages, parsed, without_nulls
 from burnish.data.notices import note
 from burnish.data.sources import DataError, Row, Source, open_sources
@@ -58,9 +59,11 @@ class _Converted:
 def open_rows(config: DataConfig) -> list[Source]:
     """Open the sources of ``config``, with rows in the columns that its keys name.
 
-    The form of a source is that of its first row. Raises DataError if a source cannot be used.
+    The form of a source is that of its first row. With ``held_out``, only the rows of ``part`` are
+    returned. Raises DataError if a source cannot be used.
     """
-    return [_in_form(source, config) for source in open_sources(config.sources)]
+    sources = [_in_form(source, config) for source in open_sources(config.sources)]
+    return part_of(sources, config)
 
 
 def _in_form(source: Source, config: DataConfig) -> Source:

@@ -17,7 +17,7 @@ from burnish.config.job import InferenceJob, TrainingJob
 from burnish.config.passes import total_rows
 from burnish.config.placement import PlacementGroupSpec
 from burnish.config.registry import REGISTRY
-from burnish.data.sources import open_sources
+from burnish.data.forms import open_rows
 from burnish.jobs.base import Driver, Job, seed_everything
 from burnish.jobs.errors import RunError, StoppedError
 from burnish.jobs.families import check_families
@@ -157,7 +157,7 @@ def _with_counted_steps(config: JobConfig) -> JobConfig:
         return config
     num = total_rows(config.data)
     if num is None:
-        num = sum(len(source) for source in open_sources(config.data.sources))
+        num = sum(len(source) for source in open_rows(config.data))
     counted = config.with_steps(num)
     if problems := counted.broken_rules():
         raise RunError("\n".join(problems))

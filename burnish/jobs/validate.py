@@ -34,6 +34,7 @@ from burnish.data.streamed import StreamedRows, num_first
 from burnish.jobs.build import within_positions
 from burnish.jobs.errors import RunError
 from burnish.jobs.row_scan import Found, Section, Span, quiet, scan
+from burnish.jobs.shared_prompts import num_shared_prompts
 from burnish.models.family import recall_json, store_json
 from burnish.models.load import load_tokenizer
 from burnish.rewards.base import RewardError, RewardSet
@@ -132,8 +133,29 @@ def _data_problems(config: JobConfig, say: Say) -> Iterator[str]:
             continue
         found, cached = _checked(section, tokenizer, say)
         say(_summary(section, found, cached=cached))
+        _say_shared_prompts(section, tokenizer, say)
         if found.num_bad:
             yield _listing(section, found)
+
+
+def _say_shared_prompts(section: Section, tokenizer: PreTrainedTokenizerBase, say: Say) -> None:
+    """Report the number of held-out rows whose prompt is also a training prompt, as a warning."""
+    data = section.data
+    if data.held_out is None or data.part == "train":
+        return
+    key = _key(section, tokenizer)
+    num = None if key is None else recall_json("shared", key)
+    if not isinstance(num, int):
+        with quiet():
+            num = num_shared_prompts(data, limit=HEAD_ROWS if data.validate == "head" else None)
+        if key is not None:
+            store_json("shared", key, num)
+    if num:
+        text = (
+            f"{section.name}: {num} held-out rows have the prompt of a training row, so their "
+            "metrics are not those of unseen prompts; remove the duplicates from the data"
+        )
+        (log.warning if say == log.info else say)(text)
 
 
 def _summary(section: Section, found: Found, *, cached: bool) -> str:

@@ -1,0 +1,187 @@
+"""Held-out rows: disjoint from the training rows, together all rows, the same for every seed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import burnish
+from burnish.config import ConfigError, load_config
+from burnish.config.data import SFTDataConfig
+from burnish.config.passes import num_held_out
+from burnish.data.forms import open_rows
+from burnish.data.held_out import held_out_rows
+from burnish.data.sft import SFTStream, load_rows
+from burnish.data.sources import DataError
+from burnish.jobs.shared_prompts import num_shared_prompts
+from burnish.jobs.validate import check_launch
+from burnish.models.load import load_tokenizer
+from burnish.observe.metrics import read_metrics
+from burnish.types import Batch
+
+MODEL = {"scratch": {"alphabet": "0123456789+=", "hidden_size": 32, "num_layers": 1}}
+
+
+def rows_file(folder: Path, size: int, name: str = "rows", first: int = 0) -> str:
+    path = folder / f"{name}.jsonl"
+    rows = [
+        {"prompt": f"{i}=", "response": str(i), "chosen": str(i), "rejected": "7", "label": str(i)}
+        for i in range(first, first + size)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def recipe(job: str, path: str, **data: Any) -> dict[str, Any]:
+    """A tree of ``job`` with ``data`` on one file; 4 rows per step."""
+    tree: dict[str, Any] = {"job": job, "model": MODEL, "train": {"train_batch_size": 4}}
+    if job == "rl":
+        tree |= {"max_steps": 1, "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2}}
+        tree["rollout"]["generate_max_len"] = 4
+    if job == "distill":
+        tree["teacher"] = {"model": MODEL}
+    return tree | {"data": {"sources": [path]} | data}
+
+
+def where(data: Any) -> list[str]:
+    return [source[i].where for source in open_rows(data) for i in range(len(source))]
+
+
+def spans(batch: Batch) -> list[tuple[int, ...]]:
+    return [tuple(batch.tokens[a:b].tolist()) for a, b in pairwise(batch.offsets.tolist())]
+
+
+@pytest.mark.parametrize("job", ["sft", "rm", "preference", "distill", "rl"])
+@pytest.mark.parametrize("held_out", [0.2, 5])
+def test_the_parts_are_disjoint_and_together_all_rows(
+    tmp_path: Path, job: str, held_out: float
+) -> None:
+    """12 of 30 rows (max_samples) and 11 rows: 0.2 of 23 is 4.6, so 5 rows, 3 and 2 of them."""
+    sources = [
+        {"path": rows_file(tmp_path, 30, "a"), "max_samples": 12, "weight": 3},
+        {"path": rows_file(tmp_path, 11, "b", first=100)},
+    ]
+    config: Any = load_config(
+        recipe(job, "") | {"data": {"sources": sources, "held_out": held_out}}
+    )
+    other = config.eval.data if job == "rl" else config.eval_data
+    train, held = where(config.data), where(other)
+    assert len(train) == 18 and Counter("a.jsonl" in row for row in held) == {True: 3, False: 2}
+    everything = where(config.data.model_copy(update={"held_out": None}))
+    assert sorted([*train, *held]) == sorted(everything)
+    assert ("rows held out", "5") in [line[:2] for line in config.launch_table()]
+    dumped: Any = load_config(json.loads(config.model_dump_json()))  # as a resumed run reads it
+    assert dumped == config
+
+
+@pytest.mark.parametrize("mix", ["weight", "size"])
+def test_two_epochs_with_any_seed_never_draw_a_held_out_row(tmp_path: Path, mix: str) -> None:
+    tree = recipe("sft", rows_file(tmp_path, 20), held_out=0.25, mix=mix)
+    config: Any = load_config(tree | {"max_epochs": 2, "seed": 1})
+    tokenizer = load_tokenizer(config.model)
+    held = set(spans(load_rows(config.eval_data, tokenizer)))
+    assert len(held) == 5
+    for seed in (0, 1, 2):
+        stream = SFTStream(config.data, tokenizer, seed=seed)
+        first = spans(stream.next(7))
+        resumed = SFTStream(config.data, tokenizer, seed=seed)
+        resumed.load_state_dict(stream.state_dict())
+        rest = spans(resumed.next(23))
+        assert rest == spans(stream.next(23))
+        drawn = Counter([*first, *rest])
+        assert set(drawn.values()) == {2} and len(drawn) == 15 and not held & set(drawn)
+    changed = config.data.model_copy(update={"held_out": 0.5})
+    with pytest.raises(DataError, match="had 15 rows when the run was saved but has 10"):
+        SFTStream(changed, tokenizer, seed=2).load_state_dict(stream.state_dict())
+
+
+def test_the_choice_is_proportional_and_a_larger_part_contains_a_smaller_one() -> None:
+    """0.1 of 25 and 14 rows is 3.9: 4 rows, 2.6 and 1.4 of them, so 3 and 1."""
+    assert num_held_out(0.1, [25, 14]) == [3, 1]
+    assert num_held_out(7, [100, 50, 50]) == [3, 2, 2]  # 3.5, 1.75 and 1.75
+    assert set(held_out_rows("a", 50, 3)) < set(held_out_rows("a", 50, 9))
+    assert list(held_out_rows("a", 50, 9)) != list(held_out_rows("b", 50, 9))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"held_out": 0.01}, "data.held_out=0.01 of 20 rows is less than one row"),
+        ({"held_out": 20}, "leave none for training"),
+        ({"held_out": 1.5}, "whole number of rows"),
+        ({"held_out": 0}, "greater than 0"),
+        ({"part": "held_out"}, "data.part=held_out"),
+        ({"held_out": 2, "part": "held_out"}, "would train on the rows for evaluation"),
+        (
+            {"held_out": 2, "sources": [{"kind": "environment"}]},
+            "rows of kind environment are made from a seed",
+        ),
+        (
+            {"held_out": 2, "sources": [{"kind": "dataset", "path": "x", "streaming": True}]},
+            "x is streamed, so its rows cannot be chosen",
+        ),
+    ],
+)
+def test_a_part_that_cannot_be_formed_is_refused(
+    tmp_path: Path, change: dict[str, Any], problem: str
+) -> None:
+    tree = recipe("rl", rows_file(tmp_path, 20))
+    tree["data"] |= change
+    with pytest.raises(ConfigError, match=problem):
+        load_config(tree)
+
+
+@pytest.mark.parametrize(
+    ("eval_data", "problem"),
+    [
+        ({"sources": ["b.jsonl"]}, "data.held_out=0.2 and eval_data.sources both give rows"),
+        ({"sources": ["b.jsonl"], "held_out": 0.5}, "would evaluate the rows that are left"),
+    ],
+)
+def test_held_out_rows_beside_evaluation_data_are_refused(
+    tmp_path: Path, eval_data: dict[str, Any], problem: str
+) -> None:
+    tree = recipe("sft", rows_file(tmp_path, 20), held_out=0.2) | {"eval_data": eval_data}
+    with pytest.raises(ConfigError, match=problem):
+        load_config(tree)
+
+
+def test_the_evaluation_section_may_change_other_keys(tmp_path: Path) -> None:
+    tree = recipe("sft", rows_file(tmp_path, 20), held_out=0.2, max_len=64)
+    config: Any = load_config(tree, ["eval_data.overlong=drop"])
+    assert isinstance(config.eval_data, SFTDataConfig) and config.eval_data.max_len == 64
+    assert (config.eval_data.overlong, config.data.overlong) == ("drop", "error")
+    tree = recipe("rl", rows_file(tmp_path, 20), held_out=4) | {"eval": {"every_n_steps": 2}}
+    config = load_config(tree)
+    assert config.eval.every_n_steps == 2 and config.eval.data.part == "held_out"
+
+
+def test_equal_prompts_in_both_parts_are_counted_as_a_warning(tmp_path: Path) -> None:
+    """Rows 0 to 9 twice: every held-out row whose copy is not held out too is counted."""
+    path = Path(rows_file(tmp_path, 10))
+    path.write_text(path.read_text() * 2)
+    config: Any = load_config(recipe("sft", str(path), held_out=0.2))
+    prompts = [row % 10 for row in held_out_rows("rows", 20, 4)]
+    shared = sum(prompts.count(prompt) == 1 for prompt in prompts)
+    assert shared and num_shared_prompts(config.eval_data) == shared
+    said: list[str] = []
+    check_launch(config, say=said.append)
+    assert any(
+        f"eval_data: {shared} held-out rows have the prompt of a training" in s for s in said
+    )
+
+
+@pytest.mark.parametrize("job", ["sft", "rm", "rl"])
+def test_runs_evaluate_their_held_out_rows(tmp_path: Path, job: str) -> None:
+    tree = recipe(job, rows_file(tmp_path, 16), held_out=4) | {"run_dir": str(tmp_path / "run")}
+    more = {"rewards": lambda response: float(len(response))} if job == "rl" else {}
+    lines = read_metrics(burnish.run(load_config(tree), **more).run_dir)
+    last = {"sft": 3, "rm": 3, "rl": 1}[job]  # 12 rows of 16, in steps of 4
+    assert [line["step"] for line in lines if any(n.startswith("eval/") for n in line)] == [0, last]
+    if job == "rl":
+        assert lines[0]["eval/prompts"] == 4

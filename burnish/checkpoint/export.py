@@ -41,8 +41,9 @@ log = logging.getLogger("burnish")
 
 LoraForm = Literal["merge", "adapter"]
 
-SCORE_STATS = {"reward_mean", "reward_std", "process_reward_stats"}
-"""Fields of a reward model's config with statistics of its scores on held-out rows."""
+SCORE_STATS = {"reward_mean", "reward_std", "process_reward_stats", "reward_weights"}
+"""Fields of a reward model's config with statistics of its scores on held-out rows, and with the
+weights of its outputs."""
 
 
 def export(  # house: ok options of one command
@@ -82,11 +83,12 @@ def export(  # house: ok options of one command
     weights = _weights(source, kind or "master")
     saved_role, config, computes_in = _read_engine(source, base, trust=trust_remote_code)
     scalar = saved_role in ("critic", "reward")
+    outputs = weights["score.weight"].shape[0] if scalar else None
     if lora == "adapter":
         _check_adapter(config, saved_role)
     wanted = DTYPES[dtype or "fp32"]
     if config.lora is not None:  # the checkpoint only contains the adapter, and the base's path
-        network = _adapted_model(config, computes_in, scalar=scalar)
+        network = _adapted_model(config, computes_in, outputs=outputs)
         _load_weights(network, weights, source)
         load_buffers(network, source)
         weights = dict(merged_weights(network))
@@ -96,7 +98,7 @@ def export(  # house: ok options of one command
         _save_adapter(network, config, target, wanted)
     else:
         shell = _shell(
-            source, wanted, scalar=scalar, averaged=kind == "ema", trust=trust_remote_code
+            source, wanted, outputs=outputs, averaged=kind == "ema", trust=trust_remote_code
         )
         if config.lora is None:
             weights |= _buffers(shell, source, config, scalar=scalar)
@@ -165,8 +167,11 @@ def _read_engine(source: Path, base: str | None, *, trust: bool) -> tuple[str, M
     return role, config, state.get("dtype", "fp32")
 
 
-def _adapted_model(config: ModelConfig, computes_in: Dtype, *, scalar: bool) -> torch.nn.Module:
-    """Return the base model with newly initialized adapters.
+def _adapted_model(
+    config: ModelConfig, computes_in: Dtype, *, outputs: int | None
+) -> torch.nn.Module:
+    """Return the base model with newly initialized adapters. ``outputs``: number of outputs of a
+    scalar model; None: a language model.
 
     4-bit weights are those of the run: quantized from, and dequantized to, its compute dtype.
     """
@@ -174,8 +179,8 @@ def _adapted_model(config: ModelConfig, computes_in: Dtype, *, scalar: bool) -> 
     quantized = config.lora is not None and config.lora.quantization is not None
     dtype: Dtype = computes_in if quantized else "fp32"
     try:
-        if scalar:
-            return load_scalar_model(config, dtype=dtype, new_head="random")
+        if outputs is not None:
+            return load_scalar_model(config, dtype=dtype, new_head="random", num_outputs=outputs)
         return load_causal_lm(config, dtype=dtype)
     except ModelError as error:
         raise CheckpointError(
@@ -265,16 +270,18 @@ def _load_weights(network: torch.nn.Module, tensors: dict[str, Tensor], source: 
 
 
 def _shell(
-    source: Path, dtype: torch.dtype, *, scalar: bool, averaged: bool, trust: bool
+    source: Path, dtype: torch.dtype, *, outputs: int | None, averaged: bool, trust: bool
 ) -> PreTrainedModel:
-    """Return the checkpoint's model with random weights, to be replaced."""
+    """Return the checkpoint's model with random weights, to be replaced. ``outputs``: as in
+    :func:`_adapted_model`."""
+    scalar = outputs is not None
     auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     code = {"trust_remote_code": trust}
     try:
         config = AutoConfig.from_pretrained(source / "hf", **code)
         config.use_cache = True
-        if scalar:
-            config.num_labels = 1
+        if outputs is not None:
+            config.num_labels = outputs
             for name in SCORE_STATS & set(vars(config)):  # those of the initial model
                 delattr(config, name)
             config.update(_export_metadata(source))

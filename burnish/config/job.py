@@ -33,7 +33,7 @@ from burnish.config.roles import (
     rollout_precision,
 )
 from burnish.config.rollout import RolloutEngineConfig
-from burnish.config.steps import PairsDataConfig, StepsDataConfig
+from burnish.config.steps import RewardRows
 from burnish.config.train import (
     CheckpointConfig,
     TrainConfig,
@@ -46,7 +46,7 @@ from burnish.config.train import (
 
 OUTPUT_KINDS = (".jsonl", ".parquet")
 
-GivenRows = SFTDataConfig | PreferenceDataConfig | PairsDataConfig | StepsDataConfig
+GivenRows = SFTDataConfig | PreferenceDataConfig | RewardRows
 
 
 class JobConfig(Node):

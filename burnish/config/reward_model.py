@@ -12,6 +12,7 @@ from burnish.config.data import (
     held_out_advice,
 )
 from burnish.config.job import SupervisedJob
+from burnish.config.rated import ClassesDataConfig, RatedDataConfig, class_names
 from burnish.config.rewards import StepAggregation
 from burnish.config.roles import (
     TrainRole,
@@ -19,10 +20,17 @@ from burnish.config.roles import (
 from burnish.config.steps import (
     PairsDataConfig,
     RewardDataConfig,
+    RewardLoss,
+    RewardRows,
     StepsDataConfig,
     reward_data_rules,
 )
 
+RATED_METRICS = {
+    "scores": ("loss", "mse", "mae", "pearson", "spearman"),
+    "classes": ("loss", "accuracy"),
+}
+"""Kind of rows -> metrics of an evaluation; those of single outputs are appended."""
 PAIR_METRICS = ("loss", "accuracy", "score_margin", "score_mean", "score_std")
 STEP_METRICS = (
     *("loss", "step_accuracy", "good_step_accuracy", "bad_step_accuracy", "row_exact"),
@@ -32,29 +40,38 @@ STEP_METRICS = (
 
 
 class RewardModelConfig(SupervisedJob):
-    """``burnish rm``: a reward model from preference pairs (Bradley-Terry), or a process reward
-    model from solutions with a label on every step.
+    """``burnish rm``: a reward model from preference pairs (Bradley-Terry), a process reward model
+    from solutions with a label on every step, or a regression or classification from single
+    responses with scores or a class.
 
-    Steps refuse ``center_coef`` and losses other than ``process``. Pairs refuse ``label_key``, and
-    ``margin_key`` with the loss ``log_exp``."""
+    Only pairs take ``center_coef``, and each kind of rows its own losses. Pairs refuse
+    ``label_key``, and ``margin_key`` with the loss ``log_exp``."""
 
     job: Literal["rm"] = "rm"
     """Job of the recipe."""
     data: RewardDataConfig
-    """Pairs, or with ``kind: steps`` step-labeled solutions."""
+    """Pairs, or with ``kind: steps`` step-labeled solutions, with ``kind: scores`` or ``classes``
+    single responses. None: pairs, unless the first row of a file shows scores or a class."""
     eval_data: RewardDataConfig | None = None
     """Held-out data of the same kind. None: no evaluation. Exports contain the mean and standard
     deviation of its scores in their config."""
-    loss: Literal["bradley_terry", "log_exp", "process"] | None = None
+    loss: RewardLoss | None = None
     """bradley_terry: -log sigmoid(difference - margin). log_exp: log(1 + exp(-difference)), the
-    same without margins. process: cross-entropy of step labels. None: bradley_terry for pairs,
-    process for steps."""
+    same without margins. process: cross-entropy of step labels. mse, huber: squared error of
+    scores, or linear beyond ``huber_delta``. cross_entropy: of the classes (pass or fail: binary).
+    None: bradley_terry for pairs, process for steps, mse for scores, cross_entropy for classes."""
+    huber_delta: float = Field(1.0, gt=0)
+    """Error of a score above which the loss ``huber`` is linear."""
+    reward_weights: dict[str, float] | None = None
+    """Weight of each output in the reward, by attribute or class (others: 0); written to exports.
+    The reward is the weighted sum of the scores or class logits. None: the mean of the scores;
+    classes need it, except for pass or fail."""
     center_coef: float = Field(0.0, ge=0)
     """Weight of the squared sum of a pair's scores, which keeps scores near 0 (arXiv 2312.09244).
     0: none."""
 
     @property
-    def rows(self) -> PairsDataConfig | StepsDataConfig:
+    def rows(self) -> RewardRows:
         """Training data."""
         return self.data
 
@@ -63,6 +80,8 @@ class RewardModelConfig(SupervisedJob):
         """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
         if self.eval_data is None:
             return frozenset()
+        if isinstance(self.data, RatedDataConfig):
+            return frozenset(self._rated_metrics(self.data))
         return frozenset(STEP_METRICS if self.process else PAIR_METRICS)
 
     @property
@@ -71,18 +90,56 @@ class RewardModelConfig(SupervisedJob):
         return isinstance(self.data, StepsDataConfig)
 
     @property
+    def weight_of_outputs(self) -> tuple[float, ...] | None:
+        """Weight of each output in the reward. None: one output, or the recipe has no weights for
+        classes."""
+        if not isinstance(self.data, RatedDataConfig) or not self.data.names:
+            return None
+        names = self.data.names
+        if self.reward_weights is not None:
+            return tuple(self.reward_weights.get(name, 0.0) for name in names)
+        if isinstance(self.data, ClassesDataConfig) and len(names) > 1:
+            return None
+        return (1 / len(names),) * len(names)
+
+    def _rated_metrics(self, data: RatedDataConfig) -> Iterator[str]:
+        own = RATED_METRICS[data.kind_of_rows]
+        yield from own
+        if self.weight_of_outputs is not None:
+            yield from ("score_mean", "score_std")
+        if isinstance(data, ClassesDataConfig):
+            yield from (f"accuracy_{name}" for name in class_names(data))
+        elif len(data.names) > 1:
+            yield from (f"{what}_{name}" for what in own[1:] for name in data.names)
+
+    @property
     def rows_per_unit(self) -> int:
-        """Number of rows per unit: 2 for a pair, 1 for step-labeled solutions."""
-        return 1 if self.process else 2
+        """Number of rows per unit: 2 for a pair, 1 for single responses."""
+        return 2 if isinstance(self.data, PairsDataConfig) else 1
 
     def roles(self) -> tuple[TrainRole, ...]:
-        return (replace(self.trained_role("reward"), head="scalar"),)
+        outputs = 1
+        if isinstance(self.data, RatedDataConfig):
+            outputs = max(1, len(self.data.names))  # 1 until an unknown target is reported
+        return (replace(self.trained_role("reward"), head="scalar", outputs=outputs),)
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
         yield from reward_data_rules(
-            self.data, self.eval_data, loss=self.loss, centered=bool(self.center_coef)
+            self.data,
+            self.eval_data,
+            loss=self.loss,
+            centered=bool(self.center_coef),
+            weights=self.reward_weights,
         )
+        if self.is_own("huber_delta") and self.loss != "huber":
+            yield f"huber_delta={self.huber_delta:g} has no effect without loss=huber; set it"
 
     def advice(self) -> Iterator[str]:
         yield from held_out_advice(self.data, self.eval_data, "eval_data")
+        if isinstance(self.data, ClassesDataConfig) and self.weight_of_outputs is None:
+            yield (
+                "reward_weights is not set, so a reward needs output_weights to use this "
+                "classifier; set e.g. reward_weights={good: 1, bad: -1}, the log-odds of two "
+                f"classes (here: {', '.join(self.data.names)})"
+            )

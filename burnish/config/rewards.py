@@ -52,7 +52,7 @@ class FunctionReward(_Reward):
 
 
 class ModelReward(_Reward):
-    """A reward model from ``burnish rm``, or a HuggingFace sequence classifier with one output."""
+    """A reward model from ``burnish rm``, or a HuggingFace sequence classifier."""
 
     kind: Literal["model"] = "model"
     model: ModelConfig
@@ -63,6 +63,9 @@ class ModelReward(_Reward):
     """Use (score - mean) / std with ``reward_mean`` and ``reward_std`` of the model's config
     (process reward models: ``process_reward_stats``), from ``burnish rm`` with ``eval_data`` and
     ``burnish export``."""
+    output_weights: dict[str, float] | None = None
+    """Reward of a classifier with several outputs: their weighted sum, by name (``id2label``), such
+    as ``{good: 1, bad: -1}`` for the log-odds. None: ``reward_weights`` of the model's config."""
     step_aggregation: StepAggregation | None = None
     """Score from a process reward model's step probabilities (``process_reward`` in its config):
     minimum, product, last or mean. None: min; required for other models."""
@@ -70,6 +73,11 @@ class ModelReward(_Reward):
     """Process reward models: separator of a response's steps. None: that of training."""
 
     def rules(self) -> Iterator[str]:
+        if self.normalize and self.output_weights is not None:
+            yield (
+                "normalize=true uses the mean and standard deviation of the model's own weights, "
+                "but output_weights sets others; use running_norm, or remove one"
+            )
         if self.normalize and self.running_norm is not None:
             yield (
                 f"normalize=true and running_norm={self.running_norm} would both normalize the "

@@ -112,6 +112,8 @@ class TrainRole(RoleSpec):
     """A role in a train engine: policy, critic, reference, teacher or reward model."""
 
     head: Literal["lm", "scalar"] = "lm"
+    outputs: int = 1
+    """Number of outputs of a scalar head: attributes or classes of a reward model."""
     trainable: bool = True
     train: TrainConfig
     """Settings of the engine."""

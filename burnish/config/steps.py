@@ -1,15 +1,22 @@
-"""Config of solutions with a label on every step: the data of process reward models (job
-``rm``)."""
+"""Config of the data of reward models (job ``rm``): pairs, solutions with a label on every step,
+and the choice between these and the rows of ``rated.py``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from burnish.config.columns import missing_columns
 from burnish.config.data import DataConfig, PreferenceDataConfig
+from burnish.config.rated import (
+    ClassesDataConfig,
+    RatedDataConfig,
+    ScoresDataConfig,
+    rated_rules,
+    recognized_kind,
+)
 from burnish.config.templates import template_rules
 
 STEP_KEYS = ("completions", "steps")
@@ -58,23 +65,36 @@ class StepsDataConfig(DataConfig):
         yield from missing_columns(self.files, wanted)
 
 
-def _pairs_unless_named(value: Any) -> Any:
-    """Treat rows without a kind as pairs."""
-    return {"kind": "pairs", **value} if isinstance(value, dict) else value
+def _with_kind(value: Any) -> Any:
+    """Add the kind of rows to a data section without one."""
+    if not isinstance(value, dict) or "kind" in value:
+        return value
+    return {"kind": recognized_kind(value), **value}
 
+
+RewardRows = PairsDataConfig | StepsDataConfig | ScoresDataConfig | ClassesDataConfig
 
 RewardDataConfig = Annotated[
-    Annotated[PairsDataConfig | StepsDataConfig, Field(discriminator="kind")],
-    BeforeValidator(_pairs_unless_named),
+    Annotated[RewardRows, Field(discriminator="kind")], BeforeValidator(_with_kind)
 ]
+
+RewardLoss = Literal["bradley_terry", "log_exp", "process", "mse", "huber", "cross_entropy"]
+LOSSES: Mapping[str, tuple[RewardLoss, ...]] = {
+    "pairs": ("bradley_terry", "log_exp"),
+    "steps": ("process",),
+    "scores": ("mse", "huber"),
+    "classes": ("cross_entropy",),
+}
+"""Kind of rows -> its losses; the first is the default."""
 
 
 def reward_data_rules(
-    data: PairsDataConfig | StepsDataConfig,
-    eval_data: PairsDataConfig | StepsDataConfig | None,
+    data: RewardRows,
+    eval_data: RewardRows | None,
     *,
-    loss: str | None,
+    loss: RewardLoss | None,
     centered: bool,
+    weights: Mapping[str, float] | None,
 ) -> Iterator[str]:
     """Yield an error for each setting of a reward model that does not fit the kind of its data."""
     if eval_data is not None and eval_data.kind != data.kind:
@@ -82,6 +102,17 @@ def reward_data_rules(
             f"eval_data.kind={eval_data.kind} and data.kind={data.kind}: held-out rows must be "
             "of the same kind as training rows; use one kind for both"
         )
+        return
+    if weights is not None and not isinstance(data, RatedDataConfig):
+        yield (
+            f"reward_weights weigh the outputs of a regression or classification, but "
+            f"data.kind={data.kind} trains one output; remove them"
+        )
+    if isinstance(data, RatedDataConfig):
+        assert eval_data is None or isinstance(eval_data, RatedDataConfig)
+        yield from _loss_rules(data.kind, loss, centered)
+        yield from rated_rules(data, eval_data, weights)
+        return
     if isinstance(data, StepsDataConfig):
         if loss not in (None, "process"):
             yield (
@@ -99,9 +130,25 @@ def reward_data_rules(
             "loss=process needs a label for every step, which data.kind=pairs does not have; use "
             "data.kind=steps"
         )
+    elif loss is not None and loss not in LOSSES["pairs"]:
+        yield from _loss_rules(data.kind, loss, False)
     for name, rows in (("data", data), ("eval_data", eval_data)):
         if isinstance(rows, PairsDataConfig):
             yield from _pairs_rules(name, rows, loss)
+
+
+def _loss_rules(kind: str, loss: RewardLoss | None, centered: bool) -> Iterator[str]:
+    if loss is not None and loss not in LOSSES[kind]:
+        fits = next(other for other, losses in LOSSES.items() if loss in losses)
+        yield (
+            f"loss={loss} is for data.kind={fits}, but data.kind={kind}; use "
+            f"{' or '.join(LOSSES[kind])}, or remove loss"
+        )
+    if centered:
+        yield (
+            f"center_coef applies to the two scores of a pair, which data.kind={kind} does not "
+            "have; remove it"
+        )
 
 
 def _pairs_rules(name: str, rows: PairsDataConfig, loss: str | None) -> Iterator[str]:
@@ -109,7 +156,8 @@ def _pairs_rules(name: str, rows: PairsDataConfig, loss: str | None) -> Iterator
     if rows.label_key is not None:
         yield (
             f"{name}.label_key={rows.label_key} means that rows are single responses, but a "
-            "reward model learns from pairs; remove it"
+            "reward model learns from pairs unless data.kind says otherwise; remove it, or set "
+            "data.kind=classes to train a classifier of pass and fail"
         )
     if loss == "log_exp" and rows.margin_key is not None:
         yield (

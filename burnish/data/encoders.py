@@ -8,11 +8,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.data import DataConfig, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
+from burnish.config.rated import RatedDataConfig
 from burnish.config.score import ResponseDataConfig
 from burnish.config.steps import StepsDataConfig
 from burnish.data.encoded import Encoder
 from burnish.data.preference import PairEncoder
 from burnish.data.prompts import PromptEncoder
+from burnish.data.rated import RatedEncoder
 from burnish.data.responses import ResponseEncoder
 from burnish.data.sft import SFTEncoder
 from burnish.data.sources import Source
@@ -35,6 +37,8 @@ def encoder_of(
         return SFTEncoder(config, tokenizer)
     if isinstance(config, StepsDataConfig):
         return StepsEncoder(config, tokenizer)
+    if isinstance(config, RatedDataConfig):
+        return RatedEncoder(config, tokenizer, sources)
     if not isinstance(config, PreferenceDataConfig):
         raise TypeError(f"{type(config).__name__} has no encoder; add it to encoder_of")
     if config.label_key is not None:

@@ -28,12 +28,16 @@ from burnish.config.forms import (
     FormError,
     is_transcript,
 )
+from burnish.config.rated import RatedDataConfig
 from burnish.config.score import ResponseDataConfig
 from burnish.data.held_out import part_of
 from burnish.data.messages import as_messages, parsed, without_nulls
 from burnish.data.notices import note
 from burnish.data.sources import DataError, Row, Source, open_sources
 from burnish.data.streamed import StreamedRows
+
+_GIVEN = (ResponseDataConfig, RatedDataConfig)
+"""Data whose rows have a response to score."""
 
 Values = dict[str, Any]
 Messages = list[dict[str, Any]]
@@ -269,7 +273,7 @@ def _of_conversation(values: Values, turns: Messages, config: DataConfig, *, use
     if not turns[:last]:
         raise DataError(f"column {used!r} has no message before the answer, so there is no prompt")
     if last == len(turns):
-        if isinstance(config, ResponseDataConfig):
+        if isinstance(config, _GIVEN):
             raise DataError(f"column {used!r} does not end with an assistant message to score")
         return new
     content = turns[last].get("content")
@@ -281,7 +285,7 @@ def _answer(text: str, values: Values, config: DataConfig) -> Values:
     the row has one), and the label of other prompts."""
     if isinstance(config, SFTDataConfig):
         return {config.response_key: text}
-    if isinstance(config, ResponseDataConfig):
+    if isinstance(config, _GIVEN):
         return {} if values.get(config.response_key) is not None else {config.response_key: text}
     return _label(text, values, config)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from burnish.config.data import PreferenceDataConfig
+from burnish.config.rated import RatedDataConfig
 from burnish.data.rows import Exchange, content_column, is_text, prompt_column
 from burnish.data.sources import DataError, Source
 from burnish.data.streamed import num_first
@@ -26,7 +27,10 @@ class RepeatedPrompts:
     prompt. A source counts only if all of its first 100 rows repeat the prompt."""
 
     def __init__(
-        self, config: PreferenceDataConfig, keys: Sequence[str], sources: Sequence[Source]
+        self,
+        config: PreferenceDataConfig | RatedDataConfig,
+        keys: Sequence[str],
+        sources: Sequence[Source],
     ) -> None:
         """``keys``: the columns with responses."""
         self._config, self._keys = config, keys

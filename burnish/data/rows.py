@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.config.data import SHAREGPT_KEY, DataConfig, PreferenceDataConfig, SFTDataConfig
 from burnish.config.explain import nearest
+from burnish.config.rated import RatedDataConfig
 from burnish.config.templates import TemplateError, fields_of
 from burnish.data.chat import (
     check_rendering,
@@ -24,6 +25,9 @@ from burnish.data.sources import DataError, Row
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
+ExchangeData = SFTDataConfig | PreferenceDataConfig | RatedDataConfig
+"""Data whose rows are a prompt and a response."""
 
 TOKENS, TOKENS_MASK, TOKENS_TEXT = "tokens", "tokens_mask", "tokens_text"
 """Columns of the exact token ids of an episode (written by the job generate): the ids, true for
@@ -197,9 +201,7 @@ class Exchange:
     """The sampled ids of ``response`` (in rows written by the job generate). None if unknown."""
 
 
-def exchange(
-    row: Row, prompt: Any, config: SFTDataConfig | PreferenceDataConfig, *, key: str, field: str
-) -> Exchange:
+def exchange(row: Row, prompt: Any, config: ExchangeData, *, key: str, field: str) -> Exchange:
     """Return the exchange of ``prompt`` and column ``key``, which is set by the config key
     ``field``."""
     ids = row.values.get(f"{key}_tokens") if config.use_tokens else None
@@ -216,7 +218,7 @@ def exchange(
 def encode_exchange(
     tokenizer: PreTrainedTokenizerBase,
     given: Exchange,
-    config: SFTDataConfig | PreferenceDataConfig,
+    config: ExchangeData,
     *,
     as_chat: bool = False,
 ) -> TokenRow:
@@ -278,7 +280,7 @@ def is_text(*values: Any) -> bool:
 def _sampled(
     tokenizer: PreTrainedTokenizerBase,
     given: Exchange,
-    config: SFTDataConfig | PreferenceDataConfig,
+    config: ExchangeData,
     *,
     as_chat: bool,
 ) -> TokenRow | None:

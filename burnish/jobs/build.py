@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.job import TrainingJob
 from burnish.config.model import ModelConfig
+from burnish.config.rated import RatedDataConfig
 from burnish.config.rewards import FailurePolicy, RewardConfig, ShapingConfig
 from burnish.config.rollout import SamplingConfig
 from burnish.config.steps import PairsDataConfig, StepsDataConfig
@@ -29,7 +30,13 @@ from burnish.train.spec import EngineSpec
 log = logging.getLogger("burnish")
 
 Data = TypeVar(
-    "Data", PromptDataConfig, SFTDataConfig, PreferenceDataConfig, PairsDataConfig, StepsDataConfig
+    "Data",
+    PromptDataConfig,
+    SFTDataConfig,
+    PreferenceDataConfig,
+    PairsDataConfig,
+    StepsDataConfig,
+    RatedDataConfig,
 )
 WeightedRewards = Sequence[tuple[Reward, float]]
 
@@ -88,6 +95,7 @@ def engine_specs(
             seed=config.seed,
             dropout=role.dropout,
             offload=role.offload,
+            outputs=role.outputs,
         )
         for role in config.resolve().train_roles
         if role.rows_per_pass is None

@@ -13,10 +13,12 @@ from typing import Any
 from burnish.config.data import DataConfig, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.job import JobConfig, RowsJob
 from burnish.config.paths import model_problems, models_of
+from burnish.config.rated import RatedDataConfig
 from burnish.config.rewards import FunctionReward
 from burnish.config.steps import StepsDataConfig
 from burnish.data.forms import form_of_row, in_columns
 from burnish.data.messages import as_messages
+from burnish.data.rated_targets import target_of
 from burnish.data.rows import column, content_column, demonstration_key, prompt_column
 from burnish.data.sources import DataError, Row, first_rows
 from burnish.environments.importing import LoadError, check_file
@@ -98,6 +100,10 @@ def _contents(row: Row, data: DataConfig) -> list[Any]:
     if isinstance(data, StepsDataConfig):
         column(row, data.labels_key, "labels_key")
         return [prompt_column(row, data.prompt_key, data.prompt_template)]
+    if isinstance(data, RatedDataConfig):
+        target_of(row, data)
+        prompt = prompt_column(row, data.prompt_key, data.prompt_template)
+        return [prompt, content_column(row, data.response_key, "response_key")]
     if not isinstance(data, PreferenceDataConfig):
         return []
     prompt = prompt_column(row, data.prompt_key, data.prompt_template)

@@ -1,8 +1,9 @@
-"""Reward models from pairs (Bradley-Terry), and process reward models from step-labeled solutions.
-The loop is in ``supervised.py``."""
+"""Reward models from pairs (Bradley-Terry), process reward models from step-labeled solutions, and
+regression and classification from single responses. The loop is in ``supervised.py``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from burnish.algorithms import PREFERENCE_LOSSES
 from burnish.algorithms.process import AGGREGATIONS, aggregate_steps
 from burnish.config import RewardModelConfig
+from burnish.config.rated import ClassesDataConfig, RatedDataConfig
 from burnish.config.steps import PairsDataConfig, StepsDataConfig
 from burnish.data.preference import PreferenceStream, load_pairs
+from burnish.data.rated import RatedStream, load_rated
 from burnish.data.steps import StepsStream, load_solutions
 from burnish.jobs.build import engine_specs, held_out_data, within_positions
 from burnish.jobs.degenerate import NoSignalMonitor, pair_signal
@@ -24,6 +27,7 @@ from burnish.jobs.objectives import (
     reward_model_objective,
     with_expert_balance,
 )
+from burnish.jobs.rated_reward import measure_rated, rated_objective
 from burnish.jobs.supervised import Supervised, SupervisedTraining
 from burnish.observe.timeline import timed
 from burnish.runtime.base import Runtime
@@ -43,10 +47,10 @@ def build_reward_model(config: RewardModelConfig, runtime: Runtime, run_dir: Pat
         loss=with_expert_balance(_objective(config), config.train.moe_aux_loss_coef),
         total_steps=total,
         batch_size_at=partial(config.batch_size_at, num_rows=stream.num_rows),
-        measure=measure_steps if config.process else measure_pairs,
+        measure=_measure(config),
         eval_batch=eval_batch,
         signal=NoSignalMonitor(config.train.max_steps_without_signal),
-        look=None if config.process else pair_signal,
+        look=pair_signal if isinstance(config.data, PairsDataConfig) else None,
         export_metadata=export_metadata(config),
     )
 
@@ -54,14 +58,28 @@ def build_reward_model(config: RewardModelConfig, runtime: Runtime, run_dir: Pat
 def _objective(config: RewardModelConfig) -> Loss:
     if config.process:
         return process_objective()
+    if isinstance(config.data, RatedDataConfig):
+        return rated_objective(config)
     return reward_model_objective(config.loss or "bradley_terry", center_coef=config.center_coef)
+
+
+def _measure(config: RewardModelConfig) -> Callable[[TrainEngine, Batch], Stats]:
+    if isinstance(config.data, RatedDataConfig):
+        return measure_rated(config)
+    return measure_steps if config.process else measure_pairs
 
 
 def _data(
     config: RewardModelConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[PreferenceStream | StepsStream, Batch | None]:
+) -> tuple[PreferenceStream | StepsStream | RatedStream, Batch | None]:
     """Return the training stream and all held-out rows."""
     other = config.eval_data
+    if isinstance(config.data, RatedDataConfig):
+        data: RatedDataConfig = config.data
+        given: RatedDataConfig | None = other if isinstance(other, RatedDataConfig) else None
+        rated, unseen = within_positions(data, config.model), held_out_data(given, config.model)
+        responses = load_rated(unseen, tokenizer) if unseen is not None else None
+        return RatedStream(rated, tokenizer, seed=config.seed), responses
     if isinstance(config.data, StepsDataConfig):
         steps = within_positions(config.data, config.model)
         held = held_out_data(other if isinstance(other, StepsDataConfig) else None, config.model)
@@ -105,11 +123,32 @@ def measure_steps(engine: TrainEngine, batch: Batch) -> Stats:
 
 
 def export_metadata(config: RewardModelConfig) -> dict[str, Any] | None:
-    """Return the metadata that exports of a process reward model contain; None for other models."""
+    """Return the metadata that exports of a process reward model and of a regression or
+    classification contain; None for other models."""
     data = config.data
+    if isinstance(data, RatedDataConfig):
+        return _rated_metadata(config, data)
     if not isinstance(data, StepsDataConfig):
         return None
     return {"process_reward": True, "step_separator": data.step_separator}
+
+
+def _rated_metadata(config: RewardModelConfig, data: RatedDataConfig) -> dict[str, Any]:
+    """Return transformers' type of the problem, the names of the outputs, and their weights in the
+    reward."""
+    problem = "regression"
+    if isinstance(data, ClassesDataConfig):  # transformers' type with a binary cross-entropy
+        binary = "multi_label_classification"
+        problem = binary if data.classes is None else "single_label_classification"
+    weights = config.weight_of_outputs
+    found: dict[str, Any] = {
+        "problem_type": problem,
+        "id2label": dict(enumerate(data.names)),
+        "label2id": {name: index for index, name in enumerate(data.names)},
+    }
+    if weights is not None:
+        found["reward_weights"] = dict(zip(data.names, weights, strict=True))
+    return found
 
 
 JOB = SupervisedTraining(RewardModelConfig, build_reward_model)

@@ -13,6 +13,7 @@ from burnish.checkpoint.save import PendingSave
 from burnish.checkpoint.state import EXPORT_METADATA, load_state, save_state
 from burnish.config.job import SupervisedJob
 from burnish.data.preference import PreferenceStream
+from burnish.data.rated import RatedStream
 from burnish.data.sft import SFTStream
 from burnish.data.steps import StepsStream
 from burnish.data.unpaired import UnpairedStream
@@ -31,7 +32,7 @@ from burnish.types import Batch, Stats
 class Supervised:
     """The components of a supervised run."""
 
-    stream: SFTStream | PreferenceStream | UnpairedStream | StepsStream
+    stream: SFTStream | PreferenceStream | UnpairedStream | StepsStream | RatedStream
     engine: TrainEngine
     loss: Loss
     total_steps: int

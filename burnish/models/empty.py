@@ -97,6 +97,13 @@ def fill_rows(
         tensor.copy_(read if columns is None else read[:, slice(*columns)])
 
 
+def read_tensor(config: ModelConfig, name: str) -> Tensor:
+    """Return one weight of an empty model from its files."""
+    files = _weight_files(config)
+    assert files is not None, "an empty model comes from safetensors files"
+    return files.read(name)
+
+
 def _fits(files: TensorFiles, name: str, tensor: Tensor) -> bool:
     return name in files and files.shape(name) == tuple(tensor.shape)
 

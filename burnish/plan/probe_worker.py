@@ -191,7 +191,8 @@ def _engine(
     if role.head == "scalar":
         body = model.get_decoder()
         size, like = body.config.hidden_size, next(body.parameters())
-        model = ScalarModel(body, torch.nn.Linear(size, 1, bias=False).to(like.device, like.dtype))
+        score = torch.nn.Linear(size, role.outputs, bias=False)
+        model = ScalarModel(body, score.to(like.device, like.dtype))
     return make_engine(model, spec, ranks=ranks, device=device)
 
 

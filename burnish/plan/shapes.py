@@ -70,7 +70,7 @@ class FsdpUnit:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model. ``scalar``: the model has one output (critic, reward) instead of the
+    """Sizes of a model. ``scalar``: the model has ``outputs`` (critic, reward) instead of the
     vocabulary."""
 
     name: str
@@ -80,6 +80,7 @@ class ModelShape:
     units: tuple[FsdpUnit, ...]
     scalar: bool
     tied: bool
+    outputs: int = 1
     double_quantization: bool = False
     """True if the scales of 4-bit weights are quantized too."""
 
@@ -132,24 +133,27 @@ class ModelShape:
         return (window,) * count
 
 
-def shape_of(model: ModelConfig, *, scalar: bool = False) -> ModelShape:
-    """Return the shape of a recipe's model. Raises PlanError if its config is not available."""
-    return _shape(model.model_dump_json(), scalar)
+def shape_of(model: ModelConfig, *, scalar: bool = False, outputs: int = 1) -> ModelShape:
+    """Return the shape of a recipe's model. ``outputs``: of a scalar model. Raises PlanError if its
+    config is not available."""
+    return _shape(model.model_dump_json(), scalar, outputs)
 
 
 @functools.lru_cache(maxsize=64)
-def _shape(model_json: str, scalar: bool) -> ModelShape:
+def _shape(model_json: str, scalar: bool, outputs: int) -> ModelShape:
     model = ModelConfig.model_validate_json(model_json)
     config, source = find_config(model)
-    return shape_from_config(config, describe(model), source, scalar=scalar, lora=model.lora)
+    own = describe(model)
+    return shape_from_config(config, own, source, scalar=scalar, outputs=outputs, lora=model.lora)
 
 
-def shape_from_config(
+def shape_from_config(  # house: ok the model, its origin and its head
     config: PretrainedConfig,
     name: str,
     source: str,
     *,
     scalar: bool = False,
+    outputs: int = 1,
     lora: LoraConfig | None = None,
 ) -> ModelShape:
     """Return the shape of the model that ``config`` describes. Raises PlanError if transformers
@@ -166,15 +170,18 @@ def shape_from_config(
         name=name,
         source=source,
         config=config,
-        units=tuple(_units(network, scalar=scalar, lora=lora)),
+        units=tuple(_units(network, outputs=outputs if scalar else None, lora=lora)),
         scalar=scalar,
+        outputs=outputs,
         tied=_is_tied(network),
         double_quantization=lora is not None and lora.double_quantization,
     )
 
 
-def _units(network: Any, *, scalar: bool, lora: LoraConfig | None) -> list[FsdpUnit]:
-    """Return the units that are gathered together, ending with the rest (the root's parameters)."""
+def _units(network: Any, *, outputs: int | None, lora: LoraConfig | None) -> list[FsdpUnit]:
+    """Return the units that are gathered together, ending with the rest (the root's parameters).
+    ``outputs``: of a scalar model; None: a language model."""
+    scalar = outputs is not None
     body = network.get_decoder()
     owner = body if scalar else network
     left = {id(p): p for p in owner.parameters()}
@@ -197,7 +204,7 @@ def _units(network: Any, *, scalar: bool, lora: LoraConfig | None) -> list[FsdpU
         take(unit.module, unit.name, unit.kind)
     rest = [tuple(p.shape) for p in left.values()]
     if scalar:
-        rest.append((1, int(body.config.hidden_size)))
+        rest.append((outputs or 1, int(body.config.hidden_size)))
     units.append(FsdpUnit("rest", "rest", tuple(map(math.prod, rest)), shapes=tuple(rest)))
     return units
 

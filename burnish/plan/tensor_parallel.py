@@ -40,7 +40,9 @@ def rank_shape(shape: ModelShape, parts: int, lora: LoraConfig | None) -> ModelS
         if value is None or value % parts:
             return None
         setattr(text, name, value // parts)
-    part = shape_from_config(config, shape.name, shape.source, scalar=shape.scalar, lora=lora)
+    part = shape_from_config(
+        config, shape.name, shape.source, scalar=shape.scalar, outputs=shape.outputs, lora=lora
+    )
     return part if part.parameters == expected else None
 
 

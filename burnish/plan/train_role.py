@@ -99,7 +99,7 @@ def setup_of(
 ) -> tuple[EngineSetup, tuple[RowSize, ...]]:
     """Return the engine setup of a role, and the rows of its largest micro-batch."""
     model = planned_model(job, role)
-    shape = shape_of(model, scalar=role.head == "scalar")
+    shape = shape_of(model, scalar=role.head == "scalar", outputs=role.outputs)
     train = with_layout(role.train, shape)
     part = rank_shape(shape, role.tensor_parallel, model.lora)
     setup = EngineSetup(

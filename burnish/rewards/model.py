@@ -164,6 +164,7 @@ def load_model_reward(
     told = metadata_of(config.model)
     _check_steps(config, told)
     spec = _spec(config.model, micro_batch_size=config.micro_batch_size)
+    spec = replace(spec, output_weights=config.output_weights)
     own = load_tokenizer(config.model)
     same = own.get_vocab() == policy_tokenizer.get_vocab()
     how = (config.step_aggregation or "min") if told.get("process_reward") else None

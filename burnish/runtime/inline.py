@@ -95,6 +95,8 @@ class InlineRuntime:
                 seed=seed,
                 new_head=new_head if spec.trainable else None,
                 empty=reads_own_shards(spec, self.ranks),
+                num_outputs=spec.outputs,
+                output_weights=spec.output_weights,
             )
         return self._engine(model, spec, spans)
 

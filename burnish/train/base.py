@@ -138,7 +138,7 @@ class TrainEngine(Protocol):
 
     def values(self, batch: Batch) -> Tensor:
         """Return [M] fp32 values (critic) or scores on the last token of each row (reward), without
-        gradient."""
+        gradient; [M, outputs] if the head has several outputs."""
         ...
 
     def states(self, batch: Batch) -> Tensor:

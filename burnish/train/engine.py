@@ -345,7 +345,7 @@ class BaseTrainEngine(ABC):
         share = self._share(whole)
         batch, states = share.batch, name == "states"
         dtype = DTYPES[self.spec.precision.dtype]
-        out = self.forward.no_states(batch, dtype) if states else torch.zeros(len(batch.tokens))
+        out = self.forward.no_states(batch, dtype) if states else self.forward.no_outputs(batch)
         found: list[tuple[list[int], Tensor]] = []
         for rows in share.passes_to_run(waits=self.waits_in_forward):
             result = self._no_grad_output(self._micro(batch, rows), name)

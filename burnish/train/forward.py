@@ -105,6 +105,12 @@ class Forward:
         width = int(self.body.config.get_text_config().hidden_size)
         return torch.zeros(batch.tokens.numel(), width, dtype=dtype)
 
+    def no_outputs(self, batch: Batch) -> Tensor:
+        """Return [M] zeros on the CPU, or [M, outputs] for a head with several outputs, as a buffer
+        for values or log-probs."""
+        num = self.head.out_features if self.scalar else 1
+        return torch.zeros(batch.tokens.numel(), *([num] if num > 1 else []))
+
     def _compute(
         self, batch: Batch, arranged: Arranged, *, with_entropy: bool | None
     ) -> tuple[Tensor, ...]:
@@ -177,8 +183,8 @@ class Forward:
         states: Tensor | None = None,
         kept: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return [K] values of ``hidden`` [K, H], or [K] log-probs of ``targets`` [K], over the ids
-        ``kept`` [K, C] if they are given.
+        """Return [K] values of ``hidden`` [K, H] ([K, outputs] if there are several), or [K]
+        log-probs of ``targets`` [K], over the ids ``kept`` [K, C] if they are given.
 
         ``with_entropy`` adds entropies. With teacher ``states`` [K, H'] the result contains the
         four tensors of ``DistillOutputs`` instead.
@@ -186,7 +192,8 @@ class Forward:
         weight, bias = effective_weight(self.head)
         if self.scalar:  # in fp32: advantages and margins are differences of these numbers
             wide = None if bias is None else bias.float()
-            return (nn.functional.linear(hidden.float(), weight.float(), wide)[:, 0],)
+            values = nn.functional.linear(hidden.float(), weight.float(), wide)
+            return (values if values.shape[1] > 1 else values[:, 0],)
         head = Head(
             weight,
             bias,

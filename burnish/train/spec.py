@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +52,11 @@ class EngineSpec:
     """The model with the path of the recipe, if ``model`` has absolute paths instead. Checkpoints
     contain this, so that they can move together with the folder of the recipe and the base of a
     LoRA."""
+    outputs: int = 1
+    """Number of outputs of a trained scalar model."""
+    output_weights: Mapping[str, float] | None = None
+    """Weight of each output of a frozen reward model in the reward, by name. None: those in the
+    model's config."""
     dropout: bool = True
     """True if training passes use the dropout and router noise of the model's own config."""
 

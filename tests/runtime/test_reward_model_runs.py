@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
 
 import burnish
 from burnish.config import ConfigError, JobConfig, load_config
 from burnish.config.model import ModelConfig
+from burnish.config.reward_model import RewardModelConfig
 from burnish.config.rewards import ModelReward
+from burnish.data.rated import load_rated
 from burnish.models.load import ModelError, load_tokenizer
 from burnish.models.value_head import load_scalar_model
 from burnish.observe.metrics import read_metrics
-from burnish.rewards.model import load_model_reward
+from burnish.rewards.model import load_model_reward, load_reward_engine, score_rows
 from burnish.train.spec import EngineSpec
 from burnish.train.torch import TorchTrainEngine
 
@@ -154,3 +159,142 @@ def test_a_margin_column_with_log_exp_is_refused(rm: MakeConfig) -> None:
     with pytest.raises(ConfigError, match="loss=log_exp, which has no margin"):
         rm("loss=log_exp", "data.margin_key=by")
     assert rm("data.margin_key=by") is not None
+
+
+KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "attributes": (
+        {"kind": "scores", "score_keys": ["correctness", "verbosity"]},
+        ["reward_weights={correctness: 1, verbosity: -0.5}"],
+    ),
+    "huber": ({"kind": "scores", "score_keys": ["correctness"]}, ["loss=huber"]),
+    "pass": ({"kind": "classes", "label_key": "passed"}, []),
+    "classes": (
+        {"kind": "classes", "label_key": "grade", "classes": ["bad", "ok", "good"]},
+        ["reward_weights={good: 1, bad: -1}"],
+    ),
+    "lora": (
+        {"kind": "scores", "score_keys": ["correctness", "verbosity"]},
+        ["model.lora={lora_rank: 4}"],
+    ),
+}
+
+
+@pytest.fixture
+def rated(tmp_path: Path, write_rows: Callable[..., str]) -> MakeConfig:
+    """16 sums, every second one wrong, with two scores, pass or fail and one of three classes."""
+    grades = ("good", "bad", "ok", "bad")
+    rows = [
+        {
+            "prompt": f"{a}+{b}=",
+            "response": f"{(a + b + 3 * (b % 2)) % 10}",
+            "correctness": float(4 * (b % 2 == 0)),
+            "verbosity": b / 2,
+            "passed": b % 2 == 0,
+            "grade": grades[b],
+        }
+        for a in range(4)
+        for b in range(4)
+    ]
+    file = write_rows("rated", rows)
+
+    def make(data: dict[str, Any], *overrides: str) -> JobConfig:
+        section = {"sources": [file], "max_len": 16, **data}
+        tree: dict[str, Any] = {
+            "job": "rm",
+            "run_dir": str(tmp_path / "run"),
+            "max_epochs": 15,
+            "model": {"scratch": SCRATCH},
+            "data": section,
+            "eval_data": section,
+            "train": {"train_batch_size": 8, "lr": 1e-2},
+        }
+        return load_config(tree, overrides)
+
+    return make
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_regression_or_classification_learns_and_its_export_gives_the_same_numbers(
+    kind: str, rated: MakeConfig, tmp_path: Path
+) -> None:
+    """From the recipe to transformers' classifier and to the reward, which is the weighted sum of
+    the classifier's outputs."""
+    data, options = KINDS[kind]
+    config = rated(data, *options)
+    assert isinstance(config, RewardModelConfig)
+    lines = read_metrics(burnish.run(config).run_dir)
+    first, last = ([x for x in lines if "eval/loss" in x][i] for i in (0, -1))
+    assert {f"eval/{name}" for name in config.eval_metrics} == {
+        name for name in last if name.startswith("eval/")
+    }
+    assert last["eval/loss"] < 0.7 * first["eval/loss"]
+    assert last.get("eval/accuracy", 1.0) >= first.get("eval/accuracy", 0.0)
+    out = burnish.export(tmp_path / "run", tmp_path / "out", model="reward")
+    model = AutoModelForSequenceClassification.from_pretrained(out)
+    tokenizer = load_tokenizer(ModelConfig(path=str(out)))
+    held_out = load_rated(config.data, tokenizer)
+    bounds = held_out.offsets.tolist()
+    rows = [held_out.tokens[a:b] for a, b in pairwise(bounds)]
+    with torch.no_grad():
+        logits = torch.cat([model(input_ids=row[None]).logits for row in rows])
+    names = list(config.data.names)
+    assert [model.config.id2label[i] for i in range(len(names))] == names
+    labels = held_out.targets
+    assert labels is not None
+    binary = kind == "pass"
+    loss = model.loss_function(
+        labels=labels[:, None].float() if binary else labels,
+        pooled_logits=logits,
+        config=model.config,
+    )
+    name = "loss" if data["kind"] == "classes" else "mse"
+    # 1e-4: sums of fp32 in another order, after 30 steps
+    assert float(loss) == pytest.approx(last[f"eval/{name}"], rel=1e-4)
+    weights = config.weight_of_outputs
+    assert weights is not None
+    expected = (logits @ torch.tensor(weights)).tolist()
+    engine = load_reward_engine(ModelConfig(path=str(out)), dtype="fp32", device="cpu")
+    assert score_rows(engine, [row.tolist() for row in rows]) == pytest.approx(
+        expected, rel=1e-4, abs=1e-5
+    )
+    assert last["eval/score_mean"] == pytest.approx(
+        sum(expected) / len(expected), rel=1e-3, abs=1e-4
+    )
+
+
+def test_a_classifier_without_weights_is_a_reward_only_with_output_weights(
+    rated: MakeConfig, tmp_path: Path
+) -> None:
+    data, _ = KINDS["classes"]
+    config = rated(data, "eval_data=null", "max_epochs=1")
+    assert any("reward_weights is not set" in line for line in config.warnings())
+    burnish.run(config)
+    out = burnish.export(tmp_path / "run", tmp_path / "out", model="reward")
+    model = ModelConfig(path=str(out))
+    with pytest.raises(ModelError, match=r"3 outputs \(bad, ok, good\).*output_weights"):
+        load_scalar_model(model)
+    with pytest.raises(ModelError, match="no output 'god'; the outputs are bad, ok, good"):
+        load_scalar_model(model, output_weights={"god": 1.0})
+    with pytest.raises(ModelError, match="3 outputs, but this recipe trains 1"):
+        load_scalar_model(model, new_head="random")
+    classifier = AutoModelForSequenceClassification.from_pretrained(out)
+    head = load_scalar_model(model, output_weights={"good": 1.0, "bad": -1.0}).score.weight
+    expected = classifier.score.weight[2] - classifier.score.weight[0]
+    torch.testing.assert_close(head[0], expected)
+
+
+def test_a_resumed_regression_is_bit_equal_to_one_that_went_through(
+    rated: MakeConfig, tmp_path: Path
+) -> None:
+    data, options = KINDS["attributes"]
+
+    def config(folder: str, steps: int) -> JobConfig:
+        more = (f"run_dir={tmp_path / folder}", f"max_steps={steps}")
+        return rated(data, *options, *more, "train.lr_scheduler=constant")
+
+    entire = read_metrics(burnish.run(config("a", 4)).run_dir)[-1]
+    burnish.run(config("b", 2))
+    burnish.run(config("b", 4), resume=tmp_path / "b")
+    resumed = read_metrics(tmp_path / "b")[-1]
+    measured = [name for name in entire if name.startswith(("eval/", "train/loss", "train/mse"))]
+    assert measured and all(entire[name] == resumed[name] for name in measured)

@@ -1,0 +1,301 @@
+"""Config of single responses with scores or a class: the data of regression and classification
+reward models (job ``rm``)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field
+
+from burnish.config.columns import columns_of, first_row, missing_columns
+from burnish.config.data import DataConfig
+from burnish.config.forms import Keys
+from burnish.config.templates import template_rules
+
+ATTRIBUTES = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
+"""Scores of HelpSteer; those that a row has are read together."""
+SCORES = ("score", "rating")
+LABELS = ("label", "class", "passed", "correct")
+PASS = "pass"
+"""Name of the output of a binary classifier, and of its second class."""
+FAIL = "fail"
+
+RatedKind = Literal["scores", "classes"]
+_MEANING: Mapping[str, str] = {"scores": "regression", "classes": "classification"}
+_KEY: Mapping[str, str] = {"scores": "score_keys", "classes": "label_key"}
+_ANSWERS = ("response", "output", "messages", "conversations")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Columns of a row from which a reward model can learn a score or a class."""
+
+    kind: RatedKind
+    columns: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({', '.join(self.columns)})"
+
+
+def targets_of(row: Mapping[str, Any]) -> list[Target]:
+    """Return the targets that a row of a file may have, by the names and types of its columns.
+
+    >>> [str(t) for t in targets_of({"prompt": "Hi", "score": 0.5, "label": "good"})]
+    ['scores (score)', 'classes (label)']
+    """
+    attributes = tuple(name for name in ATTRIBUTES if _is_number(row.get(name)))
+    found = [Target("scores", attributes)] if attributes else []
+    found += [Target("scores", (name,)) for name in SCORES if _is_number(row.get(name))]
+    if _is_number(row.get("label")):
+        found.append(Target("scores", ("label",)))
+    found += [Target("classes", (name,)) for name in LABELS if _is_class(row.get(name))]
+    return found
+
+
+def recognized_kind(data: Mapping[str, Any]) -> str:
+    """Return the kind of a data section without ``kind``: by its keys, else by the first row of its
+    files. Rows that are not recognized are pairs. Raises ValueError if the rows have several
+    kinds."""
+    if "score_keys" in data or "classes" in data:
+        return "scores" if "score_keys" in data else "classes"
+    if {"chosen_key", "rejected_key", "label_key"} & set(data):
+        return "pairs"
+    sources = data.get("sources")
+    for source in sources if isinstance(sources, list | tuple) else ():
+        path = source.get("path") if isinstance(source, Mapping) else source
+        row = first_row(path) if isinstance(path, str) else None
+        if row is None:
+            continue
+        answers = (data.get("response_key", "response"), *_ANSWERS)
+        if "chosen" in row or not any(row.get(name) is not None for name in answers):
+            return "pairs"
+        found = targets_of(row)
+        if len({target.kind for target in found}) > 1:
+            raise ValueError(f"{path}: {_several(found)}")
+        return found[0].kind if found else "pairs"
+    return "pairs"
+
+
+def _several(found: list[Target]) -> str:
+    settings = dict.fromkeys(
+        f"kind={t.kind} and {_KEY[t.kind]}={_value(t)} for {_MEANING[t.kind]}" for t in found
+    )
+    return (
+        f"the rows have several readings: {' or '.join(map(str, found))}; set "
+        f"{', or '.join(settings)}"
+    )
+
+
+def _value(target: Target) -> str:
+    joined = ", ".join(target.columns)
+    return joined if target.kind == "classes" else f"[{joined}]"
+
+
+class RatedDataConfig(DataConfig):
+    """Prompts with one response each, which has scores or a class."""
+
+    response_key: str = "response"
+    """Column with the response: text, or chat messages that follow the prompt."""
+    repeated_prompt: Literal["auto", "strip", "keep"] = "auto"
+    """Responses (text) that begin with the entire prompt. strip: remove it. keep: part of the
+    response. auto: strip if all of a source's first 100 rows repeat it (logged)."""
+    use_tokens: bool = True
+    """Train on sampled token ids if the row has them (``response_tokens``, from generate) and they
+    decode to its text."""
+    max_len: int = Field(2048, ge=2)
+    """Maximum tokens of prompt + response; see ``overlong``."""
+
+    @property
+    def row_keys(self) -> Keys:
+        """Columns that the form of a row depends on."""
+        own = self.prompt_template is not None or self.is_own("prompt_key")
+        own = own or self.is_own("response_key")
+        complete = ((self.prompt_key, self.response_key),)
+        return Keys("responses", self.form, self.prompt_key, own, complete)
+
+    @property
+    @abstractmethod
+    def kind_of_rows(self) -> RatedKind:
+        """Kind of the target."""
+
+    @property
+    @abstractmethod
+    def own_columns(self) -> tuple[str, ...]:
+        """Columns of the target that the recipe sets; empty: recognized by the first row."""
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """Names of the model's outputs, in order: attributes or classes. Empty: unknown."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the target; empty if they are neither set nor recognized."""
+        found = self._found()
+        return self.own_columns or (found[0].columns if len(found) == 1 else ())
+
+    def form_lines(self) -> list[tuple[str, str, str]]:
+        """Return lines (name, value, origin) of the batch table: the form of each file, and the
+        columns of the target."""
+        num, listed = len(self.columns), ", ".join(self.columns)
+        mapped = f"{num} column{'s' * (num > 1)} mapped ({listed}); outputs: " + ", ".join(
+            self.names
+        )
+        name = f"{self.kind_of_rows} ({_MEANING[self.kind_of_rows]})"
+        own = [("data form", name, f"{path}: {mapped}") for path in self.all_files]
+        return [*super().form_lines(), *own]
+
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        yield from template_rules(self.prompt_template, self.files)
+        wanted = {
+            "prompt_key": self.prompt_key if self.prompt_template is None else None,
+            "response_key": self.response_key,
+        }
+        yield from missing_columns(self.files, wanted)
+        yield from self._target_rules()
+
+    def _target_rules(self) -> Iterator[str]:
+        key = _KEY[self.kind_of_rows]
+        found = self._found()
+        for column in self.own_columns:
+            yield from missing_columns(self.all_files, {key: column})
+        if self.own_columns:
+            return
+        if len(found) > 1:
+            yield _several(found)
+            return
+        if not found:
+            known = (*ATTRIBUTES, *SCORES) if self.kind_of_rows == "scores" else LABELS
+            have = next((columns_of(p) for p in self.all_files if columns_of(p)), None)
+            listed = "" if have is None else f" (its columns are {', '.join(have)})"
+            yield (
+                f"{key} is not set, and no readable file has one of the columns "
+                f"{', '.join(known)}{listed}; set {key} to the column of the "
+                + ("label" if key == "label_key" else "score, or a list of columns")
+            )
+            return
+        for column in found[0].columns:
+            yield from missing_columns(self.all_files, {key: column})
+
+    def _found(self) -> list[Target]:
+        """Return the targets of this kind in the first row of the first readable file."""
+        for path in self.all_files:
+            row = first_row(path)
+            if row is not None:
+                return [t for t in targets_of(row) if t.kind == self.kind_of_rows]
+        return []
+
+
+class ScoresDataConfig(RatedDataConfig):
+    """Responses with one or more numeric scores, as in HelpSteer."""
+
+    kind: Literal["scores"]
+    """Trains a regression reward model."""
+    score_keys: tuple[str, ...] | None = None
+    """Columns with numbers, one output of the model each. None: the attributes of HelpSteer that
+    the first row has, else ``score`` or ``rating``."""
+
+    @property
+    def kind_of_rows(self) -> RatedKind:
+        return "scores"
+
+    @property
+    def own_columns(self) -> tuple[str, ...]:
+        return self.score_keys or ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.columns
+
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        keys = self.score_keys
+        if keys is not None and (not keys or len(set(keys)) < len(keys)):
+            yield (
+                f"score_keys={list(keys)} must name one or more different columns, one for each "
+                "output of the model"
+            )
+
+
+class ClassesDataConfig(RatedDataConfig):
+    """Responses with a class, or with pass or fail."""
+
+    kind: Literal["classes"]
+    """Trains a classification reward model."""
+    label_key: str | None = None
+    """Column with the class. None: ``label``, ``class``, ``passed`` or ``correct``, whichever the
+    first row has."""
+    classes: tuple[str | int, ...] | None = None
+    """Names of the classes in the order of the outputs; an integer label is the name or the index.
+    None: pass or fail (true/false, 1/0, pass/fail, yes/no, good/bad), one output, whose logit is
+    the reward."""
+
+    @property
+    def kind_of_rows(self) -> RatedKind:
+        return "classes"
+
+    @property
+    def own_columns(self) -> tuple[str, ...]:
+        return () if self.label_key is None else (self.label_key,)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (PASS,) if self.classes is None else tuple(map(str, self.classes))
+
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        num = len(set(self.names))
+        if self.classes is not None and (num < 2 or num < len(self.names)):
+            yield (
+                f"classes={list(self.names)} must contain two or more different names; remove it "
+                "for labels that are true or false"
+            )
+
+
+def class_names(data: ClassesDataConfig) -> tuple[str, ...]:
+    """Return the names of the classes in metrics, in the order of the labels: ``fail`` and ``pass``
+    for a binary classifier."""
+    return (FAIL, PASS) if data.classes is None else data.names
+
+
+def rated_rules(
+    data: RatedDataConfig,
+    eval_data: RatedDataConfig | None,
+    weights: Mapping[str, float] | None,
+) -> Iterator[str]:
+    """Yield an error for each setting of the outputs that does not fit the rows."""
+    if eval_data is not None and data.names and eval_data.names != data.names:
+        yield (
+            f"eval_data has the outputs {', '.join(eval_data.names) or '(unknown)'}, but data has "
+            f"{', '.join(data.names)}; set the same {_KEY[data.kind_of_rows]} and classes in both"
+        )
+    if weights is None or not data.names:
+        return
+    unknown = [name for name in weights if name not in data.names]
+    if unknown:
+        yield (
+            f"reward_weights has a weight for {unknown[0]!r}, but the outputs of the model are "
+            f"{', '.join(data.names)}; use these names"
+        )
+    if not any(weights.values()):
+        yield "reward_weights gives every output the weight 0, so rewards would all be 0; set one"
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _is_class(value: Any) -> bool:
+    return isinstance(value, bool | int | str) and (
+        not isinstance(value, str) or not _is_number(value) or float(value).is_integer()
+    )

@@ -1,0 +1,54 @@
+"""Read the scores or the class of a row, for regression and classification reward models. This
+module imports no torch: the first rows are checked before it is loaded."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from burnish.config.rated import ClassesDataConfig, RatedDataConfig
+from burnish.data.rows import column
+from burnish.data.sources import DataError, Row
+
+PASS_LABELS = {
+    **dict.fromkeys(("true", "1", "pass", "passed", "yes", "good", "correct", "+"), 1),
+    **dict.fromkeys(("false", "0", "fail", "failed", "no", "bad", "incorrect", "-"), 0),
+}
+
+
+def target_of(row: Row, config: RatedDataConfig) -> tuple[float, ...] | int:
+    """Return the scores or the index of the class of a row. Raises DataError."""
+    if isinstance(config, ClassesDataConfig):
+        (key,) = config.columns
+        return _class(column(row, key, "label_key"), key, config)
+    return tuple(_score(column(row, key, "score_keys"), key) for key in config.columns)
+
+
+def _score(value: Any, key: str) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise DataError(
+            f"column {key!r} (score_keys) contains {value!r}, not a finite number; correct or "
+            "remove the row"
+        )
+    return number
+
+
+def _class(value: Any, key: str, config: ClassesDataConfig) -> int:
+    text = str(value).strip()
+    if config.classes is None:
+        found = PASS_LABELS.get(text.lower())
+        known = "true or false, 1 or 0, pass or fail, yes or no, good or bad; set data.classes for "
+        known += "other classes"
+    else:
+        names = config.names
+        found = names.index(text) if text in names else None
+        if found is None and type(value) is int and 0 <= value < len(names):
+            found = value
+        known = f"one of data.classes: {', '.join(names)}, or an index"
+    if found is None:
+        raise DataError(f"column {key!r} (label_key) contains {value!r}; a label is {known}")
+    return found

@@ -1,0 +1,150 @@
+"""Single responses with scores or a class: recognized columns, targets, and broken rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from burnish.config import ConfigError, load_config
+from burnish.config.rated import RatedDataConfig
+from burnish.data.rated import RatedStream, load_rated
+from burnish.data.sources import DataError
+
+Tok = PreTrainedTokenizerFast
+Jsonl = Callable[..., str]
+BASE = {"prompt": "1+1=", "response": "2"}
+
+
+def data_of(path: str, **options: Any) -> RatedDataConfig:
+    """The data section of a recipe of the job rm, with its kind recognized."""
+    data = {"sources": [path], **options}
+    tree = {"job": "rm", "model": {"scratch": {}}, "train": {"train_batch_size": 2}, "data": data}
+    section: Any = vars(load_config(tree))["data"]
+    return section
+
+
+@pytest.mark.parametrize(
+    ("columns", "kind", "names"),
+    [
+        ({"score": 0.5}, "scores", ("score",)),
+        ({"rating": 3}, "scores", ("rating",)),
+        ({"verbosity": 1, "helpfulness": 4}, "scores", ("helpfulness", "verbosity")),
+        ({"label": 0.25}, "scores", ("label",)),
+        ({"label": True}, "classes", ("pass",)),
+        ({"passed": 1}, "classes", ("pass",)),
+    ],
+)
+def test_the_target_is_recognized_and_named_in_the_batch_table(
+    columns: dict[str, Any], kind: str, names: tuple[str, ...], jsonl: Jsonl
+) -> None:
+    data = data_of(jsonl([BASE | columns]))
+    assert (data.kind_of_rows, data.names) == (kind, names)
+    (line,) = data.form_lines()
+    assert line[1].startswith(kind) and f"mapped ({', '.join(data.columns)})" in line[2]
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "message"),
+    [
+        ({"score": 1.0, "label": "good"}, {}, r"scores \(score\) or classes \(label\); set kind="),
+        ({"label": 1}, {}, r"scores \(label\) or classes \(label\)"),
+        (
+            {"score": 1.0, "rating": 2},
+            {},
+            r"scores \(score\) or scores \(rating\); set kind=scores",
+        ),
+        ({}, {"kind": "scores"}, "score_keys is not set, and no readable file has one of"),
+        ({"grade": "a"}, {"kind": "classes", "label_key": "grad"}, "no such column.*grade"),
+        ({"score": 1}, {"score_keys": ["score", "score"]}, "one or more different columns"),
+        (
+            {"grade": "a"},
+            {"label_key": "grade", "kind": "classes", "classes": ["a"]},
+            "two or more",
+        ),
+    ],
+)
+def test_ambiguous_or_missing_targets_are_errors_at_load(
+    columns: dict[str, Any], options: dict[str, Any], message: str, jsonl: Jsonl
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        data_of(jsonl([BASE | columns]), **options)
+
+
+def test_rows_become_batches_with_their_targets_and_a_stream_resumes(
+    chars: Tok, jsonl: Jsonl
+) -> None:
+    rows = [BASE | {"score": k, "rating": -k, "grade": "xyz"[k]} for k in range(3)]
+    path = jsonl(rows)
+    scores = load_rated(data_of(path, score_keys=["rating", "score"]), chars)
+    assert scores.targets is not None and scores.targets.tolist() == [[0, 0], [-1, 1], [-2, 2]]
+    assert scores.rows_per_unit == 1
+    bounds = list(pairwise(scores.offsets.tolist()))
+    assert chars.decode(scores.tokens[slice(*bounds[0])].tolist()) == "<s>1+1=2<|im_end|>"
+    classes = data_of(path, kind="classes", label_key="grade", classes=["z", "y", "x"])
+    found = load_rated(classes, chars).targets
+    assert found is not None and found.tolist() == [2, 1, 0]
+    stream, other = (RatedStream(classes, chars, seed=1) for _ in range(2))
+    stream.next(2)
+    other.load_state_dict(stream.state_dict())
+    after, again = stream.next(4).targets, other.next(4).targets
+    assert after is not None and again is not None and after.tolist() == again.tolist()
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        (
+            {"score": None},
+            {"score_keys": ["score"]},
+            r"rows\.jsonl:2.*'score' \(score_keys\) is em",
+        ),
+        ({"score": "high"}, {"score_keys": ["score"]}, "contains 'high', not a finite number"),
+        ({"score": True}, {"score_keys": ["score"]}, "contains True, not a finite number"),
+        ({"ok": 0.5}, {"kind": "classes", "label_key": "ok"}, "contains 0.5; a label is true or"),
+        (
+            {"ok": 7},
+            {"kind": "classes", "label_key": "ok", "classes": ["no", "yes"]},
+            "contains 7; a label is one of data.classes: no, yes, or an index",
+        ),
+        ({"score": 1, "prompt": ""}, {"score_keys": ["score"]}, "the prompt is empty"),
+    ],
+)
+def test_broken_rows_are_errors_with_their_line(
+    row: dict[str, Any], options: dict[str, Any], message: str, chars: Tok, jsonl: Jsonl
+) -> None:
+    good = BASE | {"score": 1.0, "ok": 1 if "classes" in options else True}
+    with pytest.raises(DataError, match=message):
+        load_rated(data_of(jsonl([good, BASE | row]), **options), chars)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["loss=bradley_terry"], "loss=bradley_terry is for data.kind=pairs"),
+        (["loss=cross_entropy"], "loss=cross_entropy is for data.kind=classes"),
+        (["center_coef=0.1"], "center_coef applies to the two scores of a pair"),
+        (["huber_delta=2"], "no effect without loss=huber"),
+        (["reward_weights={hepful: 1}"], "a weight for 'hepful', but the outputs of the model are"),
+        (["reward_weights={score: 0}"], "every output the weight 0"),
+        (
+            ["eval_data={kind: scores, sources: [x], score_keys: [a]}"],
+            "eval_data has the outputs a",
+        ),
+        (["checkpoint.best_metric=eval/mse"], "measured by eval_data, which is not set"),
+    ],
+)
+def test_settings_that_do_not_fit_scores_are_errors(
+    options: list[str], message: str, jsonl: Jsonl
+) -> None:
+    tree = {
+        "job": "rm",
+        "model": {"scratch": {}},
+        "train": {"train_batch_size": 2},
+        "data": {"sources": [jsonl([BASE | {"score": 0.5}])]},
+    }
+    with pytest.raises(ConfigError, match=message):
+        load_config(tree, options)

@@ -311,9 +311,9 @@ def test_a_language_model_without_a_head_is_no_reward_model(folder: Path) -> Non
         load_scalar_model(ModelConfig(path=str(folder)))
 
 
-def test_a_classifier_of_two_outputs_needs_weights_to_be_a_reward_model(folder: Path, tmp_path: Path) -> None:
+def test_a_reward_of_two_outputs_needs_their_weights(folder: Path, tmp_path: Path) -> None:
     classifier(folder, labels=2).save_pretrained(tmp_path / "two")
-    with pytest.raises(ModelError, match=r"has 2 outputs \(LABEL_0, LABEL_1\).*set the reward.s output_weights"):
+    with pytest.raises(ModelError, match=r"2 outputs \(LABEL_0, LABEL_1\).*set the reward.s output"):
         load_scalar_model(ModelConfig(path=str(tmp_path / "two")))
 
 

@@ -313,7 +313,7 @@ def test_a_language_model_without_a_head_is_no_reward_model(folder: Path) -> Non
 
 def test_a_reward_of_two_outputs_needs_their_weights(folder: Path, tmp_path: Path) -> None:
     classifier(folder, labels=2).save_pretrained(tmp_path / "two")
-    with pytest.raises(ModelError, match=r"2 outputs \(LABEL_0, LABEL_1\).*set the reward.s output"):
+    with pytest.raises(ModelError, match=r"2 outputs \(LABEL_0, LABEL_1\).*output_weights"):
         load_scalar_model(ModelConfig(path=str(tmp_path / "two")))
 
 

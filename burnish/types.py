@@ -240,9 +240,8 @@ class Batch:
     margins: Tensor | None = None
     """[N] fp32, preference margins (only for reward models)"""
     labels: Tensor | None = None
-    """[N] bool, whether the response was liked (only for KTO)"""
-    targets: Tensor | None = None
-    """[N, A] fp32 scores of the response, or [N] int64 class (only for reward models)"""
+    """KTO: [N] bool, whether the response was liked. Reward models: [N, A] fp32 scores or [N] int64
+    classes"""
     step_labels: Tensor | None = None
     """[M] fp32: probability that a step is correct, on the last token of each step (process reward
     models). If set, a reward model scores every action token instead of the row's last token."""
@@ -351,7 +350,6 @@ class Batch:
 
 _PER_ROW = frozenset(
     {"prompt_lens", "group_ids", "sample_ids", "sample_tokens", "rewards", "margins", "labels"}
-    | {"targets"}
 )
 _ON_CPU = frozenset({"offsets", "prompt_lens", "group_ids", "sample_ids"})
 _MODEL_INPUTS = frozenset(

@@ -101,4 +101,4 @@ def _batch(items: Sequence[RatedExample], *, first_group: int = 0) -> Batch:
         group_ids=[first_group + i for i in range(len(items))],
     )
     targets = torch.tensor([item.target for item in items])
-    return replace(batch, targets=targets.float() if targets.ndim == 2 else targets)
+    return replace(batch, labels=targets.float() if targets.ndim == 2 else targets)

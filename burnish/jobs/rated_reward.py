@@ -29,8 +29,8 @@ def rated_objective(config: RewardModelConfig) -> Loss:
 
     def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
         found = row_outputs(outputs, batch)
-        assert batch.targets is not None
-        targets = batch.targets.to(found.device)
+        assert batch.labels is not None
+        targets = batch.labels.to(found.device)
         loss = by_row(found, targets).sum() / batch.num_sequences
         stats = rated_stats(found.detach(), targets, data)
         return loss, stats + Stats(sums={"loss": loss.detach()})
@@ -47,12 +47,12 @@ def measure_rated(config: RewardModelConfig) -> Callable[[TrainEngine, Batch], S
 
     def measure(engine: TrainEngine, batch: Batch) -> Stats:
         found = row_outputs(Outputs(values=engine.values(batch)), batch)
-        assert batch.targets is not None
-        stats = rated_stats(found, batch.targets, data)
-        stats += Stats(means={"loss": (by_row(found, batch.targets).sum(), len(found))})
+        assert batch.labels is not None
+        stats = rated_stats(found, batch.labels, data)
+        stats += Stats(means={"loss": (by_row(found, batch.labels).sum(), len(found))})
         more: dict[str, Tensor] = {}
         if not isinstance(data, ClassesDataConfig):
-            more |= correlations(found, batch.targets, data.names)
+            more |= correlations(found, batch.labels, data.names)
         if weights is not None:
             rewards = found @ torch.tensor(weights)
             more |= {"score_mean": rewards.mean(), "score_std": rewards.std(correction=1)}

@@ -80,17 +80,17 @@ def test_rows_become_batches_with_their_targets_and_a_stream_resumes(
     rows = [BASE | {"score": k, "rating": -k, "grade": "xyz"[k]} for k in range(3)]
     path = jsonl(rows)
     scores = load_rated(data_of(path, score_keys=["rating", "score"]), chars)
-    assert scores.targets is not None and scores.targets.tolist() == [[0, 0], [-1, 1], [-2, 2]]
+    assert scores.labels is not None and scores.labels.tolist() == [[0, 0], [-1, 1], [-2, 2]]
     assert scores.rows_per_unit == 1
     bounds = list(pairwise(scores.offsets.tolist()))
     assert chars.decode(scores.tokens[slice(*bounds[0])].tolist()) == "<s>1+1=2<|im_end|>"
     classes = data_of(path, kind="classes", label_key="grade", classes=["z", "y", "x"])
-    found = load_rated(classes, chars).targets
+    found = load_rated(classes, chars).labels
     assert found is not None and found.tolist() == [2, 1, 0]
     stream, other = (RatedStream(classes, chars, seed=1) for _ in range(2))
     stream.next(2)
     other.load_state_dict(stream.state_dict())
-    after, again = stream.next(4).targets, other.next(4).targets
+    after, again = stream.next(4).labels, other.next(4).labels
     assert after is not None and again is not None and after.tolist() == again.tolist()
 
 

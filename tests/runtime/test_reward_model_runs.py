@@ -239,7 +239,7 @@ def test_a_regression_or_classification_learns_and_its_export_gives_the_same_num
         logits = torch.cat([model(input_ids=row[None]).logits for row in rows])
     names = list(config.data.names)
     assert [model.config.id2label[i] for i in range(len(names))] == names
-    labels = held_out.targets
+    labels = held_out.labels
     assert labels is not None
     binary = kind == "pass"
     loss = model.loss_function(

@@ -240,8 +240,7 @@ class Batch:
     margins: Tensor | None = None
     """[N] fp32, preference margins (only for reward models)"""
     labels: Tensor | None = None
-    """KTO: [N] bool, whether the response was liked. Reward models: [N, A] fp32 scores or [N] int64
-    classes"""
+    """[N] bool, whether the response was liked (KTO); [N, A] fp32 scores, or [N] int64 classes"""
     step_labels: Tensor | None = None
     """[M] fp32: probability that a step is correct, on the last token of each step (process reward
     models). If set, a reward model scores every action token instead of the row's last token."""

@@ -29,11 +29,13 @@ VLLM = [
     "train.lr=1e-2",
 ]
 
+MASKED = ["rollout.top_p=0.9", "rollout.top_k=9", "algorithm.correction={}"]
+
 
 @pytest.mark.parametrize(
     "options",
-    [[], ["model.lora.lora_rank=4"], ["model.scratch.tie_word_embeddings=false"]],
-    ids=["tied", "lora", "untied"],
+    [[], ["model.lora.lora_rank=4"], ["model.scratch.tie_word_embeddings=false", *MASKED]],
+    ids=["tied", "lora", "untied, over the tokens that top-p and top-k keep"],
 )
 def test_a_grpo_run_samples_from_the_weights_it_trains(
     options: list[str], rl: MakeConfig, reward: Reward, evaluation: list[str]

@@ -77,7 +77,7 @@ def _kept_ids(rows: Sequence[TokenRow | Sample], batch: Batch) -> Tensor | None:
         )
     placed = torch.full((len(found), int(counts.max())), -1, dtype=torch.int32)
     filled = torch.arange(placed.shape[1]) < counts[:, None]
-    placed[filled] = flat_array(found, np.int32, count=int(counts.sum()))
+    placed[filled] = torch.from_numpy(np.concatenate([np.asarray(i, np.int32) for i in found]))
     return placed
 
 

@@ -82,8 +82,8 @@ class TokenRow:
     turns: tuple[int, ...]
     """Number of the turn that sampled each token, -1 for the other tokens. Turns are numbered from
     0, in the order of time, over all rows of the episode. All tokens of a turn are in one row."""
-    kept_ids: tuple[tuple[int, ...], ...] = ()
-    """Ids that top-k and top-p kept for each token. Empty: not recorded, full vocabulary."""
+    kept_ids: tuple[Sequence[int], ...] = ()
+    """Ids that top-k and top-p kept for each token (``rollout.base.Completion``). Empty: none."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Sample:
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     turns: tuple[int, ...] = ()
     """As in :class:`TokenRow`, of the last row. Empty: one turn."""
-    kept_ids: tuple[tuple[int, ...], ...] = ()
+    kept_ids: tuple[Sequence[int], ...] = ()
     """As in :class:`TokenRow`, of the last row."""
     earlier_rows: tuple[TokenRow, ...] = ()
     """Rows of the calls that the last row does not extend, in the order of time."""

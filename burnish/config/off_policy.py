@@ -71,7 +71,7 @@ def _mask_rules(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator[
         yield (
             f"rollout.{cut} records the tokens that it keeps{needed}, and without a bound "
             f"these may be the entire vocabulary (top_k={rollout.top_k}); set rollout.top_k to at "
-            f"most {MAX_KEPT} (512 rarely changes top_p=0.95)"
+            f"most {MAX_KEPT}"
         )
 
 

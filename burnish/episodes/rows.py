@@ -24,7 +24,7 @@ class _Row:
     mask: list[bool] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
-    kept_ids: list[tuple[int, ...]] = field(default_factory=list)
+    kept_ids: list[Sequence[int]] = field(default_factory=list)
 
     def add(self, call: Call, turn: int) -> None:
         """Append the observations of a call's prompt and its sampled tokens."""

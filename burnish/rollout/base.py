@@ -96,8 +96,9 @@ class Completion:
     """Versions of the weights that sampled the tokens; the spans cover ``token_ids`` in order."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values were read from a cache."""
-    kept_ids: tuple[tuple[int, ...], ...] = ()
-    """[T] Ids that top-k and top-p kept for each token. Empty: not recorded."""
+    kept_ids: tuple[Sequence[int], ...] = ()
+    """[T] Ids that top-k and top-p kept for each token, as arrays of int32 (4 bytes per id). Empty:
+    not recorded."""
 
     @property
     def version(self) -> int:

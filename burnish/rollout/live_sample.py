@@ -20,7 +20,7 @@ class LiveSample:
     stop: StopRule
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    kept: list[tuple[int, ...]] = field(default_factory=list)
+    kept: list[Sequence[int]] = field(default_factory=list)
     """Ids that top-k and top-p kept for each token. Empty: not recorded."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values came from a cache."""
@@ -40,7 +40,7 @@ class LiveSample:
         return len(self.request.prompt_ids) + len(self.tokens)
 
     def add(
-        self, token: int, logprob: float, version: int, *, kept: tuple[int, ...] | None = None
+        self, token: int, logprob: float, version: int, *, kept: Sequence[int] | None = None
     ) -> None:
         """Append a token sampled from ``version`` of the weights, and set ``reason`` if it ends the
         sample. ``kept``: the ids that top-k and top-p kept, if they are recorded."""

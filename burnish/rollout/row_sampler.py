@@ -8,7 +8,7 @@ or recomputes the row for each token (``use_cache=False``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,7 +71,7 @@ class _Draw:
     uniforms: Tensor  # [maximum new tokens]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    kept: list[tuple[int, ...] | None] = field(default_factory=list)
+    kept: list[Sequence[int] | None] = field(default_factory=list)
 
     def __call__(self, _ids: Tensor, scores: Tensor) -> Tensor:
         step = len(self.tokens)

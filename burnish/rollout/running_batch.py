@@ -355,7 +355,7 @@ class RunningBatch:
 
 def _sample_by_parameters(
     logits: Tensor, uniforms: Tensor, samplings: Sequence[Sampling]
-) -> tuple[Tensor, Tensor, list[tuple[int, ...] | None]]:
+) -> tuple[Tensor, Tensor, list[Sequence[int] | None]]:
     """Return tokens [B], log-probs [B] and the kept ids of each row, drawn in groups of rows with
     equal parameters."""
     if all(sampling is samplings[0] for sampling in samplings):
@@ -366,7 +366,7 @@ def _sample_by_parameters(
         groups.setdefault(sampling, []).append(row)
     tokens = torch.empty(len(samplings), dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(len(samplings), dtype=torch.float32, device=logits.device)
-    kept: list[tuple[int, ...] | None] = [None] * len(samplings)
+    kept: list[Sequence[int] | None] = [None] * len(samplings)
     for sampling, members in groups.items():
         index = torch.tensor(members, device=logits.device)
         drawn = sample_tokens(logits[index], uniforms[index], sampling)

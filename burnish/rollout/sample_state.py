@@ -6,6 +6,7 @@ arrays however many samples it has. Every value survives exactly.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -103,7 +104,8 @@ def _rows(plain: Mapping[str, Any]) -> Iterator[TokenRow]:
         turns = _split(plain["turns"], lens)
     kept: list[tuple[Any, ...]] = [()] * len(ids)
     if plain.get("kept_counts") is not None:  # (recorded by a version that has the field)
-        each = _split(plain["kept_ids"], plain["kept_counts"])
+        parts = np.split(plain["kept_ids"], np.cumsum(plain["kept_counts"])[:-1])
+        each = [array("i", part.tobytes()) if part.size else () for part in parts]
         ends = np.cumsum(plain["kept_lens"]).tolist()
         kept = [
             tuple(each[end - count : end])
@@ -119,7 +121,7 @@ def _kept_to_plain(rows: Sequence[TokenRow]) -> dict[str, Any]:
     if not any(row.kept_ids for row in rows):
         return {}
     return {
-        "kept_ids": _flat((ids for row in rows for ids in row.kept_ids), np.int32),
+        "kept_ids": np.concatenate([np.asarray(i, np.int32) for row in rows for i in row.kept_ids]),
         "kept_counts": _array([len(ids) for row in rows for ids in row.kept_ids], np.int32),
         "kept_lens": _array([len(row.kept_ids) for row in rows], np.int32),
     }

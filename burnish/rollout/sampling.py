@@ -3,6 +3,8 @@ depend on other sequences."""
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -97,12 +99,13 @@ def _draw_filtered(
     return index.gather(-1, place)[:, 0], index.masked_fill(~keep, -1), running[:, -1]
 
 
-def kept_rows(kept: Tensor | None, num_rows: int) -> list[tuple[int, ...] | None]:
+def kept_rows(kept: Tensor | None, num_rows: int) -> list[Sequence[int] | None]:
     """Return the ids in each row of ``kept`` (:class:`Drawn`), without padding; None per row if
     they are not recorded."""
     if kept is None:
         return [None] * num_rows
-    return [tuple(row[row >= 0].tolist()) for row in kept.cpu().numpy()]
+    rows = kept.int().cpu().numpy()
+    return [array("i", row[row >= 0].tobytes()) for row in rows]
 
 
 def uniforms_for(seed: int, index: int, count: int) -> Tensor:

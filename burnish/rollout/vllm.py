@@ -20,6 +20,7 @@ import math
 import os
 import shutil
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import repeat
@@ -445,7 +446,7 @@ def _take(sample: LiveSample, output: Any, version: int) -> None:
         if _records_mask(sample.sampling):
             # The others are -inf. The sampled token may be listed twice: the mapping has it once.
             found = {int(i): float(x.logprob) for i, x in position.items()}
-            kept = tuple(i for i, value in found.items() if value > -math.inf)
+            kept = array("i", [i for i, value in found.items() if value > -math.inf])
             logprob -= _log_sum_exp([found[i] for i in kept])
         sample.add(int(token), min(logprob, 0.0), sampled_by, kept=kept)
         if sample.reason is not None:

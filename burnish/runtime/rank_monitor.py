@@ -112,21 +112,21 @@ class RankMonitor:
                     text = f"sent no heartbeat for {self._timeout_s:g} s: killed, stopped or hung"
                     self._publish(watched, text)
                 found = self._first_failure()
+                cause = None if found is None else f"{self._name(found[0])} failed: {found[1]}"
             except RuntimeError as error:  # the store ended with the process that served it
-                found = 0, f"the store of the ranks does not respond ({_first_line(error)})"
-            if found is not None and not self._ends_by_itself():
-                self._end(*found)
+                text = f"the store of the ranks does not respond ({_first_line(error)})"
+                cause = f"rank 0 failed: {text}"
+            if cause is not None and not self._ends_by_itself():
+                self._end(cause)
 
     def _ends_by_itself(self) -> bool:
         """Return whether the main thread failed or ended soon after another rank's failure."""
         return self._failing.wait(_GRACE_S) or self._closed.is_set()
 
-    def _end(self, rank: int, text: str) -> None:
+    def _end(self, cause: str) -> None:
         """End this process, whose main thread cannot be interrupted in a collective."""
-        with suppress(RuntimeError):
-            text = f"{self._name(rank)} failed: {text}"
-        log.error("%s; this rank waits for it and ends", text, extra={"file_only": True})
-        print(f"[rank {self.rank}] error: {text}", file=sys.stderr, flush=True)
+        log.error("%s; this rank waits for it and ends", cause, extra={"file_only": True})
+        print(f"[rank {self.rank}] error: {cause}", file=sys.stderr, flush=True)
         os._exit(1)
 
     # ---- the main thread -------------------------------------------------------------------

@@ -442,7 +442,7 @@ class PreferenceDataConfig(DataConfig):
     """Single responses instead of pairs (loss kto only): column with true for liked responses, else
     false. None: pairs."""
     response_key: str = "response"
-    """Column with the response if ``label_key`` is set."""
+    """Column with a single response, text or messages (pairs: only if ``label_key`` is set)."""
     repeated_prompt: Literal["auto", "strip", "keep"] = "auto"
     """Responses (text) that begin with the entire prompt. strip: remove it. keep: part of the
     response. auto: strip if all of a source's first 100 rows repeat it (logged)."""

@@ -98,13 +98,13 @@ class RatedDataConfig(DataConfig):
     """Prompts with one response each, which has scores or a class."""
 
     response_key: str = "response"
-    """Column with the response: text, or chat messages that follow the prompt."""
+    """Column with a single response, text or messages (pairs: only if ``label_key`` is set)."""
     repeated_prompt: Literal["auto", "strip", "keep"] = "auto"
     """Responses (text) that begin with the entire prompt. strip: remove it. keep: part of the
     response. auto: strip if all of a source's first 100 rows repeat it (logged)."""
     use_tokens: bool = True
-    """Train on sampled token ids if the row has them (``response_tokens``, from generate) and they
-    decode to its text."""
+    """Train on sampled token ids if the row has them (``chosen_tokens``, ``rejected_tokens``,
+    ``response_tokens``, from generate) and they decode to its text."""
     max_len: int = Field(2048, ge=2)
     """Maximum tokens of prompt + response; see ``overlong``."""
 

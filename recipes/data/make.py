@@ -7,6 +7,8 @@ nothing held out is trained on.
     sort_demos*.jsonl    prompt, response: half of them in descending order, which is wrong
     sort_pairs*.jsonl    prompt, chosen (ascending), rejected (descending, or with a slip)
     sort_prompts*.jsonl  prompt, label
+    sort_scores*.jsonl   prompt, response, order (share of neighbors in order), digits (share of
+                         the digits that the response has), correct
     sort_steps*.jsonl    prompt, completions, labels: insertion sort, one digit more in every
                          step; from a slip on every step is wrong. In sort_steps_soft a label
                          is the share of 8 attempts that get to the right answer from there (drawn:
@@ -31,6 +33,8 @@ SIZES = {
     "sort_steps": 2000,
     "sort_steps_heldout": 200,
     "sort_steps_soft": 2000,
+    "sort_scores": 2000,
+    "sort_scores_heldout": 200,
 }
 
 
@@ -107,12 +111,30 @@ def soft_steps(digits: str, rng: random.Random) -> dict[str, object]:
     return {**row, "labels": share}
 
 
+def scores(digits: str, rng: random.Random) -> dict[str, object]:
+    """Half of the answers right; the others shuffled, or with up to three slips."""
+    right = sorted(digits)
+    answer, kind = list(right), rng.randrange(4)
+    if kind == 2:
+        rng.shuffle(answer)
+    elif kind == 3:
+        for _ in range(rng.randint(1, 3)):
+            if len(set(answer)) > 1:
+                answer = slip(answer, rng)
+    neighbors = list(zip(answer, answer[1:], strict=False))
+    order = sum(a <= b for a, b in neighbors) / len(neighbors) if neighbors else 1.0
+    kept = sum(min(answer.count(d), right.count(d)) for d in set(right)) / len(right)
+    rated = {"order": round(order, 3), "digits": round(kept, 3), "correct": answer == right}
+    return {"prompt": f"{digits}>", "response": "".join(answer), **rated}
+
+
 MAKERS: dict[str, Callable[[str, random.Random], Mapping[str, object]]] = {
     "sort_demos": demonstration,
     "sort_pairs": pair,
     "sort_prompts": prompt,
     "sort_steps": steps,
     "sort_steps_soft": soft_steps,
+    "sort_scores": scores,
 }
 
 

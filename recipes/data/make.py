@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 SEED = 20240
@@ -121,7 +122,7 @@ def scores(digits: str, rng: random.Random) -> dict[str, object]:
         for _ in range(rng.randint(1, 3)):
             if len(set(answer)) > 1:
                 answer = slip(answer, rng)
-    neighbors = list(zip(answer, answer[1:], strict=False))
+    neighbors = list(pairwise(answer))
     order = sum(a <= b for a, b in neighbors) / len(neighbors) if neighbors else 1.0
     kept = sum(min(answer.count(d), right.count(d)) for d in set(right)) / len(right)
     rated = {"order": round(order, 3), "digits": round(kept, 3), "correct": answer == right}

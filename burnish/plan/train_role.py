@@ -74,6 +74,7 @@ def train_role(context: Context, role: TrainRole) -> RoleMemory:
             f"{role.name}: computes its log-probs before the policy is loaded and is then released "
             f"(reference.precompute), which saves {size:.3g} GB per rank in the steps"
         )
+    notes += _mask_notes(job, role, role.lengths.within(positions(setup.model))[0])
     unsharded, note = _unsharded(setup, model_state.total(always) + worst)
     notes += [f"{role.name}: {note}"] if note else []
     memory = RoleMemory(
@@ -92,6 +93,19 @@ def train_role(context: Context, role: TrainRole) -> RoleMemory:
         released=released,
     )
     return with_offload(memory, profile.state(), gpu=gpu) if role.offload else memory
+
+
+def _mask_notes(job: JobSpec, role: TrainRole, length: int) -> list[str]:
+    """Return the largest size of the recorded sampling masks of a rollout, whose rows have up to
+    ``length`` tokens; empty without masks, and for frozen roles, which read the same."""
+    if not role.kept_ids or not role.trainable:
+        return []
+    rows, ids = job.rows_per_step, role.kept_ids
+    return [
+        f"{role.name}: the recorded sampling masks of a rollout take up to "
+        f"{4.0 * ids * rows * length / 1e9:.3g} GB of host memory: {rows} rows x {length} tokens x "
+        f"{ids} ids x 4 B"
+    ]
 
 
 def setup_of(

@@ -133,6 +133,14 @@ def test_cluster_option_overrides_the_cluster_of_the_recipe():
     assert "10x8xH100-80GB" in plan_text(named, PlanOptions(cluster="10x8xH100-80GB"))[0]
 
 
+def test_the_masks_of_a_rollout_are_noted_with_their_largest_size():
+    """4 prompts x 4 samples of 16 + 8 tokens, with 20 ids of 4 bytes: 30,720 bytes."""
+    masked = ["rollout.top_k=20", "algorithm.correction={}"]
+    plain, noted = (make_plan(load_config(TINY, o), this_machine()).to_text() for o in ([], masked))
+    assert "take up to 3.07e-05 GB of host memory: 16 rows x 24 tokens x 20 ids" in noted
+    assert "sampling masks" not in plain
+
+
 def test_table_contains_the_scratch_model_of_the_first_recipe():
     made = shape_of(load_config(ROOT / "recipes" / "tiny_1_sft.yaml").model)
     listed = shape_of(load_config(ROOT / "recipes" / "tiny_grpo.yaml").model)

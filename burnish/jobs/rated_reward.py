@@ -55,7 +55,8 @@ def measure_rated(config: RewardModelConfig) -> Callable[[TrainEngine, Batch], S
             more |= correlations(found, batch.labels, data.names)
         if weights is not None:
             rewards = found @ torch.tensor(weights)
-            more |= {"score_mean": rewards.mean(), "score_std": rewards.std(correction=1)}
+            spread = rewards.std() if len(rewards) > 1 else torch.zeros(())
+            more |= {"score_mean": rewards.mean(), "score_std": spread}
         return stats + Stats(maxima=dict(more))
 
     return measure

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from burnish.config import ConfigError, load_config
 from burnish.config.rated import RatedDataConfig
+from burnish.data.forms import open_rows
 from burnish.data.rated import RatedStream, load_rated
 from burnish.data.sources import DataError
 
@@ -92,6 +93,23 @@ def test_rows_become_batches_with_their_targets_and_a_stream_resumes(
     other.load_state_dict(stream.state_dict())
     after, again = stream.next(4).labels, other.next(4).labels
     assert after is not None and again is not None and after.tolist() == again.tolist()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": "1+1=", "output": "2", "rating": 1},
+        {"conversations": [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]},
+        {"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]},
+    ],
+)
+def test_public_forms_with_a_score_are_read(row: dict[str, Any], jsonl: Jsonl) -> None:
+    data = data_of(jsonl([row | {"score": 1.0}] if "rating" not in row else [row]))
+    assert data.kind_of_rows == "scores"
+    (source,) = open_rows(data)
+    values = source[0].values
+    assert values["response"] == "2" and "1+1=" in str(values["prompt"])
+    assert data.columns[0] in values
 
 
 @pytest.mark.parametrize(

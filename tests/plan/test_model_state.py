@@ -77,11 +77,11 @@ def test_shape_matches_the_loaded_model(lora):
     assert shape.parameters + shape.adapters == sum(p.numel() for p in model.parameters())
 
 
-def test_scalar_model_has_one_output():
-    shape = shape_of(SCRATCH, scalar=True)
-    assert shape.parameters == sum(
-        p.numel() for p in load_scalar_model(SCRATCH, new_head="random").parameters()
-    )
+@pytest.mark.parametrize("outputs", [1, 5])
+def test_a_scalar_model_has_the_head_of_its_outputs(outputs):
+    shape = shape_of(SCRATCH, scalar=True, outputs=outputs)
+    model = load_scalar_model(SCRATCH, new_head="random", num_outputs=outputs)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_units_match_fsdp_gathers():

@@ -73,10 +73,12 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def submitted(recipe: str, slurm: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """The script's run of an SFT recipe, to its end."""
+def submitted(
+    recipe: str, slurm: dict[str, str], folder: Path, name: str = "slurm.sh"
+) -> subprocess.CompletedProcess[str]:
+    """The run of an SFT recipe by a script, to its end."""
     return subprocess.run(
-        [str(LAUNCH / "slurm.sh"), "sft", recipe],
+        [str(LAUNCH / name), "sft", recipe],
         cwd=folder,
         env=slurm,
         capture_output=True,
@@ -121,11 +123,12 @@ def _of_cluster(process: psutil.Process, port: str) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["slurm.sh", "slurm_ranks.sh"])
 def test_the_slurm_script_returns_the_exit_code_of_the_job(
-    slurm: dict[str, str], tmp_path: Path
+    name: str, slurm: dict[str, str], tmp_path: Path
 ) -> None:
     pytest.importorskip("ray")
-    done = submitted("missing.yaml", slurm, tmp_path)
+    done = submitted("missing.yaml", slurm, tmp_path, name)
     assert done.returncode == 2, done.stdout[-3000:] + done.stderr[-3000:]
     assert "missing.yaml does not exist" in done.stderr
 

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from burnish.errors import BurnishError
@@ -74,6 +75,21 @@ def launched_rank(environment: Mapping[str, str] | None = None) -> LaunchedRank 
     if "SLURM_PROCID" in values and "SLURM_STEP_NUM_TASKS" in values:
         return _from_slurm(values)
     return None
+
+
+def resume_command(job: str, run_dir: Path) -> str:
+    """Return the command that resumes a run of this process, for messages. ``OPTIONS``: those of
+    the launcher, which this process does not know."""
+    rank = launched_rank()
+    if rank is None:
+        return f"burnish {job} --resume {run_dir}"
+    known = {
+        "torchrun": "torchrun OPTIONS",
+        "accelerate": "accelerate launch OPTIONS",
+        "srun": "srun OPTIONS python",
+    }
+    program = known.get(rank.launcher.partition(" ")[0], "LAUNCHER OPTIONS python")
+    return f"{program} -m burnish {job} --resume {run_dir}"
 
 
 def _from_torchrun(values: Mapping[str, str]) -> LaunchedRank | None:

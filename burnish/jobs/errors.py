@@ -7,6 +7,7 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
+from burnish.config.launch import resume_command
 from burnish.errors import BurnishError
 
 
@@ -38,5 +39,5 @@ class Interrupted(BurnishError):
     def text_for(self, job: str) -> str:
         return (
             f"stopped by {signal.Signals(self.signal_number).name}; the run is saved. "
-            f"Resume with: burnish {job} --resume {self.run_dir}"
+            f"Resume with: {resume_command(job, self.run_dir)}"
         )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from burnish.config import ConfigError, load_config
-from burnish.config.launch import LaunchError, first_host, launched_rank
+from burnish.config.launch import LaunchError, first_host, launched_rank, resume_command
 
 TORCHRUN = {
     "RANK": "1",
@@ -66,3 +67,16 @@ def test_ranks_come_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
             load_config({**SFT, "train": {"train_batch_size": 6}, "cluster": {key: value}})
     saved = {**SFT, "cluster": {"runtime": "ray", "policy_ranks": 4, "reference_ranks": 1}}
     assert load_config(saved, resumed=True).cluster == config.cluster
+
+
+def test_the_command_of_a_resume_has_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resume_command("sft", Path("runs/x")) == "burnish sft --resume runs/x"
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    for variable, program in (
+        ("TORCHELASTIC_RUN_ID", "torchrun OPTIONS"),
+        ("ACCELERATE_MIXED_PRECISION", "accelerate launch OPTIONS"),
+    ):
+        monkeypatch.setenv(variable, "no")
+        command = resume_command("sft", Path("runs/x"))
+        assert command == f"{program} -m burnish sft --resume runs/x"

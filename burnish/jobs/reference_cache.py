@@ -122,12 +122,16 @@ def compute(
             parts += logprobs.split(part.lengths.tolist())
     lengths = torch.tensor([part.numel() for part in parts], dtype=torch.int64)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    return CachedReference(keys, offsets, torch.cat(parts), by_batch=by_batch)
+    found = torch.cat([torch.zeros(0), *parts])  # a finished run has no rows left
+    return CachedReference(keys, offsets, found, by_batch=by_batch)
 
 
 def save(cache: CachedReference, path: Path, *, model: ModelConfig, dtype: str) -> None:
     """Write ``cache`` atomically, with the identity of its model and its number format."""
-    keys = torch.frombuffer(bytearray(b"".join(cache._row_offsets)), dtype=torch.uint8).view(-1, 16)
+    joined = bytearray(b"".join(cache._row_offsets))
+    keys = torch.zeros(0, 16, dtype=torch.uint8)
+    if joined:
+        keys = torch.frombuffer(joined, dtype=torch.uint8).view(-1, 16)
     offsets = torch.tensor([0, *(end for _, end in cache._row_offsets.values())], dtype=torch.int64)
     tensors = {"keys": keys, "offsets": offsets, "logprobs": cache._logprobs}
     hidden = path.with_name(f".{path.name}.part")

@@ -204,6 +204,22 @@ def test_a_cache_of_changed_weights_is_used_only_by_a_started_run(
     assert f"the weights in {folder} changed after the start of this run" in caplog.text
 
 
+def test_a_cache_by_batch_knows_only_entire_batches_and_may_be_empty(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, model = tmp_path / "cache", ModelConfig(scratch=ScratchConfig(hidden_size=32))
+    options: dict[str, Any] = {"model": model, "dtype": "fp32", "begun": False}
+    cache = compute(Known(-0.5), [pairs(), pairs()], rows_at_once=None)
+    assert len(cache) == 4 and cache.count_missing([pairs().select([0, 1])]) == (2, 2)
+    save(cache, path, model=model, dtype="fp32")
+    assert load(path, [pairs()], **options, by_batch=True) is not None
+    assert load(path, [pairs()], **options) is None
+    assert "was computed for another loss" in caplog.text
+    save(compute(Known(-0.5), [], rows_at_once=None), path, model=model, dtype="fp32")
+    empty = load(path, [], **options, by_batch=True)
+    assert empty is not None and len(empty) == 0
+
+
 def test_a_row_missing_from_the_cache_is_an_error_with_a_fix() -> None:
     cache = compute(Known(-0.5), [pairs().select([0, 1])], rows_at_once=2)
     with pytest.raises(RunError, match=r"changed during the run\. Resume with --resume"):

@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from burnish.config.data import SFTDataConfig
+from burnish.config.eval_sets import with_sets
 from burnish.config.job import SupervisedJob
 from burnish.config.roles import DistillTarget, TrainRole
 from burnish.config.teacher import DistillLossConfig, ForwardKlLoss, TeacherConfig
@@ -25,6 +26,8 @@ class DistillConfig(SupervisedJob):
     tokens), which the teacher usually generated."""
     eval_data: SFTDataConfig | None = None
     """Held-out rows. None: no evaluation."""
+    eval_sets: dict[str, SFTDataConfig] = Field(default_factory=dict)
+    """Further held-out data by name, with metrics ``eval/NAME/...``. Needs eval_data."""
     teacher: TeacherConfig
     """Model to learn from."""
     loss: DistillLossConfig = ForwardKlLoss()
@@ -45,7 +48,7 @@ class DistillConfig(SupervisedJob):
     def eval_metrics(self) -> frozenset[str]:
         """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
         names = ("loss", "divergence", "teacher_kl", "nll", "agreement")
-        return frozenset(() if self.eval_data is None else names)
+        return frozenset() if self.eval_data is None else with_sets(names, self.eval_sets)
 
     def roles(self) -> tuple[TrainRole, ...]:
         precision = self.teacher.precision_or(self.precision)

@@ -54,7 +54,8 @@ class EvaluateConfig(InferenceJob):
 
     @property
     def row_lengths(self) -> RowLengths:
-        return sampled_lengths(self.eval.data, self.eval.generate_max_len or 1, self.episodes)
+        longest = max(self.eval.sections.values(), key=lambda data: data.prompt_max_len)
+        return sampled_lengths(longest, self.eval.generate_max_len or 1, self.episodes)
 
     @property
     def rows_per_step(self) -> int:
@@ -90,7 +91,8 @@ class EvaluateConfig(InferenceJob):
                 "episodes on the ranks of a launcher (cluster.runtime=spmd): each rank would start "
                 "its own servers and environments; use cluster.runtime=ray, or one process"
             )
-        yield from episode_rules(self.episodes, self.eval.data, self.rewards, key="eval.data")
+        for key, data in self.eval.sections.items():
+            yield from episode_rules(self.episodes, data, self.rewards, key=key)
 
     def advice(self) -> Iterator[str]:
         yield from pass_advice(self.eval, self.rewards)

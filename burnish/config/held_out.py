@@ -10,7 +10,7 @@ from burnish.config.base import Node
 from burnish.config.data import DataConfig, EnvironmentSource, SeedSource
 from burnish.config.passes import num_held_out, source_sizes
 
-EVAL_SECTIONS = ("eval_data", "eval.")
+EVAL_SECTIONS = ("eval_data", "eval_sets.", "eval.")
 
 
 def with_held_out_section(tree: Any, path: Sequence[str]) -> Any:
@@ -63,7 +63,8 @@ def held_out_rules(sections: Iterable[tuple[str, DataConfig]], *, trains: bool) 
     for name, data in by_name.items():
         if not name.startswith(EVAL_SECTIONS):
             continue
-        if train.held_out is not None and data.part == "train":
+        first = name in ("eval_data", "eval.data")
+        if first and train.held_out is not None and data.part == "train":
             yield (
                 f"data.held_out={train.held_out:g} and {name}.sources both give rows for "
                 f"evaluation; remove data.held_out, or the sources of {name}"

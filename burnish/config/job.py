@@ -15,6 +15,7 @@ from burnish.config.best_metric import named_metric_rules
 from burnish.config.cluster import ClusterConfig, ClusterRole
 from burnish.config.data import DataConfig, PreferenceDataConfig, SFTDataConfig
 from burnish.config.early_stopping import EarlyStoppingConfig, early_stopping_rules
+from burnish.config.eval_sets import eval_set_rules
 from burnish.config.held_out import held_out_rules, with_held_out_section
 from burnish.config.length import supervised_rules, table_rules
 from burnish.config.model import ModelConfig, PrecisionConfig
@@ -222,6 +223,12 @@ class SupervisedJob(TrainingJob):
         return derived_batch(self.train, self.cluster)
 
     @property
+    def eval_sections(self) -> dict[str, DataConfig]:
+        """Evaluation sections by their place in the recipe."""
+        named = self.paths_of(DataConfig)
+        return {name: data for name, data in named if name.startswith(("eval_data", "eval_sets."))}
+
+    @property
     @abstractmethod
     def rows(self) -> GivenRows:
         """Training data."""
@@ -289,6 +296,9 @@ class SupervisedJob(TrainingJob):
             drop_last=self.drop_last,
         )
         yield from named_metric_rules(self.named_metrics, self.eval_metrics, eval_key="eval_data")
+        sections = self.eval_sections
+        sets = {n.removeprefix("eval_sets."): d for n, d in sections.items() if n != "eval_data"}
+        yield from eval_set_rules(sections.get("eval_data"), sets, keys=("eval_data", "eval_sets"))
         yield from early_stopping_rules(
             self.early_stopping,
             eval_every=self.eval_every_n_steps,

@@ -19,6 +19,7 @@ from burnish.config.data import (
     PreferenceDataConfig,
     held_out_advice,
 )
+from burnish.config.eval_sets import eval_sections, with_sets
 from burnish.config.job import SupervisedJob
 from burnish.config.model import ReferenceConfig, lora_advice, random_reference_advice
 from burnish.config.roles import (
@@ -54,6 +55,8 @@ class PreferenceConfig(SupervisedJob):
     """Pairs; for kto also single labeled responses (``label_key``)."""
     eval_data: PreferenceDataConfig | None = None
     """Held-out data of the same form. None: no evaluation."""
+    eval_sets: dict[str, PreferenceDataConfig] = Field(default_factory=dict)
+    """Further held-out data by name, with metrics ``eval/NAME/...``. Needs eval_data."""
     loss: PreferenceLossConfig = DpoLoss()
     """Loss: a kind, or a mapping."""
     nll_coef: float = Field(0.0, ge=0)
@@ -72,7 +75,8 @@ class PreferenceConfig(SupervisedJob):
         """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
         if self.eval_data is None:
             return frozenset()
-        return frozenset(KTO_METRICS if self.loss.kind == "kto" else PAIR_METRICS)
+        names = KTO_METRICS if self.loss.kind == "kto" else PAIR_METRICS
+        return with_sets(names, self.eval_sets)
 
     @property
     def rows_per_item(self) -> int:
@@ -112,9 +116,9 @@ class PreferenceConfig(SupervisedJob):
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
-        kind = self.loss.kind
-        for name, data in (("data", self.data), ("eval_data", self.eval_data)):
-            if data is not None and data.margin_key is not None:
+        kind, sections = self.loss.kind, self._sections()
+        for name, data in sections.items():
+            if data.margin_key is not None:
                 yield (
                     f"{name}.margin_key={data.margin_key} has no effect: margins are used only "
                     "by reward models (job rm), not by preference losses; remove it"
@@ -127,10 +131,9 @@ class PreferenceConfig(SupervisedJob):
                 f"{self.data.streamed[0].path} is streamed; remove precompute, or streaming"
             )
         if kind != "kto":
-            for name, data in (("data", self.data), ("eval_data", self.eval_data)):
-                if data is not None:
-                    yield from data.missing_pairs(name)
-                if data is not None and data.label_key is not None:
+            for name, data in sections.items():
+                yield from data.missing_pairs(name)
+                if data.label_key is not None:
                     yield (
                         f"{name}.label_key={data.label_key} means that rows are single "
                         f"responses, but loss={kind} compares two; remove it, or use loss=kto"
@@ -146,11 +149,17 @@ class PreferenceConfig(SupervisedJob):
             yield from self._kto_rules()
 
     def advice(self) -> Iterator[str]:
-        yield from held_out_advice(self.data, self.eval_data, "eval_data")
+        for name, data in self.eval_sections.items():
+            yield from held_out_advice(self.data, data, name)
         own = self.reference is not None and self.reference.model is not None
         if self.needs_reference and not own and self.model.scratch is not None:
             yield random_reference_advice(f"loss={self.loss.kind}")
         yield from lora_advice(self.model, holds_reference=self.holds_reference)
+
+    def _sections(self) -> dict[str, PreferenceDataConfig]:
+        """Return all data sections by their place in the recipe."""
+        keys = ("eval_data", "eval_sets")
+        return {"data": self.data, **eval_sections(self.eval_data, self.eval_sets, keys=keys)}
 
     def _kto_rules(self) -> Iterator[str]:
         if not self.drop_last:
@@ -158,8 +167,14 @@ class PreferenceConfig(SupervisedJob):
                 "drop_last=false with loss=kto: its reference point needs other prompts in every "
                 "batch, but the last batch may contain only one; use drop_last=true"
             )
-        for name, data in (("data", self.data), ("eval_data", self.eval_data)):
-            if data is None or data.label_key is not None:
+        limits = {d.max_len for name, d in self._sections().items() if name != "data"}
+        if len(limits) > 1:
+            yield (
+                f"eval_data and eval_sets with loss=kto have max_len {sorted(limits)}: the KL "
+                "estimate of all sets uses one limit; set the same max_len"
+            )
+        for name, data in self._sections().items():
+            if data.label_key is not None:
                 continue
             for path in data.files_without_pairs():
                 yield (

@@ -264,15 +264,18 @@ def class_names(data: ClassesDataConfig) -> tuple[str, ...]:
 
 def rated_rules(
     data: RatedDataConfig,
-    eval_data: RatedDataConfig | None,
+    held_out: Mapping[str, RatedDataConfig],
     weights: Mapping[str, float] | None,
 ) -> Iterator[str]:
-    """Yield an error for each setting of the outputs that does not fit the rows."""
-    if eval_data is not None and data.names and eval_data.names != data.names:
-        yield (
-            f"eval_data has the outputs {', '.join(eval_data.names) or '(unknown)'}, but data has "
-            f"{', '.join(data.names)}; set the same {_KEY[data.kind_of_rows]} and classes in both"
-        )
+    """Yield an error for each setting of the outputs that does not fit the rows. ``held_out``:
+    evaluation sections by their place in the recipe."""
+    for name, rows in held_out.items():
+        if data.names and rows.names != data.names:
+            yield (
+                f"{name} has the outputs {', '.join(rows.names) or '(unknown)'}, but data has "
+                f"{', '.join(data.names)}; set the same {_KEY[data.kind_of_rows]} and classes in "
+                "both"
+            )
     if weights is None or not data.names:
         return
     unknown = [name for name in weights if name not in data.names]

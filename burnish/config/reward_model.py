@@ -11,6 +11,7 @@ from pydantic import Field
 from burnish.config.data import (
     held_out_advice,
 )
+from burnish.config.eval_sets import eval_sections, with_sets
 from burnish.config.job import SupervisedJob
 from burnish.config.rated import ClassesDataConfig, RatedDataConfig, class_names
 from burnish.config.rewards import StepAggregation
@@ -55,6 +56,8 @@ class RewardModelConfig(SupervisedJob):
     eval_data: RewardDataConfig | None = None
     """Held-out data of the same kind. None: no evaluation. Exports contain the mean and standard
     deviation of its scores in their config."""
+    eval_sets: dict[str, RewardDataConfig] = Field(default_factory=dict)
+    """Further held-out data by name, with metrics ``eval/NAME/...``. Needs eval_data."""
     loss: RewardLoss | None = None
     """bradley_terry: -log sigmoid(difference - margin). log_exp: log(1 + exp(-difference)), the
     same without margins. process: cross-entropy of step labels. mse, huber: squared error of
@@ -81,8 +84,9 @@ class RewardModelConfig(SupervisedJob):
         if self.eval_data is None:
             return frozenset()
         if isinstance(self.data, RatedDataConfig):
-            return frozenset(self._rated_metrics(self.data))
-        return frozenset(STEP_METRICS if self.process else PAIR_METRICS)
+            return with_sets(self._rated_metrics(self.data), self.eval_sets)
+        names = STEP_METRICS if self.process else PAIR_METRICS
+        return with_sets(names, self.eval_sets)
 
     @property
     def process(self) -> bool:
@@ -127,7 +131,7 @@ class RewardModelConfig(SupervisedJob):
         yield from super().rules()
         yield from reward_data_rules(
             self.data,
-            self.eval_data,
+            eval_sections(self.eval_data, self.eval_sets, keys=("eval_data", "eval_sets")),
             loss=self.loss,
             centered=bool(self.center_coef),
             weights=self.reward_weights,
@@ -136,7 +140,8 @@ class RewardModelConfig(SupervisedJob):
             yield f"huber_delta={self.huber_delta:g} has no effect without loss=huber; set it"
 
     def advice(self) -> Iterator[str]:
-        yield from held_out_advice(self.data, self.eval_data, "eval_data")
+        for name, data in self.eval_sections.items():
+            yield from held_out_advice(self.data, data, name)
         if isinstance(self.data, ClassesDataConfig) and self.weight_of_outputs is None:
             yield (
                 "reward_weights is not set, so a reward needs output_weights to use this "

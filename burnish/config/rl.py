@@ -23,7 +23,7 @@ from burnish.config.arithmetic import (
 )
 from burnish.config.asynchronous import asynchronous_advice, asynchronous_rules
 from burnish.config.best_metric import named_metric_rules
-from burnish.config.data import PromptDataConfig, held_out_advice
+from burnish.config.data import PromptDataConfig
 from burnish.config.early_stopping import early_stopping_rules
 from burnish.config.episodes import episode_data_rules, episode_rules, episodes_lines
 from burnish.config.held_out import with_held_out_section
@@ -56,7 +56,7 @@ from burnish.config.roles import (
     sampled_lengths,
     samples_with_policy,
 )
-from burnish.config.rollout import EvalConfig, RolloutConfig, pass_advice
+from burnish.config.rollout import EvalConfig, RolloutConfig, eval_advice
 from burnish.config.sync import LinkSync, SyncConfig, sync_rules
 from burnish.config.teacher import TeacherConfig, without_rewards
 from burnish.config.train import CriticConfig, RLTrainConfig, critic_rules
@@ -307,10 +307,7 @@ class RLConfig(TrainingJob):
         """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
         if self.eval is None:
             return frozenset()
-        names = reward_names(self.rewards)
-        parts = [f"reward/{name}" for name in names] if len(names) > 1 else []
-        passes = (f"pass@{k}" for k in (1, *self.eval.pass_k))
-        return frozenset({*passes, *parts, "reward", "response_len", "prompts"})
+        return self.eval.metric_names(reward_names(self.rewards))
 
     def _metric_rules(self) -> Iterator[str]:
         """Yield an error for each named metric that this recipe does not measure."""
@@ -342,8 +339,7 @@ class RLConfig(TrainingJob):
         yield from off_policy_advice(self.algorithm, self.rollout)
         yield from lora_advice(self.model, holds_reference=self.holds_reference)
         if self.eval is not None:
-            yield from held_out_advice(self.data, self.eval.data, "eval.data")
-            yield from pass_advice(self.eval, self.rewards)
+            yield from eval_advice(self.eval, self.data, self.rewards)
         trainer, sampler = self.precision.dtype, self.precision.sampler_dtype
         if sampler != trainer:
             yield (
@@ -371,7 +367,8 @@ def _field_rules(config: RLConfig) -> Iterator[str]:
     yield from _reward_rules(config)
     yield from episode_rules(config.rollout.episodes, config.data, config.rewards)
     if config.eval is not None:
-        yield from episode_data_rules(config.rollout.episodes, config.eval.data, key="eval.data")
+        for key, data in config.eval.sections.items():
+            yield from episode_data_rules(config.rollout.episodes, data, key=key)
     kind = config.algorithm.advantage.kind
     by_turn = any(isinstance(entry, EpisodeReward) and entry.per_turn for entry in config.rewards)
     if by_turn and kind in WITHOUT_TURN_REWARDS:

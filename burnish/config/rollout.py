@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node
-from burnish.config.data import PromptDataConfig
+from burnish.config.data import PromptDataConfig, held_out_advice
 from burnish.config.episodes import EpisodesConfig
+from burnish.config.eval_sets import eval_sections, eval_set_rules, with_sets
 from burnish.config.rewards import RewardConfig
 from burnish.config.vllm_arguments import problems
 
@@ -272,8 +273,11 @@ class EvalConfig(Node):
 
     data: PromptDataConfig
     """Held-out prompts. Read once, in order."""
+    sets: dict[str, PromptDataConfig] = Field(default_factory=dict)
+    """Further held-out prompts by name, with metrics ``eval/NAME/...``. All sets of an evaluation
+    are measured with the same weights and sampling options."""
     num_prompts: int | None = Field(None, ge=1)
-    """Number of prompts, from the start of the data. None: all."""
+    """Number of prompts of each set, from the start of its data. None: all."""
     every_n_steps: int = Field(0, ge=0)
     """Steps between evaluations. 0: evaluate only at step 0 and at the end, as every run does."""
     n_samples_per_prompt: int = Field(1, ge=1)
@@ -296,7 +300,25 @@ class EvalConfig(Node):
     """Asynchronous runs: groups for training share the engine during an evaluation, or wait until
     it is done. Both measure exactly the weights of the step."""
 
+    @property
+    def sections(self) -> dict[str, PromptDataConfig]:
+        """Data sections by their place in the recipe."""
+        return eval_sections(self.data, self.sets, keys=("eval.data", "eval.sets"))
+
+    @property
+    def prompt_max_len(self) -> int:
+        """Maximum prompt tokens of all sets."""
+        return max(data.prompt_max_len for data in self.sections.values())
+
+    def metric_names(self, rewards: Sequence[str]) -> frozenset[str]:
+        """Return the names after ``eval/`` of the metrics of an evaluation. ``rewards``: names of
+        the rewards."""
+        parts = [f"reward/{name}" for name in rewards] if len(rewards) > 1 else []
+        passes = (f"pass@{k}" for k in (1, *self.pass_k))
+        return with_sets({*passes, *parts, "reward", "response_len", "prompts"}, self.sets)
+
     def rules(self) -> Iterator[str]:
+        yield from eval_set_rules(self.data, self.sets, keys=("data", "sets"))
         for k in self.pass_k:
             if not 1 <= k <= self.n_samples_per_prompt:
                 yield (
@@ -308,6 +330,16 @@ class EvalConfig(Node):
                 "temperature=0 gives the same response every time; use n_samples_per_prompt=1 or "
                 "a temperature above 0"
             )
+
+
+def eval_advice(
+    config: EvalConfig, data: PromptDataConfig, rewards: Sequence[RewardConfig]
+) -> Iterator[str]:
+    """Yield one sentence for each setting of an evaluation during training that is rarely intended.
+    ``data``: training prompts."""
+    for name, section in config.sections.items():
+        yield from held_out_advice(data, section, name)
+    yield from pass_advice(config, rewards)
 
 
 def pass_advice(config: EvalConfig, rewards: Sequence[RewardConfig]) -> Iterator[str]:

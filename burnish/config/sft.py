@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from pydantic import Field
+
 from burnish.config.data import (
     SFTDataConfig,
     held_out_advice,
 )
+from burnish.config.eval_sets import with_sets
 from burnish.config.job import SupervisedJob
 
 
@@ -21,6 +24,8 @@ class SFTConfig(SupervisedJob):
     """Demonstrations."""
     eval_data: SFTDataConfig | None = None
     """Held-out demonstrations. None: no evaluation."""
+    eval_sets: dict[str, SFTDataConfig] = Field(default_factory=dict)
+    """Further held-out data by name, with metrics ``eval/NAME/...``. Needs eval_data."""
 
     @property
     def rows(self) -> SFTDataConfig:
@@ -30,7 +35,8 @@ class SFTConfig(SupervisedJob):
     @property
     def eval_metrics(self) -> frozenset[str]:
         """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
-        return frozenset() if self.eval_data is None else frozenset({"loss"})
+        return frozenset() if self.eval_data is None else with_sets({"loss"}, self.eval_sets)
 
     def advice(self) -> Iterator[str]:
-        yield from held_out_advice(self.data, self.eval_data, "eval_data")
+        for name, data in self.eval_sections.items():
+            yield from held_out_advice(self.data, data, name)

@@ -90,18 +90,21 @@ LOSSES: Mapping[str, tuple[RewardLoss, ...]] = {
 
 def reward_data_rules(
     data: RewardRows,
-    eval_data: RewardRows | None,
+    held_out: Mapping[str, RewardRows],
     *,
     loss: RewardLoss | None,
     centered: bool,
     weights: Mapping[str, float] | None,
 ) -> Iterator[str]:
-    """Yield an error for each setting of a reward model that does not fit the kind of its data."""
-    if eval_data is not None and eval_data.kind != data.kind:
+    """Yield an error for each setting of a reward model that does not fit the kind of its data.
+    ``held_out``: evaluation sections by their place in the recipe."""
+    others = {name: rows for name, rows in held_out.items() if rows.kind != data.kind}
+    for name, rows in others.items():
         yield (
-            f"eval_data.kind={eval_data.kind} and data.kind={data.kind}: held-out rows must be "
+            f"{name}.kind={rows.kind} and data.kind={data.kind}: held-out rows must be "
             "of the same kind as training rows; use one kind for both"
         )
+    if others:
         return
     if weights is not None and not isinstance(data, RatedDataConfig):
         yield (
@@ -109,9 +112,9 @@ def reward_data_rules(
             f"data.kind={data.kind} trains one output; remove them"
         )
     if isinstance(data, RatedDataConfig):
-        assert eval_data is None or isinstance(eval_data, RatedDataConfig)
+        rated = {name: r for name, r in held_out.items() if isinstance(r, RatedDataConfig)}
         yield from _loss_rules(data.kind, loss, centered)
-        yield from rated_rules(data, eval_data, weights)
+        yield from rated_rules(data, rated, weights)
         return
     if isinstance(data, StepsDataConfig):
         if loss not in (None, "process"):
@@ -132,7 +135,7 @@ def reward_data_rules(
         )
     elif loss is not None and loss not in LOSSES["pairs"]:
         yield from _loss_rules(data.kind, loss, False)
-    for name, rows in (("data", data), ("eval_data", eval_data)):
+    for name, rows in {"data": data, **held_out}.items():
         if isinstance(rows, PairsDataConfig):
             yield from _pairs_rules(name, rows, loss)
 

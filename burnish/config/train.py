@@ -288,7 +288,10 @@ def better(metric: str) -> Literal["max", "min"] | None:
     ['max', 'min', 'max', None]
     """
     group, _, last = metric.rpartition("/")
-    if group in ("reward", "eval/reward") and last not in ("std", "shaping"):
+    if (group == "reward" or re.fullmatch("eval(/[^/]+)?/reward", group)) and last not in (
+        "std",
+        "shaping",
+    ):
         own = ("truncated_frac", "equal_groups_frac", "groups_dropped")
         return "min" if last in own else "max"  # other names are those of rewards
     if _MORE.fullmatch(last):

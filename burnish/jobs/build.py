@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, TypeVar
 
@@ -66,11 +66,18 @@ def within_positions(
     return data.model_copy(update={name: limit - new_tokens})
 
 
-def held_out_data(data: Data | None, *models: ModelConfig) -> Data | None:
-    """Return ``eval_data`` with its length limit within the positions of all ``models``."""
+def held_out_sets(
+    eval_data: Data | None, eval_sets: Mapping[str, Data], *models: ModelConfig
+) -> dict[str, Data]:
+    """Return the evaluation sets by name, with their length limits within the positions of all
+    ``models``. The name of ``eval_data`` is empty."""
+    found = {} if eval_data is None else {"": eval_data}
+    found |= eval_sets
     for model in models:
-        data = None if data is None else within_positions(data, model, field="eval_data")
-    return data
+        for name, data in found.items():
+            field = f"eval_sets.{name}" if name else "eval_data"
+            found[name] = within_positions(data, model, field=field)
+    return found
 
 
 def engine_specs(

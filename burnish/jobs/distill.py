@@ -29,7 +29,7 @@ from burnish.data.sft import SFTStream, load_rows
 from burnish.data.sources import DataError
 from burnish.jobs.build import (
     engine_specs,
-    held_out_data,
+    held_out_sets,
     within_positions,
 )
 from burnish.jobs.objectives import with_expert_balance
@@ -156,8 +156,8 @@ def build_distill(config: DistillConfig, runtime: Runtime, run_dir: Path) -> Sup
     """Return the components of a distillation run."""
     data = within_positions(config.data, config.model)
     data = within_positions(data, config.teacher.model)
-    other = held_out_data(config.eval_data, config.model, config.teacher.model)
-    held_out = load_rows(other, runtime.tokenizer) if other is not None else None
+    others = held_out_sets(config.eval_data, config.eval_sets, config.model, config.teacher.model)
+    held_out = {name: load_rows(rows, runtime.tokenizer) for name, rows in others.items()}
     stream = SFTStream(data, runtime.tokenizer, seed=config.seed)
     total = config.steps_for(stream.num_rows)
     specs = engine_specs(config, total_steps=total)
@@ -174,7 +174,7 @@ def build_distill(config: DistillConfig, runtime: Runtime, run_dir: Path) -> Sup
         total_steps=total,
         batch_size_at=partial(config.batch_size_at, num_rows=stream.num_rows),
         measure=measure_distill(loss, teacher, rows_at_once=size),
-        eval_batch=held_out,
+        eval_batches=held_out,
         prepare=teacher.prepare,
     )
 

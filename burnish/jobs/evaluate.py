@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config import EvaluateConfig, JobConfig, dump_yaml
+from burnish.config.eval_sets import eval_prefix
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.config.rollout import EvalConfig, SamplingConfig
 from burnish.data.prompts import load_prompts
@@ -56,43 +57,52 @@ class Evaluator:
     """An evaluator that samples responses to held-out prompts and reports the share that passes."""
 
     config: EvalConfig
-    prompts: Sequence[Prompt]
+    sets: Mapping[str, Sequence[Prompt]]
+    """Prompts by the name of their set. The name of ``eval.data`` is empty."""
     runner: Runner
-    keep_samples: Callable[[int, Sequence[Group]], object]
+    keep_samples: Callable[[int, Sequence[Group], str], object]
+    """Write the scored groups of a step and a set."""
     ranks: RankGroup = SINGLE
     """Ranks that share the prompts. Each has its own runner."""
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return ``eval/pass@k`` for every requested k, ``eval/reward``, ``eval/response_len`` and
         ``eval/prompts``. If there are several rewards, ``eval/reward/<name>`` gives the mean of
-        each, unweighted. Raises RunError if no response or too few episodes can be scored."""
-        groups = self._groups()
+        each, unweighted. The metrics of a named set begin with ``eval/NAME/``. Raises RunError if
+        no response or too few episodes can be scored."""
+        metrics: dict[str, float] = {}
+        for name, prompts in self.sets.items():
+            metrics |= self._measured(step, name, prompts)
+        return metrics
+
+    def _measured(self, step: int, name: str, prompts: Sequence[Prompt]) -> dict[str, float]:
+        groups = self._groups(prompts)
         if self.ranks.rank == 0:
-            self.keep_samples(step, groups)
+            self.keep_samples(step, groups, name)
         to_pass, least = self.runner.rewards.to_pass, self.config.pass_threshold - ROUNDING
         passed = [  # a group of episodes may lack failed members
             (len(group.samples), sum(to_pass(s) >= least for s in group.samples))
             for group in groups
         ]
-        samples = [s for group in groups for s in group.samples]
+        samples, prefix = [s for group in groups for s in group.samples], eval_prefix(name)
         metrics = {
-            f"eval/pass@{k}": _mean([pass_at_k(n, c, k) for n, c in passed if n >= k])
+            f"{prefix}pass@{k}": _mean([pass_at_k(n, c, k) for n, c in passed if n >= k])
             for k in sorted({1, *self.config.pass_k})
         }
         names = dict.fromkeys(name for sample in samples for name in sample.reward_parts)
         if len(names) > 1:
             count = len(samples)
-            metrics |= {f"eval/reward/{n}": sum_of_part(samples, n) / count for n in names}
+            metrics |= {f"{prefix}reward/{n}": sum_of_part(samples, n) / count for n in names}
         return metrics | {
-            "eval/reward": sum(s.reward for s in samples) / len(samples),
-            "eval/response_len": sum(s.num_sampled_tokens for s in samples) / len(samples),
-            "eval/prompts": float(len(groups)),
+            f"{prefix}reward": sum(s.reward for s in samples) / len(samples),
+            f"{prefix}response_len": sum(s.num_sampled_tokens for s in samples) / len(samples),
+            f"{prefix}prompts": float(len(groups)),
         }
 
-    def _groups(self) -> Sequence[Group]:
+    def _groups(self, prompts: Sequence[Prompt]) -> Sequence[Group]:
         """Return the scored groups in the order of the prompts. Each rank samples every
         ``ranks.size``-th prompt. Raises RunError on all ranks if none has a result."""
-        own = self.prompts[self.ranks.rank :: self.ranks.size]
+        own = prompts[self.ranks.rank :: self.ranks.size]
         failure: NoGroupLeftError | EpisodesFailedError | None = None
         found: Sequence[Group] = ()
         try:
@@ -104,11 +114,11 @@ class Evaluator:
         if not any(groups for groups, _ in by_rank):
             why = next((text for _, text in by_rank if text is not None), "there are no prompts")
             raise RunError(
-                f"the evaluation of {len(self.prompts)} prompts has no result: {why}"
+                f"the evaluation of {len(prompts)} prompts has no result: {why}"
             ) from failure
         if self.ranks.size == 1:
             return found
-        order = {prompt.id: number for number, prompt in enumerate(self.prompts)}
+        order = {prompt.id: number for number, prompt in enumerate(prompts)}
         merged = [group for groups, _ in by_rank for group in groups]
         return numbered(sorted(merged, key=lambda group: order[group.prompt.id]))
 
@@ -126,14 +136,18 @@ def _mean(values: Sequence[float]) -> float:
 
 def held_out_prompts(
     config: EvalConfig | None, job: JobConfig, tokenizer: PreTrainedTokenizerBase, new_tokens: int
-) -> Sequence[Prompt]:
-    """Load the prompts of an evaluation; empty if there is no evaluation. ``new_tokens``: response
-    length if the evaluation sets none."""
+) -> dict[str, Sequence[Prompt]]:
+    """Load the prompts of an evaluation by the name of their set; empty if there is no evaluation.
+    ``new_tokens``: response length if the evaluation sets none."""
+    found: dict[str, Sequence[Prompt]] = {}
     if config is None:
-        return ()
+        return found
     new_tokens = config.generate_max_len or new_tokens
-    data = within_positions(config.data, job.model, new_tokens=new_tokens, field="eval.data")
-    return load_prompts(data, tokenizer, limit=config.num_prompts)
+    for key, data in config.sections.items():
+        limited = within_positions(data, job.model, new_tokens=new_tokens, field=key)
+        name = key.removeprefix("eval.sets.") if key != "eval.data" else ""
+        found[name] = load_prompts(limited, tokenizer, limit=config.num_prompts)
+    return found
 
 
 def longest_row(config: EvalConfig | None, new_tokens: int) -> int:
@@ -141,7 +155,7 @@ def longest_row(config: EvalConfig | None, new_tokens: int) -> int:
     no evaluation."""
     if config is None:
         return 0
-    return config.data.prompt_max_len + (config.generate_max_len or new_tokens)
+    return config.prompt_max_len + (config.generate_max_len or new_tokens)
 
 
 def eval_sampling(config: EvalConfig, rollout: SamplingConfig) -> Sampling:
@@ -173,15 +187,15 @@ def eval_rewards(
 
 
 def make_evaluator(
-    config: EvalConfig, runner: Runner, prompts: Sequence[Prompt], run_dir: Path
+    config: EvalConfig, runner: Runner, sets: Mapping[str, Sequence[Prompt]], run_dir: Path
 ) -> Evaluator:
     """Return an evaluator that writes all of its samples to the run folder."""
-    return Evaluator(
-        config,
-        prompts,
-        runner,
-        lambda step, groups: write_samples(run_dir, step, groups, None, limit=_ALL, split="eval"),
-    )
+
+    def keep(step: int, groups: Sequence[Group], name: str) -> None:
+        split = f"eval_{name}" if name else "eval"
+        write_samples(run_dir, step, groups, None, limit=_ALL, split=split)
+
+    return Evaluator(config, sets, runner, keep)
 
 
 def build_evaluation(
@@ -204,12 +218,12 @@ def _build(
     new_tokens = config.row_lengths.rest
     held_out = held_out_prompts(config.eval, config, runtime.tokenizer, new_tokens)
     scores = weighted_rewards(config.rewards, runtime, functions)
-    longest = config.eval.data.prompt_max_len + new_tokens
+    longest = config.eval.prompt_max_len + new_tokens
     engine = runtime.standalone_rollout(config.model, config.engine, max_len=longest)
     plain = SamplingConfig(generate_max_len=config.eval.generate_max_len)
     sampling = eval_sampling(config.eval, plain)
     rewards = eval_rewards(scores, config.on_reward_failure, sampling)
-    warn_without_labels(held_out, rewards)
+    warn_without_labels([prompt for one in held_out.values() for prompt in one], rewards)
     runner = make_runner(
         engine,
         timed(rewards, runtime.timeline, {"score": "reward"}),
@@ -235,7 +249,8 @@ class Evaluation(Driver[Evaluator]):
         write_text(self.records_dir / "config.yaml", dump_yaml(self.config))
         self.metrics.start_trackers()
         samples = self.config.eval.n_samples_per_prompt
-        tell(f"evaluating {len(loop.prompts):,} prompts with {samples} samples per prompt")
+        num = sum(len(prompts) for prompts in loop.sets.values())
+        tell(f"evaluating {num:,} prompts with {samples} samples per prompt")
         with self.measured_memory():
             started = time.perf_counter()
             metrics = loop.evaluate(0)

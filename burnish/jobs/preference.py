@@ -24,7 +24,7 @@ from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.unpaired import SplitPairsStream, UnpairedStream, load_unpaired, mismatched_pairs
 from burnish.jobs.build import (
     engine_specs,
-    held_out_data,
+    held_out_sets,
     log_disabled_noise,
     within_positions,
 )
@@ -172,10 +172,9 @@ def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) 
     """Return the components of a preference run."""
     kto = isinstance(config.loss, KtoLoss)
     data = within_positions(config.data, config.model)
-    other = held_out_data(config.eval_data, config.model)
-    held_out = None
-    if other is not None:
-        held_out = (load_unpaired if kto else load_pairs)(other, runtime.tokenizer)
+    others = held_out_sets(config.eval_data, config.eval_sets, config.model)
+    load = load_unpaired if kto else load_pairs
+    held_out = {name: load(rows, runtime.tokenizer) for name, rows in others.items()}
     kind = PreferenceStream if not kto else UnpairedStream if data.label_key else SplitPairsStream
     stream = kind(data, runtime.tokenizer, seed=config.seed)
     total = config.steps_for(stream.num_rows)
@@ -183,7 +182,7 @@ def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) 
     log_disabled_noise(config.model, "policy")
     rows: Iterable[Batch] | None = None
     if config.reference is not None and config.reference.precompute:
-        held = () if held_out is None or other is None else ((held_out, other.max_len),)
+        held = [(batch, others[name].max_len) for name, batch in held_out.items()]
         if kto:
             rows = KtoBatches(
                 open_stream=partial(kind, data, runtime.tokenizer, seed=config.seed),
@@ -207,8 +206,8 @@ def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) 
         loss=with_expert_balance(loss, config.train.moe_aux_loss_coef),
         total_steps=total,
         batch_size_at=partial(config.batch_size_at, num_rows=stream.num_rows),
-        measure=measure_preferences(loss, prepare_within(other or data)),
-        eval_batch=held_out,
+        measure=measure_preferences(loss, prepare_within(others.get("", data))),
+        eval_batches=held_out,
         prepare=prepare_within(data),
         signal=NoSignalMonitor(config.train.max_steps_without_signal),
         look=label_signal if kto else pair_signal,

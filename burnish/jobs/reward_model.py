@@ -15,11 +15,11 @@ from burnish.algorithms import PREFERENCE_LOSSES
 from burnish.algorithms.process import AGGREGATIONS, aggregate_steps
 from burnish.config import RewardModelConfig
 from burnish.config.rated import ClassesDataConfig, RatedDataConfig
-from burnish.config.steps import PairsDataConfig, StepsDataConfig
+from burnish.config.steps import PairsDataConfig, RewardRows, StepsDataConfig
 from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.rated import RatedStream, load_rated
 from burnish.data.steps import StepsStream, load_solutions
-from burnish.jobs.build import engine_specs, held_out_data, within_positions
+from burnish.jobs.build import engine_specs, held_out_sets, within_positions
 from burnish.jobs.degenerate import NoSignalMonitor, pair_signal
 from burnish.jobs.objectives import (
     pair_scores,
@@ -37,7 +37,7 @@ from burnish.types import Batch, Stats
 
 def build_reward_model(config: RewardModelConfig, runtime: Runtime, run_dir: Path) -> Supervised:
     """Return the components of a reward-model run."""
-    stream, eval_batch = _data(config, runtime.tokenizer)
+    stream, held_out = _stream(config, runtime.tokenizer), _held_out(config, runtime.tokenizer)
     total = config.steps_for(stream.num_rows)
     spans = {"forward_backward": "train", "optim_step": "optim", "values": "eval"}
     spec = engine_specs(config, total_steps=total)["reward"]
@@ -48,7 +48,7 @@ def build_reward_model(config: RewardModelConfig, runtime: Runtime, run_dir: Pat
         total_steps=total,
         batch_size_at=partial(config.batch_size_at, num_rows=stream.num_rows),
         measure=_measure(config),
-        eval_batch=eval_batch,
+        eval_batches=held_out,
         signal=NoSignalMonitor(config.train.max_steps_without_signal),
         look=pair_signal if isinstance(config.data, PairsDataConfig) else None,
         export_metadata=export_metadata(config),
@@ -69,26 +69,35 @@ def _measure(config: RewardModelConfig) -> Callable[[TrainEngine, Batch], Stats]
     return measure_steps if config.process else measure_pairs
 
 
-def _data(
+def _stream(
     config: RewardModelConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[PreferenceStream | StepsStream | RatedStream, Batch | None]:
-    """Return the training stream and all held-out rows."""
-    other = config.eval_data
+) -> PreferenceStream | StepsStream | RatedStream:
     if isinstance(config.data, RatedDataConfig):
         data: RatedDataConfig = config.data
-        given: RatedDataConfig | None = other if isinstance(other, RatedDataConfig) else None
-        rated, unseen = within_positions(data, config.model), held_out_data(given, config.model)
-        responses = load_rated(unseen, tokenizer) if unseen is not None else None
-        return RatedStream(rated, tokenizer, seed=config.seed), responses
+        return RatedStream(within_positions(data, config.model), tokenizer, seed=config.seed)
     if isinstance(config.data, StepsDataConfig):
         steps = within_positions(config.data, config.model)
-        held = held_out_data(other if isinstance(other, StepsDataConfig) else None, config.model)
-        solutions = load_solutions(held, tokenizer) if held is not None else None
-        return StepsStream(steps, tokenizer, seed=config.seed), solutions
+        return StepsStream(steps, tokenizer, seed=config.seed)
     own = within_positions(config.data, config.model)
-    kept = held_out_data(other if isinstance(other, PairsDataConfig) else None, config.model)
-    pairs = load_pairs(kept, tokenizer) if kept is not None else None
-    return PreferenceStream(own, tokenizer, seed=config.seed), pairs
+    return PreferenceStream(own, tokenizer, seed=config.seed)
+
+
+def _held_out(config: RewardModelConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Batch]:
+    """Return all held-out rows by the name of their set."""
+    given: dict[str, RewardRows] = {} if config.eval_data is None else {"": config.eval_data}
+    found: dict[str, Batch] = {}
+    for name, rows in {**given, **config.eval_sets}.items():
+        if isinstance(rows, RatedDataConfig):
+            rated: RatedDataConfig = rows
+            limited = held_out_sets(None, {name: rated}, config.model)
+            found[name] = load_rated(limited[name], tokenizer)
+        elif isinstance(rows, StepsDataConfig):
+            steps = held_out_sets(None, {name: rows}, config.model)
+            found[name] = load_solutions(steps[name], tokenizer)
+        else:
+            pairs = held_out_sets(None, {name: rows}, config.model)
+            found[name] = load_pairs(pairs[name], tokenizer)
+    return found
 
 
 def measure_pairs(engine: TrainEngine, batch: Batch) -> Stats:

@@ -152,7 +152,7 @@ def _build(
         shaping=config.shaping,
         running=_running(config, scores),
     )
-    warn_without_labels(held_out, rewards)
+    warn_without_labels([prompt for one in held_out.values() for prompt in one], rewards)
     runner = _runner(config, rollout, rewards, players, runtime.timeline)
     source, eval_engine = _source(config, prompts, runner, policy, runtime)
     parts = make_rl(config, runtime, run_dir=run_dir, policy=policy, source=source, ptx=ptx)

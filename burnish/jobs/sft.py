@@ -7,7 +7,7 @@ from pathlib import Path
 
 from burnish.config import SFTConfig
 from burnish.data.sft import SFTStream, load_rows
-from burnish.jobs.build import engine_specs, held_out_data, within_positions
+from burnish.jobs.build import engine_specs, held_out_sets, within_positions
 from burnish.jobs.degenerate import NoSignalMonitor
 from burnish.jobs.objectives import sft_objective, with_expert_balance
 from burnish.jobs.supervised import Supervised, SupervisedTraining
@@ -21,8 +21,8 @@ from burnish.types import Batch, Stats
 def build_sft(config: SFTConfig, runtime: Runtime, run_dir: Path) -> Supervised:
     """Return the components of an SFT run."""
     data = within_positions(config.data, config.model)
-    other = held_out_data(config.eval_data, config.model)
-    held_out = load_rows(other, runtime.tokenizer) if other is not None else None
+    others = held_out_sets(config.eval_data, config.eval_sets, config.model)
+    held_out = {name: load_rows(rows, runtime.tokenizer) for name, rows in others.items()}
     stream = SFTStream(data, runtime.tokenizer, seed=config.seed)
     total = config.steps_for(stream.num_rows)
     spans = {"forward_backward": "train", "optim_step": "optim", "logprobs": "eval"}
@@ -34,7 +34,7 @@ def build_sft(config: SFTConfig, runtime: Runtime, run_dir: Path) -> Supervised:
         total_steps=total,
         batch_size_at=partial(config.batch_size_at, num_rows=stream.num_rows),
         measure=measure_sft,
-        eval_batch=held_out,
+        eval_batches=held_out,
         signal=NoSignalMonitor(config.train.max_steps_without_signal),
     )
 

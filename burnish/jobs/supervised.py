@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from burnish.checkpoint.save import PendingSave
 from burnish.checkpoint.state import EXPORT_METADATA, load_state, save_state
+from burnish.config.eval_sets import eval_prefix
 from burnish.config.job import SupervisedJob
 from burnish.data.preference import PreferenceStream
 from burnish.data.rated import RatedStream
@@ -40,7 +41,8 @@ class Supervised:
     """Return the number of rows (or pairs) of an optimizer step; the first step is 1."""
     measure: Callable[[TrainEngine, Batch], Stats]
     """Measure held-out rows, without gradient."""
-    eval_batch: Batch | None = None
+    eval_batches: Mapping[str, Batch] = field(default_factory=dict)
+    """Held-out rows by the name of their set. The name of ``eval_data`` is empty."""
     prepare: Callable[[Batch], Batch] = lambda batch: batch
     """Add the fields that a batch needs for its update (preferences: the reference's log-probs)."""
     signal: NoSignalMonitor = field(default_factory=lambda: NoSignalMonitor(None))
@@ -64,10 +66,11 @@ def supervised_step(run: Supervised, step: int) -> Metrics:
 
 
 def supervised_eval(run: Supervised) -> Metrics:
-    """Measure the held-out rows; empty if there are none."""
-    if run.eval_batch is None:
-        return {}
-    return run.measure(run.engine, run.eval_batch).floats("eval/")
+    """Measure the held-out rows of every set; empty if there are none."""
+    metrics: Metrics = {}
+    for name, batch in run.eval_batches.items():
+        metrics |= run.measure(run.engine, batch).floats(eval_prefix(name))
+    return metrics
 
 
 class SupervisedState:

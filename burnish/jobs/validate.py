@@ -102,7 +102,7 @@ def sections_of(config: JobConfig) -> list[Section]:
             limited = _limited(data, config, name)
         else:
             num_rows = config.num_rows
-        if name == "eval.data" and isinstance(config, EvaluateConfig | RLConfig):
+        if name.startswith("eval.") and isinstance(config, EvaluateConfig | RLConfig):
             num_rows = None if config.eval is None else config.eval.num_prompts
         elif isinstance(config, GenerateConfig):
             num_rows = config.num_prompts
@@ -114,7 +114,7 @@ def _limited(data: Any, config: JobConfig, name: str) -> DataConfig:
     new_tokens = 0
     if isinstance(config, RLConfig | EvaluateConfig | GenerateConfig) and name != "ptx.data":
         new_tokens = config.row_lengths.rest
-        if name == "eval.data" and not isinstance(config, GenerateConfig) and config.eval:
+        if name.startswith("eval.") and not isinstance(config, GenerateConfig) and config.eval:
             new_tokens = config.eval.generate_max_len or new_tokens
     limited: DataConfig = within_positions(data, config.model, new_tokens=new_tokens, field=name)
     if isinstance(config, DistillConfig):

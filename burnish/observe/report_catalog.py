@@ -182,18 +182,27 @@ def arrange(names: Sequence[str], charts: Iterable[Chart] = CHARTS) -> list[Char
     taken: dict[int, list[str]] = {}
     by_name = {name: i for i, chart in enumerate(charts) for name in chart.names if "*" not in name}
     for name in left:
-        if name in by_name:
-            taken.setdefault(by_name[name], []).append(name)
-    left = [name for name in left if name not in by_name]
+        if _of_first_set(name) in by_name:
+            taken.setdefault(by_name[_of_first_set(name)], []).append(name)
+    left = [name for name in left if _of_first_set(name) not in by_name]
     for i, chart in enumerate(charts):
         patterns = [p for p in chart.names if "*" in p]
-        found = [name for name in left if any(_matches(name, p) for p in patterns)]
+        found = [n for n in left if any(_matches(_of_first_set(n), p) for p in patterns)]
         taken.setdefault(i, []).extend(found)
         left = [name for name in left if name not in found]
     known = [
         replace(chart, names=tuple(taken[i])) for i, chart in enumerate(charts) if taken.get(i)
     ]
     return known + [_unknown(name) for name in sorted(left)]
+
+
+def _of_first_set(name: str) -> str:
+    """Return a metric of a named evaluation set without the name, so that it is drawn with that of
+    the first set: ``eval/math/pass@1`` -> ``eval/pass@1``."""
+    parts = name.split("/")
+    if parts[0] != "eval" or len(parts) < 3 or parts[1] == "reward":
+        return name
+    return "/".join([parts[0], *parts[2:]])
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -209,6 +218,8 @@ def words(name: str) -> str:
     """
     parts = name.split("/")
     last = parts[1] if parts[0] == "memory" and len(parts) > 2 else parts[-1]
+    if _of_first_set(name) != name:
+        last = f"{parts[1]} {last}"
     suffix = next((s for s, _ in _UNITS if last.endswith(s)), "")
     return last.removesuffix(suffix).replace("_", " ").strip()
 

@@ -62,7 +62,7 @@ def demand_of(role: RolloutRole, shape: ModelShape) -> Demand:
     new, held_out = length - prompt, role.evaluation
     sequences = responses_at_once(role)
     if held_out is not None:
-        prompt = max(prompt, min(held_out.data.prompt_max_len, limit))
+        prompt = max(prompt, min(held_out.prompt_max_len, limit))
         new = max(new, held_out.generate_max_len or new)
         count = held_out.num_prompts or 1 << 20
         evaluated = -(-count // role.ranks) * held_out.n_samples_per_prompt

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from burnish.config.explain import nearest
+from burnish.errors import BurnishError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -59,7 +60,7 @@ def _is_nested(value: Any) -> bool:
 # --- files
 
 
-class FilesError(ValueError):
+class FilesError(BurnishError, ValueError):
     """The files of a source cannot be read together. The message says why, and what to do."""
 
 

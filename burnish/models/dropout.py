@@ -11,9 +11,10 @@ import copy
 import re
 from typing import Any
 
-from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+
+from burnish.models.lora import adapted_layers
 
 _NOISE = re.compile(r"(?!classifier|summary).*(drop|jitter)")
 
@@ -43,7 +44,7 @@ def start_training(model: nn.Module, *, dropout: bool) -> None:
 
 def _adapters(model: nn.Module) -> set[int]:
     """Return the ids of the adapters' own modules, without the layers they adapt."""
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    layers = adapted_layers(model).values()
     inside = {id(m) for layer in layers for m in layer.lora_dropout.modules()}
     return inside | {id(layer) for layer in layers}
 

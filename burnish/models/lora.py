@@ -1,4 +1,8 @@
-"""LoRA adapters: inject them with peft, disable them for the reference, merge them for export."""
+"""LoRA adapters: inject them with peft, disable them for the reference, merge them for export.
+
+peft is imported where a model has or gets adapters, because its import (and that of bitsandbytes,
+which it imports if installed) takes as long as that of torch.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,9 @@ import logging
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from peft import LoraConfig as PeftLoraConfig
-from peft import inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
-from peft.tuners.lora.layer import ParamWrapper
-from peft.utils import get_peft_model_state_dict
-from peft.utils.other import ModulesToSaveWrapper
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -24,6 +22,11 @@ from burnish.config.model import ADAPTER_CONFIG, LoraConfig
 from burnish.models.buffers import persistent_buffers, plain_name
 from burnish.models.nf4 import Nf4Layer, packed_names, quantized_layers
 
+if TYPE_CHECKING:
+    from peft import LoraConfig as PeftLoraConfig
+    from peft.tuners.lora import LoraLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
 log = logging.getLogger("burnish")
 
 ADAPTER = "default"
@@ -31,6 +34,8 @@ ADAPTER = "default"
 
 def peft_config(config: LoraConfig) -> PeftLoraConfig:
     """Return the peft config of our config; it is also written with an exported adapter."""
+    from peft import LoraConfig as PeftLoraConfig
+
     targets = config.target_modules
     return PeftLoraConfig(
         r=config.lora_rank,
@@ -51,6 +56,8 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
     Raises ValueError if the targets match no layer, match tied embeddings, or match layers that
     adapters cannot wrap, and if the adapter of ``config.path`` belongs to another base.
     """
+    from peft import inject_adapter_in_model
+
     generator = torch.get_rng_state()
     tied = _is_tied(model)
     inject_adapter_in_model(peft_config(config), model, adapter_name=ADAPTER)
@@ -71,6 +78,29 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name or _SAVED in name
 
 
+def has_adapters(module: nn.Module) -> bool:
+    """Return whether ``module`` is, or contains, an adapted layer or a saved module."""
+    return any(is_adapter(f".{name}") for name, _ in module.named_parameters())
+
+
+def adapted_layers(module: nn.Module) -> dict[str, LoraLayer]:
+    """Return the adapted layers in ``module`` (itself included, as ``""``), by name."""
+    if not has_adapters(module):
+        return {}
+    from peft.tuners.lora import LoraLayer
+
+    return {name: m for name, m in module.named_modules() if isinstance(m, LoraLayer)}
+
+
+def saved_modules(module: nn.Module) -> dict[str, ModulesToSaveWrapper]:
+    """Return the modules in ``module`` that peft trains and saves in full, by name."""
+    if not has_adapters(module):
+        return {}
+    from peft.utils.other import ModulesToSaveWrapper
+
+    return {name: m for name, m in module.named_modules() if isinstance(m, ModulesToSaveWrapper)}
+
+
 _SAVED = f".modules_to_save.{ADAPTER}."
 _ORIGINAL = ".original_module."
 
@@ -81,14 +111,14 @@ def effective_weight(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
 
     Adapters that are disabled do not count. The delta of an adapter [O, I] is materialized.
     """
-    if isinstance(layer, ModulesToSaveWrapper):
-        own = layer.original_module if layer.disable_adapters else layer.modules_to_save[ADAPTER]
-        return effective_weight(own)
-    if isinstance(layer, LoraLayer):
-        weight, bias = effective_weight(layer.get_base_layer())
-        if layer.disable_adapters:
+    if (wrapper := saved_modules(layer).get("")) is not None:
+        saved = wrapper.modules_to_save[ADAPTER]
+        return effective_weight(wrapper.original_module if wrapper.disable_adapters else saved)
+    if (adapted := adapted_layers(layer).get("")) is not None:
+        weight, bias = effective_weight(adapted.get_base_layer())
+        if adapted.disable_adapters:
             return weight, bias
-        delta: Tensor = cast(Any, layer).get_delta_weight(ADAPTER)
+        delta: Tensor = cast(Any, adapted).get_delta_weight(ADAPTER)
         return weight + delta.to(weight.dtype), bias
     return cast(Tensor, layer.weight), cast(Tensor | None, layer.bias)
 
@@ -136,6 +166,8 @@ _PEFT_PREFIX = "base_model.model."
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of the adapters and saved modules of ``model``, by their name in peft's
     format without its prefix. They share the model's memory."""
+    from peft.utils import get_peft_model_state_dict
+
     found: dict[str, Tensor] = get_peft_model_state_dict(
         model, adapter_name=ADAPTER, save_embedding_layers=False
     )
@@ -157,7 +189,7 @@ def _check_ends(model: PreTrainedModel, *, tied: bool) -> None:
     """Raise ValueError if the embedding or the output projection has an adapter or is saved, and
     the two are tied."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    if tied and any(isinstance(end, LoraLayer | ModulesToSaveWrapper) for end in ends):
+    if tied and any(has_adapters(end) for end in ends):
         raise ValueError(
             "the embedding and the output projection of this model are tied: one weight, which an "
             "adapter or a saved copy of one of them would split into two, so the merged model "
@@ -168,7 +200,7 @@ def _check_ends(model: PreTrainedModel, *, tied: bool) -> None:
 def _check_saved(model: nn.Module, config: LoraConfig) -> None:
     """Raise ValueError if a name of ``modules_to_save`` matches no module, or one that cannot be
     saved."""
-    saved = {n: m for n, m in model.named_modules() if isinstance(m, ModulesToSaveWrapper)}
+    saved = saved_modules(model)
     for wanted in config.modules_to_save:
         if not any(n == wanted or n.endswith(f".{wanted}") for n in saved):
             raise ValueError(
@@ -176,7 +208,7 @@ def _check_saved(model: nn.Module, config: LoraConfig) -> None:
                 "use names such as embed_tokens, lm_head or norm"
             )
     for name, module in saved.items():
-        if any(isinstance(m, LoraLayer) for m in module.modules()) or packed_names(module):
+        if adapted_layers(module) or packed_names(module):
             raise ValueError(
                 f"model.lora.modules_to_save: {name} contains layers with adapters or 4-bit "
                 "weights; save modules outside of model.lora.target_modules, such as lm_head"
@@ -188,9 +220,11 @@ def _check_shared_weights(model: nn.Module) -> None:
 
     Each layer would have its own adapter, and they could not be merged into one weight.
     """
+    from peft.tuners.lora.layer import ParamWrapper
+
     names: dict[int, str] = {}
-    for name, layer in model.named_modules():
-        if not isinstance(layer, LoraLayer) or isinstance(layer, ParamWrapper):
+    for name, layer in adapted_layers(model).items():
+        if isinstance(layer, ParamWrapper):
             continue
         first = names.setdefault(_weight_id(layer.get_base_layer()), name)
         if first != name:
@@ -212,7 +246,7 @@ def _check_special_layers(model: PreTrainedModel) -> None:
     Computes two tokens if there are such layers and the model is neither sharded nor on the meta
     device.
     """
-    adapted = {n: m for n, m in model.named_modules() if isinstance(m, LoraLayer)}
+    adapted = adapted_layers(model)
     special = {n: m.get_base_layer() for n, m in adapted.items() if _is_special(m)}
     if not special or any(p.is_meta or not p.numel() for p in model.parameters()):
         return
@@ -244,7 +278,7 @@ def _fill_empty_adapters(model: nn.Module, generator: Tensor) -> None:
     peft moves adapters to the device of their layer; on the meta device they lose their values.
     They are drawn again from the random state ``generator``, with the same result.
     """
-    layers = [m for m in model.modules() if isinstance(m, LoraLayer) and ADAPTER in m.lora_A]
+    layers = [layer for layer in adapted_layers(model).values() if ADAPTER in layer.lora_A]
     empty = [layer for layer in layers if layer.lora_A[ADAPTER].weight.is_meta]
     if empty:
         torch.set_rng_state(generator)
@@ -258,7 +292,7 @@ def _fill_empty_adapters(model: nn.Module, generator: Tensor) -> None:
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Disable the adapters of ``model`` inside the ``with`` block."""
-    layers = [m for m in model.modules() if isinstance(m, LoraLayer | ModulesToSaveWrapper)]
+    layers: list[Any] = [*adapted_layers(model).values(), *saved_modules(model).values()]
     trainable = [p for p in model.parameters() if p.requires_grad]
     for layer in layers:
         layer.enable_adapters(False)
@@ -321,10 +355,13 @@ def _adapters_by_parameter(model: nn.Module) -> dict[str, list[LoraLayer]]:
     parameter that it names; several of these may be nested around one module.
     """
     found: dict[str, list[LoraLayer]] = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, LoraLayer):
-            leaf = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
-            found.setdefault(f"{plain_name(name)}.{leaf}", []).append(layer)
+    if not (layers := adapted_layers(model)):
+        return found
+    from peft.tuners.lora.layer import ParamWrapper
+
+    for name, layer in layers.items():
+        leaf = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
+        found.setdefault(f"{plain_name(name)}.{leaf}", []).append(layer)
     return found
 
 

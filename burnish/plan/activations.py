@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from peft import inject_adapter_in_model
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import AutoModelForCausalLM, PretrainedConfig, masking_utils
@@ -374,6 +373,8 @@ def _bare(config: PretrainedConfig, lora: LoraConfig | None, *, scalar: bool) ->
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         choose_attention(model, config.model_type)
         if lora is not None:
+            from peft import inject_adapter_in_model  # slow to import; see models/lora.py
+
             inject_adapter_in_model(peft_config(lora), model, adapter_name=ADAPTER)
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(".lora_" in name)

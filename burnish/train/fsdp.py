@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, get_process_group_ranks, new_group
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +32,7 @@ from burnish.models.buffers import persistent_buffers
 from burnish.models.checks import check_head, raise_if_lacking, raise_overflow
 from burnish.models.empty import fill_rows
 from burnish.models.load import DTYPES, describe
-from burnish.models.lora import merged_weights
+from burnish.models.lora import adapted_layers, merged_weights
 from burnish.models.nf4 import packed_names, quantized_layers
 from burnish.models.tensor_files import Rows
 from burnish.models.units import gathered_modules
@@ -148,7 +147,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         units = []
         for part in gathered:
             units.append(shard(part.module, reshard_after_forward=engine.reshard_after_forward))
-            plain = not isinstance(part.module, LoraLayer)
+            plain = "" not in adapted_layers(part.module)
             if part.kind == "embedding" and plain:  # its gradient does not depend on it
                 units[-1].set_unshard_in_backward(False)
         units.append(shard(self.root))

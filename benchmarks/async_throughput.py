@@ -11,7 +11,8 @@ line to ``--out`` (runs/async_throughput.jsonl) and keeps its run folder beside 
 Kinds of runs, all with one thread per process:
 
 - ``sync``: one policy rank on core 0, one rollout engine on core 1, which take turns.
-- ``async``: the same processes on the same cores, with ``rollout.max_staleness`` (``--stale``).
+- ``async``: the same processes on the same cores, with ``rollout.max_staleness`` (``--stale``)
+  and ``rollout.run_ahead`` (``--ahead``).
 - ``both``: synchronous, two policy ranks and two rollout engines, so that both cores work in each
   phase.
 
@@ -119,7 +120,7 @@ def recipe(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     data = folder.parent / "prompts.jsonl"
     data.parent.mkdir(parents=True, exist_ok=True)
     data.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
-    stale = {"max_staleness": args.stale} if args.kind == "async" else {}
+    stale = {"max_staleness": args.stale, "run_ahead": args.ahead} if args.kind == "async" else {}
     return {
         "job": "rl",
         "run_dir": str(folder),
@@ -226,7 +227,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _start(args: argparse.Namespace, kind: str, sigma: float, **options: Any) -> Run:
     """Make a run in a process of its own and return its line of the results."""
-    options = {"steps": args.steps, "stale": args.stale, **options}
+    options = {"steps": args.steps, "stale": args.stale, "ahead": args.ahead, **options}
     words = ["one", "--kind", kind, "--sigma", str(sigma)]
     words += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     call = [sys.executable, __file__, "--out", str(args.out), *words]
@@ -413,6 +414,7 @@ def main() -> None:
     for part in (every, single):
         part.add_argument("--steps", type=int, default=16, help="measured steps")
         part.add_argument("--stale", type=int, default=4, help="max_staleness")
+        part.add_argument("--ahead", type=int, default=1, help="run_ahead")
     written = parts.add_parser("latencies")
     written.add_argument("--sigma", type=float, required=True)
     written.add_argument("--to", type=Path, required=True)

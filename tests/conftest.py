@@ -389,6 +389,7 @@ def ray_cluster() -> Iterator[Any]:
     ray.init(
         address="local",
         num_cpus=16,
+        num_gpus=4,  # numbers only: no process uses one
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",

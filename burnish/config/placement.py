@@ -22,11 +22,30 @@ class PlacementGroupSpec:
     """CPUs of one place."""
     gpus: float
     """GPUs of one place, shared by its workers."""
+    span: int = 1
+    """Number of consecutive places, all on one node, that a colocated rollout engine spans. The
+    other roles have one worker in each of them."""
+
+    def workers(self, role: str, places: int | None = None) -> int:
+        """Return the number of workers of ``role`` in ``places`` consecutive places (None: all)."""
+        places = self.count if places is None else places
+        return -(-places // self.span) if role == "rollout" else places
+
+    def place(self, role: str, rank: int) -> int:
+        """Return the number of the (first) place of a worker.
+
+        >>> PlacementGroupSpec(("policy", "rollout"), 8, cpus=1, gpus=1, span=4).place("rollout", 1)
+        4
+        """
+        return rank * self.span if role == "rollout" else rank
 
     def __str__(self) -> str:
         """Return the text for tables and messages."""
         what = f"{self.gpus:g} GPU{'s' * (self.gpus != 1)}" if self.gpus else f"{self.cpus:g} CPU"
-        return f"{self.count} x {'+'.join(self.roles)} ({what} each)"
+        each = f"{what} each"
+        if self.span > 1:
+            each += f"; a rollout engine spans {self.span} on one node"
+        return f"{self.count} x {'+'.join(self.roles)} ({each})"
 
 
 def placement_groups(config: JobConfig) -> list[PlacementGroupSpec]:
@@ -47,16 +66,20 @@ def placement_groups_for(
     cluster: ClusterConfig, roles: Sequence[str], *, tensor_parallel_size: int = 1
 ) -> list[PlacementGroupSpec]:
     """Return the placement groups of ``roles``. A rollout engine with ``tensor_parallel_size`` t is
-    one worker on t times the CPUs and GPUs of the others."""
+    one worker: alone in its place, which has t times the CPUs and GPUs of the others, or on t
+    consecutive places of other roles."""
     together = sharing(cluster, roles)
     sets = [together] if together else []
     sets += [[r] for r in roles if r not in together]
     found = []
     for group in sets:
-        size = tensor_parallel_size if group == ["rollout"] else 1
-        count = max(cluster.ranks(role_of(role)) for role in group)
+        parts = tensor_parallel_size if "rollout" in group else 1
+        size, span = (parts, 1) if len(group) == 1 else (1, parts)
+        count = max(
+            cluster.ranks(role_of(role)) * (span if role == "rollout" else 1) for role in group
+        )
         cpus, gpus = cluster.cpus_per_worker * size, cluster.gpus_per_worker * size
-        found.append(PlacementGroupSpec(tuple(group), count, cpus=cpus, gpus=gpus))
+        found.append(PlacementGroupSpec(tuple(group), count, cpus=cpus, gpus=gpus, span=span))
     return found
 
 

@@ -394,8 +394,12 @@ def placement_rules(cluster: ClusterConfig, roles: Sequence[Role]) -> Iterator[s
     groups."""
     names = sharing(cluster, [role.name for role in roles])
     together = [role for role in roles if role.name in names]
-    for role in together[1:]:
-        first = together[0]
+    rollout = next((role for role in roles if isinstance(role, RolloutRole)), None)
+    size = 1 if rollout is None or cluster.runtime != "ray" else rollout.tensor_parallel
+    spanning = rollout if rollout in together and size > 1 and len(together) > 1 else None
+    equal = [role for role in together if role is not spanning]
+    for role in equal[1:]:
+        first = equal[0]
         if first.ranks != role.ranks:
             yield (
                 f"cluster: layout={cluster.layout} puts {first.name} and {role.name} on the same "
@@ -403,6 +407,8 @@ def placement_rules(cluster: ClusterConfig, roles: Sequence[Role]) -> Iterator[s
                 "or use a layout that gives one of them GPUs of its own (critic and reward models: "
                 "layout=colocate_actor_ref or separate)"
             )
+    if spanning is not None:
+        yield from _spanning_rules(cluster, spanning, equal[0])
     scored = next((role for role in roles if role.kind == "reward"), None)
     if cluster.reward_ranks is not None and (
         scored is None or (isinstance(scored, TrainRole) and scored.trainable)
@@ -412,20 +418,51 @@ def placement_rules(cluster: ClusterConfig, roles: Sequence[Role]) -> Iterator[s
             "responses, and this job has none; remove it (the model that a job trains has "
             "policy_ranks)"
         )
-    rollout = next((role for role in roles if isinstance(role, RolloutRole)), None)
-    size = 1 if rollout is None else rollout.tensor_parallel
-    if cluster.runtime != "ray" or size == 1 or not cluster.gpus_per_worker:
-        return
-    if rollout in together and len(together) > 1:
-        other = next(name for name in names if name != "rollout")
-        yield (
-            f"recipe: cluster.layout={cluster.layout} puts each rollout worker on the GPU of its "
-            f"{other} rank, but with tensor_parallel_size={size} a worker needs {size} GPUs; use "
-            "tensor_parallel_size=1, or layout=separate"
-        )
-    elif cluster.gpus_per_worker != 1:
+    if size > 1 and cluster.gpus_per_worker not in (0, 1):
         yield (
             f"recipe: cluster.gpus_per_worker={cluster.gpus_per_worker:g} with "
             f"tensor_parallel_size={size}: a rollout worker takes gpus_per_worker x "
             "tensor_parallel_size GPUs, one for each part; use gpus_per_worker=1"
+        )
+    if cluster.runtime == "ray" and cluster.gpus_per_worker and rollout in together:
+        yield from _shared_gpu_rules(rollout, together)
+
+
+def _spanning_rules(cluster: ClusterConfig, rollout: RolloutRole, first: Role) -> Iterator[str]:
+    """Yield an error if rollout engines with tensor parallelism do not span exactly the places of
+    ``first``."""
+    size = rollout.tensor_parallel
+    rule = (
+        f"cluster: layout={cluster.layout} puts each rollout engine on the places of {size} "
+        f"consecutive ranks ({rollout.key}.tensor_parallel_size={size})"
+    )
+    if first.ranks % size:
+        fits = [n for n in range(1, first.ranks + 1) if first.ranks % n == 0]
+        yield (
+            f"{rule}, but {first.name} has {first.ranks} ranks, which {size} does not divide; use "
+            f"a multiple of {size} ranks, a tensor_parallel_size of {fits}, or layout=separate"
+        )
+    elif rollout.ranks * size != first.ranks:
+        yield (
+            f"{rule}, so the {first.ranks} ranks of {first.name} have room for "
+            f"{first.ranks // size} engines, not {rollout.ranks}; set "
+            f"cluster.rollout_workers={first.ranks // size}, or use layout=separate"
+        )
+
+
+def _shared_gpu_rules(rollout: RolloutRole, together: Sequence[Role]) -> Iterator[str]:
+    """Yield an error if weights cannot be transferred to engines on the GPUs of the policy."""
+    kinds = [role.sync.kind for role in together if isinstance(role, TrainRole) and role.sync]
+    instead = "remove sync.kind (Ray's object store), or use sync.kind=disk"
+    if "collective" in kinds:
+        yield (
+            "sync: kind=collective uses NCCL, which refuses a group with two processes on one GPU, "
+            f"but the policy's rank 0 and a rollout engine share one; {instead}, or "
+            "cluster.layout=separate"
+        )
+    gpus = rollout.ranks * rollout.tensor_parallel
+    if "ipc" in kinds and gpus > 1:
+        yield (
+            "sync: kind=ipc passes handles to memory of one GPU, that of the policy's rank 0, but "
+            f"the rollout engines are on {gpus} GPUs; {instead}"
         )

@@ -147,7 +147,8 @@ class Plan:
             parts.append(_details(self.rows))
         if self.savings:
             parts.append(
-                "cluster.offload_between_phases:\n" + "\n".join(f"  {s}" for s in self.savings)
+                "saved by cluster.layout and cluster.offload_between_phases:\n"
+                + "\n".join(f"  {s}" for s in self.savings)
             )
         parts.append("assumed:\n" + "\n".join(f"  - {a}" for a in self.assumptions))
         parts.append(self.verdict())

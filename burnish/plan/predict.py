@@ -78,13 +78,13 @@ def _savings(
     hardware: Hardware,
     assume: frozenset[str],
 ) -> tuple[str, ...]:
-    """Return the device memory that offloading between phases saves, by place, and its cost in host
-    memory."""
+    """Return the GPUs that engines on the ranks' GPUs save, and the device memory that offloading
+    between phases saves, by place, with its cost in host memory."""
+    found = _gpus_saved(placements) if hardware.gpu is not None else []
     moved = {name: role for name, role in roles.items() if role.offloaded is not None}
     if not moved:
-        return ()
+        return tuple(found)
     before = _device_peaks(placements, without_offload(roles), hardware, assume)
-    found = []
     for placement in placements:
         place, here = _name(placement), [name for name in placement.roles if name in moved]
         most = max((p.bytes for p in peaks if (p.place, p.where) == (place, "device")), default=0.0)
@@ -100,6 +100,17 @@ def _savings(
         if item.how.startswith(HOW)
     ]
     return tuple(found)
+
+
+def _gpus_saved(placements: Sequence[PlacementGroupSpec]) -> list[str]:
+    """Return one line for each placement in which a rollout engine spans the GPUs of ranks."""
+    return [
+        f"{_name(p)}: {p.count * p.gpus:g} GPUs instead of {p.count * p.gpus * len(p.roles):g} "
+        f"with cluster.layout=separate and the same ranks; {p.workers('rollout')} rollout engines "
+        f"span {p.span} GPUs each"
+        for p in placements
+        if p.span > 1
+    ]
 
 
 def _placements(config: JobConfig, hardware: Hardware) -> list[PlacementGroupSpec]:
@@ -144,6 +155,14 @@ def check_room(
                 f"{placement}: one worker's GPUs have to be in one node, but a node of {hardware} "
                 f"has {hardware.gpus_per_node}; use nodes with more GPUs, or a smaller "
                 "tensor_parallel_size"
+            )
+        engines = placement.count // placement.span
+        room = hardware.nodes * int(hardware.gpus_per_node / (placement.span * placement.gpus))
+        if placement.span > 1 and room < engines:
+            raise PlanError(
+                f"{placement}: the {placement.span} GPUs of a rollout engine have to be in one "
+                f"node, so {hardware} has room for {room} of {engines} engines; use a "
+                "tensor_parallel_size that divides the GPUs of a node, or more nodes"
             )
 
 
@@ -242,7 +261,7 @@ def _nodes(placements: Sequence[PlacementGroupSpec], hardware: Hardware) -> list
     """Return the number of workers of each role on each node. The packing follows Ray: one
     placement after another, each on as few nodes as possible."""
     if hardware.gpu is None or all(p.gpus == 0 for p in placements):
-        return [{role: p.count for p in placements for role in p.roles}]
+        return [{role: p.workers(role) for p in placements for role in p.roles}]
     nodes: list[dict[str, int]] = [{} for _ in range(hardware.nodes)]
     free = [float(hardware.gpus_per_node)] * hardware.nodes
     for placement in placements:
@@ -255,7 +274,7 @@ def _nodes(placements: Sequence[PlacementGroupSpec], hardware: Hardware) -> list
             free[best] -= count * placement.gpus
             left -= count
             for role in placement.roles:
-                nodes[best][role] = nodes[best].get(role, 0) + count
+                nodes[best][role] = nodes[best].get(role, 0) + placement.workers(role, count)
     return [node for node in nodes if node]
 
 

@@ -195,7 +195,9 @@ def _vllm_role(
         resident["sync"] = (*process, found.weights, found.rest)  # cache not yet allocated
     first: dict[str, Items] = {"load": reads}
     if engine.tensor_parallel_size > 1:
-        copy = replace(model, how="weights for the other processes, in /dev/shm")
+        engines = min(role.ranks, context.hardware.gpus_per_node // engine.tensor_parallel_size)
+        how = "weights for the other processes of each engine on the node, in /dev/shm"
+        copy = replace(model, bytes=size * max(1, engines), how=how)
         first = {"load": (*reads, copy), "sync": (copy,)}
     if context.has_store:
         store = replace(model, how="weights of the last sync, in this node's object store")

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from burnish.config.cluster import ClusterConfig
@@ -29,6 +30,31 @@ log = logging.getLogger("burnish")
 
 _PEAKS_S = 10.0
 """Timeout for the memory peaks of workers. Workers that exceed it are omitted."""
+
+
+@dataclass(frozen=True)
+class _Reserved:
+    """Ray's placement groups of one placement."""
+
+    groups: Sequence[Any]
+    """One, or one per rollout engine that spans several places, ordered by their nodes."""
+    spec: PlacementGroupSpec
+
+    def strategy(self, place: int) -> Any:
+        """Return the scheduling strategy of processes in a place."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        group, bundle = divmod(place, self.spec.count // len(self.groups))
+        return PlacementGroupSchedulingStrategy(
+            self.groups[group], placement_group_bundle_index=bundle
+        )
+
+
+def _node_of(group: Any) -> str:
+    """Return the id of the node of a placement group's first bundle."""
+    from ray.util.placement_group import placement_group_table
+
+    return str(placement_group_table(group)["bundles_to_node_id"][0])
 
 
 class RayCluster:
@@ -56,7 +82,7 @@ class RayCluster:
         self._connected_here = False
         self._restore: Callable[[], None] = lambda: None
         self._registry: Any = None
-        self._placements: dict[str, tuple[Any, PlacementGroupSpec]] = {}
+        self._placements: dict[str, _Reserved] = {}
         self._connect(placements)
         try:
             self._reserve(placements)
@@ -108,27 +134,48 @@ class RayCluster:
         self._check_nodes(placements)
         for placement in placements:
             bundle = {"CPU": placement.cpus} | ({"GPU": placement.gpus} if placement.gpus else {})
-            made = placement_group([bundle] * placement.count, strategy="PACK")
-            self._placements |= {role: (made, placement) for role in placement.roles}
-            ready, _ = self.ray.wait([made.ready()], timeout=self.config.start_timeout_s)
-            if not ready:
+            size, strategy = placement.count, "PACK"
+            if placement.span > 1:  # PACK may divide the places of an engine between nodes
+                size, strategy = placement.span, "STRICT_PACK"
+            made = [
+                placement_group([bundle] * size, strategy=strategy)
+                for _ in range(placement.count // size)
+            ]
+            reserved = _Reserved(made, placement)
+            self._placements |= dict.fromkeys(placement.roles, reserved)
+            limit, refs = self.config.start_timeout_s, [group.ready() for group in made]
+            if self.ray.wait(refs, num_returns=len(refs), timeout=limit)[1]:
                 raise ClusterError(
                     f"no free resources for {placement} within {self.config.start_timeout_s:g} s "
                     f"(cluster.start_timeout_s): the cluster has {have} in total, which other "
                     "jobs may use; wait for them, or use a larger cluster"
                 )
+            made.sort(key=_node_of)  # consecutive ranks are on the same node
 
     def _check_nodes(self, placements: Sequence[PlacementGroupSpec]) -> None:
-        """Raise ClusterError if a bundle is larger than every node, because it would never be
-        ready."""
+        """Raise ClusterError if places that must be on one node (a bundle, or the bundles of one
+        rollout engine) do not fit into the nodes, because they would never be ready."""
         nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+        largest = " or ".join(
+            sorted({f"{n.get('GPU', 0):g} GPUs and {n.get('CPU', 0):g} CPUs" for n in nodes})
+        )
         for placement in placements:
-            need = {"CPU": placement.cpus, "GPU": placement.gpus}
-            if any(all(n.get(kind, 0.0) >= size for kind, size in need.items()) for n in nodes):
-                continue
-            largest = " or ".join(
-                sorted({f"{n.get('GPU', 0):g} GPUs and {n.get('CPU', 0):g} CPUs" for n in nodes})
+            span = placement.span
+            need = {"CPU": placement.cpus * span, "GPU": placement.gpus * span}
+            room = sum(
+                int(min(n.get(kind, 0.0) / size for kind, size in need.items() if size) + 1e-9)
+                for n in nodes
             )
+            if room >= (placement.count // span if span > 1 else 1):
+                continue
+            if span > 1:
+                raise ClusterError(
+                    f"{placement}: each rollout engine needs {need['GPU']:g} GPUs and "
+                    f"{need['CPU']:g} CPUs of one node (rollout.engine.tensor_parallel_size="
+                    f"{span}), so the nodes of this cluster ({largest}) have room for {room} of "
+                    f"{placement.count // span} engines; use a tensor_parallel_size that divides "
+                    "the GPUs of a node, more nodes, or cluster.layout=separate"
+                )
             raise ClusterError(
                 f"one worker of {placement} needs {placement.gpus:g} GPUs and {placement.cpus:g} "
                 f"CPUs on one node, but the nodes of this cluster have {largest}; use a smaller "
@@ -170,19 +217,19 @@ class RayCluster:
 
     def start_one(self, group: str, worker_class: type, rank: int, size: int) -> Any:
         """Start one worker process. :meth:`wait_started` waits until it responds."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        reserved, placement = self._placements[group]
+        reserved = self._placements[group]
+        placement = reserved.spec
         gpus = placement.gpus / len(placement.roles)
         device = "cuda" if gpus else "cpu"
+        environment = worker_environment(on_gpu=bool(gpus))
+        if gpus and group == "rollout" and placement.span > 1:
+            environment |= visible_devices(self._devices(reserved, rank))
         remote = self.ray.remote(worker_class).options(
             num_cpus=placement.cpus / len(placement.roles),
             num_gpus=gpus,
             max_restarts=0,  # no automatic restart, which would lose the worker's state
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                reserved, placement_group_bundle_index=rank
-            ),
-            runtime_env={"env_vars": worker_environment(on_gpu=bool(gpus))},
+            scheduling_strategy=reserved.strategy(placement.place(group, rank)),
+            runtime_env={"env_vars": environment},
         )
         worker = remote.remote(
             WorkerInfo(group, rank, size, device, self._threads(), shared=len(placement.roles) > 1),
@@ -196,6 +243,38 @@ class RayCluster:
             heartbeat, self.monitor.every_s
         )
         return worker
+
+    def _devices(self, reserved: _Reserved, rank: int) -> list[str]:
+        """Return the ids of the GPUs in all places of rollout engine ``rank``, in the order of the
+        train ranks. Raises ClusterError if they do not respond or are not on one node."""
+        spec = reserved.spec
+
+        def own() -> tuple[str, list[str]]:  # a local function, so that it imports nothing
+            import ray
+
+            context = ray.get_runtime_context()
+            return context.get_node_id(), context.get_accelerator_ids()["GPU"]
+
+        share = {"num_cpus": 0, "num_gpus": spec.gpus / len(spec.roles)}
+        first = spec.place("rollout", rank)
+        refs = [
+            self.ray.remote(own).options(**share, scheduling_strategy=reserved.strategy(i)).remote()
+            for i in range(first, first + spec.span)
+        ]
+        limit = self.config.start_timeout_s
+        if self.ray.wait(refs, num_returns=len(refs), timeout=limit)[1]:
+            raise ClusterError(
+                f"the GPUs of rollout engine {rank} did not respond within {limit:g} s "
+                "(cluster.start_timeout_s); check the nodes, and continue with --resume"
+            )
+        found = self.ray.get(refs)
+        devices = [device for _, own_ids in found for device in own_ids]
+        if len({node for node, _ in found}) != 1 or len(set(devices)) != spec.span:
+            raise ClusterError(
+                f"rollout engine {rank} needs {spec.span} GPUs of one node, but Ray assigned "
+                f"{found} (node, GPUs); please report it"
+            )
+        return devices
 
     def wait_started(self, workers: Sequence[Any]) -> list[tuple[Any, str]]:
         """Wait until new workers respond, and monitor them from then on. Return those that do not
@@ -265,8 +344,9 @@ class RayCluster:
 
         if not self.ray.is_initialized():
             return
-        for placements in {id(made): made for made, _ in self._placements.values()}.values():
-            remove_placement_group(placements)
+        groups = [group for reserved in self._placements.values() for group in reserved.groups]
+        for group in {id(group): group for group in groups}.values():
+            remove_placement_group(group)
         if self._registry is not None:
             self.ray.kill(self._registry)
         self._placements, self._registry = {}, None
@@ -328,6 +408,15 @@ class PeakCollector:
 
 
 _FORWARDED_PREFIXES = ("DS_", "GLOO_", "HF_", "NCCL_", "VLLM_", "TORCHDYNAMO_", "TORCHINDUCTOR_")
+
+
+def visible_devices(devices: Sequence[str]) -> dict[str, str]:
+    """Return the variables of a worker that uses ``devices``, although Ray counts only a share of
+    one of them as its own."""
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(devices),
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # else Ray overwrites it
+    }
 
 
 def worker_environment(*, on_gpu: bool) -> dict[str, str]:

@@ -92,15 +92,52 @@ def test_a_lora_policy_is_its_own_reference() -> None:
     assert [role.name for role in config.roles()] == ["policy", "rollout"]
 
 
-def test_a_vllm_engine_over_two_gpus_cannot_share_the_policys_gpus() -> None:
-    overrides = ["rollout.engine.tensor_parallel_size=2"]
-    with pytest.raises(ConfigError, match="puts each rollout worker on the GPU of its policy rank"):
-        load_config(BY_NAME["llama3_8b_grpo_8gpu"], overrides)
-    apart = [*overrides, "cluster.layout=separate", "cluster.offload_between_phases=[]"]
-    placements = placement_groups(load_config(BY_NAME["llama3_8b_grpo_8gpu"], apart))
-    assert [(p.count, p.gpus) for p in placements if p.roles == ("rollout",)] == [(8, 2)]
-    with pytest.raises(ConfigError, match=r"gpus_per_worker=0\.5 with tensor_parallel_size=2"):
-        load_config(BY_NAME["llama3_8b_grpo_8gpu"], [*apart, "cluster.gpus_per_worker=0.5"])
+def test_colocated_engines_span_the_gpus_of_consecutive_ranks() -> None:
+    """64 ranks / 8 GPUs per engine = 8 engines; 8 / 2 = 4."""
+    config = load_config(BY_NAME["llama3_70b_grpo_8x8"])
+    (place,) = placement_groups(config)
+    assert (place.count, place.gpus, place.span, place.workers("rollout")) == (64, 1, 8, 8)
+    assert str(place) == (
+        "64 x policy+rollout+reference (1 GPU each; a rollout engine spans 8 on one node)"
+    )
+    assert [place.place("rollout", i) for i in (0, 1, 7)] == [0, 8, 56]
+    assert [place.place("reference", i) for i in (0, 1, 7)] == [0, 1, 7]
+    small = BY_NAME["llama3_8b_grpo_8gpu"]
+    (place,) = placement_groups(
+        load_config(small, ["rollout.engine.tensor_parallel_size=2", "cluster.rollout_workers=4"])
+    )
+    assert (place.count, place.span, place.workers("rollout")) == (8, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            [],
+            r"8 ranks of policy have room for 4 engines, not 8; set cluster.rollout_workers=4, or "
+            "use layout=separate",
+        ),
+        (
+            ["rollout.engine.tensor_parallel_size=3"],
+            r"policy has 8 ranks, which 3 does not divide; use a multiple of 3 ranks, a "
+            r"tensor_parallel_size of \[1, 2, 4, 8\]",
+        ),
+        (["cluster.gpus_per_worker=0.5"], r"gpus_per_worker=0\.5 with tensor_parallel_size=2"),
+        (["cluster.reference_ranks=4"], "policy and reference on the same GPUs, but they have 8"),
+        (["sync.kind=collective"], "NCCL, which refuses .* use sync.kind=disk, or cluster.layout"),
+        (["sync.kind=ipc"], "handles to memory of one GPU, .* engines are on 8 GPUs; remove sync"),
+    ],
+)
+def test_colocated_engines_that_cannot_work_are_refused(overrides: list[str], said: str) -> None:
+    parts = ["rollout.engine.tensor_parallel_size=2"]
+    parts += ["cluster.rollout_workers=4"] if overrides else []
+    with pytest.raises(ConfigError, match=said):
+        load_config(BY_NAME["llama3_8b_grpo_8gpu"], [*parts, *overrides])
+    if "layout" not in said:
+        return
+    apart = ["cluster.layout=separate", "cluster.offload_between_phases=[]"]
+    config = load_config(BY_NAME["llama3_8b_grpo_8gpu"], [*parts, *overrides, *apart])
+    assert {(p.gpus, p.span) for p in placement_groups(config) if "rollout" in p.roles} == {(2, 1)}
 
 
 def test_colocated_roles_need_equal_numbers() -> None:

@@ -7,6 +7,7 @@ import pytest
 from burnish.config import load_config
 from burnish.plan.hardware import parse_cluster
 from burnish.plan.predict import make_plan
+from burnish.plan.shapes import PlanError
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,6 +32,27 @@ def test_an_offloaded_role_counts_on_the_device_in_its_own_phase_only():
     host = peaks(moves, "host")["step"] - peaks(stays, "host")["step"]
     assert host == 8 * 8 * (256 << 20)
     assert not stays.savings and "instead of" in moves.savings[0]
+
+
+def test_engines_on_the_gpus_of_ranks_are_planned_per_gpu():
+    """vLLM holds 70.554e9 / 8 x 2 B = 17.6 GB of weights on each of the 64 GPUs, with one engine
+    per node; 64 + 64 + 8 x 8 = 192 GPUs would be separate."""
+    recipe = load_config(ROOT / "recipes" / "llama3_70b_grpo_8x8.yaml")
+    plan = make_plan(recipe, parse_cluster("8x8xA800-80GB", host_gb=800))
+    assert plan.fits, plan.verdict()
+    assert {p.place for p in plan.peaks} == {
+        "64 x policy+rollout+reference",
+        "a node with 8 policy+1 rollout+8 reference",
+    }
+    (weights,) = {
+        r.bytes
+        for r in plan.rows
+        if (r.role, r.phase, r.item, r.where) == ("rollout x8", "rollout", "parameters", "device")
+    }
+    assert weights == pytest.approx(70_553_706_496 * 2 / 8)
+    assert "64 GPUs instead of 192 with cluster.layout=separate" in plan.to_text()
+    with pytest.raises(PlanError, match="16x4xA800-80GB has room for 0 of 8 engines"):
+        make_plan(recipe, parse_cluster("16x4xA800-80GB"))
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto"])

@@ -25,9 +25,13 @@ import ray
 
 import burnish
 from burnish.config import ConfigError, JobConfig
+from burnish.config.cluster import ClusterConfig
+from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.placement import placement_groups_for
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples
 from burnish.runtime.base import ClusterError
+from burnish.runtime.ray_cluster import RayCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("ray_cluster")]
 
@@ -283,12 +287,48 @@ def test_errors_of_a_worker_reach_the_user_unchanged(rl: MakeConfig, reward: Any
     assert said[0] == said[1]
 
 
+# ---- places --------------------------------------------------------------------------------------
+
+
+def test_an_engine_sees_the_gpus_of_the_ranks_that_it_spans() -> None:
+    """4 ranks and 2 engines on 4 GPUs that exist only as numbers. Engine 1 sees the GPUs of ranks 2
+    and 3, in their order."""
+    gpus = {"policy_ranks": 4, "rollout_workers": 2, "gpus_per_worker": 1, "cpus_per_worker": 2}
+    config = ClusterConfig(runtime="ray", **gpus)
+    places = placement_groups_for(config, ["policy", "rollout"], tensor_parallel_size=2)
+    model = ModelConfig(scratch=ScratchConfig())
+    cluster = RayCluster(model, config, placements=places, precision=PrecisionConfig())
+
+    class Seen:
+        def __init__(self, info: Any, *_: Any) -> None:
+            self.device = info.device
+
+        def heartbeat(self, *_: Any) -> tuple[str, int]:
+            return "node", os.getpid()
+
+        def seen(self) -> tuple[str, str | None]:
+            return self.device, os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    def visible(group: str, index: int, size: int) -> list[str]:
+        worker = cluster.start_one(group, Seen, index, size)
+        device, ids = ray.get(worker.seen.remote(), timeout=60)
+        assert device == "cuda" and ids
+        cluster.end([worker])
+        return ids.split(",")
+
+    try:
+        third, fourth = visible("rollout", 1, 2)
+        assert third != fourth and [fourth] == visible("policy", 3, 4)
+    finally:
+        cluster.close()
+
+
 # ---- bad input -----------------------------------------------------------------------------------
 
 
 def test_needing_more_than_the_cluster_has_is_rejected_at_once(rl: MakeConfig, reward: Any) -> None:
-    gpus = rl(*RAY, "cluster.gpus_per_worker=1")
-    with pytest.raises(ClusterError, match=r"needs 2 GPUs .*the cluster has 0"):
+    gpus = rl(*RAY, "cluster.gpus_per_worker=4")
+    with pytest.raises(ClusterError, match=r"needs 8 GPUs .*the cluster has 4"):
         burnish.run(gpus, rewards=reward)
     many = rl(*RAY, "cluster.layout=separate", "cluster.rollout_workers=20")
     with pytest.raises(ClusterError, match=r"needs 22 CPUs .*the cluster has 16"):

@@ -40,16 +40,21 @@ RAY = [
 ]
 
 
-def test_ten_steps_of_grpo_through_ray_zero_2_and_vllm(
+def test_grpo_through_ray_zero_2_and_an_engine_that_spans_both_ranks(
     rl: MakeConfig, reward: Callable[[str], float]
 ) -> None:
     """After each step the engine has verified the checksum of every bucket on the way, the weights
-    that vLLM holds, and that it computes with them; a step's log-probs of what was sampled agree
-    with the sampler's."""
+    that vLLM's two processes hold, and that they compute with them; a step's log-probs of what was
+    sampled agree with the sampler's. Policy and reference share the places of the engine, and are
+    offloaded while it samples."""
     zero = ["train.engine.kind=deepspeed", "train.engine.zero_stage=2"]
-    config = rl(*VLLM, *RAY, *zero, "max_steps=10")
+    heads = ["model.scratch.hidden_size=64", "model.scratch.num_heads=2"]  # one per process
+    together = ["cluster.layout=colocate_all", "cluster.offload_between_phases=[policy,reference]"]
+    parts = ["rollout.engine.tensor_parallel_size=2", "model.scratch.num_kv_heads=2"]
+    kl = "algorithm.kl.init_kl_coef=0.01"
+    config = rl(*VLLM, *RAY, *zero, *heads, *together, *parts, kl, "max_steps=6")
     lines = read_metrics(burnish.run(config, rewards=reward).run_dir)
-    assert [line["step"] for line in lines] == list(range(1, 11))
+    assert [line["step"] for line in lines] == list(range(1, 7))
     for line in lines:
         # fp32: log-probs of up to 5 by other kernels. Stale weights would be off by 1e-2 and more
         # after the first step of 1e-2.

@@ -75,7 +75,7 @@ def check_places(parts: int) -> None:
 
 def main() -> None:
     """Start the nodes and print the places."""
-    four = {"num_cpus": 8, "num_gpus": 4, "object_store_memory": 100 << 20}
+    four: dict[str, Any] = {"num_cpus": 8, "num_gpus": 4, "object_store_memory": 100 << 20}
     nodes = Cluster(initialize_head=True, head_node_args=four)
     nodes.add_node(**four)
     try:

@@ -9,6 +9,7 @@ from burnish.config.roles import RolloutRole
 from burnish.config.rollout import LocalEngine, VllmEngine
 from burnish.config.train import TrainConfig
 from burnish.plan.kv_cache import (
+    FILE_BYTES,
     Demand,
     local_cache,
     local_logits,
@@ -165,7 +166,7 @@ def _vllm_role(
     common["phase"] = "rollout"
     size = shape.parameters * SIZES[dtype]
     model = Item("parameters", size, "model read by the worker", "host")
-    reads = () if context.job.inline and role.of_policy else (model,)
+    reads = () if role.of_policy else (model,)
     notes = _episode_notes(role, demand, at_once=engine.max_num_seqs)
     if context.hardware.gpu is None:
         weights, cache = vllm_on_cpu(shape, engine, demand, dtype)
@@ -196,9 +197,11 @@ def _vllm_role(
     first: dict[str, Items] = {"load": reads}
     if engine.tensor_parallel_size > 1:
         engines = min(role.ranks, context.hardware.gpus_per_node // engine.tensor_parallel_size)
-        how = "weights for the other processes of each engine on the node, in /dev/shm"
-        copy = replace(model, bytes=size * max(1, engines), how=how)
-        first = {"load": (*reads, copy), "sync": (copy,)}
+        largest = int(shape.text.to_dict()["vocab_size"]) * int(shape.text.hidden_size)
+        part = min(size, FILE_BYTES + largest * SIZES[dtype])
+        how = "a file of weights for the processes of each engine on the node, in /dev/shm"
+        copy = replace(model, bytes=part * max(1, engines), how=how)
+        first = {"load": (*reads, copy) if reads else (), "sync": (copy,)}
     if context.has_store:
         store = replace(model, how="weights of the last sync, in this node's object store")
         for phase in PHASES[1:] if role.overlaps else ("sync", "rollout"):

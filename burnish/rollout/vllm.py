@@ -57,11 +57,12 @@ from burnish.rollout.vllm_process import (
 )
 from burnish.rollout.vllm_sleep import Sleep
 from burnish.rollout.vllm_weights import (
+    FILE_BYTES,
     WeightStream,
     WorkerExtension,
     shapes_of,
     shared_folder,
-    write_weights,
+    weight_files,
 )
 
 INSTALL = (
@@ -329,18 +330,22 @@ class VllmRolloutEngine:
     def _send(self, stream: WeightStream) -> list[dict[str, Any]]:
         """Send the stream to every worker and return their reports.
 
-        Tensors are passed directly in this process, and through files to other processes (in shared
-        memory if there is enough).
+        Tensors are passed directly in this process. Other processes read them from one file after
+        the other (in shared memory if there is enough).
         """
         rpc = self._llm.collective_rpc
+        rpc("burnish_begin")
         if self.config.tensor_parallel_size == 1:
-            return rpc("burnish_load", args=(stream, self.dtype))
-        shapes = shapes_of(self._skeleton).values()
-        folder = shared_folder(sum(s.numel() for s in shapes) * self.dtype.itemsize)
+            rpc("burnish_load", args=(stream, self.dtype))
+            return rpc("burnish_report", args=(self.dtype,))
+        largest = max(shape.numel() for shape in shapes_of(self._skeleton).values())
+        folder = shared_folder(FILE_BYTES + largest * self.dtype.itemsize)
         try:
-            write_weights(stream, folder, self.dtype)
+            for file in weight_files(stream, folder, self.dtype):
+                rpc("burnish_load", args=(str(file), self.dtype))
+                file.unlink()
             stream.finish()
-            return rpc("burnish_load", args=(str(folder), self.dtype))
+            return rpc("burnish_report", args=(self.dtype,))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

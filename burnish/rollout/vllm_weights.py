@@ -27,6 +27,9 @@ from burnish.rollout.vllm_experts import experts_not_used
 from burnish.rollout.vllm_names import HubNames, held_names, layer_of, state_of
 from burnish.rollout.weights import WeightNameCheck, fingerprint, read_fingerprints
 
+FILE_BYTES = 1 << 30
+"""Size of a file of weights for vLLM's processes. Two never exist at the same time."""
+
 
 class WeightStream:
     """The tensors of one load as vLLM reads them, with checks and fingerprints. If one is wrong,
@@ -147,25 +150,34 @@ def shared_folder(num_bytes: int) -> Path:
     return Path(tempfile.mkdtemp(prefix=shm.prefix("weights"), dir=shared if roomy else disk))
 
 
-def write_weights(stream: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype) -> None:
-    """Write the stream as safetensors files of about 1 GiB."""
+def weight_files(
+    stream: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype
+) -> Iterator[Path]:
+    """Write the stream as safetensors files of :data:`FILE_BYTES` or one tensor more, and yield
+    each once it is written. The reader may delete it."""
     bucket: dict[str, Tensor] = {}
     count = size = 0
     for name, tensor in stream:
         bucket[name] = tensor.to("cpu", dtype).contiguous().clone()
         size += bucket[name].nbytes
-        if size > 1 << 30:
-            save_file(bucket, folder / f"{count:05d}.safetensors")
+        if size > FILE_BYTES:
+            yield _write(bucket, folder, count)
             bucket, count, size = {}, count + 1, 0
-    save_file(bucket, folder / f"{count:05d}.safetensors")
+    if bucket:
+        yield _write(bucket, folder, count)
 
 
-def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Read the tensors that :func:`write_weights` wrote."""
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (it is no dict)
-                yield name, opened.get_tensor(name)
+def _write(bucket: dict[str, Tensor], folder: Path, number: int) -> Path:
+    file = folder / f"{number:05d}.safetensors"
+    save_file(bucket, file)
+    return file
+
+
+def _read(file: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a safetensors file."""
+    with safe_open(file, framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118 (it is no dict)
+            yield name, opened.get_tensor(name)
 
 
 # ---- the workers' side ---------------------------------------------------------------------
@@ -175,49 +187,60 @@ class WorkerExtension:
     """Methods that are added to every vLLM worker (``worker_extension_cls``)."""
 
     model_runner: Any
+    burnish_given: list[str]
+    """Names of the weights of this load."""
+    burnish_kept: set[str]
+    """Those in another format than the model's."""
+    burnish_findings: list[str]
 
     def burnish_shared_name(self) -> str | None:
         """Return the prefix of the names of this engine's shared memory and of the file through
         which its processes found each other (on CPU)."""
         return os.environ.get("VLLM_DIST_IDENT")
 
-    def burnish_load(self, source: Any, dtype: torch.dtype) -> dict[str, Any]:
-        """Load from a stream or a folder of safetensors. Return a report of the loaded model:
-        ``fingerprints`` by vLLM's names, ``names`` (given name -> vLLM's), ``exact`` (tensors whose
-        fingerprint is of their fp32 values) and ``findings`` (problems)."""
-        model = self.model_runner.model
+    def burnish_begin(self) -> None:
+        """Begin a load, which is one or several calls of :meth:`burnish_load`."""
         _full_logprobs(self.model_runner.sampler)
-        tensors = iter(read_weights(Path(source)) if isinstance(source, str) else source)
-        findings, given, kept = [], list[str](), set[str]()
-        files = isinstance(source, str)
+        self.burnish_given, self.burnish_kept, self.burnish_findings = [], set(), []
+
+    def burnish_load(self, source: Any, dtype: torch.dtype) -> None:
+        """Load weights from a stream or a file of safetensors. Errors become findings of the
+        report."""
+        file = isinstance(source, str)
 
         def noted() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in tensors:
-                given.append(name)
-                if isinstance(tensor, nn.Buffer) or (files and tensor.dtype != dtype):
-                    kept.add(name)
+            for name, tensor in _read(source) if file else source:
+                self.burnish_given.append(name)
+                if isinstance(tensor, nn.Buffer) or (file and tensor.dtype != dtype):
+                    self.burnish_kept.add(name)
                 yield name, tensor
 
-        with torch.no_grad():
-            try:
-                model.load_weights(noted())
-            except Exception as error:  # becomes a finding, with vLLM's own words
-                said = str(error).splitlines()[0] if str(error) else ""
-                findings.append(f"its loader failed: {type(error).__name__}: {said}")
-            names = held_names(model, given)
-            derived = _derive(model, dtype)
-            findings += _not_live(model, derived)
-            buffers = {n for n, _ in model.named_buffers()} - set(names.values())
-            state = {n: t for n, t in state_of(model) if n not in buffers | derived}
-            of_buffers = {names.get(name) for name in kept}
-            exact = {n for n, t in state.items() if n in of_buffers and t.dtype == torch.float32}
-            held = {
-                name: fingerprint(t, torch.float32 if name in exact else dtype)
-                for name, t in state.items()
-            }
-        numbers = read_fingerprints(held)
+        try:
+            with torch.no_grad():
+                self.model_runner.model.load_weights(noted())
+        except Exception as error:  # becomes a finding, with vLLM's own words
+            said = str(error).splitlines()[0] if str(error) else ""
+            self.burnish_findings.append(f"its loader failed: {type(error).__name__}: {said}")
+
+    @torch.no_grad()
+    def burnish_report(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return a report of the loaded model: ``fingerprints`` by vLLM's names, ``names`` (given
+        name -> vLLM's), ``exact`` (tensors whose fingerprint is of their fp32 values) and
+        ``findings`` (problems)."""
+        model = self.model_runner.model
+        names = held_names(model, self.burnish_given)
+        derived = _derive(model, dtype)
+        findings = [*self.burnish_findings, *_not_live(model, derived)]
+        buffers = {n for n, _ in model.named_buffers()} - set(names.values())
+        state = {n: t for n, t in state_of(model) if n not in buffers | derived}
+        of_buffers = {names.get(name) for name in self.burnish_kept}
+        exact = {n for n, t in state.items() if n in of_buffers and t.dtype == torch.float32}
+        held = {
+            name: fingerprint(t, torch.float32 if name in exact else dtype)
+            for name, t in state.items()
+        }
         return {
-            "fingerprints": numbers,
+            "fingerprints": read_fingerprints(held),
             "names": names,
             "exact": sorted(exact),
             "findings": findings,

@@ -126,16 +126,26 @@ class InlineRuntime:
         return self.phases.rollout(make_local_engine(model, self.tokenizer, config, name=name))
 
     def standalone_rollout(
-        self, model: ModelConfig, config: RolloutEngineConfig, *, max_len: int | None = None
+        self,
+        model: ModelConfig,
+        config: RolloutEngineConfig,
+        *,
+        max_len: int | None = None,
+        ready: bool = True,
     ) -> RolloutEngine:
-        """Return a rollout engine without a trainer (evaluation of a finished model)."""
+        """Return a rollout engine without a trainer (evaluation of a finished model). ``ready``:
+        it has the model's own weights. Otherwise vLLM reads none if the model can be built without
+        them, and cannot sample until weights are loaded."""
         device = "cpu" if isinstance(config, VllmEngine) else self.device
-        network = load_causal_lm(model, dtype=self.precision.sampler_dtype, device=device)
+        empty = isinstance(config, VllmEngine) and not ready
+        dtype = self.precision.sampler_dtype
+        network = load_causal_lm(model, dtype=dtype, device=device, empty=empty)
         self._add_end_token(network)
         if isinstance(config, LocalEngine):
             return make_local_engine(network, self.tokenizer, config, name=describe(model))
         engine = self._vllm(network, config, max_len)
-        engine.load_weights(0, merged_weights(network))
+        if ready:
+            engine.load_weights(0, merged_weights(network))
         return engine
 
     def _vllm(self, model: Any, config: VllmEngine, max_len: int | None) -> VllmRolloutEngine:

@@ -73,7 +73,7 @@ class RolloutWorker(Worker):
         """Load the model and make the engine. Return the maximum length of a row in tokens (None:
         unlimited). ``ready``: it may sample from the model's own weights. Otherwise it needs a
         weight transfer first."""
-        engine = self.runtime().standalone_rollout(model, config, max_len=max_len)
+        engine = self.runtime().standalone_rollout(model, config, max_len=max_len, ready=ready)
         self._expected = None
         synced = SyncedEngine(engine, SnapshotSource(), ready=ready)
         self.engine = timed(synced, self.timeline, {"receive": "rollout_sync"})

@@ -735,7 +735,11 @@ def traces() -> set[str]:
 
 
 @pytest.mark.alone
-def test_two_processes_share_the_model_load_weights_and_end_cleanly() -> None:
+def test_two_processes_share_the_model_load_weights_and_end_cleanly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights arrive in many files, one after the other."""
+    monkeypatch.setattr(weights_side, "FILE_BYTES", 1000)
     while _kept:
         _kept.popitem()[1].close()
     before = traces()

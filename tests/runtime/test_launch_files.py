@@ -19,6 +19,7 @@ import yaml
 from burnish.config import RLConfig, load_config
 from burnish.config.placement import placement_groups
 from burnish.config.rewards import RemoteReward
+from burnish.rollout.vllm_weights import FILE_BYTES
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "recipes" / "launch"
@@ -154,8 +155,8 @@ def test_the_kuberay_file_runs_a_recipe_that_exists_with_keys_that_exist() -> No
     store = int(workers["rayStartParams"]["object-store-memory"])
     shared = volumes["shm"]["emptyDir"]["sizeLimit"]
     assert shared.endswith("Gi")
-    weights = 70_553_706_496 * 2  # bf16; rollout/vllm_weights.py takes /dev/shm where twice fits
-    assert int(shared.removesuffix("Gi")) << 30 > 2 * weights + store
+    file = FILE_BYTES + 128_256 * 8192 * 2  # and one tensor in bf16; /dev/shm is used if two fit
+    assert int(shared.removesuffix("Gi")) << 30 > 2 * file + store
 
 
 def urls_of(command: str) -> list[str]:

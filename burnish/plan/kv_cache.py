@@ -18,7 +18,6 @@ from burnish.plan.shapes import ModelShape
 
 CPU_BLOCK = 32
 MOST_CPU_CACHE = 4 << 30
-FILE_BYTES = 1 << 30  # rollout/vllm_weights.py
 _FIRST_ROOM = 64  # initial number of positions for new tokens
 
 

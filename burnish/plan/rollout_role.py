@@ -9,7 +9,6 @@ from burnish.config.roles import RolloutRole
 from burnish.config.rollout import LocalEngine, VllmEngine
 from burnish.config.train import TrainConfig
 from burnish.plan.kv_cache import (
-    FILE_BYTES,
     Demand,
     local_cache,
     local_logits,
@@ -30,6 +29,7 @@ from burnish.plan.role_base import (
     with_fragmentation,
 )
 from burnish.plan.shapes import ModelShape, shape_of
+from burnish.rollout.vllm_weights import FILE_BYTES
 
 
 def rollout_role(context: Context, role: RolloutRole) -> RoleMemory:

@@ -169,8 +169,11 @@ def _vllm_role(
     reads = () if role.of_policy else (model,)
     notes = _episode_notes(role, demand, at_once=engine.max_num_seqs)
     if context.hardware.gpu is None:
-        weights, cache = vllm_on_cpu(shape, engine, demand, dtype)
-        always: Items = (*overhead(context, 1), weights, cache)
+        each, parts = vllm_on_cpu(shape, engine, demand, dtype), engine.tensor_parallel_size
+        always: Items = (*overhead(context, 1), *each)
+        if parts > 1:  # processes of their own, besides the worker
+            always = (*always, *(i for _ in range(parts) for i in overhead(context, 1)))
+            always = (*always, *(i for _ in range(parts - 1) for i in each))
         return RoleMemory(
             **common,
             resident={phase: always for phase in PHASES},
@@ -186,6 +189,8 @@ def _vllm_role(
         overhead=dict(context.overhead),
     )
     process = overhead(context, engine.tensor_parallel_size)
+    if engine.tensor_parallel_size > 1:  # one process per GPU, besides the worker
+        process += engine.tensor_parallel_size * tuple(i for i in process if i.where == "host")
     awake: Items = (*process, found.weights, found.cache, found.rest)
     resident: dict[str, Items] = {phase: awake for phase in PHASES}
     if engine.sleep_between_rollouts:

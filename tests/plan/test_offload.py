@@ -50,6 +50,8 @@ def test_engines_on_the_gpus_of_ranks_are_planned_per_gpu():
         if (r.role, r.phase, r.item, r.where) == ("rollout x8", "rollout", "parameters", "device")
     }
     assert weights == pytest.approx(70_553_706_496 * 2 / 8)
+    rows = [r for r in plan.rows if (r.role, r.phase) == ("rollout x8", "rollout")]
+    assert sum(r.how == "a Python process with CUDA" for r in rows) == 1 + 8
     assert "64 GPUs instead of 192 with cluster.layout=separate" in plan.to_text()
     with pytest.raises(PlanError, match="16x4xA800-80GB has room for 0 of 8 engines"):
         make_plan(recipe, parse_cluster("16x4xA800-80GB"))

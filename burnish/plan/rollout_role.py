@@ -158,6 +158,14 @@ def _staged(setup: EngineSetup) -> Items:
     return (replace(weights, how=f"staged copy of new weights: {weights.how}"),)
 
 
+def _processes_on_cpu(context: Context, engine: VllmEngine, each: Items) -> Items:
+    """Return the memory of an engine's processes: the worker, which is the only one or has no
+    tensors, and one with the tensors ``each`` per part of the model."""
+    parts = engine.tensor_parallel_size
+    count = 1 if parts == 1 else 1 + parts
+    return (*(count * overhead(context, 1)), *(parts * each))
+
+
 def _vllm_role(
     context: Context, role: RolloutRole, engine: VllmEngine, *, shape: ModelShape, demand: Demand
 ) -> RoleMemory:
@@ -169,11 +177,7 @@ def _vllm_role(
     reads = () if role.of_policy else (model,)
     notes = _episode_notes(role, demand, at_once=engine.max_num_seqs)
     if context.hardware.gpu is None:
-        each, parts = vllm_on_cpu(shape, engine, demand, dtype), engine.tensor_parallel_size
-        always: Items = (*overhead(context, 1), *each)
-        if parts > 1:  # processes of their own, besides the worker
-            always = (*always, *(i for _ in range(parts) for i in overhead(context, 1)))
-            always = (*always, *(i for _ in range(parts - 1) for i in each))
+        always = _processes_on_cpu(context, engine, vllm_on_cpu(shape, engine, demand, dtype))
         return RoleMemory(
             **common,
             resident={phase: always for phase in PHASES},

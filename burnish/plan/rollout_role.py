@@ -166,6 +166,17 @@ def _processes_on_cpu(context: Context, engine: VllmEngine, each: Items) -> Item
     return (*(count * overhead(context, 1)), *(parts * each))
 
 
+def _weight_file(
+    context: Context, role: RolloutRole, engine: VllmEngine, *, shape: ModelShape
+) -> Item:
+    """Return the files of weights, one for each engine on a node, that vLLM's processes read."""
+    engines = min(role.ranks, context.hardware.gpus_per_node // engine.tensor_parallel_size)
+    largest = int(shape.text.to_dict()["vocab_size"]) * int(shape.text.hidden_size)
+    size = min(shape.parameters, largest) * SIZES[role.dtype] + FILE_BYTES
+    how = "a file of weights for the processes of each engine on the node, in /dev/shm"
+    return Item("parameters", size * max(1, engines), how, "host")
+
+
 def _vllm_role(
     context: Context, role: RolloutRole, engine: VllmEngine, *, shape: ModelShape, demand: Demand
 ) -> RoleMemory:
@@ -205,11 +216,7 @@ def _vllm_role(
         resident["sync"] = (*process, found.weights, found.rest)  # cache not yet allocated
     first: dict[str, Items] = {"load": reads}
     if engine.tensor_parallel_size > 1:
-        engines = min(role.ranks, context.hardware.gpus_per_node // engine.tensor_parallel_size)
-        largest = int(shape.text.to_dict()["vocab_size"]) * int(shape.text.hidden_size)
-        part = min(size, FILE_BYTES + largest * SIZES[dtype])
-        how = "a file of weights for the processes of each engine on the node, in /dev/shm"
-        copy = replace(model, bytes=part * max(1, engines), how=how)
+        copy = _weight_file(context, role, engine, shape=shape)
         first = {"load": (*reads, copy) if reads else (), "sync": (copy,)}
     if context.has_store:
         store = replace(model, how="weights of the last sync, in this node's object store")

@@ -79,8 +79,8 @@ class VllmEngine(Node):
 
     kind: Literal["vllm"]
     tensor_parallel_size: int = Field(1, ge=1)
-    """GPUs (on CPU: processes) per copy of the model. Must divide its attention and key/value
-    heads."""
+    """GPUs (on CPU: processes) per copy of the model, on one node. Must divide its attention and
+    key/value heads and, with a layout that shares GPUs, the number of ranks."""
     max_num_seqs: int = Field(128, ge=1)
     """Maximum responses decoded at once; others wait for a free slot."""
     max_model_len: int | None = Field(None, ge=2)

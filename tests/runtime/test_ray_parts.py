@@ -19,16 +19,19 @@ import torch
 
 import burnish
 from burnish.config.cluster import ClusterConfig
-from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.placement import PlacementGroupSpec
-from burnish.config.rollout import LocalEngine
+from burnish.config.rollout import LocalEngine, VllmEngine
 from burnish.config.sync import DiskSync
 from burnish.config.train import TrainConfig
+from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.teacher import DistillTargetSpec
 from burnish.observe.timeline import Timeline
+from burnish.runtime import inline
 from burnish.runtime import ray as ray_runtime
 from burnish.runtime.base import ClusterError, WorkerLostError
 from burnish.runtime.errors import constructor_error
+from burnish.runtime.inline import InlineRuntime
 from burnish.runtime.phases import Phases
 from burnish.runtime.ray import RayRuntime
 from burnish.runtime.ray_cluster import RayCluster, worker_environment
@@ -192,6 +195,29 @@ def test_workers_get_absolute_paths_of_everything_they_read_or_write(
     assert given["RemoteRolloutEngine"][1].path == absolute
     runtime.sync(none, none, DiskSync(kind="disk", folder="weights"))
     assert given["ray_sync"][2].folder == str(tmp_path / "weights"), "which is not there yet"
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_vllm_reads_no_weights_if_a_transfer_follows(
+    ready: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = ModelConfig(scratch=ScratchConfig(hidden_size=32, num_layers=1))
+    load_causal_lm(scratch).save_pretrained(tmp_path)
+    given: list[Any] = []
+    loaded: list[int] = []
+
+    def engine(model: Any, *_: Any, **__: Any) -> Any:
+        given.append(model)
+        return SimpleNamespace(load_weights=lambda version, tensors: loaded.append(version))
+
+    monkeypatch.setattr(inline, "VllmRolloutEngine", engine)
+    runtime = InlineRuntime(
+        load_tokenizer(scratch), precision=PrecisionConfig(), device="cpu", timeline=Timeline()
+    )
+    folder = ModelConfig(path=str(tmp_path))
+    runtime.standalone_rollout(folder, VllmEngine(kind="vllm"), ready=ready)
+    assert {p.is_meta for p in given[0].parameters()} == {not ready}
+    assert loaded == [0] * ready
 
 
 def test_environment_variables_of_model_locations_are_passed_to_workers(

@@ -55,6 +55,11 @@ def held_out_rules(sections: Iterable[tuple[str, DataConfig]], *, trains: bool) 
                 f"{name}.held_out={data.held_out:g} would evaluate the rows that are left for "
                 f"training; set {name}.part=held_out, or remove held_out"
             )
+        if trains and not evaluates and name != "data" and data.held_out is not None:
+            yield (
+                f"{name}.held_out={data.held_out:g} would remove rows from training that are never "
+                f"evaluated; remove {name}.held_out (data.held_out holds out rows of data)"
+            )
         if trains and not evaluates and data.part == "held_out":
             yield (f"{name}.part=held_out would train on the rows for evaluation; remove part")
     train = by_name.get("data")

@@ -151,6 +151,13 @@ def test_held_out_rows_beside_evaluation_data_are_refused(
         load_config(tree)
 
 
+def test_held_out_rows_of_the_ptx_data_are_refused(tmp_path: Path) -> None:
+    path = rows_file(tmp_path, 20)
+    ptx = {"ptx_coef": 0.1, "batch_size": 4, "data": {"sources": [path], "held_out": 2}}
+    with pytest.raises(ConfigError, match=r"remove ptx\.data\.held_out \(data\.held_out holds out"):
+        load_config(recipe("rl", path) | {"ptx": ptx})
+
+
 def test_the_evaluation_section_may_change_other_keys(tmp_path: Path) -> None:
     tree = recipe("sft", rows_file(tmp_path, 20), held_out=0.2, max_len=64)
     config: Any = load_config(tree, ["eval_data.overlong=drop"])

@@ -89,7 +89,8 @@ def run(
         done = job.prepare(config, run_dir, resumed=resumed)
         if done is not None:
             return _finished(run_dir, done, ranks)
-        plan = ranks.from_first(lambda: _checked(config, read, run_dir, resumed, force=force))
+        check = partial(_checked, config, read, run_dir, resumed, force=force)
+        plan = check() if launched is None else launched.from_first("the check of the rows", check)
         seed_everything(config.seed)  # after the rewards were called on one row
         with records_folder(run_dir, ranks) as records:
             memory_monitor = MemoryMonitor(config, records, plan)

@@ -212,6 +212,30 @@ class RankMonitor:
                 self._closed.wait(0.2)
         return True
 
+    @contextmanager
+    def long_block_of_first(self, name: str) -> Iterator[None]:
+        """Block the other ranks here until rank 0 has left its block, however long it takes.
+
+        A collective has a time limit; this wait ends only with the block or with a failure of rank
+        0, which the thread notices. ``name``: used once per run. Raises RankLostError if the store
+        has ended.
+        """
+        if self.rank == 0:
+            try:
+                yield
+            finally:
+                self._set(f"left/{name}", "")
+            return
+        try:
+            while self._get(f"left/{name}") is None:
+                self._closed.wait(self._every_s / 4)
+        except RuntimeError as error:
+            raise RankLostError(
+                f"rank 0 ended during {name}: the store of the ranks does not respond "
+                f"({_first_line(error)}). All ranks end"
+            ) from error
+        yield
+
     def wait_for_first(self) -> None:
         """Block until rank 0, which writes the results, has ended: a launcher may kill the other
         ranks a short time after one has ended. The thread ends this process if rank 0 fails."""

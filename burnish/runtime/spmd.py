@@ -13,11 +13,12 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,12 @@ from burnish.types import Batch, Stats
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+T = TypeVar("T")
+
+
+_CONNECTIONS = count()
+"""Numbers the runs of this process: a launcher's store keeps the keys of earlier runs."""
+
 
 class Ranks:
     """The connected ranks of a launcher: their process group and their monitor."""
@@ -70,7 +77,7 @@ class Ranks:
         from torch import distributed
         from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
-        rank, gpu = self.launched, self.device.startswith("cuda")
+        rank, gpu, number = self.launched, self.device.startswith("cuda"), next(_CONNECTIONS)
         if gpu:
             torch.cuda.set_device(self.device)
         try:
@@ -78,7 +85,7 @@ class Ranks:
             store, _, _ = next(rendezvous("env://", timeout=wait))
             distributed.init_process_group(
                 "nccl" if gpu else "gloo",
-                store=PrefixStore("burnish", store),
+                store=PrefixStore(f"burnish {number}", store),
                 rank=rank.rank,
                 world_size=rank.size,
                 timeout=timedelta(seconds=self.limits.call_s),
@@ -92,7 +99,20 @@ class Ranks:
                 f"{str(error).strip().partition(chr(10))[0]}. Check that all {rank.size} ranks "
                 "were started, and that every node reaches this address and port"
             ) from error
-        return PrefixStore("burnish monitor", store.clone())
+        return PrefixStore(f"burnish monitor {number}", store.clone())
+
+    def from_first(self, name: str, make: Callable[[], T]) -> T:
+        """Return the result of ``make`` on rank 0 as :meth:`RankGroup.from_first` does, for calls
+        that may take longer than a collective may. ``name``: used once per run, for errors."""
+
+        def made() -> T:
+            with self.monitor.long_block_of_first(name):
+                return make()
+
+        if self.group.rank != 0:
+            with self.monitor.long_block_of_first(name):
+                pass
+        return self.group.from_first(made)
 
     def close(self) -> None:
         """Leave the process group."""

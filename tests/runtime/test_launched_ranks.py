@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -17,8 +18,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed import HashStore
 
 import burnish
+from burnish.runtime.rank_monitor import RankLostError, RankMonitor
 from burnish.runtime.spmd import SpmdTrainEngine
 from burnish.train.base import StepStats
 
@@ -112,6 +115,35 @@ def test_an_error_of_one_rank_ends_four_with_its_cause(
     for rank in range(3):
         log = (tmp_path / f"rank{rank}.log").read_text()
         assert re.search(r"rank 3 \(.*\) failed: ValueError: injected", log), log
+
+
+def test_the_other_ranks_wait_for_a_long_block_of_rank_0() -> None:
+    """As long as it takes, also if it fails; and not for a rank 0 whose store has ended."""
+    store, order = HashStore(), list[str]()
+    first, other = (RankMonitor(store, rank=rank, size=2, timeout_s=60) for rank in range(2))
+
+    def wait() -> None:
+        with other.long_block_of_first("check"):
+            order.append("other")
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    with pytest.raises(ValueError, match="bad row"), first.long_block_of_first("check"):
+        thread.join(0.5)
+        order.append("first")
+        raise ValueError("bad row")
+    thread.join(30)
+    assert order == ["first", "other"]
+    first.close()
+    other.close()
+    other._store = EndedStore()
+    with pytest.raises(RankLostError, match="rank 0 ended during check"):
+        wait()
+
+
+class EndedStore(HashStore):
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("Connection reset by peer")
 
 
 def fail_in_third_step(fault: str) -> None:

@@ -239,6 +239,9 @@ class Batch:
     """[N] fp32, one scalar per row: the reward of its sample"""
     margins: Tensor | None = None
     """[N] fp32, preference margins (only for reward models)"""
+    pair_terms: Tensor | None = None
+    """[N] fp32, computed before the update: log-ratios of equal rank (AOT), or mean entropies of the
+    responses (WPO)"""
     labels: Tensor | None = None
     """[N] bool, whether the response was liked (KTO); [N, A] fp32 scores, or [N] int64 classes"""
     step_labels: Tensor | None = None
@@ -348,7 +351,16 @@ class Batch:
 
 
 _PER_ROW = frozenset(
-    {"prompt_lens", "group_ids", "sample_ids", "sample_tokens", "rewards", "margins", "labels"}
+    {
+        "prompt_lens",
+        "group_ids",
+        "sample_ids",
+        "sample_tokens",
+        "rewards",
+        "margins",
+        "pair_terms",
+        "labels",
+    }
 )
 _ON_CPU = frozenset({"offsets", "prompt_lens", "group_ids", "sample_ids"})
 _MODEL_INPUTS = frozenset(

@@ -24,6 +24,7 @@ they are trained in.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,20 @@ def grpo(
     count = groups.total(torch.ones_like(deviation))
     std = (groups.total(deviation.square()) / (count - 1).clamp(min=1)).sqrt()
     return _narrow(deviation / (std + eps), rewards)
+
+
+def gdpo(parts: Tensor, weights: Tensor, group_ids: Tensor, *, eps: float) -> Tensor:
+    """Group-decoupled advantage of several rewards [N]: each is normalized in its group, and their
+    weighted sum over the batch.
+
+    S_i = sum_k weights_k (R_ik - mean_k) / (std_k + eps);  A_i = (S_i - mean S) / (std S + eps),
+    std with n - 1. ``parts`` [N, K], ``weights`` [K], ``group_ids`` [N] int. A sum of rewards that
+    is normalized afterwards gives equal advantages to samples with equal sums; here they differ.
+    Source: GDPO, arXiv 2601.05242.
+    """
+    columns = [grpo(parts[:, k], group_ids, eps=eps) for k in range(parts.shape[1])]
+    total = torch.stack(columns, 1) @ weights.to(parts)
+    return grpo(total, torch.zeros_like(group_ids), eps=eps)
 
 
 def dr_grpo(
@@ -194,6 +209,19 @@ def gae(  # house: ok the terms of the equation
     delta = r + discount * pad(v[:, 1:], (0, 1)) - v
     advantages = _move(_discounted_sum(delta, trace), without_gaps, mask)
     return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+def top_entropy(entropies: Tensor, mask: Tensor, *, quantile: float) -> Tensor:
+    """Return which tokens (bool) have one of the highest entropies: at least the (1 -
+    ``quantile``)-quantile of all tokens in the mask.
+
+    ``entropies`` [N, T] or [M] in nats, ``mask`` bool. Of equal entropies at the limit all are
+    kept. Source: arXiv 2506.01939 (quantile 0.2).
+    """
+    inside = entropies[mask].sort().values
+    if not inside.numel():
+        return mask
+    return mask & (entropies >= inside[math.ceil((1 - quantile) * (inside.numel() - 1))])
 
 
 def on_policy_distill(old_logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:

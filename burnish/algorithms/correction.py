@@ -83,6 +83,34 @@ def correction_weights(  # house: ok the terms of the equation
     return weights, stats + weight_moments(weights, mask)
 
 
+@torch.no_grad()
+def off_policy_mask(  # house: ok the terms of the equation
+    logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    threshold: float,
+    row_ids: Tensor | None = None,
+) -> tuple[Tensor, Stats]:
+    """Tokens that the policy loss keeps (bool): all but those with a negative advantage in a
+    sequence that the current policy would rarely draw.
+
+    Masked: A < 0 and mean over the row of (sampler_logprobs - logprobs) > ``threshold``, in nats
+    per token. No gradient. Denominators do not change. A sampler's log-prob of NaN counts as no
+    difference.
+
+    Tensors are padded [N, T], or packed [M] with ``row_ids`` [M] (of an episode with several rows:
+    one id for all of them). Stats: mean ``off_policy_mask_frac`` (masked tokens). Source:
+    DeepSeek-V3.2, arXiv 2512.02556.
+    """
+    gap = at_least_fp32(sampler_logprobs) - at_least_fp32(logprobs)
+    gap = torch.where(sampler_logprobs.isnan(), 0.0, gap)
+    masked = mask & (advantages < 0) & (row_mean(gap, mask, row_ids) > threshold)
+    means = {"off_policy_mask_frac": (masked.sum(), mask.sum())}
+    return ~masked, Stats(means=means)
+
+
 def mismatch_stats(trainer_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Stats:
     """The mismatch meter, over action tokens, g = trainer_logprobs - sampler_logprobs.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.kl import k3
-from burnish.algorithms.reduce import row_mean
+from burnish.algorithms.reduce import row_mean, row_sum
 from burnish.tensors import at_least_fp32, masked_max, masked_sum
 from burnish.types import Stats
 
@@ -124,6 +124,66 @@ def cispo(  # house: ok the terms of the equation
     return loss, Stats(means=means) + _ratio_stats(log_ratio, mask)
 
 
+def sapo(  # house: ok the terms of the equation
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    tau_pos: float,
+    tau_neg: float,
+) -> tuple[Tensor, Stats]:
+    """Soft adaptive policy optimization: a smooth gate in place of the clip.
+
+    L = -(4 / tau) sigmoid(tau (r - 1)) A, tau = ``tau_pos`` where A > 0, else ``tau_neg``; r as in
+    :func:`ppo`. The gradient is that of -r A, times 4 q (1 - q) with q = sigmoid(tau (r - 1)),
+    which is 1 at r = 1 and falls on both sides.
+
+    All tensors have one shape, [N, T] or [M]; ``mask`` is bool. Stats: means ``gate`` (4 q (1 -
+    q)), ``ratio``, ``approx_kl``; maxima ``ratio_max``. Source: arXiv 2511.20347.
+    """
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+    adv = torch.where(mask, at_least_fp32(advantages.detach()), 0.0)
+    tau = torch.where(adv > 0, tau_pos, tau_neg)
+    soft = torch.sigmoid(tau * torch.expm1(log_ratio))
+    gate = 4 * (soft * (1 - soft)).detach()
+    means = {"gate": (masked_sum(gate, mask), mask.sum())}
+    return -4 / tau * soft * adv, Stats(means=means) + _ratio_stats(log_ratio, mask)
+
+
+def vespo(  # house: ok the terms of the equation
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    k_pos: float,
+    lambda_pos: float,
+    k_neg: float,
+    lambda_neg: float,
+    row_ids: Tensor | None = None,
+) -> tuple[Tensor, Stats]:
+    """The score function under a smooth weight of the whole sequence.
+
+    L = -phi A logprobs, phi = w^k exp(lambda (1 - w)) without gradient, w = exp(sum over the row's
+    tokens of (logprobs - old_logprobs)); k and lambda are ``_pos`` where A >= 0, else ``_neg``.
+    phi is 1 at w = 1, has its maximum at w = k / lambda, and falls to 0 on both sides.
+
+    Tensors are padded [N, T], or packed [M] with ``row_ids`` [M] (of an episode with several rows:
+    one id for all of them). Stats: means ``sequence_weight`` (phi over tokens), ``ratio``,
+    ``approx_kl``; maxima ``ratio_max``. Source: VESPO, arXiv 2602.10693.
+    """
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+    total = row_sum(log_ratio.detach(), mask, row_ids)
+    adv = torch.where(mask, at_least_fp32(advantages.detach()), 0.0)
+    k = torch.where(adv >= 0, k_pos, k_neg)
+    decay = torch.where(adv >= 0, lambda_pos, lambda_neg)
+    phi = torch.exp(k * total - decay * torch.expm1(total))
+    loss = _score(phi * adv, logprobs, mask)
+    means = {"sequence_weight": (masked_sum(phi, mask), mask.sum())}
+    return loss, Stats(means=means) + _ratio_stats(log_ratio, mask)
+
+
 def reinforce(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
 ) -> tuple[Tensor, Stats]:
@@ -142,15 +202,22 @@ POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Stats]]] = {
     "ppo": ppo,
     "gspo": gspo,
     "cispo": cispo,
+    "sapo": sapo,
+    "vespo": vespo,
     "reinforce": reinforce,
 }
 """Losses by the name in ``algorithm.policy_loss``, all f(logprobs, old_logprobs, advantages, mask,
-*, ...) -> (per_token_loss, Stats). The keywords are the fields of that config node: ``clip_low``
-and ``clip_high`` for all except ``reinforce``, which takes none, and also ``dual_clip`` (ppo,
-gspo), ``max_ratio`` (cispo) and ``row_ids`` (those in :data:`BY_ROW`, for packed rows)."""
+*, ...) -> (per_token_loss, Stats). The keywords are the fields of that config node, and
+``row_ids`` for those in :data:`BY_ROW`, for packed rows."""
 
-BY_ROW = frozenset({"gspo"})
+BY_ROW = frozenset({"gspo", "vespo"})
 """Losses that need to know which tokens belong to the same sequence."""
+
+
+def token_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """New over old probability of each token, with gradient; 1 outside the mask, at most
+    exp(MAX_LOG_RATIO). Tensors of one shape."""
+    return _log_ratio(logprobs, old_logprobs, mask).exp()
 
 
 def _pessimistic(ratio: Tensor, adv: Tensor, *, low: float, high: float) -> tuple[Tensor, Tensor]:

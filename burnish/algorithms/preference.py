@@ -3,10 +3,14 @@
 They compare two responses to a prompt: ``bradley_terry`` takes a reward model's scores, the others
 take log-probs of responses, summed over their tokens. ``kto`` takes single responses labeled as
 desirable or not. Outputs of the reference model are constants.
+
+Losses of DPO's form use c = policy_chosen - ref_chosen, r = policy_rejected - ref_rejected and
+h = c - r, in nats.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -70,8 +74,8 @@ def cdpo(  # house: ok the terms of the equation
     L = -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), h as in :func:`dpo`. Least where
     sigmoid(beta h) = 1 - e. Source: https://ericmitchell.ai/cdpo.pdf (equation 3).
     """
-    scaled = beta * _gap(policy_chosen, policy_rejected, ref_chosen, ref_rejected)
-    return -(1 - label_smoothing) * logsigmoid(scaled) - label_smoothing * logsigmoid(-scaled)
+    gap = _gap(policy_chosen, policy_rejected, ref_chosen, ref_rejected)
+    return _smoothed(beta * gap, label_smoothing)
 
 
 def ipo(
@@ -89,6 +93,199 @@ def ipo(
     """
     gap = _gap(policy_chosen, policy_rejected, ref_chosen, ref_rejected)
     return (gap - 1 / (2 * beta)).square()
+
+
+def hinge(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: float,
+) -> Tensor:
+    """Hinge loss of the scaled gap [N]: L = max(0, 1 - beta h), with a gradient of 0 at the kink.
+
+    Arguments as :func:`dpo`. Sources: SLiC, arXiv 2305.10425; with a reference: arXiv 2309.06657.
+    """
+    gap = _gap(policy_chosen, policy_rejected, ref_chosen, ref_rejected)
+    return torch.relu(1 - beta * gap)
+
+
+def robust(  # house: ok the terms of the equation
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: float,
+    label_smoothing: float,
+) -> Tensor:
+    """Provably robust DPO [N]: an unbiased estimate of the DPO loss on labels without noise, if a
+    label is wrong with probability e = ``label_smoothing`` < 1/2.
+
+    L = (-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e). Not bounded below: L
+    falls by e beta / (1 - 2 e) per nat of a large h. Source: arXiv 2403.00409.
+    """
+    scaled = beta * _gap(policy_chosen, policy_rejected, ref_chosen, ref_rejected)
+    kept, flipped = (
+        (1 - label_smoothing) * logsigmoid(scaled),
+        label_smoothing * logsigmoid(-scaled),
+    )
+    return (flipped - kept) / (1 - 2 * label_smoothing)
+
+
+def exo_pair(  # house: ok the terms of the equation
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: float,
+    label_smoothing: float,
+) -> Tensor:
+    """Efficient exact optimization of a pair [N]: the reverse KL between the policy's preference
+    (q, 1 - q), q = sigmoid(beta h), and the label's (1 - e, e), e = ``label_smoothing`` > 0.
+
+    L = q log(q / (1 - e)) + (1 - q) log((1 - q) / e). 0 if q = 1 - e. Source: arXiv 2402.00856
+    (equation 16).
+    """
+    scaled = beta * _gap(policy_chosen, policy_rejected, ref_chosen, ref_rejected)
+    won = torch.sigmoid(scaled) * (logsigmoid(scaled) - math.log1p(-label_smoothing))
+    return won + torch.sigmoid(-scaled) * (logsigmoid(-scaled) - math.log(label_smoothing))
+
+
+def nca_pair(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: float,
+) -> Tensor:
+    """Noise contrastive alignment of a pair [N]:
+    L = -log sigmoid(beta c) - (log sigmoid(-beta c) + log sigmoid(-beta r)) / 2.
+
+    The likelihood of the chosen response does not fall without bound. Source: arXiv 2402.05369.
+    """
+    c, r = _ratios(policy_chosen, policy_rejected, ref_chosen, ref_rejected, scale=beta)
+    return -logsigmoid(c) - 0.5 * (logsigmoid(-c) + logsigmoid(-r))
+
+
+def bco_pair(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: float,
+) -> Tensor:
+    """Binary classifier optimization of a pair, without the shift of rewards [N]:
+    L = -log sigmoid(beta c) - log sigmoid(-beta r). Source: arXiv 2404.04656."""
+    c, r = _ratios(policy_chosen, policy_rejected, ref_chosen, ref_rejected, scale=beta)
+    return -logsigmoid(c) - logsigmoid(-r)
+
+
+def sppo_hard(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: float,
+) -> Tensor:
+    """Self-play preference optimization with win probabilities 1 and 0 [N]:
+    L = (c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2. Source: arXiv 2405.00675 (equation 4.7; eta is
+    1 / beta)."""
+    c, r = _ratios(policy_chosen, policy_rejected, ref_chosen, ref_rejected)
+    return (c - 0.5 / beta).square() + (r + 0.5 / beta).square()
+
+
+def apo_zero(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: float,
+) -> Tensor:
+    """Anchored preference optimization [N], for chosen responses better than the model's own:
+    L = 1 - sigmoid(beta c) + sigmoid(beta r). Source: arXiv 2408.06266 (equation 7)."""
+    c, r = _ratios(policy_chosen, policy_rejected, ref_chosen, ref_rejected, scale=beta)
+    return torch.sigmoid(-c) + torch.sigmoid(r)
+
+
+def apo_down(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: float,
+) -> Tensor:
+    """Anchored preference optimization [N], for chosen responses worse than the model's own:
+    L = sigmoid(beta c) + 1 - sigmoid(beta h). Source: arXiv 2408.06266 (equation 8)."""
+    c, r = _ratios(policy_chosen, policy_rejected, ref_chosen, ref_rejected, scale=beta)
+    return torch.sigmoid(c) + torch.sigmoid(r - c)
+
+
+def discopop(  # house: ok the terms of the equation
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: float,
+    tau: float,
+) -> Tensor:
+    """Discovered preference optimization [N], the log-ratio modulated loss: a mixture of the
+    logistic and the exponential loss, with weight m = sigmoid(beta h / tau) of the latter.
+
+    L = -(1 - m) log sigmoid(beta h) + m exp(-beta h), 0 < tau <= 1. Not convex: L has a maximum
+    near 0 and falls again for small negative h. m exp(-beta h) is one exponential, because the
+    factors overflow. Source: arXiv 2406.08414 (equation 5; tau 0.05).
+    """
+    scaled = beta * _gap(policy_chosen, policy_rejected, ref_chosen, ref_rejected)
+    mixture = scaled / tau
+    return torch.exp(logsigmoid(mixture) - scaled) - torch.sigmoid(-mixture) * logsigmoid(scaled)
+
+
+def aot(gaps: Tensor, matched: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
+    """Alignment by optimal transport of pairs [N]: the distribution of the policy's gaps exceeds
+    that of the reference's, rank by rank.
+
+    L_i = -(1 - e) log sigmoid(beta d) - e log sigmoid(-beta d), d = gaps_i - matched_i, e =
+    ``label_smoothing``. ``gaps`` [N]: policy_chosen - policy_rejected; ``matched`` [N], constants:
+    the reference's gap of the same rank in the entire step (``pair_ratios.of_equal_rank``).
+    Source: arXiv 2406.05882.
+    """
+    return _smoothed(beta * (at_least_fp32(gaps) - matched.detach()), label_smoothing)
+
+
+def aot_unpaired(  # house: ok the terms of the equation
+    chosen: Tensor,
+    rejected: Tensor,
+    matched_rejected: Tensor,
+    matched_chosen: Tensor,
+    *,
+    beta: float,
+    label_smoothing: float,
+) -> Tensor:
+    """Alignment by optimal transport without pairs [N]: the distribution of the chosen responses'
+    log-ratios exceeds that of the rejected ones', rank by rank.
+
+    The form of :func:`aot` with d = c - the r of the same rank. ``chosen``, ``rejected`` [N]: c and
+    r; ``matched_rejected`` [N]: for each c the r of the same rank in the entire step, and
+    ``matched_chosen`` [N]: for each r the c. The matched numbers are constants, so each response
+    has its own gradient, wherever its match is; the value of the second term is 0. Source: arXiv
+    2406.05882.
+    """
+    of_chosen = _smoothed(
+        beta * (at_least_fp32(chosen) - matched_rejected.detach()), label_smoothing
+    )
+    of_rejected = _smoothed(
+        beta * (matched_chosen.detach() - at_least_fp32(rejected)), label_smoothing
+    )
+    return of_chosen + of_rejected - of_rejected.detach()
 
 
 def simpo(mean_chosen: Tensor, mean_rejected: Tensor, *, beta: float, gamma: float) -> Tensor:
@@ -152,6 +349,17 @@ PREFERENCE_LOSSES: dict[str, Callable[..., Tensor]] = {
     "dpo": dpo,
     "cdpo": cdpo,
     "ipo": ipo,
+    "hinge": hinge,
+    "robust": robust,
+    "exo_pair": exo_pair,
+    "nca_pair": nca_pair,
+    "bco_pair": bco_pair,
+    "sppo_hard": sppo_hard,
+    "apo_zero": apo_zero,
+    "apo_down": apo_down,
+    "discopop": discopop,
+    "aot": aot,
+    "aot_unpaired": aot_unpaired,
     "simpo": simpo,
     "orpo": orpo,
     "kto": kto,
@@ -159,23 +367,45 @@ PREFERENCE_LOSSES: dict[str, Callable[..., Tensor]] = {
 """Losses by name. The keywords are the fields of the config node except for ``kind`` and
 ``mean_logprobs``. The positional arguments, all [N] over pairs, are
 
-============== ===================================================================================
-dpo, cdpo, ipo ``policy_chosen, policy_rejected, ref_chosen, ref_rejected``: log-probs summed
-               over the response (ipo with ``mean_logprobs``: means)
-simpo, orpo    ``mean_chosen, mean_rejected``: means over the response, no reference
-bradley_terry  ``chosen, rejected``: scores of a reward model; keyword ``margins``
-log_exp        ``chosen, rejected``: the same, no keyword
-kto            ``policy, ref, desirable``, [N] over single responses; keyword ``kl`` besides
-============== ===================================================================================
+============= ====================================================================================
+dpo to        ``policy_chosen, policy_rejected, ref_chosen, ref_rejected``: log-probs summed over
+discopop      the response (dpo and ipo with ``mean_logprobs``: means)
+aot           ``gaps, matched``: the policy's gap and the reference's of the same rank
+aot_unpaired  ``chosen, rejected, matched_rejected, matched_chosen``: log-ratios, and those of the
+              same rank
+simpo, orpo   ``mean_chosen, mean_rejected``: means over the response, no reference
+bradley_terry ``chosen, rejected``: scores of a reward model; keyword ``margins``
+log_exp       ``chosen, rejected``: the same, no keyword
+kto           ``policy, ref, desirable``, [N] over single responses; keyword ``kl`` besides
+============= ====================================================================================
 """
+
+
+def _ratios(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Return ``scale`` times the log-ratios c and r of policy and reference, in nats."""
+    chosen = at_least_fp32(policy_chosen) - at_least_fp32(ref_chosen.detach())
+    rejected = at_least_fp32(policy_rejected) - at_least_fp32(ref_rejected.detach())
+    return scale * chosen, scale * rejected
+
+
+def _smoothed(scaled: Tensor, label_smoothing: float) -> Tensor:
+    """Return the cross-entropy of a label that is wrong with probability ``label_smoothing``."""
+    return -(1 - label_smoothing) * logsigmoid(scaled) - label_smoothing * logsigmoid(-scaled)
 
 
 def _gap(
     policy_chosen: Tensor, policy_rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
 ) -> Tensor:
-    """Return the policy's log-ratio of the pair minus that of the reference, in nats."""
-    chosen = at_least_fp32(policy_chosen) - at_least_fp32(ref_chosen.detach())
-    return chosen - (at_least_fp32(policy_rejected) - at_least_fp32(ref_rejected.detach()))
+    """Return h: the policy's log-ratio of the pair minus that of the reference, in nats."""
+    c, r = _ratios(policy_chosen, policy_rejected, ref_chosen, ref_rejected)
+    return c - r
 
 
 def _log_odds(logprob: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Config of the RL update: advantage, loss and KL; and of the preference losses."""
+"""Config of the RL update: advantage, loss and KL."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ class GroupAdvantage(Node):
     R - mean of the others, arXiv 2402.14740. opo: R - length-weighted mean, arXiv 2505.23585."""
     eps: float = Field(1e-6, gt=0)
     """Added to the standard deviation (grpo)."""
+    normalize_each: bool = False
+    """With several rewards and grpo: normalize each reward in its group, then normalize their
+    weighted sum over the batch (GDPO, arXiv 2601.05242)."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per token. Must be 1: a group compares entire responses, each with one reward."""
 
@@ -30,6 +33,11 @@ class GroupAdvantage(Node):
             yield (
                 f"eps={self.eps:g} is added to a standard deviation, but {self.kind} does not "
                 "divide by one; remove it"
+            )
+        if self.kind != "grpo" and self.normalize_each:
+            yield (
+                f"normalize_each divides by standard deviations, but {self.kind} does not; use "
+                "grpo, or remove it"
             )
         if self.gamma != 1.0:
             yield (
@@ -130,7 +138,8 @@ class GspoLoss(Node):
     clip_high: float = Field(4e-4, gt=0)
     """Upper bound of the sequence's ratio: 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bound c on the loss of tokens with a negative advantage, as in ppo. None: no bound."""
+    """Bound c on the loss of tokens with a negative advantage (arXiv 1912.09729). None: no
+    bound."""
 
 
 class CispoLoss(Node):
@@ -154,6 +163,32 @@ class CispoLoss(Node):
             )
 
 
+class SapoLoss(Node):
+    """-(4 / tau) sigmoid(tau (ratio - 1)) x advantage: a smooth gate instead of the clip (arXiv
+    2511.20347)."""
+
+    kind: Literal["sapo"]
+    tau_pos: float = Field(1.0, gt=0)
+    """tau for tokens with a positive advantage. Larger values bound the ratio more tightly."""
+    tau_neg: float = Field(1.05, gt=0)
+    """tau for all other tokens."""
+
+
+class VespoLoss(Node):
+    """-w^k exp(lambda (1 - w)) x advantage x log-prob, where w is the ratio of the entire sequence
+    and the weight has no gradient (arXiv 2602.10693)."""
+
+    kind: Literal["vespo"]
+    k_pos: float = Field(2.0, gt=0)
+    """k for advantages >= 0."""
+    lambda_pos: float = Field(3.0, gt=0)
+    """lambda for advantages >= 0."""
+    k_neg: float = Field(3.0, gt=0)
+    """k for negative advantages."""
+    lambda_neg: float = Field(2.0, gt=0)
+    """lambda for negative advantages."""
+
+
 class ReinforceLoss(Node):
     """-advantage x log-prob, without a ratio. Needs one optimizer step per rollout."""
 
@@ -161,7 +196,10 @@ class ReinforceLoss(Node):
 
 
 PolicyLossConfig = Annotated[
-    Annotated[PpoLoss | GspoLoss | CispoLoss | ReinforceLoss, Field(discriminator="kind")],
+    Annotated[
+        PpoLoss | GspoLoss | CispoLoss | SapoLoss | VespoLoss | ReinforceLoss,
+        Field(discriminator="kind"),
+    ],
     BeforeValidator(name_to_node),
 ]
 
@@ -204,6 +242,10 @@ class KlConfig(Node):
     a warning: the gradient is not that of the KL). In the loss: k2 or k3 (k1 is a warning: its
     gradient is 0 on average). If the policy's log-prob is over 10 nats below the reference's, k3 is
     linear, which bounds its gradient."""
+    bias_correction: bool = False
+    """With placement loss: multiply the KL of each token by its importance ratio, so that several
+    updates per rollout or stale samples do not bias the gradient (DeepSeek-V3.2, arXiv
+    2512.02556)."""
     kl_target: float | None = Field(None, gt=0)
     """Target mean KL per token of an adaptive weight (Ziegler 2019). None: fixed weight."""
     kl_horizon: int = Field(10_000, ge=1)
@@ -219,6 +261,12 @@ class KlConfig(Node):
             yield (
                 f"kl_horizon={self.kl_horizon} has no effect without kl_target, which enables "
                 "the adaptive weight; set both or neither"
+            )
+        if self.bias_correction and (not self.init_kl_coef or self.placement == "reward"):
+            yield (
+                "bias_correction multiplies the KL in the loss by the ratio, but "
+                + ("init_kl_coef is 0" if not self.init_kl_coef else "placement is reward")
+                + "; remove it, or set init_kl_coef with placement=loss"
             )
 
     def advice(self) -> Iterator[str]:
@@ -245,13 +293,16 @@ class AlgorithmConfig(Node):
     """token_mean: over the step's tokens (DAPO). sequence_mean: mean of per-sequence means
     (original GRPO). sequence_sum_constant: sums / ``generate_max_len`` (Dr. GRPO). An episode of
     several turns is one sequence; its constant is ``episodes.max_tokens`` - ``prompt_max_len``.
-    None: sequence_mean for policy_loss gspo, sequence_sum_constant for advantage dr_grpo, else
-    token_mean; printed at start."""
+    None: sequence_mean for policy_loss gspo and sapo, sequence_sum_constant for advantage dr_grpo,
+    else token_mean; printed at start."""
     mask_truncated: bool = False
     """Leave samples that were cut off at a length limit out of the loss (overlong filtering of
     DAPO). They still count in the baselines of their groups."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus. 0: no bonus."""
+    top_entropy_quantile: float = Field(1.0, gt=0, le=1)
+    """Fraction of the rollout's tokens that have a policy loss: those of the highest entropy (arXiv
+    2506.01939). 1: all."""
     kl: KlConfig = KlConfig()
     """KL term."""
     correction: CorrectionConfig | None = None
@@ -261,13 +312,18 @@ class AlgorithmConfig(Node):
     log-probs the trainer computes. sampler: the one that sampled the tokens, by its own log-probs,
     which saves the trainer's pass; the ratio then includes the age of the tokens, and replaces the
     correction. KL in the reward and a teacher are also compared with it."""
+    off_policy_mask: float | None = Field(None, ge=0)
+    """Threshold in nats per token. Tokens with a negative advantage have no policy loss if the mean
+    over their sequence of (sampler's log-prob - policy's log-prob) exceeds it (DeepSeek-V3.2, arXiv
+    2512.02556). None: no mask."""
 
     @property
     def reduces_over_samples(self) -> bool:
         """True if the loss of a token depends on all tokens of its sample, so that the rows of a
         sample must be in one micro-batch."""
         by_sample = self.correction is not None and self.correction.level != "token"
-        return by_sample or self.policy_loss.kind == "gspo"
+        by_sample = by_sample or self.off_policy_mask is not None
+        return by_sample or self.policy_loss.kind in ("gspo", "vespo")
 
     @property
     def aggregation(self) -> Aggregation:
@@ -281,77 +337,8 @@ class AlgorithmConfig(Node):
     def _aggregation(self) -> tuple[Aggregation, str]:
         if self.loss_aggregation is not None:
             return self.loss_aggregation, "as set"
-        if self.policy_loss.kind == "gspo":
-            return "sequence_mean", "of policy_loss=gspo"
+        if self.policy_loss.kind in ("gspo", "sapo"):
+            return "sequence_mean", f"of policy_loss={self.policy_loss.kind}"
         if self.advantage.kind == "dr_grpo":
             return "sequence_sum_constant", "of advantage=dr_grpo"
         return "token_mean", "the default"
-
-
-class DpoLoss(Node):
-    """Direct preference optimization (arXiv 2305.18290)."""
-
-    kind: Literal["dpo"] = "dpo"
-    beta: float = Field(0.1, gt=0)
-    """KL weight of the implicit reward. Larger values keep the policy closer to the reference."""
-
-
-class CdpoLoss(Node):
-    """DPO for noisy labels (https://ericmitchell.ai/cdpo.pdf)."""
-
-    kind: Literal["cdpo"]
-    beta: float = Field(0.1, gt=0)
-    """As in dpo."""
-    label_smoothing: float = Field(0.1, gt=0, lt=0.5)
-    """Probability that a pair's label is wrong."""
-
-
-class IpoLoss(Node):
-    """Identity preference optimization (arXiv 2310.12036)."""
-
-    kind: Literal["ipo"]
-    beta: float = Field(0.1, gt=0)
-    """The target of the gap between the two log-ratios is 1 / (2 beta)."""
-    mean_logprobs: bool = False
-    """Use mean log-probs per token instead of sums, as in some other libraries."""
-
-
-class SimpoLoss(Node):
-    """Simple preference optimization: mean log-probs and a margin, no reference model (arXiv
-    2405.14734)."""
-
-    kind: Literal["simpo"]
-    beta: float = Field(2.0, gt=0)
-    """Scale of the difference of mean log-probs."""
-    gamma: float = Field(1.0, ge=0)
-    """Margin of the chosen response over the rejected one."""
-
-
-class OrpoLoss(Node):
-    """Odds-ratio preference optimization: the chosen response's language-model loss plus a penalty,
-    no reference model (arXiv 2403.07691)."""
-
-    kind: Literal["orpo"]
-    beta: float = Field(0.1, gt=0)
-    """Weight of the odds-ratio term (the paper's lambda)."""
-
-
-class KtoLoss(Node):
-    """Kahneman-Tversky optimization of single labeled responses (arXiv 2402.01306)."""
-
-    kind: Literal["kto"]
-    beta: float = Field(0.1, gt=0)
-    """As in dpo."""
-    desirable_weight: float = Field(1.0, gt=0)
-    """Weight of desirable responses. The paper recommends a ratio (desirable_weight x number of
-    desirable) / (undesirable_weight x number of undesirable) of 1 to 1.33."""
-    undesirable_weight: float = Field(1.0, gt=0)
-    """Weight of undesirable responses."""
-
-
-PreferenceLossConfig = Annotated[
-    Annotated[
-        DpoLoss | CdpoLoss | IpoLoss | SimpoLoss | OrpoLoss | KtoLoss, Field(discriminator="kind")
-    ],
-    BeforeValidator(name_to_node),
-]

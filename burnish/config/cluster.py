@@ -116,7 +116,8 @@ class ClusterConfig(Node):
             if several:
                 yield (
                     f"{several[0]} has {self.ranks(several[0])} workers, but runtime=inline has "
-                    "one process; set runtime=ray"
+                    "one process; set runtime=ray, or start the ranks with torchrun (jobs without "
+                    "a rollout engine)"
                 )
 
     def _spmd_rules(self) -> Iterator[str]:

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -30,6 +30,7 @@ from burnish.config.forms import (
     Reading,
     form_of,
 )
+from burnish.config.overlong import Overlong, overlong_rules
 from burnish.config.templates import template_rules
 
 SHAREGPT_KEY = SHAREGPT
@@ -141,11 +142,12 @@ warnings.filterwarnings(  # DataConfig.validate hides a method that pydantic has
 
 Validate = Literal["all", "head", "off"]
 
-Overlong = Literal["error", "truncate_left", "drop"]
-
 
 class DataConfig(Node):
     """Fields common to all kinds of data."""
+
+    can_lose_end: ClassVar[bool] = False
+    """True if rows without their last tokens can be trained on."""
 
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
     """One or more sources. Several are combined as set by ``mix``."""
@@ -177,8 +179,8 @@ class DataConfig(Node):
     """weight: each draw chooses a source by ``weight``, so rows of small sources repeat more often.
     size: all rows are shuffled together, each once per epoch."""
     overlong: Overlong = "error"
-    """Row over the length limit: stop with an error, truncate its left end, or drop it. The last
-    two are counted and reported."""
+    """Row over the length limit: stop with an error, truncate its left or right end (right:
+    demonstrations and preferences), or drop it. The last three are counted."""
     validate: Validate = "all"  # type: ignore[assignment]  # pydantic's deprecated method
     """Rows checked before a model is loaded, with the run's own tokenizer: all (cached until a file
     or a setting changes), head (the first 1,000 of each source) or off."""
@@ -256,6 +258,7 @@ class DataConfig(Node):
                 yield str(error)
 
     def rules(self) -> Iterator[str]:
+        yield from overlong_rules(self.overlong, can_lose_end=self.can_lose_end)
         yield from self._files_rules()
         yield from self._form_rules()
         weighted = [source.weight for source in self.sources if source.weight != 1.0]
@@ -336,6 +339,8 @@ class PromptDataConfig(DataConfig):
 
 class SFTDataConfig(DataConfig):
     """Demonstrations: ``messages`` (chat), a prompt and a response, or plain text."""
+
+    can_lose_end: ClassVar[bool] = True
 
     messages_key: str = "messages"
     """Column with chat messages; the loss is on every assistant turn. The default also accepts
@@ -432,6 +437,8 @@ class SFTDataConfig(DataConfig):
 class PreferenceDataConfig(DataConfig):
     """Pairs of a chosen and a rejected response to one prompt."""
 
+    can_lose_end: ClassVar[bool] = True
+
     chosen_key: str = "chosen"
     """Column with the better response (text, or chat messages that follow the prompt)."""
     rejected_key: str = "rejected"
@@ -466,7 +473,7 @@ class PreferenceDataConfig(DataConfig):
         if self.chosen_key == self.rejected_key:
             yield (
                 f"chosen_key and rejected_key are both {self.chosen_key!r}; a pair needs two "
-                "columns"
+                "columns; set one of them to another column"
             )
         wanted = {
             "prompt_key": self.prompt_key if self.prompt_template is None else None,

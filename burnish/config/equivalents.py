@@ -60,8 +60,21 @@ def equivalents() -> dict[str, Framework]:
 NOT_BUILT = {
     "sglang": "SGLang is not built, because each engine needs its own tested weight transfer. Use "
     "rollout.engine.kind=vllm.",
+    **dict.fromkeys(
+        ("hf", "transformers"),
+        "Sampling with transformers' generate is not built, because the local engine "
+        "samples from the same models. Use rollout.engine.kind=local.",
+    ),
     "megatron": "Megatron is not built. Use train.engine.kind=torch with sharding=full (FSDP2) or "
     "kind=deepspeed.",
+    "accelerate": "accelerate launch starts the ranks of every engine. Use train.engine.kind=torch "
+    "or kind=deepspeed.",
+    **{
+        f"deepspeed.{key}": "With DeepSpeed each rank computes its own rows: tensor and "
+        "sequence parallelism are built for the torch engine alone. Use train.engine.kind=torch, "
+        "with sharding=full (FSDP2) for sharded weights."
+        for key in ("tensor_parallel_size", "sequence_parallel_size")
+    },
     **dict.fromkeys(
         ("pipeline_parallel_size", "pp_size", "num_pipeline_stages"),
         "Pipeline parallelism is not built, because its stages idle for parts of a step. Shard all "
@@ -72,6 +85,27 @@ NOT_BUILT = {
         ("context_parallel_size", "cp_size"),
         "Attention in a ring is not built. Use train.engine.sequence_parallel_size, which must "
         "divide the attention heads.",
+    ),
+    **dict.fromkeys(
+        ("expert_parallel_size", "expert_model_parallel_size", "ep_size"),
+        "Expert parallelism is not built, because it needs kernels that send tokens to other "
+        "ranks. Shard the experts with train.engine.sharding=full (FSDP2).",
+    ),
+    **dict.fromkeys(
+        ("hsdp_size", "data_parallel_replicate_size", "dp_replicate_size"),
+        "Hybrid sharding is not built. Shard over all ranks with train.engine.sharding=full, or "
+        "use train.engine.kind=deepspeed with zero_hpz_partition_size.",
+    ),
+    **dict.fromkeys(
+        ("load_universal", "universal_checkpoint", "use_universal_checkpoint"),
+        "DeepSpeed's universal format is not built, because checkpoints of every engine already "
+        "load on another number of ranks. Continue with --resume.",
+    ),
+    **dict.fromkeys(
+        ("uld", "use_uld_loss", "use_gold_loss"),
+        "Distillation between different tokenizers is not built, because their distributions are "
+        "over different tokens. Sample the teacher with the job generate, and train on its output "
+        "with the job sft.",
     ),
 }
 """What to do instead of features that Burnish does not have, by their usual names."""
@@ -92,7 +126,7 @@ def advice_on(name: str, job: str) -> str:
 
 def _sentence(flag: str, row: Equivalent) -> str:
     if row.missing:
-        return f"{flag} has no equivalent. {row.missing}"
+        return f"{flag} has no equivalent; remove it. {row.missing}"
     keys = f"{flag} is {', '.join(row.keys)} here." if row.keys else f"{flag} is not needed here."
     return f"{keys} {row.note}".strip()
 

@@ -78,12 +78,17 @@ class _Place:
         self.below: list[type[Node]] = [cls]
         self.annotation: Any = cls
         self.path = ""
+        self.other_kinds: list[type[Node]] = []
+        """Other kinds of the owner, if it is one of several."""
+        below_others: list[type[Node]] = []
         for part in loc:
             if isinstance(part, int):
                 self.path += f"[{part}]" if is_list(self.annotation) else ""
             elif len(self.below) > 1:  # pydantic appends the tag of a union
+                below_others = [node for node in self.below if part not in kinds_of(node)]
                 self.below = [node for node in self.below if part in kinds_of(node)]
             elif self.below:
+                self.other_kinds, below_others = below_others, []
                 self._enter(part)
             # else: pydantic's name for one branch of a plain union, which is not a key
 
@@ -125,15 +130,19 @@ def _unknown_key(cls: type[Node], place: _Place, advice: Advice) -> str:
     known = list(owner.model_fields)
     elsewhere = [p for p in _paths(cls) if p.rpartition(".")[2] == meant and p != place.path]
     same_name = key in _ALIASES or (elsewhere and meant == key)
-    if not same_name and (instead := advice(key)):
-        hint = f". {instead}"
-    elif meant in known:
+    others = [node for node in place.other_kinds if key in node.model_fields]
+    own = next((found for kind in kinds_of(owner) if (found := advice(f"{kind}.{key}"))), "")
+    if own or (not same_name and not others and (own := advice(key))):
+        hint = f". {own}"
+    elif meant in known and not others:
         hint = f" (nearest: {meant})"
-    elif elsewhere:
+    elif elsewhere and not others:
         hint = f" (did you mean {' or '.join(dict.fromkeys(elsewhere[:2]))}?)"
     else:
         chosen = f" under kind {' | '.join(kinds_of(owner))}" if kinds_of(owner) else ""
-        hint = f"; known here{chosen}: {', '.join(sorted(known))}"
+        kinds = ", ".join(kind for node in others for kind in kinds_of(node))
+        elsewhere_kind = f" (a key of kind {kinds})" if kinds else ""
+        hint = f"{elsewhere_kind}; known here{chosen}: {', '.join(sorted(known))}"
     return f"{place.path}: unknown key {key!r}{hint}"
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from burnish.config.arithmetic import BatchError, BatchPlan, batch_table, derive_batch
+from burnish.config.attention import attention_rules
 from burnish.config.base import Node, PathText
 from burnish.config.best_metric import named_metric_rules
 from burnish.config.cluster import ClusterConfig, ClusterRole
@@ -212,6 +213,11 @@ class SupervisedJob(TrainingJob):
     """Stop after this many optimizer steps at the latest. None: by epochs."""
     eval_every_n_steps: int = Field(0, ge=0)
     """Evaluate on ``eval_data`` every this many steps, and at step 0 and the end. 0: only then."""
+    eval_every_n_epochs: int = Field(0, ge=0)
+    """Evaluate on ``eval_data`` every this many passes over the training data. 0: by
+    ``eval_every_n_steps``."""
+    eval_delay_steps: int = Field(0, ge=0)
+    """Do not evaluate before this step. Above 0: also not at step 0."""
 
     @model_validator(mode="before")
     @classmethod
@@ -296,12 +302,22 @@ class SupervisedJob(TrainingJob):
             drop_last=self.drop_last,
         )
         yield from named_metric_rules(self.named_metrics, self.eval_metrics, eval_key="eval_data")
+        if self.eval_every_n_epochs and self.eval_every_n_steps:
+            yield (
+                f"eval_every_n_epochs={self.eval_every_n_epochs} and eval_every_n_steps="
+                f"{self.eval_every_n_steps} are two intervals of one evaluation; remove one of them"
+            )
+        if self.eval_every_n_epochs and self.rows.streamed:
+            yield (
+                f"eval_every_n_epochs={self.eval_every_n_epochs} with streamed rows, whose number "
+                "is unknown; use eval_every_n_steps"
+            )
         sections = self.eval_sections
         sets = {n.removeprefix("eval_sets."): d for n, d in sections.items() if n != "eval_data"}
         yield from eval_set_rules(sections.get("eval_data"), sets, keys=("eval_data", "eval_sets"))
         yield from early_stopping_rules(
             self.early_stopping,
-            eval_every=self.eval_every_n_steps,
+            eval_every=self.eval_every_n_steps or self.eval_every_n_epochs,
             eval_key="eval_every_n_steps",
             measures_kl=False,
         )
@@ -410,6 +426,7 @@ def training_rules(job: TrainingJob, train: TrainConfig) -> Iterator[str]:
     yield from expert_rules(train, job.model)
     yield from parallel_rules(train, job.cluster)
     yield from lora_rules(job, train)
+    yield from attention_rules(job.roles(), train)
 
 
 def lora_rules(job: TrainingJob, train: TrainConfig) -> Iterator[str]:

@@ -43,9 +43,15 @@ class ScratchConfig(Node):
 
     def rules(self) -> Iterator[str]:
         if self.hidden_size % self.num_heads:
-            yield f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}"
+            yield (
+                f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}; use a "
+                "divisor"
+            )
         if self.num_heads % self.num_kv_heads:
-            yield f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}"
+            yield (
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
+                "use a divisor"
+            )
 
 
 class LoraConfig(Node):
@@ -186,7 +192,9 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
         given = {ours: found[theirs] for theirs, ours in _ADAPTER_FIELDS.items() if theirs in found}
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"path: {file} is not a peft config ({error})") from error
+        raise ValueError(
+            f"path: {file} is not a peft config ({error}); give a folder that peft saved"
+        ) from error
     for name, allowed in _ADAPTER_PLAIN.items():
         if name in found and found[name] not in allowed:
             raise ValueError(
@@ -195,7 +203,10 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
                 "adapters on the result"
             )
     if missing := [n for n in ("lora_rank", "lora_alpha", "target_modules") if not given.get(n)]:
-        raise ValueError(f"path: {file} does not set {', '.join(missing)}; it is no LoRA adapter")
+        raise ValueError(
+            f"path: {file} does not set {', '.join(missing)}; it is no LoRA adapter. Give the "
+            "folder of one, or remove path to start new adapters"
+        )
     given["modules_to_save"] = given.get("modules_to_save") or ()
     if isinstance(given["target_modules"], list):
         given["target_modules"] = tuple(sorted(map(str, given["target_modules"])))
@@ -233,6 +244,8 @@ class ModelConfig(Node):
     """Create a small random model instead of loading one."""
     tokenizer_path: PathText | None = None
     """Folder or hub name of the tokenizer. None: the model's own."""
+    eos_token: str | None = None
+    """Token that ends rows and responses. None: the tokenizer's own."""
     revision: str | None = None
     """Hub revision (branch, tag or commit). None: the default branch."""
     trust_remote_code: bool = False
@@ -243,6 +256,9 @@ class ModelConfig(Node):
     """Values of variables that the chat template reads, such as ``{enable_thinking: false}``. They
     hold wherever messages are rendered, and become defaults in the template of an exported model.
     A name that the template does not read is refused."""
+    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    """Attention of training passes. auto: Burnish's own over packed rows. The others: the
+    implementation of transformers with this name, over padded rows."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights. None: full fine-tuning."""
 
@@ -312,10 +328,21 @@ def lora_advice(model: ModelConfig, *, holds_reference: bool = False) -> Iterato
 
 
 class ReferenceConfig(Node):
-    """Frozen model that the KL term measures the distance from."""
+    """Model that the KL term measures the distance from."""
 
     model: ModelConfig | None = None
     """Reference model. None: the policy at the start of the run."""
+    sync_every_n_steps: int = Field(0, ge=0)
+    """Steps between updates of the reference with the policy's weights. 0: it is frozen."""
+    mixup_alpha: float = Field(0.6, gt=0, le=1)
+    """reference = alpha x policy + (1 - alpha) x reference (arXiv 2404.09656)."""
+
+    def rules(self) -> Iterator[str]:
+        if not self.sync_every_n_steps and self.is_own("mixup_alpha"):
+            yield (
+                "mixup_alpha has no effect on a frozen reference; set sync_every_n_steps (512 is "
+                "TRL's default), or remove mixup_alpha"
+            )
 
 
 Dtype = Literal["fp32", "bf16", "fp16"]

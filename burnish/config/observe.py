@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -56,6 +57,24 @@ class WandbConfig(Node):
                 )
 
 
+class MlflowConfig(Node):
+    """MLflow, through its own client. Credentials are its environment variables."""
+
+    tracking_uri: str | None = Field(None, min_length=1)
+    """Server or store. None: MLFLOW_TRACKING_URI, else MLflow's default."""
+    experiment: str = Field("burnish", min_length=1)
+    """Experiment of the run; created if it is missing."""
+    name: str | None = Field(None, min_length=1)
+    """Name of the run. None: the name of the run folder."""
+
+    def rules(self) -> Iterator[str]:
+        if "@" in urlsplit(self.tracking_uri or "").netloc:
+            yield (
+                "tracking_uri contains a user name or password; set MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD, and remove them from the URI"
+            )
+
+
 class TrackersConfig(Node):
     """Trackers of a run's metrics, besides metrics.jsonl. Failing or hanging trackers do not stop
     the run."""
@@ -64,6 +83,8 @@ class TrackersConfig(Node):
     """Also write TensorBoard event files under ``tensorboard/``."""
     wandb: WandbConfig | None = None
     """Also log to Weights & Biases (``pip install 'burnish[wandb]'``). None: no."""
+    mlflow: MlflowConfig | None = None
+    """Also log to MLflow (``pip install 'burnish[mlflow]'``). None: no."""
 
 
 class ObserveConfig(TrackersConfig):

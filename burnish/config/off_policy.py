@@ -14,7 +14,14 @@ MAX_KEPT = 1024
 
 def cut_sampling(rollout: RolloutConfig) -> str | None:
     """Return the setting that restricts sampling to a part of the distribution, or None."""
-    return "top_p<1" if rollout.top_p < 1 else "top_k>0" if rollout.top_k else None
+    if rollout.top_p < 1:
+        return "top_p<1"
+    return "top_k>0" if rollout.top_k else "min_p>0" if rollout.min_p else None
+
+
+def _uncut(rollout: RolloutConfig) -> str:
+    """Return the settings with which all tokens can be sampled."""
+    return "top_p=1 and top_k=0" + (" and min_p=0" if rollout.min_p else "")
 
 
 def off_policy_rules(
@@ -28,8 +35,8 @@ def off_policy_rules(
 
 
 def records_sampling_mask(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> bool:
-    """Return whether the tokens that top_p and top_k keep are recorded, and all log-probs of the
-    run are over them."""
+    """Return whether the tokens that top_p, top_k and min_p keep are recorded, and all log-probs of
+    the run are over them."""
     if rollout.sampling_mask is not None:
         return rollout.sampling_mask
     return cut_sampling(rollout) is not None and _divides_by_sampler(algorithm) is not None
@@ -63,7 +70,7 @@ def _mask_rules(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator[
             yield (
                 f"algorithm.{divides} divides by the sampler's probabilities, and with "
                 f"rollout.{cut} and sampling_mask=false these are not the ones that tokens are "
-                "drawn with; remove sampling_mask, or use top_p=1 and top_k=0"
+                f"drawn with; remove sampling_mask, or use {_uncut(rollout)}"
             )
         return
     if not 1 <= rollout.top_k <= MAX_KEPT:
@@ -90,6 +97,12 @@ def _ratio_rules(algorithm: AlgorithmConfig, *, several_updates: bool) -> Iterat
             "algorithm.old_policy=sampler is the denominator of a ratio, and "
             "policy_loss=reinforce has no ratio; use ppo, or a correction instead of old_policy"
         )
+    if algorithm.policy_loss.kind == "vespo" and algorithm.correction is not None:
+        yield (
+            "algorithm.correction with policy_loss=vespo: the loss has its own weight of the "
+            "sequence, of which the correction would be a second one; use old_policy=sampler, "
+            "whose ratio contains the age and the mismatch, or another loss"
+        )
     if by_sampler and algorithm.correction is not None:
         yield (
             "algorithm.correction multiplies the loss by the trainer's probability over the "
@@ -106,6 +119,8 @@ def _stale_rules(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator
     if algorithm.correction is None and not by_sampler:
         no_ratio = algorithm.policy_loss.kind == "reinforce"
         other = "" if no_ratio else ", or algorithm.old_policy=sampler"
+        if algorithm.policy_loss.kind == "vespo":
+            other = " with another loss, or algorithm.old_policy=sampler"
         yield (
             f"rollout.max_staleness={stale} trains on tokens of older policies, and nothing "
             "weights them by the probability with which they were sampled: old_policy=trainer "
@@ -130,7 +145,7 @@ def off_policy_advice(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Ite
             "the one that is trained, so the gradient also changes the probability of the tokens "
             "that are never drawn"
             + (", and the loss is not the reverse KL" if kind == "on_policy_distill" else "")
-            + "; set rollout.sampling_mask=true (with top_k), or top_p=1 and top_k=0"
+            + f"; set rollout.sampling_mask=true (with top_k), or {_uncut(rollout)}"
         )
     loss, correction = algorithm.policy_loss, algorithm.correction
     if isinstance(loss, GspoLoss) and correction is not None and correction.level == "token":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -90,13 +90,17 @@ class _SharedScales(OptimizerFacts):
     """State in which one number describes several weights."""
 
     kind: str
+    _blocks_in_shards: ClassVar[bool] = False
+    """True if the weights of one number are consecutive entries, which rows of a shard contain."""
 
     def engine_problem(self, engine: TrainEngineFacts) -> str | None:
         """Return why a train engine cannot run the optimizer, or None if it can."""
-        if isinstance(engine, TorchEngine) and engine.sharding == "none":
-            if engine.tensor_parallel_size == 1:
-                return None
+        if isinstance(engine, TorchEngine) and engine.tensor_parallel_size > 1:
             with_what = f"tensor_parallel_size={engine.tensor_parallel_size}"
+        elif isinstance(engine, TorchEngine) and (
+            engine.sharding == "none" or self._blocks_in_shards
+        ):
+            return None
         elif isinstance(engine, TorchEngine):
             with_what = "sharding=full"
         else:
@@ -105,14 +109,16 @@ class _SharedScales(OptimizerFacts):
             f"train.optimizer.kind={self.kind} with train.engine.{with_what}: one number of its "
             "state describes several weights, which shards divide in other places, so results "
             "and checkpoints would depend on the number of ranks; use the torch engine with "
-            "sharding=none and tensor_parallel_size=1, or optimizer kind adamw or muon, whose "
-            "state is sharded"
+            f"sharding={'full' if self._blocks_in_shards else 'none'} and tensor_parallel_size=1, "
+            "or optimizer kind adamw or muon, whose state is sharded"
         )
 
 
 class AdamW8bit(_SharedScales, Node):
     """AdamW of bitsandbytes (arXiv 2110.02861; extra ``quant``): 8-bit moments with one scale per
-    256 entries. Embeddings and parameters of fewer than 4096 entries keep fp32 moments."""
+    256 entries. Embeddings, vectors and matrices of fewer than 4096 entries keep fp32 moments."""
+
+    _blocks_in_shards: ClassVar[bool] = True
 
     kind: Literal["adamw_8bit"] = "adamw_8bit"
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
-from burnish.config.algorithm import (
-    DpoLoss,
-    PreferenceLossConfig,
-)
+from burnish.config.preference_losses import DpoLoss, IpoLoss, PreferenceLossConfig
 from burnish.config.arithmetic import (
     BatchError,
 )
@@ -22,18 +19,27 @@ from burnish.config.data import (
 from burnish.config.eval_sets import eval_sections, with_sets
 from burnish.config.job import SupervisedJob
 from burnish.config.model import ReferenceConfig, lora_advice, random_reference_advice
+from burnish.config.reference_sync import reference_sync_advice, reference_sync_rules
 from burnish.config.roles import (
     TrainRole,
 )
 
 
 class PreferenceReferenceConfig(ReferenceConfig):
-    """Frozen model that preferences are measured against."""
+    """Model that preferences are measured against."""
 
     precompute: bool = False
     """Compute its log-probs of all rows before the first step, store them in the run folder and
     free the model. With kto: those of every step, with its mismatched rows. A resumed run
     recomputes them if rows are missing, or model or number format differ."""
+
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        if self.precompute and self.sync_every_n_steps:
+            yield (
+                f"precompute with sync_every_n_steps={self.sync_every_n_steps}: log-probs computed "
+                "before the first step are those of a frozen reference; remove one of the two"
+            )
 
 
 PAIR_METRICS = (
@@ -41,6 +47,24 @@ PAIR_METRICS = (
     *("logprob_chosen", "logprob_rejected", "nll"),
 )
 KTO_METRICS = ("loss", "accuracy", "reward_desirable", "reward_undesirable", "kl_estimate")
+
+AddedKind = Literal[
+    "dpo",
+    "cdpo",
+    "robust",
+    "ipo",
+    "hinge",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+]
+"""Losses of pairs and a reference, of which a run may add several."""
+OF_THE_GAP = ("dpo", "cdpo", "robust", "hinge", "exo_pair", "discopop")
+"""Losses of the difference of two log-ratios, with any divergence from the reference."""
 
 
 class PreferenceConfig(SupervisedJob):
@@ -62,6 +86,18 @@ class PreferenceConfig(SupervisedJob):
     nll_coef: float = Field(0.0, ge=0)
     """Weight of the chosen response's mean negative log-likelihood per token in the loss (arXiv
     2404.19733). Refused with orpo and kto."""
+    added_losses: dict[AddedKind, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Weights of further losses with ``loss.beta`` (MPO), such as ``{bco_pair: 0.25}``."""
+    f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
+    """Divergence from the reference whose gradient replaces the log-ratios (arXiv 2309.16240).
+    reverse_kl: DPO's own."""
+    f_alpha: float = Field(0.5, gt=0, lt=1)
+    """Order of ``f_divergence: alpha``, between 0 (reverse_kl) and 1 (forward_kl)."""
+    ld_alpha: float = Field(1.0, ge=0, le=1)
+    """Weight of the log-probs of tokens beyond the shorter response's length (LD-DPO, arXiv
+    2409.06411). 1: all tokens count alike."""
+    weight_pairs: bool = False
+    """Weight each pair by the policy's likelihood of its responses (WPO, arXiv 2406.11827)."""
     reference: PreferenceReferenceConfig | None = None
     """Reference model. None: the policy at the start (with LoRA: its base)."""
 
@@ -100,6 +136,15 @@ class PreferenceConfig(SupervisedJob):
         own = self.reference.model if self.reference is not None else None
         return self.needs_reference and self.model.lora is not None and own is None
 
+    @property
+    def added_terms(self) -> list[tuple[PreferenceLossConfig, float]]:
+        """Configs and weights of ``added_losses``."""
+        make: TypeAdapter[PreferenceLossConfig] = TypeAdapter(PreferenceLossConfig)
+        return [
+            (make.validate_python({"kind": kind, "beta": self.loss.beta}), weight)
+            for kind, weight in self.added_losses.items()
+        ]
+
     def roles(self) -> tuple[TrainRole, ...]:
         given, kl = self.reference or PreferenceReferenceConfig(), self.loss.kind == "kto"
         policy = replace(
@@ -108,6 +153,8 @@ class PreferenceConfig(SupervisedJob):
             holds_reference=self.holds_reference,
             precomputed_reference=self.holds_reference and given.precompute,
             estimates_kl=kl,
+            ranks_pairs=self.loss.kind in ("aot", "aot_unpaired"),
+            needs_entropies=self.weight_pairs,
         )
         if not self.needs_reference or self.holds_reference:
             return (policy,)
@@ -125,6 +172,9 @@ class PreferenceConfig(SupervisedJob):
                 )
         if self.reference is not None and not self.needs_reference:
             yield f"reference is set, but loss={kind} does not use one; remove it, or use dpo"
+        else:
+            engine = self.train.engine
+            yield from reference_sync_rules(self.reference, self.roles(), self.cluster, engine)
         if self.reference is not None and self.reference.precompute and self.data.streamed:
             yield (
                 "reference.precompute computes log-probs of all rows before the first step, but "
@@ -147,6 +197,47 @@ class PreferenceConfig(SupervisedJob):
             )
         if kind == "kto":
             yield from self._kto_rules()
+        yield from self._variant_rules()
+
+    def _variant_rules(self) -> Iterator[str]:
+        kinds = (self.loss.kind, *self.added_losses)
+        by_mean = isinstance(self.loss, DpoLoss | IpoLoss) and self.loss.mean_logprobs
+        if self.added_losses and self.loss.kind not in get_args(AddedKind):
+            yield (
+                f"added_losses with loss={self.loss.kind}: only losses that compare a pair with a "
+                f"reference can be added to each other; use one of {', '.join(get_args(AddedKind))}"
+            )
+        if self.loss.kind in self.added_losses:
+            yield (
+                f"added_losses contains {self.loss.kind}, which is the loss itself, with weight 1; "
+                "remove it, or divide the other weights by the weight that it should have"
+            )
+        other = [kind for kind in kinds if kind not in OF_THE_GAP]
+        if self.f_divergence != "reverse_kl" and (other or by_mean):
+            yield (
+                f"f_divergence={self.f_divergence} with loss={other[0] if other else kinds[0]}"
+                + (": it" if other else " and mean_logprobs: it")
+                + " replaces the difference of two log-ratios of entire responses, which only "
+                f"{', '.join(OF_THE_GAP)} have (without mean_logprobs); use one of them, or "
+                "f_divergence=reverse_kl"
+            )
+        if self.is_own("f_alpha") and self.f_divergence != "alpha":
+            yield (
+                f"f_alpha={self.f_alpha:g} has no effect with f_divergence={self.f_divergence}; "
+                "remove it, or use f_divergence=alpha"
+            )
+        if self.weight_pairs and self.loss.kind in ("kto", "aot", "aot_unpaired"):
+            yield (
+                f"weight_pairs with loss={self.loss.kind}, whose terms are not those of one pair; "
+                "remove it, or use a loss of pairs (dpo)"
+            )
+        if self.ld_alpha != 1 and (by_mean or self.loss.kind in ("simpo", "orpo", "kto")):
+            yield (
+                f"ld_alpha={self.ld_alpha:g} weighs the surplus of the longer response in a sum of "
+                f"log-probs, but loss={self.loss.kind} "
+                + ("has no pairs" if self.loss.kind == "kto" else "uses means per token")
+                + "; remove ld_alpha, or use a loss of sums (dpo)"
+            )
 
     def advice(self) -> Iterator[str]:
         for name, data in self.eval_sections.items():
@@ -155,6 +246,7 @@ class PreferenceConfig(SupervisedJob):
         if self.needs_reference and not own and self.model.scratch is not None:
             yield random_reference_advice(f"loss={self.loss.kind}")
         yield from lora_advice(self.model, holds_reference=self.holds_reference)
+        yield from reference_sync_advice(self.reference, self.precision)
 
     def _sections(self) -> dict[str, PreferenceDataConfig]:
         """Return all data sections by their place in the recipe."""

@@ -29,14 +29,12 @@ from burnish.config.episodes import episode_data_rules, episode_rules, episodes_
 from burnish.config.held_out import with_held_out_section
 from burnish.config.job import TrainingJob, derived_batch, training_rules
 from burnish.config.length import step_rules
-from burnish.config.model import (
-    ReferenceConfig,
-    lora_advice,
-    random_reference_advice,
-)
+from burnish.config.model import ReferenceConfig, lora_advice, random_reference_advice
 from burnish.config.off_policy import max_kept_ids, off_policy_advice, off_policy_rules
 from burnish.config.passes import passes_lines, total_rows
 from burnish.config.ptx import PtxConfig, ptx_rules
+from burnish.config.reference_sync import reference_sync_advice, reference_sync_rules
+from burnish.config.reward_advantages import each_reward_rules
 from burnish.config.rewards import (
     RESERVED_NAMES,
     EpisodeReward,
@@ -168,6 +166,7 @@ class RLConfig(TrainingJob):
             dropout=False,
             offload="policy" in self.cluster.offload_between_phases,
             needs_old_logprobs=self.needs_old_logprobs,
+            needs_entropies=self.algorithm.top_entropy_quantile < 1,
             holds_reference=self.holds_reference,
             ptx=self.ptx,
             sync=self.sync,
@@ -295,6 +294,8 @@ class RLConfig(TrainingJob):
         yield from _field_rules(self)
         yield from ptx_rules(self.ptx, temperature=self.rollout.temperature)
         yield from _teacher_rules(self)
+        engine = self.train.engine
+        yield from reference_sync_rules(self.reference, self.roles(), self.cluster, engine)
         yield from sync_rules(self.sync, self.cluster.runtime)
         yield from asynchronous_rules(self.rollout, self.roles(), self.cluster, self.sync)
         yield from off_policy_rules(
@@ -337,6 +338,7 @@ class RLConfig(TrainingJob):
     def advice(self) -> Iterator[str]:
         yield from asynchronous_advice(self.rollout, self.roles(), self.cluster, self.eval)
         yield from off_policy_advice(self.algorithm, self.rollout)
+        yield from reference_sync_advice(self.reference, self.precision)
         yield from lora_advice(self.model, holds_reference=self.holds_reference)
         if self.eval is not None:
             yield from eval_advice(self.eval, self.data, self.rewards)
@@ -445,6 +447,7 @@ def _reward_rules(config: RLConfig) -> Iterator[str]:
             "every entry of rewards has weight 0, so all responses have the same reward and "
             "nothing is learned; set a weight above 0"
         )
+    yield from each_reward_rules(config.algorithm.advantage, config.rewards, shaping)
     limit, episodes = config.row_lengths.rest, config.rollout.episodes
     if shaping.overlong_buffer_len >= limit:
         name = (

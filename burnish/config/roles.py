@@ -143,6 +143,11 @@ class TrainRole(RoleSpec):
     estimates_kl: bool = False
     """True if policy and reference also pass over rows of mismatched prompts and responses in every
     step, to estimate their KL (KTO)."""
+    needs_entropies: bool = False
+    """True if entropies of the policy are computed before the update."""
+    ranks_pairs: bool = False
+    """True if the policy passes over the rows of every step before its update, to rank them
+    (AOT)."""
     returns_states: bool = False
     """True if the engine returns hidden states instead of log-probs (the teacher of a
     distillation)."""
@@ -173,12 +178,13 @@ class TrainRole(RoleSpec):
     @property
     def num_forward_passes(self) -> int:
         """Number of passes over a step's rows without gradient, outside of the updates: outputs of
-        a frozen role, values, old log-probs, the log-probs of a reference that the role holds, and
-        those for an estimate of the KL."""
+        a frozen role, values, old log-probs, entropies, the log-probs of a reference that the role
+        holds, and those for an estimate of the KL or for ranks."""
         reference = 0 if self.precomputed_reference else 1 + self.estimates_kl
         if not self.trainable:
             return reference
-        own = (self.kind == "critic") + self.needs_old_logprobs + self.estimates_kl
+        extra = self.estimates_kl + self.ranks_pairs + self.needs_entropies
+        own = (self.kind == "critic") + self.needs_old_logprobs + extra
         return own + reference * self.holds_reference
 
     @property

@@ -30,6 +30,9 @@ class SamplingConfig(Node):
     """Sample from the smallest set of tokens with this total probability. 1: all."""
     top_k: int = Field(0, ge=0)
     """Sample from the k most probable tokens. 0: all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Sample from tokens whose probability is at least min_p times the largest one (arXiv
+    2407.01082). 0: all."""
     stop: tuple[StopText, ...] = ()
     """Strings that end a response. The response includes them."""
     stop_token_ids: tuple[TokenId, ...] = ()
@@ -242,7 +245,7 @@ class RolloutConfig(AsynchronousRollout, PromptsRollout):
     rollout_batch_size: int = Field(ge=1)
     """PROMPTS per rollout (P); the buffer holds P x n samples."""
     sampling_mask: bool | None = None
-    """With top_p or top_k: record the tokens that they keep, and compute all log-probs over these.
+    """With top_p, top_k or min_p: record the kept tokens, and compute all log-probs over these.
     None: only if needed, by ``algorithm.correction`` or ``old_policy: sampler``. Needs ``top_k``.
     4 bytes x top_k per token in host memory."""
     dynamic_sampling: DynamicSampling | None = None
@@ -280,6 +283,8 @@ class EvalConfig(Node):
     """Number of prompts of each set, from the start of its data. None: all."""
     every_n_steps: int = Field(0, ge=0)
     """Steps between evaluations. 0: evaluate only at step 0 and at the end, as every run does."""
+    delay_steps: int = Field(0, ge=0)
+    """Do not evaluate before this step. Above 0: also not at step 0."""
     n_samples_per_prompt: int = Field(1, ge=1)
     """Samples per prompt."""
     pass_k: tuple[int, ...] = (1,)

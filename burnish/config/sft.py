@@ -27,6 +27,13 @@ class SFTConfig(SupervisedJob):
     eval_sets: dict[str, SFTDataConfig] = Field(default_factory=dict)
     """Further held-out data by name, with metrics ``eval/NAME/...``. Needs eval_data."""
 
+    loss: Literal["nll", "dft"] = "nll"
+    """nll: negative log-likelihood. dft: the same times each token's probability (dynamic
+    fine-tuning, arXiv 2508.05629). Evaluations measure nll."""
+    neftune_noise_alpha: float = Field(0.0, ge=0)
+    """Noise of alpha / sqrt(tokens x width) on the input embeddings in training (NEFTune, arXiv
+    2310.05914)."""
+
     @property
     def rows(self) -> SFTDataConfig:
         """Training data."""
@@ -36,6 +43,16 @@ class SFTConfig(SupervisedJob):
     def eval_metrics(self) -> frozenset[str]:
         """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
         return frozenset() if self.eval_data is None else with_sets({"loss"}, self.eval_sets)
+
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        size = self.train.engine.sequence_parallel_size
+        if self.neftune_noise_alpha and size > 1:
+            yield (
+                f"neftune_noise_alpha={self.neftune_noise_alpha:g} with train.engine."
+                f"sequence_parallel_size={size}: no rank has the entire row; use "
+                "tensor_parallel_size, or neftune_noise_alpha=0"
+            )
 
     def advice(self) -> Iterator[str]:
         for name, data in self.eval_sections.items():

@@ -84,11 +84,20 @@ REFUSED = {
     ),
     **dict.fromkeys(
         ("pipeline_parallel_size", "enable_expert_parallel", "cpu_offload_gb"),
-        "the check that every weight was stored reads only unsplit or tensor-parallel weights; use "
-        "rollout.engine.tensor_parallel_size",
+        "the check that every weight was stored reads only unsplit or tensor-parallel weights",
     ),
 }  # fmt: skip
 """Arguments that are refused, with the reason."""
+INSTEAD = {
+    **dict.fromkeys(
+        ("pipeline_parallel_size", "enable_expert_parallel", "cpu_offload_gb"),
+        ", or use rollout.engine.tensor_parallel_size",
+    ),
+    **dict.fromkeys(
+        ("quantization", "quantization_config"), ", or use precision.rollout_dtype=bf16"
+    ),
+}
+"""Closest settings of refused arguments."""
 
 
 def problems(names: Iterable[str], *, path: str) -> Iterator[str]:
@@ -100,7 +109,8 @@ def problems(names: Iterable[str], *, path: str) -> Iterator[str]:
         if name in OWN:
             yield f"{path}.{name} is set by {OWN[name]}; use that key"
         elif name in REFUSED:
-            yield f"{path}.{name} cannot be passed to vLLM: {REFUSED[name]}; remove it"
+            instead = INSTEAD.get(name, "")
+            yield f"{path}.{name} cannot be passed to vLLM: {REFUSED[name]}; remove it{instead}"
         elif name in vllm_names():
             yield (
                 f"{path}.{name} is an argument of vLLM that is not known to leave samples and "

@@ -11,7 +11,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from burnish.config.data import DataConfig, Overlong
+from burnish.config.data import DataConfig
+from burnish.config.overlong import Overlong
 from burnish.data.files import files_digests
 from burnish.data.forms import open_rows
 from burnish.data.notices import Notices, collecting
@@ -49,7 +50,8 @@ class Encoder(Protocol[T]):
         ...
 
     def truncate(self, item: T) -> T | None:
-        """Truncate an item over the limit on the left. Return None if the rest is unusable."""
+        """Truncate an item over the limit at the end that ``overlong`` names. Return None if the
+        rest is unusable."""
         ...
 
 
@@ -315,7 +317,7 @@ def fit(
             f"{where}: the {encoder.unit} has {length} tokens, but {encoder.limit_name} is "
             f"{encoder.limit}. Raise {encoder.limit_name}, or set overlong: truncate_left or drop"
         )
-    shorter = encoder.truncate(item) if config.overlong == "truncate_left" else None
+    shorter = None if config.overlong == "drop" else encoder.truncate(item)
     return Fitted(shorter, shorter is not None)
 
 

@@ -112,10 +112,18 @@ class PairEncoder:
         return max(len(item.chosen.ids), len(item.rejected.ids))
 
     def truncate(self, item: Pair) -> Pair | None:
-        """Remove the same leading prompt tokens from both rows, so that the prompt stays shared.
+        """Remove the same leading prompt tokens from both rows, so that the prompt stays shared; or
+        the end of each row over the limit (``truncate_right``).
 
-        Return None if no prompt would be left, because a comparison needs a prompt.
+        Return None if no prompt would be left, because a comparison needs a prompt, or if the rows
+        are equal without their ends.
         """
+        if self._config.overlong == "truncate_right":
+            better = item.chosen.without_right(self.limit)
+            worse = item.rejected.without_right(self.limit)
+            if better is None or worse is None or list(better.ids) == list(worse.ids):
+                return None
+            return replace(item, chosen=better, rejected=worse)
         excess = self.length(item) - self.limit
         if excess >= item.chosen.prompt_len:
             return None

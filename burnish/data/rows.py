@@ -65,6 +65,13 @@ class TokenRow:
             return None
         return TokenRow(self.ids[count:], mask, answers)
 
+    def without_right(self, length: int) -> TokenRow | None:
+        """Return the first ``length`` tokens of the row, or None if no trained token is left. The
+        last answer may lose its end, and with it its end token."""
+        mask = list(self.mask[:length])
+        answers = None if self.answers is None else list(self.answers[:length])
+        return TokenRow(self.ids[:length], mask, answers) if any(mask) else None
+
 
 def token_row(ids: Sequence[int], mask: Sequence[bool]) -> TokenRow:
     """Return a TokenRow whose first token is not trained on, because no token predicts it.

@@ -83,10 +83,13 @@ class SFTEncoder:
         return len(item.ids)
 
     def truncate(self, item: TokenRow) -> TokenRow | None:
-        """Truncate on the left. Return None if no complete answer with a prompt is left.
+        """Truncate on the left or right. Return None if no beginning of an answer with a prompt is
+        left.
 
         An answer that loses its beginning is not trained on.
         """
+        if self._config.overlong == "truncate_right":
+            return item.without_right(self.limit)
         return item.without_left(len(item.ids) - self.limit)
 
     def _encode(self, row: Row) -> TokenRow:

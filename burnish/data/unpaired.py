@@ -155,6 +155,9 @@ class UnpairedEncoder:
         return len(item.row.ids)
 
     def truncate(self, item: UnpairedExample) -> UnpairedExample | None:
+        if self._config.overlong == "truncate_right":
+            cut = item.row.without_right(self.limit)
+            return None if cut is None else replace(item, row=cut)
         excess = self.length(item) - self.limit
         if excess >= item.row.prompt_len:
             return None

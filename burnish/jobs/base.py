@@ -22,6 +22,7 @@ import torch
 from burnish.checkpoint.save import PendingSave
 from burnish.config import JobConfig
 from burnish.config.placement import PlacementGroupSpec, placement_groups
+from burnish.jobs.eval_times import EvalTimes
 from burnish.jobs.memory_monitor import MemoryMonitor
 from burnish.observe.metrics import MetricsLog
 from burnish.observe.progress import close_logging, setup_logging
@@ -85,9 +86,8 @@ class Loop(Closable, Protocol):
 
     total_steps: int
     """Number of steps of the entire run."""
-    eval_every_n_steps: int
-    """Evaluate every this many steps, in addition to step 0 and the last step. 0: only at those
-    two."""
+    eval_times: EvalTimes
+    """Steps after which the run evaluates, in addition to the last one."""
     best_metric: str
     """Metric that selects the best checkpoint if the recipe names none."""
 

@@ -128,6 +128,7 @@ def sampling_of(config: SamplingConfig) -> Sampling:
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
+        min_p=config.min_p,
         stop=config.stop,
         stop_token_ids=config.stop_token_ids,
     )

@@ -4,6 +4,7 @@ rewards."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn.functional import pad
 from burnish.algorithms import ADVANTAGES
 from burnish.algorithms.advantages import (
     gae,
+    gdpo,
     on_policy_distill,
     return_to_go,
     time_order,
@@ -30,7 +32,7 @@ from burnish.config.algorithm import (
 from burnish.config.rl import WITHOUT_TURN_REWARDS, turn_rewards_refused
 from burnish.rewards.base import RewardError
 from burnish.tensors import pad_rows, unpad_rows, whiten
-from burnish.types import Batch
+from burnish.types import Batch, Group
 
 MAX_REWARD = 1e15
 """Largest allowed absolute reward. A critic's squared error of such returns is 1e30, and a policy
@@ -44,7 +46,26 @@ ScalarAdvantage = GroupAdvantage | GaeAdvantage | ReinforceAdvantage
 """Advantage configs that start from one reward per sample."""
 
 
-def assign_advantages(batch: Batch, config: AlgorithmConfig, *, kl_coef: float) -> Batch:
+@dataclass(frozen=True)
+class RewardParts:
+    """Scores of single rewards, for advantages that normalize each."""
+
+    scores: Tensor
+    """[S, K] fp32, of samples in the order of ``Batch.row_samples``"""
+    weights: Tensor
+    """[K] fp32"""
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], weights: Mapping[str, float]) -> RewardParts:
+        """Return the parts of the groups' samples. ``weights``: of every reward, by its name."""
+        samples = [sample for group in groups for sample in group.samples]
+        scores = [[sample.reward_parts[name] for name in weights] for sample in samples]
+        return cls(torch.tensor(scores), torch.tensor(list(weights.values())))
+
+
+def assign_advantages(
+    batch: Batch, config: AlgorithmConfig, *, kl_coef: float, parts: RewardParts | None = None
+) -> Batch:
     """Return the batch with ``advantages`` [M] (and ``returns`` [M] for a critic).
 
     Groups and baselines compare one reward per sample. Token advantages run over the action tokens
@@ -54,7 +75,8 @@ def assign_advantages(batch: Batch, config: AlgorithmConfig, *, kl_coef: float) 
 
     The inputs are ``rewards`` [N] and the fields that the kind needs: ``values`` (gae);
     ``old_logprobs`` and ``ref_logprobs`` (KL in the reward); ``old_logprobs`` and
-    ``teacher_logprobs`` (on_policy_distill, which ignores the rewards). Whitening uses all action
+    ``teacher_logprobs`` (on_policy_distill, which ignores the rewards). ``parts`` are needed if
+    each reward is normalized (``normalize_each``). Whitening uses all action
     tokens of the batch, which is the entire rollout. Raises RewardError if the losses of the
     rewards would overflow, or if the kind takes no turn rewards.
     """
@@ -66,7 +88,7 @@ def assign_advantages(batch: Batch, config: AlgorithmConfig, *, kl_coef: float) 
         return replace(batch, advantages=found)
     if batch.turn_rewards is not None and advantage.kind in WITHOUT_TURN_REWARDS:
         raise RewardError(turn_rewards_refused(advantage.kind))
-    shaped = _shaped(batch, advantage)
+    shaped = _shaped(batch, advantage, parts)
     if advantage.kind in OF_TOTALS and _kl_in_reward(batch, config) is None:
         of_row = shaped[batch.row_samples()[0]]
         advantages = torch.where(batch.action_mask, of_row[batch.row_ids], 0.0)
@@ -156,7 +178,7 @@ def _largest(values: Tensor) -> float:
     return float(sizes.max()) if sizes.numel() else 0.0
 
 
-def _shaped(batch: Batch, advantage: ScalarAdvantage) -> Tensor:
+def _shaped(batch: Batch, advantage: ScalarAdvantage, parts: RewardParts | None) -> Tensor:
     """Return the reward of every sample, minus the baseline of its group: [S]."""
     assert batch.rewards is not None
     first = batch.row_samples()[1]
@@ -164,6 +186,10 @@ def _shaped(batch: Batch, advantage: ScalarAdvantage) -> Tensor:
     if isinstance(advantage, GaeAdvantage):
         return rewards
     options: dict[str, Any] = {}
+    if isinstance(advantage, GroupAdvantage) and advantage.normalize_each:
+        assert parts is not None, "normalize_each requires the parts of the rewards"
+        ids = batch.group_ids[first]
+        return gdpo(parts.scores, parts.weights, ids, eps=advantage.eps)
     if isinstance(advantage, GroupAdvantage):
         options = {"eps": advantage.eps, "lengths": _action_counts(batch)[first]}
     shaped: Tensor = ADVANTAGES[advantage.kind](rewards, batch.group_ids[first], **options)

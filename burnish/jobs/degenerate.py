@@ -125,11 +125,15 @@ def reward_signal(
     advantage = config.advantage
     if isinstance(advantage, OnPolicyDistillAdvantage):
         return None
-    own = [[sample.reward for sample in group.samples] for group in groups if group.samples]
+    kept = [group for group in groups if group.samples]
+    own = [[sample.reward for sample in group.samples] for group in kept]
     by_group = isinstance(advantage, GroupAdvantage) or advantage.kind == "reinforce_pp_baseline"
     units = own if by_group else [[reward for unit in own for reward in unit]]
     # A single sample has no baseline: its return is the signal.
     empty = [unit for unit in units if len(unit) > 1 and _equal_in_fp32(unit)]
+    if isinstance(advantage, GroupAdvantage) and advantage.normalize_each:
+        alike = [_equal_parts(group, rewards.weighted_names) for group in kept]
+        empty = [unit for unit, same in zip(own, alike, strict=True) if same and len(unit) > 1]
     what = "groups whose rewards are all equal" if by_group else "steps whose rewards are all equal"
     by_turn = not by_group and any(any(s.turn_rewards) for g in groups for s in g.samples)
     if not empty or by_turn:
@@ -139,6 +143,12 @@ def reward_signal(
 
 def _equal_in_fp32(rewards: Sequence[float]) -> bool:
     return all_equal(rewards) or len(set(np.asarray(rewards, np.float32).tolist())) == 1
+
+
+def _equal_parts(group: Group, names: Sequence[str]) -> bool:
+    """Return whether every one of the named parts is equal for all samples of a group."""
+    columns = ([s.reward_parts[name] for s in group.samples] for name in names)
+    return all(map(_equal_in_fp32, columns))
 
 
 def _why_equal(

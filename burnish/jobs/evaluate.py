@@ -160,7 +160,7 @@ def longest_row(config: EvalConfig | None, new_tokens: int) -> int:
 
 def eval_sampling(config: EvalConfig, rollout: SamplingConfig) -> Sampling:
     """Return the sampling parameters of the evaluation: its own temperature, and the rollout's
-    length and stops unless the evaluation sets them. Top-p and top-k are off."""
+    length and stops unless the evaluation sets them. Top-p, top-k and min-p are off."""
     return replace(
         sampling_of(rollout),
         temperature=config.temperature,
@@ -171,6 +171,7 @@ def eval_sampling(config: EvalConfig, rollout: SamplingConfig) -> Sampling:
         else config.stop_token_ids,
         top_p=1.0,
         top_k=0,
+        min_p=0.0,
     )
 
 

@@ -18,14 +18,16 @@ from burnish.algorithms.correction import (
     age_stats,
     correction_weights,
     mismatch_stats,
+    off_policy_mask,
     sampler_ratio,
     weight_moments,
 )
 from burnish.algorithms.experts import expert_loads, load_balancing_loss
-from burnish.algorithms.policy_losses import BY_ROW
+from burnish.algorithms.policy_losses import BY_ROW, token_ratio
 from burnish.algorithms.preference import centering
 from burnish.algorithms.process import step_cross_entropy
 from burnish.algorithms.reduce import Aggregation
+from burnish.algorithms.supervised import SUPERVISED_LOSSES
 from burnish.algorithms.value_losses import clipped_value_loss
 from burnish.config.algorithm import AlgorithmConfig, CorrectionConfig
 from burnish.tensors import masked_sum, upload
@@ -61,22 +63,19 @@ def policy_objective(
         per_token, stats = per_token_loss(
             outputs.logprobs, old, batch.advantages, mask, **options, **rows
         )
+        weights: Tensor | None = None
         if config.correction is not None:
             weights, found = _correction(config.correction, old, batch)
             per_token, stats = weights * per_token, stats + found
+        if config.off_policy_mask is not None:
+            keep, found = _off_policy_mask(config.off_policy_mask, outputs.logprobs, old, batch)
+            per_token, stats = torch.where(keep, per_token, 0.0), stats + found
         loss = total(per_token)
         stats += Stats(sums={"policy_loss": loss.detach()})
         if batch.sampler_logprobs is not None:
             by_sampler = config.old_policy == "sampler"
             trainer = outputs.logprobs if by_sampler else old
-            stats += mismatch_stats(trainer, batch.sampler_logprobs, mask)
-            if batch.ages is not None:
-                stats += age_stats(
-                    trainer, batch.sampler_logprobs, mask, ages=batch.ages, max_age=max_staleness
-                )
-            if by_sampler:
-                ratio = sampler_ratio(outputs.logprobs, batch.sampler_logprobs)
-                stats += weight_moments(ratio, mask)
+            stats += _sampler_stats(trainer, batch, by_sampler=by_sampler, max_age=max_staleness)
         if outputs.entropy is not None:
             stats += _mean("entropy", outputs.entropy, mask)
             if config.entropy_coef:
@@ -85,6 +84,9 @@ def policy_objective(
             kl = estimator(*(_inside(x, mask) for x in (outputs.logprobs, batch.ref_logprobs)))
             stats += _mean("kl", kl, mask)
             if kl_in_loss:
+                if config.kl.bias_correction:
+                    kl = kl * token_ratio(outputs.logprobs, old, mask)
+                    kl = kl if weights is None else kl * weights
                 loss = loss + kl_coef() * total(kl)
         return loss, stats + Stats(sums={"loss": loss.detach()})
 
@@ -100,6 +102,33 @@ def _correction(config: CorrectionConfig, old: Tensor, batch: Batch) -> tuple[Te
         row_ids=batch.row_ids if config.level == "token" else _entire_samples(batch),
         **config.model_dump(),
     )
+
+
+def _off_policy_mask(
+    threshold: float, logprobs: Tensor, old: Tensor, batch: Batch
+) -> tuple[Tensor, Stats]:
+    """Compare with the sampler; with ``old`` if its log-probs are unknown."""
+    assert batch.advantages is not None
+    return off_policy_mask(
+        logprobs,
+        old if batch.sampler_logprobs is None else batch.sampler_logprobs,
+        batch.advantages,
+        batch.action_mask,
+        threshold=threshold,
+        row_ids=_entire_samples(batch),
+    )
+
+
+def _sampler_stats(trainer: Tensor, batch: Batch, *, by_sampler: bool, max_age: int) -> Stats:
+    """Return the mismatch of ``trainer`` [M] and the sampler's log-probs, also by age."""
+    mask, sampler = batch.action_mask, batch.sampler_logprobs
+    assert sampler is not None
+    stats = mismatch_stats(trainer, sampler, mask)
+    if batch.ages is not None:
+        stats += age_stats(trainer, sampler, mask, ages=batch.ages, max_age=max_age)
+    if by_sampler:
+        stats += weight_moments(sampler_ratio(trainer, sampler), mask)
+    return stats
 
 
 def _entire_samples(batch: Batch) -> Tensor:
@@ -122,13 +151,15 @@ def value_objective(*, value_clip: float | None) -> Loss:
     return objective
 
 
-def sft_objective() -> Loss:
-    """Return the cross-entropy of the action tokens, as a mean over all action tokens of the
-    step."""
+def sft_objective(kind: str = "nll") -> Loss:
+    """Return a loss of ``SUPERVISED_LOSSES`` as a mean over all action tokens of the step."""
+    per_token_loss = SUPERVISED_LOSSES[kind]
 
     def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
         assert outputs.logprobs is not None
-        loss = _reduce(-outputs.logprobs, batch, "token_mean", None)
+        loss = _reduce(
+            per_token_loss(_inside(outputs.logprobs, batch.action_mask)), batch, "token_mean", None
+        )
         stats = _mean("nll", -outputs.logprobs, batch.action_mask)
         return loss, stats + Stats(sums={"loss": loss.detach()})
 

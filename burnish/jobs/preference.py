@@ -5,20 +5,27 @@ reference point."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from burnish.algorithms import PREFERENCE_LOSSES
+from burnish.algorithms.pair_ratios import (
+    Divergence,
+    desensitized,
+    divergence_scores,
+    likelihood_weights,
+    of_equal_rank,
+)
 from burnish.algorithms.preference import mismatched_kl
 from burnish.algorithms.reduce import sum_by_row
 from burnish.config import PreferenceConfig
-from burnish.config.algorithm import KtoLoss, PreferenceLossConfig
+from burnish.config.preference_losses import AotLoss, DpoLoss, IpoLoss, KtoLoss, PreferenceLossConfig
 from burnish.config.data import PreferenceDataConfig
 from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.unpaired import SplitPairsStream, UnpairedStream, load_unpaired, mismatched_pairs
@@ -30,6 +37,7 @@ from burnish.jobs.build import (
 )
 from burnish.jobs.degenerate import NoSignalMonitor, label_signal, pair_signal
 from burnish.jobs.kto_batches import KtoBatches, newest_checkpoint
+from burnish.jobs.moving_reference import moving_reference
 from burnish.jobs.objectives import with_expert_balance
 from burnish.jobs.reference_cache import compute as compute_cache
 from burnish.jobs.reference_cache import load as load_cache
@@ -49,39 +57,105 @@ WITHOUT_REFERENCE = frozenset({"simpo", "orpo"})
 
 Prepare = Callable[[Batch], Batch]
 
+Terms = Sequence[tuple[PreferenceLossConfig, float]]
+"""Losses with their weights."""
 
-def preference_objective(config: PreferenceLossConfig, *, nll_coef: float = 0.0) -> Loss:
-    """Return the loss of a recipe, as a mean over all pairs (KTO: responses) of the step."""
+
+@dataclass(frozen=True)
+class PairOptions:
+    """Options of losses on pairs."""
+
+    nll_coef: float = 0.0
+    divergence: Divergence = "reverse_kl"
+    alpha: float = 0.5
+    """Of the divergence alpha."""
+    ld_alpha: float = 1.0
+    weight_pairs: bool = False
+
+
+def preference_objective(
+    config: PreferenceLossConfig, *, added: Terms = (), **options: Any
+) -> Loss:
+    """Return the loss of a recipe, plus the ``added`` ones, as a mean over all pairs (KTO:
+    responses) of the step. ``options``: those of :class:`PairOptions`."""
     if isinstance(config, KtoLoss):
         return _kto_objective(config)
-    return _pair_objective(config, nll_coef)
+    return _pair_objective([(config, 1.0), *added], PairOptions(**options))
 
 
-def _pair_objective(config: PreferenceLossConfig, nll_coef: float) -> Loss:
-    options = config.model_dump(exclude={"kind", "mean_logprobs"})
-    function = PREFERENCE_LOSSES[config.kind]
-    with_reference = config.kind not in WITHOUT_REFERENCE
-    by_mean = not with_reference or config.model_dump().get("mean_logprobs", False)
+def _pair_objective(terms: Terms, options: PairOptions) -> Loss:
+    losses_of = [(_pair_loss(config, options), weight) for config, weight in terms]
+    beta, by_mean = terms[0][0].beta, _by_mean(terms[0][0])
 
     def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
-        policy, counts = _sums(outputs.logprobs, batch)
-        measured = policy / counts if by_mean else policy
-        reference = torch.zeros_like(policy)
-        if with_reference:
-            reference = _sums(batch.ref_logprobs, batch)[0]
-            reference = reference / counts if by_mean else reference
-        sides = [measured[0::2], measured[1::2]]
-        if with_reference:
-            sides += [reference[0::2], reference[1::2]]
-        losses = function(*sides, **options)
-        nll = -(policy / counts)[0::2]
+        plain, counts = _sums(outputs.logprobs, batch)
+        policy, reference = plain, torch.zeros_like(plain)
+        if options.ld_alpha != 1:
+            policy = _sums(outputs.logprobs, batch, options.ld_alpha)[0]
+        if batch.ref_logprobs is not None:
+            reference = _sums(batch.ref_logprobs, batch, options.ld_alpha)[0]
+        sides = Sides(policy, reference, counts, batch.pair_terms)
+        losses = torch.stack([weight * loss(sides) for loss, weight in losses_of]).sum(0)
+        found = Stats()
+        if options.weight_pairs:
+            assert batch.pair_terms is not None, "weights of pairs require collision entropies"
+            weights = likelihood_weights(plain / counts, batch.pair_terms.to(plain.device))
+            losses = losses * weights
+            found = Stats(means={"pair_weight": (weights.sum(), weights.numel())})
+        nll = -(plain / counts)[0::2]
         num_pairs = batch.num_sequences / batch.rows_per_unit
-        loss = (losses + nll_coef * nll).sum() / num_pairs if nll_coef else losses.sum() / num_pairs
-        rewards = (options["beta"] * (measured - reference)).detach()
-        stats = _pair_stats(rewards, policy.detach(), nll.detach())
+        total = losses + options.nll_coef * nll if options.nll_coef else losses
+        loss = total.sum() / num_pairs
+        rewards = beta * (policy - reference) / (counts if by_mean else 1)
+        stats = _pair_stats(rewards.detach(), plain.detach(), nll.detach()) + found
         return loss, stats + Stats(sums={"loss": loss.detach()})
 
     return objective
+
+
+class Sides(NamedTuple):
+    """Log-probs of the responses of pairs, [N] each; row 2i chosen, 2i + 1 rejected."""
+
+    policy: Tensor
+    reference: Tensor
+    counts: Tensor
+    """Number of tokens of each response."""
+    matched: Tensor | None
+    """Log-ratios of the same rank (AOT)."""
+
+
+def _by_mean(config: PreferenceLossConfig) -> bool:
+    """Return whether the loss takes means over the response."""
+    own = isinstance(config, DpoLoss | IpoLoss) and config.mean_logprobs
+    return own or config.kind in WITHOUT_REFERENCE
+
+
+def _pair_loss(config: PreferenceLossConfig, options: PairOptions) -> Callable[[Sides], Tensor]:
+    """Return the function that computes one loss of every pair, [N / 2]."""
+    keywords = config.model_dump(exclude={"kind", "mean_logprobs"})
+    function, by_mean = partial(PREFERENCE_LOSSES[config.kind], **keywords), _by_mean(config)
+
+    def loss(sides: Sides) -> Tensor:
+        policy, reference, counts, matched = sides
+        if by_mean:
+            policy, reference = policy / counts, reference / counts
+        if config.kind in WITHOUT_REFERENCE:
+            return function(policy[0::2], policy[1::2])
+        if isinstance(config, AotLoss):
+            assert matched is not None, "AOT requires matched log-ratios"
+            here = matched.to(policy.device)
+            if config.kind == "aot":
+                return function(policy[0::2] - policy[1::2], here[0::2])
+            ratios = policy - reference
+            return function(ratios[0::2], ratios[1::2], here[0::2], here[1::2])
+        if options.divergence != "reverse_kl":
+            policy = divergence_scores(
+                policy - reference, divergence=options.divergence, alpha=options.alpha
+            )
+            reference = torch.zeros_like(policy)
+        return function(policy[0::2], policy[1::2], reference[0::2], reference[1::2])
+
+    return loss
 
 
 def _pair_stats(rewards: Tensor, sums: Tensor, nll: Tensor) -> Stats:
@@ -130,21 +204,46 @@ def preparation(
     reference: HasLogprobs | None,
     *,
     max_len: int,
+    ld_alpha: float = 1.0,
+    weigh: TrainEngine | None = None,
 ) -> Prepare:
     """Return the function that prepares a batch for its update, or held-out rows for measurement.
-    It adds the reference's log-probs and, for KTO, the KL estimate. ``max_len``: length limit of
-    the batch's data."""
+    It adds the reference's log-probs, for KTO the KL estimate, and for AOT the matched log-ratios.
+    ``max_len``: length limit of the batch's data. ``weigh``: the policy, if pairs are weighted by
+    its likelihood; its collision entropies are added then."""
 
     def prepare(batch: Batch) -> Batch:
+        if weigh is not None:
+            entropies, counts = _sums(weigh.entropies(batch), batch)
+            batch = replace(batch, pair_terms=entropies / counts)
         if reference is None:
             return batch
         if isinstance(config, KtoLoss):
             others = mismatched_pairs(batch, max_len=max_len)
             sums = (_sums(x.logprobs(others), others)[0] for x in (policy, reference))
             batch = replace(batch, kl_estimate=float(mismatched_kl(*sums)))
-        return replace(batch, ref_logprobs=reference.logprobs(batch))
+        batch = replace(batch, ref_logprobs=reference.logprobs(batch))
+        if isinstance(config, AotLoss):
+            batch = replace(
+                batch, pair_terms=_matched(config, policy.logprobs(batch), batch, ld_alpha)
+            )
+        return batch
 
     return prepare
+
+
+def _matched(config: AotLoss, logprobs: Tensor, batch: Batch, ld_alpha: float) -> Tensor:
+    """Return [N] the log-ratio of the same rank in the entire batch. aot: the reference's gap, for
+    the policy's gap of each pair. aot_unpaired: the rejected response's log-ratio for each chosen
+    one, and the reverse."""
+    both = (_sums(x, batch, ld_alpha)[0].cpu() for x in (logprobs, batch.ref_logprobs))
+    policy, reference = both
+    if config.kind == "aot":
+        gaps, of_reference = (x[0::2] - x[1::2] for x in (policy, reference))
+        return of_equal_rank(gaps, of_reference).repeat_interleave(2)
+    chosen, rejected = (policy - reference)[0::2], (policy - reference)[1::2]
+    pairs = (of_equal_rank(chosen, rejected), of_equal_rank(rejected, chosen))
+    return torch.stack(pairs, 1).flatten()
 
 
 def measure_preferences(loss: Loss, prepare: Prepare) -> Callable[[TrainEngine, Batch], Stats]:
@@ -156,8 +255,9 @@ def measure_preferences(loss: Loss, prepare: Prepare) -> Callable[[TrainEngine, 
     return measure
 
 
-def _sums(logprobs: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the log-probs of entire responses and their token counts (at least 1): two [N]."""
+def _sums(logprobs: Tensor | None, batch: Batch, ld_alpha: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return the log-probs of entire responses and their token counts (at least 1): two [N].
+    ``ld_alpha``: weight of tokens after the length of the pair's shorter response."""
     assert logprobs is not None, "the batch has no log-probs of the reference model"
     mask = batch.action_mask.to(logprobs.device)
     rows: dict[str, Any] = {
@@ -165,6 +265,8 @@ def _sums(logprobs: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         "num_rows": batch.num_rows,
     }
     counts = sum_by_row(torch.ones_like(logprobs), mask, **rows)
+    if ld_alpha != 1:
+        logprobs = desensitized(logprobs, mask, **rows, ld_alpha=ld_alpha)
     return sum_by_row(logprobs, mask, **rows), counts.clamp(min=1)
 
 
@@ -197,9 +299,24 @@ def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) 
     reference, policy = _preference_engines(config, specs, runtime, run_dir, rows=rows)
 
     def prepare_within(rows: PreferenceDataConfig) -> Prepare:
-        return preparation(config.loss, policy, reference, max_len=rows.max_len)
+        return preparation(
+            config.loss,
+            policy,
+            reference,
+            max_len=rows.max_len,
+            ld_alpha=config.ld_alpha,
+            weigh=policy if config.weight_pairs else None,
+        )
 
-    loss = preference_objective(config.loss, nll_coef=config.nll_coef)
+    loss = preference_objective(
+        config.loss,
+        added=config.added_terms,
+        nll_coef=config.nll_coef,
+        divergence=config.f_divergence,
+        alpha=config.f_alpha,
+        ld_alpha=config.ld_alpha,
+        weight_pairs=config.weight_pairs,
+    )
     return Supervised(
         stream=timed(stream, runtime.timeline, {"next": "data"}),
         engine=policy,
@@ -209,6 +326,7 @@ def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) 
         measure=measure_preferences(loss, prepare_within(others.get("", data))),
         eval_batches=held_out,
         prepare=prepare_within(data),
+        moving=moving_reference(config.reference, policy, reference, runtime.loop_ranks),
         signal=NoSignalMonitor(config.train.max_steps_without_signal),
         look=label_signal if kto else pair_signal,
     )
@@ -225,10 +343,13 @@ def _preference_engines(
     """Return the reference and the policy. If ``rows`` is not None, the reference is a cache of its
     log-probs of them. A separate reference model is released before the policy is created if only
     its log-probs are needed."""
-    kto = isinstance(config.loss, KtoLoss)  # needs log-probs in every step; others in evaluation
+    kto = isinstance(config.loss, KtoLoss)
+    in_every_step = isinstance(config.loss, KtoLoss | AotLoss)  # others: only in evaluation
     spans = {"forward_backward": "train", "optim_step": "optim"}
-    spans["logprobs"] = "logprobs" if kto else "eval"
-    separate = specs.get("reference")
+    spans["entropies"] = "logprobs"
+    spans["logprobs"] = "logprobs" if in_every_step else "eval"
+    own, separate = specs["policy"], specs.get("reference")
+    own = replace(own, entropy_order=2) if config.weight_pairs else own
     of, dtype = config.model if separate is None else separate.model, config.precision.dtype
     kept_in, begun = run_dir / REFERENCE_FILE, any((run_dir / "checkpoints").glob("step_*"))
     cached = None
@@ -239,12 +360,12 @@ def _preference_engines(
     reference: HasLogprobs | None = cached
     policy: TrainEngine | None = None
     if cached is not None or not config.needs_reference:
-        return reference, runtime.language_model(specs["policy"], spans)
+        return reference, runtime.language_model(own, spans)
     if separate is None:
-        policy = runtime.language_model(specs["policy"], spans)
+        policy = runtime.language_model(own, spans)
         reference = runtime.frozen_base(policy)
     else:
-        reference = runtime.language_model(separate, {"logprobs": "reference"})
+        reference = runtime.language_model(separate, {"logprobs": "reference", "mix": "reference"})
     if rows is not None:
         log.info("computing the log-probs of the reference before the first step")
         at_once = None if kto else 2 * config.batch_plan().train_batch_size
@@ -254,7 +375,7 @@ def _preference_engines(
             save_cache(cache, kept_in, model=of, dtype=dtype)
         runtime.release(reference)
         reference = cache
-    return reference, policy or runtime.language_model(specs["policy"], spans)
+    return reference, policy or runtime.language_model(own, spans)
 
 
 JOB = SupervisedTraining(PreferenceConfig, build_preference)

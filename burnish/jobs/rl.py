@@ -17,17 +17,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from burnish.algorithms.advantages import top_entropy
 from burnish.algorithms.kl import KL_ESTIMATORS, KlController
 from burnish.batches import groups_to_batch
 from burnish.checkpoint.save import PendingSave
 from burnish.checkpoint.state import load_state, save_state
 from burnish.config import RLConfig
-from burnish.config.algorithm import AlgorithmConfig
+from burnish.config.algorithm import AlgorithmConfig, GroupAdvantage
+from burnish.config.rewards import reward_names
 from burnish.jobs.ages import age_metrics
 from burnish.jobs.base import Metrics
-from burnish.jobs.credit import assign_advantages
+from burnish.jobs.credit import RewardParts, assign_advantages
 from burnish.jobs.degenerate import NoSignalMonitor, reward_signal
 from burnish.jobs.distill import Teacher, teacher_stats
+from burnish.jobs.moving_reference import MovingReference
 from burnish.jobs.ptx import Ptx
 from burnish.jobs.saving import save_engines
 from burnish.jobs.updates import Updates
@@ -49,6 +52,8 @@ class RL:
     keep_samples: Callable[[int, Sequence[Group], dict[str, float]], object]
     """Write samples for inspection, given (step, groups, sample id -> advantage)."""
     reference: HasLogprobs | None = None
+    moving: MovingReference | None = None
+    """Updates of the reference with the policy's weights. None: it is frozen."""
     teacher: Teacher | None = None
     critic: TrainEngine | None = None
     value_loss: Loss | None = None
@@ -71,11 +76,13 @@ def rl_step(run: RL, step: int) -> Metrics:
     batch = with_reference(batch, run.reference)
     batch = batch if run.teacher is None else run.teacher.add_teacher_logprobs(batch)
     batch = with_old_policy(batch, run)
-    batch = assign_advantages(batch, run.config.algorithm, kl_coef=run.kl.coef)
+    parts = parts_of(rollout.groups, run.config)
+    batch = assign_advantages(batch, run.config.algorithm, kl_coef=run.kl.coef, parts=parts)
     run.keep_samples(step, rollout.groups, advantage_by_sample(rollout.groups, batch))
 
     updates = Updates()
     trained = without_truncated(batch, rollout.groups, run.config.algorithm)
+    trained = with_top_entropy(trained, run)
     for minibatch in minibatches(trained, run.config, step):
         if run.critic is not None and run.value_loss is not None:
             updates.add("critic", run.critic.forward_backward(minibatch, run.value_loss))
@@ -126,6 +133,15 @@ def with_old_policy(batch: Batch, run: RL) -> Batch:
     return batch
 
 
+def parts_of(groups: Sequence[Group], config: RLConfig) -> RewardParts | None:
+    """Return the scores of every reward if the advantage normalizes each, otherwise None."""
+    advantage = config.algorithm.advantage
+    if not isinstance(advantage, GroupAdvantage) or not advantage.normalize_each:
+        return None
+    weights = [reward.weight for reward in config.rewards]
+    return RewardParts.of(groups, dict(zip(reward_names(config.rewards), weights, strict=True)))
+
+
 def without_truncated(batch: Batch, groups: Sequence[Group], algorithm: AlgorithmConfig) -> Batch:
     """Return the batch without the samples that were cut off at a length limit, if the recipe sets
     ``mask_truncated``; otherwise the batch.
@@ -142,6 +158,18 @@ def without_truncated(batch: Batch, groups: Sequence[Group], algorithm: Algorith
         return replace(batch, advantages=torch.zeros_like(batch.advantages))
     of_row = batch.row_samples()[0].tolist()
     return batch.select([row for row, sample in enumerate(of_row) if not cut[sample]])
+
+
+def with_top_entropy(batch: Batch, run: RL) -> Batch:
+    """Return the batch with advantages of 0, and so without a policy loss, on the tokens whose
+    entropy is not in ``top_entropy_quantile``; the batch if that is 1. Denominators, KL and entropy
+    bonus still count all tokens."""
+    quantile = run.config.algorithm.top_entropy_quantile
+    if quantile == 1:
+        return batch
+    assert batch.advantages is not None
+    kept = top_entropy(run.policy.entropies(batch), batch.action_mask, quantile=quantile)
+    return replace(batch, advantages=torch.where(kept, batch.advantages, 0.0))
 
 
 def minibatches(batch: Batch, config: RLConfig, step: int) -> Iterator[Batch]:
@@ -258,7 +286,8 @@ class RLState:
     def num_bytes(self) -> int:
         """Approximate number of bytes of a checkpoint."""
         engines = [e for e in (self.run.policy, self.run.critic) if e is not None]
-        return int(1.02 * sum(e.state_bytes for e in engines)) + (16 << 20)
+        own = 0 if self.run.moving is None else self.run.moving.num_bytes
+        return int(1.02 * sum(e.state_bytes for e in engines)) + own + (16 << 20)
 
     @property
     def version(self) -> int:
@@ -274,7 +303,9 @@ class RLState:
         return found
 
     def save(self, folder: Path, *, in_background: bool = False) -> Sequence[PendingSave]:
-        """Write policy and critic."""
+        """Write policy, critic, and a reference that is not frozen."""
+        if self.run.moving is not None:
+            self.run.moving.save(folder)
         engines = {"policy": self.run.policy, "critic": self.run.critic}
         named = {folder / role: engine for role, engine in engines.items() if engine is not None}
         return save_engines(named, in_background=in_background)
@@ -288,6 +319,8 @@ class RLState:
         self.run.policy.load(folder / "policy")
         if self.run.critic is not None:
             self.run.critic.load(folder / "critic")
+        if self.run.moving is not None:
+            self.run.moving.load(folder)
         state = load_state(folder, "rl")
         self.run.kl.load_state_dict(state["kl"])
         self.run.source.rewards.load_state_dict(state.get("rewards", {}))

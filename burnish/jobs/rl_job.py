@@ -30,6 +30,7 @@ from burnish.jobs.build import (
 from burnish.jobs.degenerate import NoSignalMonitor, warn_without_labels
 from burnish.jobs.distill import Teacher, make_teacher
 from burnish.jobs.episodes import RunnerOptions, build_players, closed_on_error, make_runner
+from burnish.jobs.eval_times import EvalTimes
 from burnish.jobs.evaluate import (
     Evaluator,
     eval_rewards,
@@ -39,6 +40,7 @@ from burnish.jobs.evaluate import (
     make_evaluator,
 )
 from burnish.jobs.memory_monitor import MemoryMonitor
+from burnish.jobs.moving_reference import moving_reference
 from burnish.jobs.objectives import policy_objective, value_objective, with_expert_balance
 from burnish.jobs.ptx import Ptx, ptx_objective
 from burnish.jobs.rl import RL, RLState, rl_step
@@ -74,13 +76,17 @@ class RLLoop:
         self.run, self.evaluator, self.state = run, evaluator, RLState(run)
         config = run.config
         self.total_steps = config.num_steps
-        self.eval_every_n_steps = config.eval.every_n_steps if config.eval is not None else 0
+        self.eval_times = EvalTimes()
+        if config.eval is not None:
+            self.eval_times = EvalTimes(config.eval.every_n_steps, config.eval.delay_steps)
         self.best_metric = "reward/mean" if evaluator is None else "eval/pass@1"
         self._gap_logged = config.precision.sampler_dtype == config.precision.dtype
 
     def step(self, number: int) -> Metrics:
         """Run one step. The first step also logs the log-prob gap between trainer and sampler, if
         they use different number formats."""
+        if self.run.moving is not None:
+            self.run.moving.before_step(number)
         metrics = rl_step(self.run, number)
         if not self._gap_logged and "train/mismatch_abs" in metrics:
             self._gap_logged = True
@@ -192,6 +198,7 @@ def make_rl(
     specs, limit = _specs(config), config.observe.samples_per_step
     kl = _kl_controller(config.algorithm.kl)
     critic, value_loss = _critic(config, specs.get("critic"), runtime)
+    reference = _reference(config, specs.get("reference"), runtime, policy)
     return RL(
         config=config,
         source=source,
@@ -201,7 +208,8 @@ def make_rl(
         keep_samples=lambda step, groups, advantages: write_samples(
             run_dir, step, groups, advantages, limit=limit, split="train"
         ),
-        reference=_reference(config, specs.get("reference"), runtime, policy),
+        reference=reference,
+        moving=moving_reference(config.reference, policy, reference, runtime.loop_ranks),
         teacher=_teacher(config, specs.get("teacher"), runtime),
         critic=critic,
         freeze_policy_steps=(config.critic or CriticConfig()).freeze_policy_steps,
@@ -325,7 +333,7 @@ def _reference(
     config: RLConfig, spec: EngineSpec | None, runtime: Runtime, policy: TrainEngine
 ) -> HasLogprobs | None:
     if spec is not None:
-        return runtime.language_model(spec, {"logprobs": "reference"})
+        return runtime.language_model(spec, {"logprobs": "reference", "mix": "reference"})
     return runtime.frozen_base(policy) if config.holds_reference else None
 
 

@@ -183,7 +183,9 @@ def _recording_of(resume: Path | str | None, replay: Path | str | None) -> Path 
 def _replay_job(recorded: Path, config: JobConfig) -> Job[Any, Any]:
     """Return the job for a replay. Raises RunError if the recording cannot be replayed."""
     if not isinstance(config, RLConfig):
-        raise RunError(f"the job {config.job} cannot be replayed; only rl records its groups")
+        raise RunError(
+            f"the job {config.job} cannot be replayed; only rl records its groups; remove --replay"
+        )
     from burnish.jobs.replay import ReplayJob, open_recording
 
     return ReplayJob(open_recording(recorded, config))

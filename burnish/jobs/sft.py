@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,10 +28,11 @@ def build_sft(config: SFTConfig, runtime: Runtime, run_dir: Path) -> Supervised:
     total = config.steps_for(stream.num_rows)
     spans = {"forward_backward": "train", "optim_step": "optim", "logprobs": "eval"}
     spec = engine_specs(config, total_steps=total)["policy"]
+    spec = replace(spec, neftune_noise_alpha=config.neftune_noise_alpha)
     return Supervised(
         stream=timed(stream, runtime.timeline, {"next": "data"}),
         engine=runtime.language_model(spec, spans),
-        loss=with_expert_balance(sft_objective(), config.train.moe_aux_loss_coef),
+        loss=with_expert_balance(sft_objective(config.loss), config.train.moe_aux_loss_coef),
         total_steps=total,
         batch_size_at=partial(config.batch_size_at, num_rows=stream.num_rows),
         measure=measure_sft,

@@ -20,7 +20,9 @@ from burnish.data.steps import StepsStream
 from burnish.data.unpaired import UnpairedStream
 from burnish.jobs.base import Functions, Job, Loop, Metrics
 from burnish.jobs.degenerate import Finding, NoSignalMonitor
+from burnish.jobs.eval_times import EvalTimes
 from burnish.jobs.memory_monitor import MemoryMonitor
+from burnish.jobs.moving_reference import MovingReference
 from burnish.jobs.saving import save_engines
 from burnish.jobs.trainer import Trainer
 from burnish.jobs.updates import Updates
@@ -45,6 +47,8 @@ class Supervised:
     """Held-out rows by the name of their set. The name of ``eval_data`` is empty."""
     prepare: Callable[[Batch], Batch] = lambda batch: batch
     """Add the fields that a batch needs for its update (preferences: the reference's log-probs)."""
+    moving: MovingReference | None = None
+    """Updates of the reference with the policy's weights. None: it is frozen, or there is none."""
     signal: NoSignalMonitor = field(default_factory=lambda: NoSignalMonitor(None))
     """Counter of steps without learning signal."""
     look: Callable[[Batch], Finding] | None = None
@@ -82,7 +86,8 @@ class SupervisedState:
     @property
     def num_bytes(self) -> int:
         """Approximate number of bytes of a checkpoint."""
-        return int(1.02 * self.run.engine.state_bytes) + (16 << 20)
+        own = 0 if self.run.moving is None else self.run.moving.num_bytes
+        return int(1.02 * self.run.engine.state_bytes) + own + (16 << 20)
 
     @property
     def version(self) -> int:
@@ -94,7 +99,9 @@ class SupervisedState:
         return self.run.stream.state_dict()
 
     def save(self, folder: Path, *, in_background: bool = False) -> Sequence[PendingSave]:
-        """Write the model."""
+        """Write the model, and a reference that is not frozen."""
+        if self.run.moving is not None:
+            self.run.moving.save(folder)
         named = {folder / self.role: self.run.engine}
         return save_engines(named, in_background=in_background)
 
@@ -107,6 +114,8 @@ class SupervisedState:
     def load(self, folder: Path) -> None:
         """Restore the state that :meth:`save` wrote."""
         self.run.engine.load(folder / self.role)
+        if self.run.moving is not None:
+            self.run.moving.load(folder)
         self.run.stream.load_state_dict(load_state(folder, "data"))
 
 
@@ -115,12 +124,14 @@ class SupervisedLoop:
 
     best_metric = "eval/loss"
 
-    def __init__(self, run: Supervised, *, eval_every_n_steps: int) -> None:
+    def __init__(self, run: Supervised, eval_times: EvalTimes) -> None:
         self.run, self.state = run, SupervisedState(run)
-        self.total_steps, self.eval_every_n_steps = run.total_steps, eval_every_n_steps
+        self.total_steps, self.eval_times = run.total_steps, eval_times
 
     def step(self, number: int) -> Metrics:
         """Train on one batch with one update."""
+        if self.run.moving is not None:
+            self.run.moving.before_step(number)
         return supervised_step(self.run, number)
 
     def evaluate(self, number: int) -> Metrics:
@@ -148,4 +159,10 @@ class SupervisedTraining(Job[S, Loop]):
 
     def build(self, config: S, runtime: Runtime, *, run_dir: Path, functions: Functions) -> Loop:
         run = self.build_parts(config, runtime, run_dir)
-        return SupervisedLoop(run, eval_every_n_steps=config.eval_every_n_steps)
+        times = EvalTimes(
+            every_n_steps=config.eval_every_n_steps,
+            delay_steps=config.eval_delay_steps,
+            rows_per_period=config.eval_every_n_epochs * (run.stream.num_rows or 0),
+            rows_per_step=config.batch_plan().train_batch_size,
+        )
+        return SupervisedLoop(run, times)

@@ -63,8 +63,8 @@ class Trainer(Driver[Loop]):
     # ---- order of a run ----------------------------------------------------------------------
 
     def run(self, loop: Loop) -> Metrics:
-        """Run the steps of ``loop``, with checkpoints. Evaluate at step 0, every
-        ``eval_every_n_steps``, and at the end. Return the last value of every metric.
+        """Run the steps of ``loop``, with checkpoints. Evaluate at its ``eval_times``, and at the
+        end. Return the last value of every metric.
 
         Raises Interrupted after a signal, once the current step is finished and saved. A second
         signal ends the process immediately. Raises StoppedError, once the step is saved, if a step
@@ -119,7 +119,7 @@ class Trainer(Driver[Loop]):
         """Evaluate at step 0 and, if workers can be lost, save the first checkpoint."""
         if self.checkpoints.saved_step >= 0:  # step 0 is already in the log
             return
-        if metrics := loop.evaluate(0):
+        if loop.eval_times.due(0) and (metrics := loop.evaluate(0)):
             self.position.stop_counters = self._counted(metrics)
             self._record(0, metrics)
         if self.recover is not None:  # the first steps need a checkpoint to roll back to
@@ -133,8 +133,7 @@ class Trainer(Driver[Loop]):
         started, number = time.perf_counter(), self.position.step + 1
         try:
             metrics = loop.step(number)
-            every = loop.eval_every_n_steps
-            evaluated = number == loop.total_steps or bool(every and number % every == 0)
+            evaluated = number == loop.total_steps or loop.eval_times.due(number)
             if evaluated:
                 metrics |= loop.evaluate(number)
             counters = self._counted(metrics)

@@ -29,6 +29,11 @@ from transformers.utils.hub import cached_file
 from burnish.config.explain import nearest
 from burnish.config.model import TEMPLATE_INPUTS, Dtype, LoraConfig, ModelConfig
 from burnish.messages import library_text
+from burnish.models.attn_implementation import (
+    check_attention,
+    require_flash_attention,
+    use_attention,
+)
 from burnish.models.checks import check_head, check_weights
 from burnish.models.empty import empty_model
 from burnish.models.family import ModelSupport
@@ -37,6 +42,7 @@ from burnish.models.lora import inject_lora
 from burnish.models.nf4 import quantize, require_bitsandbytes
 from burnish.models.paths import ModelError as ModelError
 from burnish.models.paths import check_path, check_tokenizer_path
+from burnish.models.quantized import check_unquantized
 from burnish.models.scratch import scratch_model, scratch_tokenizer
 from burnish.models.support import model_support, row_limit, runs_own_code
 from burnish.templates import TemplateLimitError, render_chat, variables, with_defaults
@@ -103,6 +109,7 @@ def load_causal_lm(
     else:
         _check_all_trained(model, config)
     use_fp32_products(model)
+    use_attention(model, config.attn_implementation, describe(config))
     return cast(PreTrainedModel, model)
 
 
@@ -115,35 +122,15 @@ def check_support(config: ModelConfig) -> ModelSupport | None:
     """
     if config.lora is not None and config.lora.quantization is not None:
         require_bitsandbytes()
+    if config.attn_implementation == "flash_attention_2":
+        require_flash_attention()
     found = hf_config(config)
     if found is None:
         return None
     check_unquantized(found, describe(config))
     _check_class(found, describe(config))
+    check_attention(found, config.attn_implementation)
     return _supported(found, describe(config), trust=config.trust_remote_code)
-
-
-def check_unquantized(found: PretrainedConfig, name: str) -> None:
-    """Raise ModelError if the weights of a model folder are quantized (GPTQ, AWQ, FP8,
-    compressed-tensors, bitsandbytes): they have no gradient and no full-precision masters."""
-    given = vars(found).get("quantization_config")
-    if not given:
-        return
-    fields = given if isinstance(given, dict) else given.to_dict()
-    method = str(fields.get("quant_method") or "an unknown method").rpartition(".")[2].lower()
-    tools = {
-        "fp8": "transformers' FineGrainedFP8Config(dequantize=True) and save_pretrained",
-        "bitsandbytes": "transformers' model.dequantize() and save_pretrained",
-        "compressed-tensors": "transformers' CompressedTensorsConfig(run_compressed=False) and "
-        "save_pretrained",
-    }
-    tool = tools.get(method, "the tool that quantized it")
-    raise ModelError(
-        f"{name} has quantized weights (quantization_config of its config.json: {method}), and "
-        "Burnish trains and samples from full-precision weights only; use the original checkpoint, "
-        f"or dequantize this one to bf16 ({tool}). For 4-bit base weights, train adapters on that "
-        "with model.lora.quantization=nf4"
-    )
 
 
 def _supported(config: PretrainedConfig, name: str, *, trust: bool) -> ModelSupport:
@@ -268,6 +255,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer.chat_template = template.read_text() if is_file else config.chat_template
     if config.chat_template_kwargs:
         _set_template_defaults(tokenizer, config)
+    if config.eos_token is not None:
+        _set_end_token(tokenizer, config.eos_token, config)
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer of {describe(config)} has no end-of-sequence token, so responses "
@@ -278,6 +267,17 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer.pad_token = tokenizer.eos_token
     _check_vocabulary(tokenizer, config)
     return cast(PreTrainedTokenizerBase, tokenizer)
+
+
+def _set_end_token(tokenizer: Any, token: str, config: ModelConfig) -> None:
+    """Make ``token`` the end token. Raises ModelError if it is not one token of the vocabulary."""
+    if token not in tokenizer.get_vocab():
+        special = sorted(map(str, tokenizer.all_special_tokens))
+        raise ModelError(
+            f"model.eos_token={token!r} is not a token of {describe(config)}"
+            f"{nearest(token, special)}; its special tokens are {', '.join(special)}"
+        )
+    tokenizer.eos_token = token
 
 
 def _set_template_defaults(tokenizer: Any, config: ModelConfig) -> None:
@@ -295,7 +295,8 @@ def _set_template_defaults(tokenizer: Any, config: ModelConfig) -> None:
             names = f"it reads {', '.join(sorted(read))}" if read else "it reads no such variables"
             raise ModelError(
                 f"model.chat_template_kwargs.{name}: the chat template of {describe(config)} does "
-                f"not read {name}{nearest(name, read)}, so the value would have no effect; {names}"
+                f"not read {name}{nearest(name, read)}, so the value would have no effect; remove "
+                f"it: {names}"
             )
     texts = {key: with_defaults(text, given) for key, text in texts.items()}
     tokenizer.chat_template = texts if isinstance(found, dict) else texts["default"]

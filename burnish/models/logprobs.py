@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from burnish.models.half_linear import is_slow_half, linear, wide_matmul
 from burnish.models.logit_scaling import UNSCALED, LogitScaling
+
+EntropyOrder = Literal[1, 2]
 
 CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}
 """Device type -> default number of tokens per chunk of logits. Each chunk reads and writes the fp32
@@ -64,6 +66,7 @@ def token_logprobs(
     head: Head,
     *,
     with_entropy: bool = False,
+    entropy_order: EntropyOrder = 1,
     kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log softmax(logits)[target] and, if ``with_entropy``, the entropy of each
@@ -71,12 +74,15 @@ def token_logprobs(
 
     ``hidden`` [K, H] is in the compute dtype, ``targets`` [K] is int64. ``kept`` [K, C] int32
     restricts the softmax of a row to these ids, which must contain the target; -1 is padding, and
-    a row of padding is not restricted. The entropy is always that of the full vocabulary. Returns
+    a row of padding is not restricted. The entropy is always that of the full vocabulary: Shannon's
+    for ``entropy_order`` 1, and for 2 the collision entropy -log sum p^2, without gradient. Returns
     ``logprobs`` [K] fp32 in nats and ``entropy`` [K] fp32 or None. Both are differentiable with
     respect to ``hidden`` and the head.
     """
+    order = entropy_order if with_entropy else 0
+    assert order < 2 or not torch.is_grad_enabled(), "only Shannon's entropy has a gradient"
     logprobs, entropy = _TokenLogprobs.apply(
-        hidden, head.weight, head.bias, targets, head, with_entropy, kept
+        hidden, head.weight, head.bias, targets, head, order, kept
     )
     return logprobs, entropy if with_entropy else None
 
@@ -90,7 +96,7 @@ class _TokenLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         head: Head,
-        with_entropy: bool,
+        entropy_order: int,
         kept: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         count = hidden.shape[0]
@@ -107,10 +113,12 @@ class _TokenLogprobs(torch.autograd.Function):
             if kept is not None:
                 kept_mass[rows] = _log_mass(log_p, kept[rows])
                 logprobs[rows] -= kept_mass[rows]
-            if with_entropy:
+            if entropy_order == 1:
                 entropy[rows] = -(log_p.exp() * log_p).sum(-1)
+            elif entropy_order == 2:
+                entropy[rows] = -(2 * log_p).logsumexp(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, log_norm, entropy, kept, kept_mass)
-        ctx.head, ctx.with_entropy = head, with_entropy
+        ctx.head, ctx.with_entropy = head, entropy_order == 1
         ctx.last_log_p = log_p if count else None
         return logprobs, entropy
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +18,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from burnish.config.model import ADAPTER_CONFIG, LoraConfig
+from burnish.config.model import ADAPTER_CONFIG, END_NAMES, LoraConfig
 from burnish.models.buffers import persistent_buffers, plain_name
 from burnish.models.nf4 import Nf4Layer, packed_names, quantized_layers
 
@@ -58,6 +60,7 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
     """
     from peft import inject_adapter_in_model
 
+    _check_targets(model, config)
     generator = torch.get_rng_state()
     tied = _is_tied(model)
     inject_adapter_in_model(peft_config(config), model, adapter_name=ADAPTER)
@@ -195,6 +198,31 @@ def _check_ends(model: PreTrainedModel, *, tied: bool) -> None:
             "adapter or a saved copy of one of them would split into two, so the merged model "
             "could not be loaded; name inner layers, use all-linear, or train all weights"
         )
+
+
+def _check_targets(model: nn.Module, config: LoraConfig) -> None:
+    """Raise ValueError if a name of ``target_modules`` matches no module. peft only checks that one
+    matches. Heads are not part of scalar models, a saved adapter has its own names, and peft
+    translates the names of experts, which are stacked in parameters."""
+    names, wanted = [name for name, _ in model.named_modules()], config.target_modules
+    stacked = any(parameter.ndim > 2 for parameter in model.parameters())
+    if config.path is not None or wanted == "all-linear" or stacked:
+        return
+    if isinstance(wanted, str):
+        missing = [] if any(re.fullmatch(wanted, name) for name in names) else [wanted]
+    else:
+        inner = (target for target in wanted if target not in END_NAMES)
+        missing = [t for t in inner if not any(f".{n}".endswith(f".{t}") for n in names)]
+    if missing:
+        linear = {n.rpartition(".")[2] for n, m in model.named_modules() if _is_linear(m)}
+        raise ValueError(
+            f"{missing[0]!r} matches no module of this model; use all-linear, or names of its "
+            f"linear layers: {', '.join(sorted(linear))}"
+        )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | Conv1D)
 
 
 def _check_saved(model: nn.Module, config: LoraConfig) -> None:

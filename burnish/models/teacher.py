@@ -76,7 +76,8 @@ def shared_vocabulary(
                 f"another vocabulary than the student {describe(student)} ({len(own)} tokens, "
                 f"{sizes[0]} logits): token {i} is {other[i]!r} in the teacher and {own[i]!r} in "
                 "the student. Their distributions cannot be compared; use a teacher of the "
-                "student's family"
+                "student's family, or sample the teacher (burnish generate) and train on its "
+                "output (burnish sft)"
             )
     shared = min(sizes)
     only_one = own.keys() ^ other.keys()

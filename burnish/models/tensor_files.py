@@ -139,6 +139,21 @@ def tensor_sets(folder: Path) -> dict[str, TensorFiles]:
     return {name: TensorFiles(paths) for name, paths in found.items()}
 
 
+def in_parts(
+    tensors: Iterable[tuple[str, Tensor]], least_bytes: int
+) -> Iterator[dict[str, Tensor]]:
+    """Yield copies of ``tensors`` on the CPU, in parts of at least ``least_bytes`` (except for the
+    last)."""
+    part: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        part[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        if sum(each.nbytes for each in part.values()) >= least_bytes:
+            yield part
+            part = {}
+    if part:
+        yield part
+
+
 def write_shard_file(
     folder: Path, name: str, tensor_shards: Mapping[str, TensorShard], part: tuple[int, int]
 ) -> Path:

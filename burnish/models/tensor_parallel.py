@@ -119,7 +119,7 @@ def layer_styles(body: PreTrainedModel) -> dict[str, str]:
             if not any(f"{parent}.{leaf}".startswith(f"{name}.") for name in found):
                 raise ModelError(
                     f"train.engine.tensor_parallel_size: the plan of {kind} does not cover "
-                    f"{parent}.{leaf}; use 1"
+                    f"{parent}.{leaf}; use 1, and sharding=full"
                 )
     return found
 
@@ -144,8 +144,8 @@ def check_head_counts(config: PretrainedConfig, size: int) -> None:
             works = [str(n) for n in range(1, count + 1) if count % n == 0]
             raise ModelError(
                 f"train.engine.tensor_parallel_size={size} does not divide the {count} heads "
-                f"({name}) of this {text.model_type} model, which are shared among its ranks; use "
-                f"one of {', '.join(works)}"
+                f"({name}) of this {text.model_type} model, which are shared among its ranks (none "
+                f"is replicated); use one of {', '.join(works)}, with sharding=full over more ranks"
             )
 
 
@@ -173,7 +173,7 @@ def _dim(style: str, leaf: str, module: str) -> int | None:
         return 0 if style == COLWISE else None
     raise ModelError(
         f"train.engine.tensor_parallel_size: {module}.{leaf} cannot be sharded, although its layer "
-        "is sharded by inputs or outputs; use 1"
+        "is sharded by inputs or outputs; use 1, and sharding=full"
     )
 
 

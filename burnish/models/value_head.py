@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from burnish.config.model import Dtype, ModelConfig
+from burnish.models.attn_implementation import use_attention
 from burnish.models.empty import read_tensor
 from burnish.models.load import (
     DTYPES,
@@ -83,6 +84,7 @@ def load_scalar_model(  # house: ok properties of the model and of its head
         if new_head is None:
             weights = weights_of_outputs(config, model.config, output_weights)
         choose_attention(model, describe(config))
+        use_attention(model, config.attn_implementation, describe(config))
         if config.lora is not None:
             if config.lora.path is not None:
                 raise ModelError(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _GRACE_S = 5.0
 """Extra time for a tracker that enforces its own time limit, so that it can report the timeout."""
 _TENSORBOARD_TIMEOUT_S = 30.0
+_MLFLOW_TIMEOUT_S = 60.0
 
 
 def check_trackers(config: JobConfig) -> None:
@@ -38,6 +39,10 @@ def check_trackers(config: JobConfig) -> None:
             from burnish.observe.wandb import check_wandb
 
             check_wandb(observe.wandb)
+        if observe.mlflow is not None:
+            from burnish.observe.mlflow import check_mlflow
+
+            check_mlflow()
 
 
 def open_trackers(config: JobConfig, run_dir: Path) -> Trackers:
@@ -67,6 +72,12 @@ def _queues(observe: TrackersConfig, config: JobConfig, run_dir: Path) -> Iterat
             limits = TrackerLimits(observe.wandb.timeout_s + _GRACE_S, rate)
             recipe = yaml.safe_load(dump_yaml(config))
             yield TrackerQueue(WandbTracker(observe.wandb, run_dir, recipe), run_dir, limits)
+    if observe.mlflow is not None:
+        from burnish.observe.mlflow import MlflowTracker
+
+        limits = TrackerLimits(_MLFLOW_TIMEOUT_S)
+        tracker = MlflowTracker(observe.mlflow, run_dir, dump_yaml(config))
+        yield TrackerQueue(tracker, run_dir, limits)
 
 
 def _installed(module: str) -> bool:

@@ -372,6 +372,8 @@ def _bare(config: PretrainedConfig, lora: LoraConfig | None, *, scalar: bool) ->
     with unset_fake_temporarily(), torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         choose_attention(model, config.model_type)
+        if config.to_dict().get("burnish_attention") == "eager":  # keeps its scores [T, T]
+            model.set_attn_implementation("eager")
         if lora is not None:
             from peft import inject_adapter_in_model  # slow to import; see models/lora.py
 

@@ -6,17 +6,19 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from burnish.config.optimizer import Adafactor, AdamW, Muon
+from burnish.config.optimizer import Adafactor, AdamW, AdamW8bit, Muon
 from burnish.plan.model_state import EngineSetup, Item, Where, entries_text, share_text
-from burnish.plan.shapes import ModelShape, rounded_up
-from burnish.train.optimizers import SMALLEST_8BIT
+from burnish.plan.shapes import ModelShape, PlanError, rounded_up
+from burnish.train.optimizers import divides_blocks, has_8bit_moments, undivided_blocks
 
 Shape = tuple[int, ...]
 
 
 def moments(setup: EngineSetup, where: Where = "device", *, ranks: int = 1) -> list[Item]:
-    """Return the state of the optimizer for all trained entries, divided over ``ranks``."""
+    """Return the state of the optimizer for all trained entries, divided over ``ranks``. Raises
+    PlanError if it cannot be divided."""
     n = setup.trained
+    _check_blocks(setup, ranks)
     if isinstance(setup.train.optimizer, AdamW):
         text = share_text(setup, n) if ranks > 1 else entries_text(n)
         return [Item("optimizer", rounded_up(n, ranks) * 8, f"moments: {text} x 8 B", where)]
@@ -91,9 +93,22 @@ def _adafactor(kind: str, shape: Shape) -> float:
 
 def _quantized(kind: str, shape: Shape) -> float:
     entries = math.prod(shape)
-    if entries < SMALLEST_8BIT or kind == "embedding":
+    if kind == "embedding" or not has_8bit_moments(shape):
         return 8.0 * entries
     return entries * (2.0 + 8 / 256)
+
+
+def _check_blocks(setup: EngineSetup, ranks: int) -> None:
+    """Raise PlanError if blocks of 8-bit moments cannot be divided over ``ranks``. Adapters are
+    checked when the model is loaded."""
+    if not isinstance(setup.train.optimizer, AdamW8bit) or setup.shape.adapters:
+        return
+    units = setup.shape.units if setup.trainable else ()
+    for unit in (u for u in units if u.kind != "embedding"):
+        for i, own in enumerate(unit.shapes):
+            if has_8bit_moments(own) and not divides_blocks(own, ranks):
+                name = unit.names[i] if unit.names else f"the {unit.kind}"
+                raise PlanError(undivided_blocks(name, own, ranks))
 
 
 def in_step(setup: EngineSetup) -> list[Item]:

@@ -28,6 +28,7 @@ from burnish.config.roles import JobSpec, RolloutRole, TrainRole
 from burnish.config.rollout import LocalEngine, VllmEngine
 from burnish.errors import BurnishError
 from burnish.messages import library_text
+from burnish.models.attn_implementation import use_attention
 from burnish.models.distill import DistillTarget
 from burnish.models.gpu import set_up_gpu
 from burnish.models.load import DTYPES, choose_attention, describe, place
@@ -186,6 +187,7 @@ def _engine(
     whole = role.trainable and described.lora is None
     model = place(model, dtype="fp32" if whole else role.dtype, device=home)
     choose_attention(model, describe(described))
+    use_attention(model, described.attn_implementation, describe(described))
     if described.lora is not None:
         inject_lora(model, described.lora)
     if role.head == "scalar":

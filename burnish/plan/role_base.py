@@ -93,9 +93,11 @@ def positions(shape: ModelShape) -> int:
     return row_limit(shape.text) or 1 << 30
 
 
-def with_layout(train: TrainConfig, shape: ModelShape) -> TrainConfig:
+def with_layout(train: TrainConfig, shape: ModelShape, model: ModelConfig) -> TrainConfig:
     """Return ``train`` with the layout of the model's passes: padded if the model cannot pack
-    rows."""
+    rows, or its recipe names another attention."""
+    if model.attn_implementation != "auto":
+        return train.model_copy(update={"layout": "padded"})
     packs = model_support(shape.text, trust=runs_own_code(shape.config)).packed
     return train if packs else train.model_copy(update={"layout": "padded"})
 

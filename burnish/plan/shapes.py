@@ -144,6 +144,8 @@ def _shape(model_json: str, scalar: bool, outputs: int) -> ModelShape:
     model = ModelConfig.model_validate_json(model_json)
     config, source = find_config(model)
     own = describe(model)
+    if model.attn_implementation == "eager":
+        config.burnish_attention = "eager"
     return shape_from_config(config, own, source, scalar=scalar, outputs=outputs, lora=model.lora)
 
 

@@ -114,7 +114,7 @@ def setup_of(
     """Return the engine setup of a role, and the rows of its largest micro-batch."""
     model = planned_model(job, role)
     shape = shape_of(model, scalar=role.head == "scalar", outputs=role.outputs)
-    train = with_layout(role.train, shape)
+    train = with_layout(role.train, shape, model)
     part = rank_shape(shape, role.tensor_parallel, model.lora)
     setup = EngineSetup(
         shape=part or shape,

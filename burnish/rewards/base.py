@@ -193,6 +193,11 @@ class RewardSet:
         rewards = [r for r, _ in self._rewards if isinstance(r, HasLabelUse) and r.takes_label]
         return tuple(reward.name for reward in rewards)
 
+    @property
+    def weighted_names(self) -> tuple[str, ...]:
+        """Names of the rewards with a weight other than 0."""
+        return tuple(reward.name for reward, weight in self._rewards if weight)
+
     def total(self, parts: Mapping[str, float]) -> float:
         """Return the weighted sum of a sample's ``reward_parts``, before shaping."""
         return sum(weight * parts[reward.name] for reward, weight in self._rewards)

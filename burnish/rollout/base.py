@@ -26,9 +26,15 @@ class Sampling:
     top_k: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
     sampling_mask: bool = False
-    """Record the tokens that top_p and top_k keep (:attr:`Completion.kept_ids`), and return
+    """Record the tokens that top_p, top_k and min_p keep (:attr:`Completion.kept_ids`), and return
     log-probs of the distribution over them."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Return whether only a part of the tokens can be sampled."""
+        return bool(self.top_k) or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True)
@@ -81,9 +87,9 @@ class VersionSpan:
 class Completion:
     """A finished response.
 
-    ``logprobs`` [T] are those of the full distribution at the sampling temperature, before top-k
-    and top-p; with ``Sampling.sampling_mask``, of the distribution over ``kept_ids``. The trainer
-    computes the same for these tokens.
+    ``logprobs`` [T] are those of the full distribution at the sampling temperature, before
+    min-p, top-k and top-p; with ``Sampling.sampling_mask``, of the distribution over ``kept_ids``.
+    The trainer computes the same for these tokens.
     """
 
     request_id: str
@@ -97,8 +103,8 @@ class Completion:
     cached_tokens: int = 0
     """Prompt tokens whose keys and values were read from a cache."""
     kept_ids: tuple[Sequence[int], ...] = ()
-    """[T] Ids that top-k and top-p kept for each token, as arrays of int32 (4 bytes per id). Empty:
-    not recorded."""
+    """[T] Ids that min-p, top-k and top-p kept for each token, as arrays of int32 (4 bytes per id).
+    Empty: not recorded."""
 
     @property
     def version(self) -> int:

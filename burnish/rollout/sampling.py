@@ -24,14 +24,14 @@ class Drawn(NamedTuple):
     logprobs: Tensor
     """[B] fp32"""
     kept: Tensor | None
-    """[B, K] int64: ids that top-k and top-p kept, padded with -1. None: not requested."""
+    """[B, K] int64: ids that min-p, top-k and top-p kept, padded with -1. None: not requested."""
 
 
 def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Drawn:
     """Draw one token per row by inverting the cumulative distribution at ``uniforms``.
 
     ``logits`` [B, V] fp32 (overwritten), ``uniforms`` [B] in [0, 1). The log-probs are those of the
-    FULL distribution at the sampling temperature, before top-k and top-p; with
+    FULL distribution at the sampling temperature, before min-p, top-k and top-p; with
     ``sampling.sampling_mask``, those of the distribution over the kept tokens. Temperature 0 is
     argmax, with the log-probs of temperature 1.
     """
@@ -48,7 +48,9 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Drawn
     peak = logits.amax(-1, keepdim=True)
     weights = logits.sub_(peak).exp()  # logits are now relative to the peak
     total, kept = weights.sum(-1), None
-    if sampling.top_k or sampling.top_p < 1.0:
+    if sampling.min_p:  # the largest weight is 1
+        weights = weights.masked_fill(weights < sampling.min_p, 0.0)
+    if sampling.top_k or sampling.top_p < 1.0 or (sampling.min_p and sampling.sampling_mask):
         tokens, ids, mass = _draw_filtered(weights, uniforms, sampling)
         if sampling.sampling_mask:
             total, kept = mass, ids
@@ -91,6 +93,8 @@ def _draw_filtered(
     running = ordered.cumsum(-1)
     # A token is kept if the tokens before it do not reach top_p.
     keep = running - ordered < sampling.top_p * running[:, -1:]
+    if sampling.min_p:
+        keep &= ordered > 0
     running = (ordered * keep).cumsum(-1)
     goal = uniforms[:, None] * running[:, -1:]
     place = torch.searchsorted(running, goal, right=True)

@@ -459,9 +459,9 @@ def _take(sample: LiveSample, output: Any, version: int) -> None:
 
 
 def _records_mask(sampling: Sampling) -> bool:
-    """Return whether the tokens that top_k and top_p keep are recorded. Raises ValueError without a
+    """Return whether the tokens that the sampling keeps are recorded. Raises ValueError without a
     bound on their number."""
-    if not sampling.sampling_mask or not (sampling.top_k or sampling.top_p < 1):
+    if not sampling.sampling_mask or not sampling.is_cut:
         return False
     if not sampling.top_k:
         raise ValueError("vLLM records the kept tokens among the top_k most probable; set top_k")
@@ -485,6 +485,7 @@ def _parameters(sample: LiveSample) -> Any:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
         seed=sample_seed(sample.request.seed, sample.index),
         stop_token_ids=sorted(sample.stop.tokens),
         ignore_eos=True,  # the end tokens are among the stop tokens

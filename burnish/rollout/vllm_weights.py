@@ -248,22 +248,47 @@ class WorkerExtension:
 
 
 def _full_logprobs(sampler: Any) -> None:
-    """Make vLLM's sampler report log-probs before top-k and top-p, and -inf for the tokens that
-    these do not keep. Its own modes are ``raw``, before the temperature, and ``processed``, after
-    top-k and top-p."""
+    """Make vLLM's sampler report log-probs before min-p, top-k and top-p, and -inf for the tokens
+    that these do not keep. Its own modes are ``raw``, before the temperature, and ``processed``,
+    after top-k and top-p."""
     draw = sampler.topk_topp_sampler
     if "burnish_inner" in vars(draw):
         return
     inner = draw.burnish_inner = draw.forward
+    scale, sample = sampler.apply_temperature, sampler.sample
+    totals: list[Tensor] = []  # [B] log of the sum over all tokens, in a step with min-p
+
+    def sample_noting_min_p(logits: Tensor, metadata: Any, *rest: Any, **options: Any) -> Any:
+        totals.clear()
+        wanted = _uses_min_p(metadata)
+
+        def scaled(*given: Any) -> Tensor:
+            found: Tensor = scale(*given)
+            if wanted:
+                totals.append(found.logsumexp(-1))
+            return found
+
+        sampler.apply_temperature = scaled
+        return sample(logits, metadata, *rest, **options)
 
     def forward(logits: Tensor, generators: Any, k: Any, p: Any) -> tuple[Tensor, Tensor | None]:
-        if k is None and p is None:
+        if k is None and p is None and not totals:
             return inner(logits, generators, k, p)  # type: ignore[no-any-return]
-        full = logits.log_softmax(dim=-1, dtype=torch.float32)  # (inner overwrites logits)
+        if totals:  # min-p has set logits to -inf
+            full = logits.float() - totals[0][:, None]
+        else:
+            full = logits.log_softmax(dim=-1, dtype=torch.float32)  # (inner overwrites logits)
         tokens, processed = inner(_without_ties(logits, k), generators, k, p)
         return tokens, full if processed is None else full.masked_fill(processed.isneginf(), -inf)
 
-    draw.forward = forward
+    draw.forward, sampler.sample = forward, sample_noting_min_p
+
+
+def _uses_min_p(metadata: Any) -> bool:
+    """Return whether vLLM's min-p processor changes the logits of a request in a step."""
+    return any(
+        vars(processor).get("min_p_count") for processor in metadata.logitsprocs.argmax_invariant
+    )
 
 
 def _without_ties(logits: Tensor, k: Tensor | None) -> Tensor:

@@ -21,7 +21,10 @@ from burnish.train.base import EngineLostError, HasLogprobs, TrainEngine
 from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 
-POLICY_SPANS = {"logprobs": "logprobs", "forward_backward": "train", "optim_step": "optim"}
+POLICY_SPANS = {
+    **{"logprobs": "logprobs", "entropies": "logprobs"},
+    **{"forward_backward": "train", "optim_step": "optim"},
+}
 SYNC_SPANS = {"push": "sync", "stage": "sync"}
 CRITIC_SPANS = {"values": "values", "forward_backward": "critic", "optim_step": "critic"}
 

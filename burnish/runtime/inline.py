@@ -118,7 +118,9 @@ class InlineRuntime:
         if isinstance(config, VllmEngine):
             return self.phases.rollout(self._vllm(model, config, max_len))
         if not samples_with_policy(trainer.spec.train.engine, config, self.precision):
-            base = trainer.spec.model.model_copy(update={"lora": None})
+            base = trainer.spec.model.model_copy(
+                update={"lora": None, "attn_implementation": "auto"}
+            )
             model = load_causal_lm(base, dtype=wanted, device=self.device)
             model.requires_grad_(False)
             self._add_end_token(model)
@@ -139,6 +141,7 @@ class InlineRuntime:
         device = "cpu" if isinstance(config, VllmEngine) else self.device
         empty = isinstance(config, VllmEngine) and not ready
         dtype = self.precision.sampler_dtype
+        model = model.model_copy(update={"attn_implementation": "auto"})
         network = load_causal_lm(model, dtype=dtype, device=device, empty=empty)
         self._add_end_token(network)
         if isinstance(config, LocalEngine):
@@ -171,15 +174,15 @@ class InlineRuntime:
         return "fp32" if trains_all else spec.dtype or self.precision.dtype
 
     def _add_end_token(self, model: PreTrainedModel) -> None:
-        """Make the chat template's end-of-turn token an end token of the model, here and in its
-        exports."""
+        """Make the tokenizer's end token and the chat template's end-of-turn token end tokens of
+        the model, here and in its exports."""
         turn, config = end_turn_token(self.tokenizer), model.generation_config
-        if turn is None or config is None:
+        if config is None:
             return
-        have = config.eos_token_id
+        have, end = config.eos_token_id, int(self.tokenizer.eos_token_id)
         ends = {have} if isinstance(have, int) else set(have or [])
-        ends |= {turn, int(self.tokenizer.eos_token_id)}
-        config.eos_token_id = sorted(ends) if len(ends) > 1 else turn
+        ends |= {end} if turn is None else {end, turn}
+        config.eos_token_id = sorted(ends) if len(ends) > 1 else end
 
     def sync(
         self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()

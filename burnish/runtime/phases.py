@@ -23,6 +23,7 @@ OFFLOAD_SPANS: Mapping[str, str] = MappingProxyType({"offload": "offload", "relo
 _TRAIN_CALLS = (
     "logprobs",
     "base_logprobs",
+    "entropies",
     "values",
     "states",
     "measure",

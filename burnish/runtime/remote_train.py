@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from burnish.checkpoint.save import PendingSave
-from burnish.runtime.worker import BUCKET_BYTES, TransferOptions, pack_share, to_tensor
+from burnish.models.tensor_files import in_parts
+from burnish.runtime.worker import BUCKET_BYTES, TransferOptions, pack_share, to_array, to_tensor
 from burnish.runtime.worker_group import WorkerGroup
 from burnish.sync.snapshot import SnapshotSource, WeightSnapshot
 from burnish.train.base import Loss, NonFiniteError, StepStats
@@ -100,6 +101,10 @@ class RemoteTrainEngine:
         """Return [M] fp32 log-probs of the action tokens under the base model of a LoRA policy."""
         return self._per_token(batch, lambda w, share: w.base_logprobs.remote(share))
 
+    def entropies(self, batch: Batch) -> Tensor:
+        """Return [M] fp32 entropies of the action tokens' distributions, without gradient."""
+        return self._per_token(batch, lambda w, share: w.entropies.remote(share))
+
     def values(self, batch: Batch) -> Tensor:
         """Return [M] fp32 values (critic) or scores on last tokens (reward), without gradient."""
         return self._per_token(batch, lambda w, share: w.values.remote(share))
@@ -148,6 +153,14 @@ class RemoteTrainEngine:
         payloads = [self.group.cluster.ray.get(ref) for ref in kept.payloads]
         with SnapshotSource(kept.headers, payloads, hold=True).open(self.version) as transfer:
             yield from transfer
+
+    def mix(self, weights: Iterable[tuple[str, Tensor]], alpha: float) -> None:
+        """Mix weights into those of a frozen model, on all ranks. They pass through the object
+        store in parts of about 64 MiB."""
+        self.group.mixed = True
+        for part in in_parts(weights, BUCKET_BYTES):
+            packed = self.group.cluster.ray.put([(n, to_array(t)) for n, t in part.items()])
+            self.group.all(lambda w, packed=packed: w.mix.remote(packed, alpha))
 
     def transfer_weights(self, push: int, options: TransferOptions) -> WeightSnapshot[Any]:
         """Return the weights from rank 0: headers here, bytes in the object store."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from itertools import count
@@ -256,6 +256,11 @@ class SpmdTrainEngine:
         with self.worker.one_pass():
             return self.worker.engine.logprobs(batch)
 
+    def entropies(self, batch: Batch) -> Tensor:
+        """Return [M] fp32 entropies of the action tokens' distributions, without gradient."""
+        with self.worker.one_pass():
+            return self.worker.engine.entropies(batch)
+
     def values(self, batch: Batch) -> Tensor:
         """Return [M] fp32 values (critic) or scores on last tokens (reward), without gradient."""
         with self.worker.one_pass():
@@ -299,6 +304,10 @@ class SpmdTrainEngine:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (HuggingFace name, full tensor). All ranks consume all tensors."""
         return self.worker.engine.weights()
+
+    def mix(self, weights: Iterable[tuple[str, Tensor]], alpha: float) -> None:
+        """Mix weights into those of a frozen model. All ranks consume all tensors."""
+        self.worker.engine.mix(weights, alpha)
 
     @property
     def state_bytes(self) -> int:

@@ -301,6 +301,11 @@ class TrainWorker(Worker):
         with self.one_pass(), self.timeline.span("reference"):
             return self._first(FrozenBase(self.engine).logprobs(unpack_share(packed)))
 
+    def entropies(self, packed: Packed) -> Any:
+        """Return [m] entropies of a share on the ranks that return :meth:`logprobs`."""
+        with self.one_pass():
+            return self._first(self.engine.entropies(unpack_share(packed)))
+
     def states(self, packed: Packed) -> Any:
         """Return [m, H] hidden states of a share on the ranks that return :meth:`logprobs`."""
         with self.one_pass():
@@ -347,6 +352,11 @@ class TrainWorker(Worker):
             self.engine.reload()
 
     # ---- weights ---------------------------------------------------------------------------
+
+    def mix(self, packed: Sequence[tuple[str, Any]], alpha: float) -> None:
+        """Mix full weights, as arrays by name, into those of a frozen model."""
+        with self.one_pass(), self.timeline.span("reference"):
+            self.engine.mix(((name, to_tensor(array)) for name, array in packed), alpha)
 
     def transfer_weights(self, push: int, options: TransferOptions) -> Iterator[Any]:
         """Yield one transfer from rank 0, as pairs: a bucket's bytes, then its header. The other

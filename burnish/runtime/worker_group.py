@@ -41,6 +41,8 @@ class WorkerGroup:
         self.name = name or spec.role
         self.size = cluster.config.ranks(spec.role)
         self.workers: list[Any] = []
+        self.mixed = False
+        """True once other weights were mixed into those of a frozen model (``mix``)."""
         self._complete = False
         self.restart()
 
@@ -70,14 +72,14 @@ class WorkerGroup:
         """Return every rank's result of one call. ``arguments``: sequences with one entry per rank,
         which ``call`` receives after the worker.
 
-        If a rank dies or hangs and the model is not trained, the group is restarted and the call is
-        repeated. Otherwise raises WorkerLostError with the rank's name, and the group has to be
-        restarted."""
+        If a rank dies or hangs and the model has the weights it was loaded with, the group is
+        restarted and the call is repeated. Otherwise raises WorkerLostError with the rank's name,
+        and the group has to be restarted."""
         while True:
             try:
                 return self._each(call, *arguments)
             except WorkerLostError as lost:
-                if self.spec.trainable:
+                if self.spec.trainable or self.mixed:
                     raise
                 self.cluster.count_restart(str(lost))
                 self.restart()

@@ -97,7 +97,8 @@ def load_text_scorer(model: ModelConfig, options: ServeOptions) -> TextScorer:
     positions = num_positions(model)
     if positions is not None and options.max_len is not None and options.max_len > positions:
         raise ServeError(
-            f"max_len={options.max_len} is more than the model's {positions} positions"
+            f"max_len={options.max_len} is more than the model's {positions} positions; use at "
+            "most that"
         )
     if metadata_of(model).get("process_reward"):
         raise ServeError(

@@ -6,7 +6,7 @@ Engines never import algorithms: the loss is an argument.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -124,6 +124,19 @@ class HasLogprobs(Protocol):
         ...
 
 
+class MixableModel(HasLogprobs, Protocol):
+    """A frozen model whose weights can be replaced."""
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, full tensor) with HuggingFace names. Every rank consumes all of them."""
+        ...
+
+    def mix(self, weights: Iterable[tuple[str, Tensor]], alpha: float) -> None:
+        """Set each of ``weights`` (name, full tensor) to alpha x it + (1 - alpha) x its current
+        value."""
+        ...
+
+
 class TrainEngine(Protocol):
     """A model in one role that trains or computes outputs."""
 
@@ -134,6 +147,11 @@ class TrainEngine(Protocol):
     def logprobs(self, batch: Batch) -> Tensor:
         """Return [M] fp32 log-probs of the action tokens, without gradient, at the sampling
         temperature."""
+        ...
+
+    def entropies(self, batch: Batch) -> Tensor:
+        """Return [M] fp32 entropies in nats of the distributions that action tokens are drawn from,
+        over the full vocabulary, without gradient. Language models only."""
         ...
 
     def values(self, batch: Batch) -> Tensor:

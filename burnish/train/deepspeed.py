@@ -269,12 +269,14 @@ def check_version(version: str) -> None:
         raise DeepSpeedError(
             f"DeepSpeed {version} does not release gathered weights under ZeRO-3 with gradient "
             "checkpointing (0.16.0 to 0.16.7: pull request 6726, reverted by 7258), so memory "
-            f"grows with the depth of the model; install {OLDEST} or newer"
+            f"grows with the depth of the model; install {OLDEST} or newer, or use "
+            "train.engine.kind=torch"
         )
     if found < OLDEST:
         raise DeepSpeedError(
             f"DeepSpeed {version} does not check gradients in fp32 and bf16 at stage 3, so one "
-            f"step with a non-finite gradient destroys the weights; install {OLDEST} or newer"
+            f"step with a non-finite gradient destroys the weights; install {OLDEST} or newer, or "
+            "use train.engine.kind=torch"
         )
 
 

@@ -25,6 +25,8 @@ hook                   when                contract
                        without backward
 ``_find_bad`` *        when a run stops    <- one pass -> its first non-finite tensor
 ``weights``            weight transfer     -> (HuggingFace name, full tensor) in the compute dtype
+``_own_part`` *        ``mix``             <- parameter, full tensor -> the tensor and the part of
+                                           this rank
 ``_held_tensors`` *    offload             -> all tensors that the engine keeps between calls
 ``_write``             save                <- folder, ``describe`` -> the optimizer's tensors in the
                                            folder; ``describe(folder)`` is called last, on one rank
@@ -60,7 +62,12 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.checkpoint.save import PendingSave
 from burnish.config.model import Dtype
-from burnish.models.buffers import buffers_now, load_buffers, num_buffer_bytes
+from burnish.models.buffers import (
+    buffers_now,
+    load_buffers,
+    num_buffer_bytes,
+    persistent_buffers,
+)
 from burnish.models.dropout import start_training
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES
@@ -129,6 +136,7 @@ class BaseTrainEngine(ABC):
         self.forward = self._make_forward()
         self.scalar, self.body = self.forward.scalar, self.forward.body
         self.forward.distill_target = spec.load_distill_target(self.device)
+        self.forward.entropy_order = spec.entropy_order
         if not spec.trainable:
             model.requires_grad_(False)
         elif spec.train.gradient_checkpointing:
@@ -136,6 +144,8 @@ class BaseTrainEngine(ABC):
         if spec.offload:
             own_storages(model)
         self.optimizer = self._prepare()
+        if spec.neftune_noise_alpha:  # after hooks that complete the embedding's output
+            self.forward.add_noise(spec.neftune_noise_alpha)
         model.eval()
         use_fp32_products(model, DTYPES[spec.precision.dtype])
         self._check_model()
@@ -212,6 +222,10 @@ class BaseTrainEngine(ABC):
         """Yield (HuggingFace name, full tensor) in the compute dtype, LoRA merged. Every rank must
         consume all tensors, in step with the other ranks."""
 
+    def _own_part(self, name: str, parameter: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tensor in which this rank holds a parameter, and the same part of ``full``."""
+        return parameter, full
+
     def _held_tensors(self) -> Iterable[Tensor]:
         """Return the weights, gradients and optimizer state of this rank. Tensors may share
         storages."""
@@ -244,6 +258,12 @@ class BaseTrainEngine(ABC):
         """Return [M] fp32 log-probs of the action tokens, without gradient."""
         assert not self.scalar, f"a {self.role} computes values, not log-probs"
         return self._no_grad_pass(batch, "logprobs")
+
+    def entropies(self, batch: Batch | Share) -> Tensor:
+        """Return [M] fp32 entropies of the action tokens' distributions, without gradient, of the
+        order of the spec."""
+        assert not self.scalar, f"a {self.role} computes values and has no vocabulary"
+        return self._no_grad_pass(batch, "entropy")
 
     def values(self, batch: Batch | Share) -> Tensor:
         """Return [M] fp32 values of action states (critic) or scores on last tokens (reward),
@@ -363,7 +383,7 @@ class BaseTrainEngine(ABC):
     def _no_grad_output(self, micro: Batch, name: str) -> Tensor:
         if name == "states":
             return self._states(micro)
-        result: Tensor = vars(self._outputs(micro, with_entropy=False))[name]
+        result: Tensor = vars(self._outputs(micro, with_entropy=name == "entropy"))[name]
         return result
 
     # ---- stepping --------------------------------------------------------------------------
@@ -452,6 +472,30 @@ class BaseTrainEngine(ABC):
 
     def _scaled_loss(self, batch: Batch, rows: list[int], loss: Loss) -> Tensor:
         return self._trained().loss_factor * self._micro_loss(batch, rows, loss)[0]
+
+    @torch.no_grad()
+    def mix(self, weights: Iterable[tuple[str, Tensor]], alpha: float) -> None:
+        """Set weights of a frozen model to alpha x ``weights`` + (1 - alpha) x their own, computed
+        in fp32. Buffers are unchanged.
+
+        ``weights``: (HuggingFace name, full tensor), some or all. Every rank gets the same ones.
+        Raises ValueError if the model has no such weight or it has another shape.
+        """
+        assert self.optimizer is None, f"the weights of the {self.role} are trained"
+        self.reload()
+        own = dict(self.model.named_parameters())
+        buffers = {name for name, _ in persistent_buffers(self.model)}
+        for name, tensor in weights:
+            if name in buffers:
+                continue
+            if name not in own:
+                raise ValueError(f"the {self.role} has no weight {name}")
+            target, given = self._own_part(name, own[name].detach(), tensor)
+            if target.shape != given.shape:
+                raise ValueError(
+                    f"{name} has shape {list(tensor.shape)}, which is not that of the {self.role}"
+                )
+            target.copy_(target.float().lerp(given.to(target.device).float(), alpha))
 
     # ---- state -----------------------------------------------------------------------------
 

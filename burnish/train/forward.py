@@ -24,8 +24,9 @@ from burnish.models.attention import NO_MASK, PackedPlan, SequenceParallelPlan, 
 from burnish.models.distill import DistillTarget, distill_logprobs
 from burnish.models.load import ModelError
 from burnish.models.logit_scaling import UNSCALED, logit_scaling
-from burnish.models.logprobs import Head, chunk_tokens, token_logprobs
+from burnish.models.logprobs import EntropyOrder, Head, chunk_tokens, token_logprobs
 from burnish.models.lora import effective_weight
+from burnish.models.neftune import EmbeddingNoise
 from burnish.tensors import upload
 from burnish.train.base import Outputs, Role
 from burnish.train.batching import Arranged, Layout, arrange, read_and_target
@@ -78,8 +79,22 @@ class Forward:
         self.experts_per_token = experts_per_token(self.body) if train.moe_aux_loss_coef else 0
         """Number of experts per token; above 0, passes with gradient also return router logits."""
         self.ask_head: Callable[..., tuple[Tensor, ...]] = self.read_head
+        self.entropy_order: EntropyOrder = 1
+        """1: Shannon entropies; 2: collision entropies, in passes without gradient."""
         self.distill_target: DistillTarget | None = None
         """Distillation target of a student, for batches that contain teacher states."""
+        self.noise: EmbeddingNoise | None = None
+        """Noise on the embeddings of training passes."""
+
+    def add_noise(self, alpha: float) -> None:
+        """Add NEFTune's noise to the input embeddings of later training passes."""
+        self.noise = EmbeddingNoise(self.body.get_input_embeddings(), alpha)
+
+    def _announce(self, batch: Batch, arranged: Arranged) -> None:
+        """Tell the noise which rows the next pass has."""
+        if self.noise is not None:
+            lengths = batch.offsets.diff()[batch.row_ids]
+            self.noise.set_rows(arranged.flat_index, lengths, arranged.input_ids.shape)
 
     def __call__(self, batch: Batch, *, with_entropy: bool) -> Outputs:
         """Return outputs [M] fp32, aligned with the batch's tokens."""
@@ -116,6 +131,7 @@ class Forward:
     ) -> tuple[Tensor, ...]:
         """Return the head's outputs, aligned with the tokens; its inputs if ``with_entropy`` is
         None."""
+        self._announce(batch, arranged)
         hidden = self._hidden(arranged.input_ids, arranged.position_ids, arranged.plan)
         return self._read(batch, hidden, arranged.flat_index, with_entropy=with_entropy)
 
@@ -127,6 +143,7 @@ class Forward:
         Padding is dropped and a shared prompt is repeated for each of its rows, so all layouts
         agree.
         """
+        self._announce(batch, arranged)
         out = self._body(
             arranged.input_ids, arranged.position_ids, arranged.plan, output_router_logits=True
         )
@@ -207,8 +224,9 @@ class Forward:
                 hidden, targets, head, states=states, distill_target=self.distill_target
             )
             return found.logprobs, found.divergence, found.kl, found.agreement
+        order = self.entropy_order
         logprobs, entropy = token_logprobs(
-            hidden, targets, head, with_entropy=with_entropy, kept=kept
+            hidden, targets, head, with_entropy=with_entropy, entropy_order=order, kept=kept
         )
         return (logprobs,) if entropy is None else (logprobs, entropy)
 

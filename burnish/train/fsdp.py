@@ -167,14 +167,19 @@ class ShardedTrainEngine(TorchTrainEngine):
         self.root._apply(with_memory)
         fill_rows(
             {
-                name: (local(parameter), *self._own_part(name, parameter))
+                name: (local(parameter), *self._own_slices(name, parameter))
                 for name, parameter in self.model.named_parameters()
                 if name in empty
             },
             self.spec.model,
         )
 
-    def _own_part(self, name: str, parameter: Tensor) -> tuple[Rows, Rows | None]:
+    def _own_part(self, name: str, parameter: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
+        rows, columns = self._own_slices(name, parameter)
+        given = full[slice(*rows)]
+        return local(parameter), given if columns is None else given[:, slice(*columns)]
+
+    def _own_slices(self, name: str, parameter: Tensor) -> tuple[Rows, Rows | None]:
         """Return the rows and columns of a parameter that this rank holds (columns None: all)."""
         rows = own_rows(parameter)
         if self.tp_plan is None:

@@ -30,7 +30,7 @@ from burnish.models.tensor_files import TensorFiles, TensorShard, tensor_sets
 from burnish.train.base import StepStats
 from burnish.train.host_memory import tensors_in
 from burnish.train.loss_scaler import LossScaleFloorError, LossScaler, make_loss_scaler
-from burnish.train.optimizers import Trained, make_rules
+from burnish.train.optimizers import BLOCK_8BIT, Trained, make_rules
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.state import check_names
 from burnish.train.tensor_parallel import TensorParallelPlan
@@ -158,11 +158,13 @@ class Optimizer:
             own = {n: (0, shape[0]) for n, shape in self.shapes.items() if shape}
             self.rows = {name: tp_plan.rows(name, rows) for name, rows in own.items()}
             self.shapes = {name: tp_plan.shape(name, shape) for name, shape in self.shapes.items()}
+        self.shard_ranks = 1
+        """Ranks over which rows are sharded."""
         self.masters = self._take_masters(DTYPES[precision.dtype])
         self.rules = make_rules(
             model,
             [
-                Trained(n, p, m, self.shapes[n])
+                Trained(n, p, m, self.shapes[n], self.shard_ranks)
                 for n, p, m in zip(self.names, self.params, self.masters, strict=True)
             ],
             config,
@@ -334,15 +336,21 @@ class Optimizer:
     def num_bytes(self) -> int:
         """Size of the state of all ranks together, in bytes."""
         return sum(
-            t.element_size()
-            * (math.prod(self.shapes[name]) if self._follows(name, t) else t.numel())
+            t.element_size() * math.prod(self._full(name, t)[1])
             for tensors in self.tensors().values()
             for name, t in tensors.items()
         )
 
-    def _follows(self, name: str, tensor: Tensor) -> bool:
-        """Return whether a tensor of a checkpoint has the rows of its parameter."""
-        return tensor.shape == self.masters[self.names.index(name)].shape
+    def _full(self, name: str, tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+        """Return the position of this rank's part in a tensor of a checkpoint, and the shape of the
+        full tensor. It has the rows of its parameter, or of sharded ones a scale per block."""
+        if not tensor.ndim or name not in self.rows:
+            follows = tensor.shape == self.masters[self.names.index(name)].shape
+            return 0, self.shapes[name] if follows else tuple(tensor.shape)
+        begin, _ = self.rows[name]
+        if tensor.shape == self.masters[self.names.index(name)].shape:
+            return begin, self.shapes[name]
+        return _blocks(self.shapes[name], begin), (_blocks(self.shapes[name]),)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of a checkpoint, by kind and parameter name, without copying them."""
@@ -388,11 +396,20 @@ class Optimizer:
                 f"train.optimizer.kind={self.config.optimizer.kind} trains it with "
                 f"{', '.join(rule.kinds)}; resume with the optimizer of that run"
             )
-        shape = self.shapes[name]
-        whole = {kind: kinds[kind].shape(name) != shape for kind in have}
-        read = {k: kinds[k].read(name) if whole[k] else self._own(kinds[k], name) for k in have}
+        read = {kind: self._own_state(kinds[kind], name) for kind in have}
         if read:
             rule.restore(master, read)
+
+    def _own_state(self, files: TensorFiles, name: str) -> Tensor:
+        """Return this rank's part of a parameter's state in a checkpoint: its rows, or of sharded
+        rows the scales of their blocks."""
+        shape = self.shapes[name]
+        if files.shape(name) == shape:
+            return self._own(files, name)
+        if not files.shape(name) or self.shard_ranks == 1:
+            return files.read(name)
+        begin, end = (_blocks(shape, row) for row in self.rows[name])
+        return files.read(name, (begin, end))
 
     def _own(self, files: TensorFiles, name: str) -> Tensor:
         """Return this rank's part of a tensor in a checkpoint."""
@@ -414,11 +431,16 @@ class Optimizer:
         if not tensor.ndim:
             tensor_shard = TensorShard(tensor, 0, ())
         elif self.tp_plan is None:
-            tensor_shard = TensorShard(tensor, self.rows[name][0], self.shapes[name])
+            tensor_shard = TensorShard(tensor, *self._full(name, tensor))
         else:
             rows, shape = self.rows[name], self.shapes[name]
             tensor_shard = self.tp_plan.tensor_shard(name, tensor, rows=rows, shape=shape)
         return replace(tensor_shard, tensor=tensor_shard.tensor.detach().to("cpu", copy=copy))
+
+
+def _blocks(shape: tuple[int, ...], rows: int | None = None) -> int:
+    """Return the number of blocks with one scale in the first ``rows`` rows (None: all)."""
+    return -(-math.prod(shape[1:]) * (shape[0] if rows is None else rows) // BLOCK_8BIT)
 
 
 def _adds_to(master: Tensor) -> Callable[[Tensor], None]:

@@ -6,6 +6,7 @@ average and checkpoints are the same for all rules (``optim.py``)."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,9 @@ from burnish.train.process_group import RankGroup
 from burnish.train.tensor_parallel import TensorParallelPlan
 
 SMALLEST_8BIT = 4096
-"""Entries of the smallest parameter with 8-bit moments (the default of bitsandbytes)."""
+"""Entries of the smallest matrix with 8-bit moments (the default of bitsandbytes)."""
+BLOCK_8BIT = 256
+"""Consecutive entries with one scale (bitsandbytes)."""
 _FUSED = re.compile(r"qkv|c_attn|query_key_value|W_pack|in_proj", re.IGNORECASE)
 """Names of projections that hold several matrices, in an order that differs between families."""
 
@@ -46,6 +49,8 @@ class Trained:
     """This rank's part of its fp32 weight."""
     shape: tuple[int, ...]
     """Shape of the full parameter."""
+    shard_ranks: int = 1
+    """Ranks over which the rows are sharded (FSDP2)."""
 
 
 class UpdateRule:
@@ -296,13 +301,21 @@ def _adamw_8bit(
             f"failed ({error}); install it with: pip install 'burnish[quant]'"
         ) from None
     tables = _embedding_names(model)
-    small = [t for t in trained if t.name in tables or t.master.numel() < SMALLEST_8BIT]
-    large = [t for t in trained if not (t.name in tables or t.master.numel() < SMALLEST_8BIT)]
+    has_8_bits = {t.name: has_8bit_moments(t.shape) and t.name not in tables for t in trained}
+    small = [t for t in trained if not has_8_bits[t.name]]
+    large = [t for t in trained if has_8_bits[t.name]]
     if not large:
         return _adamw(small, config, lr)
+    for t in large:
+        if not divides_blocks(t.shape, t.shard_ranks):
+            raise OptimizerError(undivided_blocks(t.name, t.shape, t.shard_ranks))
     kind = PagedAdamW8bit if paged else AdamW8bit
     optimizer = kind(
-        _groups(large, config.weight_decay), lr=lr, betas=config.adam_betas, eps=config.adam_eps
+        _groups(large, config.weight_decay),
+        lr=lr,
+        betas=config.adam_betas,
+        eps=config.adam_eps,
+        min_8bit_size=1,  # a rank's rows may have fewer entries than SMALLEST_8BIT
     )
     device = large[0].master.device
 
@@ -314,3 +327,25 @@ def _adamw_8bit(
     kinds = {"exp_avg_8bit": "state1", "exp_avg_sq_8bit": "state2", "step": "step"}
     kinds |= {"exp_avg_absmax": "absmax1", "exp_avg_sq_absmax": "absmax2"}
     return [UpdateRule(optimizer, kinds, extra=maps), *_adamw(small, config, lr)]
+
+
+def has_8bit_moments(shape: Sequence[int]) -> bool:
+    """Return whether ``adamw_8bit`` trains a parameter that is no embedding with 8-bit moments."""
+    return len(shape) >= 2 and math.prod(shape) >= SMALLEST_8BIT
+
+
+def divides_blocks(shape: Sequence[int], ranks: int) -> bool:
+    """Return whether the rows of FSDP2 over ``ranks`` divide a parameter between blocks of 256
+    entries, which have one scale, with entries for every rank."""
+    rows, row = shape[0], math.prod(shape[1:])
+    each = -(-rows // ranks)
+    return ranks == 1 or (each * row % BLOCK_8BIT == 0 and each * (ranks - 1) < rows)
+
+
+def undivided_blocks(name: str, shape: Sequence[int], ranks: int) -> str:
+    """Return the error for a parameter that :func:`divides_blocks` rejects."""
+    return (
+        f"train.optimizer.kind=adamw_8bit with train.engine.sharding=full: the rows of {name} "
+        f"{list(shape)} cannot be divided over {ranks} ranks in multiples of {BLOCK_8BIT} entries, "
+        "which have one scale; use another number of ranks, or train.optimizer.kind=adamw"
+    )

@@ -195,14 +195,16 @@ def check_sequence_parallel(config: PretrainedConfig, size: int) -> None:
     if odd:
         raise ModelError(
             f"{what}: this {name} model has layers of type {', '.join(odd)}, which mix tokens "
-            "without attention, so tokens of different ranks would not be mixed; use 1"
+            "without attention, so tokens of different ranks would not be mixed; use 1 (for long "
+            "rows with train.gradient_checkpointing=true)"
         )
     rope = str(values.get("rope_parameters") or values.get("rope_scaling") or "")
     found = [kind for kind in sorted(BY_LENGTH) if f"'{kind}'" in rope]
     if found:
         raise ModelError(
             f"{what}: the rotary embedding of this {name} model ({found[0]}) depends on the length "
-            "of the longest row, but each rank has only a shard of it; use 1"
+            "of the longest row, but each rank has only a shard of it; use 1 (for long rows with "
+            "train.gradient_checkpointing=true)"
         )
 
 

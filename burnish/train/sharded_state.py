@@ -47,6 +47,7 @@ class ShardedOptimizer(Optimizer):
     def _take_masters(self, dtype: torch.dtype) -> list[Tensor]:
         self.half = False  # half-precision weights exist in gathered layers only
         self.rows = {n: own_rows(p) for n, p in zip(self.names, self.params, strict=True)}
+        self.shard_ranks = cast(DTensor, self.params[0]).device_mesh.size()
         if self.tp_plan is not None:
             self.rows = {name: self.tp_plan.rows(name, rows) for name, rows in self.rows.items()}
         return [local(parameter).detach() for parameter in self.params]

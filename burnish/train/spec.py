@@ -11,7 +11,7 @@ import torch
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.train import TrainConfig
 from burnish.models.distill import DistillTarget
-from burnish.models.logprobs import chunk_tokens
+from burnish.models.logprobs import EntropyOrder, chunk_tokens
 from burnish.models.teacher import DistillTargetSpec
 from burnish.train.base import Role
 from burnish.train.batching import Layout, RowSplit
@@ -35,6 +35,8 @@ class EngineSpec:
     """Sampling temperature at which log-probs are computed."""
     with_entropy: bool = True
     """Compute the entropy in forward_backward."""
+    entropy_order: EntropyOrder = 1
+    """Order of entropies without gradient. 1: Shannon; 2: collision (Renyi)."""
     trainable: bool = True
     """False: no optimizer (reference and reward models)."""
     offload: bool = False
@@ -57,6 +59,8 @@ class EngineSpec:
     output_weights: Mapping[str, float] | None = None
     """Weight of each output of a frozen reward model in the reward, by name. None: those in the
     model's config."""
+    neftune_noise_alpha: float = 0.0
+    """Noise on the embeddings of training passes. 0: none."""
     dropout: bool = True
     """True if training passes use the dropout and router noise of the model's own config."""
 

@@ -243,13 +243,15 @@ def check_names(files: TensorFiles, wanted: Mapping[str, Shape]) -> None:
     """Raise ValueError if names or shapes in a checkpoint differ from the ``wanted`` ones."""
     if odd := sorted(set(files) ^ set(wanted))[:3]:
         raise ValueError(
-            f"the checkpoint is of another model: parameter names differ, e.g. {', '.join(odd)}"
+            f"the checkpoint is of another model: parameter names differ, e.g. {', '.join(odd)}; "
+            "set the model section of the run that wrote it"
         )
     for name, shape in wanted.items():
         if files.shape(name) != shape:
             raise ValueError(
                 f"the checkpoint is of another model: {name} has shape {list(files.shape(name))} "
-                f"in the checkpoint and {list(shape)} in this model"
+                f"in the checkpoint and {list(shape)} in this model; set the model section of the "
+                "run that wrote it"
             )
 
 
@@ -324,7 +326,10 @@ def read_description(folder: Path, spec: EngineSpec) -> dict[str, Any]:
         raise ValueError(f"{folder.parent} contains no {role}; resume with the recipe of that run")
     state: dict[str, Any] = json.loads((folder / "engine.json").read_text())
     if state["role"] != role:
-        raise ValueError(f"{folder} is a checkpoint of a {state['role']}, not of a {role}")
+        raise ValueError(
+            f"{folder} is a checkpoint of a {state['role']}, not of a {role}; resume "
+            "with the job and the recipe of that run"
+        )
     saved_as, own_format = state.get("optimizer", "adamw"), spec.train.optimizer.state_format
     if saved_as != own_format:
         raise ValueError(

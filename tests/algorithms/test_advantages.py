@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +20,7 @@ from burnish.algorithms.advantages import (
     _discounted_sum,
     dr_grpo,
     gae,
+    gdpo,
     group_mean_baseline,
     grpo,
     opo,
@@ -25,6 +28,7 @@ from burnish.algorithms.advantages import (
     return_to_go,
     rloo,
     token_rewards,
+    top_entropy,
 )
 
 quick = settings(max_examples=30, deadline=None)
@@ -404,3 +408,40 @@ def test_token_advantages_of_half_precision_input_are_computed_in_fp32() -> None
     for found, expected in zip(narrow, wide, strict=True):
         assert found.dtype == torch.float32
         assert torch.equal(found, expected)
+
+
+def test_each_reward_is_normalized_in_its_group_and_their_sum_over_the_batch() -> None:
+    """Scores (1, 0), (0, 1), (0, 0) and (5, 7), (5, 9), (5, 8); weights 2 and 1, against a loop in
+    Python floats. The first reward has no spread in the second group: 0 of it. Ties are 0."""
+    parts = torch.tensor([[1, 0], [0, 1], [0, 0], [5, 7], [5, 9], [5, 8]], dtype=torch.float64)
+    groups = torch.tensor([4, 4, 4, 1, 1, 1])
+    summed = []
+    for i in range(6):
+        own = [0.0, 0.0]
+        for k in range(2):
+            column = parts[groups == groups[i], k].tolist()
+            spread = statistics.stdev(column)
+            own[k] = (float(parts[i, k]) - statistics.mean(column)) / spread if spread else 0.0
+        summed.append(2 * own[0] + own[1])
+    expected = [s / statistics.stdev(summed) for s in summed]  # the mean is 0
+    found = gdpo(parts, torch.tensor([2.0, 1.0]), groups, eps=1e-14)
+    # 1e-12: fp64
+    assert found.tolist() == pytest.approx(expected, abs=1e-12)
+    tied = gdpo(torch.ones(4, 2), torch.ones(2), torch.zeros(4).long(), eps=1e-6)
+    assert tied.tolist() == [0, 0, 0, 0]
+
+
+def test_the_tokens_of_the_highest_entropy_are_those_above_numpys_quantile() -> None:
+    """0.4 of 5 tokens: places 0 to 4, the limit is at 2.4. 0.5: at 2. Ties at the limit are kept,
+    tokens outside the mask never, and all of them with equal entropies."""
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    entropies = torch.tensor([[0.3, 0.1, 9.0], [0.5, 0.2, 0.4]])
+    assert top_entropy(entropies, mask, quantile=0.4)[mask].tolist() == [0, 0, 1, 0, 1]
+    assert top_entropy(entropies, mask, quantile=0.5)[mask].tolist() == [1, 0, 1, 0, 1]
+    assert top_entropy(torch.ones(2, 3), mask, quantile=0.4).equal(mask)
+    assert not top_entropy(entropies, torch.zeros_like(mask), quantile=0.4).any()
+    values = torch.randn(1000, generator=generator(0), dtype=torch.float64)
+    for quantile in (0.01, 0.2, 0.777, 1.0):
+        limit = float(np.quantile(values.numpy(), 1 - quantile))
+        found = top_entropy(values, torch.ones(1000).bool(), quantile=quantile)
+        assert found.equal(values >= limit)

@@ -20,7 +20,8 @@ from burnish.algorithms.distill import DIVERGENCES, SLOPES
 from burnish.algorithms.kl import MAX_GAP, k3
 from burnish.algorithms.policy_losses import MAX_LOG_RATIO, gspo, ppo
 from burnish.algorithms.running import MAX_VALUE, RunningMoments
-from burnish.config.algorithm import AlgorithmConfig, DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
+from burnish.config.algorithm import AlgorithmConfig
+from burnish.config.preference_losses import DiscopopLoss, DpoLoss, ExoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
 from burnish.jobs.credit import MAX_REWARD, assign_advantages
 from burnish.jobs.distill import distill_objective
 from burnish.jobs.objectives import (
@@ -43,6 +44,8 @@ CLIPS = {
     "ppo": {"clip_low": 0.2, "clip_high": 0.2},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"clip_low": 1.0, "clip_high": 2.0},
+    "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
+    "vespo": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
     "reinforce": {},
 }
 
@@ -56,6 +59,7 @@ def _corrected(level: str, mode: str) -> Loss:
     return _policy("ppo", correction={"level": level, "mode": mode})
 
 
+EXO = ExoLoss(kind="exo_pair")
 LOSSES: dict[str, Loss] = {
     **{f"{kind}, {k}": _policy(kind, kl={"init_kl_coef": 0.1, "estimator": k})
        for kind in POLICY_LOSSES for k in ("k1", "k2", "k3")},
@@ -66,11 +70,18 @@ LOSSES: dict[str, Loss] = {
     "critic": value_objective(value_clip=0.2),
     "critic, no clip": value_objective(value_clip=None),
     "sft": sft_objective(),
+    "dft": sft_objective("dft"),
+    "masked off-policy, KL by the ratio": _policy(
+        "cispo", off_policy_mask=0.1, kl={"init_kl_coef": 0.1, "bias_correction": True}
+    ),
     "process": process_objective(),
     "reward model": reward_model_objective("bradley_terry", center_coef=0.1),
     "distill": distill_objective(temperature=2.0, nll_weight=0.5),
     "dpo": preference_objective(DpoLoss(), nll_coef=0.1),
     "ipo": preference_objective(IpoLoss(kind="ipo")),
+    "discopop": preference_objective(
+        DiscopopLoss(kind="discopop"), divergence="forward_kl", ld_alpha=0.5, added=[(EXO, 0.5)]
+    ),
     "simpo": preference_objective(SimpoLoss(kind="simpo")),
     "orpo": preference_objective(OrpoLoss(kind="orpo")),
     "kto": preference_objective(KtoLoss(kind="kto")),
@@ -283,7 +294,7 @@ def test_above_the_largest_ratio_the_ratio_has_no_gradient(kind: str, advantage:
     mask = torch.ones(2, 1, dtype=torch.bool)
     loss, _ = POLICY_LOSSES[kind](x, old, torch.full((2, 1), advantage), mask, **CLIPS[kind])
     (gradient,) = torch.autograd.grad(loss.sum(), x)
-    largest = {"ppo": 0.0, "gspo": 0.0, "cispo": 3.0, "reinforce": 1.0}[kind]
+    largest = {"cispo": 3.0, "reinforce": 1.0}.get(kind, 0.0)
     assert gradient.abs().tolist() == [[largest], [largest]]
     assert float(loss.detach().abs().max()) <= math.exp(MAX_LOG_RATIO) * 1.001
 
@@ -321,7 +332,8 @@ def test_log_probs_that_are_not_finite_have_the_limit_or_nan_at_their_token(kind
     assert math.isnan(found[2]) and math.isfinite(found[1]) and math.isfinite(found[3])
     assert found[4] == 0
     # cispo's weight is 0 there; reinforce has no ratio: an infinite loss, whose step is skipped
-    assert found[0] == (math.inf if kind == "reinforce" else 0)
+    limits = {"reinforce": math.inf, "sapo": -4 / (1 + math.e)}
+    assert found[0] == pytest.approx(limits.get(kind, 0))
     (gradient,) = torch.autograd.grad(loss.sum(), x)
     assert bool(gradient[[0, 1, 3, 4]].isfinite().all())
 

@@ -13,6 +13,7 @@ from burnish.algorithms.correction import (
     correction_weights,
     effective_sample_frac,
     mismatch_stats,
+    off_policy_mask,
     sampler_ratio,
     weight_moments,
 )
@@ -247,3 +248,27 @@ def test_corrections_report_the_moments_of_the_bounded_weights() -> None:
     options = {"level": "token", "mode": "clip", "low": 0.6, "high": 1.5}
     stats = correction_weights(GAPS, torch.zeros(2, 3), MASK, **options)[1]
     assert effective_sample_frac(stats) == pytest.approx(4.7**2 / (5 * 4.97), abs=1e-12)
+
+
+def test_negative_tokens_of_sequences_far_from_the_sampler_are_masked() -> None:
+    """Means of sampler - policy over four rows of two tokens: 0.5, 0.5, 0.1, 0.5; the threshold is
+    0.3 (0.5: at the limit, kept). A: -1, 0.5, -1, 0. A token outside the mask counts for nothing. A
+    sampler's NaN is no difference: of 0.2 and 0.8, 0.8 leaves a mean of 0.4, and 0.2 one of 0.1."""
+    policy = torch.full((4, 3), -1.0, dtype=torch.float64, requires_grad=True)
+    far = [[0.2, 0.8, 9.0], [0.5, 0.5, 9.0], [0.1, 0.1, 9.0], [0.2, 0.8, 9.0]]
+    gaps = torch.tensor(far, dtype=torch.float64)
+    advantages = torch.tensor([[-1.0], [0.5], [-1.0], [0.0]]).expand(4, 3)
+    mask = torch.tensor([[True, True, False]]).expand(4, 3)
+    args = (policy, policy.detach() + gaps, advantages, mask)
+    keep, stats = off_policy_mask(*args, threshold=0.3)
+    assert keep.tolist() == [[False, False, True], *[[True] * 3] * 3]
+    assert stats.floats() == {"off_policy_mask_frac": pytest.approx(2 / 8)}
+    assert off_policy_mask(*args, threshold=0.5)[0].all()
+    ids = torch.tensor([[7], [1], [2], [0]]).expand(4, 3)
+    packed, _ = off_policy_mask(*(x[mask] for x in args), threshold=0.3, row_ids=ids[mask])
+    assert packed.equal(keep[mask])
+    for unknown, kept in ((0, False), (1, True)):
+        lost = gaps.clone()
+        lost[0, unknown] = math.nan
+        found, _ = off_policy_mask(policy, policy + lost, advantages, mask, threshold=0.3)
+        assert found[0, :2].all() == kept

@@ -12,7 +12,16 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from burnish.algorithms import POLICY_LOSSES, reduce
-from burnish.algorithms.policy_losses import BY_ROW, MAX_LOG_RATIO, cispo, gspo, ppo, reinforce
+from burnish.algorithms.policy_losses import (
+    BY_ROW,
+    MAX_LOG_RATIO,
+    cispo,
+    gspo,
+    ppo,
+    reinforce,
+    sapo,
+    vespo,
+)
 
 quick = settings(max_examples=30, deadline=None)
 seeds = st.integers(0, 2**31 - 1)
@@ -21,6 +30,7 @@ LOSSES = {
     "ppo": lambda *args: ppo(*args, **CLIP),
     "ppo with dual clip": lambda *args: ppo(*args, **CLIP, dual_clip=1.5),
     "reinforce": reinforce,
+    "sapo": lambda *args: sapo(*args, tau_pos=2.0, tau_neg=4.0),
 }
 WHOLE_GRADIENT = list(LOSSES.values())
 """Those without a part that is held constant, so that differences show their gradient."""
@@ -43,8 +53,8 @@ def ratios(*values: float) -> Tensor:
 
 
 def test_the_registry_has_exactly_the_documented_names() -> None:
-    expected = {"ppo": ppo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce}
-    assert expected == POLICY_LOSSES and {"gspo"} == BY_ROW
+    expected = {"ppo": ppo, "gspo": gspo, "cispo": cispo, "sapo": sapo, "vespo": vespo}
+    assert expected | {"reinforce": reinforce} == POLICY_LOSSES and {"gspo", "vespo"} == BY_ROW
 
 
 def test_ppo_takes_the_pessimistic_side_of_the_clip() -> None:
@@ -213,8 +223,8 @@ def test_packed_and_padded_tokens_give_equal_losses_and_stats(loss, seed: int) -
     *padded, mask = tokens(seed)
     out, stats = loss(*padded, mask)
     packed, packed_stats = loss(*[x[mask] for x in padded], mask[mask])
-    assert torch.equal(packed, out[mask])
-    # 1e-12: sums in another order
+    # 1e-15: fp64 sigmoids in another SIMD position; 1e-12: sums in another order
+    torch.testing.assert_close(packed, out[mask], atol=0, rtol=1e-15)
     assert packed_stats.floats() == pytest.approx(stats.floats(), abs=1e-12)
 
 
@@ -253,7 +263,12 @@ def test_permuting_and_padding_rows_changes_neither_loss_nor_gradient(loss, seed
     torch.testing.assert_close(results[1][1][:, 2:-3], results[0][1][order], atol=1e-12, rtol=0)
 
 
-EVERY_LOSS = {**LOSSES, "gspo": lambda *args: gspo(*args, **CLIP)}
+VESPO = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
+EVERY_LOSS = {
+    **LOSSES,
+    "gspo": lambda *args: gspo(*args, **CLIP),
+    "vespo": lambda *args: vespo(*args, **VESPO),
+}
 
 
 @pytest.mark.parametrize("name", EVERY_LOSS)
@@ -316,3 +331,40 @@ def test_cispo_gradients_agree_with_finite_differences_at_constant_weight(
         # 1e-8: differences in fp64 over 2e-6
         assert grad[i, j].item() == pytest.approx(difference, abs=1e-8)
     assert grad[~mask].eq(0).all()
+
+
+def test_sapo_by_hand() -> None:
+    """tau 2 above, 1 below 0. r = 1: -(4 / tau) A / 2. A 3, r 1: -3; r 2: -6 sigmoid(2) =
+    -5.284782. A -0.5, r 1: 1; r 0.5: 2 sigmoid(-0.5) = 0.755081. Gates 4 q (1 - q): 1, 0.419974, 1,
+    0.940015."""
+    args = (ratios(1, 2, 1, 0.5), torch.zeros(4), torch.tensor([3.0, 3, -0.5, -0.5]))
+    loss, stats = sapo(*args, torch.ones(4).bool(), tau_pos=2.0, tau_neg=1.0)
+    # 1e-6: six written decimals
+    assert loss.tolist() == pytest.approx([-3, -5.284782, 1, 0.755081], abs=1e-6)
+    assert stats.floats()["gate"] == pytest.approx((1 + 0.419974 + 1 + 0.940015) / 4, abs=1e-6)
+
+
+def test_vespo_weighs_the_sequence_by_a_gamma_curve() -> None:
+    """Rows of two tokens and one outside the mask, log-probs -2 and 0. Ratios 2 x 1.5: w = 3; A 0.5
+    and 0: phi = 3^2 e^(3 (1 - 3)) = 9 e^-6; A -1: 3^3 e^(2 (1 - 3)) = 27 e^-4. Packed rows with ids
+    are the same, and the gradient of a token is -phi A. Far away, phi is 0."""
+    x = torch.tensor([[-2.0, 0, math.nan]] * 3, dtype=torch.float64, requires_grad=True)
+    old = x.detach() - torch.tensor([[2.0, 1.5, 1]] * 3).double().log()
+    advantages = torch.tensor([[0.5, 0.5, math.nan], [-1, -1, math.nan], [0, 0, math.nan]])
+    mask = torch.tensor([[True, True, False]] * 3)
+    loss, stats = vespo(x, old, advantages, mask, **VESPO)
+    phi = [9 * math.exp(-6), 27 * math.exp(-4), 9 * math.exp(-6)]
+    # 1e-12: fp64
+    assert loss[:, 0].tolist() == pytest.approx([phi[0], -2 * phi[1], 0], rel=1e-12)
+    assert loss[:, 1:].eq(0).all()
+    (gradient,) = torch.autograd.grad(loss.sum(), x)
+    assert gradient[:, 0].tolist() == pytest.approx([-phi[0] / 2, phi[1], 0], rel=1e-12)
+    assert gradient[:, 2].eq(0).all()
+    assert stats.floats()["sequence_weight"] == pytest.approx(sum(phi) / 3)
+    flat = (t.detach()[mask] for t in (x, old, advantages, mask))
+    ids = torch.tensor([5, 5, 2, 2, 7, 7])
+    packed, _ = vespo(*flat, **VESPO, row_ids=ids)  # type: ignore[arg-type]
+    torch.testing.assert_close(packed, loss.detach()[mask], atol=1e-12, rtol=0)
+    for far in (-1e4, 1e4):
+        inputs = torch.full((1, 1), -1.0), torch.full((1, 1), -1.0 - far), torch.ones(1, 1)
+        assert vespo(*inputs, inputs[2] > 0, **VESPO)[0].abs().item() < 1e-12

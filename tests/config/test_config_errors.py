@@ -43,7 +43,10 @@ def test_the_recipes_that_the_tests_break_are_valid(recipes):
             "train.ring_attn_size=2",
             "'ring_attn_size'. OpenRLHF's ring_attn_size is train.engine.sequence_parallel_size",
         ),
-        ("use_ms=true", "OpenRLHF's use_ms has no equivalent. Download the model and data with"),
+        (
+            "use_ms=true",
+            "OpenRLHF's use_ms has no equivalent; remove it. Download the model and data with",
+        ),
         ("cluster.pipeline_parallel_size=2", "Shard all layers with train.engine.sharding=full"),
         ("rollout.engine.kind=sglang", "Use rollout.engine.kind=vllm."),
         # the right key in the wrong place
@@ -58,7 +61,8 @@ def test_unknown_key_error_names_the_nearest_key(rl_recipe, override, said):
 def test_unknown_key_error_lists_the_keys_if_none_is_near(rl_recipe):
     said = only_problem(rl_recipe, "observe.zzz=1")
     assert said.endswith(
-        "known here: log_every_n_steps, record_rollouts, samples_per_step, tensorboard, wandb"
+        "known here: log_every_n_steps, mlflow, record_rollouts, samples_per_step, tensorboard, "
+        "wandb"
     )
 
 
@@ -171,7 +175,8 @@ def test_options_of_a_variant_without_its_kind_ask_for_the_kind(rl_recipe):
 def test_options_of_an_unselected_variant_cannot_be_set(rl_recipe):
     said = only_problem(rl_recipe, "algorithm.advantage=gae", "algorithm.advantage.eps=1")
     assert said == (
-        "algorithm.advantage.eps: unknown key 'eps'; known here under kind gae: "
+        "algorithm.advantage.eps: unknown key 'eps' (a key of kind grpo, dr_grpo, rloo, opo); "
+        "known here under kind gae: "
         "discount, gamma, kind, lam, whiten"
     )
 

@@ -54,6 +54,16 @@ IN_REWARD = (
             [[UNCORRECTED], [BY_TRAINER]],
         ),
         (
+            ["algorithm.policy_loss=vespo", CORRECTED],
+            "algorithm.correction with policy_loss=vespo: the loss has its own weight of the",
+            [[UNCORRECTED], [UNCORRECTED, *STALE, BY_SAMPLER], [PPO]],
+        ),
+        (
+            [*STALE, "algorithm.policy_loss=vespo"],
+            "truncate} (decoupled PPO) with another loss, or algorithm.old_policy=sampler",
+            [[BY_SAMPLER], [PPO, CORRECTED]],
+        ),
+        (
             [BY_SAMPLER, REINFORCE],
             "algorithm.old_policy=sampler is the denominator of a ratio",
             [[PPO], [BY_TRAINER, CORRECTED]],
@@ -62,6 +72,11 @@ IN_REWARD = (
             [BY_SAMPLER, "rollout.top_p=0.9"],
             "rollout.top_p<1 records the tokens that it keeps for algorithm.old_policy=sampler",
             [["rollout.top_p=1"], ["rollout.top_k=512"], [BY_TRAINER]],
+        ),
+        (
+            [CORRECTED, "rollout.min_p=0.1"],
+            "rollout.min_p>0 records the tokens that it keeps for algorithm.correction",
+            [["rollout.min_p=0"], ["rollout.top_k=512"], [UNCORRECTED]],
         ),
         (
             [*STALE, BY_SAMPLER, *DISTILL],

@@ -84,6 +84,7 @@ def test_only_the_trained_policy_balances_experts(recipes: Recipes) -> None:
     [
         ([], False, False),
         (["train.epochs_per_rollout=2"], True, False),
+        (["train.epochs_per_rollout=2", "algorithm.top_entropy_quantile=0.2"], True, False),
         ([KL], False, False),
         ([KL, "algorithm.advantage=rloo", *IN_REWARD], True, False),
         (["train.epochs_per_rollout=2", BY_SAMPLER], False, False),
@@ -95,12 +96,13 @@ def test_only_the_trained_policy_balances_experts(recipes: Recipes) -> None:
 def test_log_probs_that_the_policy_computes_before_the_update(
     overrides: list[str], old: bool, holds: bool, recipes: Recipes
 ) -> None:
-    """One optimizer step on 4 x 2 samples, unless there are two epochs."""
+    """One optimizer step on 4 x 2 samples, unless there are two epochs. Entropies are one more
+    pass."""
     sizes = ["rollout.rollout_batch_size=4", "rollout.n_samples_per_prompt=2"]
     config = load_config(recipes["rl"], [*sizes, "train.train_batch_size=8", *overrides])
     policy = config.resolve().role("policy")
     assert (policy.needs_old_logprobs, policy.holds_reference) == (old, holds)
-    assert policy.num_forward_passes == old + holds
+    assert policy.num_forward_passes == old + holds + ("entropy" in str(overrides))
 
 
 def test_a_teacher_keeps_its_own_dtype(recipes: Recipes) -> None:

@@ -283,6 +283,9 @@ class PipedEngine:
     def logprobs(self, batch: Batch) -> Tensor:
         return self._per_token("logprobs", batch)
 
+    def entropies(self, batch: Batch) -> Tensor:
+        return self._per_token("entropies", batch)
+
     def values(self, batch: Batch) -> Tensor:
         return self._per_token("values", batch)
 

@@ -90,15 +90,18 @@ def test_weights_after_five_steps_equal_those_of_torch_on_one_rank(
 def test_logprobs_are_aligned_with_the_tokens_and_zero_elsewhere(
     temperature: float, kept: int, make: Make, ragged_batch: Batch
 ) -> None:
-    """With ``kept``: over this many ids per token, the token and the ids after it."""
+    """With ``kept``: over this many ids per token, the token and the ids after it. Entropies are
+    over the full vocabulary."""
     own = (ragged_batch.tokens[:, None] + torch.arange(kept)).int() if kept else None
-    ours = make(Wanted(temperature=temperature)).logprobs(replace(ragged_batch, kept_ids=own))
+    engine, batch = make(Wanted(temperature=temperature)), replace(ragged_batch, kept_ids=own)
+    ours, entropies = engine.logprobs(batch), engine.entropies(batch)
     model, ends = load_causal_lm(MODEL), ragged_batch.offsets.tolist()
-    expected = torch.zeros(ragged_batch.tokens.numel())
+    expected, of_states = torch.zeros(2, ragged_batch.tokens.numel())
     for begin, end in itertools.pairwise(ends):
         tokens = ragged_batch.tokens[begin:end]
         with torch.no_grad():
             logits = model(tokens[None]).logits[0] / temperature
+        of_states[begin + 1 : end] = torch.distributions.Categorical(logits=logits[:-1]).entropy()
         if own is not None:
             dropped = torch.ones_like(logits, dtype=torch.bool)
             dropped[:-1].scatter_(-1, own[begin + 1 : end].long(), False)
@@ -109,6 +112,8 @@ def test_logprobs_are_aligned_with_the_tokens_and_zero_elsewhere(
     assert ours.shape == expected.shape and ours.dtype == torch.float32 and not ours.requires_grad
     # log-probs of size 4 in fp32
     torch.testing.assert_close(ours.cpu(), expected, atol=5e-6, rtol=0)
+    of_states = torch.where(ragged_batch.action_mask, of_states, 0.0)
+    torch.testing.assert_close(entropies.cpu(), of_states, atol=5e-6, rtol=0)
 
 
 def test_outputs_of_forward_backward_equal_those_of_logprobs(

@@ -123,6 +123,16 @@ def test_an_overlong_pair_loses_the_same_prompt_tokens_in_both_rows(
     assert texts(chars, batch) == ["+1=2<|im_end|>", "+1=31<|im_end|>"]
     assert batch.prompt_lens.tolist() == [3, 3]
     assert stream.counts["pairs_truncated"] == 1
+    stream = PreferenceStream(config(path, max_len=7, overlong="truncate_right"), chars, seed=0)
+    assert texts(chars, stream.next(1)) == ["<s>1+1=2<|im_end|>", "<s>1+1=31"]
+
+
+def test_pairs_that_are_equal_without_their_ends_are_dropped(chars: Tok, jsonl: Jsonl) -> None:
+    rows = [{"prompt": "1+1=", "chosen": "22", "rejected": "23"}, PAIRS[1]]
+    data = config(jsonl(rows), max_len=6, shuffle=False, overlong="truncate_right")
+    stream = PreferenceStream(data, chars, seed=0)
+    assert texts(chars, stream.next(1)) == ["<s>2+2=4", "<s>2+2=5"]
+    assert stream.counts["pairs_dropped"] == 1
 
 
 def test_a_pair_whose_response_alone_fills_the_limit_is_dropped(chars: Tok, jsonl: Jsonl) -> None:

@@ -145,7 +145,7 @@ def test_every_row_is_a_separate_group_across_batches(chars: Tok, jsonl: Jsonl) 
     assert rows.num_rows == 3
 
 
-def test_the_three_policies_for_an_overlong_row(chars: Tok, jsonl: Jsonl) -> None:
+def test_the_four_policies_for_an_overlong_row(chars: Tok, jsonl: Jsonl) -> None:
     """The first row is ``<s> 1 + 1 = 2 <|im_end|>``, 7 tokens of which the last 5 are ``+1=2`` and
     the end."""
     path = jsonl([{"prompt": "1+1=", "response": "2"}, {"prompt": "1", "response": "2"}])
@@ -156,6 +156,13 @@ def test_the_three_policies_for_an_overlong_row(chars: Tok, jsonl: Jsonl) -> Non
     batch = cut.next(2)
     assert chars.decode(batch.tokens.tolist()) == "+1=2<|im_end|><s>12<|im_end|>"
     assert batch.prompt_lens.tolist() == [3, 2] and cut.counts["rows_truncated"] == 1
+    start = stream(chars, path, overlong="truncate_right", **{**options, "max_len": 6})
+    batch = start.next(2)
+    assert chars.decode(batch.tokens.tolist()) == "<s>1+1=2<s>12<|im_end|>"
+    assert batch.action_mask.sum() == 1 + 2 and start.counts["rows_truncated"] == 1
+    gone = stream(chars, path, overlong="truncate_right", **options)  # no token of the answer
+    assert chars.decode(gone.next(1).tokens.tolist()) == "<s>12<|im_end|>"
+    assert gone.counts["rows_dropped"] == 1
     rest = stream(chars, path, overlong="drop", **options)
     assert chars.decode(rest.next(1).tokens.tolist()) == "<s>12<|im_end|>"
     assert rest.counts["rows_dropped"] == 1

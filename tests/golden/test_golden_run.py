@@ -57,3 +57,23 @@ def test_the_comparison_notices_a_small_change_of_the_algorithm(
     change: str, tmp_path: Path
 ) -> None:
     assert _outside(_differences(tmp_path, change))
+
+
+_QLORA = [
+    "model.scratch.tie_word_embeddings=false",
+    "model.lora={quantization: nf4, modules_to_save: [embed_tokens, lm_head]}",
+]
+
+
+@pytest.mark.parametrize(
+    "overrides", [["train.optimizer=muon"], _QLORA], ids=["muon", "4-bit base weights"]
+)
+def test_other_optimizers_and_quantized_weights_learn_the_task(
+    overrides: list[str], tmp_path: Path
+) -> None:
+    """The mean reward of steps 10 to 12 is 0.97 to 0.98 with Muon and 0.93 to 0.98 with 4-bit
+    weights (seeds 0 to 2; AdamW on all weights: 0.97 to 0.98), and 0.20 to 0.27 in step 1."""
+    found = golden_run.run_golden(tmp_path, [*overrides, "train.lr=1e-2", "max_steps=12"])
+    rewards = [step["reward/mean"] for step in found]
+    assert rewards[0] < 0.4
+    assert sum(rewards[-3:]) / 3 > 0.9, rewards

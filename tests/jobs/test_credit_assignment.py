@@ -19,8 +19,9 @@ from torch import Tensor
 
 from burnish.config.algorithm import AlgorithmConfig
 from burnish.jobs.credit import assign_advantages
-from burnish.rewards.base import RewardError
-from burnish.types import Batch, rows_to_batch
+from burnish.jobs.degenerate import reward_signal
+from burnish.rewards.base import NoRewards, RewardError
+from burnish.types import Batch, Group, Prompt, Sample, rows_to_batch
 
 LENGTHS = [2, 1, 1, 3]
 
@@ -316,3 +317,27 @@ def test_a_discount_of_turns_does_nothing_in_single_turns(batch: Batch) -> None:
     config = _advantage("reinforce_pp", gamma=0.5, discount="turn", whiten=False)
     found = _rows(assign_advantages(batch, config, kl_coef=0.0).advantages, batch)
     assert found == [[1.0, 1.0], [0.0], [2.0], [5.0, 5.0, 5.0]]
+
+
+def test_a_group_of_equal_sums_has_a_signal_if_each_reward_is_normalized() -> None:
+    """Rewards a and b swap in the first group: their sum is 1 in both samples. The second group has
+    equal parts."""
+    samples = tuple(
+        Sample(
+            *(f"p/{i}", "p", 0, (5,), (6,), (-1.0,), (True,), (0,), "x", "stop"),
+            reward=1.0,
+            reward_parts={"a": float(i), "b": 1.0 - i},
+        )
+        for i in range(2)
+    )
+    group = Group(0, Prompt(id="p", token_ids=(5,), text="?"), samples)
+    even = replace(
+        group, samples=tuple(replace(s, reward_parts={"a": 1.0, "b": 0.0}) for s in samples)
+    )
+    rewards = type("Named", (NoRewards,), {"weighted_names": ("a", "b")})()
+    for each, expected in ((True, 0.5), (False, 1.0)):
+        config = AlgorithmConfig.model_validate(
+            {"advantage": {"kind": "grpo", "normalize_each": each}}
+        )
+        found = reward_signal([group, even], config, rewards)
+        assert found is not None and found.frac == expected

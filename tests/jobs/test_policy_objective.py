@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.policy_losses import BY_ROW, POLICY_LOSSES
+from burnish.algorithms.supervised import dft
 from burnish.config.algorithm import AlgorithmConfig
 from burnish.jobs.objectives import (
     policy_objective,
@@ -59,6 +60,7 @@ AGGREGATIONS = ["token_mean", "sequence_mean", "sequence_sum_constant"]
         ({}, "token_mean"),
         ({"policy_loss": "cispo", "advantage": "rloo"}, "token_mean"),
         ({"policy_loss": "gspo"}, "sequence_mean"),
+        ({"policy_loss": "sapo"}, "sequence_mean"),
         ({"policy_loss": "gspo", "advantage": "dr_grpo"}, "sequence_mean"),
         ({"advantage": "dr_grpo"}, "sequence_sum_constant"),
         ({"advantage": "dr_grpo", "loss_aggregation": "token_mean"}, "token_mean"),
@@ -199,7 +201,7 @@ def test_a_correction_multiplies_each_tokens_loss_by_its_weight() -> None:
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo", "reinforce"])
+@pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo", "vespo", "reinforce"])
 @pytest.mark.parametrize("level", [None, "token", "sequence", "geometric"])
 def test_losses_and_stats_of_micro_batches_add_up_to_those_of_the_step(
     aggregation: str, policy_loss: str, level: str | None
@@ -218,6 +220,7 @@ def test_losses_and_stats_of_micro_batches_add_up_to_those_of_the_step(
         entropy_coef=0.1,
         policy_loss=policy_loss,
         correction=None if level is None else {"level": level, "mode": "clip"},
+        off_policy_mask=0.05,
     )
     whole, whole_stats = objective(Outputs(logprobs, entropy), batch)
     total, stats = 0.0, Stats()
@@ -237,11 +240,61 @@ def test_losses_by_row_need_all_rows_of_a_sample_together(kind: str) -> None:
     assert config.reduces_over_samples == (kind in BY_ROW)
 
 
+def test_negative_samples_far_from_the_policy_leave_the_policy_loss_alone() -> None:
+    """Rows of 2, 1 and 3 tokens; the sampler's log-prob minus the policy's has means 0.5, 0.9 and
+    0.1, and the threshold is 0.4. A: -1, 2, -3. Only row 0 leaves: of -A x r = (1, 1), -2, (3, 3,
+    3) rest -2 + 9 = 7, over 6 tokens. NaN of the sampler counts as no difference: row 0 has 0.1."""
+    old = _random(3, -2, -1)
+    gaps = torch.tensor([0, 0.2, 0.8, 0, 0.9, 0, 0.1, 0.1, 0.1], dtype=torch.float64)
+    advantages = torch.tensor([0, -1.0, -1, 0, 2, 0, -3, -3, -3], dtype=torch.float64)
+    batch = _batch(old_logprobs=old, sampler_logprobs=old + gaps, advantages=advantages)
+    objective = _objective(off_policy_mask=0.4)
+    loss, stats = objective(Outputs(old), batch)
+    assert float(loss) == pytest.approx(7 / 6)
+    assert stats.floats()["off_policy_mask_frac"] == pytest.approx(2 / 6)
+    gaps[2] = math.nan
+    kept, stats = objective(Outputs(old), replace(batch, sampler_logprobs=old + gaps))
+    assert float(kept) == pytest.approx(9 / 6) and stats.floats()["off_policy_mask_frac"] == 0
+
+
+def test_the_kl_by_the_ratio_has_the_gradient_of_the_kl() -> None:
+    """A vocabulary of 3 tokens, each once in a batch, weighted by its probability when it was
+    sampled: the mean of r x k3 is KL(policy, reference), and so is its gradient, also off the
+    policy that sampled. The plain estimator's is another."""
+    logits = torch.tensor([0.3, -0.8, 0.1], dtype=torch.float64, requires_grad=True)
+    sampled = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+    reference = torch.tensor([0.2, 0.7, 0.1], dtype=torch.float64).log()
+    policy = logits.log_softmax(0)
+    exact = (policy.exp() * (policy - reference)).sum()
+    (expected,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    found = []
+    for corrected in (True, False):
+        objective = _objective(1.0, kl={"bias_correction": corrected})
+        total = torch.zeros((), dtype=torch.float64)
+        for token in range(3):
+            rows = rows_to_batch([[9, token]], [[False, True]], prompt_lens=[1], group_ids=[0])
+            columns = {"old_logprobs": sampled.log(), "ref_logprobs": reference}
+            columns = {k: torch.stack([v[0] * 0, v[token]]) for k, v in columns.items()}
+            batch = replace(rows, **columns, advantages=torch.zeros(2, dtype=torch.float64))
+            both = torch.stack([policy[0] * 0, policy[token]])
+            total = total + sampled[token] * objective(Outputs(both), batch)[0]
+        found.append(
+            (float(total.detach()), torch.autograd.grad(total, logits, retain_graph=True)[0])
+        )
+    # 1e-12: fp64
+    assert found[0][0] == pytest.approx(float(exact.detach()), abs=1e-12)
+    torch.testing.assert_close(found[0][1], expected, atol=1e-12, rtol=0)
+    assert (found[1][1] - expected).abs().max() > 0.01
+
+
 def test_the_sft_loss_is_the_mean_over_trained_tokens() -> None:
     """Log-probs -1, -2 | -3 | 0, 0, -6: 12 / 6 = 2."""
     logprobs = torch.tensor([0, -1, -2, 0, -3, 0, 0, 0, -6], dtype=torch.float64)
     loss, stats = sft_objective()(Outputs(logprobs), _batch())
     assert float(loss) == 2.0 and stats.floats()["nll"] == 2.0
+    loss, stats = sft_objective("dft")(Outputs(logprobs), _batch())
+    assert float(loss) == pytest.approx(float(dft(logprobs).sum()) / 6)
+    assert stats.floats()["nll"] == 2.0
 
 
 def _pairs(**arrays: Tensor) -> Batch:

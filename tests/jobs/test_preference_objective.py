@@ -13,7 +13,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from burnish.config.algorithm import PreferenceLossConfig
+from burnish.config.preference_losses import PreferenceLossConfig
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.jobs.errors import RunError
 from burnish.jobs.preference import preference_objective, preparation
@@ -23,13 +23,17 @@ from burnish.train.base import Loss, Outputs
 from burnish.types import Batch, Stats, rows_to_batch
 
 LENGTHS = [2, 1, 3, 2]
-LOSSES = ["dpo", "cdpo", "ipo", "simpo", "orpo", "kto"]
+LOSSES = ["dpo", "cdpo", "ipo", "simpo", "orpo", "kto", "bco_pair", "aot", "aot_unpaired"]
 
 
 def make(kind: str, **options: Any) -> Loss:
-    nll_coef = options.pop("nll_coef", 0.0)
-    config = TypeAdapter(PreferenceLossConfig).validate_python({"kind": kind, **options})
-    return preference_objective(config, nll_coef=nll_coef)
+    names = ("added", "nll_coef", "divergence", "alpha", "ld_alpha")
+    more = {name: options.pop(name) for name in names if name in options}
+    return preference_objective(loss_config(kind, **options), **more)
+
+
+def loss_config(kind: str, **options: Any) -> PreferenceLossConfig:
+    return TypeAdapter(PreferenceLossConfig).validate_python({"kind": kind, **options})
 
 
 def pairs(**arrays: Any) -> Batch:
@@ -82,6 +86,28 @@ def test_ipo_of_means_divides_by_the_length() -> None:
     assert (float(by_mean), float(by_sum)) == pytest.approx((2.0, 2.5))
 
 
+def test_added_losses_divergences_and_desensitized_sums_by_hand() -> None:
+    """Log-ratios (2, -1), (0, 0), beta 0.5. bco_pair: ln(1 + e^-1) + ln(1 + e^-0.5) = 0.787339, 2
+    ln 2: mean 1.086817; 0.25 of it is added. forward_kl: 1 - e^-2 - 1 + e = 2.582947:
+    ln(1 + e^-1.291473) = 0.242841, with ln 2 a mean of 0.467994. ld_alpha 0: the first tokens of
+    the first pair, (-1 + 2) - (-4 + 3) = 2: ln(1 + e^-1) = 0.313262, mean 0.503204. Means per
+    token: the same."""
+    batch = pairs(ref_logprobs=REFERENCE)
+    added = [(loss_config("bco_pair", beta=0.5), 0.25)]
+    for options, expected in (
+        ({"added": added}, 0.447280 + 0.25 * 1.086817),
+        ({"divergence": "forward_kl"}, 0.467994),
+        ({"ld_alpha": 0.0}, None),
+        ({"mean_logprobs": True}, 0.503204),
+    ):
+        loss, stats = make("dpo", beta=0.5, **options)(Outputs(POLICY), batch)
+        if expected is None:  # h = (-1 + 2) - (-4 + 3) = 2
+            expected = 0.503204
+            assert stats.floats()["logprob_chosen"] == pytest.approx(-2.5), "entire responses"
+        # 1e-5: six written decimals of sums
+        assert float(loss) == pytest.approx(expected, abs=1e-5), options
+
+
 def test_losses_without_a_reference_need_none() -> None:
     """simpo, beta 1, gamma 0: d = -1 + 4 = 3 and -1 + 2 = 1: (0.048587 + 0.313262) / 2."""
     loss, _ = make("simpo", beta=1.0, gamma=0.0)(Outputs(POLICY), pairs())
@@ -105,7 +131,7 @@ def test_kto_takes_single_responses_and_the_steps_reference_point() -> None:
 @pytest.mark.parametrize("kind", LOSSES)
 def test_losses_and_stats_of_micro_batches_add_up_to_those_of_the_step(kind: str) -> None:
     labels = torch.tensor([True, False, True, False])
-    batch = pairs(ref_logprobs=REFERENCE, labels=labels, kl_estimate=0.3)
+    batch = pairs(ref_logprobs=REFERENCE, labels=labels, kl_estimate=0.3, pair_terms=torch.ones(4))
     objective = make(kind)
     whole, whole_stats = objective(Outputs(POLICY), batch)
     total, stats = 0.0, Stats()
@@ -117,10 +143,10 @@ def test_losses_and_stats_of_micro_batches_add_up_to_those_of_the_step(kind: str
     assert stats.floats() == pytest.approx(whole_stats.floats(), rel=1e-9)
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", LOSSES[:-1])  # aot_unpaired has constant matches
 def test_the_gradient_is_that_of_finite_differences(kind: str) -> None:
     labels = torch.tensor([True, False, True, False])
-    batch = pairs(ref_logprobs=REFERENCE, labels=labels, kl_estimate=0.3)
+    batch = pairs(ref_logprobs=REFERENCE, labels=labels, kl_estimate=0.3, pair_terms=torch.ones(4))
     objective = make(kind, **({} if kind == "kto" else {"nll_coef": 0.2}))
     x = (POLICY + 0.01 * torch.arange(12)).requires_grad_()
     assert torch.autograd.gradcheck(lambda p: objective(Outputs(p), batch)[0], (x,))
@@ -147,6 +173,20 @@ def test_ktos_reference_point_is_measured_on_other_prompts_responses() -> None:
     assert batch.kl_estimate == pytest.approx(3.2, abs=1e-5)
     assert batch.ref_logprobs is not None
     torch.testing.assert_close(batch.ref_logprobs, Known(-0.3).logprobs(batch))
+
+
+def test_aot_is_prepared_with_the_ranks_of_the_entire_step_and_then_split() -> None:
+    """Sums of the policy: 16 x -0.1 = -1.6, -0.8, -2.4, -1.6: gaps -0.8, -0.8. Of the reference, at
+    -0.3: -4.8, -2.4, -7.2, -4.8: gaps -2.4, -2.4. Log-ratios: chosen 3.2, 4.8; rejected 1.6,
+    3.2."""
+    matched = {"aot": [-2.4] * 4, "aot_unpaired": [1.6, 3.2, 3.2, 4.8]}
+    for kind, expected in matched.items():
+        prepare = preparation(loss_config(kind), Known(-0.1), Known(-0.3), max_len=99)
+        batch = prepare(pairs())
+        assert batch.pair_terms is not None
+        # 1e-5: fp32
+        assert batch.pair_terms.tolist() == pytest.approx(expected, abs=1e-5)
+        assert batch.select([2, 3]).pair_terms.tolist() == pytest.approx(expected[2:], abs=1e-5)  # type: ignore[union-attr]
 
 
 def test_reference_logprobs_are_computed_once_and_found_in_any_order(tmp_path: Path) -> None:

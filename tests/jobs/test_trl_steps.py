@@ -23,7 +23,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 pytest.importorskip("trl")
 
 from burnish.algorithms import ADVANTAGES
-from burnish.config.algorithm import AlgorithmConfig, PreferenceLossConfig
+from burnish.config.algorithm import AlgorithmConfig
+from burnish.config.preference_losses import PreferenceLossConfig
 from burnish.config.data import PreferenceDataConfig
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.data.preference import load_pairs
@@ -53,6 +54,13 @@ PAIRS = [
     {"prompt": "2*8=", "chosen": "16", "rejected": "28"},
 ]
 MAX_LEN = 12
+SUMMED = {
+    "hinge": 0.5, "exo_pair": 0.7, "nca_pair": 0.3, "bco_pair": 0.2, "sppo_hard": 0.01,
+    "apo_zero": 0.4, "apo_down": 0.6, "discopop": 0.8,
+}  # fmt: skip
+"""Losses that a test adds to another one, with their weights."""
+MASKED = 0.01
+"""Nats per token beyond which samples with a negative advantage leave the loss."""
 
 Make = Callable[..., TorchTrainEngine]
 
@@ -130,10 +138,21 @@ def data(folder: Path, rows: list[dict[str, Any]], **options: Any) -> Preference
     [
         ({"kind": "dpo", "beta": 0.3}, {"loss_type": "sigmoid", "beta": 0.3}),
         ({"kind": "ipo", "beta": 0.2, "mean_logprobs": True}, {"loss_type": "ipo", "beta": 0.2}),
+        (
+            {"kind": "robust", "beta": 0.3, "label_smoothing": 0.1},
+            {"loss_type": ["robust", *SUMMED], "loss_weights": [1.0, *SUMMED.values()],
+             "beta": 0.3, "label_smoothing": 0.1, "ld_alpha": 0.4},
+        ),
+        ({"kind": "dpo", "beta": 0.3}, {"beta": 0.3, "use_weighting": True}),
+        *(
+            ({"kind": kind, "beta": 0.3, "label_smoothing": 0.1},
+             {"loss_type": kind, "beta": 0.3, "label_smoothing": 0.1})
+            for kind in ("aot", "aot_unpaired")
+        ),
     ],
-    ids=["dpo", "ipo"],
-)
-def test_a_step_of_dpo_and_ipo_equals_trls(  # house: ok fixtures
+    ids=["dpo", "ipo", "sum", "wpo", "aot", "aot_unpaired"],
+)  # fmt: skip
+def test_a_step_of_dpo_and_its_relatives_equals_trls(  # house: ok fixtures
     ours: dict[str, Any],
     theirs: dict[str, Any],
     make_engine: Make,
@@ -141,7 +160,8 @@ def test_a_step_of_dpo_and_ipo_equals_trls(  # house: ok fixtures
     tmp_path: Path,
 ) -> None:
     """TRL's IPO compares means over the response: ``mean_logprobs`` here (the paper's own form,
-    sums, is our default). Its rows are all chosen ones, then all rejected; ours alternate."""
+    sums, is our default). Its rows are all chosen ones, then all rejected; ours alternate. ``sum``
+    adds nine losses with weights, of log-probs with less weight beyond the shorter response."""
     models = lively(POLICY), lively(REFERENCE)
     seen = trl_steps.preference_steps("dpo", *models, tiny_tokenizer, PAIRS, tmp_path, **theirs)
     batch = load_pairs(data(tmp_path, PAIRS), tiny_tokenizer).with_global_counts()
@@ -149,9 +169,19 @@ def test_a_step_of_dpo_and_ipo_equals_trls(  # house: ok fixtures
     assert rows_in(batch) == [row for pair in zip(rows[:3], rows[3:], strict=True) for row in pair]
 
     engine, reference = engine_of(make_engine, POLICY), engine_of(make_engine, REFERENCE)
-    config = preference(**ours)
-    prepare = preparation(config, engine, reference, max_len=512)
-    assert_same_step(engine, step(engine, prepare(batch), preference_objective(config)), seen)
+    config, options = preference(**ours), {"ld_alpha": theirs.get("ld_alpha", 1.0)}
+    weigh = engine if theirs.get("use_weighting") else None
+    prepare = preparation(config, engine, reference, max_len=512, weigh=weigh, **options)
+    options["weight_pairs"] = weigh is not None
+    if config.kind == "robust":
+        noise = {"exo_pair": {"label_smoothing": 0.1}}
+        options["added"] = [
+            (preference(k, beta=0.3, **noise.get(k, {})), w) for k, w in SUMMED.items()
+        ]
+    objective = preference_objective(config, **options)
+    engine.forward.entropy_order = 2  # without gradient
+    ready, engine.forward.entropy_order = prepare(batch), 1
+    assert_same_step(engine, step(engine, ready, objective), seen)
     assert moved(engine, POLICY) > 1e-3
 
 
@@ -218,6 +248,8 @@ def spread(per_row: Tensor, batch: Batch) -> Tensor:
         ("sequence_mean", "grpo", "grpo", "group"),
         ("token_mean", "dapo", "grpo", "group"),
         ("sequence_sum_constant", "dr_grpo", "dr_grpo", "none"),
+        ("sequence_mean", "sapo", "grpo", "group"),
+        ("token_mean", "vespo", "grpo", "group"),
     ],
 )
 def test_two_steps_of_grpo_equal_trls(  # house: ok fixtures
@@ -232,12 +264,14 @@ def test_two_steps_of_grpo_equal_trls(  # house: ok fixtures
     """The rollout is TRL's: its samples, and rewards of a function of theirs. Its std has n - 1, as
     ours, and an eps of 1e-4 instead of our 1e-6. Step 1 is on the policy that sampled and has no KL
     yet; step 2 is off it: ratios up to the clip and beyond, and a KL (k3) to the reference. TRL's
-    own default multiplies that KL by the ratio; ours is the plain estimator."""
-    beta, model = 0.1, lively(POLICY)
+    own default multiplies that KL by the ratio; ours is the plain estimator. With sapo and vespo
+    that default, and the mask of samples far from the policy, are on in both."""
+    beta, model, weighted = 0.1, lively(POLICY), loss_type in ("sapo", "vespo")
     seen, rewards = trl_steps.grpo_steps(
         model, tiny_tokenizer, ["12+3=", "what is 7?", "2*8="], tmp_path,
         num_generations=4, beta=beta, epsilon=0.05, epsilon_high=0.1,
-        loss_type=loss_type, scale_rewards=scale, use_bias_correction_kl=False,
+        loss_type=loss_type, scale_rewards=scale, use_bias_correction_kl=weighted,
+        off_policy_mask_threshold=MASKED if weighted else None,
     )  # fmt: skip
     batch = rollout(seen.inputs[0], rewards)
     per_row = ADVANTAGES[advantage](batch.rewards, batch.group_ids, eps=1e-4)
@@ -253,9 +287,12 @@ def test_two_steps_of_grpo_equal_trls(  # house: ok fixtures
     )
     config = AlgorithmConfig.model_validate(
         {
-            "policy_loss": {"kind": "ppo", "clip_low": 0.05, "clip_high": 0.1},
+            "policy_loss": loss_type
+            if weighted
+            else {"kind": "ppo", "clip_low": 0.05, "clip_high": 0.1},
             "loss_aggregation": aggregation,
-            "kl": {"init_kl_coef": beta},
+            "kl": {"init_kl_coef": beta, "bias_correction": weighted},
+            "off_policy_mask": MASKED if weighted else None,
         }
     )
     objective = policy_objective(config, max_len=MAX_LEN, kl_coef=lambda: beta)
@@ -263,5 +300,6 @@ def test_two_steps_of_grpo_equal_trls(  # house: ok fixtures
         stats = engine.forward_backward(batch, objective).floats()
         done = stats["loss"], engine.optim_step().grad_norm
         assert_same_step(engine, done, seen)
-        assert (stats["kl"] > 1e-3) == (stats["clip_frac"] > 0.1) == (number == 1)
+        off = stats["off_policy_mask_frac" if weighted else "clip_frac"]
+        assert (stats["kl"] > 1e-3) == (off > 0.1) == (number == 1)
     assert moved(engine, POLICY) > 1e-3

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import yaml
 from metamorphic.base import CLOSERS, Draw, Refused, close, equal, relation
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from burnish.algorithms import ADVANTAGES, POLICY_LOSSES
 from burnish.algorithms.correction import correction_weights
 from burnish.algorithms.policy_losses import BY_ROW
 from burnish.config import ConfigError, dump_yaml, load_config
-from burnish.config.algorithm import AlgorithmConfig
+from burnish.config.algorithm import AlgorithmConfig, PolicyLossConfig
 from burnish.config.docs import fields_table
 from burnish.jobs.credit import assign_advantages
 from burnish.jobs.objectives import policy_objective
@@ -148,9 +148,9 @@ def losses_ignore_masked(draw: Draw) -> None:
     kind = draw.one(loss=POLICY_LOSSES)
     garbage = draw.one(garbage=[float("nan"), float("inf"), -float("inf"), 1e30])
     mask = batch.action_mask
-    options: dict[str, Any] = {"row_ids": batch.row_ids} if kind in BY_ROW else {}
-    if kind != "reinforce":
-        options |= {"clip_low": 0.2, "clip_high": 0.3}
+    config = TypeAdapter(PolicyLossConfig).validate_python(kind)
+    options = config.model_dump(exclude={"kind"})
+    options |= {"row_ids": batch.row_ids} if kind in BY_ROW else {}
     assert batch.old_logprobs is not None and batch.advantages is not None
     tensors = [batch.old_logprobs + 0.3 * batch.advantages, batch.old_logprobs, batch.advantages]
 
@@ -279,7 +279,9 @@ def override_is_file(draw: Draw) -> None:
     for _ in range(5):
         field = draw.rng.choice(fields)
         keys = ["0" if key == "N" else key for key in field.path.split(".")]
-        if keys != ["job"] and _override_is_file(draw, recipe, keys, field.type):
+        types = {other.type for other in fields if other.path == field.path}  # one per kind
+        text = types & {"text", "text, or null"}
+        if keys != ["job"] and _override_is_file(draw, recipe, keys, min(text or types)):
             return
     raise Refused("the values fit none of the fields")
 

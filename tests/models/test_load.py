@@ -358,8 +358,10 @@ def test_an_adapter_on_a_tied_head_or_embedding_is_refused(target: str) -> None:
 
 
 def test_a_mistyped_adapter_target_is_named() -> None:
-    config = ModelConfig(scratch=ScratchConfig(), lora=LoraConfig(target_modules=("qproj",)))
-    with pytest.raises(ModelError, match=r"target_modules=.*qproj.*does not fit"):
+    config = ModelConfig(
+        scratch=ScratchConfig(), lora=LoraConfig(target_modules=("q_proj", "qproj"))
+    )
+    with pytest.raises(ModelError, match=r"'qproj' matches no module .* o_proj, q_proj, up_proj"):
         load_causal_lm(config)
 
 

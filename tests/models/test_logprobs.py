@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -119,3 +120,21 @@ def test_without_a_temperature_no_logit_is_divided() -> None:
     assert divisions.count == 0
     expected = (hidden @ weight.T).div(1.0).log_softmax(-1)
     torch.testing.assert_close(out, expected[torch.arange(6), torch.arange(6)])
+
+
+def test_collision_entropies_are_those_of_the_squared_probabilities() -> None:
+    """Probabilities 1/2, 1/4, 1/4: -ln(1/4 + 1/16 + 1/16) = ln(8/3). One token with p = 1: 0, also
+    with excluded tokens. Log-probs do not depend on the order."""
+    p = torch.tensor([[0.5, 0.25, 0.25], [1.0, 0.0, 0.0]], dtype=torch.float64)
+    head = Head(torch.eye(3), chunk_tokens=1)
+    hidden, targets = p.log().clamp(min=-1e30).float(), torch.tensor([1, 0])
+    with torch.no_grad():
+        found = [
+            token_logprobs(hidden, targets, head, with_entropy=True, entropy_order=order)
+            for order in (1, 2)
+        ]
+    assert torch.equal(found[0][0], found[1][0]) and found[1][1] is not None
+    # 1e-6: fp32
+    assert found[1][1].tolist() == pytest.approx([math.log(8 / 3), 0.0], abs=1e-6)
+    with pytest.raises(AssertionError, match="only Shannon's"):
+        token_logprobs(hidden, targets, head, with_entropy=True, entropy_order=2)

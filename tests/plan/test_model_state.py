@@ -11,7 +11,7 @@ from burnish.models.value_head import load_scalar_model
 from burnish.plan.engine_profile import profile_of
 from burnish.plan.model_state import EngineSetup, total
 from burnish.plan.optimizer_state import checkpoint_bytes, state_bytes
-from burnish.plan.shapes import known_models, shape_from_config, shape_of
+from burnish.plan.shapes import PlanError, known_models, shape_from_config, shape_of
 
 SCRATCH = ModelConfig(scratch=ScratchConfig(hidden_size=64, num_layers=3))
 FP32 = PrecisionConfig(dtype="fp32")
@@ -213,3 +213,18 @@ def test_parameters_that_muon_leaves_to_adamw_have_two_moments():
         found.append(state_bytes(EngineSetup(shape=shape, train=train, precision=FP32)))
     assert found[1] - found[0] == 3 * 3 * 64 * 256 * 4
     assert found[2] == 8 * shape_of(SCRATCH).parameters
+
+
+def test_8_bit_moments_are_divided_between_blocks_of_256_entries():
+    """Llama 3 8B: all weights but the embedding (128256 x 4096) and 65 norms at 2 + 8 / 256 bytes,
+    those at 8. Its rows of 4096 entries are multiples of 256 on any number of ranks. Of 64 x 64
+    entries, 3 ranks have 22, 22 and 20 rows: 1408 entries are 5.5 blocks."""
+    sharded = {"engine": {"sharding": "full"}, "optimizer": "adamw_8bit"}
+    s = setup(ranks=8, **sharded)
+    small = 128_256 * 4096 + 65 * 4096
+    moments = sum(i.bytes for i in profile_of(s).state() if i.name == "optimizer")
+    assert moments == ((LLAMA_8B - small) * (2 + 8 / 256) + small * 8) / 8
+    assert profile_of(setup(ranks=3, **sharded)).state()
+    narrow = replace(s, shape=shape_of(SCRATCH), ranks=3)
+    with pytest.raises(PlanError, match=r"q_proj.weight \[64, 64\] cannot be divided over 3 ranks"):
+        profile_of(narrow).state()

@@ -104,6 +104,7 @@ def test_dpo_with_lora_computes_log_probs_of_its_base():
         (["loss=dpo"], 0, 1),
         (["loss=dpo", "reference.precompute=true"], 0, 0),
         (["loss=dpo", "reference.precompute=true", "model.lora={}"], 0, 0),
+        (["loss=aot"], 1, 1),  # the policy's log-probs before the update, for the ranks
         (["loss=kto"], 1, 2),  # the rows of the KL estimate, in both models
         (["loss=kto", "model.lora={}"], 3, 0),
     ],

@@ -38,14 +38,14 @@ def logits_of(vocab: int) -> Tensor:
     return 2 * torch.randn(vocab, generator=torch.Generator().manual_seed(vocab))
 
 
-def support(probs: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """The definition, one token after another: of the k most probable, take the next one while
-    those taken
-    have not reached top_p of the probability of the k."""
+def support(probs: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    """The definition, one token after another: of the k most probable with at least min_p of the
+    largest probability, take the next one while those taken have not reached top_p of all these."""
+    probs = torch.where(probs >= min_p * probs.max(), probs, 0.0)
     order = probs.argsort(descending=True).tolist()[: top_k or None]
     total, before, kept = float(probs[order].sum()), 0.0, []
     for token in order:
-        if before >= top_p * total:
+        if before >= top_p * total or not float(probs[token]):
             break
         kept.append(token)
         before += float(probs[token])
@@ -66,7 +66,10 @@ def test_draws_follow_the_softmax(vocab: int, temperature: float) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"top_k": 1}, {"top_k": 5}, {"top_p": 0.6}, {"top_p": 0.97}, {"top_k": 20, "top_p": 0.8}],
+    [
+        *({"top_k": 1}, {"top_k": 5}, {"top_p": 0.6}, {"top_p": 0.97}, {"top_k": 20, "top_p": 0.8}),
+        *({"min_p": 0.1}, {"min_p": 0.1, "top_k": 40, "top_p": 0.9}),
+    ],
 )
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_top_k_and_top_p_exclude_exactly_the_tokens_of_the_definition(
@@ -131,7 +134,11 @@ def test_each_row_uses_its_own_uniform() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.7}, {"top_k": 4, "temperature": 1.3}, {"top_p": 0.5}]
+    "options",
+    [
+        *({}, {"temperature": 0.7}, {"top_k": 4, "temperature": 1.3}, {"top_p": 0.5}),
+        {"min_p": 0.2, "temperature": 1.3},
+    ],
 )
 def test_logprobs_are_of_the_full_distribution_at_the_temperature(
     options: dict[str, float],

@@ -207,7 +207,10 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.8])
-@pytest.mark.parametrize("cut", [{}, {"top_k": 7}, {"top_p": 0.8}, {"top_k": 9, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "cut",
+    [{}, {"top_k": 7}, {"top_p": 0.8}, {"top_k": 9, "top_p": 0.9}, {"min_p": 0.1}],
+)
 def test_sampler_logprobs_equal_the_train_engines_under_truncated_sampling(
     temperature: float, cut: dict[str, Any], loaded: VllmRolloutEngine
 ) -> None:

@@ -28,7 +28,13 @@ SCRATCH = {
 }
 MakeConfig = Callable[..., JobConfig]
 NF4 = "{lora_rank: 4, quantization: nf4}"
-LOSSES = ["dpo", "cdpo", "ipo", "simpo", "orpo", "kto"]
+LOSSES = ["dpo", "cdpo", "ipo", "simpo", "orpo", "kto", "aot_unpaired", "bco_pair"]
+OPTIONS = {
+    "dpo": ["f_divergence=js", "ld_alpha=0.5"],
+    "simpo": ["weight_pairs=true"],
+    "bco_pair": ["added_losses={dpo: 0.8, apo_zero: 0.5}"],
+}
+"""Further options of a loss in the runs that learn."""
 
 
 @pytest.fixture
@@ -75,6 +81,9 @@ def numbers(lines: list[dict[str, float]]) -> list[dict[str, float]]:
         ["loss=dpo"],
         ["loss=dpo", "reference.precompute=true"],
         ["loss=dpo", "reference.precompute=true", "model.lora={}"],
+        ["loss=dpo", "weight_pairs=true"],
+        ["loss=aot"],
+        ["loss=aot", "reference.precompute=true", "model.lora={}"],
         ["loss=kto"],
         ["loss=kto", "model.lora={}"],
         ["loss=kto", "reference.precompute=true"],
@@ -87,7 +96,7 @@ def test_steps_make_the_planned_passes(
 ) -> None:
     """Counts the passes without gradient between the first update and the third."""
     made: list[str] = []
-    for name in ("logprobs", "forward_backward"):
+    for name in ("logprobs", "entropies", "forward_backward"):
         original = getattr(BaseTrainEngine, name)
 
         def counted(
@@ -108,7 +117,7 @@ def test_steps_make_the_planned_passes(
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_learns_its_pairs(loss: str, preference: MakeConfig) -> None:
-    lines = run(preference(f"loss={loss}", "max_epochs=20"))
+    lines = run(preference(f"loss={loss}", "max_epochs=20", *OPTIONS.get(loss, [])))
     evaluated = [line for line in lines if "eval/loss" in line]
     first, last = evaluated[0], evaluated[-1]
     assert last["eval/loss"] < first["eval/loss"]
@@ -246,7 +255,14 @@ def test_kto_with_a_kept_reference_is_bit_equal_to_one_with_the_model(
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["loss=kto"], ["reference.precompute=true"], [f"model.lora={NF4}"]]
+    "options",
+    [
+        [],
+        ["loss=kto"],
+        ["reference.precompute=true"],
+        [f"model.lora={NF4}"],
+        ["loss=kto", "reference.sync_every_n_steps=3", "checkpoint.every_n_steps=2"],
+    ],
 )
 def test_a_resumed_run_is_bit_equal_to_one_that_went_through(
     options: list[str], preference: MakeConfig, tmp_path: Path
@@ -294,6 +310,18 @@ def test_unpaired_rows_train_kto_and_the_export_loads(
         (["loss=kto", "train.train_batch_size=5"], "an even number"),
         (["data.margin_key=by"], "margins are used only by reward models"),
         (["loss=dop"], "dpo"),
+        (["loss=aot", "added_losses={dpo: 1}"], "added_losses with loss=aot: only losses that"),
+        (["added_losses={dpo: 0.5}"], "added_losses contains dpo, which is the loss itself"),
+        (["added_losses={simpo: 0.5}"], "added_losses.*'simpo'"),
+        (["added_losses={hinge: 0}"], "added_losses: must be greater than 0, got 0"),
+        (["loss=sppo_hard", "f_divergence=js"], "f_divergence=js with loss=sppo_hard: it repl"),
+        (["added_losses={ipo: 1}", "f_divergence=js"], "f_divergence=js with loss=ipo: it repl"),
+        (["loss={kind: dpo, mean_logprobs: true}", "f_divergence=js"], "dpo and mean_logprobs: it"),
+        (["f_alpha=0.3"], "f_alpha=0.3 has no effect with f_divergence=reverse_kl"),
+        (["loss=simpo", "ld_alpha=0.5"], "loss=simpo uses means per token"),
+        (["loss=kto", "ld_alpha=0.5"], "loss=kto has no pairs"),
+        (["loss=aot", "weight_pairs=true"], "weight_pairs with loss=aot, whose terms are not"),
+        (["loss={kind: discopop, tau: 2}"], "must be at most 1, got 2"),
     ],
 )
 def test_combinations_without_sense_are_refused_with_what_to_do(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 import burnish
+from burnish.algorithms.advantages import gdpo
 from burnish.config import JobConfig
 from burnish.config.load import ConfigError
 from burnish.config.model import ModelConfig, PrecisionConfig
@@ -21,9 +25,10 @@ from burnish.observe.metrics import read_metrics
 from burnish.observe.timeline import Timeline
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.runtime.inline import InlineRuntime
-from burnish.train.base import Role
+from burnish.train.base import Loss, Role
+from burnish.train.engine import BaseTrainEngine
 from burnish.train.spec import EngineSpec
-from burnish.types import rows_to_batch
+from burnish.types import Batch, Stats, rows_to_batch
 
 MakeConfig = Callable[..., JobConfig]
 Reward = Callable[[str], float]
@@ -366,3 +371,46 @@ def test_gspo_runs_with_several_updates_per_rollout_and_a_correction(
     # fp32 on both sides: the sampler's log-probs are the trainer's, and no weight is changed
     assert all(line["train/correction_frac"] == 0.0 for line in lines)
     assert all(line["train/correction_weight"] == pytest.approx(1, abs=1e-4) for line in lines)
+
+
+def test_each_reward_of_a_run_is_normalized_by_itself(rl: MakeConfig, reward: Reward) -> None:
+    """Advantages of the sample files against the formula with their parts: two rewards of different
+    spread and weights, and one that is only measured."""
+    named = "{kind: function, name: a}, {kind: function, name: b, weight: 0.01}"
+    rewards = f"rewards=[{named}, {{kind: math, weight: 0}}]"
+    config = rl(rewards, "max_steps=1", "algorithm.advantage={kind: grpo, normalize_each: true}")
+    functions = {"a": reward, "b": lambda response: 1000.0 * len(response)}
+    run_dir = burnish.run(config, rewards=functions).run_dir
+    (file,) = (run_dir / "samples").glob("step_*.parquet")
+    rows = pq.read_table(file).to_pylist()
+    parts = [json.loads(row["reward_parts"]) for row in rows]
+    scores = torch.tensor([[p["a"], p["b"]] for p in parts])
+    groups = torch.tensor([row["group_id"] for row in rows])
+    expected = gdpo(scores, torch.tensor([1.0, 0.01]), groups, eps=1e-6)
+    # 1e-5: fp32 means over the tokens of equal numbers
+    assert [row["advantage"] for row in rows] == pytest.approx(expected.tolist(), abs=1e-5)
+    assert expected.abs().max() > 0.5
+
+
+def test_a_share_of_the_tokens_is_trained_and_denominators_stay(
+    rl: MakeConfig, reward: Reward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss that the policy gets has advantages on a quarter of the tokens, those of the highest
+    entropy of the rollout."""
+    seen: list[tuple[Batch, Tensor]] = []
+    original = BaseTrainEngine.forward_backward
+
+    def watched(self: BaseTrainEngine, batch: Batch, loss: Loss) -> Stats:
+        seen.append((batch, self.entropies(batch)))
+        return original(self, batch, loss)
+
+    monkeypatch.setattr(BaseTrainEngine, "forward_backward", watched)
+    options = ["algorithm.top_entropy_quantile=0.25", "algorithm.advantage=reinforce_pp"]
+    (line,) = _lines(rl(*options, "max_steps=1"), reward)
+    ((batch, entropies),) = seen
+    assert batch.advantages is not None
+    trained = batch.advantages != 0
+    count = int(batch.action_mask.sum())
+    assert batch.num_tokens == count and int(trained.sum()) == math.ceil(count / 4)
+    assert entropies[trained].min() >= entropies[batch.action_mask & ~trained].max()
+    assert math.isfinite(line["train/loss"])

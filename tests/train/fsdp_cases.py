@@ -56,6 +56,8 @@ MODELS = {
         ),
     ),
     "one kv head": ModelConfig(scratch=ScratchConfig(**{**SIZES, "num_kv_heads": 1})),
+    "wide": ModelConfig(scratch=ScratchConfig(hidden_size=64, num_layers=1)),
+    "odd": ModelConfig(scratch=ScratchConfig(hidden_size=72, num_layers=1)),
 }
 """53 rows of embeddings and adapters of 3: not divisible by 2."""
 TEAMS = ("sequence_parallel_size", "tensor_parallel_size")

@@ -8,6 +8,7 @@ killed`` is killed in the middle of a save.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import itertools
 import json
@@ -35,6 +36,7 @@ from burnish.train.base import NonFiniteError
 from burnish.train.engine import FrozenBase
 from burnish.train.engines import make_engine as engine_of
 from burnish.train.fsdp import ShardedTrainEngine
+from burnish.train.optimizers import OptimizerError
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch
@@ -197,7 +199,12 @@ def _held_by_reference(ranks: RankGroup) -> dict[str, Any]:
     engine = make_engine(ranks, Case(), role="reference", trainable=False)
     first = engine.logprobs(two_ranks.ragged())
     again = engine.logprobs(two_ranks.ragged())
+    policy = make_engine(ranks, Case())
+    train(policy, 2)
+    engine.mix(policy.weights(), 0.25)
     return {
+        "mixed": cases.weights(engine)["model.embed_tokens.weight"].tolist(),
+        "policy": cases.weights(policy)["model.embed_tokens.weight"].tolist(),
         "own": sum(_own_elements(p) for p in engine.model.parameters()),
         "whole": sum(p.numel() for p in engine.model.parameters()),
         "logprobs": first.tolist(),
@@ -284,6 +291,49 @@ def nf4_weights(ranks: RankGroup) -> dict[str, Any]:
         alone = cases.weights(make_engine(SINGLE, Case(model="nf4"), precision=precision))
         found[dtype] = all(torch.equal(sharded[name], alone[name]) for name in alone)
     return found
+
+
+def eight_bit(folder: Path, ranks: RankGroup) -> dict[str, Any]:
+    """Weights and states of 8-bit AdamW after equal gradients, as hashes, on these ranks and after
+    the checkpoint of one rank alone. ``odd``: its rows are 36 x 72 = 10.125 blocks of 256."""
+    train = {"optimizer": "adamw_8bit", "max_grad_norm": None, "weight_decay": 0.1}
+    case = Case(model="wide", train=train)
+    try:
+        make_engine(ranks, Case(model="odd", train=train))
+        refused = ""
+    except OptimizerError as error:
+        refused = str(error)
+    engine, other = make_engine(ranks, case), make_engine(ranks, case)
+    own = folder / f"8bit {ranks.size}"
+    _steps_with_equal_gradients(engine, range(2))
+    engine.save(own)
+    bytes_ = engine.optimizer.num_bytes
+    _steps_with_equal_gradients(engine, range(2, 4))
+    other.load(folder / "8bit 1" if ranks.size > 1 else own)
+    _steps_with_equal_gradients(other, range(2, 4))
+    kinds = tensor_files.tensor_sets(own)
+    saved = {f"{k} {n}": _hash(files.read(n)) for k, files in kinds.items() for n in files}
+    runs = [{n: _hash(t) for n, t in cases.weights(e).items()} for e in (engine, other)]
+    return {"refused": refused, "saved": saved, "runs": runs, "bytes": bytes_}
+
+
+def _steps_with_equal_gradients(engine: Any, seeds: range) -> None:
+    """Optimizer steps whose gradients do not depend on the order of sums over ranks."""
+    for seed in seeds:
+        engine.forward_backward(two_ranks.ragged(), two_ranks.nll)
+        for i, parameter in enumerate(engine.optimizer.params):
+            generator = torch.Generator().manual_seed(100 * seed + i)
+            full = torch.randn(parameter.shape, generator=generator)
+            own = parameter.grad
+            if isinstance(own, torch.distributed.tensor.DTensor):
+                begin, end = engine.optimizer.rows[engine.optimizer.names[i]]
+                own, full = own.to_local(), full[begin:end]
+            own.copy_(full)
+        engine.optim_step()
+
+
+def _hash(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(-1).numpy().tobytes()).hexdigest()[:16]
 
 
 SAVED: dict[str, Case] = {
@@ -401,6 +451,7 @@ def prepare(folder: Path) -> None:
         engine = make_engine(SINGLE, case)
         steps_of(case, engine, 3)
         engine.save(folder / f"alone {name}")
+    eight_bit(folder, SINGLE)
 
 
 OTHERS: dict[str, Callable[[RankGroup], dict[str, Any]]] = {
@@ -432,6 +483,7 @@ def main(folder: Path, rank: int, size: int, *, kill: bool) -> None:
     found["overflow"] = {name: overflow(ranks, p) for name, p in PRECISIONS.items()}
     if size > 1:
         found |= {name: run(ranks) for name, run in OTHERS.items()}
+        found["eight_bit"] = eight_bit(folder, ranks)
     found["from_folder"] = from_folder(folder, ranks)
     found["lora_from_folder"] = from_folder(folder, ranks, lora=True)
     found["resumed"] = save_and_resume(folder, ranks)

@@ -343,8 +343,25 @@ def traffic(ranks: RankGroup, engine: dict[str, Any]) -> dict[str, int]:
     return sent
 
 
+def mixed(ranks: RankGroup, engine: dict[str, Any]) -> float:
+    """Largest difference of a frozen model that was mixed with a trained one from the mean of both,
+    over all weights. Both are sharded alike."""
+    policy = cases.make_engine(ranks, Case(engine=engine, model="untied"))
+    frozen = cases.make_engine(
+        ranks, Case(engine=engine, model="untied"), role="reference", trainable=False
+    )
+    before = cases.weights(frozen)
+    cases.train(policy, 1)
+    after = cases.weights(policy)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    frozen.mix(policy.weights(), 0.5)
+    found = cases.weights(frozen)
+    return max(float((found[n] - (before[n] + after[n]) / 2).abs().max()) for n in before)
+
+
 OTHERS: dict[str, Callable[[RankGroup, dict[str, Any]], Any]] = {
     "entropies": entropies,
+    "mixed": mixed,
     "stop": stop,
     "overflow": overflow,
     "bf16": bf16,

@@ -150,6 +150,11 @@ def test_a_frozen_model_is_sharded_as_well(two: Reports) -> None:
     for own in (found["held"]["frozen"] for found in two.found):
         assert own["same"] and own["logprobs"] == pytest.approx(expected, abs=OUTPUTS)
         assert abs(own["own"] / own["whole"] - 0.5) < 0.01
+        start = dict(fsdp.make_engine(SINGLE, fsdp.Case()).weights())["model.embed_tokens.weight"]
+        mixed, policy = torch.tensor(own["mixed"]), torch.tensor(own["policy"])
+        # 1e-6: rounding of the weights, which are below 1, in another form of the same sum
+        torch.testing.assert_close(mixed, 0.75 * start + 0.25 * policy, atol=1e-6, rtol=0)
+        assert not torch.equal(mixed, start)
 
 
 def test_half_formats_train_with_fp32_state(two: Reports) -> None:
@@ -219,6 +224,16 @@ def test_a_lora_policy_that_was_its_own_reference_first_trains_on(two: Reports) 
 
 def test_nf4_weights_are_sharded_without_a_change_of_a_bit(two: Reports) -> None:
     assert two.same("nf4_weights") == {"fp32": True, "bf16": True}
+
+
+def test_blocks_of_8_bit_moments_are_sharded_without_a_change_of_a_bit(two: Reports) -> None:
+    """With equal gradients two ranks have the bits of one, also in the checkpoint, and after the
+    checkpoint of one. Rows that are not multiples of a block are refused on both."""
+    found, alone = two.same("eight_bit"), fsdp.eight_bit(two.folder, SINGLE)
+    assert found["saved"] == alone["saved"] and found["bytes"] == alone["bytes"]
+    assert any("exp_avg_absmax" in name for name in found["saved"])
+    assert found["runs"][0] == found["runs"][1] == alone["runs"][0] == alone["runs"][1]
+    assert not alone["refused"] and "multiples of 256 entries" in found["refused"]
 
 
 @pytest.mark.parametrize("key", ["policy fp32", "policy bf16", "critic fp32", "critic bf16"])

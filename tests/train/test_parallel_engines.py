@@ -145,6 +145,12 @@ def test_entropies_and_their_gradient_are_those_of_one_rank(engine: str, two: Re
 
 @slow
 @pytest.mark.parametrize("engine", NAMES)
+def test_weights_are_mixed_into_every_part(engine: str, two: Reports) -> None:
+    assert two.same(engine, "mixed") < 1e-7, "weights below 1 in fp32, halved exactly"
+
+
+@slow
+@pytest.mark.parametrize("engine", NAMES)
 def test_a_run_that_must_stop_stops_on_all_ranks_with_one_message(
     engine: str, two: Reports
 ) -> None:

@@ -1,0 +1,116 @@
+"""A reference model that follows the policy: its updates, and its weights in checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from burnish.config.model import ReferenceConfig
+from burnish.models.load import ModelError
+from burnish.models.tensor_files import TensorFiles, in_parts
+from burnish.sync.engine import drain
+from burnish.train.base import HasLogprobs, MixableModel, TrainEngine
+from burnish.train.process_group import RankGroup
+from burnish.train.state import write_together
+
+log = logging.getLogger("burnish")
+
+FOLDER = "reference"
+"""Folder of the weights in a checkpoint."""
+_FILE_BYTES = 1 << 30
+
+
+class MovingReference:
+    """Updates of the reference with the policy's weights: reference = alpha x policy + (1 - alpha)
+    x reference (arXiv 2404.09656, equation 4; alpha = 1 copies the policy).
+
+    The update after step n is computed before step n + 1, from the weights that a checkpoint of
+    step n contains, so a resumed run makes the same one.
+    """
+
+    def __init__(
+        self,
+        policy: TrainEngine,
+        reference: MixableModel,
+        *,
+        every_n_steps: int,
+        alpha: float,
+        ranks: RankGroup,
+    ) -> None:
+        """``ranks``: those that run the loop."""
+        self.policy, self.reference, self.ranks = policy, reference, ranks
+        self.every_n_steps, self.alpha = every_n_steps, alpha
+        self.num_bytes = 0
+        """Size of the newest checkpoint of the reference; 0 before the first."""
+
+    def before_step(self, step: int) -> None:
+        """Update the reference if the update after ``step`` - 1 is due."""
+        if step > 1 and (step - 1) % self.every_n_steps == 0:
+            self.reference.mix(self.policy.weights(), self.alpha)
+            log.info("after step %d: the reference was updated with the policy", step - 1)
+
+    def check(self) -> None:
+        """Raise ModelError if policy and reference do not have the same weights."""
+        shapes = [
+            {name: tuple(tensor.shape) for name, tensor in model.weights()}
+            for model in (self.policy, self.reference)
+        ]
+        odd = sorted(name for name, _ in set(shapes[0].items()) ^ set(shapes[1].items()))
+        if odd:
+            raise ModelError(
+                "reference.sync_every_n_steps mixes the policy into the reference, but their "
+                f"weights differ in names or shapes, e.g. {odd[0]}; use a reference.model with the "
+                "policy's architecture, or remove sync_every_n_steps"
+            )
+
+    def save(self, folder: Path) -> None:
+        """Write the weights, in the compute dtype, into the checkpoint ``folder``. Raises OSError
+        on all ranks if rank 0 cannot write."""
+        weights = self.reference.weights()
+        write = partial(self._write, folder / FOLDER, weights)
+        write_together(self.ranks, write if self.ranks.rank == 0 else partial(drain, weights))
+
+    def _write(self, folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.num_bytes = 0
+            for number, part in enumerate(in_parts(weights, _FILE_BYTES), start=1):
+                save_file(part, folder / f"weights{number}.safetensors")
+                self.num_bytes += sum(tensor.nbytes for tensor in part.values())
+        finally:
+            drain(weights)  # the other ranks wait in the same gathers
+
+    def load(self, folder: Path) -> None:
+        """Restore the weights that :meth:`save` wrote. A checkpoint of a run with a frozen
+        reference has none: the reference stays as it is."""
+        files = TensorFiles(sorted((folder / FOLDER).glob("weights*.safetensors")))
+        self.reference.mix(((name, files.read(name)) for name in files), 1.0)
+
+
+def moving_reference(
+    config: ReferenceConfig | None,
+    policy: TrainEngine,
+    reference: HasLogprobs | None,
+    ranks: RankGroup,
+) -> MovingReference | None:
+    """Return the updates that a recipe asks for, or None. Raises ModelError if a reference model of
+    its own has other weights than the policy."""
+    if config is None or not config.sync_every_n_steps:
+        return None
+    assert reference is not None, "the rules of the recipe require a reference"
+    moving = MovingReference(
+        policy,
+        cast(MixableModel, reference),
+        every_n_steps=config.sync_every_n_steps,
+        alpha=config.mixup_alpha,
+        ranks=ranks,
+    )
+    if config.model is not None:
+        moving.check()
+    return moving

@@ -1,0 +1,227 @@
+"""Features that Burnish does not have are refused with the reason and with something to use
+instead, which works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, PretrainedConfig
+
+from burnish.config import ConfigError, load_config
+from burnish.config.model import ModelConfig
+from burnish.models.load import ModelError, load_tokenizer
+from burnish.models.teacher import shared_vocabulary
+from burnish.models.tensor_parallel import check_head_counts
+from burnish.train.sequence_parallel import check_sequence_parallel
+
+RANKS = "cluster={runtime: ray, policy_ranks: 4, rollout_workers: 4}"
+VLLM = "rollout.engine.kind=vllm"
+DEEPSPEED, SHARDED = "train.engine={kind: deepspeed}", "train.engine.sharding=full"
+
+REFUSED: dict[str, tuple[list[str], str, str, str]] = {
+    # the rest of the recipe, the refused override, the alternative in its error, its override
+    "pipeline parallelism": (
+        [RANKS],
+        "cluster.pipeline_parallel_size=2",
+        "train.engine.sharding=full (FSDP2)",
+        SHARDED,
+    ),
+    "context parallelism in a ring": (
+        [RANKS],
+        "train.engine.context_parallel_size=2",
+        "Use train.engine.sequence_parallel_size",
+        "train.engine.sequence_parallel_size=2",
+    ),
+    "OpenRLHF's ring attention": (
+        [RANKS],
+        "train.ring_attn_size=2",
+        "ring_attn_size is train.engine.sequence_parallel_size",
+        "train.engine.sequence_parallel_size=2",
+    ),
+    "expert parallelism": (
+        [RANKS],
+        "train.engine.expert_parallel_size=2",
+        "experts with train.engine.sharding=full",
+        SHARDED,
+    ),
+    "hybrid sharding": (
+        [RANKS],
+        "train.engine.hsdp_size=2",
+        "over all ranks with train.engine.sharding=full",
+        SHARDED,
+    ),
+    "tensor and sequence parallelism together": (
+        [RANKS],
+        "train.engine={tensor_parallel_size: 2, sequence_parallel_size: 2}",
+        "use one of the two (sequence_parallel_size with sharding=full",
+        "train.engine={sequence_parallel_size: 2, sharding: full}",
+    ),
+    "tensor parallelism with DeepSpeed": (
+        [RANKS],
+        "train.engine={kind: deepspeed, tensor_parallel_size: 2}",
+        "Use train.engine.kind=torch",
+        "train.engine={kind: torch, tensor_parallel_size: 2}",
+    ),
+    "an option of DeepSpeed with the torch engine": (
+        [RANKS],
+        "train.engine={kind: torch, zero_stage: 3}",
+        "(a key of kind deepspeed)",
+        "train.engine={kind: deepspeed, zero_stage: 3}",
+    ),
+    "Megatron": ([RANKS], "train.engine.kind=megatron", "kind=torch with sharding=full", SHARDED),
+    "accelerate as an engine": (
+        [RANKS],
+        "train.engine.kind=accelerate",
+        "Use train.engine.kind=torch",
+        "train.engine.kind=torch",
+    ),
+    "SGLang": ([], "rollout.engine.kind=sglang", "Use rollout.engine.kind=vllm", VLLM),
+    "transformers as a rollout engine": (
+        [],
+        "rollout.engine.kind=hf",
+        "Use rollout.engine.kind=local",
+        "rollout.engine.kind=local",
+    ),
+    "a quantized rollout engine": (
+        [VLLM],
+        "rollout.engine.engine_args.quantization=fp8",
+        "or use precision.rollout_dtype=bf16",
+        "precision.rollout_dtype=bf16",
+    ),
+    "pipeline parallelism in vLLM": (
+        [VLLM, "cluster={runtime: ray, policy_ranks: 2, rollout_workers: 2, layout: separate}"],
+        "rollout.engine.engine_args.pipeline_parallel_size=2",
+        "or use rollout.engine.tensor_parallel_size",
+        "rollout.engine.tensor_parallel_size=2",
+    ),
+    "several ranks in one process": (
+        ["cluster.policy_ranks=2", "cluster.rollout_workers=2"],
+        "cluster.runtime=inline",
+        "set runtime=ray, or start the ranks with torchrun",
+        "cluster.runtime=ray",
+    ),
+    "repeated passes with shards": (
+        [RANKS, SHARDED],
+        "train.on_oom=retry_smaller",
+        "use on_oom=fail",
+        "train.on_oom=fail",
+    ),
+    "Muon with DeepSpeed": (
+        [RANKS, "train.optimizer=muon"],
+        DEEPSPEED,
+        "use train.engine.kind=torch (sharding=full",
+        "train.engine={kind: torch, sharding: full}",
+    ),
+    "8-bit Adam with tensor parallelism": (
+        [RANKS, "train.optimizer.kind=adamw_8bit"],
+        "train.engine.tensor_parallel_size=2",
+        "use the torch engine with sharding=full and tensor_parallel_size=1",
+        SHARDED,
+    ),
+    "Adafactor with shards": (
+        [RANKS, SHARDED],
+        "train.optimizer.kind=adafactor",
+        "or optimizer kind adamw or muon",
+        "train.optimizer.kind=muon",
+    ),
+    "Adafactor with DeepSpeed": (
+        [RANKS, DEEPSPEED],
+        "train.optimizer.kind=adafactor",
+        "or optimizer kind adamw or muon",
+        "train.optimizer.kind=adamw",
+    ),
+    "4-bit weights with ZeRO-3": (
+        [RANKS, "model.lora={quantization: nf4}"],
+        "train.engine={kind: deepspeed, zero_stage: 3}",
+        "use train.engine.kind=torch",
+        "train.engine={kind: torch, sharding: full}",
+    ),
+    "norms of weights with tensor parallelism": (
+        [RANKS, "model.lora={use_dora: true}"],
+        "train.engine={tensor_parallel_size: 2}",
+        "use tensor_parallel_size=1 with train.engine.sharding=full",
+        "train.engine={tensor_parallel_size: 1, sharding: full}",
+    ),
+    "an even load of experts with tensor parallelism": (
+        [RANKS, "model={path: x}", "train.moe_aux_loss_coef=0.01"],
+        "train.engine={tensor_parallel_size: 2}",
+        "use sharding=full",
+        "train.engine={sharding: full}",
+    ),
+    "a correction by an unknown number of tokens": (
+        ["algorithm.correction={}", "rollout.top_p=0.9"],
+        "rollout.top_k=0",
+        "set rollout.top_k to at most 1024",
+        "rollout.top_k=1024",
+    ),
+    "half-precision sums with shards": (
+        [RANKS, SHARDED, "precision.dtype=bf16"],
+        "precision.grad_accum_dtype=bf16",
+        "use fp32",
+        "precision.grad_accum_dtype=fp32",
+    ),
+    "ZeRO-0 in fp16": (
+        [RANKS, "precision={dtype: fp16, grad_accum_dtype: fp16}"],
+        "train.engine={kind: deepspeed, zero_stage: 0}",
+        "use zero_stage=1",
+        "train.engine={kind: deepspeed, zero_stage: 1}",
+    ),
+    "in-process transfers on Ray": (
+        [RANKS],
+        "sync.kind=inproc",
+        "use sync.kind=object_store",
+        "sync.kind=object_store",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_alternative_that_a_refusal_names_is_accepted(
+    case: str, rl_recipe: dict[str, Any]
+) -> None:
+    rest, wrong, said, instead = REFUSED[case]
+    with pytest.raises(ConfigError) as caught:
+        load_config(rl_recipe, [*rest, wrong])
+    _, *lines = str(caught.value).split("\n")
+    assert len(lines) == 1, lines
+    assert said in lines[0]
+    load_config(rl_recipe, [*rest, instead])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "instead"),
+    [
+        ("use_ms=true", "Download the model and data with ModelScope's client, and set paths"),
+        ("checkpoint.use_ds_universal_ckpt=true", "can be resumed on another number of ranks"),
+        ("train.engine.load_universal=true", "Continue with --resume."),
+        ("train.use_uld_loss=true", "the job generate, and train on its output with the job sft"),
+        ("train.torch_compile=true", "TRL's torch_compile has no equivalent; remove it."),
+    ],
+)
+def test_a_missing_feature_without_a_key_names_the_way_out(
+    rl_recipe: dict[str, Any], wrong: str, instead: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(rl_recipe, [wrong])
+    assert instead in str(caught.value)
+
+
+def test_head_counts_that_are_not_replicated_name_the_sizes_that_work() -> None:
+    llama: PretrainedConfig = AutoConfig.for_model(
+        "llama", hidden_size=64, num_attention_heads=8, num_key_value_heads=2
+    )
+    with pytest.raises(ModelError, match=r"none is replicated\); use one of 1, 2, with sharding="):
+        check_head_counts(llama, 4)
+    check_head_counts(llama, 2)
+    with pytest.raises(ModelError, match=r"8 attention heads .* use one of 1, 2, 4, 8"):
+        check_sequence_parallel(llama, 3)
+    check_sequence_parallel(llama, 4)
+
+
+def test_a_teacher_of_another_tokenizer_is_refused_with_training_on_its_samples() -> None:
+    student = ModelConfig.model_validate({"scratch": {"alphabet": "abc"}})
+    teacher = ModelConfig.model_validate({"scratch": {"alphabet": "bca"}})
+    with pytest.raises(ModelError, match=r"sample the teacher \(burnish generate\) and train on"):
+        shared_vocabulary(student, teacher, load_tokenizer(student))
+    assert shared_vocabulary(student, student, load_tokenizer(student)) > 3

@@ -1,0 +1,117 @@
+"""A reference that follows the policy: the numbers of its updates, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from burnish.config import ConfigError, load_config
+from burnish.config.model import ModelConfig, ReferenceConfig, ScratchConfig
+from burnish.config.train import TrainConfig
+from burnish.jobs.moving_reference import MovingReference, moving_reference
+from burnish.models.load import ModelError, load_causal_lm
+from burnish.train.process_group import SINGLE
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
+
+TREE: dict[str, Any] = {
+    "job": "rl",
+    "run_dir": "run",
+    "max_steps": 2,
+    "model": {"scratch": {}},
+    "data": {"sources": ["prompts.jsonl"], "prompt_max_len": 8},
+    "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "generate_max_len": 4},
+    "train": {"train_batch_size": 4, "lr": 1e-3},
+    "algorithm": {"kl": {"init_kl_coef": 0.1}},
+}
+
+
+@pytest.fixture
+def engine() -> Callable[..., TorchTrainEngine]:
+    """A model whose weights all have the same value."""
+
+    def make(value: float, *, trainable: bool = True, width: int = 8) -> TorchTrainEngine:
+        scratch = ScratchConfig(hidden_size=width, num_layers=1, num_heads=2)
+        config = ModelConfig(scratch=scratch)
+        model = load_causal_lm(config)
+        for parameter in model.parameters():
+            parameter.data.fill_(value)
+        role = "policy" if trainable else "reference"
+        train = TrainConfig(train_batch_size=1, lr=1e-3)
+        return TorchTrainEngine(model, EngineSpec(role, train, config, trainable=trainable))
+
+    return make
+
+
+def value(moving: MovingReference) -> float:
+    """The value of all weights of the reference."""
+    values = torch.cat([t.flatten() for _, t in moving.reference.weights()]).unique()
+    return float(values.item())
+
+
+def test_updates_are_weighted_means_every_n_steps_and_are_restored(
+    engine: Callable[..., TorchTrainEngine], tmp_path: Path
+) -> None:
+    """Policy 4, reference 0, alpha 1/4, every second step: after step 2 the reference is 1/4 x 4 =
+    1, after step 4 it is 1/4 x 4 + 3/4 x 1 = 1.75. All numbers are exact in fp32."""
+    config = ReferenceConfig(sync_every_n_steps=2, mixup_alpha=0.25)
+    moving = moving_reference(config, engine(4.0), engine(0.0, trainable=False), SINGLE)
+    assert moving is not None
+    seen = []
+    for step in range(1, 6):
+        moving.before_step(step)
+        seen.append(value(moving))
+        if step == 4:
+            moving.save(tmp_path)
+    assert seen == [0.0, 0.0, 1.0, 1.0, 1.75]
+    moving.load(tmp_path)
+    assert value(moving) == 1.0
+    assert moving.num_bytes == sum(t.nbytes for _, t in moving.reference.weights())
+    moving.load(tmp_path / "of a frozen reference")
+    assert value(moving) == 1.0
+
+
+def test_a_reference_of_another_architecture_is_refused_before_the_first_step(
+    engine: Callable[..., TorchTrainEngine],
+) -> None:
+    config = ReferenceConfig(sync_every_n_steps=2, model=ModelConfig(scratch=ScratchConfig()))
+    with pytest.raises(ModelError, match=r"weights differ in names or shapes, e.g. lm_head|model."):
+        moving_reference(config, engine(1.0), engine(0.0, trainable=False, width=16), SINGLE)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["reference.mixup_alpha=0.5"], "mixup_alpha has no effect on a frozen reference"),
+        (["reference={sync_every_n_steps: 4, mixup_alpha: 1.5}"], "must be at most 1, got 1.5"),
+        (
+            ["reference.sync_every_n_steps=4", "model.lora={}"],
+            "set reference.model.path to the base, which loads it a second time",
+        ),
+        (
+            ["reference.sync_every_n_steps=4", "train.engine={kind: deepspeed, zero_stage: 3}"],
+            "use zero_stage=2, or train.engine.kind=torch",
+        ),
+        (
+            [
+                "reference.sync_every_n_steps=4",
+                "rollout.engine.own_weights=true",
+                "cluster.offload_between_phases=[policy]",
+            ],
+            "remove policy from cluster.offload_between_phases",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_an_alternative(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(TREE, overrides)
+
+
+def test_an_update_that_bf16_rounds_away_is_named() -> None:
+    overrides = ["reference={sync_every_n_steps: 1, mixup_alpha: 0.001}", "precision.dtype=bf16"]
+    warnings = " ".join(load_config(TREE, overrides).warnings())
+    assert "rounds small changes away; use 0.015625 or more" in warnings

@@ -1,3 +1,4 @@
+# house: ok the types that all modules share are read together
 """Data types of a run: Prompt -> Sample -> Group -> Batch, and Stats.
 
 Read this file first; every other module consumes or produces these types. All are frozen: a stage
@@ -240,8 +241,7 @@ class Batch:
     margins: Tensor | None = None
     """[N] fp32, preference margins (only for reward models)"""
     pair_terms: Tensor | None = None
-    """[N] fp32, computed before the update: log-ratios of equal rank (AOT), or mean entropies of the
-    responses (WPO)"""
+    """[N] fp32, of the step's pairs: log-ratios of equal rank (AOT), or mean entropies (WPO)"""
     labels: Tensor | None = None
     """[N] bool, whether the response was liked (KTO); [N, A] fp32 scores, or [N] int64 classes"""
     step_labels: Tensor | None = None
@@ -350,18 +350,8 @@ class Batch:
                 yield f.name, value
 
 
-_PER_ROW = frozenset(
-    {
-        "prompt_lens",
-        "group_ids",
-        "sample_ids",
-        "sample_tokens",
-        "rewards",
-        "margins",
-        "pair_terms",
-        "labels",
-    }
-)
+_PER_ROW = frozenset({"prompt_lens", "group_ids", "sample_ids", "sample_tokens", "labels"})
+_PER_ROW |= {"rewards", "margins", "pair_terms"}
 _ON_CPU = frozenset({"offsets", "prompt_lens", "group_ids", "sample_ids"})
 _MODEL_INPUTS = frozenset(
     {"tokens", "offsets", "action_mask", "step_labels", "teacher_states", "kept_ids"}

@@ -8,7 +8,6 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, TypeAdapter
 
-from burnish.config.preference_losses import DpoLoss, IpoLoss, PreferenceLossConfig
 from burnish.config.arithmetic import (
     BatchError,
 )
@@ -19,6 +18,7 @@ from burnish.config.data import (
 from burnish.config.eval_sets import eval_sections, with_sets
 from burnish.config.job import SupervisedJob
 from burnish.config.model import ReferenceConfig, lora_advice, random_reference_advice
+from burnish.config.preference_losses import DpoLoss, IpoLoss, PreferenceLossConfig
 from burnish.config.reference_sync import reference_sync_advice, reference_sync_rules
 from burnish.config.roles import (
     TrainRole,

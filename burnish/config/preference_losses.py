@@ -1,4 +1,4 @@
-"""Config of the losses of the job preference: one class per group of kinds with the same options."""
+"""Config of the losses of the job preference."""
 
 from __future__ import annotations
 

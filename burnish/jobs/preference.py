@@ -25,8 +25,14 @@ from burnish.algorithms.pair_ratios import (
 from burnish.algorithms.preference import mismatched_kl
 from burnish.algorithms.reduce import sum_by_row
 from burnish.config import PreferenceConfig
-from burnish.config.preference_losses import AotLoss, DpoLoss, IpoLoss, KtoLoss, PreferenceLossConfig
 from burnish.config.data import PreferenceDataConfig
+from burnish.config.preference_losses import (
+    AotLoss,
+    DpoLoss,
+    IpoLoss,
+    KtoLoss,
+    PreferenceLossConfig,
+)
 from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.unpaired import SplitPairsStream, UnpairedStream, load_unpaired, mismatched_pairs
 from burnish.jobs.build import (

@@ -21,7 +21,15 @@ from burnish.algorithms.kl import MAX_GAP, k3
 from burnish.algorithms.policy_losses import MAX_LOG_RATIO, gspo, ppo
 from burnish.algorithms.running import MAX_VALUE, RunningMoments
 from burnish.config.algorithm import AlgorithmConfig
-from burnish.config.preference_losses import DiscopopLoss, DpoLoss, ExoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
+from burnish.config.preference_losses import (
+    DiscopopLoss,
+    DpoLoss,
+    ExoLoss,
+    IpoLoss,
+    KtoLoss,
+    OrpoLoss,
+    SimpoLoss,
+)
 from burnish.jobs.credit import MAX_REWARD, assign_advantages
 from burnish.jobs.distill import distill_objective
 from burnish.jobs.objectives import (

@@ -13,8 +13,8 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from burnish.config.preference_losses import PreferenceLossConfig
 from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.config.preference_losses import PreferenceLossConfig
 from burnish.jobs.errors import RunError
 from burnish.jobs.preference import preference_objective, preparation
 from burnish.jobs.reference_cache import CachedReference, compute, load, save

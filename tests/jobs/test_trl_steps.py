@@ -24,9 +24,9 @@ pytest.importorskip("trl")
 
 from burnish.algorithms import ADVANTAGES
 from burnish.config.algorithm import AlgorithmConfig
-from burnish.config.preference_losses import PreferenceLossConfig
 from burnish.config.data import PreferenceDataConfig
 from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.config.preference_losses import PreferenceLossConfig
 from burnish.data.preference import load_pairs
 from burnish.data.unpaired import load_unpaired
 from burnish.jobs.objectives import policy_objective

@@ -46,7 +46,9 @@ def requirements(python: str) -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"]]
-    lines += [line for name, group in extras.items() if name not in ("bench", "mlflow") for line in group]
+    lines += [
+        line for name, group in extras.items() if name not in ("bench", "mlflow") for line in group
+    ]
     found = [Requirement(line) for line in lines]
     environment = default_environment() | {"python_version": python, "sys_platform": "linux"}
     return [

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from burnish.algorithms.distill import forward_kl, forward_kl_slope
 from burnish.config.algorithm import AlgorithmConfig
-from burnish.config.preference_losses import DpoLoss, KtoLoss
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.preference_losses import DpoLoss, KtoLoss
 from burnish.config.train import TrainConfig
 from burnish.jobs.distill import distill_objective
 from burnish.jobs.objectives import policy_objective, process_objective

@@ -34,8 +34,8 @@ from transformers import (
 import burnish.train.engine as train_engine
 from burnish.algorithms.distill import DIVERGENCES, SLOPES, forward_kl
 from burnish.config.algorithm import AlgorithmConfig
-from burnish.config.preference_losses import PreferenceLossConfig
 from burnish.config.model import ModelConfig
+from burnish.config.preference_losses import PreferenceLossConfig
 from burnish.config.train import TrainConfig
 from burnish.jobs.distill import distill_objective
 from burnish.jobs.objectives import (

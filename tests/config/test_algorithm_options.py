@@ -24,11 +24,13 @@ IN_REWARD = "{init_kl_coef: 0.1, placement: reward, estimator: k1, bias_correcti
     [
         (
             ["algorithm.kl.bias_correction=true"],
-            "algorithm.kl: bias_correction weighs the KL in the loss, but init_kl_coef is 0; remo",
+            "algorithm.kl: bias_correction multiplies the KL in the loss by the ratio, "
+            "but init_kl_coef is 0",
         ),
         (
             [f"algorithm.kl={IN_REWARD}"],
-            "algorithm.kl: bias_correction weighs the KL in the loss, but placement is reward; rem",
+            "algorithm.kl: bias_correction multiplies the KL in the loss by the ratio, "
+            "but placement is reward",
         ),
         (
             [

@@ -169,7 +169,8 @@ def _summary(section: Section, found: Found, *, cached: bool) -> str:
 
 def _listing(section: Section, found: Found) -> str:
     if found.num_bad == 1:
-        return found.problems[0]
+        skips = f"; correct or remove the row, or set {section.name}.on_bad_row=skip"
+        return found.problems[0] + (skips if found.counts["unusable"] else "")
     shown = len(found.problems)
     more = "" if shown == found.num_bad else f"; the first {shown}"
     kinds = ", ".join(f"{found.counts[k]} {k}" for k in ("unusable", "too long") if found.counts[k])

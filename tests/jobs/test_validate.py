@@ -81,7 +81,7 @@ def test_a_changed_file_or_setting_is_checked_again(tmp_path: Path) -> None:
     del tree["data"]["max_len"]
     text = path.read_text()
     path.write_text(text.replace('"2"', "null", 1))
-    with pytest.raises(DataError, match=r"rows.jsonl:1: "):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: .*or set data.on_bad_row=skip"):
         check(tree)
     path.write_text(text)
     assert check(tree) == ["data: 5 rows checked, no problems (cached result)"]
@@ -140,18 +140,21 @@ def test_skipped_rows_are_counted_and_the_run_continues(tmp_path: Path) -> None:
 def test_several_processes_find_the_same_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Spans of 3, 3 and 2 rows: one process has the first span, the other one the rest."""
     rows = [GOOD] * 3
     path = rows_file(tmp_path, *rows, BROKEN, *rows, BROKEN)
     tree = recipe("sft", path)
     with pytest.raises(DataError) as alone:
         check(tree)
     monkeypatch.setattr(validate, "PARALLEL_ROWS", 2)
-    monkeypatch.setattr(validate, "_SPAN_ROWS", 8)
+    monkeypatch.setattr(validate, "_SPAN_ROWS", 3)
     monkeypatch.setattr(validate, "_num_workers", lambda: 2)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    said: list[str] = []
     with pytest.raises(DataError) as together:
-        check(tree)
+        validate.check_launch(load_config(tree), say=said.append)
     assert str(together.value) == str(alone.value)
+    assert "data: checked 8 of 8 rows (2 processes)" in said
 
 
 def test_the_command_prints_its_results_and_exits_with_2(tmp_path: Path) -> None:

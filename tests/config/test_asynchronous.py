@@ -43,6 +43,26 @@ COPY, PARTIAL = "rollout.engine.own_weights=true", "rollout.partial=true"
             "end with the old ones",
             [[COPY, "rollout.partial=false"]],
         ),
+        (
+            [COPY, "rollout.run_ahead=2"],
+            "run_ahead=2 is above max_staleness=1: a group that is started further ahead",
+            [["rollout.run_ahead=1"], ["rollout.max_staleness=2"]],
+        ),
+        (  # 1 rollout ahead and 1.5 of a step: more than the S + 1 = 2 that can be trained in time
+            [COPY, "rollout.oversample=1.5"],
+            "starts 2.5 rollouts at a time, and max_staleness=1 allows 2; lower oversample or",
+            [["rollout.oversample=1"], ["rollout.run_ahead=0"], ["rollout.max_staleness=2"]],
+        ),
+        (
+            [PARTIAL, "rollout.max_staleness=0"],
+            "which max_staleness=0 does not allow; set max_staleness=1 or more",
+            [["rollout.max_staleness=1"]],
+        ),
+        (
+            ["rollout.max_staleness=null", "rollout.oversample=1.5"],
+            "oversample has no effect without max_staleness",
+            [[COPY, "rollout.max_staleness=2"]],
+        ),
     ],
 )
 def test_a_run_that_cannot_overlap_is_refused_and_each_way_out_is_accepted(

@@ -24,9 +24,10 @@ A100 = Kernels((2, 13), (8, 0))
 TOLERANCE = 0.10  # what was asked for; the largest difference seen is in docs/memory.md
 
 
-def model(hidden=64, layers=4, **more):
+def model(hidden=64, layers=4, *, tied=True, **more):
     sizes = {"hidden_size": hidden, "num_layers": layers, "num_heads": 4, "num_kv_heads": 2}
-    return ModelConfig(scratch=ScratchConfig(**sizes, max_position_embeddings=4096), **more)
+    sizes |= {"max_position_embeddings": 4096, "tie_word_embeddings": tied}
+    return ModelConfig(scratch=ScratchConfig(**sizes), **more)
 
 
 def rows_of(count, length, prompt, group=2):
@@ -90,6 +91,15 @@ GRID = [
     dict(
         hidden=64, layers=6, count=4, length=128, lora=LoraConfig(lora_rank=8), checkpointing=True
     ),
+    *(
+        dict(hidden=64, layers=4, count=2, length=128, lora=LoraConfig(lora_rank=8, **form))
+        for form in (
+            {"quantization": "nf4"},  # a pass saves codes and not the dequantized matrices
+            {"quantization": "nf4", "use_dora": True},
+            {"quantization": "nf4", "modules_to_save": ["embed_tokens", "lm_head"]},
+            {"target_modules": ["q_proj", "lm_head"]},
+        )
+    ),
 ]
 
 
@@ -101,7 +111,8 @@ def case(hidden, layers, count, length, passes=1, **more):
         accumulates=passes > 1,
         **more,
     )
-    return model(hidden, layers, lora=lora), work, passes
+    tied = lora is None or not (lora.modules_to_save or "lm_head" in lora.target_modules)
+    return model(hidden, layers, tied=tied, lora=lora), work, passes
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def _table(rows: tuple[Equivalent, ...], framework: str) -> Iterator[str]:
     dashes = "--" if framework == "OpenRLHF" else ""
     for row in rows:
         flags = ", ".join(f"`{dashes}{flag}`" for flag in row.flags)
-        renamed = f" (`{row.new}`)" if row.new else ""
+        renamed = f" (`{', '.join(row.new)}`)" if row.new else ""
         keys = "**missing**" if row.missing else ", ".join(f"`{key}`" for key in row.keys)
         yield table_row(flags + renamed, keys, row.missing or row.note).rstrip()
 

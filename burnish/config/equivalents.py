@@ -22,8 +22,8 @@ class Equivalent(NamedTuple):
     note: str = ""
     missing: str = ""
     """Advice if there is no replacement, else empty."""
-    new: str = ""
-    """Later name of the flags, if they were renamed."""
+    new: tuple[str, ...] = ()
+    """Later names of the flags, if they were renamed."""
 
 
 class Command(NamedTuple):
@@ -44,10 +44,11 @@ class Framework(NamedTuple):
     """Reason by flag, for flags without a row."""
 
     def flags(self, command: str) -> dict[str, Equivalent]:
-        """Return the row of each flag of a command. Its own rows replace those of its blocks."""
+        """Return the row of each flag of a command, by all names of the flag. Its own rows replace
+        those of its blocks."""
         chosen = self.commands[command]
         tables = [*(self.blocks[name] for name in chosen.blocks), chosen.own]
-        return {flag: row for table in tables for row in table for flag in row.flags}
+        return {flag: row for table in tables for row in table for flag in (*row.flags, *row.new)}
 
 
 def equivalents() -> dict[str, Framework]:
@@ -152,28 +153,30 @@ def key_types(job: str, dotted: str) -> list[Any]:
 
 
 def _framework(content: Mapping[str, Any]) -> Framework:
+    renamed, left_out = content.get("renamed", {}), content.get("left_out", {})
     commands = {
-        name: Command(command["job"], tuple(command["blocks"]), _rows(command["flags"]))
+        name: Command(command["job"], tuple(command["blocks"]), _rows(command["flags"], renamed))
         for name, command in content["commands"].items()
     }
-    left_out = content.get("left_out", {})
     return Framework(
         about=content["about"],
-        blocks={name: _rows(rows) for name, rows in content["blocks"].items()},
+        blocks={name: _rows(rows, renamed) for name, rows in content["blocks"].items()},
         commands=commands,
         left_out={flag: why for flags, why in left_out.items() for flag in _names(flags)},
     )
 
 
-def _rows(content: Mapping[str, Any]) -> tuple[Equivalent, ...]:
-    return tuple(_row(flags, row) for flags, row in content.items())
+def _rows(content: Mapping[str, Any], renamed: Mapping[str, str]) -> tuple[Equivalent, ...]:
+    return tuple(_row(flags, row, renamed) for flags, row in content.items())
 
 
-def _row(flags: str, content: Any) -> Equivalent:
+def _row(flags: str, content: Any, renamed: Mapping[str, str]) -> Equivalent:
     fields = dict(content) if isinstance(content, dict) else {"key": content}
     keys = fields.pop("key", [])
-    listed = (keys,) if isinstance(keys, str) else tuple(keys)
-    return Equivalent(_names(flags), listed, **fields)
+    listed, names = (keys,) if isinstance(keys, str) else tuple(keys), _names(flags)
+    given = (fields.pop("new", ""), *(renamed.get(name, "") for name in names))
+    new = tuple(dict.fromkeys(name for text in given if text for name in _names(text)))
+    return Equivalent(names, listed, **fields, new=new)
 
 
 def _names(flags: str) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""docs/compare.md is up to date, names keys that exist, and has the flags of the installed TRL."""
+"""docs/compare.md is up to date, names keys that exist, and has the flags of the installed TRL and
+of OpenRLHF 0.11.2."""
 
 import dataclasses
 import re
@@ -74,3 +75,11 @@ def test_every_field_of_trl_has_a_row_or_a_reason(name):
     rows = set(known.flags(name))
     assert fields - rows == set(known.left_out)
     assert rows <= fields
+
+
+@pytest.mark.parametrize("command", FRAMEWORKS["OpenRLHF"].commands)
+def test_every_flag_of_openrlhf_has_a_row(command):
+    lines = (Path(__file__).parent / "openrlhf_flags.txt").read_text().splitlines()[1:]
+    flags = {flag for flag, *commands in map(str.split, lines) if command in commands}
+    assert len(flags) > 70
+    assert not flags - set(FRAMEWORKS["OpenRLHF"].flags(command))

@@ -257,3 +257,27 @@ def test_larger_bounds_hold_and_every_prompt_is_trained_once(
     assert Counter(name for ids in steps for name in ids) == {
         f"prompts:{i}@0": 1 for i in range(40)
     }
+
+
+@pytest.mark.parametrize("mode", ["recompute", "finish", "continue"])
+def test_episodes_continue_under_newer_weights(
+    mode: str, tmp_path: Path, random_latency: None
+) -> None:
+    """Weights arrive between and within the turns of conversations whose cache is kept. Tokens of
+    the trained version have its log-probs, unless ``continue`` reads keys of older weights."""
+    own = {"max_staleness": 2, "oversample": 1.5, "in_flight": mode, **OWN}
+    tree = {**EPISODES, "algorithm": {"correction": {}}, "max_steps": 8}
+    burnish.run(recipe(tmp_path, "run", tree, **own))
+    lines = numbers(tmp_path / "run")
+    ages = [line["rollout/age_max"] for line in lines]
+    assert len(ages) == 8 and 1 <= max(ages) <= 2
+    assert max(line["episodes/turns"] for line in lines) > 1
+    kls = [(name, line[name]) for line in lines for name in line if name.endswith("behavior_kl")]
+    now = [kl for name, kl in kls if name == "train/age_0_behavior_kl"]
+    assert max(kl for name, kl in kls if name != "train/age_0_behavior_kl") > 1e-4
+    if mode == "continue":
+        assert max(now) > 1e-8  # otherwise no weights arrived within a conversation
+    else:
+        assert max(now) < 1e-10  # half the square of an fp32 rounding error
+    steps = trained_prompts(tmp_path / "run")
+    assert len({name for ids in steps for name in ids}) == 4 * 8

@@ -34,7 +34,9 @@ class JobEntry(NamedTuple):
 REGISTRY: dict[str, JobEntry] = {
     "sft": JobEntry(SFTConfig, "burnish.jobs.sft", "Supervised fine-tuning on demonstrations."),
     "rm": JobEntry(
-        RewardModelConfig, "burnish.jobs.reward_model", "A reward model from preference pairs."
+        RewardModelConfig,
+        "burnish.jobs.reward_model",
+        "A reward model from preference pairs, scores, classes or step labels.",
     ),
     "preference": JobEntry(
         PreferenceConfig,

@@ -83,3 +83,26 @@ def test_every_flag_of_openrlhf_has_a_row(command):
     flags = {flag for flag, *commands in map(str.split, lines) if command in commands}
     assert len(flags) > 70
     assert not flags - set(FRAMEWORKS["OpenRLHF"].flags(command))
+
+
+IN_DEMAND = {
+    ("OpenRLHF", "train_ppo_ray"): "logger.wandb.project async_train async_queue_size "
+    "partial_rollout_enable agent_func_path load_in_4bit vllm_tensor_parallel_size "
+    "deepspeed_enable_sleep vllm_enable_sleep ref_reward_offload colocate_all_models "
+    "attn_implementation num_episodes max_epochs max_samples freezing_actor_steps "
+    "critic.freezing_steps save_value_network eval_dataset actor.optim ds.ring_attn_size "
+    "ckpt.save_hf ckpt.disable_ds",
+    ("OpenRLHF", "train_sft"): "use_wandb load_in_4bit lora_rank target_modules max_samples",
+    ("OpenRLHF", "train_dpo"): "ref_offload ipo label_smoothing nll_loss_coef packing_samples",
+    ("TRL", "GRPOConfig"): "use_vllm vllm_mode vllm_server_base_url loss_type scale_rewards "
+    "sync_ref_model report_to push_to_hub optim lr_scheduler_type mask_truncated_completions",
+    ("TRL", "SFTConfig"): "packing assistant_only_loss neftune_noise_alpha eos_token push_to_hub",
+    ("TRL", "DPOConfig"): "loss_type precompute_ref_log_probs sync_ref_model f_divergence_type",
+}
+"""Flags that users of the other framework often set, by command."""
+
+
+def test_flags_in_demand_have_a_replacement():
+    for (framework, command), flags in IN_DEMAND.items():
+        rows = FRAMEWORKS[framework].flags(command)
+        assert not [flag for flag in flags.split() if rows[flag].missing], command

@@ -40,19 +40,94 @@ def test_torchrun_and_srun_describe_the_same_rank() -> None:
     assert [first_host(text) for text in ("n1", "a[3,5]-ib,b2")] == ["n1", "a3-ib"]
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [{}, {**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}],
-    ids=["no launcher", "one rank", "a batch script"],
-)
+SRUN = {
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "gpu07",
+}
+SINGLE: dict[str, dict[str, str]] = {
+    "no launcher": {},
+    "torchrun with one rank": {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
+    "the number of ranks alone": {"WORLD_SIZE": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"},
+    "accelerate launch with one process": {
+        "ACCELERATE_USE_CPU": "True",
+        "ACCELERATE_MIXED_PRECISION": "no",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    },
+    "a batch script": {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"},
+    "an interactive shell of one task": {
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NTASKS": "8",
+        "SLURM_STEP_NUM_TASKS": "1",
+    },
+    "DeepSpeed's own variable": {"LOCAL_RANK": "0"},
+    "empty variables": {"RANK": "", "WORLD_SIZE": ""},
+    "mpirun with one process": {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+    "a job of a Ray that srun started": {**SRUN, "RAY_RAYLET_PID": "7"},
+    "the same in a step without a count": {"SLURM_PROCID": "3", "RAY_RAYLET_PID": "7"},
+}
+
+
+@pytest.mark.parametrize("environment", SINGLE.values(), ids=list(SINGLE))
 def test_a_single_process_is_no_rank(environment: dict[str, str]) -> None:
     assert launched_rank(environment) is None
 
 
-@pytest.mark.parametrize("wrong", [{"RANK": "2"}, {"RANK": "x"}, {"MASTER_ADDR": ""}])
-def test_inconsistent_variables_are_an_error(wrong: dict[str, str]) -> None:
-    with pytest.raises(LaunchError, match=next(iter(wrong))):
-        launched_rank({**TORCHRUN, **wrong})
+def without(*names: str) -> dict[str, str]:
+    return {name: value for name, value in TORCHRUN.items() if name not in names}
+
+
+INCONSISTENT: list[tuple[dict[str, str], str]] = [
+    (without("WORLD_SIZE"), r"RANK=1, but WORLD_SIZE is not set \(set are RANK=1, LOCAL_RANK=1"),
+    ({"RANK": "0"}, "RANK=0, but WORLD_SIZE is not set"),
+    (without("RANK"), "WORLD_SIZE=2, but RANK is not set"),
+    ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two, but RANK is not set"),
+    (without("RANK", "WORLD_SIZE"), "LOCAL_RANK=1, but RANK and WORLD_SIZE are not set"),
+    ({"LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE=2, but RANK and WORLD_SIZE are not set"),
+    (without("LOCAL_RANK"), "LOCAL_RANK is not set .*LOCAL_RANK=0 if a node has one rank"),
+    (without("MASTER_ADDR"), "MASTER_ADDR is not set"),
+    (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+    (without("MASTER_PORT"), "MASTER_PORT is not set"),
+    (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
+    (TORCHRUN | {"RANK": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
+    (TORCHRUN | {"WORLD_SIZE": "1"}, "RANK=1 is not below WORLD_SIZE=1"),
+    (TORCHRUN | {"RANK": "x"}, "RANK='x' is not a number of at least 0"),
+    (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a number of at least 1"),
+    (TORCHRUN | {"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1' is not a number"),
+    (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2, LOCAL_WORLD_SIZE=2 and WORLD_SIZE=2"),
+    (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, "LOCAL_RANK=1, LOCAL_WORLD_SIZE=4 and WORLD_SIZE=2"),
+    (SRUN | {"WORLD_SIZE": "4"}, r"WORLD_SIZE=4, but the SLURM step has 2 .*SLURM_PROCID=1"),
+    (SRUN | {"RANK": "0"}, "RANK=0, but the SLURM step has 1"),
+    (SRUN | {"RANK": "0", "WORLD_SIZE": "1"}, "WORLD_SIZE=1 is less than SLURM_STEP_NUM_TASKS=2"),
+    (SRUN | {"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK is not set"),
+    (SRUN | {"SLURM_PROCID": "2"}, "SLURM_PROCID=2 is not below SLURM_STEP_NUM_TASKS=2"),
+    (SRUN | {"SLURM_PROCID": ""}, "SLURM_PROCID is not set"),
+    (SRUN | {"SLURM_STEP_NUM_TASKS": ""}, "SLURM_PROCID=1, but SLURM_STEP_NUM_TASKS is not set"),
+    ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "mpirun started 2 processes"),
+    ({"PMI_RANK": "0", "PMI_SIZE": "2"}, r"RANK=\$PMI_RANK, WORLD_SIZE=\$PMI_SIZE"),
+]
+
+
+@pytest.mark.parametrize(("environment", "message"), INCONSISTENT)
+def test_inconsistent_variables_are_an_error(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        launched_rank(environment)
+
+
+def test_variables_of_a_slurm_step_complete_those_of_torch() -> None:
+    """A script that exports WORLD_SIZE, and a wrapper that also sets RANK, in every task."""
+    alone = launched_rank(SRUN)
+    assert alone is not None
+    assert launched_rank({**SRUN, "WORLD_SIZE": "2"}) == alone
+    wrapped = launched_rank({**SRUN, "WORLD_SIZE": "2", "RANK": "1"})
+    assert wrapped is not None and wrapped.environment() == alone.environment()
+    # torchrun in each of two tasks: four ranks, described by torchrun
+    nested = launched_rank({**SRUN, **TORCHRUN, "RANK": "3", "WORLD_SIZE": "4"})
+    assert nested is not None and (nested.rank, nested.size) == (3, 4)
 
 
 def test_ranks_come_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

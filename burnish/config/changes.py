@@ -7,21 +7,29 @@ from typing import Any
 
 
 def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Return dotted key -> ``old then, new now``, in key order, for two resolved configs as trees
-    of plain values.
+    """Return dotted key -> ``was old, now new``, in key order, for two resolved configs as trees of
+    plain values.
 
     >>> changed_settings({"train": {"lr": 0.1, "kind": "sgd"}}, {"train": {"lr": 0.2}})
-    {'train.kind': "'sgd' then, None now", 'train.lr': '0.1 then, 0.2 now'}
+    {'train.kind': "was 'sgd', now None", 'train.lr': 'was 0.1, now 0.2'}
     """
-    old, new = _flat(then), _flat(now)
+    changed = different_values(flat(then), flat(now))
+    return {key: f"was {old!r}, now {new!r}" for key, (old, new) in changed.items()}
+
+
+def different_values(
+    first: Mapping[str, Any], second: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Return key -> (value in ``first``, value in ``second``) for the keys whose values differ, in
+    key order; None for a missing key."""
     return {
-        key: f"was {old.get(key)!r}, now {new.get(key)!r}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
+        key: (first.get(key), second.get(key))
+        for key in sorted(first.keys() | second.keys())
+        if first.get(key) != second.get(key)
     }
 
 
-def _flat(tree: Any, path: str = "") -> dict[str, Any]:
+def flat(tree: Any, path: str = "") -> dict[str, Any]:
     """Return dotted key -> value; an empty mapping or list is a value."""
     if isinstance(tree, Mapping) and tree:
         items: Any = tree.items()
@@ -31,5 +39,5 @@ def _flat(tree: Any, path: str = "") -> dict[str, Any]:
         return {path: tree}
     found: dict[str, Any] = {}
     for key, value in items:
-        found |= _flat(value, f"{path}.{key}" if path else str(key))
+        found |= flat(value, f"{path}.{key}" if path else str(key))
     return found

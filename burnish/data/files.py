@@ -182,6 +182,18 @@ def files_digests(configs: Sequence[SourceConfig]) -> dict[str, str]:
     return digests
 
 
+def content_digest(path: Path) -> bytes:
+    """Return the SHA-256 of a file. The result is kept in this process until the file changes."""
+    stat = path.stat()
+    return _content_digest(path, (stat.st_size, stat.st_mtime_ns, stat.st_ino))
+
+
+@cache
+def _content_digest(path: Path, state: tuple[int, int, int]) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
 def _files_of(config: FileSource) -> list[Path]:
     """Return the files of a source. Raises DataError if there is none, or if they are missing, of
     unknown type, or of different types or columns."""

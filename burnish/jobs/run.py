@@ -83,7 +83,7 @@ def run(
     check_inputs(read, resumed=resumed)
     check_head_divisibility(read, download=True)
     check_families(read, download=True)
-    with connected(config.cluster, device=config.resolve().device) as launched:
+    with connected(config, resumed=resumed) as launched:
         ranks = SINGLE if launched is None else launched.group
         run_dir = ranks.from_first(lambda: _folder(config, resume))
         done = job.prepare(config, run_dir, resumed=resumed)

@@ -27,6 +27,7 @@ from burnish.config.job import RowsJob
 from burnish.config.rewards import FailurePolicy, RewardConfig, ShapingConfig
 from burnish.config.score import ScoreConfig
 from burnish.data.encoders import encoder_of
+from burnish.data.files import content_digest
 from burnish.data.forms import open_rows
 from burnish.data.sources import DataError, Source
 from burnish.data.stream import RowRef
@@ -316,8 +317,7 @@ def _key(section: Section, tokenizer: PreTrainedTokenizerBase) -> str | None:
     ]
     digest.update(json.dumps(settings, default=str).encode())
     for path in paths:
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        digest.update(content_digest(path))
     return digest.hexdigest()
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from burnish.config.model import ModelConfig
 
-_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt")
+"""Suffixes of weight files."""
 _ENDS_BYTES = 1 << 22
 
 
@@ -20,12 +21,24 @@ def weights_digest(models: Sequence[ModelConfig]) -> str:
     """
     digest = hashlib.sha256()
     for path in (Path(model.path) for model in models if model.path is not None):
-        files = sorted(p for p in path.glob("*") if p.suffix in _WEIGHTS) if path.is_dir() else []
-        for file in files:
-            size = file.stat().st_size
-            digest.update(f"{file.name} {size}\n".encode())
-            with file.open("rb") as opened:
-                digest.update(opened.read(_ENDS_BYTES))
-                opened.seek(max(0, size - _ENDS_BYTES))
-                digest.update(opened.read(_ENDS_BYTES))
+        files = path.glob("*") if path.is_dir() else ()
+        for file in sorted(file for file in files if file.suffix in WEIGHT_SUFFIXES):
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+            for part in _ends(file):
+                digest.update(part)
     return digest.hexdigest()
+
+
+def file_ends_digest(file: Path) -> str:
+    """Return a digest of the first and last 4 MiB of a file."""
+    digest = hashlib.sha256()
+    for part in _ends(file):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _ends(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as opened:
+        yield opened.read(_ENDS_BYTES)
+        opened.seek(max(0, file.stat().st_size - _ENDS_BYTES))
+        yield opened.read(_ENDS_BYTES)

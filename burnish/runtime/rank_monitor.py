@@ -114,7 +114,7 @@ class RankMonitor:
                 found = self._first_failure()
                 cause = None if found is None else f"{self._name(found[0])} failed: {found[1]}"
             except RuntimeError as error:  # the store ended with the process that served it
-                text = f"the store of the ranks does not respond ({_first_line(error)})"
+                text = f"the store of the ranks does not respond ({first_line(error)})"
                 cause = f"rank 0 failed: {text}"
             if cause is not None and not self._ends_by_itself():
                 self._end(cause)
@@ -232,7 +232,7 @@ class RankMonitor:
         except RuntimeError as error:
             raise RankLostError(
                 f"rank 0 ended during {name}: the store of the ranks does not respond "
-                f"({_first_line(error)}). All ranks end"
+                f"({first_line(error)}). All ranks end"
             ) from error
         yield
 
@@ -265,5 +265,6 @@ def _sigterm_ignored() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
     return str(error).strip().partition("\n")[0]

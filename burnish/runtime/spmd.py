@@ -6,13 +6,16 @@ ranks see equal numbers and take equal decisions. An engine is that of a Ray wor
 (``worker.TrainWorker``), called in this process: timeouts of collectives and random numbers of
 passes are the same.
 
-:class:`Ranks` connects the ranks before anything is loaded. Rank 0 writes the run folder."""
+:class:`Ranks` connects the ranks and compares their inputs before anything is loaded. Rank 0 writes
+the run folder."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -25,6 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from burnish.checkpoint.save import PendingSave
+from burnish.config import JobConfig
 from burnish.config.cluster import ClusterConfig
 from burnish.config.launch import LaunchedRank, LaunchError, launched_rank
 from burnish.config.model import ModelConfig, PrecisionConfig
@@ -35,7 +39,8 @@ from burnish.observe.timeline import Timeline
 from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS
 from burnish.runtime.inline import InlineRuntime
 from burnish.runtime.limits import Limits
-from burnish.runtime.rank_monitor import RankMonitor
+from burnish.runtime.rank_inputs import Inputs, different_inputs, inputs_of
+from burnish.runtime.rank_monitor import RankMonitor, first_line
 from burnish.runtime.worker import TrainWorker, WorkerInfo
 from burnish.train.base import HasLogprobs, Loss, StepStats, TrainEngine
 from burnish.train.engine import FrozenBase
@@ -44,48 +49,183 @@ from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch._C._distributed_c10d import TCPStore
 
 T = TypeVar("T")
 
 
 _CONNECTIONS = count()
 """Numbers the runs of this process: a launcher's store keeps the keys of earlier runs."""
+_STORES: dict[tuple[str, int, int], TCPStore] = {}
+"""(address, port, rank) -> store, for all runs of this process: rank 0 would close it between two
+runs, while another rank connects to it."""
+_POLL_S = 0.05
+_GRACE_S = 5.0
+"""Maximum seconds for which rank 0 waits until the others have received a problem."""
 
 
 class Ranks:
-    """The connected ranks of a launcher: their process group and their monitor."""
+    """The connected ranks of a launcher: their store, their monitor and their process group."""
 
-    def __init__(self, rank: LaunchedRank, config: ClusterConfig, *, device: str) -> None:
-        """Connect to the other ranks. ``device``: ``train.engine.device`` of the recipe.
+    device: str
+    """Device of this rank, once :meth:`join` has returned."""
+    group: RankGroup
 
-        Raises LaunchError if a rank does not connect within ``cluster.start_timeout_s``, or if
-        this node has fewer GPUs than ranks.
+    def __init__(self, rank: LaunchedRank, config: ClusterConfig) -> None:
+        """Connect to the store of the ranks, and wait until all ranks are connected.
+
+        Raises LaunchError, on all connected ranks with the same message, if a rank does not connect
+        within ``cluster.start_timeout_s``, or if two processes have the same rank.
         """
         self.launched, self.config = rank, config
-        self.device = rank_device(device, rank)
         self.limits = Limits(config.call_timeout_s, config.collective_timeout_s)
         torch.set_num_threads(max(1, int(config.cpus_per_worker)))
         os.environ.update(rank.environment())
-        store = self._join()
-        self.group = RankGroup(torch.distributed.group.WORLD)
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        number = next(_CONNECTIONS)
+        try:
+            store = self._open_store()
+            self._store = PrefixStore(f"burnish {number}", store)
+            problem = self._meet()
+        except RuntimeError as error:
+            raise LaunchError(
+                f"rank {rank.rank} of {rank.size} (host {socket.gethostname()}) cannot connect to "
+                f"the others through {rank.address}:{rank.port} within "
+                f"{config.start_timeout_s:g} s (cluster.start_timeout_s): {first_line(error)}. "
+                f"Check the output of rank 0, that all {rank.size} ranks were started, and that "
+                "every node reaches this address and port"
+            ) from error
+        if problem:
+            raise LaunchError(problem)
         self.monitor = RankMonitor(
-            store, rank=rank.rank, size=rank.size, timeout_s=config.heartbeat_timeout_s
+            PrefixStore(f"burnish monitor {number}", store.clone()),  # type: ignore[attr-defined]
+            rank=rank.rank,
+            size=rank.size,
+            timeout_s=config.heartbeat_timeout_s,
         )
 
-    def _join(self) -> Store:
-        from torch import distributed
-        from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
+    def _open_store(self) -> TCPStore:
+        """Connect to torchrun's store, or to that of rank 0, which starts here."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        rank, gpu, number = self.launched, self.device.startswith("cuda"), next(_CONNECTIONS)
+        rank = self.launched
+        key = (rank.address, rank.port, rank.rank)
+        if key in _STORES:
+            return _STORES[key]
+        in_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        _STORES[key] = TCPStore(
+            rank.address,
+            rank.port,
+            rank.size,
+            is_master=rank.rank == 0 and not in_agent,
+            timeout=timedelta(seconds=self.config.start_timeout_s),
+            wait_for_workers=False,  # rank 0 names those that are missing
+            multi_tenant=True,  # torch's own rendezvous in this process may use the same port
+        )
+        return _STORES[key]
+
+    def _meet(self) -> str:
+        """Wait for all ranks. Return the problem of this launch; an empty text if there is none."""
+        rank = self.launched
+        own = f"rank {rank.rank} (host {socket.gethostname()}, pid {os.getpid()})"
+        if self._store.add(f"claimed/{rank.rank}", 1) > 1:
+            first = bytes(self._store.get(f"here/{rank.rank}")).decode()
+            problem = (
+                f"two processes have RANK={rank.rank}: {first} and {own}. Give every process its "
+                "own RANK (torchrun, accelerate launch and srun do)"
+            )
+            self._store.set("problem", problem)
+            return problem
+        self._store.set(f"here/{rank.rank}", own)
+        if rank.rank == 0:
+            self._store.set("size", str(rank.size))
+            return self._announce("met", self._missing())
+        wait = timedelta(seconds=self.config.start_timeout_s + _GRACE_S)
+        self._store.wait(["met"], wait)
+        size = int(self._store.get("size"))
+        if size != rank.size:
+            return f"{own} has WORLD_SIZE={rank.size}, but rank 0 has {size}. Set the same on all"
+        return self._announced("met")
+
+    def _missing(self) -> str:
+        """Wait for all ranks on rank 0. Return an error message that names the missing ones."""
+        rank, wait_s = self.launched, self.config.start_timeout_s
+        left, ends = list(range(rank.size)), time.monotonic() + wait_s
+        while True:
+            left = [r for r in left if not self._store.check([f"here/{r}"])]
+            if self._store.check(["problem"]):
+                return bytes(self._store.get("problem")).decode()
+            if not left:
+                return ""
+            if time.monotonic() > ends:
+                break
+            time.sleep(_POLL_S)
+        here = [r for r in range(rank.size) if r not in left]
+        names = [bytes(self._store.get(f"here/{r}")).decode() for r in here]
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        ended = "rank" if len(left) == 1 else "ranks"
+        return (
+            f"{ended} {', '.join(map(str, left))} of {rank.size} did not connect to "
+            f"{rank.address}:{rank.port} within {wait_s:g} s (cluster.start_timeout_s); connected "
+            f"are {', '.join(names[:8])}{more}. Check the output of the missing ranks for an "
+            "error, that they were started, and that their nodes reach this address and port"
+        )
+
+    def _announce(self, key: str, problem: str) -> str:
+        """Send a problem, or an empty text, from rank 0 to the other ranks. Wait until they have
+        received a problem: the store may end with this process."""
+        self._store.set(key, problem)
+        ends = time.monotonic() + _GRACE_S
+        others = sum(self._store.check([f"here/{r}"]) for r in range(1, self.launched.size))
+        while problem and self._store.add(f"received/{key}", 0) < others:
+            if time.monotonic() > ends:
+                break
+            time.sleep(_POLL_S)
+        return problem
+
+    def _announced(self, key: str) -> str:
+        problem = bytes(self._store.get(key)).decode()
+        if problem:
+            self._store.add(f"received/{key}", 1)
+        return problem
+
+    def different_inputs(self, own: Inputs) -> str:
+        """Return the differences between the inputs of the ranks, the same text on all of them; an
+        empty text if there are none. Waits as long as a rank computes its inputs."""
+        rank, name = self.launched, "the comparison of the inputs"
+        sent = {"host": socket.gethostname(), "inputs": own}
+        self._store.set(f"inputs/{rank.rank}", json.dumps(sent))
+        if rank.rank != 0:
+            with self.monitor.long_block_of_first(name):
+                return self._announced("compared")
+        with self.monitor.long_block_of_first(name):
+            found = [json.loads(self._received(f"inputs/{r}")) for r in range(rank.size)]
+            hosts = [one["host"] for one in found]
+            problem = different_inputs([one["inputs"] for one in found], hosts) or ""
+            self._store.set("compared", problem)
+        return self._announce("compared", problem)
+
+    def _received(self, key: str) -> bytes:
+        """Wait for the value of a key, which the monitor ends if a rank fails."""
+        while not self._store.check([key]):
+            time.sleep(_POLL_S)
+        return bytes(self._store.get(key))
+
+    def join(self, device: str) -> None:
+        """Form the process group. ``device``: that of the recipe. Raises LaunchError if a rank does
+        not join, or if this node has fewer GPUs than ranks."""
+        from torch import distributed
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        rank, self.device = self.launched, rank_device(device, self.launched)
+        gpu = self.device.startswith("cuda")
         if gpu:
             torch.cuda.set_device(self.device)
         try:
-            wait = timedelta(seconds=self.config.start_timeout_s)
-            store, _, _ = next(rendezvous("env://", timeout=wait))
             distributed.init_process_group(
                 "nccl" if gpu else "gloo",
-                store=PrefixStore(f"burnish {number}", store),
+                store=PrefixStore("group", self._store),
                 rank=rank.rank,
                 world_size=rank.size,
                 timeout=timedelta(seconds=self.limits.call_s),
@@ -93,13 +233,11 @@ class Ranks:
             distributed.barrier()
         except RuntimeError as error:
             raise LaunchError(
-                f"rank {rank.rank} of {rank.size} (host {socket.gethostname()}) cannot connect to "
-                f"the others through {rank.address}:{rank.port} within "
-                f"{self.config.start_timeout_s:g} s (cluster.start_timeout_s): "
-                f"{str(error).strip().partition(chr(10))[0]}. Check that all {rank.size} ranks "
-                "were started, and that every node reaches this address and port"
+                f"rank {rank.rank} of {rank.size} (host {socket.gethostname()}) cannot form the "
+                f"process group: {first_line(error)}. Check that the nodes reach each other on "
+                "all ports (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME select the network)"
             ) from error
-        return PrefixStore(f"burnish monitor {number}", store.clone())
+        self.group = RankGroup(distributed.group.WORLD)
 
     def from_first(self, name: str, make: Callable[[], T]) -> T:
         """Return the result of ``make`` on rank 0 as :meth:`RankGroup.from_first` does, for calls
@@ -117,8 +255,9 @@ class Ranks:
     def close(self) -> None:
         """Leave the process group."""
         self.monitor.close()
-        with suppress(RuntimeError):
-            torch.distributed.destroy_process_group()
+        if torch.distributed.is_initialized():
+            with suppress(RuntimeError):
+                torch.distributed.destroy_process_group()
 
 
 def rank_device(device: str, rank: LaunchedRank) -> str:
@@ -143,10 +282,14 @@ def rank_device(device: str, rank: LaunchedRank) -> str:
 
 
 @contextmanager
-def connected(config: ClusterConfig, *, device: str) -> Iterator[Ranks | None]:
+def connected(config: JobConfig, *, resumed: bool) -> Iterator[Ranks | None]:
     """Connect the ranks of a launcher for the duration of a run; None with another runtime. Ranks
-    other than 0 print only errors. Raises LaunchError."""
-    if config.runtime != "spmd":
+    other than 0 print only errors.
+
+    Raises LaunchError, on all ranks with the same message, if their inputs differ.
+    """
+    cluster, device = config.cluster, config.resolve().device
+    if cluster.runtime != "spmd":
         yield None
         return
     rank = launched_rank()
@@ -156,15 +299,23 @@ def connected(config: ClusterConfig, *, device: str) -> Iterator[Ranks | None]:
             "process; start with torchrun --nproc-per-node N -m burnish ..., or set "
             "cluster.runtime=inline cluster.policy_ranks=1, or cluster.runtime=ray"
         )
-    if rank.size != config.policy_ranks:
+    if rank.size != cluster.policy_ranks:
         raise LaunchError(
-            f"cluster.policy_ranks={config.policy_ranks}, but {rank.launcher} started {rank.size} "
+            f"cluster.policy_ranks={cluster.policy_ranks}, but {rank.launcher} started {rank.size} "
             "ranks; load the recipe with burnish.load_config in the ranks"
         )
     with ExitStack() as stack:
         stack.enter_context(nullcontext() if rank.rank == 0 else silenced())
-        ranks = Ranks(rank, config, device=device)
+        ranks = Ranks(rank, cluster)
         stack.callback(ranks.close)
+        with ranks.monitor.reported():
+            kind, reads = resolve_device(device).type, 0 in (rank.rank, rank.local_rank)
+            own = inputs_of(config, resumed=resumed, device=kind, reads_contents=reads)
+            different = ranks.different_inputs(own)
+            if not different:
+                ranks.join(device)
+        if different:  # not in the block: every rank reports it
+            raise LaunchError(different)
         with ranks.monitor.reported():
             yield ranks
         ranks.monitor.wait_for_first()

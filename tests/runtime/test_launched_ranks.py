@@ -11,9 +11,11 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from itertools import count
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,8 +23,12 @@ from safetensors.torch import load_file
 from torch.distributed import HashStore
 
 import burnish
+from burnish.config.cluster import ClusterConfig
+from burnish.config.launch import LaunchedRank, LaunchError
+from burnish.runtime import spmd
 from burnish.runtime.rank_monitor import RankLostError, RankMonitor
-from burnish.runtime.spmd import SpmdTrainEngine
+from burnish.runtime.spmd import Ranks, SpmdTrainEngine
+from burnish.train import sharded_state
 from burnish.train.base import StepStats
 
 pytestmark = pytest.mark.slow
@@ -86,23 +92,64 @@ def test_jobs_on_two_ranks_match_one_process(
             torch.testing.assert_close(weights[name], tensor, atol=FP32, rtol=0)
 
 
-def test_a_killed_rank_ends_all_and_the_run_can_be_resumed(
+def test_killed_ranks_end_all_and_the_run_can_be_resumed(
     tmp_path: Path, run_together: Callable[..., list[int]]
 ) -> None:
-    """Rank 1 of two is killed in its third step, after two checkpoints. The resumed run has the
-    weights of an undisturbed one, bit for bit."""
+    """Rank 1 of two shards is killed in its third step, after two checkpoints; and, resumed, in the
+    third checkpoint, after it has written its part. The run that is resumed again has the weights
+    of an undisturbed one, bit for bit."""
     write_rows(tmp_path)
-    ranks = launches(tmp_path, 2, "kill")
-    codes = run_together(Path(__file__), ranks, tmp_path, timeout_s=100, end_well=False)
-    assert codes[0] == 1 and codes[1] != 0
-    log = (tmp_path / "rank0.log").read_text()
-    assert re.search(r"rank 1 \(.*\) (ended without a message|failed: sent no heartbeat)", log)
-    folders = sorted(path.name for path in (tmp_path / "sft faulty/checkpoints").iterdir())
-    assert folders == ["step_000001", "step_000002"]
+    for task in ("kill", "kill in a save"):
+        ranks = launches(tmp_path, 2, task)
+        codes = run_together(Path(__file__), ranks, tmp_path, timeout_s=100, end_well=False)
+        assert codes[0] == 1 and codes[1] != 0
+        log = (tmp_path / "rank0.log").read_text()
+        assert re.search(r"rank 1 \(.*\) (ended without a message|failed: sent no heartbeat)", log)
+        checkpoints = tmp_path / "full faulty/checkpoints"
+        complete = sorted(path.name for path in checkpoints.glob("step*"))
+        assert complete == ["step_000001", "step_000002"]
+    assert "checkpointing.py" in log, "rank 0 waited for rank 1 in the save"
+    assert not any(checkpoints.glob(".tmp*")), "rank 0 removes the incomplete checkpoint"
     run_together(Path(__file__), launches(tmp_path, 2, "resume"), tmp_path, timeout_s=100)
-    path = "checkpoints/step_000004/policy/master.safetensors"
-    resumed, undisturbed = (load_file(tmp_path / f"sft {n}" / path) for n in ("faulty", "whole"))
-    assert all(torch.equal(resumed[name], undisturbed[name]) for name in undisturbed)
+    for part in range(2):
+        path = f"checkpoints/step_000004/policy/master-{part + 1:05}-of-00002.safetensors"
+        resumed, undisturbed = (
+            load_file(tmp_path / f"full {n}" / path) for n in ("faulty", "whole")
+        )
+        assert all(torch.equal(resumed[name], undisturbed[name]) for name in undisturbed)
+
+
+def test_ranks_with_different_inputs_end_before_anything_is_written(
+    tmp_path: Path, run_together: Callable[..., list[int]]
+) -> None:
+    """Rank 1 has another learning rate, and the same rows in another folder, which is no
+    difference."""
+    write_rows(tmp_path)
+    (tmp_path / "copy").mkdir()
+    write_rows(tmp_path / "copy")
+    ranks = launches(tmp_path, 2, "differ")
+    codes = run_together(Path(__file__), ranks, tmp_path, timeout_s=100, end_well=False)
+    assert codes == [1, 1], "a traceback: the command line makes it 2"
+    expected = (
+        f"LaunchError: the ranks have different inputs, so they would train different models (rank "
+        f"0 is on host {socket.gethostname()}):\n"
+        f"  - rank 1 (host {socket.gethostname()}): train.lr is 0.02, but 0.01 on rank 0\n"
+        "Start all ranks with the same recipe and the same overrides.\n"
+    )
+    for rank in range(2):
+        assert (tmp_path / f"rank{rank}.log").read_text().endswith(expected)
+    assert not (tmp_path / "sft differ").exists()
+
+
+def test_a_rank_killed_before_the_group_is_formed_ends_all(
+    tmp_path: Path, run_together: Callable[..., list[int]]
+) -> None:
+    write_rows(tmp_path)
+    ranks = launches(tmp_path, 2, "kill early")
+    codes = run_together(Path(__file__), ranks, tmp_path, timeout_s=100, end_well=False)
+    assert codes == [1, -signal.SIGKILL]
+    log = (tmp_path / "rank0.log").read_text()
+    assert re.search(r"rank 1 \(.*\) failed: sent no heartbeat for 3 s: killed", log), log
 
 
 def test_an_error_of_one_rank_ends_four_with_its_cause(
@@ -115,6 +162,38 @@ def test_an_error_of_one_rank_ends_four_with_its_cause(
     for rank in range(3):
         log = (tmp_path / f"rank{rank}.log").read_text()
         assert re.search(r"rank 3 \(.*\) failed: ValueError: injected", log), log
+
+
+def start_threads(ranks: list[int], size: int, *, start_timeout_s: float) -> list[str]:
+    """Connect ``ranks`` of ``size`` in threads of this process. Return their errors."""
+    port = int(launches(Path(), 1, "")[0][-1])
+    config = ClusterConfig(runtime="spmd", policy_ranks=size, start_timeout_s=start_timeout_s)
+
+    def connect(rank: int) -> str:
+        try:
+            Ranks(LaunchedRank(rank, size, rank, size, "127.0.0.1", port, "x"), config).close()
+        except LaunchError as error:
+            return str(error)
+        return "connected"
+
+    numbers = patch.object(spmd, "_CONNECTIONS", repeat(0))  # of a process's only run
+    kept = patch.dict(spmd._STORES)
+    with patch.dict(os.environ), numbers, kept, ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(connect, ranks))
+
+
+def test_ranks_that_do_not_connect_are_named_on_all_others() -> None:
+    first, other = start_threads([0, 2], 3, start_timeout_s=1)
+    assert first == other
+    assert re.match(
+        r"rank 1 of 3 did not connect to 127.0.0.1:\d+ within 1 s .*rank 2 \(host", first
+    )
+
+
+def test_two_processes_of_the_same_rank_are_refused() -> None:
+    found = start_threads([0, 1, 1], 3, start_timeout_s=60)
+    assert len(set(found)) == 1
+    assert re.match(r"two processes have RANK=1: rank 1 \(host .*\) and rank 1 \(host", found[0])
 
 
 def test_the_other_ranks_wait_for_a_long_block_of_rank_0() -> None:
@@ -146,6 +225,10 @@ class EndedStore(HashStore):
         raise RuntimeError("Connection reset by peer")
 
 
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def fail_in_third_step(fault: str) -> None:
     """Replace the optimizer step of this process by one that fails when it is called again after
     two steps."""
@@ -154,32 +237,56 @@ def fail_in_third_step(fault: str) -> None:
     def failing(engine: SpmdTrainEngine) -> StepStats:
         if next(calls) == 3:
             if fault == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
             raise ValueError("injected")
         return step(engine)
 
     SpmdTrainEngine.optim_step = failing  # type: ignore[method-assign]
 
 
+def die_in_save() -> None:
+    """Kill this process after it has written its part of a checkpoint, before the other ranks
+    know."""
+    write = sharded_state.write_shards
+
+    def dying(*arguments: Any) -> None:
+        write(*arguments)
+        die()
+
+    sharded_state.write_shards = dying
+
+
 def main(folder: Path, task: str, rank: int, size: int, port: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if task == "jobs":
-        for number, recipe in enumerate(recipes(folder, "two")):
-            os.environ["MASTER_PORT"] = str(port + number)
+        for recipe in recipes(folder, "two"):
             burnish.run(burnish.load_config(recipe))
         return
-    sft = ["checkpoint.every_n_steps=1", "checkpoint.keep_last=4"]
-    faulty = burnish.load_config(recipes(folder, "faulty")[0], sft)
-    if task == "resume":
-        burnish.run(faulty, resume=faulty.run_dir)
-        return
+    if task == "differ":
+        recipe = recipes(folder, task)[0]
+        rows = str((folder / "copy" if rank else folder) / "rows.jsonl")
+        others = [f"train.lr={0.01 * (1 + rank)}", f"data.sources.0.path={rows}"]
+        burnish.run(burnish.load_config(recipe, others))
+    if task == "kill early":
+        if rank == 1:
+            spmd.inputs_of = die  # type: ignore[assignment]
+        recipe = recipes(folder, task)[0]
+        burnish.run(burnish.load_config(recipe, ["cluster.heartbeat_timeout_s=3"]))
+    each = ["checkpoint.every_n_steps=1", "checkpoint.keep_last=4"]
+    if task == "raise":
+        if rank == size - 1:
+            fail_in_third_step(task)
+        burnish.run(burnish.load_config(recipes(folder, "faulty")[0], each))
+    faulty = burnish.load_config(recipes(folder, "faulty")[3], each)
     if task == "kill":
-        burnish.run(burnish.load_config(recipes(folder, "whole")[0], sft))
-        os.environ["MASTER_PORT"] = str(port + 1)
-    if rank == size - 1:
-        fail_in_third_step(task)
-    burnish.run(faulty)
+        burnish.run(burnish.load_config(recipes(folder, "whole")[3], each))
+        if rank == 1:
+            fail_in_third_step(task)
+        burnish.run(faulty)
+    if task == "kill in a save" and rank == 1:
+        die_in_save()
+    burnish.run(faulty, resume=faulty.run_dir)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ suite.
 ``python tools/contract_table.py`` runs ``tests/contract`` (some minutes) and writes the results
 between the markers. ``--check`` only collects the suite and checks that the table lists the same
 engines and properties (exit code 1 if not). Run it on a machine with vLLM: properties that could
-not be run are written as "not run"."""
+not be run are written as "not run". Other arguments are those of pytest: with ``-k launched`` only
+engines with that word in their name run, and the results of the others are kept."""
 
 from __future__ import annotations
 
@@ -93,9 +94,9 @@ def table(found: Results) -> str:
     return "\n".join(lines).strip()
 
 
-def listed(page: str) -> set[tuple[str, str, str]]:
-    """Return (suite, engine, property) of every entry in the page's table."""
-    found: set[tuple[str, str, str]] = set()
+def listed(page: str) -> dict[tuple[str, str, str], str]:
+    """Return (suite, engine, property) -> outcome of every entry in the page's table."""
+    found: dict[tuple[str, str, str], str] = {}
     suite, properties = "", list[str]()
     for line in between(page).splitlines():
         if match := re.match(r"Properties of a (\w+) engine:", line):
@@ -103,8 +104,21 @@ def listed(page: str) -> set[tuple[str, str, str]]:
         elif match := re.match(r"\d+\. (.+)", line):
             properties.append(match[1])
         elif line.startswith("| ") and not line.startswith((f"| {suite} engine", "| ---")):
-            found |= {(suite, line.split(" | ")[0].removeprefix("| "), p) for p in properties}
+            engine, *outcomes = line.strip("| ").split(" | ")
+            found |= {(suite, engine, p): o for p, o in zip(properties, outcomes, strict=True)}
     return found
+
+
+def keep_results(found: Results, page: str) -> None:
+    """Add the results in the page's table, with their reasons, of cases that did not run."""
+    before = listed(page)
+    kept = [key for key, cases in found.seen.items() if not cases and key in before]
+    found.seen |= {key: [before[key]] for key in kept}
+    notes = {f"{engine}, {before[suite, engine, text]}" for suite, engine, text in kept}
+    for line in between(page).splitlines():
+        where, _, why = line.removeprefix("- ").partition(": ")
+        if line.startswith("- ") and where in notes:
+            found.reasons.setdefault(where, why)
 
 
 def between(page: str) -> str:
@@ -130,7 +144,7 @@ def main(arguments: list[str]) -> int:
     """Write the table, or check it."""
     if "--check" in arguments:
         have, want = (
-            listed(PAGE.read_text(encoding="utf-8")),
+            set(listed(PAGE.read_text(encoding="utf-8"))),
             set(run("--collect-only", "-qq").seen),
         )
         for key in sorted(have ^ want):
@@ -138,6 +152,7 @@ def main(arguments: list[str]) -> int:
         return int(have != want)
     found = run(*arguments)
     page = PAGE.read_text(encoding="utf-8")
+    keep_results(found, page)
     before, after = page.split(BEGIN)[0], page.split(END)[1]
     PAGE.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{after}", encoding="utf-8")
     return int(any("FAILED" in cases for cases in found.seen.values()))

@@ -33,6 +33,21 @@ REFUSED = {
         "test_the_loss_scale_follows_the_scaler_of_burnish",
     )
 }
+LAUNCHED = {
+    f"test_{name}"
+    for name in (
+        "weights_after_five_steps_equal_those_of_torch_on_one_rank",
+        "logprobs_are_aligned_with_the_tokens_and_zero_elsewhere",
+        "values_are_at_action_tokens_or_at_last_tokens",
+        "an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale",
+        "weights_have_the_names_and_shapes_of_transformers",
+        "a_restored_engine_continues_bit_for_bit",
+        "a_run_continues_on_one_torch_rank_and_back",
+        "the_checkpoint_of_another_role_is_refused",
+    )
+}
+"""Properties of launched ranks. The rest concerns their engines, which other rows test."""
+NOT_LAUNCHED = "this property concerns the engine, not its runtime"
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +89,18 @@ def kind(engine_name: str) -> Any:
 @pytest.fixture
 def make(request: pytest.FixtureRequest, kind: Any, started: dict[str, Any]) -> Make:
     """``make(Wanted(...))`` is an engine; the one before it is gone then."""
+    if kind.place == "launched" and request.node.originalname not in LAUNCHED:
+        pytest.skip(NOT_LAUNCHED)
     if kind.ranks == 1:
         request.getfixturevalue("group_of_one")
     if kind.place == "ray":
         request.getfixturevalue("ray_cluster")
-    if kind.place not in started:
-        place = {"here": pools.Here, "processes": pools.Processes, "ray": pools.OnRay}[kind.place]
-        started[kind.place] = place()
-    return lambda wanted: started[kind.place].make(kind, wanted)
+    name = f"{kind.place} {kind.ranks}"
+    if name not in started:
+        sized = {"processes": pools.Processes, "launched": pools.Launched}.get(kind.place)
+        single = pools.OnRay if kind.place == "ray" else pools.Here
+        started[name] = single() if sized is None else sized(kind.ranks)
+    return lambda wanted: started[name].make(kind, wanted)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Ranks that an engine of the contract suite is made of: one in this process, processes that a pipe
-leads to, or Ray workers. In each of them ``runtime/worker.py::TrainWorker`` does the work, so what
-is tested is what jobs run.
+leads to, ranks as a launcher starts them, or Ray workers. In each of them
+``runtime/worker.py::TrainWorker`` does the work, so what is tested is what jobs run.
 
 As a script (``python pools.py SOCKET RANK SIZE``) this file is one of the processes.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from burnish.config import launch
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.placement import placement_groups_for
@@ -33,6 +35,7 @@ from burnish.observe.timeline import Timeline
 from burnish.runtime.limits import Limits
 from burnish.runtime.ray import RayRuntime
 from burnish.runtime.remote_train import RemoteTrainEngine
+from burnish.runtime.spmd import Ranks, SpmdRuntime, SpmdTrainEngine
 from burnish.runtime.worker import TrainWorker, TransferOptions, WorkerInfo, pack_share
 from burnish.runtime.worker_group import WorkerGroup
 from burnish.sync.snapshot import SnapshotSource
@@ -65,7 +68,7 @@ class Kind:
     """A train engine and where it runs."""
 
     place: str = "here"
-    """``here``, ``processes`` or ``ray``."""
+    """``here``, ``processes``, ``launched`` or ``ray``."""
     ranks: int = 1
     engine: dict[str, Any] = field(default_factory=dict)
     """``train.engine``."""
@@ -97,6 +100,9 @@ KINDS: dict[str, Kind] = {
     "torch, 2 ranks": Kind("processes", 2),
     "FSDP2, 2 ranks": Kind("processes", 2, FULL),
     **{f"ZeRO-{n}, 2 ranks": Kind("processes", 2, zero(n)) for n in (1, 2, 3)},
+    "torch, 2 launched ranks": Kind("launched", 2),
+    "FSDP2, 2 launched ranks": Kind("launched", 2, FULL),
+    "FSDP2, 4 launched ranks": Kind("launched", 4, FULL),
     "torch, 2 ranks on Ray": Kind("ray", 2),
     "FSDP2, 2 ranks on Ray": Kind("ray", 2, FULL),
     **{f"ZeRO-{n}, 2 ranks on Ray": Kind("ray", 2, zero(n)) for n in (1, 2, 3)},
@@ -218,10 +224,10 @@ class OnRay:
         self.runtime.close()
 
 
-class Processes:
-    """Two processes, in which one engine after another is made."""
+class Pipes:
+    """Processes that a pipe leads to, in which one engine after another is made."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="burnish-contract-")
         address = f"{self._folder.name}/socket"
         env = os.environ | {
@@ -234,12 +240,10 @@ class Processes:
         self.pipes: list[Connection] = []
         self._processes = []
         with Listener(address, "AF_UNIX") as listener:
-            for rank in range(2):
-                command = [*fork_server.command(), __file__, address, str(rank), "2"]
+            for rank in range(size):
+                command = [*fork_server.command(), __file__, address, str(rank), str(size)]
                 self._processes.append(subprocess.Popen(command, env=env))
                 self.pipes.append(listener.accept())
-        host, port = self.all("open_rendezvous", PATIENCE_S)[0]
-        self.all("join", host, port, timeout_s=PATIENCE_S, limits=Limits(PATIENCE_S, PATIENCE_S))
 
     def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Each rank's answer to one call of its worker. Raises what one raised."""
@@ -260,11 +264,6 @@ class Processes:
                 raise answer
         return answers
 
-    def make(self, kind: Kind, wanted: Wanted) -> PipedEngine:
-        spec, scalar = kind.spec(wanted), is_scalar(wanted)
-        self.all("build here", spec, wanted.precision, scalar=scalar)
-        return PipedEngine(self, wanted.role)
-
     def close(self) -> None:
         for pipe in self.pipes:
             pipe.close()
@@ -272,6 +271,35 @@ class Processes:
             process.kill()
             process.wait()
         self._folder.cleanup()
+
+
+class Processes(Pipes):
+    """Processes in which a controller, here, calls the worker of each rank."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        host, port = self.all("open_rendezvous", PATIENCE_S)[0]
+        self.all("join", host, port, timeout_s=PATIENCE_S, limits=Limits(PATIENCE_S, PATIENCE_S))
+
+    def make(self, kind: Kind, wanted: Wanted) -> PipedEngine:
+        spec, scalar = kind.spec(wanted), is_scalar(wanted)
+        self.all("build here", spec, wanted.precision, scalar=scalar)
+        return PipedEngine(self, wanted.role)
+
+
+class Launched(Pipes):
+    """Ranks that are connected as a launcher's are. Each runs what its loop would call."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        self.all("launch", port)
+
+    def make(self, kind: Kind, wanted: Wanted) -> LaunchedEngine:
+        spec, scalar = kind.spec(wanted), is_scalar(wanted)
+        self.all("engine: build", spec, wanted.precision, scalar=scalar)
+        return LaunchedEngine(self, wanted.role)
 
 
 class PipedEngine:
@@ -336,10 +364,108 @@ class PipedEngine:
         self.version = self.pool.all("load", str(folder))[0]
 
 
+class LaunchedEngine:
+    """The engines of :class:`Launched` as one: each gets the same calls, and all have the same
+    results, bit for bit."""
+
+    def __init__(self, pool: Launched, role: Role) -> None:
+        self.pool, self.role, self.version = pool, role, 0
+
+    def _call(self, method: str, *args: Any) -> Any:
+        results = self.pool.all(f"engine: {method}", *args)
+        assert all(equal(result, results[0]) for result in results[1:]), f"{method} differs"
+        return results[0]
+
+    def logprobs(self, batch: Batch) -> Any:
+        return self._call("logprobs", batch)
+
+    def entropies(self, batch: Batch) -> Any:
+        return self._call("entropies", batch)
+
+    def values(self, batch: Batch) -> Any:
+        return self._call("values", batch)
+
+    def forward_backward(self, batch: Batch, loss: Loss) -> Any:
+        return self._call("forward_backward", batch, loss)
+
+    def optim_step(self) -> Any:
+        stats, self.version = self._call("optim_step")
+        return stats
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._call("weights")
+
+    @property
+    def state_bytes(self) -> Any:
+        return self._call("state_bytes")
+
+    def offload(self) -> None:
+        assert self._call("offload") == 0, "every rank has freed its memory"
+
+    def save(self, folder: Path) -> None:
+        self._call("save", folder)
+
+    def load(self, folder: Path) -> None:
+        self.version = self._call("load", folder)
+
+
+def equal(first: Any, second: Any) -> bool:
+    """Whether two results are bit-equal."""
+    if isinstance(first, Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(equal, first, second))
+    return repr(first) == repr(second)  # a norm may be nan
+
+
 # ---- inside a process --------------------------------------------------------------------------
 
 
-def _call(worker: TrainWorker, method: str, args: Any, kwargs: Any) -> Any:
+class LaunchedRank:
+    """The rank that this process is, once ``launch`` was called, and its engine."""
+
+    runtime: SpmdRuntime
+    engine: SpmdTrainEngine
+
+    def launch(self, rank: int, size: int, port: int) -> None:
+        launched = launch.LaunchedRank(rank, size, rank, size, "127.0.0.1", port, "pools.py")
+        ranks = Ranks(launched, ClusterConfig(runtime="spmd", policy_ranks=size))
+        ranks.join("cpu")
+        self.runtime = SpmdRuntime(
+            load_tokenizer(MODEL),
+            ranks,
+            precision=PrecisionConfig(),
+            timeline=Timeline(),
+            model=MODEL,
+        )
+
+    def build(self, spec: EngineSpec, precision: PrecisionConfig, *, scalar: bool) -> None:
+        self.runtime.precision = precision
+        runtime = self.runtime
+        made = runtime.scalar_model(spec, seed=0) if scalar else runtime.language_model(spec)
+        assert isinstance(made, SpmdTrainEngine)
+        self.engine = made
+
+    def call(self, method: str, args: Any, kwargs: Any) -> Any:
+        if method == "build":
+            return self.build(*args, **kwargs)
+        if method == "state_bytes":
+            return self.engine.state_bytes
+        result = getattr(self.engine, method)(*args, **kwargs)
+        if method == "weights":
+            return [(name, tensor.detach().clone()) for name, tensor in result]
+        if method == "optim_step":
+            return result, self.engine.version
+        if method == "offload":
+            return held_bytes(self.engine.worker.engine)
+        return self.engine.version if method == "load" else result
+
+
+def _call(worker: TrainWorker, launched: LaunchedRank, method: str, args: Any, kwargs: Any) -> Any:
+    if method == "launch":
+        return launched.launch(worker.info.rank, worker.info.size, *args)
+    if method.startswith("engine: "):
+        return launched.call(method.removeprefix("engine: "), args, kwargs)
     if method == "build here":
         return build(worker, *args, **kwargs)
     if method == "offload here":
@@ -355,6 +481,7 @@ def serve(address: str, rank: int, size: int) -> None:
     """Do what comes through the pipe until it is closed."""
     torch.set_num_threads(1)
     worker = TrainWorker(WorkerInfo("policy", rank, size, "cpu", 1), MODEL, PrecisionConfig())
+    launched = LaunchedRank()
     with Client(address, "AF_UNIX") as pipe:
         while True:
             try:
@@ -362,7 +489,7 @@ def serve(address: str, rank: int, size: int) -> None:
             except EOFError:
                 return
             try:
-                answer = _call(worker, method, args, kwargs)
+                answer = _call(worker, launched, method, args, kwargs)
             except Exception as error:
                 answer = error
             pipe.send_bytes(pickle.dumps(answer))

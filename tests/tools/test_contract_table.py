@@ -45,4 +45,20 @@ def test_the_worst_of_several_cases_is_written_and_read_back() -> None:
     assert "| torch | FAILED | refused |" in text
     assert "| other, 2 ranks | pass | not run |" in text
     assert "| local | not run |" in text and "- torch, refused: why" in text
-    assert tool.listed(f"{tool.BEGIN}\n{text}\n{tool.END}") == set(seen)
+    page = f"{tool.BEGIN}\n{text}\n{tool.END}"
+    worst = ["FAILED", "refused", "pass", "not run", "not run"]
+    assert tool.listed(page) == dict(zip(seen, worst, strict=True))
+
+
+def test_results_of_cases_that_did_not_run_are_kept() -> None:
+    seen = {("train", "torch", "it saves"): ["refused"], ("train", "other", "it saves"): ["pass"]}
+    page = f"{tool.BEGIN}\n{tool.table(tool.Results(seen, {'torch, refused': 'why'}))}\n{tool.END}"
+    again = {("train", "torch", "it saves"): [], ("train", "other", "it saves"): ["FAILED"]}
+    found = tool.Results(again | {("train", "new", "it saves"): []})
+    tool.keep_results(found, page)
+    assert found.seen == {
+        ("train", "torch", "it saves"): ["refused"],
+        ("train", "other", "it saves"): ["FAILED"],
+        ("train", "new", "it saves"): [],
+    }
+    assert found.reasons == {"torch, refused": "why"}

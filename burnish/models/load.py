@@ -260,8 +260,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer of {describe(config)} has no end-of-sequence token, so responses "
-            "could not end; set model.tokenizer_path to a tokenizer that has one, or add eos_token "
-            "to its tokenizer_config.json"
+            "could not end; set model.eos_token to a token of its vocabulary, or "
+            "model.tokenizer_path to a tokenizer that has one"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -270,14 +270,18 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def _set_end_token(tokenizer: Any, token: str, config: ModelConfig) -> None:
-    """Make ``token`` the end token. Raises ModelError if it is not one token of the vocabulary."""
+    """Make ``token`` the end token, as a special token: an exported tokenizer has it as one, and
+    would otherwise split and decode texts differently than the run. Raises ModelError if it is not
+    one token of the vocabulary."""
     if token not in tokenizer.get_vocab():
         special = sorted(map(str, tokenizer.all_special_tokens))
+        candidates = {*special, *map(str, tokenizer.get_added_vocab())}
         raise ModelError(
-            f"model.eos_token={token!r} is not a token of {describe(config)}"
-            f"{nearest(token, special)}; its special tokens are {', '.join(special)}"
+            f"model.eos_token={token!r} is not a token of the tokenizer of {describe(config)}"
+            f"{nearest(token, candidates)}; use a token of its vocabulary (its special tokens are "
+            f"{', '.join(special)})"
         )
-    tokenizer.eos_token = token
+    tokenizer.add_special_tokens({"eos_token": token})
 
 
 def _set_template_defaults(tokenizer: Any, config: ModelConfig) -> None:

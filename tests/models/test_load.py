@@ -184,7 +184,7 @@ def test_cuda_is_refused_on_a_machine_without_it(monkeypatch: pytest.MonkeyPatch
 
 def test_a_tokenizer_without_an_end_token_is_refused(folder: Path) -> None:
     edit(folder / "tokenizer_config.json", eos_token=None)
-    with pytest.raises(ModelError, match=r"no end-of-sequence token.*set model\.tokenizer_path"):
+    with pytest.raises(ModelError, match=r"no end-of-sequence token.*set model\.eos_token"):
         load_tokenizer(ModelConfig(path=str(folder)))
 
 

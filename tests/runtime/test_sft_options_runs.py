@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import burnish
 from burnish.config import ConfigError, JobConfig
@@ -106,5 +107,18 @@ def test_another_end_token_ends_rows_and_an_unknown_one_is_refused() -> None:
     assert load_tokenizer(model).eos_token_id == load_tokenizer(model).encode("\n")[-1]
     plain = load_tokenizer(ModelConfig(scratch=ScratchConfig()))
     assert plain.eos_token_id != load_tokenizer(model).eos_token_id
-    with pytest.raises(ModelError, match=r"'<end>' is not a token .* special tokens are .*<eos>"):
-        load_tokenizer(ModelConfig(scratch=ScratchConfig(), eos_token="<end>"))
+    with pytest.raises(ModelError, match=r"'<eso>' is not a token .*nearest: <eos>.* are .*<eos>"):
+        load_tokenizer(ModelConfig(scratch=ScratchConfig(), eos_token="<eso>"))
+
+
+def test_an_exported_tokenizer_reads_texts_as_the_run_did(tmp_path: Path) -> None:
+    """Of a plain character that became the end token: ids, and the text without special tokens."""
+    config = ModelConfig(scratch=ScratchConfig(alphabet="12;"), eos_token=";")
+    ours = load_tokenizer(config)
+    ours.save_pretrained(tmp_path)
+    exported = AutoTokenizer.from_pretrained(tmp_path)
+    for tokenizer in (ours, exported):
+        ids = tokenizer("1;2")["input_ids"]
+        assert ids == ours("1;2")["input_ids"] and len(ids) == 3
+        assert tokenizer.decode(ids, skip_special_tokens=True) == "12"
+        assert len(tokenizer) == len(load_tokenizer(ModelConfig(scratch=config.scratch)))

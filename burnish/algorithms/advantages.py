@@ -221,7 +221,9 @@ def top_entropy(entropies: Tensor, mask: Tensor, *, quantile: float) -> Tensor:
     inside = entropies[mask].sort().values
     if not inside.numel():
         return mask
-    return mask & (entropies >= inside[math.ceil((1 - quantile) * (inside.numel() - 1))])
+    # round: (1 - 0.7) * 10 is 3 + 4e-16 in floating point, whose ceiling would be 4
+    place = math.ceil(round((1 - quantile) * (inside.numel() - 1), 6))
+    return mask & (entropies >= inside[place])
 
 
 def on_policy_distill(old_logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:

@@ -440,6 +440,8 @@ def test_the_tokens_of_the_highest_entropy_are_those_above_numpys_quantile() -> 
     assert top_entropy(entropies, mask, quantile=0.5)[mask].tolist() == [1, 0, 1, 0, 1]
     assert top_entropy(torch.ones(2, 3), mask, quantile=0.4).equal(mask)
     assert not top_entropy(entropies, torch.zeros_like(mask), quantile=0.4).any()
+    eleven = torch.arange(11.0)  # the limit is at exactly 3, which is kept
+    assert top_entropy(eleven, torch.ones(11).bool(), quantile=0.7).sum() == 8
     values = torch.randn(1000, generator=generator(0), dtype=torch.float64)
     for quantile in (0.01, 0.2, 0.777, 1.0):
         limit = float(np.quantile(values.numpy(), 1 - quantile))

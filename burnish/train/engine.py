@@ -50,7 +50,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -94,6 +94,10 @@ from burnish.types import Batch, Stats
 
 Describe = Callable[[Path], None]
 """Function that writes buffers, ``hf/`` and ``engine.json``, as of the start of the save."""
+
+
+MIX_BYTES = 64 << 20
+"""Size in fp32 of the part of a parameter that :meth:`BaseTrainEngine.mix` computes at a time."""
 
 
 class BaseTrainEngine(ABC):
@@ -495,7 +499,9 @@ class BaseTrainEngine(ABC):
                 raise ValueError(
                     f"{name} has shape {list(tensor.shape)}, which is not that of the {self.role}"
                 )
-            target.copy_(target.float().lerp(given.to(target.device).float(), alpha))
+            for own_rows, rows in zip(_in_slices(target), _in_slices(given), strict=True):
+                mixed = own_rows.float().lerp(rows.to(target.device).float(), alpha)
+                own_rows.copy_(mixed)
 
     # ---- state -----------------------------------------------------------------------------
 
@@ -577,3 +583,9 @@ class FrozenBase:
         """Return [M] fp32 log-probs of the action tokens under the base model."""
         with adapters_off(self.policy.model):
             return self.policy.logprobs(batch)
+
+
+def _in_slices(tensor: Tensor) -> Sequence[Tensor]:
+    """Return views of a tensor's rows of about :data:`MIX_BYTES` in fp32."""
+    rows = torch.atleast_1d(tensor)
+    return rows.split(max(1, MIX_BYTES // (4 * max(1, rows[:1].numel()))))

@@ -159,7 +159,13 @@ class PreferenceConfig(SupervisedJob):
         if not self.needs_reference or self.holds_reference:
             return (policy,)
         reference = policy.derived_role("reference", given.model, self.cluster, trainable=False)
-        return policy, replace(reference, precomputed_reference=given.precompute, estimates_kl=kl)
+        reference = replace(
+            reference,
+            precomputed_reference=given.precompute,
+            estimates_kl=kl,
+            is_saved=given.sync_every_n_steps > 0,
+        )
+        return policy, reference
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()

@@ -139,8 +139,9 @@ class RLConfig(TrainingJob):
             critic = policy.derived_role("critic", own.model, self.cluster, trainable=True)
             roles.append(replace(critic, lr=own.lr, train=own.for_role(critic.train)))
         if self.algorithm.kl.init_kl_coef and not policy.holds_reference:
-            model = self.reference.model if self.reference is not None else None
-            roles.append(policy.derived_role("reference", model, self.cluster, trainable=False))
+            given = self.reference or ReferenceConfig()
+            frozen = policy.derived_role("reference", given.model, self.cluster, trainable=False)
+            roles.append(replace(frozen, is_saved=given.sync_every_n_steps > 0))
         if self.teacher is not None:
             teacher = policy.derived_role(
                 "teacher", self.teacher.model, self.cluster, trainable=False

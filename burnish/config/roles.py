@@ -157,8 +157,11 @@ class TrainRole(RoleSpec):
     """Pre-training rows mixed into the updates of the policy."""
     sync: SyncConfig | None = None
     """Transfer of weights to the rollout engine. None: no rollout engine."""
+    is_saved: bool = False
+    """True if checkpoints contain the weights of a frozen role (a reference that follows the
+    policy)."""
     checkpoint: CheckpointConfig | None = None
-    """None for frozen roles, which are not saved."""
+    """None for frozen roles."""
 
     @property
     def tensor_parallel(self) -> int:

@@ -50,10 +50,12 @@ def state_bytes(setup: EngineSetup) -> float:
     return sum(per(unit.kind, own) for unit in shape.units for own in unit.shapes)
 
 
-def checkpoint_bytes(setup: EngineSetup) -> float:
+def checkpoint_bytes(setup: EngineSetup, *, frozen: bool = False) -> float:
     """Return the bytes that :meth:`TrainEngine.save` writes: masters, the optimizer's state, and a
-    moving average if enabled."""
+    moving average if enabled. ``frozen``: those of the weights of a frozen model instead."""
     whole = replace(setup, shape=setup.model, unsharded=None)
+    if frozen:
+        return float(whole.shape.parameters * setup.weight_size)
     entries = whole.trained * (4.0 + 4 * (setup.train.ema_decay is not None))
     return entries + state_bytes(whole)
 

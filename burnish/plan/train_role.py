@@ -85,7 +85,7 @@ def train_role(context: Context, role: TrainRole) -> RoleMemory:
         passing={name: with_fragmentation(context, items) for name, items in passing.items()},
         first=first,
         setup=setup,
-        disk=checkpoint_bytes(setup),
+        disk=checkpoint_bytes(setup, frozen=role.is_saved),
         passes=tuple(passes.values()),
         notes=tuple(dict.fromkeys(notes)),
         guessed=guessed + unsharded,

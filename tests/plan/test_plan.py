@@ -197,6 +197,18 @@ def test_sequence_parallelism_halves_activations_but_not_state():
     assert rows[1]["activations"] <= 1.1 * rows[0]["activations"]
 
 
+def test_a_checkpoint_contains_a_reference_that_follows_the_policy():
+    """At 4 bytes per parameter: a third of the policy's masters and two moments."""
+    tree = {**TINY, "algorithm": {"kl": {"init_kl_coef": 0.1}}}
+    moving = {**tree, "reference": {"sync_every_n_steps": 4}}
+    frozen, follows = (
+        make_plan(load_config(c), parse_cluster("1xA100-80GB")).disk_per_checkpoint
+        for c in (tree, moving)
+    )
+    size = {"fp32": 4, "bf16": 2}[load_config(tree).precision.dtype]
+    assert follows - frozen == pytest.approx(frozen * size / 12)
+
+
 def test_tensor_parallel_plan_needs_no_guess():
     tree = {**TINY, "cluster": {"runtime": "ray", "policy_ranks": 2, "gpus_per_worker": 1}}
     engine = {"kind": "torch", "tensor_parallel_size": 2}

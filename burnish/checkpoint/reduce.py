@@ -1,4 +1,5 @@
-"""Reduce a checkpoint to its weights: remove the state of its optimizers.
+"""Reduce a checkpoint to its weights: remove the state of its optimizers, and a reference model
+that follows the policy.
 
 A reduced checkpoint can be exported and served. A run cannot be resumed from it, because Adam's
 moments are missing. Its manifest contains ``extra.contents: weights``.
@@ -15,6 +16,8 @@ from burnish.models.buffers import BUFFERS
 WEIGHTS = "weights"
 """Value of ``extra.contents`` in the manifest of a reduced checkpoint."""
 
+REFERENCE = "reference"
+"""Folder of a checkpoint with the weights of a reference model that follows the policy."""
 _KEPT_SETS = frozenset({"master", "ema", PurePosixPath(BUFFERS).stem})
 _PART = re.compile(r"-\d{5}-of-\d{5}")
 
@@ -26,7 +29,7 @@ def has_only_weights(folder: Path) -> bool:
 
 
 def reduce_to_weights(folder: Path) -> None:
-    """Remove the optimizer state of every engine in a checkpoint.
+    """Remove the optimizer state of every engine in a checkpoint, and the weights of a reference.
 
     Kept are the fp32 master weights, the moving average, the buffers, ``engine.json``, ``hf/`` and
     the state of the run. The manifest is replaced before any file is deleted, so the checkpoint is
@@ -35,18 +38,21 @@ def reduce_to_weights(folder: Path) -> None:
     written or deleted.
     """
     listed = read_manifest(folder).files
-    dropped = {name for name in listed if _is_optimizer_state(folder, PurePosixPath(name))}
+    dropped = {name for name in listed if _is_for_resuming(folder, PurePosixPath(name))}
     if dropped:
         rewrite_manifest(folder, drop=dropped, extra={"contents": WEIGHTS})
         fsync(folder)
     for path in folder.glob("*/*.safetensors"):
-        if _is_optimizer_state(folder, PurePosixPath(path.relative_to(folder).as_posix())):
+        if _is_for_resuming(folder, PurePosixPath(path.relative_to(folder).as_posix())):
             path.unlink()
 
 
-def _is_optimizer_state(folder: Path, name: PurePosixPath) -> bool:
-    """Return whether a file contains tensors of an engine that are neither weights nor buffers."""
+def _is_for_resuming(folder: Path, name: PurePosixPath) -> bool:
+    """Return whether a file contains tensors that only a resumed run needs: those of an engine that
+    are neither weights nor buffers, or weights of a reference model."""
     if len(name.parts) != 2 or name.suffix != ".safetensors":
         return False
+    if name.parts[0] == REFERENCE:
+        return True
     engine, kind = folder / name.parts[0], _PART.sub("", name.stem)
     return kind not in _KEPT_SETS and (engine / "engine.json").is_file()

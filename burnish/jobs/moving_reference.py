@@ -11,6 +11,7 @@ from typing import cast
 from safetensors.torch import save_file
 from torch import Tensor
 
+from burnish.checkpoint.reduce import REFERENCE
 from burnish.config.model import ReferenceConfig
 from burnish.models.load import ModelError
 from burnish.models.tensor_files import TensorFiles, in_parts
@@ -21,8 +22,6 @@ from burnish.train.state import write_together
 
 log = logging.getLogger("burnish")
 
-FOLDER = "reference"
-"""Folder of the weights in a checkpoint."""
 _FILE_BYTES = 1 << 30
 
 
@@ -47,7 +46,7 @@ class MovingReference:
         self.policy, self.reference, self.ranks = policy, reference, ranks
         self.every_n_steps, self.alpha = every_n_steps, alpha
         self.num_bytes = 0
-        """Size of the newest checkpoint of the reference; 0 before the first."""
+        """Size of the reference in a checkpoint; 0 if it is not known yet."""
 
     def before_step(self, step: int) -> None:
         """Update the reference if the update after ``step`` - 1 is due."""
@@ -57,10 +56,13 @@ class MovingReference:
 
     def check(self) -> None:
         """Raise ModelError if policy and reference do not have the same weights."""
-        shapes = [
-            {name: tuple(tensor.shape) for name, tensor in model.weights()}
-            for model in (self.policy, self.reference)
-        ]
+        shapes = []
+        for model in (self.policy, self.reference):
+            self.num_bytes, own = 0, {}
+            for name, tensor in model.weights():
+                own[name] = tuple(tensor.shape)
+                self.num_bytes += tensor.nbytes
+            shapes.append(own)
         odd = sorted(name for name, _ in set(shapes[0].items()) ^ set(shapes[1].items()))
         if odd:
             raise ModelError(
@@ -73,7 +75,7 @@ class MovingReference:
         """Write the weights, in the compute dtype, into the checkpoint ``folder``. Raises OSError
         on all ranks if rank 0 cannot write."""
         weights = self.reference.weights()
-        write = partial(self._write, folder / FOLDER, weights)
+        write = partial(self._write, folder / REFERENCE, weights)
         write_together(self.ranks, write if self.ranks.rank == 0 else partial(drain, weights))
 
     def _write(self, folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -89,8 +91,24 @@ class MovingReference:
     def load(self, folder: Path) -> None:
         """Restore the weights that :meth:`save` wrote. A checkpoint of a run with a frozen
         reference has none: the reference stays as it is."""
-        files = TensorFiles(sorted((folder / FOLDER).glob("weights*.safetensors")))
+        paths = sorted((folder / REFERENCE).glob("weights*.safetensors"))
+        self.num_bytes = sum(path.stat().st_size for path in paths)
+        files = TensorFiles(paths)
         self.reference.mix(((name, files.read(name)) for name in files), 1.0)
+
+
+def load_reference(moving: MovingReference | None, folder: Path) -> None:
+    """Restore a reference that follows the policy from the checkpoint ``folder``; a frozen one is
+    that of the recipe. Raises ValueError if the run has a frozen one and the checkpoint another."""
+    if moving is not None:
+        moving.load(folder)
+    elif (folder / REFERENCE).is_dir():
+        raise ValueError(
+            "the checkpoint contains a reference model that followed the policy, and "
+            "reference.sync_every_n_steps=0 would continue with the one that the run started "
+            "from; set sync_every_n_steps as in that run, or to more steps than the run has left, "
+            "which keeps the reference as it is now"
+        )
 
 
 def moving_reference(

@@ -30,7 +30,7 @@ from burnish.jobs.base import Metrics
 from burnish.jobs.credit import RewardParts, assign_advantages
 from burnish.jobs.degenerate import NoSignalMonitor, reward_signal
 from burnish.jobs.distill import Teacher, teacher_stats
-from burnish.jobs.moving_reference import MovingReference
+from burnish.jobs.moving_reference import MovingReference, load_reference
 from burnish.jobs.ptx import Ptx
 from burnish.jobs.saving import save_engines
 from burnish.jobs.updates import Updates
@@ -319,8 +319,8 @@ class RLState:
         self.run.policy.load(folder / "policy")
         if self.run.critic is not None:
             self.run.critic.load(folder / "critic")
-        if self.run.moving is not None:
-            self.run.moving.load(folder)
+        if self.run.reference is not None:
+            load_reference(self.run.moving, folder)
         state = load_state(folder, "rl")
         self.run.kl.load_state_dict(state["kl"])
         self.run.source.rewards.load_state_dict(state.get("rewards", {}))

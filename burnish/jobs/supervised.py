@@ -22,7 +22,7 @@ from burnish.jobs.base import Functions, Job, Loop, Metrics
 from burnish.jobs.degenerate import Finding, NoSignalMonitor
 from burnish.jobs.eval_times import EvalTimes
 from burnish.jobs.memory_monitor import MemoryMonitor
-from burnish.jobs.moving_reference import MovingReference
+from burnish.jobs.moving_reference import MovingReference, load_reference
 from burnish.jobs.saving import save_engines
 from burnish.jobs.trainer import Trainer
 from burnish.jobs.updates import Updates
@@ -114,8 +114,7 @@ class SupervisedState:
     def load(self, folder: Path) -> None:
         """Restore the state that :meth:`save` wrote."""
         self.run.engine.load(folder / self.role)
-        if self.run.moving is not None:
-            self.run.moving.load(folder)
+        load_reference(self.run.moving, folder)
         self.run.stream.load_state_dict(load_state(folder, "data"))
 
 

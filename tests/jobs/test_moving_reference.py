@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+import burnish.train.engine as train_engine
+from burnish.checkpoint.manifest import verify
+from burnish.checkpoint.reduce import has_only_weights
+from burnish.checkpoint.save import CheckpointStore
 from burnish.config import ConfigError, load_config
 from burnish.config.model import ModelConfig, ReferenceConfig, ScratchConfig
 from burnish.config.train import TrainConfig
-from burnish.jobs.moving_reference import MovingReference, moving_reference
+from burnish.jobs.moving_reference import MovingReference, load_reference, moving_reference
 from burnish.models.load import ModelError, load_causal_lm
 from burnish.train.process_group import SINGLE
 from burnish.train.spec import EngineSpec
@@ -68,11 +72,49 @@ def test_updates_are_weighted_means_every_n_steps_and_are_restored(
         if step == 4:
             moving.save(tmp_path)
     assert seen == [0.0, 0.0, 1.0, 1.0, 1.75]
+    written, moving.num_bytes = moving.num_bytes, 0
     moving.load(tmp_path)
+    assert value(moving) == 1.0 and moving.num_bytes == pytest.approx(written, rel=0.2)
+    assert written == sum(t.nbytes for _, t in moving.reference.weights())
+    moving.num_bytes = 0
+    moving.check()
+    assert moving.num_bytes == written
+    load_reference(moving, tmp_path / "of a frozen reference")
     assert value(moving) == 1.0
-    assert moving.num_bytes == sum(t.nbytes for _, t in moving.reference.weights())
-    moving.load(tmp_path / "of a frozen reference")
-    assert value(moving) == 1.0
+    load_reference(None, tmp_path / "of a frozen reference")
+    with pytest.raises(ValueError, match="would continue with the one that the run started from"):
+        load_reference(None, tmp_path)
+
+
+def test_a_mixture_in_slices_is_the_mixture(
+    engine: Callable[..., TorchTrainEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices of one row, and of parts of the parameters."""
+    policy = engine(4.0)
+    for parameter in policy.model.parameters():
+        parameter.data.normal_(generator=torch.Generator().manual_seed(0))
+    found = []
+    for size in (1, 4 * 8 * 3, 64 << 20):
+        monkeypatch.setattr(train_engine, "MIX_BYTES", size)
+        reference = engine(1.0, trainable=False)
+        reference.mix(policy.weights(), 0.25)
+        found.append(dict(reference.weights()))
+    for name, tensor in policy.weights():
+        assert all(torch.equal(mixed[name], found[0][name]) for mixed in found)
+        # 1e-6: fp32, in another form of the same sum
+        torch.testing.assert_close(found[0][name], 0.75 + 0.25 * tensor, atol=1e-6, rtol=0)
+
+
+def test_a_checkpoint_of_weights_alone_has_no_reference(
+    engine: Callable[..., TorchTrainEngine], tmp_path: Path
+) -> None:
+    config = ReferenceConfig(sync_every_n_steps=1)
+    moving = moving_reference(config, engine(4.0), engine(0.0, trainable=False), SINGLE)
+    assert moving is not None
+    store = CheckpointStore(tmp_path, keep_last=2, best_mode="max", keep="weights")
+    first, newest = (store.save(step, moving.save) for step in (1, 2))
+    assert not list(first.rglob("*.safetensors")) and list(newest.rglob("*.safetensors"))
+    assert has_only_weights(first) and not verify(first)
 
 
 def test_a_reference_of_another_architecture_is_refused_before_the_first_step(

@@ -315,7 +315,9 @@ def fit(
     if config.overlong == "error":
         raise OverlongError(
             f"{where}: the {encoder.unit} has {length} tokens, but {encoder.limit_name} is "
-            f"{encoder.limit}. Raise {encoder.limit_name}, or set overlong: truncate_left or drop"
+            f"{encoder.limit}. Raise {encoder.limit_name}, or set overlong: truncate_left"
+            + (", truncate_right" if config.can_lose_end else "")
+            + " or drop"
         )
     shorter = None if config.overlong == "drop" else encoder.truncate(item)
     return Fitted(shorter, shorter is not None)

@@ -150,7 +150,7 @@ def test_the_four_policies_for_an_overlong_row(chars: Tok, jsonl: Jsonl) -> None
     the end."""
     path = jsonl([{"prompt": "1+1=", "response": "2"}, {"prompt": "1", "response": "2"}])
     options = {"shuffle": False, "max_len": 5}
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: the row has 7 tokens, but max_len is 5"):
+    with pytest.raises(DataError, match=r"the row has 7 tokens, but max_len is 5.*truncate_right"):
         stream(chars, path, **options).next(1)
     cut = stream(chars, path, overlong="truncate_left", **options)
     batch = cut.next(2)

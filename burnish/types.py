@@ -241,7 +241,8 @@ class Batch:
     margins: Tensor | None = None
     """[N] fp32, preference margins (only for reward models)"""
     pair_terms: Tensor | None = None
-    """[N] fp32, of the step's pairs: log-ratios of equal rank (AOT), or mean entropies (WPO)"""
+    """[N] fp32, computed before the update: log-ratios of equal rank (AOT), or mean collision
+    entropies of the responses (WPO)"""
     labels: Tensor | None = None
     """[N] bool, whether the response was liked (KTO); [N, A] fp32 scores, or [N] int64 classes"""
     step_labels: Tensor | None = None
@@ -350,8 +351,18 @@ class Batch:
                 yield f.name, value
 
 
-_PER_ROW = frozenset({"prompt_lens", "group_ids", "sample_ids", "sample_tokens", "labels"})
-_PER_ROW |= {"rewards", "margins", "pair_terms"}
+_PER_ROW = frozenset(
+    {
+        "prompt_lens",
+        "group_ids",
+        "sample_ids",
+        "sample_tokens",
+        "rewards",
+        "margins",
+        "pair_terms",
+        "labels",
+    }
+)
 _ON_CPU = frozenset({"offsets", "prompt_lens", "group_ids", "sample_ids"})
 _MODEL_INPUTS = frozenset(
     {"tokens", "offsets", "action_mask", "step_labels", "teacher_states", "kept_ids"}

@@ -1,4 +1,4 @@
-"""Config of the losses of the job preference."""
+"""Config of the losses of the job preference: one class per group of kinds with equal options."""
 
 from __future__ import annotations
 

@@ -61,7 +61,8 @@ class MlflowConfig(Node):
     """MLflow, through its own client. Credentials are its environment variables."""
 
     tracking_uri: str | None = Field(None, min_length=1)
-    """Server or store. None: MLFLOW_TRACKING_URI, else MLflow's default."""
+    """Server (http://host:5000) or store. None: MLFLOW_TRACKING_URI, else MLflow's default, a local
+    database, which needs the package mlflow instead of mlflow-skinny."""
     experiment: str = Field("burnish", min_length=1)
     """Experiment of the run; created if it is missing."""
     name: str | None = Field(None, min_length=1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 STATE_FILE = "mlflow.json"
 _NOT_IN_NAMES = re.compile(r"[^\w\-. /]")
+_HTTP = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
+"""Environment variables of MLflow's client, unless they are set. Its own values (7 retries, 120 s)
+exceed the time that a run waits for a tracker at its end, so that a server that refuses connections
+would not be reported with a reason."""
 _PER_REQUEST = 1000
 """Maximum metrics of one request of MLflow's API."""
 
@@ -66,6 +71,8 @@ class MlflowTracker:
 
     def start(self) -> None:
         """Create the run, or continue the one of ``mlflow.json``."""
+        for name, value in _HTTP.items():
+            os.environ.setdefault(name, value)
         self._client = self._mlflow.MlflowClient(tracking_uri=self._config.tracking_uri)
         file = self._run_dir / STATE_FILE
         if file.is_file():

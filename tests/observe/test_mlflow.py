@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +65,9 @@ def test_a_run_is_created_resumed_and_each_step_is_recorded_once(
     entities = SimpleNamespace(Metric=lambda *values: values)
     module = SimpleNamespace(MlflowClient=client, entities=entities)
     monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "")  # restored after the test
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES")
     for begin in (0, 2):
         tracker = MlflowTracker(MlflowConfig(), tmp_path / "run", "job: sft")
         (tmp_path / "run").mkdir(exist_ok=True)
@@ -73,6 +77,8 @@ def test_a_run_is_created_resumed_and_each_step_is_recorded_once(
         for step in (1, 2) if not begin else (2, 3):
             tracker.log(step, {"eval/pass@1": 0.5}, {})
         tracker.close(failed=bool(begin))
+    limits = (os.environ[f"MLFLOW_HTTP_REQUEST_{name}"] for name in ("TIMEOUT", "MAX_RETRIES"))
+    assert tuple(limits) == ("5", "2"), "a dead server is reported before the run ends"
     first, second = (client.calls for client in made)
     assert first == [
         ("uri", None),

@@ -111,10 +111,24 @@ NOT_BUILT = {
 }
 """What to do instead of features that Burnish does not have, by their usual names."""
 
+OTHER_VALUES = {
+    "sigmoid": "TRL's sigmoid is dpo here.",
+    "sigmoid_norm": "TRL's sigmoid_norm is loss={kind: dpo, mean_logprobs: true} here.",
+    "apo": "Use apo_zero if chosen responses are better than the model's own, else apo_down.",
+    "sft": "TRL's sft is nll_coef here, the weight of the chosen response's likelihood.",
+    "js_divergence": "TRL's js_divergence is js here.",
+    "alpha_divergence": "TRL's alpha_divergence is alpha here; f_alpha is 1 - its coefficient.",
+    "keep_start": "TRL's keep_start is truncate_right here.",
+    "keep_end": "TRL's keep_end is truncate_left here.",
+}
+"""What to write instead of values from other frameworks."""
+
 
 def advice_on(name: str, job: str) -> str:
-    """Return what a recipe of ``job`` uses instead of a flag or feature of another framework; empty
-    if no framework has it."""
+    """Return what a recipe of ``job`` uses instead of a flag or feature of another framework, or of
+    a value (``name`` begins with =); empty if no framework has it."""
+    if name.startswith("="):
+        return OTHER_VALUES.get(name[1:], "")
     if name in NOT_BUILT:
         return NOT_BUILT[name]
     for framework, content in equivalents().items():
@@ -127,7 +141,8 @@ def advice_on(name: str, job: str) -> str:
 
 def _sentence(flag: str, row: Equivalent) -> str:
     if row.missing:
-        return f"{flag} has no equivalent; remove it. {row.missing}"
+        why = row.missing.removeprefix("Remove the flag: ")
+        return f"{flag} has no equivalent; remove it{'.' if why == row.missing else ':'} {why}"
     keys = f"{flag} is {', '.join(row.keys)} here." if row.keys else f"{flag} is not needed here."
     return f"{keys} {row.note}".strip()
 

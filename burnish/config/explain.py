@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -35,7 +36,8 @@ _BOUNDS = {
 
 
 Advice = Callable[[str], str]
-"""Return what to use instead of a name from another framework, or an empty string."""
+"""Return what to use instead of a name from another framework (of a value: with = before it), or an
+empty string."""
 
 
 def explain(cls: type[Node], error: ValidationError, advice: Advice = lambda name: "") -> list[str]:
@@ -122,7 +124,9 @@ def _explain_one(cls: type[Node], error: Any, advice: Advice) -> Iterator[str]:
         yield f"{place.path}: {error['msg'].removeprefix('Value error, ')}"
     else:
         got = _as_yaml(error["input"])
-        yield f"{place.path}: {_complaint(place, error)}, got {got}{place.help()}"
+        found = advice(f"={error['input']}") if kind == "literal_error" else ""
+        instead = f". {found}" if found else place.help()
+        yield f"{place.path}: {_complaint(place, error)}, got {got}{instead}"
 
 
 def _unknown_key(cls: type[Node], place: _Place, advice: Advice) -> str:
@@ -136,8 +140,9 @@ def _unknown_key(cls: type[Node], place: _Place, advice: Advice) -> str:
         hint = f". {own}"
     elif meant in known and not others:
         hint = f" (nearest: {meant})"
-    elif elsewhere and not others:
-        hint = f" (did you mean {' or '.join(dict.fromkeys(elsewhere[:2]))}?)"
+    elif (elsewhere or (elsewhere := _flat(cls, place))) and not others:
+        places = [p if "." in p or p == place.path else f"{p} at the top level" for p in elsewhere]
+        hint = f" (did you mean {' or '.join(dict.fromkeys(places[:2]))}?)"
     else:
         chosen = f" under kind {' | '.join(kinds_of(owner))}" if kinds_of(owner) else ""
         kinds = ", ".join(kind for node in others for kind in kinds_of(node))
@@ -149,7 +154,17 @@ def _unknown_key(cls: type[Node], place: _Place, advice: Advice) -> str:
 def _meant(place: _Place) -> str:
     key, known = place.key or "", place.owners[0].model_fields
     close = difflib.get_close_matches(key, [*known, *_ALIASES], n=1, cutoff=0.6)
-    return _ALIASES.get(close[0], close[0]) if close else key
+    close = close or [name for name in known if name.startswith(f"{key}_")]
+    return _ALIASES.get(close[0], close[0]) if len(close) == 1 else key
+
+
+def _flat(cls: type[Node], place: _Place) -> list[str]:
+    """Return the path that a key of the root spells with underscores, such as ``eval_delay_steps``
+    for ``eval.delay_steps``; empty if there is none."""
+    if place.path != place.key:
+        return []
+    flat = {path.replace(".", "_"): path for path in _paths(cls)}
+    return [flat[name] for name in difflib.get_close_matches(place.path, flat, n=1, cutoff=0.85)]
 
 
 def _paths(cls: type[Node], above: str = "") -> Iterator[str]:
@@ -163,9 +178,9 @@ def _unknown_kind(place: _Place, error: Any, advice: Advice) -> str:
     kinds = [kind for node in place.below for kind in kinds_of(node)]
     if error["type"] == "union_tag_invalid":
         tag = error["ctx"]["tag"]
-        instead = f". {found}" if (found := advice(str(tag))) else ""
-        listed = ", ".join(kinds)
-        return f"{place.path}: unknown kind {tag!r}{nearest(tag, kinds)}; kinds: {listed}{instead}"
+        instead = f". {found}" if (found := advice(f"={tag}") or advice(str(tag))) else ""
+        close = "" if instead else nearest(tag, kinds)
+        return f"{place.path}: unknown kind {tag!r}{close}; kinds: {', '.join(kinds)}{instead}"
     options = ", ".join(k for k in error["input"] if k != "kind") if error["input"] else ""
     why = f" ({options} can only be set together with it)" if options else ""
     return f"{place.path}: kind is not set{why}; add kind, one of: {', '.join(kinds)}"
@@ -175,6 +190,8 @@ def _complaint(place: _Place, error: Any) -> str:
     kind, context = error["type"], error.get("ctx", {})
     if kind == "literal_error":
         allowed = type_words(place.annotation).removesuffix(", or null").split(" | ")
+        if error["loc"][-1] == "[key]":  # of a mapping
+            allowed = re.findall(r"'([^']*)'", context["expected"])
         return f"must be one of {', '.join(allowed)}{nearest(str(error['input']), allowed)}"
     if kind in _BOUNDS:
         bound, words = _BOUNDS[kind]

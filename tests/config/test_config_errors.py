@@ -52,6 +52,10 @@ def test_the_recipes_that_the_tests_break_are_valid(recipes):
         # the right key in the wrong place
         ("lr=1", "lr: unknown key 'lr' (did you mean critic.lr or train.lr?)"),
         ("train.clip_high=1", "(did you mean algorithm.policy_loss.clip_high?)"),
+        ("train.run_dir=x", "(did you mean run_dir at the top level?)"),
+        ("eval_delay_steps=3", "(did you mean eval.delay_steps?)"),
+        ("reference.sync=4", "unknown key 'sync' (nearest: sync_every_n_steps)"),
+        ("tf32=true", "TRL's tf32 has no equivalent; remove it: fp32 is computed in fp32."),
     ],
 )
 def test_unknown_key_error_names_the_nearest_key(rl_recipe, override, said):

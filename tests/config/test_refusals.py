@@ -196,7 +196,7 @@ def test_the_alternative_that_a_refusal_names_is_accepted(
         ("checkpoint.use_ds_universal_ckpt=true", "can be resumed on another number of ranks"),
         ("train.engine.load_universal=true", "Continue with --resume."),
         ("train.use_uld_loss=true", "the job generate, and train on its output with the job sft"),
-        ("train.torch_compile=true", "TRL's torch_compile has no equivalent; remove it."),
+        ("train.torch_compile=true", "TRL's torch_compile has no equivalent; remove it: training"),
     ],
 )
 def test_a_missing_feature_without_a_key_names_the_way_out(
@@ -225,3 +225,23 @@ def test_a_teacher_of_another_tokenizer_is_refused_with_training_on_its_samples(
     with pytest.raises(ModelError, match=r"sample the teacher \(burnish generate\) and train on"):
         shared_vocabulary(student, teacher, load_tokenizer(student))
     assert shared_vocabulary(student, student, load_tokenizer(student)) > 3
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("loss=sigmoid", "orpo, kto. TRL's sigmoid is dpo here."),
+        ("f_divergence=js_divergence", "got 'js_divergence'. TRL's js_divergence is js here."),
+        ("data.overlong=keep_start", "TRL's keep_start is truncate_right here."),
+        ("added_losses={kto: 1}", "added_losses: must be one of dpo, cdpo, .*discopop, got 'kto'"),
+    ],
+)
+def test_a_value_of_another_framework_is_translated(override: str, said: str) -> None:
+    tree = {
+        "job": "preference",
+        "model": {"scratch": {}},
+        "data": {"sources": ["pairs.jsonl"]},
+        "train": {"train_batch_size": 4},
+    }
+    with pytest.raises(ConfigError, match=said):
+        load_config(tree, [override])

@@ -1,5 +1,5 @@
-"""Variants of the log-ratios that preference losses compare: other divergences than the reverse KL,
-long responses weighed less, ranks for optimal transport."""
+"""Variants of the log-ratios that preference losses compare: divergences other than the reverse KL,
+smaller weights for the ends of long responses, and ranks for optimal transport."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def desensitized(
     """Return the log-probs of a batch of pairs, times ``ld_alpha`` after the length of the shorter
     response of the pair, [M].
 
-    With the sums over responses, a surplus of length counts less: log p = sum_(t <= l) log p_t +
-    ld_alpha sum_(t > l) log p_t, where l is the smaller number of tokens of the two responses.
+    Their sum over a response is log p = sum_(t <= l) log p_t + ld_alpha sum_(t > l) log p_t, where
+    l is the smaller number of tokens of the two responses, so length beyond l counts less.
     ``logprobs``, ``mask`` (bool), ``row_ids`` [M]: packed rows, row 2i chosen and 2i + 1 rejected.
     Source: LD-DPO, arXiv 2409.06411.
     """

@@ -301,8 +301,8 @@ class AlgorithmConfig(Node):
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus. 0: no bonus."""
     top_entropy_quantile: float = Field(1.0, gt=0, le=1)
-    """Fraction of the rollout's tokens that have a policy loss: those of the highest entropy (arXiv
-    2506.01939). 1: all."""
+    """Fraction of the rollout's tokens that have a policy loss, the tokens with the highest entropy
+    (arXiv 2506.01939; 0.2 there). 1: all."""
     kl: KlConfig = KlConfig()
     """KL term."""
     correction: CorrectionConfig | None = None

@@ -245,7 +245,8 @@ class ModelConfig(Node):
     tokenizer_path: PathText | None = None
     """Folder or hub name of the tokenizer. None: the model's own."""
     eos_token: str | None = None
-    """Token that ends rows and responses. None: the tokenizer's own."""
+    """Token of the vocabulary that ends rows and responses. It becomes a special token, also in
+    exports. None: the tokenizer's own."""
     revision: str | None = None
     """Hub revision (branch, tag or commit). None: the default branch."""
     trust_remote_code: bool = False
@@ -335,7 +336,8 @@ class ReferenceConfig(Node):
     sync_every_n_steps: int = Field(0, ge=0)
     """Steps between updates of the reference with the policy's weights. 0: it is frozen."""
     mixup_alpha: float = Field(0.6, gt=0, le=1)
-    """reference = alpha x policy + (1 - alpha) x reference (arXiv 2404.09656)."""
+    """Weight alpha of the policy in an update: reference = alpha x policy + (1 - alpha) x reference
+    (arXiv 2404.09656). 1: a copy of the policy."""
 
     def rules(self) -> Iterator[str]:
         if not self.sync_every_n_steps and self.is_own("mixup_alpha"):

@@ -87,10 +87,11 @@ class PreferenceConfig(SupervisedJob):
     """Weight of the chosen response's mean negative log-likelihood per token in the loss (arXiv
     2404.19733). Refused with orpo and kto."""
     added_losses: dict[AddedKind, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
-    """Weights of further losses with ``loss.beta`` (MPO), such as ``{bco_pair: 0.25}``."""
+    """Weights of further losses that are added to ``loss``, which has weight 1 (MPO), such as
+    ``{bco_pair: 0.25}``. They have the beta of ``loss``."""
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
-    """Divergence from the reference whose gradient replaces the log-ratios (arXiv 2309.16240).
-    reverse_kl: DPO's own."""
+    """Divergence from the reference; its derivative f'(policy / reference) replaces the log-ratio
+    (arXiv 2309.16240). reverse_kl: DPO's own. js: Jensen-Shannon."""
     f_alpha: float = Field(0.5, gt=0, lt=1)
     """Order of ``f_divergence: alpha``, between 0 (reverse_kl) and 1 (forward_kl)."""
     ld_alpha: float = Field(1.0, ge=0, le=1)

@@ -66,7 +66,7 @@ class AotLoss(Node):
     beta: float = Field(0.1, gt=0)
     """KL weight of the implicit reward. Larger values keep the policy closer to the reference."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Probability that a comparison is wrong."""
+    """Probability that a comparison of equal rank is wrong."""
 
 
 class DiscopopLoss(Node):

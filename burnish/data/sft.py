@@ -83,10 +83,9 @@ class SFTEncoder:
         return len(item.ids)
 
     def truncate(self, item: TokenRow) -> TokenRow | None:
-        """Truncate on the left or right. Return None if no beginning of an answer with a prompt is
-        left.
+        """Truncate on the left or right. Return None if no token is left to train on.
 
-        An answer that loses its beginning is not trained on.
+        An answer that loses its beginning is not trained on; one that loses its end is.
         """
         if self._config.overlong == "truncate_right":
             return item.without_right(self.limit)

@@ -72,7 +72,7 @@ class MovingReference:
             )
 
     def save(self, folder: Path) -> None:
-        """Write the weights, in the compute dtype, into the checkpoint ``folder``. Raises OSError
+        """Write the weights in the compute dtype into the checkpoint ``folder``. Raises OSError
         on all ranks if rank 0 cannot write."""
         weights = self.reference.weights()
         write = partial(self._write, folder / REFERENCE, weights)
@@ -117,8 +117,8 @@ def moving_reference(
     reference: HasLogprobs | None,
     ranks: RankGroup,
 ) -> MovingReference | None:
-    """Return the updates that a recipe asks for, or None. Raises ModelError if a reference model of
-    its own has other weights than the policy."""
+    """Return the updates of the reference that a recipe sets, or None if it is frozen. Raises
+    ModelError if weights of ``reference.model`` differ from the policy's in name or shape."""
     if config is None or not config.sync_every_n_steps:
         return None
     assert reference is not None, "the rules of the recipe require a reference"

@@ -45,8 +45,9 @@ def check_attention(found: PretrainedConfig, wanted: str) -> None:
 
 
 def use_attention(model: Any, wanted: str, name: str) -> None:
-    """Set the attention of a model, unless it is ``auto``. Rows are then padded. ``name``: of the
-    model, in messages. Raises ModelError if the model does not accept it."""
+    """Set the attention of a model to that of transformers called ``wanted``, for which rows are
+    padded. ``auto`` changes nothing. ``name``: the model's name in messages. Raises ModelError if
+    the model does not accept it."""
     if wanted == "auto":
         return
     try:

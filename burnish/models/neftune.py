@@ -9,8 +9,8 @@ from torch import Tensor, nn
 class EmbeddingNoise:
     """Uniform noise on the output of an embedding, in training passes only.
 
-    A row of L tokens and width d gets noise in alpha / sqrt(L d) x [-1, 1], drawn from torch's
-    random numbers, as dropout is: a resumed run draws the same.
+    A row of L tokens and width d gets noise in alpha / sqrt(L d) x [-1, 1]. Like dropout, it is
+    drawn from torch's global generator, whose state a resumed run restores.
     """
 
     def __init__(self, embedding: nn.Module, alpha: float) -> None:

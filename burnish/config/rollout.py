@@ -52,7 +52,7 @@ class LocalEngine(Node):
     """CUDA: replay decode steps as graphs. Their cache holds ``max_batch_size`` sequences of full
     length."""
     batch_invariant: bool | None = None
-    """CPU with AVX-512: log-probs have the same bits whatever else is in the batch. None: in fp32
+    """CPU: log-probs have the same bits whatever else is in the batch. None: in fp32
     and fp16, if possible. true: an error if it is not; in bf16, linear layers are computed in fp32
     (4 more bytes per parameter)."""
     sleep_between_rollouts: bool = False

@@ -4,9 +4,9 @@ batch.
 On a CPU, the output of a token must have the same bits whatever else is computed with it, and
 whether the keys before it were computed in the same pass, in earlier passes or token by token. The
 matmuls of :func:`stable_attention` therefore have shapes for which PyTorch's CPU kernels give the
-same bits (docs/lab-notebook.md, 2026-11-23): at least two query rows per matmul, keys whose
-positions are contiguous in memory, and sums over the keys in chunks of at least
-:data:`_LEAST_KEYS` and at most :data:`_CHUNK`. Masked keys have weight 0, which adds nothing.
+same bits (docs/lab-notebook.md, 2026-11-23 and 2026-11-25): at least :func:`least_rows` query rows
+per matmul, keys whose positions are contiguous in memory, and sums over the keys in chunks of at
+least :data:`_LEAST_KEYS` and at most :data:`_CHUNK`. Masked keys have weight 0, which adds nothing.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _VECTOR = 32
 """Numbers that PyTorch's CPU kernels compute at once: two vectors of 16 fp32 numbers."""
 _THREAD = 1 << 15
 """PyTorch uses at most one more thread for each of these many numbers."""
-_CHUNK = 256
-"""Keys per matmul with the values: longer sums are split by the kernel, depending on the length."""
+_CHUNK = 192
+"""Keys per matmul with the values. Kernels split longer sums, depending on the length: MKL over 192
+keys with AVX2, and over 256 with AVX-512."""
 _LEAST_KEYS = 16
 """Least keys of a chunk. Sums over fewer have other bits."""
 _SCORES = 1 << 24
@@ -105,17 +106,29 @@ def rounded(length: int) -> int:
 
 
 @cache
-def matmuls_are_stable(threads: int) -> bool:
-    """Return whether this machine's batched matmuls with ``threads`` threads give a row the same
-    bits in any number of rows, as :func:`stable_attention` requires. MKL's kernels for AVX2 do
-    not; those for AVX-512 do."""
+def least_rows(threads: int) -> int | None:
+    """Return the least number of rows from which this machine's batched matmuls with ``threads``
+    threads give a row the same bits, as :func:`stable_attention` requires: 2 with MKL's kernels for
+    AVX-512, 4 with those for AVX2. None: the bits depend on the number of rows or of masked
+    keys."""
+    return next((least for least in (2, 4) if _stable_from(least, threads)), None)
+
+
+def _stable_from(least: int, threads: int) -> bool:
     draw = torch.Generator().manual_seed(threads)
+    drawn = torch.rand(2, 16, _CHUNK, generator=draw)
+    values = torch.randn(2, _CHUNK, 64, generator=draw)
+    for keys in (_LEAST_KEYS, 100, 132, 188):
+        weights = drawn * (torch.arange(_CHUNK) < keys)
+        sums = torch.bmm(drawn[..., :keys].contiguous(), values[:, :keys])
+        if not torch.equal(torch.bmm(weights, values), sums):
+            return False
     shapes = [(dim, 96) for dim in (16, 64, 128)]  # with the keys; reversed: with the values
     for inner, columns in shapes + [shape[::-1] for shape in shapes]:
         left = torch.randn(2, 64, inner, generator=draw)
         right = torch.randn(2, inner, columns, generator=draw)
         expected = torch.bmm(left, right)
-        for rows in (2, 3, 7, 8, 15, 33):
+        for rows in (least, least + 1, 6, 7, 8, 15, 33):
             if not torch.equal(torch.bmm(left[:, :rows], right), expected[:, :rows]):
                 return False
     return True
@@ -268,10 +281,11 @@ def stable_attention(
 def _padded_rows(count: int, dim: int, scores: int, options: Options) -> int:
     """Return the number of rows of a matmul for ``count`` queries of ``dim`` numbers. ``scores``:
     scores per row, of all matmuls together."""
-    least = max(count, 2, -(-_SMALL // (_LEAST_KEYS * dim)))
+    threads = torch.get_num_threads()
+    least = max(count, least_rows(threads) or 2, -(-_SMALL // (_LEAST_KEYS * dim)))
     if options.softcap is None:
         return least
-    return full_vectors(least, [scores], threads=torch.get_num_threads())
+    return full_vectors(least, [scores], threads=threads)
 
 
 def full_vectors(rows: int, widths: Collection[int], *, threads: int) -> int:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from burnish.config.rollout import LocalEngine
 from burnish.models.attention import NO_MASK
-from burnish.models.cache_attention import full_vectors, matmuls_are_stable
+from burnish.models.cache_attention import full_vectors, least_rows
 from burnish.models.kv_cache import KVCache
 from burnish.models.logit_scaling import logit_scaling
 from burnish.models.paths import ModelError
@@ -135,7 +135,7 @@ def _obstacle(model: PreTrainedModel, layers: Sequence[nn.Linear]) -> str | None
         return f"it is for CPUs, and the model is on {kind}"
     if not _all_in(model, layers):
         return "the model has matrices that are not weights of linear layers that oneDNN computes"
-    if not matmuls_are_stable(torch.get_num_threads()):
+    if least_rows(torch.get_num_threads()) is None:
         return "the matmuls of this CPU depend on the number of rows"
     return None
 

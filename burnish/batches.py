@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.types import Batch, Group, Sample, TokenRow, flat_array, rows_to_batch
+from burnish.compact import IntLists, IntRuns, concatenated
+from burnish.types import Batch, Group, Sample, TokenRow, flat_batch
 
 
 def groups_to_batch(groups: Sequence[Group], ages: Mapping[int, int] | None = None) -> Batch:
@@ -32,13 +35,13 @@ def groups_to_batch(groups: Sequence[Group], ages: Mapping[int, int] | None = No
     counts = torch.tensor([sample.num_sampled_tokens for sample in samples])
     batch = _scored_rows([row for _, row in rows], [samples[i] for i, _ in rows])
     batch = _with_ages(batch, [row for _, row in rows], ages)
-    turns = [(-1,) * len(row.prompt_ids) + row.turns for _, row in rows]
+    turns = _after_prompts([row for _, row in rows], "turns", np.int64, of_prompts=-1)
     batch = replace(
         batch,
         num_sequences=len(samples),
         sample_ids=sample_ids,
         sample_tokens=counts[sample_ids],
-        turn_ids=flat_array(turns, np.int64, count=batch.tokens.numel()),
+        turn_ids=torch.from_numpy(turns),
     )
     if not any(sample.turn_rewards for sample in samples):
         return batch
@@ -47,19 +50,39 @@ def groups_to_batch(groups: Sequence[Group], ages: Mapping[int, int] | None = No
 
 def _scored_rows(rows: Sequence[TokenRow | Sample], samples: Sequence[Sample]) -> Batch:
     """Build a batch of rows, each with the group and the reward of its sample."""
-    batch = rows_to_batch(
-        [row.prompt_ids + row.response_ids for row in rows],
-        [(False,) * len(row.prompt_ids) + row.action_mask for row in rows],
+    logprobs = _after_prompts(rows, "sampler_logprobs", np.float32, of_prompts=0)
+    batch = flat_batch(
+        concatenated([ids for row in rows for ids in (row.prompt_ids, row.response_ids)], np.int64),
+        _after_prompts(rows, "action_mask", np.bool_, of_prompts=0),
+        lengths=[len(row.prompt_ids) + len(row.response_ids) for row in rows],
         prompt_lens=[len(row.prompt_ids) for row in rows],
         group_ids=[sample.group_id for sample in samples],
     )
-    logprobs = [(0.0,) * len(row.prompt_ids) + row.sampler_logprobs for row in rows]
     return replace(
         batch,
         kept_ids=_kept_ids(rows, batch),
-        sampler_logprobs=flat_array(logprobs, np.float32, count=batch.tokens.numel()),
+        sampler_logprobs=torch.from_numpy(logprobs),
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
     )
+
+
+def _after_prompts(
+    rows: Sequence[TokenRow | Sample], name: str, dtype: Any, *, of_prompts: int
+) -> np.ndarray[Any, Any]:
+    """Return [M]: for each row ``of_prompts`` at its prompt tokens, then the column ``name``.
+
+    Raises ValueError if the column of a row does not have one entry per response token."""
+    columns = [vars(row)[name] for row in rows]
+    lens = [(len(row.prompt_ids), len(row.response_ids)) for row in rows]
+    for i, ((_, length), column) in enumerate(zip(lens, columns, strict=True)):
+        if len(column) != length:
+            raise ValueError(
+                f"row {i} has {length} response tokens and {len(column)} entries of {name}"
+            )
+    is_response = np.repeat(np.tile([False, True], len(rows)), np.ravel(lens).astype(np.int64))
+    placed = np.full(len(is_response), of_prompts, dtype)
+    placed[is_response] = concatenated(columns, dtype)
+    return placed
 
 
 def _kept_ids(rows: Sequence[TokenRow | Sample], batch: Batch) -> Tensor | None:
@@ -67,23 +90,25 @@ def _kept_ids(rows: Sequence[TokenRow | Sample], batch: Batch) -> Tensor | None:
     action token lacks them, although another one has them."""
     if not any(row.kept_ids for row in rows):
         return None
-    found = [ids for row in rows for ids in (*[()] * len(row.prompt_ids), *_kept_of(row))]
-    counts = torch.tensor([len(ids) for ids in found])
+    kept = [_kept_of(row) for row in rows]
+    counts = torch.from_numpy(np.concatenate([lists.counts for lists in kept]))
     if bool((batch.action_mask & (counts == 0)).any()):
         raise ValueError(
             "some action tokens have the ids that top-k and top-p kept and others do not, so their "
             "log-probs are of different distributions; sample all of them with "
             "rollout.sampling_mask, or none"
         )
-    placed = torch.full((len(found), int(counts.max())), -1, dtype=torch.int32)
+    placed = torch.full((len(counts), int(counts.max())), -1, dtype=torch.int32)
     filled = torch.arange(placed.shape[1]) < counts[:, None]
-    placed[filled] = torch.from_numpy(np.concatenate([np.asarray(i, np.int32) for i in found]))
+    placed[filled] = torch.from_numpy(concatenated([lists.flat for lists in kept], np.int32))
     return placed
 
 
-def _kept_of(row: TokenRow | Sample) -> Sequence[Sequence[int]]:
-    """Return the kept ids of each response token of a row."""
-    return row.kept_ids or [()] * len(row.response_ids)
+def _kept_of(row: TokenRow | Sample) -> IntLists:
+    """Return the kept ids of each token of a row; those of the prompt have none."""
+    given = IntLists(row.kept_ids)
+    counts = given.counts if given else repeat(0, len(row.response_ids))
+    return IntLists.split(given.flat, chain(repeat(0, len(row.prompt_ids)), counts))
 
 
 def _with_ages(
@@ -93,8 +118,7 @@ def _with_ages(
     Raises ValueError for a version that is not in ``ages``."""
     if ages is None:
         return batch
-    versions = [(0,) * len(row.prompt_ids) + row.versions for row in rows]
-    flat = flat_array(versions, np.int64, count=batch.tokens.numel())
+    flat = torch.from_numpy(_after_prompts(rows, "versions", np.int64, of_prompts=0))
     sampled_by = flat[batch.action_mask]
     lowest = int(sampled_by.min()) if sampled_by.numel() else 0
     found = sorted({int(i) + lowest for i in torch.bincount(sampled_by - lowest).nonzero()})
@@ -119,12 +143,12 @@ def _check_turns(sample: Sample) -> None:
     if sample.earlier_rows and sample.response_ids and not sample.turns:
         raise ValueError(f"{name} has earlier rows and no turns; number the turns of its last row")
     for i, row in enumerate(sample.rows):
-        if [turn >= 0 for turn in row.turns] != [bool(action) for action in row.action_mask]:
+        if not np.array_equal(np.asarray(row.turns) >= 0, np.asarray(row.action_mask)):
             raise ValueError(
                 f"row {i} of {name}: turns must have one entry per response token, at least 0 "
                 "where action_mask is true and -1 elsewhere"
             )
-        found = {turn for turn in row.turns if turn >= 0}
+        found = {turn for turn, _ in IntRuns(row.turns).runs() if turn >= 0}
         if found & seen:
             raise ValueError(
                 f"{name} has turn {min(found & seen)} in two rows, so its tokens would be trained "
@@ -143,14 +167,16 @@ def _placed(turn_rewards: Sequence[Sequence[float]], batch: Batch) -> Tensor:
     """Return [M] fp32: the reward of each turn on its last action token. ``turn_rewards``: those of
     each sample of the batch."""
     assert batch.turn_ids is not None
-    last: dict[tuple[int, int], int] = {}
     actions = batch.action_mask.nonzero()[:, 0]
     samples, turns = batch.token_samples[actions], batch.turn_ids[actions]
-    for sample, turn, token in zip(samples.tolist(), turns.tolist(), actions.tolist(), strict=True):
-        last[sample, turn] = token
+    width = max(map(len, turn_rewards))
+    given = turns < width
+    place = samples[given] * width + turns[given]
+    last = torch.full((len(turn_rewards) * width,), -1, dtype=torch.int64)
+    last.scatter_reduce_(0, place, actions[given], "amax")
     placed = torch.zeros(batch.tokens.numel())
     for sample, rewards in enumerate(turn_rewards):
-        for turn, reward in enumerate(rewards):
-            if (sample, turn) in last:
-                placed[last[sample, turn]] = reward
+        begin = sample * width
+        found = last[begin : begin + len(rewards)]
+        placed[found[found >= 0]] = torch.tensor(rewards)[found >= 0]
     return placed

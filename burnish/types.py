@@ -7,24 +7,38 @@ returns a new value (``dataclasses.replace``) instead of modifying its input.
 Shapes: N rows (one row = one prompt with one response), M tokens in all rows together. A sample is
 one row, or an *episode* of several turns, which may take several rows. Token arrays are *ragged*:
 rows are concatenated in one flat array, and ``offsets`` contains the start of each row. Stored and
-transferred data are never padded; padding and packing are choices of ``train/batching.py``."""
+transferred data are never padded; padding and packing are choices of ``train/batching.py``.
+
+Per-token data of prompts and samples are compact sequences (``compact.py``), which behave like
+tuples. Constructors also take tuples, and convert them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from burnish.compact import BoolRuns, Compact, FloatArray, IntArray, IntLists, IntRuns, concatenated
 from burnish.tensors import upload
 from burnish.transcript import Episode
 
 FinishReason = Literal["stop", "length", "aborted"]
+
+Ids = IntArray | tuple[int, ...]
+"""Token ids."""
+Logprobs = FloatArray | tuple[float, ...]
+"""Log-prob of each token, in nats."""
+Mask = BoolRuns | tuple[bool, ...]
+"""A boolean for each token."""
+Labels = IntRuns | tuple[int, ...]
+"""A number for each token, equal for many consecutive tokens."""
+KeptIds = IntLists | tuple[Sequence[int], ...]
+"""Ids that top-k and top-p kept for each token."""
 
 ROUNDING = 1e-9
 """Tolerance of equal weighted sums of rewards, which may differ in their last bits."""
@@ -33,6 +47,31 @@ ROUNDING = 1e-9
 def all_equal(scores: Sequence[float]) -> bool:
     """Return whether all scores are equal, up to :data:`ROUNDING`."""
     return max(scores) - min(scores) <= ROUNDING
+
+
+def pack(record: object, **columns: type[Compact[Any]]) -> None:
+    """Convert fields of a new frozen dataclass to compact sequences of the given types."""
+    values = vars(record)
+    for name, kind in columns.items():
+        if type(values[name]) is not kind:
+            values[name] = kind(values[name])
+
+
+_COLUMNS: dict[str, type[Compact[Any]]] = {
+    "prompt_ids": IntArray,
+    "response_ids": IntArray,
+    "sampler_logprobs": FloatArray,
+    "action_mask": BoolRuns,
+    "versions": IntRuns,
+    "turns": IntRuns,
+    "kept_ids": IntLists,
+}
+"""Per-token fields of rows and samples."""
+
+
+def one_turn(action_mask: Mask) -> IntRuns:
+    """Return turn 0 for action tokens and -1 for the others."""
+    return IntRuns.of_runs((0 if on else -1, count) for on, count in BoolRuns(action_mask).runs())
 
 
 @dataclass(frozen=True)
@@ -45,7 +84,7 @@ class Prompt:
 
     id: str
     """Unique within a run and stable across resumes: ``source:row@epoch``."""
-    token_ids: tuple[int, ...]
+    token_ids: Ids
     """Exact input tokens of the model. Never recomputed from ``text``."""
     text: str
     """The same prompt as text, for rewards and logs."""
@@ -57,6 +96,9 @@ class Prompt:
     """Name of the row's data source."""
     messages: tuple[Mapping[str, Any], ...] | None = None
     """Conversation that ``text`` was rendered from. None: the prompt is plain text."""
+
+    def __post_init__(self) -> None:
+        pack(self, token_ids=IntArray)
 
 
 @dataclass(frozen=True)
@@ -75,16 +117,19 @@ class TokenRow:
                  turns=(0, 0, -1, -1, 1))
     """
 
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
-    sampler_logprobs: tuple[float, ...]
-    action_mask: tuple[bool, ...]
-    versions: tuple[int, ...]
-    turns: tuple[int, ...]
+    prompt_ids: Ids
+    response_ids: Ids
+    sampler_logprobs: Logprobs
+    action_mask: Mask
+    versions: Labels
+    turns: Labels
     """Number of the turn that sampled each token, -1 for the other tokens. Turns are numbered from
     0, in the order of time, over all rows of the episode. All tokens of a turn are in one row."""
-    kept_ids: tuple[Sequence[int], ...] = ()
+    kept_ids: KeptIds = ()
     """Ids that top-k and top-p kept for each token (``rollout.base.Completion``). Empty: none."""
+
+    def __post_init__(self) -> None:
+        pack(self, **_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -107,14 +152,14 @@ class Sample:
     group_id: int
     """Samples with the same id are compared with each other. Groups are formed by id, never by
     position."""
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
+    prompt_ids: Ids
+    response_ids: Ids
     """Token ids after the prompt, end token included."""
-    sampler_logprobs: tuple[float, ...]
+    sampler_logprobs: Logprobs
     """log p(token) of the rollout engine at the temperature, in nats; over ``kept_ids``, if any."""
-    action_mask: tuple[bool, ...]
+    action_mask: Mask
     """True if the policy sampled the token; False if an environment or tool wrote it."""
-    versions: tuple[int, ...]
+    versions: Labels
     """Number of optimizer steps of the weights that sampled each token."""
     text: str
     finish_reason: FinishReason
@@ -122,9 +167,9 @@ class Sample:
     """Weighted sum of ``reward_parts`` after shaping; of an episode its total, which includes
     ``turn_rewards``. NaN until scored."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    turns: tuple[int, ...] = ()
+    turns: Labels = ()
     """As in :class:`TokenRow`, of the last row. Empty: one turn."""
-    kept_ids: tuple[Sequence[int], ...] = ()
+    kept_ids: KeptIds = ()
     """As in :class:`TokenRow`, of the last row."""
     earlier_rows: tuple[TokenRow, ...] = ()
     """Rows of the calls that the last row does not extend, in the order of time."""
@@ -132,6 +177,9 @@ class Sample:
     """Reward of each turn, already weighted and contained in ``reward``. Empty: none."""
     episode: Episode | None = None
     """Record of a multi-turn episode. None: a single response."""
+
+    def __post_init__(self) -> None:
+        pack(self, **_COLUMNS)
 
     @property
     def rows(self) -> tuple[TokenRow, ...]:
@@ -142,7 +190,7 @@ class Sample:
             self.sampler_logprobs,
             self.action_mask,
             self.versions,
-            self.turns or tuple(0 if action else -1 for action in self.action_mask),
+            self.turns or one_turn(self.action_mask),
             self.kept_ids,
         )
         return (*self.earlier_rows, last)
@@ -150,7 +198,9 @@ class Sample:
     @property
     def num_sampled_tokens(self) -> int:
         """Number of tokens that the policy sampled, in all rows."""
-        return sum(self.action_mask) + sum(sum(row.action_mask) for row in self.earlier_rows)
+        return self.action_mask.count(True) + sum(
+            row.action_mask.count(True) for row in self.earlier_rows
+        )
 
 
 @dataclass(frozen=True)
@@ -481,19 +531,35 @@ def rows_to_batch(
     for i, (row, mask) in enumerate(zip(rows, masks, strict=True)):
         if len(row) != len(mask):
             raise ValueError(f"row {i} has {len(row)} tokens and a mask of {len(mask)}")
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    ids = list(range(len(rows))) if group_ids is None else list(group_ids)
-    action_mask = flat_array(masks, np.bool_, count=int(offsets[-1]))
+    return flat_batch(
+        concatenated(rows, np.int64),
+        concatenated(masks, np.bool_),
+        lengths=[len(row) for row in rows],
+        prompt_lens=prompt_lens,
+        group_ids=range(len(rows)) if group_ids is None else group_ids,
+    )
+
+
+def flat_batch(
+    tokens: np.ndarray[Any, Any],
+    action_mask: np.ndarray[Any, Any],
+    *,
+    lengths: Sequence[int],
+    prompt_lens: Sequence[int],
+    group_ids: Sequence[int],
+) -> Batch:
+    """Build a :class:`Batch` from flat arrays [M] of rows with ``lengths``, with its own counts as
+    denominators. It shares their memory."""
+    zero = torch.zeros(1, dtype=torch.int64)
     return Batch(
-        tokens=flat_array(rows, np.int64, count=int(offsets[-1])),
-        offsets=offsets,
-        prompt_lens=torch.tensor(list(prompt_lens), dtype=torch.int64),
-        action_mask=action_mask,
-        group_ids=torch.tensor(ids, dtype=torch.int64),
+        tokens=torch.from_numpy(tokens),
+        offsets=torch.cat([zero, torch.tensor([*lengths], dtype=torch.int64).cumsum(0)]),
+        prompt_lens=torch.tensor([*prompt_lens], dtype=torch.int64),
+        action_mask=torch.from_numpy(action_mask),
+        group_ids=torch.tensor([*group_ids], dtype=torch.int64),
         num_tokens=int(action_mask.sum()),
-        num_sequences=len(rows),
-        num_read_tokens=int(offsets[-1]),
+        num_sequences=len(lengths),
+        num_read_tokens=len(tokens),
     )
 
 
@@ -506,8 +572,3 @@ def steps_to_batch(
     masks = [[t in at for t in range(len(row))] for row, at in zip(rows, marked, strict=True)]
     batch = rows_to_batch(rows, masks, prompt_lens=prompt_lens)
     return replace(batch, step_labels=torch.zeros(batch.tokens.numel()))
-
-
-def flat_array(rows: Iterable[Iterable[Any]], dtype: Any, *, count: int) -> Tensor:
-    """Return all entries of all rows, several times as fast as through an intermediate list."""
-    return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype=dtype, count=count))

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
 
 from burnish.batches import groups_to_batch
 from burnish.jobs.rows_run import sums_of
+from burnish.rollout.sample_state import samples_from_plain, samples_to_plain
 from burnish.runtime.worker import pack_share, unpack_share
 from burnish.train.batching import Share
 from burnish.types import Batch, Group, Prompt, Sample, TokenRow
@@ -177,3 +181,118 @@ def test_kept_ids_are_aligned_with_the_tokens_and_survive_the_way_to_a_worker() 
     assert torch.equal(share.batch.select([1]).kept_ids, batch.kept_ids[3:])
     with pytest.raises(ValueError, match=r"some action tokens have the ids .* and others do not"):
         groups_to_batch([group(masked, sample("c", row((5,), (0,)), turns=()))])
+
+
+AGES = {3: 5, 4: 0, 9: 2}
+PER_TOKEN = ("response_ids", "sampler_logprobs", "action_mask", "versions", "turns")
+logprobs = st.floats(max_value=0, width=32) | st.floats(-100, 0)
+
+
+@st.composite
+def token_rows(draw: st.DrawFn, turns: tuple[int, ...], kept: bool) -> TokenRow:
+    """A row with observations before, between and after ``turns``."""
+    of_tokens: list[int] = []
+    for turn in turns:
+        of_tokens += [-1] * draw(st.integers(0, 2)) + [turn] * draw(st.integers(1, 3))
+    of_tokens += [-1] * draw(st.integers(0, 2))
+    ids, length = st.integers(0, 2**31 - 1), len(of_tokens)
+    some = st.lists(st.lists(ids, min_size=1, max_size=3).map(tuple), min_size=length)
+    return TokenRow(
+        prompt_ids=tuple(draw(st.lists(ids, min_size=1, max_size=3))),
+        response_ids=tuple(draw(st.lists(ids, min_size=length, max_size=length))),
+        sampler_logprobs=tuple(draw(st.lists(logprobs, min_size=length, max_size=length))),
+        action_mask=tuple(turn >= 0 for turn in of_tokens),
+        versions=tuple(draw(st.sampled_from([3, 4, 9])) for _ in of_tokens),
+        turns=tuple(of_tokens),
+        kept_ids=tuple(draw(some)[:length]) if kept else (),
+    )
+
+
+@st.composite
+def scored_groups(draw: st.DrawFn) -> list[Group]:
+    """Groups of single responses, or of episodes of up to two rows with rewards of turns."""
+    episodes, kept = draw(st.booleans()), draw(st.booleans())
+    found = []
+    for number in range(draw(st.integers(1, 3))):
+        turns = [(0, 2), (1, 3)] if episodes and draw(st.booleans()) else [(0,)]
+        rows = [draw(token_rows(of_row, kept)) for of_row in turns]
+        rewards = draw(st.lists(st.floats(-1, 1, width=32), max_size=4)) if episodes else []
+        own: dict[str, Any] = {"turn_rewards": tuple(rewards[: 2 * len(rows) - 1 or 1])}
+        own |= {} if episodes else {"turns": ()}
+        found.append(group(sample(f"{number}", *rows, reward=0.5 * number, **own)))
+    return found
+
+
+def from_python_numbers(groups: list[Group]) -> dict[str, list[Any]]:
+    """The per-token columns of a batch, one Python number after the other."""
+    columns: dict[str, list[Any]] = {
+        name: []
+        for name in (
+            "tokens",
+            "action_mask",
+            "sampler_logprobs",
+            "ages",
+            "turn_ids",
+            "turn_rewards",
+        )
+    }
+    for one in (each for g in groups for each in g.samples):
+        placed = {turn: reward for turn, reward in enumerate(one.turn_rewards)}
+        for row in one.rows:
+            blank = [0] * len(row.prompt_ids)
+            turns, mask = list(row.turns), list(row.action_mask)
+            last = {turn: t for t, turn in enumerate(turns)}
+            columns["tokens"] += [*row.prompt_ids, *row.response_ids]
+            columns["action_mask"] += [*map(bool, blank), *mask]
+            columns["sampler_logprobs"] += [*blank, *row.sampler_logprobs]
+            columns["turn_ids"] += [-1 for _ in blank] + turns
+            columns["ages"] += blank + [
+                AGES[v] if on else 0 for v, on in zip(row.versions, mask, strict=True)
+            ]
+            columns["turn_rewards"] += blank + [
+                placed.get(turn, 0.0) if on and last[turn] == t else 0.0
+                for t, (turn, on) in enumerate(zip(turns, mask, strict=True))
+            ]
+    return columns
+
+
+@given(scored_groups())
+def test_every_column_has_the_bits_of_the_python_numbers(groups: list[Group]) -> None:
+    """Log-probs that are not fp32 numbers are rounded to the nearest one, as numpy rounds them."""
+    batch = vars(groups_to_batch(groups, AGES))
+    for name, numbers in from_python_numbers(groups).items():
+        if batch[name] is None:
+            assert name in ("turn_ids", "turn_rewards")
+            continue
+        expected = np.fromiter(numbers, batch[name].numpy().dtype, count=len(numbers))
+        assert batch[name].numpy().tobytes() == expected.tobytes(), name
+    kept = [
+        list(ids)
+        for g in groups
+        for row in g.samples[0].rows
+        for ids in ([()] * len(row.prompt_ids) + list(row.kept_ids or [()] * len(row.turns)))
+    ]
+    if batch["kept_ids"] is not None:
+        assert [[i for i in ids if i >= 0] for ids in batch["kept_ids"].tolist()] == kept
+    else:
+        assert not any(kept)
+
+
+@given(scored_groups())
+def test_recorded_samples_are_equal_and_are_stored_as_before(groups: list[Group]) -> None:
+    """The arrays of a file are those of the Python numbers, so that recordings of other versions
+    can be read. A sample without turns comes back without them."""
+    samples = [each for g in groups for each in g.samples]
+    plain = samples_to_plain(samples)
+    rows = [row for each in samples for row in each.rows]
+    for name in PER_TOKEN:
+        stored = plain[{"sampler_logprobs": "logprobs"}.get(name, name)]
+        if stored is None:
+            assert name == "turns" and not any(each.turns for each in samples)
+        else:
+            numbers = [number for row in rows for number in vars(row)[name]]
+            assert stored.tolist() == numbers and stored.dtype.itemsize in (1, 4, 8)
+    numbers = [float(x) for row in rows for x in row.sampler_logprobs]
+    exact = np.asarray(numbers).astype(np.float32).astype(np.float64).tolist() == numbers
+    assert plain["logprobs"].dtype == (np.float32 if exact else np.float64)
+    assert samples_from_plain(plain) == samples

@@ -13,7 +13,7 @@ from burnish.config.registry import REGISTRY
 
 PACKAGE = Path(burnish.__file__).parent
 
-MATHS = {"types", "tensors", "transcript"}
+MATHS = {"types", "tensors", "transcript", "compact"}
 BASE = MATHS | {"config", "errors", "messages", "oom", "secret", "shm", "templates", "loop_thread"}
 LOOPS = BASE | {
     *(
@@ -37,9 +37,10 @@ LOOPS = BASE | {
 }
 
 ALLOWED: dict[str, set[str]] = {
-    "types": {"tensors", "transcript"},
+    "types": {"tensors", "transcript", "compact"},
+    "compact": set(),
     "transcript": set(),
-    "batches": {"types"},
+    "batches": {"types", "compact"},
     "errors": set(),
     "loop_thread": set(),
     "messages": set(),

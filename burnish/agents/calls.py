@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from burnish.errors import BurnishError
+from burnish.types import Ids, Logprobs
 
 Message = Mapping[str, Any]
 """Chat message in the form of chat templates: ``role`` (``system``, ``user``, ``assistant``,
@@ -164,11 +165,11 @@ class Choice:
     """JSON text of the arguments of each tool call, as sampled. APIs whose arguments are text
     return it unchanged if the arguments are well-formed. Parallel to ``tool_calls``, or empty: the
     mappings are serialized."""
-    token_ids: tuple[int, ...] = ()
+    token_ids: Ids = ()
     """Sampled ids, [T]."""
     token_texts: tuple[str, ...] = ()
     """Text of every sampled id, [T]. Needed for log-probs only."""
-    logprobs: tuple[float, ...] = ()
+    logprobs: Logprobs = ()
     """Log-probs of the sampled ids, [T]."""
     stop_sequence: str | None = None
     """The text of ``ModelCall.stop`` that ended the response. Not part of the content."""

@@ -12,9 +12,10 @@ from burnish.data.messages import Message
 from burnish.episodes.parsing import ParsedMessage
 from burnish.episodes.renderer import TextCodec
 from burnish.rollout.base import Completion, Sampling
+from burnish.types import Ids
 
 
-def checked_ids(ids: tuple[int, ...], codec: TextCodec) -> tuple[int, ...]:
+def checked_ids(ids: Ids, codec: TextCodec) -> Ids:
     """Return the ids of a prompt. Raises CallError (400) if there are none, or if one is not in the
     vocabulary."""
     size = codec.num_tokens

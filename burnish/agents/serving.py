@@ -47,6 +47,7 @@ from burnish.episodes.renderer import ChatRenderer, TextCodec
 from burnish.errors import BurnishError
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.service import RolloutService
+from burnish.types import Ids
 
 log = logging.getLogger("burnish")
 
@@ -103,7 +104,7 @@ class Renderers:
 class _Prompt:
     """The prompt of a call."""
 
-    ids: tuple[int, ...]
+    ids: Ids
     renderer: ChatRenderer | None
     """None: a completion, without a chat template."""
 
@@ -255,10 +256,10 @@ class ServingBackend:
     async def _prompt(self, call: ModelCall) -> _Prompt:
         """Return the prompt of a call. Raises CallError if it cannot be rendered."""
         if call.prompt is not None:
-            ids = call.prompt
-            if isinstance(ids, str):
-                ids = await self._in_thread(self._codec.encode, ids)
-            return _Prompt(checked_ids(ids, self._codec), None)
+            given: str | Ids = call.prompt
+            if isinstance(given, str):
+                given = await self._in_thread(self._codec.encode, given)
+            return _Prompt(checked_ids(given, self._codec), None)
         renderer = await self._renderer(call.template_kwargs)
         try:
             ids = await self._in_thread(renderer.render, call.messages, call.shown_tools)

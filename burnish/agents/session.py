@@ -45,6 +45,7 @@ from burnish.episodes.play import Call, Limits, Played, Policy, Task, call_seed
 from burnish.episodes.template import RendererError
 from burnish.rollout.base import Completion, Request
 from burnish.transcript import Episode, EpisodeStatus, Turn
+from burnish.types import Ids
 
 MODEL = "policy"
 """Name of the model for clients. Every other name is accepted, too."""
@@ -78,7 +79,7 @@ class _Recorded:
 class _Prompt:
     """The prompt of a call."""
 
-    ids: tuple[int, ...]
+    ids: Ids
     messages: tuple[Message, ...]
     """The conversation. Prompts without a chat template are messages of a user."""
     parent: _Recorded | None = None
@@ -109,7 +110,7 @@ class TrainingSession:
         """Calls without a chat template, each with the text of its prompt and response."""
         self._retries = Retries()
         self._began = time.monotonic()
-        self._attempts: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
+        self._attempts: defaultdict[Ids, set[int]] = defaultdict(set)
         """Prompt -> attempts that are running or recorded."""
         self._latest: dict[str, _Recorded | None] = {}
         """Conversation of the engine's cache -> its last call; None while one is running."""
@@ -320,9 +321,7 @@ class TrainingSession:
             ended=time.monotonic(),
         )
 
-    async def _parse(
-        self, call: ModelCall, prompt: tuple[int, ...], completion: Completion
-    ) -> ParsedMessage:
+    async def _parse(self, call: ModelCall, prompt: Ids, completion: Completion) -> ParsedMessage:
         """Return the response as the client gets it."""
         parsed = ParsedMessage({"role": "assistant", "content": completion.text}, None)
         if call.prompt is None:
@@ -404,7 +403,7 @@ class TrainingSession:
         known, parent = max(found, key=lambda pair: len(pair[0]))
         new = text[len(known) :]
         more = await self.policy.in_renderer(encode, new, follows=True)
-        ids = (*parent.prompt.ids, *parent.completion.token_ids, *more)
+        ids = parent.prompt.ids + parent.completion.token_ids + more
         before = (*parent.prompt.messages, parent.parsed.message)
         return _Prompt(ids, (*before, _said(new)), parent, len(before), text=text)
 
@@ -423,7 +422,7 @@ class TrainingSession:
             raise
 
     @contextmanager
-    def _attempt(self, prompt_ids: tuple[int, ...]) -> Iterator[int]:
+    def _attempt(self, prompt_ids: Ids) -> Iterator[int]:
         """Yield the number of this prompt among equal ones. It is free again if the call fails, so
         that a retry draws the same tokens."""
         taken = self._attempts[prompt_ids]

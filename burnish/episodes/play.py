@@ -24,6 +24,7 @@ from burnish.episodes.template import RendererError
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.service import TakesRequests
 from burnish.transcript import Episode, EpisodeStatus, Turn
+from burnish.types import Ids
 
 Message = Mapping[str, Any]
 T = TypeVar("T")
@@ -50,7 +51,7 @@ class Limits:
 class Call:
     """One call of the engine: exact prompt ids and what was sampled."""
 
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Ids
     completion: Completion
 
 
@@ -251,7 +252,7 @@ class _Game:
             return Step(done=True), "parse_error"
         return Step([{"role": "user", "content": f"error: {problem}"}]), None
 
-    def _request(self, prompt: tuple[int, ...], number: int) -> Request:
+    def _request(self, prompt: Ids, number: int) -> Request:
         room = self.limits.max_tokens - len(prompt)
         return Request(
             request_id=f"{self.task.episode_id}/{number}",
@@ -261,20 +262,18 @@ class _Game:
             conversation=self.task.episode_id,
         )
 
-    async def _render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    async def _render(self, messages: Sequence[Message]) -> Ids:
         return await self.policy.in_renderer(self.policy.renderer.render, messages, self.tools)
 
-    async def _parse(
-        self, prompt: tuple[int, ...], completion: Completion
-    ) -> tuple[Message, str | None]:
+    async def _parse(self, prompt: Ids, completion: Completion) -> tuple[Message, str | None]:
         parsed = await self.policy.in_renderer(
             self.policy.renderer.parse, completion.token_ids, self.tools, prompt_ids=prompt
         )
         return parsed.message, parsed.problem
 
     async def _next_prompt(
-        self, prompt: tuple[int, ...], completion: Completion, messages: Sequence[Message]
-    ) -> tuple[int, ...]:
+        self, prompt: Ids, completion: Completion, messages: Sequence[Message]
+    ) -> Ids:
         """Return the prompt of the next turn."""
         renderer = self.policy.renderer
         if renderer.history == "template":

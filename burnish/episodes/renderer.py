@@ -14,6 +14,7 @@ from datetime import datetime
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from burnish.compact import IntArray
 from burnish.data.chat import check_rendering, encode_piece, encode_prompt, response_text
 from burnish.data.messages import Message, as_messages
 from burnish.data.sources import DataError
@@ -22,6 +23,7 @@ from burnish.episodes.parsing import ParsedMessage, ResponseParser, argument_pro
 from burnish.episodes.probing import call
 from burnish.episodes.streaming import CONTEXT, MessageStream, TextStream, TokenText
 from burnish.episodes.template import ChatTemplate, RendererError, Tools, literal_parts
+from burnish.types import Ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,12 +44,12 @@ class TextCodec:
         """Return the size of the vocabulary."""
         return len(self._tokenizer)
 
-    def encode(self, text: str, *, follows: bool = False) -> tuple[int, ...]:
+    def encode(self, text: str, *, follows: bool = False) -> Ids:
         """Return the ids of text without the chat template. ``follows``: it continues other tokens,
         so no BOS token is added."""
         if follows:
-            return tuple(encode_piece(self._tokenizer, text, follows=True))
-        return tuple(encode_prompt(self._tokenizer, text)[1])
+            return IntArray(encode_piece(self._tokenizer, text, follows=True))
+        return IntArray(encode_prompt(self._tokenizer, text)[1])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, with special tokens."""
@@ -131,7 +133,7 @@ class ChatRenderer(TextCodec):
         conversations."""
         return not self.differences
 
-    def render(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message], tools: Tools = ()) -> Ids:
         """Return the prompt ids of a conversation, with the generation prompt.
 
         Raises RendererError if the template rejects or drops a message, if the last message is the
@@ -163,7 +165,7 @@ class ChatRenderer(TextCodec):
                 f"{', '.join(names)}. Set model.chat_template to one that does, or describe the "
                 "tools in the system prompt and set tool_format"
             )
-        return tuple(self._encode(text, follows=False))
+        return IntArray(self._encode(text, follows=False))
 
     def bridge(
         self,
@@ -171,7 +173,7 @@ class ChatRenderer(TextCodec):
         sampled_ids: Sequence[int],
         new_messages: Sequence[Message],
         tools: Tools = (),
-    ) -> tuple[int, ...]:
+    ) -> Ids:
         """Return the next prompt: ``prompt_ids``, ``sampled_ids``, the rest of the closing tokens,
         and the ids of ``new_messages`` with the generation prompt.
 
@@ -192,13 +194,14 @@ class ChatRenderer(TextCodec):
             found = self._template.continuation(self._template.marked(new, follow=True), tools)
         except DataError as error:
             raise RendererError(f"the new messages cannot be rendered: {error}") from error
+        before = IntArray(prompt_ids) + IntArray(sampled_ids)
         if not sampled_ids or sampled_ids[-1] not in self._closing_ids:
             text = found.before_end + found.end + found.rest
-            return (*prompt_ids, *sampled_ids, *self._encode(text))
+            return before + IntArray(self._encode(text))
         added = self._encode(found.end + found.rest)
         if found.end or added[:1] == [sampled_ids[-1]]:
             added = added[1:]  # the sampled end token
-        return (*prompt_ids, *sampled_ids, *added)
+        return before + IntArray(added)
 
     def parse(
         self, sampled_ids: Sequence[int], tools: Tools = (), *, prompt_ids: Sequence[int] = ()

@@ -7,49 +7,66 @@ conversation, a sub-agent) begins a row of its own, in which its entire prompt i
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
+from burnish.compact import BoolRuns, FloatArray, IntArray, IntLists, IntRuns
 from burnish.episodes.play import Call
-from burnish.types import TokenRow
+from burnish.rollout.base import Completion
+from burnish.types import Ids, TokenRow
 
 
 @dataclass
 class _Row:
     """A row under construction."""
 
-    ids: list[int]
-    prompt_len: int
-    logprobs: list[float] = field(default_factory=list)
-    mask: list[bool] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    turns: list[int] = field(default_factory=list)
-    kept_ids: list[Sequence[int]] = field(default_factory=list)
+    prompt_ids: IntArray
+    ids: IntArray
+    """All ids, those of the prompt included."""
+    logprobs: FloatArray = FloatArray()
+    mask: BoolRuns = BoolRuns()
+    versions: IntRuns = IntRuns()
+    turns: IntRuns = IntRuns()
+    calls: list[tuple[int, Completion]] = field(default_factory=list)
+    """Observed tokens before each call, and what was sampled."""
 
     def add(self, call: Call, turn: int) -> None:
         """Append the observations of a call's prompt and its sampled tokens."""
-        observed = call.prompt_ids[len(self.ids) :]
-        sampled = call.completion
-        self.ids += [*observed, *sampled.token_ids]
-        gap, count = len(observed), len(sampled.token_ids)
+        sampled, prompt = call.completion, IntArray(call.prompt_ids)
+        gap, count = len(prompt) - len(self.ids), len(sampled.token_ids)
         version = sampled.spans[0].version if sampled.spans else 0
-        self.logprobs += [*[0.0] * gap, *sampled.logprobs]
-        self.mask += [*[False] * gap, *[True] * count]
-        self.versions += [*[version] * gap, *sampled.versions]
-        self.turns += [*[-1] * gap, *[turn] * count]
-        self.kept_ids += [*[()] * gap, *(sampled.kept_ids or [()] * count)]
+        self.ids = prompt + sampled.token_ids
+        self.logprobs += FloatArray.repeat(0.0, gap) + sampled.logprobs
+        self.mask += BoolRuns.of_runs([(False, gap), (True, count)])
+        self.versions += IntRuns.repeat(version, gap) + sampled.versions
+        self.turns += IntRuns.of_runs([(-1, gap), (turn, count)])
+        self.calls.append((gap, sampled))
 
     def finished(self) -> TokenRow:
         """Return the row."""
         return TokenRow(
-            prompt_ids=tuple(self.ids[: self.prompt_len]),
-            response_ids=tuple(self.ids[self.prompt_len :]),
-            sampler_logprobs=tuple(self.logprobs),
-            action_mask=tuple(self.mask),
-            versions=tuple(self.versions),
-            turns=tuple(self.turns),
-            kept_ids=tuple(self.kept_ids) if any(self.kept_ids) else (),
+            prompt_ids=self.prompt_ids,
+            response_ids=self.ids[len(self.prompt_ids) :],
+            sampler_logprobs=self.logprobs,
+            action_mask=self.mask,
+            versions=self.versions,
+            turns=self.turns,
+            kept_ids=self._kept_ids(),
         )
+
+    def _kept_ids(self) -> IntLists:
+        """Return the kept ids of each token, none of observations; empty if no call has any."""
+        if not any(sampled.kept_ids for _, sampled in self.calls):
+            return IntLists()
+        flat, counts = IntArray(), array("i")
+        for gap, sampled in self.calls:
+            kept = IntLists(sampled.kept_ids)
+            flat += kept.flat
+            counts.extend(repeat(0, gap))
+            counts.extend(kept.counts if kept else repeat(0, len(sampled.token_ids)))
+        return IntLists.split(flat, counts) if flat else IntLists()
 
 
 def episode_rows(calls: Sequence[Call]) -> tuple[TokenRow, ...]:
@@ -62,11 +79,11 @@ def episode_rows(calls: Sequence[Call]) -> tuple[TokenRow, ...]:
             row = max(fitting, key=lambda row: len(row.ids))
             rows.remove(row)
         else:
-            row = _Row(list(call.prompt_ids), len(call.prompt_ids))
+            row = _Row(IntArray(call.prompt_ids), IntArray(call.prompt_ids))
         row.add(call, turn)
         rows.append(row)
     return tuple(row.finished() for row in rows)
 
 
-def _extends(prompt: tuple[int, ...], ids: list[int]) -> bool:
-    return len(ids) <= len(prompt) and list(prompt[: len(ids)]) == ids
+def _extends(prompt: Ids, ids: IntArray) -> bool:
+    return len(ids) <= len(prompt) and prompt[: len(ids)] == ids

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from burnish.checkpoint import CheckpointError, load_state, save_state, verify, write_manifest
 from burnish.checkpoint.manifest import fsync, sync_tree
 from burnish.config import RLConfig
@@ -29,7 +31,7 @@ from burnish.observe.timeline import Timeline
 from burnish.rollout.runner import Rollout
 from burnish.rollout.sample_state import samples_from_plain, samples_to_plain
 from burnish.rollout.source import RolloutSource
-from burnish.types import Group, Prompt, Stats
+from burnish.types import Group, Prompt, Stats, TokenRow
 
 ROLLOUTS_DIR = "rollouts"
 GROUPS_FILE = "groups.jsonl"
@@ -193,13 +195,18 @@ def _group_ages(rollout: Rollout) -> list[int]:
                 rollout.ages[version]
                 for sample in group.samples
                 for row in sample.rows
-                for version, sampled in zip(row.versions, row.action_mask, strict=True)
-                if sampled
+                for version in _sampled_by(row)
             ),
             default=0,
         )
         for group in rollout.groups
     ]
+
+
+def _sampled_by(row: TokenRow) -> list[int]:
+    """Return the versions that sampled the action tokens of a row."""
+    found: list[int] = np.unique(np.asarray(row.versions)[np.asarray(row.action_mask)]).tolist()
+    return found
 
 
 def read_group_log(run_dir: Path) -> list[dict[str, Any]]:

@@ -10,13 +10,13 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from burnish.compact import IntRuns
 from burnish.observe.files import replacing
 from burnish.transcript import Turn
 from burnish.types import Group, Sample
@@ -140,7 +140,9 @@ def _row(group: Group, sample: Sample, advantage: float | None) -> dict[str, Any
         "finish_reason": sample.finish_reason,
         "response_tokens": sample.num_sampled_tokens,
         "label": None if label is None else _text(str(label)),
-        "version": max((v for row in sample.rows for v in row.versions), default=None),
+        "version": max(
+            (v for row in sample.rows for v, _ in IntRuns(row.versions).runs()), default=None
+        ),
         "episode": None if sample.episode is None else json.dumps(episode_record(sample)),
     }
 
@@ -163,7 +165,7 @@ def episode_record(sample: Sample) -> dict[str, Any]:
         "rows": [
             {
                 "prompt_tokens": len(row.prompt_ids),
-                "spans": [[turn, len(list(run))] for turn, run in groupby(row.turns)],
+                "spans": [[turn, count] for turn, count in IntRuns(row.turns).runs()],
             }
             for row in sample.rows
         ],

@@ -8,8 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from burnish.compact import FloatArray, IntArray, IntLists, IntRuns
 from burnish.errors import BurnishError
-from burnish.types import FinishReason
+from burnish.types import FinishReason, Ids, KeptIds, Logprobs, pack
 
 
 class SamplingError(BurnishError, ArithmeticError):
@@ -46,7 +47,7 @@ class Request:
     """
 
     request_id: str
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Ids
     n: int = 1
     seed: int = 0
     max_tokens: int | None = None
@@ -64,6 +65,9 @@ class Request:
     """Called in the engine's thread after each sampled token with all tokens of the response so
     far, except for the token that ends it. The list changes later; copy from it. For ``n`` = 1, and
     for engines of this process: others do not call it."""
+
+    def __post_init__(self) -> None:
+        pack(self, prompt_ids=IntArray)
 
     def limit(self, sampling: Sampling) -> int:
         """Return the maximum number of new tokens per response."""
@@ -94,17 +98,19 @@ class Completion:
 
     request_id: str
     index: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: Ids
+    logprobs: Logprobs
     finish_reason: FinishReason
     text: str
     spans: tuple[VersionSpan, ...]
     """Versions of the weights that sampled the tokens; the spans cover ``token_ids`` in order."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values were read from a cache."""
-    kept_ids: tuple[Sequence[int], ...] = ()
-    """[T] Ids that min-p, top-k and top-p kept for each token, as arrays of int32 (4 bytes per id).
-    Empty: not recorded."""
+    kept_ids: KeptIds = ()
+    """[T] Ids that min-p, top-k and top-p kept for each token. Empty: not recorded."""
+
+    def __post_init__(self) -> None:
+        pack(self, token_ids=IntArray, logprobs=FloatArray, kept_ids=IntLists)
 
     @property
     def version(self) -> int:
@@ -112,9 +118,9 @@ class Completion:
         return self.spans[-1].version
 
     @property
-    def versions(self) -> tuple[int, ...]:
+    def versions(self) -> IntRuns:
         """Version of each token, [T]."""
-        return tuple(span.version for span in self.spans for _ in range(span.begin, span.end))
+        return IntRuns.of_runs((span.version, span.end - span.begin) for span in self.spans)
 
 
 class RolloutEngine(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from burnish.compact import FloatArray, IntArray, IntLists
 from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
 from burnish.rollout.requests import StopRule
 from burnish.types import FinishReason
@@ -61,13 +62,13 @@ class LiveSample:
         return Completion(
             request_id=self.request.request_id,
             index=self.index,
-            token_ids=tuple(self.tokens),
-            logprobs=tuple(self.logprobs),
+            token_ids=IntArray(self.tokens),
+            logprobs=FloatArray(self.logprobs),
             finish_reason=self.reason,
             text=text,
             spans=version_spans(self.marks, len(self.tokens)),
             cached_tokens=self.cached_tokens,
-            kept_ids=tuple(self.kept),
+            kept_ids=IntLists(self.kept),
         )
 
 

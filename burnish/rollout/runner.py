@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from burnish.compact import BoolRuns
 from burnish.config.rollout import DynamicSampling
 from burnish.loop_thread import LoopThread
 from burnish.rewards.base import Measured, NoGroupLeftError, RewardError, RewardSet, none_left
@@ -310,7 +311,7 @@ def _sample(prompt: Prompt, completion: Completion) -> Sample:
         prompt_ids=prompt.token_ids,
         response_ids=completion.token_ids,
         sampler_logprobs=completion.logprobs,
-        action_mask=(True,) * length,
+        action_mask=BoolRuns.repeat(True, length),
         versions=completion.versions,
         kept_ids=completion.kept_ids,
         text=completion.text,

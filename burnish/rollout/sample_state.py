@@ -6,15 +6,16 @@ arrays however many samples it has. Every value survives exactly.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 
+from burnish.compact import BoolRuns, FloatArray, IntArray, IntLists, IntRuns, concatenated
 from burnish.transcript import Episode, Turn
-from burnish.types import Sample, TokenRow
+from burnish.types import Logprobs, Sample, TokenRow, one_turn
 
 
 def samples_to_plain(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -29,12 +30,12 @@ def samples_to_plain(samples: Sequence[Sample]) -> dict[str, Any]:
         "rows_per_sample": _array([1 + len(s.earlier_rows) for s in samples], np.int32),
         "prompt_lens": _array([len(row.prompt_ids) for row in rows], np.int32),
         "response_lens": _array([len(row.response_ids) for row in rows], np.int32),
-        "prompt_ids": _flat((row.prompt_ids for row in rows), np.int32),
-        "response_ids": _flat((row.response_ids for row in rows), np.int32),
-        "logprobs": _exact(_flat((row.sampler_logprobs for row in rows), np.float64)),
-        "action_mask": _flat((row.action_mask for row in rows), np.bool_),
-        "versions": _flat((row.versions for row in rows), np.int32),
-        "turns": _flat((row.turns for row in rows), np.int32)
+        "prompt_ids": concatenated([row.prompt_ids for row in rows], np.int32),
+        "response_ids": concatenated([row.response_ids for row in rows], np.int32),
+        "logprobs": _logprobs([row.sampler_logprobs for row in rows]),
+        "action_mask": concatenated([row.action_mask for row in rows], np.bool_),
+        "versions": concatenated([row.versions for row in rows], np.int32),
+        "turns": concatenated([row.turns for row in rows], np.int32)
         if any(sample.turns for sample in samples)
         else None,
         **_kept_to_plain(rows),
@@ -93,24 +94,20 @@ def episode_from_plain(plain: Mapping[str, Any]) -> Episode:
 
 
 def _rows(plain: Mapping[str, Any]) -> Iterator[TokenRow]:
-    prompts = _split(plain["prompt_ids"], plain["prompt_lens"])
     lens = plain["response_lens"]
-    ids, logprobs, masks, versions = (
-        _split(plain[name], lens)
-        for name in ("response_ids", "logprobs", "action_mask", "versions")
-    )
-    turns = [tuple(0 if action else -1 for action in mask) for mask in masks]
+    prompts = map(IntArray, _split(plain["prompt_ids"], plain["prompt_lens"]))
+    ids = map(IntArray, _split(plain["response_ids"], lens))
+    logprobs = map(FloatArray, _split(plain["logprobs"], lens))
+    masks = [BoolRuns(mask) for mask in _split(plain["action_mask"], lens)]
+    versions = map(IntRuns, _split(plain["versions"], lens))
+    turns: Iterable[IntRuns] = map(one_turn, masks)
     if plain["turns"] is not None:
-        turns = _split(plain["turns"], lens)
-    kept: list[tuple[Any, ...]] = [()] * len(ids)
+        turns = map(IntRuns, _split(plain["turns"], lens))
+    kept: Iterable[IntLists] = repeat(IntLists(), len(masks))
     if plain.get("kept_counts") is not None:  # (recorded by a version that has the field)
-        parts = np.split(plain["kept_ids"], np.cumsum(plain["kept_counts"])[:-1])
-        each = [array("i", part.tobytes()) if part.size else () for part in parts]
-        ends = np.cumsum(plain["kept_lens"]).tolist()
-        kept = [
-            tuple(each[end - count : end])
-            for end, count in zip(ends, plain["kept_lens"].tolist(), strict=True)
-        ]
+        counts = _split(plain["kept_counts"], plain["kept_lens"])
+        flat = _split(plain["kept_ids"], _array([int(each.sum()) for each in counts], np.int64))
+        kept = (IntLists.split(IntArray(i), n) for i, n in zip(flat, counts, strict=True))
     for fields in zip(prompts, ids, logprobs, masks, versions, turns, kept, strict=True):
         yield TokenRow(*fields)
 
@@ -118,29 +115,25 @@ def _rows(plain: Mapping[str, Any]) -> Iterator[TokenRow]:
 def _kept_to_plain(rows: Sequence[TokenRow]) -> dict[str, Any]:
     """Return the kept ids of all tokens, their number per token, and the tokens of each row that
     have them; empty if no row recorded any."""
-    if not any(row.kept_ids for row in rows):
+    lists = [IntLists(row.kept_ids) for row in rows]
+    if not any(lists):
         return {}
     return {
-        "kept_ids": np.concatenate([np.asarray(i, np.int32) for row in rows for i in row.kept_ids]),
-        "kept_counts": _array([len(ids) for row in rows for ids in row.kept_ids], np.int32),
-        "kept_lens": _array([len(row.kept_ids) for row in rows], np.int32),
+        "kept_ids": concatenated([kept.flat for kept in lists], np.int32),
+        "kept_counts": np.concatenate([kept.counts for kept in lists]).astype(np.int32),
+        "kept_lens": _array([len(kept) for kept in lists], np.int32),
     }
 
 
-def _split(flat: np.ndarray[Any, Any], lens: np.ndarray[Any, Any]) -> list[tuple[Any, ...]]:
-    return [tuple(part.tolist()) for part in np.split(flat, np.cumsum(lens)[:-1])]
+def _logprobs(parts: Sequence[Logprobs]) -> np.ndarray[Any, Any]:
+    """Return all numbers as fp32 if that changes none of them, else as fp64."""
+    exact = all(np.asarray(FloatArray(part)).dtype == np.float32 for part in parts)
+    return concatenated(parts, np.float32 if exact else np.float64)
+
+
+def _split(flat: np.ndarray[Any, Any], lens: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    return np.split(flat, np.cumsum(lens)[:-1])
 
 
 def _array(values: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
     return np.asarray(values, dtype=dtype)
-
-
-def _flat(parts: Iterable[Sequence[Any]], dtype: Any) -> np.ndarray[Any, Any]:
-    return np.fromiter((value for part in parts for value in part), dtype=dtype)
-
-
-def _exact(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return fp64 numbers as fp32 if that changes none of them."""
-    small = values.astype(np.float32)
-    same = np.array_equal(small.astype(np.float64), values, equal_nan=True)
-    return small if same else values

@@ -12,12 +12,14 @@ is shared memory and not part of it.
     python benchmarks/rank_data.py --heap [--samples 4096] [--tokens 2048]
 
 measures the controller's memory of the same rollout before the update: its samples as they arrive
-from rollout workers (Python objects), and the batch made of them (arrays).
+from rollout workers, and the batch made of them. Seconds are CPU time of one thread: to pickle the
+completions (in a worker) and to unpickle them, as Ray does, and to build the batch.
 """
 
 from __future__ import annotations
 
 import argparse
+import pickle
 import sys
 import threading
 import time
@@ -32,12 +34,14 @@ import torch
 from common import markdown_table, versions
 
 from burnish.batches import groups_to_batch
+from burnish.compact import BoolRuns
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.placement import placement_groups_for
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
+from burnish.rollout.base import Completion, VersionSpan
 from burnish.runtime import worker_group
 from burnish.runtime.ray import RayRuntime
 from burnish.runtime.remote_train import RemoteTrainEngine
@@ -240,43 +244,76 @@ def measure(ranks: int, batch: Batch, budget: int | None) -> dict[str, str]:
 
 
 def heap(samples: int, tokens: int) -> dict[str, str]:
-    """Return the memory of a rollout on the controller: samples with 150,000 different tokens, in
-    groups of 8, and their batch."""
+    """Return memory and CPU time of a rollout on the controller: samples with 150,000 different
+    tokens and fp32 log-probs, in groups of 8, and their batch."""
     rng = np.random.default_rng(0)
     before = anonymous_mb()
-    groups, count = [], 0
+    clock = {"pickle": 0.0, "unpickle": 0.0, "batch": 0.0}
+    groups, count, sent = [], 0, 0
     for number in range(samples // 8):
-        prompt_ids = tuple(rng.integers(150_000, size=min(PROMPT_TOKENS, tokens // 4)).tolist())
-        prompt = Prompt(f"p{number}", prompt_ids, "")
+        ids = tuple(rng.integers(150_000, size=min(PROMPT_TOKENS, tokens // 4)).tolist())
+        prompt = Prompt(f"p{number}", ids, "")
         found = []
         for index in range(8):
-            length = int(rng.integers(tokens // 2, tokens + 1)) - len(prompt_ids)
-            found.append(
-                Sample(
-                    sample_id=f"p{number}/{index}",
-                    prompt_id=prompt.id,
-                    group_id=number,
-                    prompt_ids=prompt_ids,
-                    response_ids=tuple(rng.integers(150_000, size=length).tolist()),
-                    sampler_logprobs=tuple(rng.standard_normal(length).tolist()),
-                    action_mask=(True,) * length,
-                    versions=(7,) * length,
-                    text="",
-                    finish_reason="stop",
-                )
-            )
-            count += length + len(prompt_ids)
+            length = int(rng.integers(tokens // 2, tokens + 1)) - len(ids)
+            made = _completion(rng, prompt.id, index, length)
+            with _cpu_time(clock, "pickle"):
+                data = pickle.dumps(made, protocol=5)
+            del made
+            with _cpu_time(clock, "unpickle"):
+                completion = pickle.loads(data)
+            sent += len(data)
+            found.append(_sample(prompt, number, completion))
+            count += length + len(ids)
         groups.append(Group(number, prompt, tuple(found)))
     of_samples = anonymous_mb() - before
-    batch = groups_to_batch(groups)
+    with _cpu_time(clock, "batch"):
+        batch = groups_to_batch(groups)
     of_batch = anonymous_mb() - before - of_samples
     return {
         "tokens": f"{count:,}",
         "samples, MB": f"{of_samples:,.0f}",
-        "bytes per token": f"{1e6 * of_samples / count:.0f}",
+        "bytes per token": f"{1e6 * of_samples / count:.1f}",
         "batch, MB": f"{of_batch:,.0f}",
-        "per token": f"{1e6 * of_batch / batch.tokens.numel():.0f}",
+        "per token": f"{1e6 * of_batch / batch.tokens.numel():.1f}",
+        "pickles, bytes per token": f"{sent / count:.1f}",
+        **{f"{name}, s": f"{value:.2f}" for name, value in clock.items()},
     }
+
+
+def _completion(rng: np.random.Generator, prompt_id: str, index: int, length: int) -> Completion:
+    return Completion(
+        request_id=prompt_id,
+        index=index,
+        token_ids=tuple(rng.integers(150_000, size=length).tolist()),
+        logprobs=tuple(rng.standard_normal(length, dtype=np.float32).tolist()),
+        finish_reason="stop",
+        text="",
+        spans=(VersionSpan(7, 0, length),),
+    )
+
+
+def _sample(prompt: Prompt, group_id: int, completion: Completion) -> Sample:
+    """A sample as ``rollout.runner`` makes it."""
+    return Sample(
+        sample_id=f"{prompt.id}/{completion.index}",
+        prompt_id=prompt.id,
+        group_id=group_id,
+        prompt_ids=prompt.token_ids,
+        response_ids=completion.token_ids,
+        sampler_logprobs=completion.logprobs,
+        action_mask=BoolRuns.repeat(True, len(completion.token_ids)),
+        versions=completion.versions,
+        text="",
+        finish_reason="stop",
+    )
+
+
+@contextmanager
+def _cpu_time(clock: dict[str, float], name: str) -> Iterator[None]:
+    begun = time.thread_time()
+    yield
+    clock[name] += time.thread_time() - begun
 
 
 def main(arguments: list[str]) -> None:

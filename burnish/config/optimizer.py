@@ -87,7 +87,7 @@ class Muon(Node, OptimizerFacts):
 
 
 class _SharedScales(OptimizerFacts):
-    """State in which one number describes several weights."""
+    """State in which one number describes a block of several weights."""
 
     kind: str
     _blocks_in_shards: ClassVar[bool] = False
@@ -149,9 +149,9 @@ class PagedAdamW8bit(_SharedScales, Node):
         return super().engine_problem(engine)
 
 
-class Adafactor(_SharedScales, Node):
-    """Adafactor of transformers (arXiv 1804.04235): row and column means of the squared gradient,
-    without momentum; about 4 bytes per row and column of a matrix."""
+class Adafactor(Node, OptimizerFacts):
+    """Adafactor (arXiv 1804.04235) as in transformers: row and column means of the squared
+    gradient, without momentum; about 4 bytes per row and column of a matrix."""
 
     kind: Literal["adafactor"] = "adafactor"
     decay_rate: float = Field(-0.8, lt=0)
@@ -168,6 +168,17 @@ class Adafactor(_SharedScales, Node):
     def state_format(self) -> str:
         """Name of the format of the state in checkpoints."""
         return "adafactor"
+
+    def engine_problem(self, engine: TrainEngineFacts) -> str | None:
+        """Return why a train engine cannot run the optimizer, or None if it can."""
+        if isinstance(engine, TorchEngine):
+            return None
+        return (
+            "train.optimizer.kind=adafactor with train.engine.kind=deepspeed: ZeRO steps flat "
+            "shards, in which a matrix is divided at any entry, so a rank has no rows and columns "
+            "whose means it could take; use train.engine.kind=torch (sharding=full shards "
+            "Adafactor exactly), or optimizer kind adamw"
+        )
 
     @property
     def uses_adam_settings(self) -> bool:

@@ -22,7 +22,7 @@ def moments(setup: EngineSetup, where: Where = "device", *, ranks: int = 1) -> l
     if isinstance(setup.train.optimizer, AdamW):
         text = share_text(setup, n) if ranks > 1 else entries_text(n)
         return [Item("optimizer", rounded_up(n, ranks) * 8, f"moments: {text} x 8 B", where)]
-    size = state_bytes(setup) / ranks
+    size = _sharded_bytes(setup, ranks)
     divided = f" / {ranks}" if ranks > 1 else ""
     how = f"moments of {setup.train.optimizer.kind}: {entries_text(n)}{divided} entries"
     return [Item("optimizer", size, f"{how}, {size * ranks / max(1, n):.2f} B each", where)]
@@ -48,6 +48,19 @@ def state_bytes(setup: EngineSetup) -> float:
     if shape.adapters:
         return per_adapter_entry * shape.adapters
     return sum(per(unit.kind, own) for unit in shape.units for own in unit.shapes)
+
+
+def _sharded_bytes(setup: EngineSetup, ranks: int) -> float:
+    """Return the bytes of the state on the first of ``ranks`` that share the rows of every
+    parameter. Column means of Adafactor are on all of them, so those of adapters are not
+    divided."""
+    shape = setup.shape
+    if not isinstance(setup.train.optimizer, Adafactor) or not setup.trainable:
+        return state_bytes(setup) / ranks
+    if shape.adapters:
+        return state_bytes(setup)
+    parts = ((-(-own[0] // ranks), *own[1:]) for unit in shape.units for own in unit.shapes)
+    return sum(_adafactor("", part) for part in parts)
 
 
 def checkpoint_bytes(setup: EngineSetup, *, frozen: bool = False) -> float:
@@ -113,9 +126,9 @@ def _check_blocks(setup: EngineSetup, ranks: int) -> None:
                 raise PlanError(undivided_blocks(name, own, ranks))
 
 
-def in_step(setup: EngineSetup) -> list[Item]:
+def in_step(setup: EngineSetup, *, ranks: int = 1) -> list[Item]:
     """Return the temporary tensors of a step, of the largest parameter that is stepped at a
-    time."""
+    time. ``ranks``: ranks that share the rows of every parameter."""
     optimizer = setup.train.optimizer
     if isinstance(optimizer, Muon):
         found = [math.prod(own[-2:]) for _, own in muon_matrices(setup.model, optimizer)]
@@ -124,7 +137,7 @@ def in_step(setup: EngineSetup) -> list[Item]:
         how = f"Newton-Schulz of the largest matrix: {entries_text(largest)} x {size:g} B"
         return [Item("optimizer", largest * size, how)] if largest else []
     if isinstance(optimizer, Adafactor):
-        largest = setup.largest_tensor
-        how = f"update of the largest parameter: {entries_text(largest)} x 8 B"
-        return [Item("optimizer", largest * 8.0, how)]
+        largest = rounded_up(setup.largest_tensor, ranks)
+        how = f"update of the largest parameter: {entries_text(largest)} x 4 B"
+        return [Item("optimizer", largest * 4.0, how)]
     return []

@@ -217,7 +217,7 @@ class ShardedProfile(TorchProfile):
 
     def gradients_in_step(self) -> list[Item]:
         """Return this rank's shard of the fp32 sums, and the matrix that the optimizer gathers."""
-        return [*self._sums(), *in_step(self.setup)]
+        return [*self._sums(), *in_step(self.setup, ranks=self.setup.ranks)]
 
     def _sums(self, without: int = 0) -> list[Item]:
         s = self.setup

@@ -30,7 +30,7 @@ from burnish.models.tensor_files import TensorFiles, TensorShard, tensor_sets
 from burnish.train.base import StepStats
 from burnish.train.host_memory import tensors_in
 from burnish.train.loss_scaler import LossScaleFloorError, LossScaler, make_loss_scaler
-from burnish.train.optimizers import BLOCK_8BIT, Trained, make_rules
+from burnish.train.optimizers import StateShard, Trained, make_rules
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.state import check_names
 from burnish.train.tensor_parallel import TensorParallelPlan
@@ -336,21 +336,28 @@ class Optimizer:
     def num_bytes(self) -> int:
         """Size of the state of all ranks together, in bytes."""
         return sum(
-            t.element_size() * math.prod(self._full(name, t)[1])
-            for tensors in self.tensors().values()
+            t.element_size() * math.prod(self._full_shape(kind, name, t))
+            for kind, tensors in self.tensors().items()
             for name, t in tensors.items()
         )
 
-    def _full(self, name: str, tensor: Tensor) -> tuple[int, tuple[int, ...]]:
-        """Return the position of this rank's part in a tensor of a checkpoint, and the shape of the
-        full tensor. It has the rows of its parameter, or of sharded ones a scale per block."""
-        if not tensor.ndim or name not in self.rows:
-            follows = tensor.shape == self.masters[self.names.index(name)].shape
-            return 0, self.shapes[name] if follows else tuple(tensor.shape)
-        begin, _ = self.rows[name]
-        if tensor.shape == self.masters[self.names.index(name)].shape:
-            return begin, self.shapes[name]
-        return _blocks(self.shapes[name], begin), (_blocks(self.shapes[name]),)
+    def _full_shape(self, kind: str, name: str, tensor: Tensor) -> tuple[int, ...]:
+        """Return the shape of a tensor of a checkpoint, from this rank's part."""
+        own = self._state_shard(kind, name)
+        if own is not None:
+            return own.shape
+        return self.shapes[name] if tensor.ndim else ()
+
+    def _state_shard(self, kind: str, name: str) -> StateShard | None:
+        """Return this rank's part of a state that has another shape than its parameter. None: the
+        state has the shape of the parameter, or is one number."""
+        layout = self._rule_of[self.masters[self.names.index(name)]].layouts.get(kind)
+        if layout is None:
+            return None
+        shape = self.shapes[name]
+        columns = None if self.tp_plan is None else self.tp_plan.columns(name)
+        whole = (0, shape[0]), (0, shape[-1])
+        return layout(shape, self.rows.get(name, whole[0]), columns or whole[1])
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of a checkpoint, by kind and parameter name, without copying them."""
@@ -396,20 +403,16 @@ class Optimizer:
                 f"train.optimizer.kind={self.config.optimizer.kind} trains it with "
                 f"{', '.join(rule.kinds)}; resume with the optimizer of that run"
             )
-        read = {kind: self._own_state(kinds[kind], name) for kind in have}
+        read = {kind: self._own_state(kinds[kind], kind, name) for kind in have}
         if read:
             rule.restore(master, read)
 
-    def _own_state(self, files: TensorFiles, name: str) -> Tensor:
-        """Return this rank's part of a parameter's state in a checkpoint: its rows, or of sharded
-        rows the scales of their blocks."""
-        shape = self.shapes[name]
-        if files.shape(name) == shape:
-            return self._own(files, name)
-        if not files.shape(name) or self.shard_ranks == 1:
-            return files.read(name)
-        begin, end = (_blocks(shape, row) for row in self.rows[name])
-        return files.read(name, (begin, end))
+    def _own_state(self, files: TensorFiles, kind: str, name: str) -> Tensor:
+        """Return this rank's part of a parameter's state in a checkpoint."""
+        own = self._state_shard(kind, name)
+        if own is not None:
+            return files.read(name, own.rows)
+        return self._own(files, name) if files.shape(name) else files.read(name)
 
     def _own(self, files: TensorFiles, name: str) -> Tensor:
         """Return this rank's part of a tensor in a checkpoint."""
@@ -423,24 +426,31 @@ class Optimizer:
         ``copy``: the shards do not change while training continues. All ranks take part.
         """
         return {
-            kind: {name: self._tensor_shard(name, t, copy=copy) for name, t in tensors.items()}
+            kind: {n: self._tensor_shard(kind, n, t, copy=copy) for n, t in tensors.items()}
             for kind, tensors in self.tensors().items()
         }
 
-    def _tensor_shard(self, name: str, tensor: Tensor, *, copy: bool) -> TensorShard:
-        if not tensor.ndim:
+    def _tensor_shard(self, kind: str, name: str, tensor: Tensor, *, copy: bool) -> TensorShard:
+        own = self._state_shard(kind, name)
+        if own is not None:
+            tensor = tensor if self._writes(name, own.along) else tensor[:0]
+            tensor_shard = TensorShard(tensor, own.rows[0], own.shape)
+        elif not tensor.ndim:
             tensor_shard = TensorShard(tensor, 0, ())
         elif self.tp_plan is None:
-            tensor_shard = TensorShard(tensor, *self._full(name, tensor))
+            tensor_shard = TensorShard(tensor, self.rows[name][0], self.shapes[name])
         else:
             rows, shape = self.rows[name], self.shapes[name]
             tensor_shard = self.tp_plan.tensor_shard(name, tensor, rows=rows, shape=shape)
         return replace(tensor_shard, tensor=tensor_shard.tensor.detach().to("cpu", copy=copy))
 
-
-def _blocks(shape: tuple[int, ...], rows: int | None = None) -> int:
-    """Return the number of blocks with one scale in the first ``rows`` rows (None: all)."""
-    return -(-math.prod(shape[1:]) * (shape[0] if rows is None else rows) // BLOCK_8BIT)
+    def _writes(self, name: str, along: int) -> bool:
+        """Return whether this rank writes its part of a state that is split like dimension
+        ``along`` of a parameter: the first of the ranks with the same part does."""
+        if along != 0 and self.rows[name][0] != 0:
+            return False
+        plan = self.tp_plan
+        return plan is None or plan.model_parallel.rank == 0 or plan.dim(name) == along
 
 
 def _adds_to(master: Tensor) -> Callable[[Tensor], None]:

@@ -16,12 +16,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from burnish.config.optimizer import Adafactor, AdamW
+from burnish.config.optimizer import Adafactor as AdafactorConfig
+from burnish.config.optimizer import AdamW
 from burnish.config.optimizer import Muon as MuonConfig
 from burnish.config.train import TrainConfig
 from burnish.errors import BurnishError
 from burnish.models.load import DTYPES
+from burnish.models.tensor_files import Rows
 from burnish.models.units import layers_of
+from burnish.train.adafactor import Adafactor, AdafactorSettings, Weight
 from burnish.train.muon import Matrix, Muon, MuonSettings
 from burnish.train.process_group import RankGroup
 from burnish.train.tensor_parallel import TensorParallelPlan
@@ -53,6 +56,23 @@ class Trained:
     """Ranks over which the rows are sharded (FSDP2)."""
 
 
+@dataclass(frozen=True)
+class StateShard:
+    """A rank's part of a state tensor that has another shape than its parameter."""
+
+    shape: tuple[int, ...]
+    """Shape of the full state tensor."""
+    rows: Rows
+    """[begin, end) of this rank's part, along the first dimension."""
+    along: int = 0
+    """Dimension of the parameter that the first dimension follows. Ranks that split another one
+    have the same part."""
+
+
+StateLayout = Callable[[tuple[int, ...], Rows, Rows], StateShard]
+"""(shape of the full parameter, this rank's rows, this rank's columns) -> the part of the state"""
+
+
 class UpdateRule:
     """A torch optimizer over some masters, with its state as tensors."""
 
@@ -63,12 +83,15 @@ class UpdateRule:
         *,
         lr_ratio: float = 1.0,
         extra: Callable[[], dict[str, Any]] = dict,
+        layouts: Mapping[str, StateLayout] | None = None,
     ) -> None:
         """``kinds``: name in a checkpoint -> key of the optimizer's state. ``lr_ratio``: learning
         rate relative to that of the role. ``extra``: entries of every state that are the same
-        for all parameters and not saved."""
+        for all parameters and not saved. ``layouts``: kinds that have another shape than their
+        parameter."""
         self.optimizer, self.kinds, self.lr_ratio = optimizer, dict(kinds), lr_ratio
         self._extra = extra
+        self.layouts: dict[str, StateLayout] = dict(layouts or {})
 
     @property
     def masters(self) -> list[Tensor]:
@@ -80,7 +103,7 @@ class UpdateRule:
         rows of the weights are sharded."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * self.lr_ratio
-        if isinstance(self.optimizer, Muon):
+        if isinstance(self.optimizer, Muon | Adafactor):
             self.optimizer.shards = shards
         self.optimizer.step()
 
@@ -129,8 +152,8 @@ def make_rules(
         return _adamw(trained, config, lr)
     if isinstance(own, MuonConfig):
         return _muon(model, trained, config, lr=lr, device=device, tp_plan=tp_plan)
-    if isinstance(own, Adafactor):
-        return [_adafactor(trained, config, own, lr)]
+    if isinstance(own, AdafactorConfig):
+        return [_adafactor(trained, config, own, tp_plan)]
     return _adamw_8bit(model, trained, config, lr, paged=own.kind == "paged_adamw_8bit")
 
 
@@ -263,26 +286,52 @@ def _is_two_matrices(name: str, shape: tuple[int, ...], hidden_size: int | None)
     )
 
 
-# ---- from libraries ------------------------------------------------------------------------
+# ---- Adafactor -----------------------------------------------------------------------------
 
 
 def _adafactor(
-    trained: Sequence[Trained], config: TrainConfig, own: Adafactor, lr: float
+    trained: Sequence[Trained],
+    config: TrainConfig,
+    own: AdafactorConfig,
+    tp_plan: TensorParallelPlan | None,
 ) -> UpdateRule:
-    from transformers.optimization import Adafactor as Library
-
-    optimizer = Library(
-        _groups(trained, config.weight_decay),
-        lr=lr,
-        eps=(own.grad_eps, 1e-3),
-        clip_threshold=own.clip_threshold,
+    weights = [
+        Weight(
+            t.master,
+            t.shape,
+            weight_decay=config.weight_decay if t.parameter.ndim >= 2 else 0.0,
+            tp_dim=None if tp_plan is None else tp_plan.dim(t.name),
+        )
+        for t in trained
+    ]
+    settings = AdafactorSettings(
         decay_rate=own.decay_rate,
+        clip_threshold=own.clip_threshold,
+        grad_eps=own.grad_eps,
         scale_parameter=own.scale_parameter,
-        relative_step=False,
-        warmup_init=False,
     )
+    group = {} if tp_plan is None else {"tensor_parallel": tp_plan.model_parallel}
     kinds = ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq", "step")
-    return UpdateRule(optimizer, {kind: kind for kind in kinds}, extra=lambda: {"RMS": 0})
+    return UpdateRule(
+        Adafactor(weights, settings, **group),
+        {kind: kind for kind in kinds},
+        layouts={"exp_avg_sq_row": _of_rows, "exp_avg_sq_col": _of_columns},
+    )
+
+
+def _of_rows(shape: tuple[int, ...], rows: Rows, columns: Rows) -> StateShard:
+    """Return the part of a state with one number per row."""
+    return StateShard(shape[:-1], rows)
+
+
+def _of_columns(shape: tuple[int, ...], rows: Rows, columns: Rows) -> StateShard:
+    """Return the part of a state with one number per column, of each matrix of a stack."""
+    if len(shape) > 2:
+        return StateShard((*shape[:-2], shape[-1]), rows)
+    return StateShard(shape[-1:], columns, along=1)
+
+
+# ---- 8-bit AdamW ---------------------------------------------------------------------------
 
 
 def _adamw_8bit(
@@ -326,7 +375,15 @@ def _adamw_8bit(
 
     kinds = {"exp_avg_8bit": "state1", "exp_avg_sq_8bit": "state2", "step": "step"}
     kinds |= {"exp_avg_absmax": "absmax1", "exp_avg_sq_absmax": "absmax2"}
-    return [UpdateRule(optimizer, kinds, extra=maps), *_adamw(small, config, lr)]
+    scales = {"exp_avg_absmax": _of_blocks, "exp_avg_sq_absmax": _of_blocks}
+    return [UpdateRule(optimizer, kinds, extra=maps, layouts=scales), *_adamw(small, config, lr)]
+
+
+def _of_blocks(shape: tuple[int, ...], rows: Rows, columns: Rows) -> StateShard:
+    """Return the part of a state with one number per block of 256 entries."""
+    row = math.prod(shape[1:])
+    count, begin, end = (-(-row * r // BLOCK_8BIT) for r in (shape[0], *rows))
+    return StateShard((count,), (begin, end))
 
 
 def has_8bit_moments(shape: Sequence[int]) -> bool:

@@ -119,17 +119,11 @@ REFUSED: dict[str, tuple[list[str], str, str, str]] = {
         "use the torch engine with sharding=full and tensor_parallel_size=1",
         SHARDED,
     ),
-    "Adafactor with shards": (
-        [RANKS, SHARDED],
-        "train.optimizer.kind=adafactor",
-        "or optimizer kind adamw or muon",
-        "train.optimizer.kind=muon",
-    ),
     "Adafactor with DeepSpeed": (
-        [RANKS, DEEPSPEED],
-        "train.optimizer.kind=adafactor",
-        "or optimizer kind adamw or muon",
-        "train.optimizer.kind=adamw",
+        [RANKS, "train.optimizer.kind=adafactor"],
+        DEEPSPEED,
+        "use train.engine.kind=torch (sharding=full",
+        "train.engine={kind: torch, sharding: full}",
     ),
     "4-bit weights with ZeRO-3": (
         [RANKS, "model.lora={quantization: nf4}"],

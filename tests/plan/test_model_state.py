@@ -228,3 +228,21 @@ def test_8_bit_moments_are_divided_between_blocks_of_256_entries():
     narrow = replace(s, shape=shape_of(SCRATCH), ranks=3)
     with pytest.raises(PlanError, match=r"q_proj.weight \[64, 64\] cannot be divided over 3 ranks"):
         profile_of(narrow).state()
+
+
+def test_shards_of_adafactor_divide_rows_but_not_columns():
+    """A matrix of m x n on 8 ranks: m / 8 row means and n column means of 4 B; a norm 4 B per
+    entry. A step holds the update of the rank's rows of the largest matrix, in fp32."""
+    full = {"sharding": "full"}
+    s = setup("fp32", ranks=8, engine=full, optimizer="adafactor")
+    shapes = [own for unit in s.shape.units for own in unit.shapes]
+    matrices = [own for own in shapes if len(own) == 2]
+    norms = sum(own[0] for own in shapes if len(own) == 1)
+    expected = 4 * (sum(m / 8 + n for m, n in matrices) + norms / 8)
+    moments = [i.bytes for i in profile_of(s).state() if i.name == "optimizer"]
+    assert sum(moments) == expected
+    step = [i for i in profile_of(s).gradients_in_step() if i.name == "optimizer"]
+    assert total(step) == 128_256 * 4096 / 8 * 4
+    replicas = setup("fp32", ranks=8, optimizer="adafactor")
+    moments = [i.bytes for i in profile_of(replicas).state() if i.name == "optimizer"]
+    assert sum(moments) == state_bytes(s) == 4 * (sum(m + n for m, n in matrices) + norms)

@@ -19,6 +19,7 @@ from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.value_head import load_scalar_model
+from burnish.train.adafactor import Adafactor, AdafactorSettings, Weight
 from burnish.train.engines import make_engine as engine_of
 from burnish.train.fsdp import ShardedTrainEngine
 from burnish.train.process_group import RankGroup
@@ -110,6 +111,7 @@ OPTIONS = [
     *(Case(model=name) for name in ("nf4", "dora", "ends")),
     Case(model="untied", train={"optimizer": MUON, "weight_decay": 0.1, "ema_decay": 0.9}),
     Case(model="lora", train={"optimizer": MUON}, engine={"cpu_offload": True}),
+    Case(model="untied", train={"optimizer": "adafactor", "weight_decay": 0.1}),
 ]
 """What the engine can be told."""
 
@@ -197,6 +199,56 @@ def state_hash(engine: TorchTrainEngine) -> str:
     for name, tensor in engine.weights():
         digest.update(name.encode() + tensor.detach().float().numpy().tobytes())
     return digest.hexdigest()
+
+
+ADAFACTOR_WEIGHTS: dict[str, tuple[tuple[int, ...], int | None]] = {
+    "rows split twice": ((12, 6), 0),
+    "rows and columns": ((5, 8), 1),
+    "more ranks than rows": ((1, 8), None),
+    "stack": ((3, 4, 5), None),
+    "vector": ((7,), None),
+    "vector split twice": ((8,), 0),
+}
+"""Name -> shape and the dimension that tensor parallelism splits."""
+
+
+def adafactor_inputs() -> dict[str, Tensor]:
+    """Each weight and its three gradients. The second of the vector and rows of the third of the
+    stack are 0, which stands for no gradient."""
+    generator = torch.Generator().manual_seed(0)
+    found = {n: torch.randn(4, *s, generator=generator) for n, (s, _) in ADAFACTOR_WEIGHTS.items()}
+    found["vector"][2] = found["stack"][3, 2:] = 0.0
+    return found
+
+
+def adafactor_steps(ranks: RankGroup, *, tensor_parallel: int, scale: bool) -> dict[str, Any]:
+    """This rank's parts of weights and state after three steps, as FSDP2 and tensor parallelism
+    split them."""
+    groups, shards = ranks.subgroups(tensor_parallel)
+    parts = {}
+    for name, whole in adafactor_inputs().items():
+        shape, dim = ADAFACTOR_WEIGHTS[name]
+        dim = dim if groups.size > 1 else None
+        if dim is not None:
+            whole = whole.chunk(groups.size, dim + 1)[groups.rank]
+        each = -(-whole.shape[1] // shards.size)
+        part = whole[:, shards.rank * each : (shards.rank + 1) * each]
+        parts[name] = part, Weight(part[0].clone(), shape, 0.1 * (len(shape) > 1), dim)
+    settings = AdafactorSettings(-0.8, 0.5, 1e-30, scale)
+    optimizer = Adafactor([w for _, w in parts.values()], settings, tensor_parallel=groups)
+    optimizer.shards, optimizer.param_groups[0]["lr"] = shards, 1e-2
+    for step in range(1, 4):
+        for part, weight in parts.values():
+            weight.master.grad = part[step].clone() if part[step].any() else None
+        optimizer.step()
+    return {
+        name: {"weight": w.master.tolist(), "columns": _columns(optimizer.state[w.master])}
+        for name, (_, w) in parts.items()
+    }
+
+
+def _columns(state: dict[str, Any]) -> Any:
+    return state["exp_avg_sq_col"].tolist() if "exp_avg_sq_col" in state else None
 
 
 PRECISIONS = {name: two_ranks.PRECISIONS[name] for name in ("fp32", "bf16", "fp16")}

@@ -343,6 +343,7 @@ SAVED: dict[str, Case] = {
     "nf4": Case(model="nf4"),
     "critic": Case("critic"),
     "muon": Case(train={"optimizer": cases.MUON}),
+    "adafactor": Case(train={"optimizer": "adafactor"}),
 }
 
 

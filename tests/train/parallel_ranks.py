@@ -208,6 +208,7 @@ SAVED = {
     "tied": Case(train={"ema_decay": 0.9, "lr": 1e-2}),
     "lora": Case(model="lora"),
     "critic": Case("critic"),
+    "adafactor": Case(model="untied", train={"optimizer": "adafactor"}),
 }
 
 
@@ -298,7 +299,7 @@ def save_and_resume(ranks: RankGroup, engine: dict[str, Any], folder: Path) -> d
     """Three steps, saved; then two more here, in a new engine from the checkpoint, and from the
     checkpoint of a rank alone."""
     found: dict[str, Any] = {}
-    for name in SAVED if ranks.size == 2 else ["tied", "lora"]:
+    for name in SAVED if ranks.size == 2 else ["tied", "lora", "adafactor"]:
         case = replace(SAVED[name], engine=engine)
         first = cases.make_engine(ranks, case)
         cases.steps_of(case, first, 3)
@@ -377,7 +378,10 @@ def main(folder: Path, rank: int, size: int) -> None:
     )
     ranks = RankGroup(torch.distributed.group.WORLD)
     tensors: dict[str, Tensor] = {}
-    found: dict[str, Any] = {"attention": attention(ranks), "cases": {}}
+    found: dict[str, Any] = {"attention": attention(ranks), "cases": {}, "adafactor": {}}
+    for parts, scale in itertools.product(sorted({1, 2, size}), (False, True)):
+        steps = cases.adafactor_steps(ranks, tensor_parallel=parts, scale=scale)
+        found["adafactor"][f"{parts} {scale}"] = steps
     for name, engine in ENGINES[size].items():
         for case in cases_of(size, name):
             own, found["cases"][case.key] = cases.run_case(case, ranks)

@@ -165,7 +165,11 @@ def test_experts_are_matrices_of_their_own_and_fused_projections_are_refused() -
     ("train", "problem"),
     [
         ({"optimizer": "muon", "engine": "deepspeed"}, "ZeRO steps flat shards"),
-        ({"optimizer": "adafactor", "engine": {"sharding": "full"}}, "sharding=full"),
+        ({"optimizer": "adafactor", "engine": "deepspeed"}, "no rows and columns"),
+        (
+            {"optimizer": "paged_adamw_8bit", "engine": {"sharding": "full"}},
+            "with train.engine.sharding=full",
+        ),
         ({"optimizer": "adamw_8bit", "engine": {"tensor_parallel_size": 2}}, "kind adamw or muon"),
         ({"optimizer": "adafactor", "adam_eps": 1e-6}, "adam_eps has no effect"),
         ({"optimizer": "paged_adamw_8bit", "engine": {"device": "cpu"}}, "needs CUDA"),

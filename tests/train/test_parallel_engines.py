@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers.optimization import Adafactor
 
 from burnish.train.process_group import SINGLE
 
@@ -136,6 +137,48 @@ def test_attention_over_ranks_is_attention(size: int, two: Reports, four: Report
 
 
 @slow
+@pytest.mark.parametrize("scale", [False, True])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_adafactor_on_parts_of_weights_is_that_of_transformers(
+    parts: int, scale: bool, four: Reports
+) -> None:
+    """Four ranks that split rows (FSDP2), rows or columns in groups of ``parts`` (tensor parallel),
+    or both, from equal gradients. The threshold of 0.5 clips every update. Weights of size 1 and
+    updates of 1e-2: some ulps of 1, from sums of up to 72 squares in another order."""
+    inputs = parallel.cases.adafactor_inputs()
+    weights = {name: whole[0].clone() for name, whole in inputs.items()}
+    matrices = [w for w in weights.values() if w.ndim > 1]
+    vectors = [w for w in weights.values() if w.ndim == 1]
+    theirs = Adafactor(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}],
+        lr=1e-2,
+        clip_threshold=0.5,
+        scale_parameter=scale,
+        relative_step=False,
+    )
+    for step in range(1, 4):
+        for name, weight in weights.items():
+            grad = inputs[name][step]
+            weight.grad = grad if grad.any() else None
+        theirs.step()
+    for rank, found in enumerate(own["adafactor"][f"{parts} {scale}"] for own in four.found):
+        for name, expected in weights.items():
+            shape, dim = parallel.cases.ADAFACTOR_WEIGHTS[name]
+            columns = theirs.state[expected].get("exp_avg_sq_col", torch.zeros(()))
+            if dim is not None:
+                expected = expected.chunk(parts, dim)[rank % parts]
+                columns = columns.chunk(parts)[rank % parts] if dim == 1 else columns
+            each = -(-len(expected) // (4 // parts))
+            mine = slice(rank // parts * each, (rank // parts + 1) * each)
+            weight = torch.tensor(found[name]["weight"]).reshape(expected[mine].shape)
+            torch.testing.assert_close(weight, expected[mine], atol=5e-7, rtol=0, msg=name)
+            if len(shape) == 2:  # on every rank of a column; of size 1
+                torch.testing.assert_close(
+                    torch.tensor(found[name]["columns"]), columns, atol=0, rtol=1e-6
+                )
+
+
+@slow
 @pytest.mark.parametrize("engine", NAMES)
 def test_entropies_and_their_gradient_are_those_of_one_rank(engine: str, two: Reports) -> None:
     found, alone = two.same(engine, "entropies"), parallel.entropies(SINGLE, {})
@@ -201,7 +244,7 @@ def test_a_run_resumes_on_the_same_ranks_and_on_one(engine: str, name: str, two:
 @slow
 @pytest.mark.parametrize("engine", parallel.ENGINES[4])
 def test_a_run_of_four_ranks_resumes_on_four_and_on_one(engine: str, four: Reports) -> None:
-    for name in ("tied", "lora"):
+    for name in ("tied", "lora", "adafactor"):
         assert_goes_on(four, engine, name)
 
 

@@ -62,7 +62,7 @@ class TrainConfig(ScheduleConfig):
     moe_aux_loss_coef: float = Field(0.0, ge=0)
     """Weight of the router's load-balancing loss (arXiv 2101.03961) of policies and reward models
     with experts; usually 0.001 to 0.01. Computed per micro-batch and weighted by tokens, so small
-    micro-batches are balanced one by one. Not with tensor parallelism. 0: none."""
+    micro-batches are balanced one by one. 0: none."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Decay of an exponential moving average of the weights. None: no average."""
     logprob_chunk_tokens: int | None = Field(None, ge=1)
@@ -118,20 +118,12 @@ def on_oom_problem(train: TrainConfig) -> str | None:
 
 
 def expert_rules(train: TrainConfig, model: ModelConfig) -> Iterator[str]:
-    """Yield an error if a load-balancing loss is set and the model has no experts, or the engine
-    does not return router outputs."""
+    """Yield an error if a load-balancing loss is set and the model has no experts."""
     name = f"train.moe_aux_loss_coef={train.moe_aux_loss_coef:g}"
     if not train.moe_aux_loss_coef:
         return
     if model.scratch is not None:
         yield f"{name} balances the load of experts, but model.scratch has none; remove it"
-    if train.engine.tensor_parallel_size > 1:
-        yield (
-            f"{name} with train.engine.tensor_parallel_size={train.engine.tensor_parallel_size}: "
-            "tensor parallelism cannot split the experts that this loss balances, so it refuses "
-            "every model that has them; use sharding=full (with sequence_parallel_size for long "
-            "rows), or kind=deepspeed"
-        )
 
 
 def parallel_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[str]:

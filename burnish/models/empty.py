@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,18 +83,21 @@ def _read_buffers(
 
 @torch.no_grad()
 def fill_rows(
-    parameters: Mapping[str, tuple[Tensor, Rows, Rows | None]], config: ModelConfig
+    parameters: Mapping[str, tuple[Tensor, Rows]],
+    config: ModelConfig,
+    *,
+    keep: Callable[[str, Tensor], Tensor] | None = None,
 ) -> None:
     """Read rows [begin, end) of each named parameter into its tensor; no other rows are read.
 
-    ``parameters`` maps a name to (tensor, rows, columns). Of the rows read, only columns [begin,
-    end) are kept (None: all).
+    ``parameters`` maps a name to (tensor, rows). ``keep`` maps a name and the rows read to the part
+    of them that the tensor holds; None: all of them.
     """
     files = _weight_files(config)
     assert files is not None, "an empty model comes from safetensors files"
-    for name, (tensor, rows, columns) in parameters.items():
+    for name, (tensor, rows) in parameters.items():
         read = files.read(plain_name(name), rows)
-        tensor.copy_(read if columns is None else read[:, slice(*columns)])
+        tensor.copy_(read if keep is None else keep(name, read))
 
 
 def read_tensor(config: ModelConfig, name: str) -> Tensor:

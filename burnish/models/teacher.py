@@ -144,7 +144,7 @@ def load_head(
             values = parameter[:rows].clone()
         else:
             values = torch.empty(rows, *parameter.shape[1:], dtype=DTYPES[dtype])
-            fill_rows({names[id(parameter)]: (values, (0, rows), None)}, config)
+            fill_rows({names[id(parameter)]: (values, (0, rows))}, config)
         found.append(values.to(device=device, dtype=DTYPES[dtype]))
     weight, bias = found
     assert weight is not None

@@ -7,6 +7,10 @@ first projections of attention and MLP are sharded by outputs (``colwise``), the
 output of the last is a partial sum, so it is summed over ranks. Everything else (embeddings, norms,
 the head) is replicated: every rank computes it redundantly. Source: Megatron-LM, arXiv:1909.08053.
 
+Every rank has a part of the inner width of every expert of a mixture. The router is replicated: all
+ranks choose the same experts. The weights of the chosen experts scale partial outputs, so their
+gradient is summed over ranks, and that of the router is then complete on every rank.
+
 Weights are plain tensors, local to each rank. ``train/tensor_parallel.py`` tracks which shards of
 the full parameters they are.
 """
@@ -14,11 +18,12 @@ the full parameters they are.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, autograd, nn
 from torch.distributed import ProcessGroup, all_reduce
 from transformers import PretrainedConfig, PreTrainedModel
@@ -29,6 +34,11 @@ from burnish.models.support import runs_own_code
 COLWISE, ROWWISE, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
 """Supported styles of a module. PARTIAL: weights are replicated, each rank applies them to its own
 heads, and their gradient is a partial sum."""
+EXPERTS = "moe_tp_experts"
+"""Style of a module with the stacked matrices of all experts of a layer."""
+EXPERT_WEIGHTS = {"gate_up_proj": "packed_colwise", "down_proj": ROWWISE}
+"""Parameters of such a module, and their styles. packed_colwise: the gate and the up projection,
+each of which is split by outputs."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,23 @@ class ShardSpec:
     a partial sum."""
     shape: tuple[int, ...]
     """Shape of the unsharded parameter."""
+    blocks: int = 1
+    """Equal blocks along ``dim``, each of which is split evenly (gate and up projection: 2)."""
+
+
+def part_of(full: Tensor, dim: int, *, blocks: int, rank: int, size: int) -> Tensor:
+    """Return the part of rank ``rank`` of ``size`` along ``dim``: its share of each block.
+
+    >>> part_of(torch.arange(8), 0, blocks=2, rank=1, size=2)
+    tensor([2, 3, 6, 7])
+    """
+    return torch.cat([block.chunk(size, dim)[rank] for block in full.chunk(blocks, dim)], dim)
+
+
+def join_parts(parts: Sequence[Tensor], dim: int, blocks: int) -> Tensor:
+    """Return the tensor whose parts :func:`part_of` returned, in the order of the ranks."""
+    split = [part.chunk(blocks, dim) for part in parts]
+    return torch.cat([own[block] for block in range(blocks) for own in split], dim)
 
 
 def shard_layers(body: PreTrainedModel, group: ProcessGroup) -> dict[str, ShardSpec]:
@@ -57,18 +84,25 @@ def shard_layers(body: PreTrainedModel, group: ProcessGroup) -> dict[str, ShardS
     specs: dict[str, ShardSpec] = {}
     for name, style in styles.items():
         for leaf, parameter in body.get_submodule(name).named_parameters():
-            dim, full = _dim(style, leaf, name), f"{name}.{leaf}"
-            specs[full] = ShardSpec(dim, tuple(parameter.shape))
+            (dim, blocks), full = _split(style, leaf, name), f"{name}.{leaf}"
+            specs[full] = ShardSpec(dim, tuple(parameter.shape), blocks)
             if dim is None:
                 continue
-            if parameter.shape[dim] % size:
+            width = parameter.shape[dim] // blocks
+            if width % size:
                 raise ModelError(
                     f"train.engine.tensor_parallel_size={size} does not divide dimension {dim} of "
-                    f"{full} {list(parameter.shape)}; use a divisor of {parameter.shape[dim]}"
+                    f"{full} {list(parameter.shape)}; use a divisor of {width}"
                 )
-            parameter.data = parameter.data.chunk(size, dim)[group.rank()].clone()
-        if style == ROWWISE:
+            parameter.data = part_of(
+                parameter.data, dim, blocks=blocks, rank=group.rank(), size=size
+            )
+        if style in (ROWWISE, EXPERTS):
             body.get_submodule(name).register_forward_hook(partial(_sum_output, group))
+        if style == EXPERTS:
+            body.get_submodule(name).register_forward_pre_hook(
+                partial(_share_inputs, group), with_kwargs=True
+            )
     for parent in _parents(styles):
         body.get_submodule(parent).register_forward_pre_hook(
             partial(_share_input, group), with_kwargs=True
@@ -82,7 +116,7 @@ def shard_dims(body: PreTrainedModel) -> dict[str, int | None]:
     None: the parameter is replicated. Raises ModelError like :func:`layer_styles`.
     """
     return {
-        f"{name}.{leaf}": _dim(style, leaf, name)
+        f"{name}.{leaf}": _split(style, leaf, name)[0]
         for name, style in layer_styles(body).items()
         for leaf, _ in body.get_submodule(name).named_parameters()
     }
@@ -102,7 +136,9 @@ def layer_styles(body: PreTrainedModel) -> dict[str, str]:
             f"train.engine.tensor_parallel_size: transformers has no tensor-parallel plan for "
             f"{kind}; use 1, and sharding=full or sequence_parallel_size"
         )
-    odd = {k: v for k, v in plan.items() if v not in (COLWISE, ROWWISE, PARTIAL)}
+    inside = _inside_experts(plan)
+    supported = (COLWISE, ROWWISE, PARTIAL, EXPERTS)
+    odd = {k: v for k, v in plan.items() if v not in supported and k not in inside}
     if odd:
         name, style = next(iter(odd.items()))
         raise ModelError(
@@ -121,6 +157,16 @@ def layer_styles(body: PreTrainedModel) -> dict[str, str]:
                     f"train.engine.tensor_parallel_size: the plan of {kind} does not cover "
                     f"{parent}.{leaf}; use 1, and sharding=full"
                 )
+    return found
+
+
+def _inside_experts(plan: Mapping[str, str]) -> set[str]:
+    """Return the keys of ``plan`` that name parameters of experts which can be split."""
+    found: set[str] = set()
+    for key in (k for k, v in plan.items() if v == EXPERTS):
+        own = {k: v for k, v in plan.items() if k.startswith(f"{key}.")}
+        if {k.removeprefix(f"{key}."): v for k, v in own.items()} == EXPERT_WEIGHTS:
+            found |= own.keys()
     return found
 
 
@@ -155,22 +201,22 @@ def _parents(styles: Mapping[str, str]) -> Iterator[str]:
     yield from dict.fromkeys(n.rpartition(".")[0] for n, s in styles.items() if s == COLWISE)
 
 
-def _dim(style: str, leaf: str, module: str) -> int | None:
-    """Return the dimension along which a module's parameter is sharded; None if it is replicated.
+def _split(style: str, leaf: str, module: str) -> tuple[int | None, int]:
+    """Return the dimension along which a module's parameter is sharded (None: it is replicated),
+    and the number of blocks along it.
 
     ``leaf`` is its name in the module. Adapters are siblings of ``base_layer``.
     """
+    dims: dict[str, dict[str, int | None]] = {
+        COLWISE: {"weight": 0, "bias": 0, "lora_A": None, "lora_B": 0},
+        ROWWISE: {"weight": 1, "lora_A": 1, "lora_B": None},
+        EXPERTS: {"gate_up_proj": 1, "down_proj": 2},
+    }
     if style == PARTIAL:
-        return None
-    part = leaf.removeprefix("base_layer.")
-    if part == "weight":
-        return 0 if style == COLWISE else 1
-    if part == "bias" and style == COLWISE:
-        return 0
-    if re.fullmatch(r"lora_A\.\w+\.weight", part):
-        return None if style == COLWISE else 1
-    if re.fullmatch(r"lora_B\.\w+\.weight", part):
-        return 0 if style == COLWISE else None
+        return None, 1
+    part = re.sub(r"^(lora_[AB])\.\w+\.weight$", r"\1", leaf.removeprefix("base_layer."))
+    if part in dims[style]:
+        return dims[style][part], 2 if part == "gate_up_proj" else 1
     raise ModelError(
         f"train.engine.tensor_parallel_size: {module}.{leaf} cannot be sharded, although its layer "
         "is sharded by inputs or outputs; use 1, and sharding=full"
@@ -181,6 +227,17 @@ def _share_input(group: ProcessGroup, module: nn.Module, args: Any, kwargs: Any)
     if "hidden_states" in kwargs:
         return args, {**kwargs, "hidden_states": _Share.apply(kwargs["hidden_states"], group)}
     return (_Share.apply(args[0], group), *args[1:]), kwargs
+
+
+def _share_inputs(group: ProcessGroup, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Sum the gradients of all inputs of experts: the hidden states, and the weights of the chosen
+    experts."""
+
+    def share(value: Any) -> Any:
+        shared = isinstance(value, Tensor) and value.is_floating_point()
+        return _Share.apply(value, group) if shared else value
+
+    return tuple(map(share, args)), {name: share(value) for name, value in kwargs.items()}
 
 
 def _sum_output(group: ProcessGroup, module: nn.Module, args: Any, output: Tensor) -> Any:

@@ -20,6 +20,8 @@ from burnish.plan.shapes import ModelShape, PlanError, shape_from_config
 
 SHARED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Config fields that are divided by the number of ranks."""
+EXPERT_WIDTH = "moe_intermediate_size"
+"""The same, in the configs of mixtures that have it (others have experts of intermediate_size)."""
 
 
 def rank_shape(shape: ModelShape, parts: int, lora: LoraConfig | None) -> ModelShape | None:
@@ -35,8 +37,9 @@ def rank_shape(shape: ModelShape, parts: int, lora: LoraConfig | None) -> ModelS
     except ModelError as error:
         raise PlanError(str(error)) from error
     text.head_dim = shape.head_dim  # otherwise derived from the smaller number of heads
-    for name in SHARED:
-        value = text.to_dict().get(name)
+    values = text.to_dict()
+    for name in (*SHARED, *([EXPERT_WIDTH] if EXPERT_WIDTH in values else [])):
+        value = values.get(name)
         if value is None or value % parts:
             return None
         setattr(text, name, value // parts)

@@ -167,24 +167,26 @@ class ShardedTrainEngine(TorchTrainEngine):
         self.root._apply(with_memory)
         fill_rows(
             {
-                name: (local(parameter), *self._own_slices(name, parameter))
+                name: (local(parameter), self._own_rows(name, parameter))
                 for name, parameter in self.model.named_parameters()
                 if name in empty
             },
             self.spec.model,
+            keep=self._own_columns,
         )
 
     def _own_part(self, name: str, parameter: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
-        rows, columns = self._own_slices(name, parameter)
-        given = full[slice(*rows)]
-        return local(parameter), given if columns is None else given[:, slice(*columns)]
+        given = full[slice(*self._own_rows(name, parameter))]
+        return local(parameter), self._own_columns(name, given)
 
-    def _own_slices(self, name: str, parameter: Tensor) -> tuple[Rows, Rows | None]:
-        """Return the rows and columns of a parameter that this rank holds (columns None: all)."""
+    def _own_rows(self, name: str, parameter: Tensor) -> Rows:
+        """Return the rows of a parameter that this rank holds."""
         rows = own_rows(parameter)
-        if self.tp_plan is None:
-            return rows, None
-        return self.tp_plan.rows(name, rows), self.tp_plan.columns(name)
+        return rows if self.tp_plan is None else self.tp_plan.rows(name, rows)
+
+    def _own_columns(self, name: str, rows: Tensor) -> Tensor:
+        """Return this rank's part of complete rows of a parameter."""
+        return rows if self.tp_plan is None else self.tp_plan.own_part(name, rows)
 
     def _check_model(self) -> None:
         """Check the model with a pass over its shards. All ranks raise one rank's error."""

@@ -410,15 +410,15 @@ class Optimizer:
     def _own_state(self, files: TensorFiles, kind: str, name: str) -> Tensor:
         """Return this rank's part of a parameter's state in a checkpoint."""
         own = self._state_shard(kind, name)
-        if own is not None:
-            return files.read(name, own.rows)
-        return self._own(files, name) if files.shape(name) else files.read(name)
+        if own is None:
+            return self._own(files, name) if files.shape(name) else files.read(name)
+        read = files.read(name, own.rows)
+        return read if self.tp_plan is None else self.tp_plan.own_part(name, read, own.dims)
 
     def _own(self, files: TensorFiles, name: str) -> Tensor:
         """Return this rank's part of a tensor in a checkpoint."""
         read = files.read(name, self.rows.get(name))
-        columns = None if self.tp_plan is None else self.tp_plan.columns(name)
-        return read if columns is None else read[:, slice(*columns)]
+        return read if self.tp_plan is None else self.tp_plan.own_part(name, read)
 
     def tensor_shards(self, *, copy: bool) -> dict[str, dict[str, TensorShard]]:
         """Return this rank's shards, on the CPU, for a checkpoint that several ranks write.
@@ -431,26 +431,20 @@ class Optimizer:
         }
 
     def _tensor_shard(self, kind: str, name: str, tensor: Tensor, *, copy: bool) -> TensorShard:
-        own = self._state_shard(kind, name)
-        if own is not None:
-            tensor = tensor if self._writes(name, own.along) else tensor[:0]
-            tensor_shard = TensorShard(tensor, own.rows[0], own.shape)
-        elif not tensor.ndim:
+        own, plan = self._state_shard(kind, name), self.tp_plan
+        if not tensor.ndim:
             tensor_shard = TensorShard(tensor, 0, ())
-        elif self.tp_plan is None:
-            tensor_shard = TensorShard(tensor, self.rows[name][0], self.shapes[name])
         else:
-            rows, shape = self.rows[name], self.shapes[name]
-            tensor_shard = self.tp_plan.tensor_shard(name, tensor, rows=rows, shape=shape)
+            rows, shape, dims = self.rows[name], self.shapes[name], None
+            if own is not None:
+                if own.dims[0] != 0 and rows[0] != 0:  # the first rank with this part writes it
+                    tensor = tensor[:0]
+                rows, shape, dims = own.rows, own.shape, own.dims
+            if plan is None:
+                tensor_shard = TensorShard(tensor, rows[0], shape)
+            else:
+                tensor_shard = plan.tensor_shard(name, tensor, rows=rows, shape=shape, dims=dims)
         return replace(tensor_shard, tensor=tensor_shard.tensor.detach().to("cpu", copy=copy))
-
-    def _writes(self, name: str, along: int) -> bool:
-        """Return whether this rank writes its part of a state that is split like dimension
-        ``along`` of a parameter: the first of the ranks with the same part does."""
-        if along != 0 and self.rows[name][0] != 0:
-            return False
-        plan = self.tp_plan
-        return plan is None or plan.model_parallel.rank == 0 or plan.dim(name) == along
 
 
 def _adds_to(master: Tensor) -> Callable[[Tensor], None]:

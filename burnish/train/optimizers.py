@@ -64,9 +64,9 @@ class StateShard:
     """Shape of the full state tensor."""
     rows: Rows
     """[begin, end) of this rank's part, along the first dimension."""
-    along: int = 0
-    """Dimension of the parameter that the first dimension follows. Ranks that split another one
-    have the same part."""
+    dims: tuple[int, ...] = (0,)
+    """Dimensions of the parameter that those of the state follow. Ranks that split others have the
+    same part."""
 
 
 StateLayout = Callable[[tuple[int, ...], Rows, Rows], StateShard]
@@ -321,14 +321,14 @@ def _adafactor(
 
 def _of_rows(shape: tuple[int, ...], rows: Rows, columns: Rows) -> StateShard:
     """Return the part of a state with one number per row."""
-    return StateShard(shape[:-1], rows)
+    return StateShard(shape[:-1], rows, dims=tuple(range(len(shape) - 1)))
 
 
 def _of_columns(shape: tuple[int, ...], rows: Rows, columns: Rows) -> StateShard:
     """Return the part of a state with one number per column, of each matrix of a stack."""
-    if len(shape) > 2:
-        return StateShard((*shape[:-2], shape[-1]), rows)
-    return StateShard(shape[-1:], columns, along=1)
+    stack = range(len(shape) - 2)
+    dims = (*stack, len(shape) - 1)
+    return StateShard(tuple(shape[d] for d in dims), rows if stack else columns, dims)
 
 
 # ---- 8-bit AdamW ---------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from burnish.models.buffers import plain_name
 from burnish.models.load import ModelError
 from burnish.models.tensor_files import Rows, TensorShard
-from burnish.models.tensor_parallel import ShardSpec, shard_layers
+from burnish.models.tensor_parallel import ShardSpec, join_parts, part_of, shard_layers
 from burnish.train.process_group import RankGroup
 
 
@@ -49,11 +49,29 @@ class TensorParallelPlan:
         return own[0] + begin, own[1] + begin
 
     def columns(self, name: str) -> Rows | None:
-        """Return [begin, end) of the columns that this rank holds; None: all."""
-        if self.dim(name) != 1:
+        """Return [begin, end) of the columns (the last dimension) that this rank holds; None:
+        all."""
+        dim = self.dim(name)
+        if not dim or dim != len(self._specs[name].shape) - 1:
             return None
-        each = self._specs[name].shape[1] // self.model_parallel.size
+        each = self._specs[name].shape[dim] // self.model_parallel.size
         return self.model_parallel.rank * each, (self.model_parallel.rank + 1) * each
+
+    def own_part(self, name: str, rows: Tensor, dims: Sequence[int] | None = None) -> Tensor:
+        """Return this rank's part of complete ``rows`` of a tensor.
+
+        ``dims``: dimensions of parameter ``name`` that those of the tensor follow; None: all.
+        """
+        at = self._position(name, dims)
+        if not at:
+            return rows
+        rank, size = self.model_parallel.rank, self.model_parallel.size
+        return part_of(rows, at, blocks=self._specs[name].blocks, rank=rank, size=size)
+
+    def _position(self, name: str, dims: Sequence[int] | None) -> int | None:
+        """Return the dimension of a tensor along which the group splits it; None: it does not."""
+        dim = self.dim(name)
+        return dim if dim is None or dims is None else {d: i for i, d in enumerate(dims)}.get(dim)
 
     def sum_partial(self, grads: Mapping[str, Tensor]) -> None:
         """Sum over the group the gradients of replicated parameters for which each rank has a
@@ -81,22 +99,31 @@ class TensorParallelPlan:
         spec = self._exported.get(name)
         if spec is None or spec.dim is None:
             return tensor
-        return torch.cat(self.model_parallel.gather_tensor(tensor), spec.dim)
+        return join_parts(self.model_parallel.gather_tensor(tensor), spec.dim, spec.blocks)
 
     def tensor_shard(
-        self, name: str, tensor: Tensor, *, rows: Rows, shape: tuple[int, ...]
+        self,
+        name: str,
+        tensor: Tensor,
+        *,
+        rows: Rows,
+        shape: tuple[int, ...],
+        dims: Sequence[int] | None = None,
     ) -> TensorShard:
         """Return this rank's shard of a tensor that is sharded like parameter ``name``.
 
         The group writes each row once and complete. ``rows``: the local rows of the unsharded
-        parameter; ``shape``: its shape. All ranks of the group take part.
+        tensor; ``shape``: its shape. ``dims``: as in :meth:`own_part`. All ranks of the group take
+        part.
         """
         rank, size = self.model_parallel.rank, self.model_parallel.size
-        if self.dim(name) == 0:
+        at = self._position(name, dims)
+        if at == 0:
             return TensorShard(tensor, rows[0], shape)
-        if self.dim(name) is None:
+        if at is None:
             return TensorShard(tensor if rank == 0 else tensor[:0], rows[0], shape)
-        joined = torch.cat(self.model_parallel.gather_tensor(tensor), 1)
+        parts = self.model_parallel.gather_tensor(tensor)
+        joined = join_parts(parts, at, self._specs[name].blocks)
         each = -(-len(joined) // size)
         own = joined[rank * each : (rank + 1) * each]
         return TensorShard(own, rows[0] + min(rank * each, len(joined)), shape)

@@ -137,12 +137,6 @@ REFUSED: dict[str, tuple[list[str], str, str, str]] = {
         "use tensor_parallel_size=1 with train.engine.sharding=full",
         "train.engine={tensor_parallel_size: 1, sharding: full}",
     ),
-    "an even load of experts with tensor parallelism": (
-        [RANKS, "model={path: x}", "train.moe_aux_loss_coef=0.01"],
-        "train.engine={tensor_parallel_size: 2}",
-        "use sharding=full",
-        "train.engine={sharding: full}",
-    ),
     "a correction by an unknown number of tokens": (
         ["algorithm.correction={}", "rollout.top_p=0.9"],
         "rollout.top_k=0",

@@ -86,3 +86,14 @@ def test_indivisible_heads_are_a_plan_error() -> None:
     shape = shape_of(ModelConfig(scratch=ScratchConfig(hidden_size=64, num_heads=4)))
     with pytest.raises(PlanError, match="tensor_parallel_size=3 does not divide"):
         rank_shape(shape, 3, None)
+
+
+def test_tensor_parallel_ranks_split_every_expert() -> None:
+    """Qwen3-30B-A3B, 48 layers of width 2048: 32 + 2 x 4 heads of 128 and 128 experts with 3
+    matrices of 2048 x 768. Half of 48 x (2 x 32 + 2 x 4) x 128 x 2048 and of 48 x 128 x 3 x 2048 x
+    768 entries is on the other rank; the router, norms and embeddings are on both."""
+    shape = shape_of(ModelConfig(path="Qwen/Qwen3-30B-A3B"))
+    part = rank_shape(shape, 2, None)
+    assert part is not None
+    split = 48 * (2 * 32 + 2 * 4) * 128 * 2048 + 48 * 128 * 3 * 2048 * 768
+    assert shape.parameters - part.parameters == split // 2

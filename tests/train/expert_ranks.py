@@ -1,8 +1,9 @@
 """One rank of test_sharded_experts.py: the load-balancing loss on a sharded mixture.
 
 ``python expert_ranks.py FOLDER RANK SIZE`` meets the other ranks through FOLDER, trains the mixture
-in FOLDER for one step with FSDP2, sequence parallelism, and ZeRO 2 and 3. It writes the statistics
-and, on rank 0, the weights after the step.
+in FOLDER for one step with FSDP2, sequence and tensor parallelism, and ZeRO 2 and 3. It writes the
+statistics, on rank 0 the weights after the step, and a checkpoint of Adafactor with tensor
+parallelism.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ ENGINES: dict[str, dict[str, Any]] = {
     "fsdp, recomputed": {"sharding": "full"},
     "sequence": {"sequence_parallel_size": 2},
     "sequence, fsdp": {"sharding": "full", "sequence_parallel_size": 2},
+    "tensor": {"tensor_parallel_size": 2},
+    "tensor, fsdp": {"sharding": "full", "tensor_parallel_size": 2},
+    "tensor, recomputed": {"tensor_parallel_size": 2},
     "zero-2": {"kind": "deepspeed", "zero_stage": 2},
     "zero-3": {"kind": "deepspeed", "zero_stage": 3},
 }
@@ -43,22 +47,54 @@ def rows() -> Batch:
     return rows_to_batch(tokens, masks, prompt_lens=[2] * 5).with_global_counts()
 
 
+def make(folder: Path, engine: dict[str, Any], ranks: RankGroup, **train: Any) -> Any:
+    """Return an engine of the mixture. With a process group it reads its own rows."""
+    config = ModelConfig(path=str(folder))
+    settings = TrainConfig(engine=engine, max_grad_norm=None, **train)
+    spec = EngineSpec("policy", settings, config, micro_batch_size=1)
+    empty = engine.get("sharding") == "full"
+    return make_engine(load_causal_lm(config, empty=empty), spec, ranks=ranks)
+
+
 def step(folder: Path, engine: dict[str, Any], ranks: RankGroup, *, recompute: bool) -> Any:
     """Return the engine after one step, and its statistics."""
-    config = ModelConfig(path=str(folder / "mixture"))
-    train = TrainConfig(
-        engine=engine,
+    made = make(
+        folder / "mixture",
+        engine,
+        ranks,
         lr=1.0,
         adam_eps=1.0,  # the step is then close to lr x gradient
-        max_grad_norm=None,
         moe_aux_loss_coef=1.0,
         gradient_checkpointing=recompute,
     )
-    spec = EngineSpec("policy", train, config, micro_batch_size=1)
-    made = make_engine(load_causal_lm(config), spec, ranks=ranks)
     stats = made.forward_backward(rows(), with_expert_balance(sft_objective(), 1.0)).floats()
     made.optim_step()
     return made, stats
+
+
+def shared_expert_step(folder: Path, engine: dict[str, Any], ranks: RankGroup) -> Any:
+    """Return an engine of a mixture with a shared expert and a first dense layer, after a step."""
+    made = make(folder / "shared", engine, ranks, lr=1.0, adam_eps=1.0)
+    made.forward_backward(rows(), sft_objective())
+    made.optim_step()
+    return made
+
+
+def adafactor(folder: Path, engine: dict[str, Any], ranks: RankGroup) -> Any:
+    """Return an engine after a step with given gradients, as in every engine."""
+    made = make(folder / "mixture", engine, ranks, lr=1e-2, optimizer="adafactor")
+    made.forward_backward(rows(), sft_objective())
+    optimizer = made.optimizer
+    for name, parameter in zip(optimizer.names, optimizer.params, strict=True):
+        numel = torch.Size(optimizer.shapes[name]).numel()
+        full = torch.linspace(-1, 1, numel).sin().reshape(optimizer.shapes[name])
+        target, own = made._own_part(name, parameter, full)
+        grad = parameter.grad if target is parameter else parameter.grad.to_local()
+        grad.copy_(own)
+    if optimizer.tp_plan is not None:  # partial gradients, which are summed over ranks
+        optimizer.tp_plan.sum_partial = lambda grads: None
+    made.optim_step()
+    return made
 
 
 def main(folder: Path, rank: int, size: int) -> None:
@@ -73,6 +109,12 @@ def main(folder: Path, rank: int, size: int) -> None:
         weights = {n: t.detach().clone().contiguous() for n, t in made.weights()}
         if rank == 0:
             save_file(weights, folder / f"{name}.safetensors")
+        if name.startswith("tensor") and "recomputed" not in name:
+            weights = dict(shared_expert_step(folder, engine, ranks).weights())
+            if rank == 0:
+                kept = {n: t.detach().clone().contiguous() for n, t in weights.items()}
+                save_file(kept, folder / f"shared {name}.safetensors")
+            adafactor(folder, engine, ranks).save(folder / f"saved {name}")
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
 
 

@@ -120,6 +120,12 @@ def body_of(kind: str, **values: Any) -> Any:
         ("llama", {}, 3, r"does not divide the 4 heads \(num_attention_heads\)"),
         ("llama", {}, 4, r"does not divide the 2 heads \(num_key_value_heads\)"),
         ("llama", {"intermediate_size": 25}, 2, r"dimension 0 of layers.0.mlp.gate_proj.weight"),
+        (
+            "mixtral",
+            {"intermediate_size": 25},
+            2,
+            r"dimension 1 of layers.0.mlp.experts.gate_up_pr",
+        ),
         ("llama", {"attention_bias": True}, 2, r"layers.0.self_attn.o_proj.bias cannot be sharded"),
     ],
 )
@@ -154,6 +160,12 @@ def test_an_incomplete_or_unsupported_plan_is_refused() -> None:
         layer_styles(body)
     body.config.base_model_tp_plan = {**plan, "layers.*.mlp.gate_proj": "packed_colwise"}
     with pytest.raises(ModelError, match=r"shards layers.\*.mlp.gate_proj in an .*packed_colwise"):
+        layer_styles(body)
+    body = body_of("mixtral", num_local_experts=2)
+    assert layer_styles(body)["layers.0.mlp.experts"] == "moe_tp_experts"
+    plan = dict(body.config.base_model_tp_plan)
+    body.config.base_model_tp_plan = {**plan, "layers.*.mlp.experts.down_proj": "colwise"}
+    with pytest.raises(ModelError, match=r"shards layers.\*.mlp.experts.gate_up_proj in an unsup"):
         layer_styles(body)
 
 

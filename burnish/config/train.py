@@ -113,7 +113,7 @@ def on_oom_problem(train: TrainConfig) -> str | None:
         f"on_oom=retry_smaller with {waits_by.removeprefix('train.')}: all ranks synchronize in "
         "every pass, so a rank that aborts one would leave the others waiting in its collectives, "
         "where they cannot take part in a vote to repeat it; use on_oom=fail with a smaller "
-        "micro_train_batch_size, or settings of 'burnish plan --fit'"
+        "micro_train_batch_size or max_tokens_per_micro_batch, or settings of 'burnish plan --fit'"
     )
 
 
@@ -299,10 +299,9 @@ def checkpoint_rules(
         return
     if not train.engine.saves_own_shards:
         yield (
-            "checkpoint.in_background=true with an engine whose rank 0 writes for all: the ranks "
-            "gather every tensor for it, and these collectives cannot overlap with those of "
-            "training; only the ranks of train.engine.sharding=full write their own parts; set "
-            "that, or remove in_background"
+            f"checkpoint.in_background=true with {train.engine.saves_first}; only the ranks of "
+            "train.engine.sharding=full (train.engine.kind=torch) each write a copy of their own "
+            "part; set that, or remove in_background"
         )
     elif ranks == 1:
         yield (

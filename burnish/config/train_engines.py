@@ -59,8 +59,17 @@ class TrainEngineFacts(ABC):
 
     @property
     def saves_own_shards(self) -> bool:
-        """Return whether each rank writes its own part of a checkpoint."""
+        """Return whether each rank writes its own part of a checkpoint, from a copy."""
         return False
+
+    @property
+    def saves_first(self) -> str:
+        """Engine, and the reason why it saves before the next step if ranks do not write their own
+        parts."""
+        return (
+            "train.engine.sharding=none: rank 0 writes the weights and state that every replica "
+            "has, not a copy of them"
+        )
 
     @property
     def lora_problem(self) -> str | None:
@@ -282,6 +291,14 @@ class DeepSpeedEngine(Node, TrainEngineFacts):
     def waits_by(self) -> str | None:
         """Setting that makes ranks wait for each other in every pass."""
         return "train.engine.kind=deepspeed"
+
+    @property
+    def saves_first(self) -> str:
+        """Engine, and the reason why it saves before the next step."""
+        return (
+            "train.engine.kind=deepspeed: the ranks gather every tensor for rank 0, which writes, "
+            "and these collectives cannot overlap with those of training"
+        )
 
     def implementation(self, *, grouped: bool) -> str:
         """Return ``module:class`` of the engine."""

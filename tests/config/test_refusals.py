@@ -113,6 +113,18 @@ REFUSED: dict[str, tuple[list[str], str, str, str]] = {
         "use train.engine.kind=torch (sharding=full",
         "train.engine={kind: torch, sharding: full}",
     ),
+    "repeated passes with ZeRO": (
+        [RANKS, DEEPSPEED],
+        "train.on_oom=retry_smaller",
+        "use on_oom=fail with a smaller micro_train_batch_size",
+        "train.max_tokens_per_micro_batch=1000",
+    ),
+    "background saves with ZeRO": (
+        [RANKS, DEEPSPEED],
+        "checkpoint.in_background=true",
+        "train.engine.sharding=full (train.engine.kind=torch)",
+        "checkpoint.in_background=false",
+    ),
     "8-bit Adam with tensor parallelism": (
         [RANKS, "train.optimizer.kind=adamw_8bit"],
         "train.engine.tensor_parallel_size=2",

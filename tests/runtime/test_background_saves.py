@@ -157,9 +157,11 @@ def test_a_save_that_fails_ends_the_run_and_leaves_the_earlier_ones(
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        pytest.param([], "an engine whose rank 0 writes for all", id="replicas"),
+        pytest.param([], "train.engine.sharding=none: rank 0 writes", id="replicas"),
         pytest.param(
-            ["train.engine.kind=deepspeed"], "an engine whose rank 0 writes for all", id="deepspeed"
+            ["train.engine.kind=deepspeed"],
+            "train.engine.kind=deepspeed: the ranks gather every tensor",
+            id="deepspeed",
         ),
         pytest.param([FULL], "one rank, whose state is not sharded", id="inline"),
         pytest.param([FULL, "cluster.runtime=ray"], "one rank, whose", id="one rank on Ray"),

@@ -74,17 +74,6 @@ class Muon(Node, OptimizerFacts):
         """Name of the format of the state in checkpoints."""
         return "muon"
 
-    def engine_problem(self, engine: TrainEngineFacts) -> str | None:
-        """Return why a train engine cannot run the optimizer, or None if it can."""
-        if isinstance(engine, TorchEngine):
-            return None
-        return (
-            "train.optimizer.kind=muon with train.engine.kind=deepspeed: ZeRO steps flat shards, "
-            "in which a matrix is divided at any entry, and DeepSpeed's own Muon takes the norm "
-            "that is clipped after the orthogonalization, so its runs differ from those of other "
-            "engines; use train.engine.kind=torch (sharding=full shards Muon exactly), or adamw"
-        )
-
 
 class _SharedScales(OptimizerFacts):
     """State in which one number describes a block of several weights."""

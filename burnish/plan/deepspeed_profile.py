@@ -25,6 +25,7 @@ from burnish.plan.model_state import (
     moving_average,
     share_text,
 )
+from burnish.plan.optimizer_state import in_step, moments
 from burnish.plan.shapes import rounded_up
 from burnish.train.zero import WEIGHT_BUCKET_BYTES
 
@@ -67,7 +68,7 @@ class DeepSpeedProfile(TrainEngineProfile):
         the bucket for reductions, which are never freed."""
         s, n, w, part = self.setup, self.setup.trained, self.setup.weight_size, self._part
         share = share_text(s, n) if self._stage else entries_text(n)
-        items = [Item("optimizer", part * 8, f"moments: {share} x 8 B", self._home)]
+        items = moments(s, self._home, ranks=s.ranks if self._stage else 1)
         if self._stage or s.half:
             how = f"fp32 masters: {share} x 4 B"
             items.append(Item("optimizer", part * 4, how, self._home))
@@ -156,8 +157,8 @@ class DeepSpeedProfile(TrainEngineProfile):
     # ---- between passes ----------------------------------------------------------------------
 
     def gradients_in_step(self) -> list[Item]:
-        """Return gradient sums and their fp32 form."""
-        return [*self._sums(), *self._fp32_gradients()]
+        """Return gradient sums, their fp32 form, and the matrix that Muon gathers."""
+        return [*self._sums(), *self._fp32_gradients(), *in_step(self.setup, whole_stacks=True)]
 
     def _fp32_gradients(self) -> list[Item]:
         s, part = self.setup, self._part

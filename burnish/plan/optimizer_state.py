@@ -126,12 +126,14 @@ def _check_blocks(setup: EngineSetup, ranks: int) -> None:
                 raise PlanError(undivided_blocks(name, own, ranks))
 
 
-def in_step(setup: EngineSetup, *, ranks: int = 1) -> list[Item]:
+def in_step(setup: EngineSetup, *, ranks: int = 1, whole_stacks: bool = False) -> list[Item]:
     """Return the temporary tensors of a step, of the largest parameter that is stepped at a
-    time. ``ranks``: ranks that share the rows of every parameter."""
+    time. ``ranks``: ranks that share the rows of every parameter. ``whole_stacks``: Muon gathers
+    all experts of a layer together."""
     optimizer = setup.train.optimizer
     if isinstance(optimizer, Muon):
-        found = [math.prod(own[-2:]) for _, own in muon_matrices(setup.model, optimizer)]
+        skip = 0 if whole_stacks else -2
+        found = [math.prod(own[skip:]) for _, own in muon_matrices(setup.model, optimizer)]
         largest = max(found, default=0)
         size = 20.0 if optimizer.ns_dtype == "fp32" else 12.0
         how = f"Newton-Schulz of the largest matrix: {entries_text(largest)} x {size:g} B"

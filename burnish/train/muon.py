@@ -1,10 +1,10 @@
 """Muon over full or sharded matrices.
 
 The momentum is a sum per entry, so it is sharded like the weight. The Newton-Schulz iterations need
-the full matrix. Under FSDP2 the matrices are dealt to the ranks: each rank gathers its matrix,
-computes the update, and scatters it. Under tensor parallelism the ranks of a group gather the
-matrix and compute the same update. Expert tensors, which FSDP2 shards by expert, need no
-communication.
+the full matrix. Under FSDP2 and ZeRO the matrices are dealt to the ranks: each rank gathers its
+matrix, computes the update, and scatters it. Under tensor parallelism the ranks of a group gather
+the matrix and compute the same update. Expert tensors, which FSDP2 shards by expert, and matrices
+that are on one rank (most in stages 1 and 2 of ZeRO) need no communication.
 """
 
 from __future__ import annotations
@@ -64,6 +64,9 @@ class Matrix:
     """True if the rows are two matrices (gate and up projection)."""
     tp_dim: int | None = None
     """Dimension along which tensor parallelism splits the parameter."""
+    counts: tuple[int, ...] = ()
+    """Entries of the flattened parameter that each rank has, one after another (ZeRO; ``master`` is
+    then flat). Empty: ranks share the rows (FSDP2)."""
 
     @property
     def stacked(self) -> bool:
@@ -74,6 +77,11 @@ class Matrix:
     def rows(self) -> int:
         """Number of rows of one matrix."""
         return self.shape[-2] // (2 if self.halves else 1)
+
+    @property
+    def on_one_rank(self) -> bool:
+        """Return whether no matrix is divided between ranks."""
+        return sum(map(bool, self.counts)) == 1 if self.counts else self.stacked
 
 
 @dataclass(frozen=True)
@@ -109,13 +117,19 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every matrix that has a gradient. All ranks of :attr:`shards` take part."""
-        have = self.shards.any_across([m.master.grad is not None for m in self.matrices])
-        stepped = [m for m, there in zip(self.matrices, have, strict=True) if there]
-        alone = [m for m in stepped if m.stacked or self.shards.size == 1]
-        dealt = [m for m in stepped if not (m.stacked or self.shards.size == 1)]
+        self.update(self.matrices)
+
+    @torch.no_grad()
+    def update(self, matrices: Sequence[Matrix]) -> None:
+        """Update some of the matrices, the same on all ranks of :attr:`shards`."""
+        have = self.shards.any_across([m.master.grad is not None for m in matrices])
+        stepped = [m for m, there in zip(matrices, have, strict=True) if there]
+        alone = [m for m in stepped if m.on_one_rank or self.shards.size == 1]
+        dealt = [m for m in stepped if not (m.on_one_rank or self.shards.size == 1)]
         for matrix in alone:
             local = self._momentum(matrix)
             if local.numel():
+                local = local.reshape(-1, *_row(matrix))
                 self._apply(matrix, self._update_of_local(matrix, local))
         for begin in range(0, len(dealt), self.shards.size):
             self._step_dealt(dealt[begin : begin + self.shards.size])
@@ -153,55 +167,62 @@ class Muon(torch.optim.Optimizer):
         """Step at most one matrix per rank of :attr:`shards`; rank r computes matrix r."""
         group, mine = self.shards, None
         for owner, matrix in enumerate(matrices):
-            parts = _gather_to(owner, self._momentum(matrix), _even_rows(matrix, self), group)
-            if parts is not None:
-                mine = matrix, torch.cat(parts)[: _local_rows(matrix, self)]
+            flat = self._momentum(matrix).reshape(-1)
+            gathered = _gather_to(owner, flat, _counts(matrix, self), group)
+            if gathered is not None:
+                mine = matrix, gathered.view(-1, *_row(matrix))
         update = None if mine is None else self._update_of_local(*mine)
         for owner, matrix in enumerate(matrices):
-            own = _scatter_from(
-                owner,
-                update if owner == group.rank else None,
-                torch.empty(_even_rows(matrix, self), *matrix.master.shape[1:], device=self.device),
-                group,
-            )
-            self._apply(matrix, own[: len(matrix.master)])
+            full = update if owner == group.rank else None
+            counts = _counts(matrix, self)
+            out = torch.empty(max(counts), device=self.device)
+            self._apply(matrix, _scatter_from(owner, full, counts, out, group))
 
     def _apply(self, matrix: Matrix, update: Tensor) -> None:
         lr, master = float(self.param_groups[0]["lr"]), matrix.master
         scale = lr_scale(matrix.rows, matrix.shape[-1], self.settings.scale)
         master.mul_(1.0 - lr * self.settings.weight_decay)
-        master.add_(update.to(master.device), alpha=-lr * scale)
+        master.add_(update.to(master.device).reshape(master.shape), alpha=-lr * scale)
 
 
-def _local_rows(matrix: Matrix, muon: Muon) -> int:
-    """Return the number of rows of a tensor-parallel part, over all shards."""
-    return matrix.shape[0] // (muon.tensor_parallel.size if matrix.tp_dim == 0 else 1)
+def _row(matrix: Matrix) -> tuple[int, ...]:
+    """Return the shape of a row of this rank's part."""
+    return matrix.shape[1:] if matrix.counts else tuple(matrix.master.shape[1:])
 
 
-def _even_rows(matrix: Matrix, muon: Muon) -> int:
-    """Return the number of rows of the largest shard, that of the first rank: ceil(rows / n)."""
-    return -(-_local_rows(matrix, muon) // muon.shards.size)
+def _counts(matrix: Matrix, muon: Muon) -> Sequence[int]:
+    """Return the number of entries on each rank: as given, or those of ceil(rows / ranks) rows, of
+    which the last ranks have fewer."""
+    if matrix.counts:
+        return matrix.counts
+    rows = matrix.shape[0] // (muon.tensor_parallel.size if matrix.tp_dim == 0 else 1)
+    each, row = -(-rows // muon.shards.size), math.prod(_row(matrix))
+    return [max(0, min(each, rows - rank * each)) * row for rank in range(muon.shards.size)]
 
 
-def _gather_to(owner: int, own: Tensor, rows: int, group: RankGroup) -> list[Tensor] | None:
-    """Return every rank's part, padded to ``rows`` rows, on rank ``owner``; None on the others."""
+def _gather_to(owner: int, own: Tensor, counts: Sequence[int], group: RankGroup) -> Tensor | None:
+    """Return the entries of all ranks on rank ``owner``; None on the others."""
     from torch.distributed import gather
 
-    padded = own.new_zeros(rows, *own.shape[1:])
+    padded = own.new_zeros(max(counts))
     padded[: len(own)] = own
     found = [torch.empty_like(padded) for _ in range(group.size)] if owner == group.rank else None
     gather(padded, found, group=group.group, group_dst=owner)
-    return found
+    if found is None:
+        return None
+    return torch.cat([part[:count] for part, count in zip(found, counts, strict=True)])
 
 
-def _scatter_from(owner: int, full: Tensor | None, out: Tensor, group: RankGroup) -> Tensor:
-    """Return this rank's rows of ``full``, which rank ``owner`` has, in ``out``."""
+def _scatter_from(
+    owner: int, full: Tensor | None, counts: Sequence[int], out: Tensor, group: RankGroup
+) -> Tensor:
+    """Return this rank's entries of ``full``, which rank ``owner`` has, in ``out``."""
     from torch.distributed import scatter
 
     parts: list[Tensor] | None = None
     if full is not None:
-        padded = out.new_zeros(group.size * len(out), *out.shape[1:])
-        padded[: len(full)] = full
-        parts = list(padded.chunk(group.size))
+        parts = [torch.zeros_like(out) for _ in counts]
+        for part, own in zip(parts, full.reshape(-1).split(list(counts)), strict=True):
+            part[: len(own)] = own
     scatter(out, parts, group=group.group, group_src=owner)
-    return out
+    return out[: counts[group.rank]]

@@ -206,11 +206,6 @@ def _muon(
     own = config.optimizer
     assert isinstance(own, MuonConfig)
     hidden = hidden_matrices(model, {t.name: t.shape for t in trained}, own.adamw_params)
-    if not hidden:
-        raise OptimizerError(
-            f"train.optimizer.kind=muon: {type(model).__name__} has no matrix in decoder layers "
-            "that is trained with Muon; use train.optimizer.kind=adamw"
-        )
     if tp_plan is not None and (
         odd := [n for n in hidden if hidden[n] or len(_shape(trained, n)) > 2]
     ):
@@ -225,18 +220,23 @@ def _muon(
         for t in trained
         if t.name in hidden
     ]
-    settings = MuonSettings(
+    groups = {} if tp_plan is None else {"tensor_parallel": tp_plan.model_parallel}
+    settings = muon_settings(own, weight_decay=config.weight_decay)
+    muon = Muon(matrices, settings, device=device, **groups)
+    rule = UpdateRule(muon, {"momentum": "momentum"}, lr_ratio=(own.matrix_lr or lr) / lr)
+    return [rule, *_adamw([t for t in trained if t.name not in hidden], config, lr)]
+
+
+def muon_settings(own: MuonConfig, *, weight_decay: float) -> MuonSettings:
+    """Return the settings of the update."""
+    return MuonSettings(
         momentum=own.momentum,
         nesterov=own.nesterov,
         steps=own.ns_steps,
         dtype=DTYPES[own.ns_dtype],
         scale=own.lr_scale,
-        weight_decay=config.weight_decay,
+        weight_decay=weight_decay,
     )
-    groups = {} if tp_plan is None else {"tensor_parallel": tp_plan.model_parallel}
-    muon = Muon(matrices, settings, device=device, **groups)
-    rule = UpdateRule(muon, {"momentum": "momentum"}, lr_ratio=(own.matrix_lr or lr) / lr)
-    return [rule, *_adamw([t for t in trained if t.name not in hidden], config, lr)]
 
 
 def _shape(trained: Sequence[Trained], name: str) -> tuple[int, ...]:
@@ -250,7 +250,7 @@ def hidden_matrices(
 
     These are the weight matrices and stacks of expert matrices in the decoder layers (of adapters:
     A and B, each a matrix). ``adamw_params``: parts of the names of exceptions. Raises
-    OptimizerError for a parameter with several matrices in an unknown order.
+    OptimizerError if there are none, and for a parameter with several matrices in an unknown order.
     """
     body = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     inside = {id(p) for _, layer in layers_of(body) for p in layer.parameters()} if body else set()
@@ -264,6 +264,11 @@ def hidden_matrices(
         excepted = any(part in name for part in adamw_params)
         if id(named[name]) in inside and (matrix or experts) and not excepted:
             found[name] = _is_two_matrices(name, shape, hidden_size)
+    if not found:
+        raise OptimizerError(
+            f"train.optimizer.kind=muon: {type(model).__name__} has no matrix in decoder layers "
+            "that is trained with Muon; use train.optimizer.kind=adamw"
+        )
     return found
 
 

@@ -15,7 +15,15 @@ this module reads and writes ``engine.json`` and ``hf/`` for every engine.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -111,13 +119,15 @@ class Shards:
                 )
                 shard.of(shard.flat).copy_(own)
 
-    def gather(self, pick: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+    def gather(
+        self, pick: Callable[[Tensor], Tensor], only: Sequence[Shard] | None = None
+    ) -> Iterator[Tensor]:
         """Yield every parameter's full tensor in fp32, one at a time. All ranks take part.
 
         ``pick`` maps a flat master to the tensor to gather: the master itself, or a moment in the
-        same layout.
+        same layout. ``only``: some of the shards.
         """
-        for shard in self.all:
+        for shard in self.all if only is None else only:
             full = torch.zeros(shard.numel)
             if shard.flat is not None:
                 full[shard.start : shard.start + shard.count] = shard.of(pick(shard.flat)).cpu()
@@ -127,13 +137,24 @@ class Shards:
 
 
 class ShardedState:
-    """Sharded contents of a checkpoint: fp32 masters, Adam's moments and the moving average."""
+    """Sharded contents of a checkpoint: fp32 masters, moments and the moving average."""
 
     def __init__(
-        self, shards: Shards, adam: MutableMapping[Tensor, dict[str, Any]], ema_decay: float | None
+        self,
+        shards: Shards,
+        adam: MutableMapping[Tensor, dict[str, Any]],
+        ema_decay: float | None,
+        *,
+        muon: Container[str] = (),
     ) -> None:
-        """``adam``: state of a torch optimizer over ``shards.flats``."""
+        """``adam``: state of a torch optimizer over ``shards.flats``. ``muon``: parameters that
+        have a momentum in it instead of Adam's moments."""
         self.shards, self.adam, self.ema_decay = shards, adam, ema_decay
+        self._by_adam = [s for s in shards.all if s.name not in muon]
+        self._by_muon = [s for s in shards.all if s.name in muon]
+        self._parts = {"exp_avg": self._by_adam, "exp_avg_sq": self._by_adam}
+        self._parts |= {"momentum": self._by_muon, "step": self._by_adam}
+        """Parameters with each kind of state."""
         self.ema: dict[int, Tensor] = {}
         """Moving averages by the id of their flat master."""
         if ema_decay is not None:
@@ -148,15 +169,22 @@ class ShardedState:
 
     @property
     def num_updates(self) -> float | None:
-        """Number of Adam updates so far; None before the first, when no moments exist."""
+        """Number of Adam updates so far; None before the first, and if Muon trains everything."""
         return next((float(s["step"]) for s in self.adam.values() if "step" in s), None)
+
+    @property
+    def _kinds_held(self) -> list[str]:
+        """Kinds of state that exist: none before the first update."""
+        held = any(self.adam.values())
+        return [kind for kind, parts in self._parts.items() if held and parts]
 
     @property
     def num_bytes(self) -> int:
         """Size of the tensors that :meth:`save` writes, in bytes."""
         entries = self.shards.numel * (1 + bool(self.ema))
-        if self.num_updates is not None:
-            entries += self.shards.numel * len(MOMENTS) + len(self.shards.all)
+        for kind in self._kinds_held:
+            parts = self._parts[kind]
+            entries += len(parts) if kind == "step" else sum(s.numel for s in parts)
         return 4 * entries
 
     def save(self, folder: Path, describe: Callable[[], None]) -> None:
@@ -167,7 +195,8 @@ class ShardedState:
         """
         ranks, error = self.shards.ranks, None
         for kind, tensors in self._kinds().items():
-            shapes = [(s.name, () if kind == "step" else s.shape) for s in self.shards.all]
+            parts = self._parts.get(kind, self.shards.all)
+            shapes = [(s.name, () if kind == "step" else s.shape) for s in parts]
             try:
                 if ranks.rank == 0 and error is None:
                     folder.mkdir(parents=True, exist_ok=True)
@@ -186,10 +215,12 @@ class ShardedState:
     def _kinds(self) -> dict[str, Iterator[Tensor]]:
         """Return the tensors of a checkpoint, by kind."""
         kinds, updates = {"master": self.shards.gather(lambda flat: flat)}, self.num_updates
-        if updates is not None:
-            for name in MOMENTS:
-                kinds[name] = self.shards.gather(partial(self._moment, name))
-            kinds["step"] = (torch.tensor(updates) for _ in self.shards.all)
+        for kind in self._kinds_held:
+            parts = self._parts[kind]
+            if kind == "step":
+                kinds[kind] = (torch.tensor(updates) for _ in parts)
+            else:
+                kinds[kind] = self.shards.gather(partial(self._moment, kind), parts)
         if self.ema:
             kinds["ema"] = self.shards.gather(lambda flat: self.ema[id(flat)])
         return kinds
@@ -206,18 +237,22 @@ class ShardedState:
         kinds, shards = tensor_sets(folder), self.shards
         master = kinds["master"]
         check_names(master, {shard.name: shard.shape for shard in shards.all})
-        updates = _num_updates(folder, kinds)
-        read_into(master, shards, lambda flat: flat)
+        updates = _num_updates(folder, kinds, [s.name for s in self._by_adam])
+        read_into(master, shards.all, lambda flat: flat)
         self.adam.clear()  # a checkpoint of step 0 has no moments
-        if updates is not None:
-            for flat in shards.flats:
+        with_momentum = {id(s.flat) for s in self._by_muon}
+        for flat in shards.flats:
+            if updates is not None and id(flat) not in with_momentum:
                 moments = {name: torch.zeros_like(flat) for name in MOMENTS}
                 step = torch.tensor(updates, dtype=torch.float32, device=flat.device)
                 self.adam[flat] = {"step": step, **moments}
-            for name in MOMENTS:
-                read_into(kinds[name], shards, partial(self._moment, name))
+            elif "momentum" in kinds and id(flat) in with_momentum:
+                self.adam[flat] = {"momentum": torch.zeros_like(flat)}
+        for name in (*MOMENTS, "momentum"):
+            if name in kinds:
+                read_into(kinds[name], self._parts[name], partial(self._moment, name))
         if self.ema:  # an EMA enabled after that save starts from these weights
-            read_into(kinds.get("ema", master), shards, lambda flat: self.ema[id(flat)])
+            read_into(kinds.get("ema", master), shards.all, lambda flat: self.ema[id(flat)])
 
 
 def write_tensors(
@@ -255,31 +290,36 @@ def check_names(files: TensorFiles, wanted: Mapping[str, Shape]) -> None:
             )
 
 
-def read_into(files: TensorFiles, shards: Shards, pick: Callable[[Tensor], Tensor]) -> None:
+def read_into(
+    files: TensorFiles, shards: Iterable[Shard], pick: Callable[[Tensor], Tensor]
+) -> None:
     """Read this rank's shards from a checkpoint, one tensor at a time.
 
     ``pick`` maps a flat master to the tensor to fill: the master itself, or a moment in the same
     layout.
     """
-    for shard in shards.all:
+    for shard in shards:
         if shard.flat is not None:
             shard.of(pick(shard.flat)).copy_(shard.read(files))
 
 
-def _num_updates(folder: Path, kinds: Mapping[str, TensorFiles]) -> float | None:
-    """Return the number of Adam updates of a checkpoint; None before the first.
+def _num_updates(
+    folder: Path, kinds: Mapping[str, TensorFiles], names: Iterable[str]
+) -> float | None:
+    """Return the number of Adam updates of the parameters ``names`` in a checkpoint; None before
+    the first.
 
     Raises ValueError if parameters differ in it: flat shards have a single count.
     """
     counted = kinds.get("step", ())
-    counts = {float(kinds["step"].read(n)) if n in counted else 0.0 for n in kinds["master"]}
+    counts = {float(kinds["step"].read(n)) if n in counted else 0.0 for n in names}
     if len(counts) > 1:
         raise ValueError(
             f"{folder} has parameters with different numbers of updates ({min(counts):g} to "
             f"{max(counts):g}), e.g. because no batch reached an expert, and DeepSpeed counts one "
             "for all; resume with train.engine.kind=torch"
         )
-    return counts.pop() or None
+    return (counts.pop() or None) if counts else None
 
 
 class Described(Protocol):

@@ -3,7 +3,7 @@ state.
 
 This module does not import deepspeed; its objects are passed as arguments. Their attributes were
 taken from the source of the versions that ``deepspeed.py`` accepts. Reading order: ds_config,
-ZeroAdamW, ZeroScaler, ZeroOptimizer, find_shards.
+ZeroAdamW, ZeroMuon, ZeroScaler, ZeroOptimizer, find_shards.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.model import PrecisionConfig
+from burnish.config.optimizer import Muon as MuonConfig
 from burnish.config.train_engines import DeepSpeedEngine
 from burnish.train.base import StepStats
 from burnish.train.host_memory import tensors_in
+from burnish.train.muon import Matrix, Muon
 from burnish.train.optim import lr_factor
-from burnish.train.process_group import RankGroup
+from burnish.train.optimizers import hidden_matrices, muon_settings
+from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.state import Shard, ShardedState, Shards
 
@@ -93,16 +96,28 @@ class ZeroAdamW(torch.optim.AdamW):
     built at first use.
 
     It steps over flat shards; ``hold`` makes a step leave them unchanged. ``checks``: check and
-    clip the gradient here, because DeepSpeed does so at stages 1 to 3 only.
+    clip the gradient here, because DeepSpeed does so at stages 1 to 3 only. With
+    ``train.optimizer.kind=muon``, :class:`ZeroMuon` steps the first group of parameters.
     """
 
     def __init__(self, model: nn.Module, spec: EngineSpec) -> None:
-        trained = [p for p in model.parameters() if p.requires_grad]
-        matrices = [p for p in trained if len(shape_of(p)) >= 2]
-        others = [p for p in trained if len(shape_of(p)) < 2]
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        own = spec.train.optimizer
+        self.hidden: dict[str, bool] = {}
+        """Parameters that Muon trains -> whether their rows are two matrices."""
+        if isinstance(own, MuonConfig):
+            shapes = {n: shape_of(p) for n, p in trained.items()}
+            self.hidden = hidden_matrices(model, shapes, own.adamw_params)
+        self.muon: ZeroMuon | None = None
+        """Set after DeepSpeed has made the flat shards."""
+        rest = [p for n, p in trained.items() if n not in self.hidden]
         groups = [
-            {"params": matrices, "weight_decay": spec.train.weight_decay},
-            {"params": others, "weight_decay": 0.0},
+            {"params": [trained[n] for n in self.hidden], "weight_decay": 0.0},
+            {
+                "params": [p for p in rest if len(shape_of(p)) >= 2],
+                "weight_decay": spec.train.weight_decay,
+            },
+            {"params": [p for p in rest if len(shape_of(p)) < 2], "weight_decay": 0.0},
         ]
         super().__init__(
             [g for g in groups if g["params"]],
@@ -126,8 +141,81 @@ class ZeroAdamW(torch.optim.AdamW):
             self.overflow = not bool(torch.isfinite(norm))
             if self.max_norm is not None and not self.overflow:
                 torch.nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
-        if not self.hold and not (self.checks and self.overflow):
+        if self.hold or (self.checks and self.overflow):
+            return
+        if self.muon is None:
             super().step()
+            return
+        stepped: list[tuple[Tensor, Tensor | None]] = []
+        for group in self.param_groups:
+            for flat in group["params"]:
+                if self.muon.step(flat, group["lr"]):
+                    stepped.append((flat, flat.grad))
+                    flat.grad = None  # AdamW leaves it unchanged
+        super().step()
+        for flat, grad in stepped:  # with adam_offload DeepSpeed reuses the tensor
+            flat.grad = grad
+
+
+class ZeroMuon:
+    """Muon over the matrices in ZeRO's flat shards, which divide a matrix at any entry.
+
+    DeepSpeed has already summed, unscaled and clipped the gradient. Its own Muon (0.19.8) is not
+    used: it orthogonalizes before it clips, so the clipped norm is not that of the gradient.
+    """
+
+    def __init__(
+        self,
+        adamw: ZeroAdamW,
+        shards: Shards,
+        spec: EngineSpec,
+        *,
+        stage: int,
+        device: torch.device,
+    ) -> None:
+        """``adamw``: its state has the momentum of each flat shard. ``device``: that of the
+        iterations."""
+        own = spec.train.optimizer
+        assert isinstance(own, MuonConfig)
+        self._state, lr = adamw.state, spec.lr or spec.train.lr
+        self._lr_ratio = (own.matrix_lr or lr) / lr
+        held = [s for s in shards.all if s.name in adamw.hidden]
+        counts = [[s.numel for s in held]]
+        if not shards.replicated:
+            counts = shards.ranks.gather([s.count for s in held])
+        nothing = torch.empty(0, device=shards.flats[0].device)
+        self._flats: dict[int, list[tuple[Shard, Matrix]]] = {}
+        for i, shard in enumerate(held):
+            # Stages 1 and 2 have one flat shard of all matrices, of which a rank may have none.
+            flat = shards.flats[0] if stage in (1, 2) else shard.flat
+            view = nothing.clone() if shard.flat is None else shard.of(shard.flat)
+            matrix = Matrix(
+                view, shard.shape, adamw.hidden[shard.name], counts=tuple(c[i] for c in counts)
+            )
+            self._flats.setdefault(id(flat), []).append((shard, matrix))
+        settings = muon_settings(own, weight_decay=spec.train.weight_decay)
+        every = [matrix for part in self._flats.values() for _, matrix in part]
+        self._muon = Muon(every, settings, device=device)
+        self._muon.shards = SINGLE if shards.replicated else shards.ranks
+
+    @torch.no_grad()
+    def step(self, flat: Tensor, lr: float) -> bool:
+        """Update the matrices of a flat shard; return whether it is one of matrices. All ranks call
+        this for the same part of the model."""
+        held = self._flats.get(id(flat), ())
+        if not held:
+            return False
+        assert flat.grad is not None
+        momentum = self._state[flat].setdefault("momentum", torch.zeros_like(flat))
+        for shard, matrix in held:
+            if shard.flat is not None:
+                matrix.master.grad = shard.of(flat.grad)
+                self._muon.state[matrix.master]["momentum"] = shard.of(momentum)
+        self._muon.param_groups[0]["lr"] = lr * self._lr_ratio
+        self._muon.update([matrix for _, matrix in held])
+        for _, matrix in held:
+            matrix.master.grad = None
+        return True
 
 
 class ZeroScaler:
@@ -214,7 +302,9 @@ class ZeroOptimizer:
         self.scaler = ZeroScaler(vars(engine.optimizer).get("loss_scaler"))
         shards = find_shards(model, engine.optimizer, stage=self._stage, ranks=ranks)
         shards.take(masters)  # DeepSpeed initialized its masters from rounded weights
-        self.state = ShardedState(shards, adamw.state, spec.train.ema_decay)
+        if adamw.hidden:
+            adamw.muon = ZeroMuon(adamw, shards, spec, stage=self._stage, device=engine.device)
+        self.state = ShardedState(shards, adamw.state, spec.train.ema_decay, muon=adamw.hidden)
 
     @property
     def loss_factor(self) -> float:

@@ -107,12 +107,6 @@ REFUSED: dict[str, tuple[list[str], str, str, str]] = {
         "use on_oom=fail",
         "train.on_oom=fail",
     ),
-    "Muon with DeepSpeed": (
-        [RANKS, "train.optimizer=muon"],
-        DEEPSPEED,
-        "use train.engine.kind=torch (sharding=full",
-        "train.engine={kind: torch, sharding: full}",
-    ),
     "repeated passes with ZeRO": (
         [RANKS, DEEPSPEED],
         "train.on_oom=retry_smaller",

@@ -215,6 +215,18 @@ def test_parameters_that_muon_leaves_to_adamw_have_two_moments():
     assert found[2] == 8 * shape_of(SCRATCH).parameters
 
 
+def test_zero_divides_the_momentum_of_muon():
+    """Stage 2 on 8 ranks: 8 B / 8 of Adam's moments without the 4 B / 8 of each matrix of the
+    layers. Stage 0 has all of it. A step gathers the largest matrix, 14336 x 4096, at 12 B."""
+    matrices = LLAMA_8B - 2 * 128_256 * 4096 - 65 * 4096
+    for stage, ranks in ((0, 1), (2, 8), (3, 8)):
+        engine = {"kind": "deepspeed", "zero_stage": stage}
+        s = setup("fp32", ranks=8, engine=engine, optimizer="muon")
+        (moments,) = [i for i in profile_of(s).state() if i.how.startswith("moments")]
+        assert moments.bytes == (8 * LLAMA_8B - 4 * matrices) / ranks
+        assert profile_of(s).gradients_in_step()[-1].bytes == 14_336 * 4096 * 12
+
+
 def test_8_bit_moments_are_divided_between_blocks_of_256_entries():
     """Llama 3 8B: all weights but the embedding (128256 x 4096) and 65 norms at 2 + 8 / 256 bytes,
     those at 8. Its rows of 4096 entries are multiples of 256 on any number of ranks. Of 64 x 64

@@ -40,6 +40,11 @@ ADAPTED = ModelConfig(
 )
 GROUPS = [(5, [3, 7, 1]), (3, [11]), (9, [2, 2, 8, 5]), (2, [25, 1])]
 """Prompt tokens, and response tokens of each row: 10 rows of 3 to 27 tokens."""
+MUON: dict[str, Any] = {
+    "optimizer": {"kind": "muon", "ns_dtype": "fp32", "matrix_lr": 2e-3},
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.5,
+}
 STEPS, SCHEDULED_STEPS = 2, 5
 """Optimizer steps of a case: the second depends on the weights and the moments of the first. More
 if the learning rate has a warmup of three."""
@@ -95,6 +100,9 @@ def _cases() -> list[Case]:
         Case("parameter offload", 3, micro=2, engine=both),
         Case("hpz", 3, micro=2, engine={"zero_hpz_partition_size": 2}),
         Case("ema", 3, micro=2, train={"ema_decay": 0.5}),
+        *(Case("muon", stage, micro=2, train=MUON) for stage in range(4)),
+        Case("muon and lora", 3, micro=2, model=ADAPTED, train=MUON),
+        Case("muon offload", 2, micro=2, engine=offload, train=MUON),
         Case("default persistence", 3, micro=2, engine={"param_persistence_threshold": 100_000}),
     ]
     return cases

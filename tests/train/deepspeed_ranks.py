@@ -170,6 +170,8 @@ STATE_CASES = [
     Case("fp16", 3, micro=3, precision=HALF["fp16"], train={"ema_decay": 0.9}),
     Case("fp32 offload", 3, micro=3, engine={"adam_offload": True}),
     Case("lora", 3, micro=3, model=ADAPTED),
+    Case("muon", 2, micro=3, train={**cases.MUON, "ema_decay": 0.9}),
+    Case("muon and lora", 3, micro=3, model=ADAPTED, train=cases.MUON),
 ]
 
 

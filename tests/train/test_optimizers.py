@@ -164,7 +164,6 @@ def test_experts_are_matrices_of_their_own_and_fused_projections_are_refused() -
 @pytest.mark.parametrize(
     ("train", "problem"),
     [
-        ({"optimizer": "muon", "engine": "deepspeed"}, "ZeRO steps flat shards"),
         ({"optimizer": "adafactor", "engine": "deepspeed"}, "no rows and columns"),
         (
             {"optimizer": "paged_adamw_8bit", "engine": {"sharding": "full"}},

@@ -221,8 +221,9 @@ class AsyncSource:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore a state, and transfer the policy's weights. Running groups are dropped; the next
-        step starts them again."""
+        step starts them again. Sampling restarts if the loss of a worker had ended it."""
         self._stop_all()
+        self.service.restart()
         saved = state.get("rollouts")
         with self._changed:
             self.prompts.load_state_dict(state["prompts"])

@@ -1,7 +1,8 @@
 """A rollout engine for many threads: one thread owns the engine, and callers get futures.
 
 The engine thread is the only one that touches the engine. It waits for commands while no request is
-open, and otherwise polls the engine and carries out commands between two polls.
+open, and otherwise polls the engine and carries out commands between two polls. An error of the
+engine answers all requests and calls, and ends the thread.
 """
 
 from __future__ import annotations
@@ -74,8 +75,25 @@ class RolloutService:
         self._error: BaseException | None = None
         self._closed = False
         self._num_threads = torch.get_num_threads()
-        self._thread = threading.Thread(target=self._run, name="burnish-rollout", daemon=True)
-        self._thread.start()
+        self._thread = self._start()
+
+    def _start(self) -> threading.Thread:
+        thread = threading.Thread(target=self._run, name="burnish-rollout", daemon=True)
+        thread.start()
+        return thread
+
+    def restart(self) -> None:
+        """Serve again if an error of the engine has ended the service, once its cause is removed.
+        Requests and calls from before have been answered with the error. Does nothing if there was
+        none."""
+        if self._error is None:
+            return
+        self._thread.join()  # the end of the failed engine thread drops its requests
+        self._commands.clear()
+        self._idle_calls.clear()
+        self._submitted, self._behind, self._held = {}, [], None
+        self._error, self._closed, self._paused = None, False, False
+        self._thread = self._start()
 
     @property
     def version(self) -> int:

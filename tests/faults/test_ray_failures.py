@@ -28,8 +28,9 @@ from burnish.observe.samples import read_samples
 from burnish.runtime import ray_connect
 from burnish.runtime.base import ClusterError
 from burnish.runtime.ray_cluster import RayCluster
+from burnish.runtime.remote_rollout import RemoteRolloutEngine
 from burnish.runtime.remote_train import RemoteTrainEngine
-from burnish.runtime.weight_sync import ObjectStoreSync
+from burnish.runtime.weight_sync import ConnectionSync, ObjectStoreSync
 from burnish.runtime.worker_group import WorkerGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -143,6 +144,34 @@ def test_a_death_in_any_call_does_not_change_the_results(
         assert re.search(rf"{name} \(node \S+, pid \d+\) died: .*; replaced", log), name
     frozen = re.findall(r".*rank 0 of the reference .*", log)
     assert frozen and not any("going back" in line for line in frozen)
+    assert_no_ray_is_left()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("rollout.max_staleness=1", "rollout.run_ahead=0", "algorithm.correction={}")],
+    ids=["synchronous", "asynchronous"],
+)
+def test_a_rank_that_dies_while_it_sends_weights_to_a_new_rollout_worker_is_replaced(
+    overrides: tuple[str, ...], recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only rollout worker dies while the trainer waits for groups. Weights of a connection have
+    no copy, so the policy sends them to the new worker, and its rank dies at that moment. The run
+    continues from its checkpoint; 3 steps of 4 prompts train each prompt once."""
+    ray = ("cluster.runtime=ray", "cluster.policy_ranks=1", "cluster.rollout_workers=1")
+    ray = (*ray, "cluster.layout=separate")
+    sync = "sync={kind: collective, timeout_s: 5}"
+    config = recipe("grpo", "max_steps=3", sync, *ray, *overrides)
+    saboteur = Saboteur(monkeypatch)
+    saboteur.before(RemoteRolloutEngine, "submit", 2, "rollout worker 0")
+    saboteur.before(ConnectionSync, "_send_to_new", 1, "rank 0 of the policy")
+    burnish.run(config)
+    assert saboteur.done == ["RemoteRolloutEngine.submit", "ConnectionSync._send_to_new"]
+    run_dir = Path(config.run_dir)
+    ids = Counter(sample["prompt_id"] for sample in read_samples(run_dir))
+    assert ids == {f"rows:{row}@0": 4 for row in range(12)}
+    log = (run_dir / "run.log").read_text()
+    assert re.search(r"rank 0 of the policy .* \(during a weight transfer\); rolling back", log)
     assert_no_ray_is_left()
 
 

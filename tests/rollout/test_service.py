@@ -205,6 +205,32 @@ def test_an_engine_error_fails_all_open_requests_and_later_ones(
     assert not engine.busy, "its owner may use it again, e.g. with other weights"
 
 
+def test_a_restarted_service_serves_none_of_the_requests_from_before(
+    service: RolloutService, engine: GatedEngine
+) -> None:
+    """``held`` was never in the engine; ``a`` was, and its id is free."""
+    before = ask(service, "a")
+    service.hold()
+    held = ask(service, "held")
+    service.pause()
+    engine.error = RuntimeError("a rank is lost")
+    service.resume()
+    for future in (before, held):
+        with pytest.raises(RuntimeError, match="a rank is lost"):
+            future.result(WAIT_S)
+    service.release_held()
+    engine.error = None
+    service.restart()
+    again = ask(service, "a")
+    engine.permits.release()
+    assert again.result(WAIT_S).request_id == "a"
+    service.drain(WAIT_S)
+    assert not engine.busy and engine.log == ["a"], "held was not submitted"
+    thread = service._thread
+    service.restart()
+    assert service._thread is thread, "without an error there is nothing to do"
+
+
 def test_an_exit_in_a_call_answers_every_future(
     service: RolloutService, engine: GatedEngine
 ) -> None:

@@ -1,7 +1,8 @@
-"""Measured speeds of a run, for the time estimate of another recipe.
+"""Measured speeds and response lengths of a run, for the time estimate of another recipe.
 
-A run's median seconds of each phase are divided by the estimate for the run's own recipe on the
-same hardware. The estimate of another recipe is multiplied by these factors.
+A run's median seconds of each phase are divided by the estimate for the run's own recipe and
+response lengths on the same hardware. The estimate of another recipe with these lengths is
+multiplied by these factors.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from burnish.observe.timeline import SCORING
 from burnish.plan.hardware import Hardware
 from burnish.plan.plan_vs_actual import PLANNED_AS
 from burnish.plan.shapes import PlanError
-from burnish.plan.time import Rates, estimate, rate_key
+from burnish.plan.time import Rates, ResponseLengths, estimate, rate_key
 
 _NOT_IN_A_STEP = frozenset({"load", "wait", "eval", "checkpoint", "rollout_sync"})
 """Spans of the plan that no step of the estimate contains."""
@@ -40,8 +41,9 @@ def measured_rates(run_dir: Path, hardware: Hardware) -> Rates:
             f"--rates {run_dir}: its metrics.jsonl has no step with a measured time; give the "
             "folder of a run that made some steps"
         )
+    lengths = _response_lengths(steps)
     estimated: dict[tuple[str, str], float] = {}
-    for part in estimate(load_config(recipe), hardware).parts:
+    for part in estimate(load_config(recipe), hardware, Rates({}, _ASSUMED, lengths)).parts:
         key = rate_key(part)
         estimated[key] = estimated.get(key, 0.0) + part.seconds
     factors = {
@@ -50,10 +52,25 @@ def measured_rates(run_dir: Path, hardware: Hardware) -> Rates:
         if seconds and estimated.get(key)
     }
     count = f"{len(steps)} step{'s' * (len(steps) > 1)} of {run_dir}"
-    return Rates(factors, f"the measured times of {count}, else from {_ASSUMED}")
+    what = "times"
+    if lengths is not None:
+        what += (
+            f" and response lengths (mean {lengths.mean:.0f}, longest of a step "
+            f"{lengths.longest:.0f} tokens)"
+        )
+    return Rates(factors, f"the measured {what} of {count}, else from {_ASSUMED}", lengths)
 
 
 _ASSUMED = "peak speeds and assumed efficiencies"
+
+
+def _response_lengths(steps: Sequence[Mapping[str, Any]]) -> ResponseLengths | None:
+    """Return the median lengths over the steps, or None for a run that samples no responses."""
+    names = ("rollout/response_len", "rollout/response_len_max")
+    if any(line.get(name) is None for line in steps for name in names):
+        return None
+    mean, longest = (statistics.median(line[name] for line in steps) for name in names)
+    return ResponseLengths(float(mean), float(longest))
 
 
 def _measured(

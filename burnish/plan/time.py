@@ -42,13 +42,24 @@ class Part:
 
 
 @dataclass(frozen=True)
+class ResponseLengths:
+    """Lengths of the responses of a measured run, in tokens."""
+
+    mean: float
+    longest: float
+    """Longest response of a step."""
+
+
+@dataclass(frozen=True)
 class Rates:
-    """Speed of the phases of a measured run."""
+    """Speed of the phases of a measured run, and the lengths of its responses."""
 
     factors: Mapping[tuple[str, str], float]
     """:func:`rate_key` -> measured divided by estimated seconds."""
     source: str
     """Description of the run."""
+    lengths: ResponseLengths | None = None
+    """None: unknown. A recipe with a lower limit has shorter responses."""
 
     def apply(self, part: Part) -> Part:
         """Return a part with its time multiplied by the factor of its phase, if it is known."""
@@ -121,7 +132,7 @@ class TimePlan:
 def estimate(config: JobConfig, hardware: Hardware, rates: Rates | None = None) -> TimePlan:
     """Estimate the time of a step of ``config``, with the speeds of ``rates`` where it has some."""
     job = config.resolve()
-    clock = _Clock(job, hardware)
+    clock = _Clock(job, hardware, None if rates is None else rates.lengths)
     parts: list[Part] = []
     for role in job.roles:
         parts += clock.rollout(role) if isinstance(role, RolloutRole) else clock.engine(role)
@@ -191,7 +202,7 @@ class _Batch:
     """Responses decoded at once."""
     steps: float
     """Decode steps."""
-    longest: int
+    longest: float
     """Tokens of the longest response."""
     mean: float
     """Tokens of a response of mean length."""
@@ -202,8 +213,11 @@ class _Batch:
 
 
 class _Clock:
-    def __init__(self, job: JobSpec, hardware: Hardware) -> None:
-        self.job, self.hardware = job, hardware
+    def __init__(
+        self, job: JobSpec, hardware: Hardware, measured: ResponseLengths | None = None
+    ) -> None:
+        """``measured``: lengths of single responses; None: assumed."""
+        self.job, self.hardware, self.measured = job, hardware, measured
         self.share = hardware.tables.efficiency
         self.samples, self.updates = job.rows_per_step, job.updates_per_step
 
@@ -278,7 +292,17 @@ class _Clock:
 
     def _mean_lengths(self, lengths: RowLengths, shape: ModelShape) -> tuple[float, float]:
         length, prompt = lengths.within(positions(shape))
-        return length * self.share["mean_length"], prompt * self.share["mean_length"]
+        share = self.share["mean_length"]
+        if self.measured is None or not lengths.prompt or lengths.episodes is not None:
+            return length * share, prompt * share
+        return prompt * share + min(self.measured.mean, length - prompt), prompt * share
+
+    def _longest(self, role: RolloutRole, shape: ModelShape) -> float:
+        """Return the tokens of the longest response of a step."""
+        length, prompt = role.lengths.within(positions(shape))
+        if self.measured is None or role.lengths.episodes is not None:
+            return float(length - prompt)
+        return min(self.measured.longest, length - prompt)
 
     def _pass(
         self, profile: TrainEngineProfile, work: float, passes: float, *, trains: bool
@@ -396,11 +420,11 @@ class _Clock:
         sequences = max(1, self.samples // role.ranks)
         rows = min(most, responses_at_once(role) if role.continues else sequences)
         steps = sequences * (length - prompt) / rows
-        full, cut = role.lengths.within(positions(shape))
+        longest = self._longest(role, shape)
         return _Batch(
             rows=rows,
-            steps=steps if role.continues else max(steps, float(demand.new_tokens)),
-            longest=full - cut,
+            steps=steps if role.continues else max(steps, longest),
+            longest=longest,
             mean=length - prompt,
             length=length,
             sequences=sequences,

@@ -169,7 +169,7 @@ def test_a_rank_that_dies_while_it_sends_weights_to_a_new_rollout_worker_is_repl
     assert saboteur.done == ["RemoteRolloutEngine.submit", "ConnectionSync._send_to_new"]
     run_dir = Path(config.run_dir)
     ids = Counter(sample["prompt_id"] for sample in read_samples(run_dir))
-    assert ids == {f"rows:{row}@0": 4 for row in range(12)}
+    assert len(ids) == 12 and set(ids.values()) == {4}
     log = (run_dir / "run.log").read_text()
     assert re.search(r"rank 0 of the policy .* \(during a weight transfer\); rolling back", log)
     assert_no_ray_is_left()

@@ -79,12 +79,17 @@ class Simulation:
         else:
             schedule.finish(chosen, self.outcome_of(chosen))
 
-    def resume(self, state: dict[str, Any], steps: int) -> None:
-        """Go back to a saved state, as a killed run does."""
+    def resume(self, state: dict[str, Any], steps: int, limits: Limits | None = None) -> bool:
+        """Go back to a saved state, as a killed run does, with the same or other limits. Return
+        whether the finished groups were kept."""
+        self.limits = limits or self.limits
         self.schedule = StalenessSchedule(self.limits)
-        assert self.schedule.load_state_dict(state)
+        kept = self.schedule.load_state_dict(state)
+        assert kept or limits is not None
+        self.sampled_at |= {group: started for group, started in state["ready"]}
         self.loads = []
         del self.steps[steps:], self.lost[steps:]
+        return kept
 
 
 def simulation(seed: int, *, stale: int | None = None) -> Simulation:
@@ -122,6 +127,31 @@ def test_the_bound_holds_no_group_is_lost_or_trained_twice_and_nothing_deadlocks
         else:
             assert len(run.steps) == run.limits.total_steps, seed
     assert all(reached[stale] > RUNS / 60 for stale in range(6)), reached
+
+
+def test_a_resume_with_other_limits_keeps_the_bound_and_every_group() -> None:
+    """Each run is resumed once with other limits from the state of a random step. Its finished
+    groups are kept or sampled again; all ages are those of the new limits."""
+    found: Counter[bool] = Counter()
+    for seed in range(RUNS // 4):
+        run, draw = simulation(seed), random.Random(f"limits {seed}")
+        while len(run.steps) < run.limits.total_steps / 2 and not run.exhausted:
+            run.advance()
+        state, steps = run.schedule.state_dict(), len(run.steps)
+        size, most = draw.randint(1, 6), draw.randint(0, 5)
+        slots = draw.randint(size, (most + 1) * size)
+        kept = run.resume(state, steps, Limits(size, slots, most, steps + 6, 3))
+        found[kept] += bool(state["ready"])
+        run.ages.clear()
+        while len(run.steps) < run.limits.total_steps and not run.exhausted:
+            run.advance()
+        assert all(0 <= age <= most for age in run.ages), (seed, run.ages)
+        done = [group for groups in (*run.steps, *run.lost) for group in groups]
+        state = run.schedule.state_dict()
+        left = {*state["again"], *(group for group, _ in state["ready"])}
+        assert len({*done, *left}) == len(done) + len(left), seed
+        assert {*done, *left} == set(range(run.schedule.next_new)), seed
+    assert min(found[True], found[False]) > RUNS / 100, found
 
 
 def test_the_source_starts_a_group_whenever_a_slot_is_free() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,12 +19,14 @@ import burnish
 from burnish.checkpoint.state import load_state
 from burnish.config import load_config
 from burnish.jobs import rl_job as loop
+from burnish.jobs.trainer import Trainer
 from burnish.models.cache_attention import least_rows
 from burnish.observe.metrics import read_metrics
 from burnish.observe.progress import time_phases
 from burnish.observe.samples import read_samples
 from burnish.rollout.base import Completion
 from burnish.rollout.local import LocalRolloutEngine
+from burnish.runtime.base import WorkerLostError
 
 ENVIRONMENT = str(Path(__file__).parents[2] / "recipes/environments/guess_number.py:GuessNumber")
 REWARD = """
@@ -281,3 +284,47 @@ def test_episodes_continue_under_newer_weights(
         assert max(now) < 1e-10  # half the square of an fp32 rounding error
     steps = trained_prompts(tmp_path / "run")
     assert len({name for ids in steps for name in ids}) == 4 * 8
+
+
+def test_a_lost_rank_in_the_engine_thread_is_a_rollback(
+    tmp_path: Path, random_latency: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In step 4 the engine's poll raises the loss of a worker, as a transfer of weights to a new
+    rollout worker does if a rank of the policy dies. The run rolls back to step 2 once and trains
+    each prompt once."""
+    step_of_loop, attach, poll = loop.rl_step, Trainer.attach, LocalRolloutEngine.poll
+    losses: list[WorkerLostError] = []
+    dies = threading.Event()
+
+    def rl_step(parts: Any, step: int) -> dict[str, float]:
+        if step == 4 and not losses:
+            dies.set()
+        return step_of_loop(parts, step)
+
+    def poll_or_lose(self: LocalRolloutEngine) -> list[Completion]:
+        if dies.is_set():
+            dies.clear()
+            raise WorkerLostError("rank 0 of the policy died (during a weight transfer)")
+        return poll(self)
+
+    def recover(lost: WorkerLostError) -> None:
+        losses.append(lost)
+        assert len(losses) == 1, "the rollback found the same loss again"
+
+    def recoverable(self: Trainer[Any], runtime: Any) -> None:
+        attach(self, runtime)
+        self.recover = recover
+
+    monkeypatch.setattr(loop, "rl_step", rl_step)
+    monkeypatch.setattr(LocalRolloutEngine, "poll", poll_or_lose)
+    monkeypatch.setattr(Trainer, "attach", recoverable)
+    tree = {**TEXT, **SMALL, "algorithm": {"correction": {}}, "max_steps": 10}
+    burnish.run(recipe(tmp_path, "run", tree, **OWN, max_staleness=2, rollout_batch_size=4))
+    assert len(losses) == 1
+    steps = trained_prompts(tmp_path / "run")
+    assert [len(ids) for ids in steps] == [4] * 10
+    assert Counter(name for ids in steps for name in ids) == {
+        f"prompts:{i}@0": 1 for i in range(40)
+    }
+    text = (tmp_path / "run" / "run.log").read_text(encoding="utf-8")
+    assert "resumed from" in text and "at step 2 of 10" in text

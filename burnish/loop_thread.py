@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import TypeVar
 
@@ -33,9 +34,10 @@ class LoopThread:
             future.cancel()
             raise
 
-    def spawn(self, function: Callable[..., Awaitable[object]], *args: object) -> None:
-        """Start ``function(*args)`` without waiting. It must not raise."""
-        self._portal.start_task_soon(function, *args)
+    def spawn(self, function: Callable[..., Awaitable[T]], *args: object) -> Future[T]:
+        """Start ``function(*args)`` without waiting; return its future, which cancels it. It must
+        not raise."""
+        return self._portal.start_task_soon(function, *args)
 
     def close(self) -> None:
         """Cancel running calls and end the thread."""

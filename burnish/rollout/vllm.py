@@ -16,18 +16,15 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import importlib.util
-import math
 import os
 import shutil
 import weakref
-from array import array
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -55,6 +52,7 @@ from burnish.rollout.vllm_process import (
     process_kept,
     remove_traces,
 )
+from burnish.rollout.vllm_sampling import add_token, sampling_fields
 from burnish.rollout.vllm_sleep import Sleep
 from burnish.rollout.vllm_weights import (
     FILE_BYTES,
@@ -104,6 +102,7 @@ class VllmRolloutEngine:
         if importlib.util.find_spec("vllm") is None:
             raise ModelError(INSTALL)
         self.tokenizer, self.config, self.dtype = tokenizer, config, DTYPES[dtype]
+        self._format = dtype
         self.version = 0
         self.cached_tokens = self.prompt_tokens = 0
         """Prompt tokens of finished responses since the last load: from the prefix cache, and in
@@ -336,16 +335,16 @@ class VllmRolloutEngine:
         rpc = self._llm.collective_rpc
         rpc("burnish_begin")
         if self.config.tensor_parallel_size == 1:
-            rpc("burnish_load", args=(stream, self.dtype))
-            return rpc("burnish_report", args=(self.dtype,))
+            rpc("burnish_load", args=(stream, self._format))
+            return rpc("burnish_report", args=(self._format,))
         largest = max(shape.numel() for shape in shapes_of(self._skeleton).values())
         folder = shared_folder(FILE_BYTES + largest * self.dtype.itemsize)
         try:
             for file in weight_files(stream, folder, self.dtype):
-                rpc("burnish_load", args=(str(file), self.dtype))
+                rpc("burnish_load", args=(str(file), self._format))
                 file.unlink()
             stream.finish()
-            return rpc("burnish_report", args=(self.dtype,))
+            return rpc("burnish_report", args=(self._format,))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -447,60 +446,21 @@ def _take(sample: LiveSample, output: Any, version: int) -> None:
         versions = (int(s.version) for s in spans for _ in range(s.start, s.end))
     tokens = zip(output.token_ids, output.logprobs, versions, strict=True)
     for token, position, sampled_by in tokens:
-        logprob, kept = float(position[token].logprob), None
-        if _records_mask(sample.sampling):
-            # The others are -inf. The sampled token may be listed twice: the mapping has it once.
-            found = {int(i): float(x.logprob) for i, x in position.items()}
-            kept = array("i", [i for i, value in found.items() if value > -math.inf])
-            logprob -= _log_sum_exp([found[i] for i in kept])
-        sample.add(int(token), min(logprob, 0.0), sampled_by, kept=kept)
+        # The sampled token may be listed twice: the mapping has it once.
+        found = {int(i): float(x.logprob) for i, x in position.items()}
+        add_token(sample, int(token), found, sampled_by)
         if sample.reason is not None:
             return
-
-
-def _records_mask(sampling: Sampling) -> bool:
-    """Return whether the tokens that the sampling keeps are recorded. Raises ValueError without a
-    bound on their number."""
-    if not sampling.sampling_mask or not sampling.is_cut:
-        return False
-    if not sampling.top_k:
-        raise ValueError("vLLM records the kept tokens among the top_k most probable; set top_k")
-    return sampling.temperature > 0
-
-
-def _log_sum_exp(values: Sequence[float]) -> float:
-    peak = max(values)
-    return peak + math.log(math.fsum(math.exp(value - peak) for value in values))
 
 
 def _parameters(sample: LiveSample) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    sampling = sample.sampling
     # Stop strings are checked here, token by token, and listeners get each token.
-    delta = bool(sampling.stop) or sample.request.on_tokens is not None
-    return SamplingParams(
-        max_tokens=sample.request.limit(sampling),
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=sample_seed(sample.request.seed, sample.index),
-        stop_token_ids=sorted(sample.stop.tokens),
-        ignore_eos=True,  # the end tokens are among the stop tokens
-        # of the sampled token, and of those that may be kept
-        logprobs=sampling.top_k if _records_mask(sampling) else 0,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA if delta else RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def sample_seed(seed: int, index: int) -> int:
-    """Return the vLLM seed of sample ``index`` of a request. vLLM on CPU only uses the low 32 bits,
-    so they are derived from all bits of ``seed``."""
-    state = np.random.SeedSequence(seed % (1 << 64), spawn_key=(index,))
-    return int(state.generate_state(1, np.uint64)[0] >> np.uint64(1))
+    delta = bool(sample.sampling.stop) or sample.request.on_tokens is not None
+    kind = RequestOutputKind.DELTA if delta else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(**sampling_fields(sample), output_kind=kind)
 
 
 # ---- starting and ending ---------------------------------------------------------------------

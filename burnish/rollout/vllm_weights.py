@@ -7,6 +7,7 @@ here imports vllm (``vllm.py`` does); its objects arrive as arguments.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -22,11 +23,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from burnish import shm
+from burnish.config.model import Dtype
 from burnish.models.buffers import persistent_buffers
+from burnish.models.load import DTYPES
 from burnish.rollout.vllm_experts import experts_not_used
 from burnish.rollout.vllm_names import HubNames, held_names, layer_of, state_of
 from burnish.rollout.weights import WeightNameCheck, fingerprint, read_fingerprints
 
+PROTOCOL = 1
+"""Version of the methods of :class:`WorkerExtension` and of the fingerprints. Increase it with a
+change of either: a server may have another version of Burnish than its client."""
 FILE_BYTES = 1 << 30
 """Size of a file of weights for vLLM's processes. Two never exist at the same time."""
 
@@ -184,9 +190,12 @@ def _read(file: str) -> Iterator[tuple[str, Tensor]]:
 
 
 class WorkerExtension:
-    """Methods that are added to every vLLM worker (``worker_extension_cls``)."""
+    """Methods that are added to every vLLM worker (``worker_extension_cls``). Arguments and results
+    consist of what JSON has, because those of a server arrive over HTTP; only a stream of tensors
+    does not."""
 
     model_runner: Any
+    vllm_config: Any
     burnish_given: list[str]
     """Names of the weights of this load."""
     burnish_kept: set[str]
@@ -198,12 +207,17 @@ class WorkerExtension:
         which its processes found each other (on CPU)."""
         return os.environ.get("VLLM_DIST_IDENT")
 
+    def burnish_describe(self) -> dict[str, Any]:
+        """Return the settings of this vLLM that decide about samples and weights, and the config of
+        its model."""
+        return {"protocol": PROTOCOL, **_settings(self.vllm_config, self.model_runner)}
+
     def burnish_begin(self) -> None:
         """Begin a load, which is one or several calls of :meth:`burnish_load`."""
         _full_logprobs(self.model_runner.sampler)
         self.burnish_given, self.burnish_kept, self.burnish_findings = [], set(), []
 
-    def burnish_load(self, source: Any, dtype: torch.dtype) -> None:
+    def burnish_load(self, source: Any, dtype: Dtype) -> None:
         """Load weights from a stream or a file of safetensors. Errors become findings of the
         report."""
         file = isinstance(source, str)
@@ -211,7 +225,7 @@ class WorkerExtension:
         def noted() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in _read(source) if file else source:
                 self.burnish_given.append(name)
-                if isinstance(tensor, nn.Buffer) or (file and tensor.dtype != dtype):
+                if isinstance(tensor, nn.Buffer) or (file and tensor.dtype != DTYPES[dtype]):
                     self.burnish_kept.add(name)
                 yield name, tensor
 
@@ -223,20 +237,20 @@ class WorkerExtension:
             self.burnish_findings.append(f"its loader failed: {type(error).__name__}: {said}")
 
     @torch.no_grad()
-    def burnish_report(self, dtype: torch.dtype) -> dict[str, Any]:
+    def burnish_report(self, dtype: Dtype) -> dict[str, Any]:
         """Return a report of the loaded model: ``fingerprints`` by vLLM's names, ``names`` (given
         name -> vLLM's), ``exact`` (tensors whose fingerprint is of their fp32 values) and
         ``findings`` (problems)."""
-        model = self.model_runner.model
+        model, number_format = self.model_runner.model, DTYPES[dtype]
         names = held_names(model, self.burnish_given)
-        derived = _derive(model, dtype)
+        derived = _derive(model, number_format)
         findings = [*self.burnish_findings, *_not_live(model, derived)]
         buffers = {n for n, _ in model.named_buffers()} - set(names.values())
         state = {n: t for n, t in state_of(model) if n not in buffers | derived}
         of_buffers = {names.get(name) for name in self.burnish_kept}
         exact = {n for n, t in state.items() if n in of_buffers and t.dtype == torch.float32}
         held = {
-            name: fingerprint(t, torch.float32 if name in exact else dtype)
+            name: fingerprint(t, torch.float32 if name in exact else number_format)
             for name, t in state.items()
         }
         return {
@@ -245,6 +259,36 @@ class WorkerExtension:
             "exact": sorted(exact),
             "findings": findings,
         }
+
+
+def _settings(vllm: Any, runner: Any) -> dict[str, Any]:
+    """Return the arguments of a ``VllmConfig`` that ``config.vllm_arguments`` refuses, by their
+    names, and other facts that ``server_checks.py`` needs."""
+    model, cache, scheduler = vllm.model_config, vllm.cache_config, vllm.scheduler_config
+    parallel, given = vllm.parallel_config, vllm.model_config.logits_processors
+    return {
+        "hf_config": json.loads(model.hf_config.to_json_string(use_diff=False)),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "max_model_len": int(model.max_model_len),
+        "logprobs_mode": str(model.logprobs_mode),
+        "max_logprobs": int(model.max_logprobs),
+        "device": str(vllm.device_config.device_type),
+        "enable_chunked_prefill": bool(scheduler.enable_chunked_prefill),
+        "v1_sampler": "topk_topp_sampler" in vars(runner).get("sampler", nn.Module())._modules,
+        "quantization": None if model.quantization is None else str(model.quantization),
+        "kv_cache_dtype": str(cache.cache_dtype),
+        "kv_offloading_size": cache.kv_offloading_size,
+        "speculative_config": vllm.speculative_config is not None,
+        "watermark_config": vllm.watermark_config is not None,
+        "enable_lora": vllm.lora_config is not None,
+        "kv_transfer_config": vllm.kv_transfer_config is not None,
+        "logits_processors": [str(name) for name in given or ()],
+        "use_fp64_gumbel": bool(model.use_fp64_gumbel),
+        "pipeline_parallel_size": int(parallel.pipeline_parallel_size),
+        "data_parallel_size": int(parallel.data_parallel_size),
+        "enable_expert_parallel": bool(parallel.enable_expert_parallel),
+        "cpu_offload_gb": float(vllm.offload_config.uva.cpu_offload_gb),
+    }
 
 
 def _full_logprobs(sampler: Any) -> None:

@@ -79,7 +79,7 @@ class EvaluateConfig(InferenceJob):
                 "eval.generate_max_len is not set, and this job has no rollout to inherit it "
                 "from; set it"
             )
-        if self.cluster.runtime == "spmd" and self.engine.kind != "local":
+        if self.cluster.runtime == "spmd" and self.engine.kind == "vllm":
             yield (
                 f"engine.kind={self.engine.kind} on the ranks of a launcher "
                 "(cluster.runtime=spmd): vLLM forms process groups of its own from the same "

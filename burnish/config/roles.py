@@ -22,6 +22,7 @@ from burnish.config.rollout import (
     EvalConfig,
     LocalEngine,
     RolloutEngineConfig,
+    VllmServers,
 )
 from burnish.config.sync import SyncConfig
 from burnish.config.train import CheckpointConfig, TrainConfig
@@ -404,6 +405,8 @@ def placement_rules(cluster: ClusterConfig, roles: Sequence[Role]) -> Iterator[s
     names = sharing(cluster, [role.name for role in roles])
     together = [role for role in roles if role.name in names]
     rollout = next((role for role in roles if isinstance(role, RolloutRole)), None)
+    if rollout is not None and isinstance(rollout.engine, VllmServers):
+        yield from _server_rules(cluster, rollout)
     size = 1 if rollout is None or cluster.runtime != "ray" else rollout.tensor_parallel
     spanning = rollout if rollout in together and size > 1 and len(together) > 1 else None
     equal = [role for role in together if role is not spanning]
@@ -435,6 +438,21 @@ def placement_rules(cluster: ClusterConfig, roles: Sequence[Role]) -> Iterator[s
         )
     if cluster.runtime == "ray" and cluster.gpus_per_worker and rollout in together:
         yield from _shared_gpu_rules(rollout, together)
+
+
+def _server_rules(cluster: ClusterConfig, rollout: RolloutRole) -> Iterator[str]:
+    """Yield an error if the process of the trainer cannot be the client of vLLM servers."""
+    if cluster.runtime == "ray":
+        yield (
+            f"{rollout.key}: kind=vllm_server with cluster.runtime=ray: Ray starts the rollout "
+            "engines of a run, and servers are used by the process of the trainer alone; use "
+            f"{rollout.key}.kind=vllm with cluster.layout=separate, or cluster.runtime=inline"
+        )
+    elif cluster.runtime == "spmd":
+        yield (
+            f"{rollout.key}: kind=vllm_server on the ranks of a launcher (cluster.runtime=spmd): "
+            "each rank would load weights into the same servers; use cluster.runtime=inline"
+        )
 
 
 def _spanning_rules(cluster: ClusterConfig, rollout: RolloutRole, first: Role) -> Iterator[str]:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field
 
-from burnish.config.base import Node
+from burnish.config.base import Node, PathText
 from burnish.config.data import PromptDataConfig, held_out_advice
 from burnish.config.episodes import EpisodesConfig
 from burnish.config.eval_sets import eval_sections, eval_set_rules, with_sets
 from burnish.config.rewards import RewardConfig
+from burnish.config.urls import is_local, token_env_problems, url_problems
 from burnish.config.vllm_arguments import problems
 
 StopText = Annotated[str, Field(min_length=1)]  # an empty string is a substring of every response
 TokenId = Annotated[int, Field(ge=0)]
+_SERVER = "http://127.0.0.1:8000"
 
 
 class SamplingConfig(Node):
@@ -116,6 +119,92 @@ class VllmEngine(Node):
         return True
 
 
+class VllmServers(Node):
+    """vLLM servers that are already running (``vllm serve``), each with a copy of the model.
+
+    The run sends them weights through files, verifies every load, and checks which weights sampled
+    each token. The servers must run with the flags in docs/engines.md. Other clients of a server
+    would get the weights of this run."""
+
+    kind: Literal["vllm_server"]
+    urls: tuple[str, ...] = Field(min_length=1)
+    """Base addresses, such as ``http://127.0.0.1:8000``. A request goes to the least busy server;
+    those of a server that fails are repeated by the others."""
+    token_env: str | None = None
+    """Environment variable with the token of ``--api-key``. Set its name, not the token: the recipe
+    is written to the run folder. None: no token."""
+    weights_folder: PathText | None = None
+    """Folder that this process and all servers see at the same path, for the files of new weights.
+    None: shared memory of this machine, for servers on this machine only."""
+    max_concurrency: int = Field(256, ge=1)
+    """Maximum responses requested at once, over all ``urls``. Others wait here."""
+    start_timeout_s: float = Field(300.0, gt=0)
+    """Seconds to wait for the servers at the start of the run."""
+    connect_timeout_s: float = Field(10.0, gt=0)
+    """Timeout of opening a connection."""
+    read_timeout_s: float = Field(1800.0, gt=0)
+    """Timeout of one response, from the request to its last token, including loads of weights in
+    between."""
+    load_timeout_s: float = Field(600.0, gt=0)
+    """Timeout of each part of a load of weights: a file, or the check of all weights."""
+    retries: int = Field(5, ge=0)
+    """Failures in a row (connection errors, timeouts, status 408, 425, 429 or 5xx) after which a
+    server is not used until the next load of weights. Failures of concurrent requests count
+    once."""
+    backoff_s: float = Field(1.0, ge=0)
+    """Seconds without requests to a server after its first failure; doubles each time."""
+    max_backoff_s: float = Field(30.0, ge=0)
+    """Maximum of these seconds."""
+
+    def rules(self) -> Iterator[str]:
+        for i, url in enumerate(self.urls):
+            yield from (f"urls[{i}] {problem}" for problem in url_problems(url, _SERVER))
+            if not list(url_problems(url, _SERVER)) and urlsplit(url).path.strip("/"):
+                yield (
+                    f"urls[{i}] is {url!r}, but must be the base address of a server without a "
+                    f"path; use the form {_SERVER}"
+                )
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            yield "urls contains the same URL twice; remove one"
+        if self.token_env is not None:
+            yield from token_env_problems(self.token_env)
+        if self.max_backoff_s < self.backoff_s:
+            yield (
+                f"max_backoff_s={self.max_backoff_s:g} is below backoff_s={self.backoff_s:g}; "
+                "lower backoff_s, or raise max_backoff_s"
+            )
+        far = [url for url in self.urls if not list(url_problems(url, _SERVER))]
+        far = [url for url in far if not is_local(url)]
+        if far and self.weights_folder is None:
+            yield (
+                f"weights_folder is not set, and {urlsplit(far[0]).hostname} may be another "
+                "machine, which cannot read this machine's shared memory; set weights_folder to a "
+                "folder that both see at the same path"
+            )
+
+    def advice(self) -> Iterator[str]:
+        far = [url for url in self.urls if not is_local(url)]
+        plain = [url for url in far if url.startswith("http:")]
+        if self.token_env is not None and plain:
+            host = urlsplit(plain[0]).hostname
+            yield f"the token would be sent to {host} unencrypted (http); use https"
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Return 1: the processes of a server are not those of the job."""
+        return 1
+
+    @property
+    def sleep_between_rollouts(self) -> bool:
+        """Return False: the memory of a server is its own."""
+        return False
+
+    @property
+    def keeps_cache_on_update(self) -> bool:
+        """Return False: the caches of older weights are discarded."""
+        return False
+
+
 def _kind_left_out(value: Any) -> Any:
     """Expand a name to ``{kind: name}``; use the local engine if no kind is given."""
     if isinstance(value, str):
@@ -124,7 +213,7 @@ def _kind_left_out(value: Any) -> Any:
 
 
 RolloutEngineConfig = Annotated[
-    Annotated[LocalEngine | VllmEngine, Field(discriminator="kind")],
+    Annotated[LocalEngine | VllmEngine | VllmServers, Field(discriminator="kind")],
     BeforeValidator(_kind_left_out),
 ]
 

@@ -36,6 +36,7 @@ from burnish.observe.timeline import timed
 from burnish.rewards.base import NoGroupLeftError, RewardSet, sum_of_part
 from burnish.rollout.base import Sampling
 from burnish.rollout.runner import Runner, numbered
+from burnish.rollout.server_group import wait_for_servers
 from burnish.runtime.base import Runtime
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.types import ROUNDING, Group, Prompt
@@ -218,6 +219,7 @@ def _build(
     assert config.eval.generate_max_len is not None
     new_tokens = config.row_lengths.rest
     held_out = held_out_prompts(config.eval, config, runtime.tokenizer, new_tokens)
+    wait_for_servers(config.engine)
     scores = weighted_rewards(config.rewards, runtime, functions)
     longest = config.eval.prompt_max_len + new_tokens
     engine = runtime.standalone_rollout(config.model, config.engine, max_len=longest)

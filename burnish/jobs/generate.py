@@ -33,6 +33,7 @@ from burnish.jobs.rows_run import StepRows, WritesRows, sums_of
 from burnish.observe.timeline import timed
 from burnish.rewards.base import NoGroupLeftError
 from burnish.rollout.runner import Rollout, Runner
+from burnish.rollout.server_group import wait_for_servers
 from burnish.runtime.base import Runtime
 
 log = logging.getLogger("burnish")
@@ -175,6 +176,7 @@ def _build(
         one_form=not config.output.lower().endswith(".jsonl"),
         own_columns=OWN_COLUMNS if config.rollout.episodes is None else EPISODE_COLUMNS,
     )
+    wait_for_servers(config.rollout.engine)
     rewards = reward_set(
         weighted_rewards(config.rewards, runtime, functions),
         on_failure=config.on_reward_failure,

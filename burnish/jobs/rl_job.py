@@ -53,6 +53,7 @@ from burnish.rollout.async_source import AsyncOptions, AsyncSource
 from burnish.rollout.base import RolloutEngine
 from burnish.rollout.runner import Runner
 from burnish.rollout.schedule import Limits
+from burnish.rollout.server_group import wait_for_servers
 from burnish.rollout.service import RolloutService, ServiceEngine
 from burnish.rollout.source import RolloutSource, SyncSource
 from burnish.runtime.base import Runtime
@@ -141,6 +142,7 @@ def _build(
     prompts = PromptStream(data, runtime.tokenizer, seed=config.seed)
     held_out = held_out_prompts(config.eval, config, runtime.tokenizer, new_tokens)
     ptx = make_ptx(config, runtime)
+    wait_for_servers(config.rollout.engine)
     scores = weighted_rewards(
         config.rewards,
         runtime,

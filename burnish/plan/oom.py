@@ -11,7 +11,7 @@ from burnish.config.arithmetic import BatchPlan
 from burnish.config.job import JobConfig, RowsJob
 from burnish.config.load import ConfigError, load_config
 from burnish.config.roles import JobSpec, RolloutRole, TrainRole
-from burnish.config.rollout import VllmEngine
+from burnish.config.rollout import LocalEngine, VllmEngine
 from burnish.config.train import on_oom_problem
 from burnish.errors import BurnishError
 from burnish.messages import library_text
@@ -185,7 +185,7 @@ def _rollout_suggestions(role: RolloutRole) -> Iterator[Suggestion]:
         share = round(0.75 * engine.gpu_memory_utilization, 2)
         fewer = "less GPU memory for vLLM: fewer concurrent samples"
         yield Suggestion((f"{key}gpu_memory_utilization={share}",), fewer)
-    elif engine.max_batch_size > 1:
+    elif isinstance(engine, LocalEngine) and engine.max_batch_size > 1:
         fewer = "fewer concurrent samples"
         yield Suggestion((f"{key}max_batch_size={engine.max_batch_size // 2}",), fewer)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from burnish.config.roles import RolloutRole
-from burnish.config.rollout import LocalEngine, VllmEngine
+from burnish.config.rollout import LocalEngine, VllmEngine, VllmServers
 from burnish.config.train import TrainConfig
 from burnish.plan.kv_cache import (
     Demand,
@@ -38,6 +38,8 @@ def rollout_role(context: Context, role: RolloutRole) -> RoleMemory:
     demand = demand_of(role, shape)
     if isinstance(role.engine, VllmEngine):
         return _vllm_role(context, role, role.engine, shape=shape, demand=demand)
+    if isinstance(role.engine, VllmServers):
+        return _server_role(role, role.engine, shape=shape, demand=demand)
     return _local_role(context, role, role.engine, shape=shape, demand=demand)
 
 
@@ -171,10 +173,44 @@ def _weight_file(
 ) -> Item:
     """Return the files of weights, one for each engine on a node, that vLLM's processes read."""
     engines = min(role.ranks, context.hardware.gpus_per_node // engine.tensor_parallel_size)
-    largest = int(shape.text.to_dict()["vocab_size"]) * int(shape.text.hidden_size)
-    size = min(shape.parameters, largest) * SIZES[role.dtype] + FILE_BYTES
     how = "a file of weights for the processes of each engine on the node, in /dev/shm"
-    return Item("parameters", size * max(1, engines), how, "host")
+    size = _file_bytes(role, shape) * max(1, engines)
+    return Item("parameters", size, how, "host")
+
+
+def _file_bytes(role: RolloutRole, shape: ModelShape) -> float:
+    """Return the maximum size of a file of weights."""
+    largest = int(shape.text.to_dict()["vocab_size"]) * int(shape.text.hidden_size)
+    return float(min(shape.parameters, largest) * SIZES[role.dtype] + FILE_BYTES)
+
+
+def _server_role(
+    role: RolloutRole, engine: VllmServers, *, shape: ModelShape, demand: Demand
+) -> RoleMemory:
+    """Return the memory for servers on this machine's side: a file of weights. That of the servers
+    is not planned."""
+    files = (
+        ()
+        if engine.weights_folder is not None
+        else (
+            Item("parameters", _file_bytes(role, shape), "a file of weights, in /dev/shm", "host"),
+        )
+    )
+    size = shape.parameters * SIZES[role.dtype]
+    model = Item("parameters", size, "model read for the servers", "host")
+    reads = () if role.of_policy else (model,)
+    return RoleMemory(
+        role=role.name,
+        ranks=role.ranks,
+        phase="rollout",
+        pool="main",
+        resident={phase: () for phase in PHASES},
+        passing={"load": (*reads, *(files if reads else ())), "sync": files},
+        notes=(
+            "rollout: the vLLM servers use their own memory, which is not planned",
+            *_episode_notes(role, demand, at_once=engine.max_concurrency),
+        ),
+    )
 
 
 def _vllm_role(

@@ -16,7 +16,7 @@ from burnish.config.job import JobConfig
 from burnish.config.optimizer import Muon
 from burnish.config.placement import placement_groups
 from burnish.config.roles import JobSpec, RolloutRole, RowLengths, TrainRole
-from burnish.config.rollout import VllmEngine
+from burnish.config.rollout import VllmEngine, VllmServers
 from burnish.config.sync import SyncConfig, resolve_kind
 from burnish.plan.engine_profile import TrainEngineProfile, profile_of
 from burnish.plan.hardware import Hardware
@@ -362,12 +362,13 @@ class _Clock:
     def _sync(self, setup: EngineSetup) -> Part:
         size = setup.model.parameters * setup.weight_size
         if self.job.inline:
-            rollout = self.job.rollout
-            copies = rollout is not None and isinstance(rollout.engine, VllmEngine)
-            seconds = size / self.memory_bytes_per_s() * (2 if copies else 0)
-            return Part(
-                "policy", "sync", seconds, "copy within the GPU" if copies else "shared weights"
-            )
+            engine = None if self.job.rollout is None else self.job.rollout.engine
+            times, how = 0, "shared weights"
+            if isinstance(engine, VllmEngine):
+                times, how = 2, "copy within the GPU"
+            elif isinstance(engine, VllmServers):
+                times, how = 4, "written to files in memory, and read by the servers"
+            return Part("policy", "sync", times * size / self.memory_bytes_per_s(), how)
         steps = 2 * size / self.pcie_bytes_per_s()
         if self.hardware.nodes > 1:
             steps += size / (self.hardware.network_gbs * 1e9 * self.share["link"])
@@ -409,7 +410,12 @@ class _Clock:
         hardware, dtype, engine = self.hardware, role.dtype, role.engine
         shape = shape_of(role.model.model_copy(update={"lora": None}))
         demand = demand_of(role, shape)
-        most = engine.max_num_seqs if isinstance(engine, VllmEngine) else engine.max_batch_size
+        workers = role.ranks
+        if isinstance(engine, VllmServers):  # as if each had this machine's hardware
+            workers = len(engine.urls)
+            most = max(1, engine.max_concurrency // workers)
+        else:
+            most = engine.max_num_seqs if isinstance(engine, VllmEngine) else engine.max_batch_size
         length, prompt = self._mean_lengths(role.lengths, shape)
         if isinstance(engine, VllmEngine) and hardware.gpu is not None:
             over = dict(hardware.tables.overhead)
@@ -417,7 +423,7 @@ class _Clock:
                 shape, engine, demand, dtype=dtype, gpu_bytes=hardware.gpu.bytes, overhead=over
             )
             most = max(1, min(most, int(found.cache_tokens / max(length, 1))))
-        sequences = max(1, self.samples // role.ranks)
+        sequences = max(1, self.samples // workers)
         rows = min(most, responses_at_once(role) if role.continues else sequences)
         steps = sequences * (length - prompt) / rows
         longest = self._longest(role, shape)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.roles import samples_with_policy
-from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine
+from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine, VllmServers
 from burnish.config.sync import LinkSync, SyncConfig
 from burnish.environments.process import start_process
 from burnish.environments.worker_set import Worker
@@ -26,6 +26,7 @@ from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine
 from burnish.rollout.decoding import make_local_engine
+from burnish.rollout.server_engine import VllmServerEngine
 from burnish.rollout.vllm import VllmRolloutEngine
 from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS, SYNC_SPANS
 from burnish.runtime.phases import Phases
@@ -61,6 +62,8 @@ class InlineRuntime:
         self.tokenizer, self.precision, self.timeline = tokenizer, precision, timeline
         self.ranks, self.phases = ranks, Phases(cluster)
         self.device = resolve_device(device)
+        self._connected: list[VllmServerEngine] = []
+        """Engines that are clients of servers."""
         set_up_gpu(self.device)
 
     def language_model(
@@ -111,11 +114,11 @@ class InlineRuntime:
     ) -> RolloutEngine:
         """Return a rollout engine for ``policy``, for rows of up to ``max_len`` tokens (None: the
         model's limit). It uses the policy's own weights, a copy (``own_weights``, another dtype, or
-        sharded weights), or vLLM, which gets them at the first sync."""
+        sharded weights), or vLLM, also on servers, which gets them at the first sync."""
         wanted = self.precision.sampler_dtype
         trainer = cast(BaseTrainEngine, policy)
         model: Any = trainer.model
-        if isinstance(config, VllmEngine):
+        if not isinstance(config, LocalEngine):
             return self.phases.rollout(self._vllm(model, config, max_len))
         if not samples_with_policy(trainer.spec.train.engine, config, self.precision):
             base = trainer.spec.model.model_copy(
@@ -138,8 +141,8 @@ class InlineRuntime:
         """Return a rollout engine without a trainer (evaluation of a finished model). ``ready``:
         it has the model's own weights. Otherwise vLLM reads none if the model can be built without
         them, and cannot sample until weights are loaded."""
-        device = "cpu" if isinstance(config, VllmEngine) else self.device
-        empty = isinstance(config, VllmEngine) and not ready
+        device = self.device if isinstance(config, LocalEngine) else "cpu"
+        empty = not isinstance(config, LocalEngine) and not ready
         dtype = self.precision.sampler_dtype
         model = model.model_copy(update={"attn_implementation": "auto"})
         network = load_causal_lm(model, dtype=dtype, device=device, empty=empty)
@@ -151,8 +154,16 @@ class InlineRuntime:
             engine.load_weights(0, merged_weights(network))
         return engine
 
-    def _vllm(self, model: Any, config: VllmEngine, max_len: int | None) -> VllmRolloutEngine:
+    def _vllm(
+        self, model: Any, config: VllmEngine | VllmServers, max_len: int | None
+    ) -> VllmRolloutEngine | VllmServerEngine:
         dtype = self.precision.sampler_dtype
+        if isinstance(config, VllmServers):
+            made = VllmServerEngine(
+                model, self.tokenizer, config, dtype=dtype, max_model_len=max_len
+            )
+            self._connected.append(made)
+            return made
         return VllmRolloutEngine(model, self.tokenizer, config, dtype=dtype, max_model_len=max_len)
 
     def _engine(
@@ -205,4 +216,7 @@ class InlineRuntime:
         return [] if own is None else [ProcessPeaks("all", 0, own.collect())]
 
     def close(self) -> None:
-        """Do nothing: no process was started."""
+        """Close the connections to servers, also after an error in the construction of a job. No
+        process was started."""
+        for engine in self._connected:
+            engine.close()

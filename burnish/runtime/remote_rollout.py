@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from burnish.config.model import ModelConfig
-from burnish.config.rollout import InFlight, LocalEngine, RolloutEngineConfig
+from burnish.config.rollout import InFlight, LocalEngine, RolloutEngineConfig, VllmServers
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.generation import generate
 from burnish.rollout.requests import OpenRequests, check_requests
@@ -47,6 +47,7 @@ class RemoteRolloutEngine:
         self.cluster, self.model, self.config = cluster, model, config
         self.keeps_cache_on_update = config.keeps_cache_on_update
         self.size = cluster.config.ranks("rollout")
+        assert not isinstance(config, VllmServers), "validation rejects this"
         slots = config.max_batch_size if isinstance(config, LocalEngine) else config.max_num_seqs
         self._slots = slots
         """Samples that a worker decodes at once."""

@@ -92,7 +92,8 @@ def test_unknown_key_error_lists_the_keys_if_none_is_near(rl_recipe):
         ("train.adam_betas=[0.9, 0.9, 0.9]", "train.adam_betas: must have at most 2 items"),
         (
             "rollout.engine.kind=vlm",
-            "rollout.engine: unknown kind 'vlm' (nearest: vllm); kinds: local, vllm",
+            "rollout.engine: unknown kind 'vlm' (nearest: vllm); kinds: local, vllm, "
+            "vllm_server",
         ),
         (
             "rollout.engine={kind: vllm, engine_args: {dtype: bfloat16}}",
@@ -105,6 +106,26 @@ def test_unknown_key_error_lists_the_keys_if_none_is_near(rl_recipe):
         (
             "rollout.engine={kind: vllm, engine_args: {max_num_batched_token: 512}}",
             "max_num_batched_token is not an argument of vLLM (nearest: max_num_batched_tokens)",
+        ),
+        (
+            "rollout.engine={kind: vllm_server, urls: ['127.0.0.1:8000']}",
+            "urls[0] is '127.0.0.1:8000', which starts with neither http:// nor https://",
+        ),
+        (
+            "rollout.engine={kind: vllm_server, urls: ['http://localhost:8000/v1']}",
+            "urls[0] is 'http://localhost:8000/v1', but must be the base address of a server",
+        ),
+        (
+            "rollout.engine={kind: vllm_server, urls: ['http://[::1]:80', 'http://[::1]:80/']}",
+            "urls contains the same URL twice",
+        ),
+        (
+            "rollout.engine={kind: vllm_server, urls: ['http://gpu-7:8000']}",
+            "weights_folder is not set, and gpu-7 may be another machine",
+        ),
+        (
+            "rollout.engine={kind: vllm_server, urls: ['http://localhost:1'], token_env: a-b}",
+            "token_env must be the name of an environment variable",
         ),
     ],
 )

@@ -83,6 +83,18 @@ REFUSED: dict[str, tuple[list[str], str, str, str]] = {
         "Use rollout.engine.kind=local",
         "rollout.engine.kind=local",
     ),
+    "vLLM servers on Ray": (
+        [RANKS],
+        "rollout.engine={kind: vllm_server, urls: ['http://localhost:8000']}",
+        "use rollout.engine.kind=vllm with cluster.layout=separate",
+        "rollout.engine.kind=vllm",
+    ),
+    "the cache of older weights on vLLM servers": (
+        ["rollout.max_staleness=1", "rollout.in_flight=continue", "algorithm.correction={}"],
+        "rollout.engine={kind: vllm_server, urls: ['http://localhost:8000']}",
+        "use in_flight=recompute (the default) or finish",
+        "rollout.engine.kind=vllm",
+    ),
     "a quantized rollout engine": (
         [VLLM],
         "rollout.engine.engine_args.quantization=fp8",

@@ -93,6 +93,18 @@ def test_host_memory_is_checked_on_the_fullest_node():
     assert not tight.fits and not tight.peak("host").fits
 
 
+def test_vllm_servers_take_no_memory_but_a_file_of_weights():
+    """1 GiB in shared memory, and at most the largest weight more (53 x 96 x 4 B = 20 kB)."""
+    servers = "rollout.engine={kind: vllm_server, urls: ['http://localhost:8000']}"
+    plan = make_plan(load_config(TINY, [servers]), parse_cluster("1x1xA800-80GB"))
+    rows = [r for r in plan.rows if r.role == "rollout" and r.bytes]
+    assert {(r.phase, r.where) for r in rows} == {("sync", "host")}
+    assert (1 << 30) < sum(r.bytes for r in rows) < (1 << 30) + 100_000
+    assert "use their own memory" in plan.to_text()
+    shared = load_config(TINY, [servers, "rollout.engine.weights_folder=/mnt/weights"])
+    assert not any(r.role == "rollout" and r.bytes for r in make_plan(shared, this_machine()).rows)
+
+
 def test_a_plan_as_json_has_its_verdict_and_every_row():
     plan = nine()
     tree = json.loads(plan.to_json())

@@ -1,0 +1,283 @@
+"""The vLLM servers of a run: connection, checks of their settings, and loads of weights.
+
+Reading order: ``ServerGroup.connect`` -> ``_inspect``; ``ServerGroup.load`` -> ``_begin``,
+``_load_file``, ``_report``, ``_commit``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_exponential,
+)
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from burnish import secret, shm
+from burnish.config.model import Dtype
+from burnish.config.rollout import RolloutEngineConfig, VllmServers
+from burnish.loop_thread import LoopThread
+from burnish.models.load import DTYPES, ModelError
+from burnish.rollout.server_checks import EXTENSION, server_problems
+from burnish.rollout.server_client import (
+    ABORT,
+    Server,
+    ServerClient,
+    ServerError,
+    TransientServerError,
+    least_busy,
+)
+from burnish.rollout.vllm import StaleWeightsError
+from burnish.rollout.vllm_weights import (
+    FILE_BYTES,
+    WeightStream,
+    shapes_of,
+    shared_folder,
+    weight_files,
+)
+
+log = logging.getLogger("burnish")
+
+_LOADING = "loading"
+"""Label of weights that are not verified."""
+
+T = TypeVar("T")
+
+
+class ServerGroup:
+    """The servers of one engine. ``client`` and ``servers`` are used on the event loop of ``loop``
+    alone."""
+
+    client: ServerClient
+
+    def __init__(
+        self,
+        config: VllmServers,
+        skeleton: PreTrainedModel,
+        loop: LoopThread,
+        *,
+        dtype: Dtype,
+        max_len: int,
+    ) -> None:
+        """``skeleton``: the model without weights. Raises ModelError without the token that
+        ``config`` names."""
+        self.config, self._loop = config, loop
+        self._skeleton, self._format, self._max_len = skeleton, dtype, max_len
+        self.name = secrets.token_hex(8)
+        """Prefix of the labels of this engine's weights."""
+        self.servers = [Server(url.rstrip("/")) for url in config.urls]
+        self._loading: list[Server] = []
+        """Servers of the load in progress."""
+        try:
+            self._token = None if config.token_env is None else secret.read_token(config.token_env)
+        except ValueError as error:
+            raise ModelError(f"rollout engine vllm_server: {error}") from error
+
+    async def connect(self) -> None:
+        """Wait until all servers respond, and check them. Raises ModelError."""
+        self.client = ServerClient(self.config, self._token)
+        try:
+            await _all_respond(self.client, self.servers)
+            await _all_pass(self.servers, self._inspect)
+        except BaseException:
+            await self.client.close()
+            raise
+
+    def load(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Load new weights into all servers in one pass over ``tensors``, and verify them. Raises
+        as ``VllmServerEngine.load_weights``."""
+        dtype = DTYPES[self._format]
+        self._loading = list(self.servers)
+        self._on_all(self._begin)
+        stream = WeightStream(tensors, self._skeleton, dtype)
+        folder = self._new_folder()
+        try:
+            for file in weight_files(stream, folder, dtype):
+                self._on_all(self._load_file, file)
+                file.unlink()
+            stream.finish()
+            reports = self._on_all(self._report)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        for server, report in reports.items():
+            if problems := stream.compare(report):
+                raise StaleWeightsError(
+                    f"vLLM at {server.url} does not sample from the weights of version {version} "
+                    f"({len(problems)} findings): {'; '.join(problems[:3])}. It is no longer used; "
+                    "rollout.engine.kind=local samples from the trainer's own weights"
+                )
+        self._on_all(self._commit, version)
+
+    # ---- weights, on the event loop ----------------------------------------------------------
+
+    def _on_all(self, step: Callable[..., Awaitable[T]], *args: object) -> dict[Server, T]:
+        """Call ``step`` with each server that loads weights. A server that fails is lost. Return
+        the results; raises ServerError if all are lost."""
+        return self._loop.run(self._stepped, step, args)
+
+    async def _stepped(
+        self, step: Callable[..., Awaitable[T]], args: tuple[object, ...]
+    ) -> dict[Server, T]:
+        steps = [step(server, *args) for server in self._loading]
+        results = await asyncio.gather(*steps, return_exceptions=True)
+        done: dict[Server, T] = {}
+        for server, result in zip(self._loading, results, strict=True):
+            if isinstance(result, ServerError):
+                server.lose(str(result))
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                done[server] = result
+        self._loading = list(done)
+        if not done:
+            least_busy(self.servers)  # raises
+        return done
+
+    async def _begin(self, server: Server) -> None:
+        """Pause a server for a load, after a check of its settings. A server that is lost is asked
+        once, others are retried."""
+        tries = 1 if server.lost is not None else self.config.retries + 1
+        retrying = AsyncRetrying(
+            stop=stop_after_attempt(tries),
+            wait=wait_exponential(self.config.backoff_s, max=self.config.max_backoff_s),
+            retry=retry_if_exception_type(TransientServerError),
+            reraise=True,
+        )
+        await retrying(self._inspect, server)
+        await self._post(server, "/pause", mode="keep")
+        await self._label(server, _LOADING)
+        await self.client.rpc(server, "burnish_begin")
+
+    async def _load_file(self, server: Server, file: Path) -> None:
+        await self.client.rpc(server, "burnish_load", str(file), self._format)
+
+    async def _report(self, server: Server) -> list[dict[str, Any]]:
+        """Return the reports of a server's workers. Raises ServerError if it read no weights."""
+        reports: list[dict[str, Any]] = await self.client.rpc(
+            server, "burnish_report", self._format
+        )
+        for finding in reports[0]["findings"]:
+            if "FileNotFoundError" in finding or "PermissionError" in finding:
+                raise ServerError(
+                    f"{server.url} cannot read the files of new weights ({finding}); run it on "
+                    "this machine and as this user, or set rollout.engine.weights_folder to a "
+                    "folder that both can read at the same path"
+                )
+        return reports
+
+    async def _commit(self, server: Server, version: int) -> None:
+        """Discard what a server computed from older weights, and let it continue."""
+        reset = await self._post(server, "/reset_prefix_cache", reset_running_requests="true")
+        if not reset["success"]:
+            raise ServerError(f"the prefix cache of {server.url} could not be reset")
+        await self._label(server, f"{version}")
+        await self._post(server, "/resume")
+        server.restore()
+
+    async def _label(self, server: Server, version: str) -> None:
+        """Label the tokens that are sampled from now on."""
+        label = {"new_version": f"{self.name}-{version}"}
+        await self._post(server, "/update_weight_version", label)
+
+    async def _post(self, server: Server, path: str, body: Any = None, **query: str) -> Any:
+        limit = self.config.load_timeout_s
+        return await self.client.post(server, path, body, timeout_s=limit, **query)
+
+    def _new_folder(self) -> Path:
+        """Return a new folder for files of weights."""
+        if self.config.weights_folder is None:
+            largest = max(shape.numel() for shape in shapes_of(self._skeleton).values())
+            return shared_folder(FILE_BYTES + largest * DTYPES[self._format].itemsize)
+        parent = Path(self.config.weights_folder).absolute()
+        parent.mkdir(parents=True, exist_ok=True)
+        shm.sweep("weights", parent)
+        return Path(tempfile.mkdtemp(prefix=shm.prefix("weights"), dir=parent))
+
+    async def _inspect(self, server: Server) -> None:
+        """Raise ServerError if a server has no worker extension or other settings than required,
+        or does not accept requests for token ids."""
+        try:
+            found = (await self.client.rpc(server, "burnish_describe"))[0]
+        except TransientServerError as error:
+            if "burnish_describe" not in str(error):
+                raise
+            raise ServerError(
+                f"{server.url} has no worker extension of Burnish; start it with "
+                f"--worker-extension-cls {EXTENSION}"
+            ) from error
+        # accepted without effect; else the token is wrong, or --enable-scale-out is missing
+        await self._post(server, ABORT, {"request_ids": []})
+        dtype, config = DTYPES[self._format], self._skeleton.config
+        problems = list(server_problems(found, config, dtype=dtype, max_len=self._max_len))
+        if problems:
+            raise ServerError(f"{server.url} cannot be used: {'; '.join(problems)}")
+
+
+def wait_for_servers(config: RolloutEngineConfig) -> None:
+    """Wait until the vLLM servers of a recipe respond, before a job loads models. Other engines:
+    return at once. Raises ModelError."""
+    if not isinstance(config, VllmServers):
+        return
+    servers = [Server(url.rstrip("/")) for url in config.urls]
+
+    async def wait() -> None:
+        client = ServerClient(config, None)
+        try:
+            await _all_respond(client, servers)
+        finally:
+            await client.close()
+
+    loop = LoopThread("vllm-servers")
+    try:
+        loop.run(wait)
+    finally:
+        loop.close()
+
+
+async def _all_respond(client: ServerClient, servers: Sequence[Server]) -> None:
+    """Wait until all servers respond, or raise ModelError after ``start_timeout_s``."""
+    limit = client.config.start_timeout_s
+
+    async def respond(server: Server) -> None:
+        def tell(state: RetryCallState) -> None:
+            if state.attempt_number == 1:
+                log.warning("%s does not respond yet; waiting up to %g s", server.url, limit)
+
+        retrying = AsyncRetrying(
+            stop=stop_after_delay(limit),
+            wait=wait_exponential(0.25, max=5),
+            retry=retry_if_exception_type(TransientServerError),
+            before_sleep=tell,
+            reraise=True,
+        )
+        await retrying(client.health, server)
+
+    await _all_pass(servers, respond)
+
+
+async def _all_pass(servers: Sequence[Server], check: Callable[[Server], Awaitable[None]]) -> None:
+    """Raise ModelError with all problems that ``check`` finds as ServerError."""
+    results = await asyncio.gather(*(check(s) for s in servers), return_exceptions=True)
+    problems = [result for result in results if isinstance(result, ServerError)]
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise ModelError(
+            f"rollout engine vllm_server: {len(problems)} of {len(servers)} servers cannot be "
+            f"used:\n{listed}\n  docs/engines.md has the command that starts a server"
+        )
+    for result in results:
+        if result is not None:
+            raise result

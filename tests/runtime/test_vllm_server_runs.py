@@ -1,0 +1,131 @@
+"""Whole jobs that sample with one real vLLM server, which all tests of this file use."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm_server import vllm_server
+
+import burnish
+import burnish.rollout.server_group as server_group
+from burnish.config import JobConfig, load_config
+from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.config.rollout import VllmServers
+from burnish.models.load import ModelError, load_causal_lm, load_tokenizer
+from burnish.observe.metrics import read_metrics
+from burnish.rollout.base import Request, Sampling
+from burnish.rollout.server_engine import VllmServerEngine
+from burnish.rollout.vllm import INSTALL, StaleWeightsError
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=INSTALL),
+]
+MakeConfig = Callable[..., JobConfig]
+Reward = Callable[[str], float]
+SIZES = {"num_heads": 1, "num_kv_heads": 1}  # heads of 32
+SCRATCH = {"alphabet": "0123456789+=", "hidden_size": 32, "num_layers": 1}
+MODEL = ModelConfig(scratch=ScratchConfig(**SCRATCH, max_position_embeddings=64, **SIZES))
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with vllm_server(MODEL, max_model_len=64) as found:
+        yield found
+
+
+def recipe(url: str, *more: str) -> list[str]:
+    scratch = [f"model.scratch.{name}={value}" for name, value in SIZES.items()]
+    engine = f"rollout.engine={{kind: vllm_server, urls: ['{url}']}}"
+    return [*scratch, engine, "train.lr=1e-2", *more]
+
+
+def test_a_grpo_run_samples_from_the_weights_it_trains(
+    url: str, rl: MakeConfig, reward: Reward, evaluation: list[str]
+) -> None:
+    config = rl(*recipe(url, "max_steps=3", *evaluation))
+    lines = read_metrics(burnish.run(config, rewards=reward).run_dir)
+    steps = [line for line in lines if "train/mismatch_max" in line]
+    assert len(steps) == 3
+    # fp32: log-probs of up to 5 by other kernels. Stale weights would be off by 1e-2 and more
+    # after the first step of 1e-2.
+    assert all(line["train/mismatch_max"] < 1e-5 for line in steps)
+    assert any(line["train/grad_norm"] > 0 for line in steps)
+    assert [line["sync/version"] for line in steps] == [1, 2, 3]
+    assert "eval/pass@1" in lines[-1]
+    assert "vllm-servers" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_an_asynchronous_run_knows_the_age_of_each_token(
+    url: str, rl: MakeConfig, reward: Reward
+) -> None:
+    """Log-probs of samples of age 0 are those of the weights that are trained."""
+    config = rl(*recipe(url, "max_steps=4", "rollout.max_staleness=1", "algorithm.correction={}"))
+    lines = read_metrics(burnish.run(config, rewards=reward).run_dir)
+    ages = [line["rollout/age_max"] for line in lines if "rollout/age_max" in line]
+    assert len(ages) == 4 and ages[0] == 0 and set(ages) <= {0, 1} and 1 in ages
+
+
+def test_an_evaluation_sends_its_model(
+    url: str, rl: MakeConfig, reward: Reward, evaluation: list[str], tmp_path: Path
+) -> None:
+    """Greedy, so both engines give the same responses. The server has other weights before."""
+    scores = {}
+    options = recipe(url)
+    for engine in ({"kind": "local"}, {"kind": "vllm_server", "urls": [url]}):
+        tree = {
+            "job": "evaluate",
+            "run_dir": str(tmp_path / engine["kind"]),
+            "model": rl(*options).model.model_dump(),
+            "eval": {"generate_max_len": 4},
+            "engine": engine,
+        }
+        dropped = ("eval.n_samples", "eval.pass_k", "eval.temperature")
+        plain = [e for e in evaluation if not e.startswith(dropped)]
+        config = load_config(tree, [*plain, "eval.temperature=0"])
+        scores[engine["kind"]] = burnish.run(config, rewards=reward).metrics["eval/reward"]
+    assert scores["vllm_server"] == scores["local"]
+
+
+def test_weights_that_change_on_their_way_are_found(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bit of one weight, in the file."""
+    model = load_causal_lm(MODEL)
+    options = VllmServers(kind="vllm_server", urls=(url,))
+    engine = VllmServerEngine(model, load_tokenizer(MODEL), options, max_model_len=64)
+    plain = server_group.weight_files
+
+    def flipped(*given: Any) -> Iterator[Path]:
+        for file in plain(*given):
+            tensors = load_file(file)
+            tensors["model.norm.weight"].view(torch.int32)[3] ^= 1
+            save_file(tensors, file)
+            yield file
+
+    try:
+        engine.load_weights(1, model.named_parameters())
+        monkeypatch.setattr(server_group, "weight_files", flipped)
+        with pytest.raises(StaleWeightsError, match=r"norm\.weight has other values"):
+            engine.load_weights(2, model.named_parameters())
+        with pytest.raises(RuntimeError, match="cannot sample"):
+            engine.submit([Request("a", (7,))], Sampling(4))
+        monkeypatch.undo()
+        engine.load_weights(3, model.named_parameters())
+        assert [c.version for c in engine.generate([Request("a", (7,))], Sampling(4))] == [3]
+    finally:
+        engine.close()
+
+
+def test_another_model_is_refused(url: str, rl: MakeConfig, reward: Reward) -> None:
+    config = rl(*recipe(url, "model.scratch.num_layers=2", "precision.rollout_dtype=bf16"))
+    with pytest.raises(ModelError, match=r"(?s)--dtype bfloat16.*num_hidden_layers=1 \(trainer"):
+        burnish.run(config, rewards=reward)

@@ -92,8 +92,7 @@ def test_unknown_key_error_lists_the_keys_if_none_is_near(rl_recipe):
         ("train.adam_betas=[0.9, 0.9, 0.9]", "train.adam_betas: must have at most 2 items"),
         (
             "rollout.engine.kind=vlm",
-            "rollout.engine: unknown kind 'vlm' (nearest: vllm); kinds: local, vllm, "
-            "vllm_server",
+            "rollout.engine: unknown kind 'vlm' (nearest: vllm); kinds: local, vllm, vllm_server",
         ),
         (
             "rollout.engine={kind: vllm, engine_args: {dtype: bfloat16}}",

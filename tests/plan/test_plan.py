@@ -1,3 +1,4 @@
+# house: ok the plans of the recipes, in one table of cases
 """Plans of complete recipes: the nine-node recipe, this machine, invalid input, rejected runs."""
 
 import json

@@ -16,6 +16,11 @@ from typing import Any
 
 import pytest
 
+import burnish
+from burnish.config import load_config
+from burnish.observe.metrics import read_metrics
+
+ROOT = Path(__file__).parents[2]
 _SPEC = importlib.util.spec_from_file_location(
     "golden_run", Path(__file__).with_name("golden_run.py")
 )
@@ -77,3 +82,28 @@ def test_other_optimizers_and_quantized_weights_learn_the_task(
     rewards = [step["reward/mean"] for step in found]
     assert rewards[0] < 0.4
     assert sum(rewards[-3:]) / 3 > 0.9, rewards
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps", "bound"),
+    [(["train.optimizer=muon"], 12, 1.8), ([*_QLORA, "model.lora.lora_rank=32"], 28, 1.45)],
+    ids=["muon", "4-bit base weights"],
+)
+def test_fine_tuning_learns_with_other_optimizers_and_quantized_weights(
+    overrides: list[str],
+    steps: int,
+    bound: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The held-out loss falls from 2.80 to 1.66-1.67 with Muon, and from 2.84 to 1.20-1.25 with
+    4-bit weights (seeds 0 to 2). The bounds exclude runs without the tested part: AdamW with this
+    learning rate is at 2.02-2.16 after 20 steps, and without adapters (lora_alpha 1e-6), trained
+    embeddings and head alone reach 1.68."""
+    monkeypatch.chdir(ROOT)  # the recipe's data files
+    always = [f"run_dir={tmp_path / 'run'}", f"max_steps={steps}", "train.lr=1e-2"]
+    never = "eval_every_n_steps=0"  # only at step 0 and at the end
+    config = load_config(ROOT / "recipes/tiny_1_sft.yaml", [*overrides, *always, never])
+    lines = read_metrics(burnish.run(config).run_dir)
+    first, last = (line["eval/loss"] for line in lines if "eval/loss" in line)
+    assert first > 2.7 and last < bound, (first, last)

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 
 import burnish
-from burnish.config import JobConfig
+from burnish.config import JobConfig, load_config
+from burnish.jobs.rollout_records import read_group_log
 from burnish.models.cache_attention import least_rows
 from burnish.observe.metrics import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("ray_cluster")]
 
 MakeConfig = Callable[..., JobConfig]
+ROOT = Path(__file__).parents[2]
 Lines = list[dict[str, float]]
 Compare = Callable[[Lines, Lines], None]
 RAY = [
@@ -149,3 +151,24 @@ def test_asynchronous_rl_with_two_rollout_workers(rl: MakeConfig, reward: Any) -
         assert {name: other.get(name) for name in kept} == {name: one[name] for name in kept}
     ages = [line["rollout/age_max"] for line in found["2"] if "rollout/age_max" in line]
     assert len(ages) == 6 and 1 <= max(ages) <= 2
+
+
+def test_the_asynchronous_recipe_trains_two_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps of 8 groups, at most 2 RL steps older than the weights that they train. The first
+    step trains samples of its own weights."""
+    monkeypatch.chdir(ROOT)  # the recipe's environment
+    short = ["max_steps=2", f"run_dir={tmp_path / 'run'}", "eval.num_prompts=4"]
+    run_dir = burnish.run(load_config(ROOT / "recipes/tiny_async.yaml", short)).run_dir
+    lines = [line for line in read_metrics(run_dir) if "train/loss" in line]
+    records = read_group_log(run_dir)
+    assert [line["step"] for line in lines] == [r["step"] for r in records] == [1, 2]
+    for line, record in zip(lines, records, strict=True):
+        ages = list(record["trained"].values())
+        assert len(ages) == 8 and max(ages) <= 2
+        assert line["rollout/age_max"] == max(ages)
+        assert line["rollout/age_mean"] <= max(ages) and line["train/grad_norm"] > 0
+    assert lines[0]["rollout/age_max"] == 0
+    trained = [name for record in records for name in record["trained"]]
+    assert len(set(trained)) == 16

@@ -114,11 +114,16 @@ def _checkpoint_folder(path: Path) -> Path:
     if (path / "checkpoints").is_dir():
         newest = CheckpointStore(path / "checkpoints", keep_last=1, best_mode="max").latest()
         if newest is None:
-            raise CheckpointError(f"the run {path} has no good checkpoint")
+            raise CheckpointError(
+                f"the run {path} has no good checkpoint; resume it (--resume {path}) until it "
+                "saves one, or use another run"
+            )
         _check_links(newest)
         return newest
     if not path.is_dir():
-        raise CheckpointError(f"the checkpoint {path} does not exist")
+        raise CheckpointError(
+            f"the checkpoint {path} does not exist; give a run folder, or one of its checkpoints"
+        )
     _check_links(path)
     problems = verify(path)
     if problems:
@@ -194,7 +199,8 @@ def _engine_folder(folder: Path, role: str) -> Path:
     have = sorted(p.parent.name for p in folder.glob("*/engine.json"))
     if role not in have:
         raise CheckpointError(
-            f"{folder} contains no {role!r}; it contains: {', '.join(have) or 'none'}"
+            f"{folder} contains no {role!r}; "
+            + (f"use --model with one of: {', '.join(have)}" if have else "use another checkpoint")
         )
     return folder / role
 
@@ -204,10 +210,15 @@ def _weights(source: Path, kind: str) -> dict[str, Tensor]:
     try:
         files = tensor_sets(source).get(kind)
     except ValueError as error:
-        raise CheckpointError(str(error)) from error
+        raise CheckpointError(f"{error}; use another checkpoint") from error
     if files is None:
         raise CheckpointError(
-            f"{source.parent} has no {kind} weights of {source.name}; was train.ema_decay set?"
+            f"{source.parent} has no {kind} weights of {source.name}; "
+            + (
+                f"use --model {source.name}, or train with train.ema_decay"
+                if kind == "ema"
+                else "use another checkpoint"
+            )
         )
     return {name: files.read(name) for name in files}
 
@@ -235,7 +246,7 @@ def _buffers(
     except ModelError as error:
         raise CheckpointError(
             f"{source} has no buffers (it was written by an older version), and the run's initial "
-            f"model, which has them, cannot be loaded: {error}"
+            f"model, which has them, cannot be loaded: {error}. Restore that model at its path"
         ) from error
     return dict(persistent_buffers(base))
 
@@ -263,7 +274,10 @@ def _load_weights(network: torch.nn.Module, tensors: dict[str, Tensor], source: 
     own = dict(network.named_parameters())
     unknown = sorted(set(tensors) - set(own))
     if unknown:
-        raise CheckpointError(f"{source} has weights that the model lacks, e.g. {unknown[0]}")
+        raise CheckpointError(
+            f"{source} has weights that the model lacks, e.g. {unknown[0]}; use --base with the "
+            "model that the run was trained on"
+        )
     with torch.no_grad():
         for name, tensor in tensors.items():
             own[name].copy_(tensor)
@@ -311,7 +325,10 @@ def _save_merged(
     replace_buffers(shell, {n: t for n, t in weights.items() if isinstance(t, torch.nn.Buffer)})
     if unexpected or set(missing) - tied:
         odd = (list(unexpected) + sorted(set(missing) - tied))[0]
-        raise CheckpointError(f"the weights of {source} do not fit {type(shell).__name__}: {odd}")
+        raise CheckpointError(
+            f"the weights of {source} do not fit {type(shell).__name__}, the model of its "
+            f"hf/config.json: {odd}; use another checkpoint"
+        )
     shell.save_pretrained(target, max_shard_size=shard)
 
 

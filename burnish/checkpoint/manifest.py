@@ -116,13 +116,17 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises CheckpointError if it is missing, corrupted, or of another version.
     """
-    path = folder / MANIFEST
+    return _read(folder / MANIFEST, advice="; use another folder, such as an earlier checkpoint")
+
+
+def _read(path: Path, *, advice: str) -> Manifest:
+    """Return a manifest. ``advice``: end of the messages of errors that another folder solves."""
     try:
         body = json.loads(path.read_bytes(), parse_constant=_no_constant)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing: the folder is incomplete") from error
+        raise CheckpointError(f"{path} is missing: the folder is incomplete{advice}") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error})") from error
+        raise CheckpointError(f"{path} cannot be read ({error}){advice}") from error
     version = body.get("format") if isinstance(body, dict) else None
     if version != FORMAT_VERSION:
         raise CheckpointError(
@@ -132,9 +136,10 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = Manifest.model_validate(body, strict=True)
     except ValidationError as error:
-        raise CheckpointError(f"{path} is corrupted ({error.errors()[0]['msg']})") from error
+        what = error.errors()[0]["msg"]
+        raise CheckpointError(f"{path} is corrupted ({what}){advice}") from error
     if manifest.sha256 != manifest.own_sha256():
-        raise CheckpointError(f"{path} is corrupted (its own checksum differs)")
+        raise CheckpointError(f"{path} is corrupted (its own checksum differs){advice}")
     return manifest
 
 
@@ -142,10 +147,11 @@ def verify(folder: Path, *, checksums: bool = True) -> list[str]:
     """Return the problems of ``folder``, one line each; an empty list if it is good.
 
     ``checksums=False`` only compares names and sizes, which reads no file except the manifest.
-    Files that are not in the manifest are ignored. Does not raise for a corrupted folder.
+    Files that are not in the manifest are ignored. Does not raise for a corrupted folder. The lines
+    do not say what to do, which depends on the kind of folder.
     """
     try:
-        manifest = read_manifest(folder)
+        manifest = _read(folder / MANIFEST, advice="")
     except CheckpointError as error:
         return [str(error)]
 

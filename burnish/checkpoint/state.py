@@ -52,7 +52,8 @@ def save_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
         )
     except RecursionError as error:
         raise CheckpointError(
-            f"state {name!r} cannot be stored: it is nested too deeply or contains itself"
+            f"state {name!r} cannot be stored: it is nested too deeply or contains itself; "
+            "store its values without cycles and with fewer levels"
         ) from error
     path = folder / f"{name}.safetensors"
     try:
@@ -61,7 +62,10 @@ def save_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
         path = folder / f"{name}.json"
         path.write_text(text, encoding="utf-8")
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} could not be written ({error})") from error
+        raise CheckpointError(
+            f"{path} could not be written ({error}); check the free space and the permissions of "
+            "its folder, or use another run_dir"
+        ) from error
 
 
 def load_state(folder: Path, name: str) -> dict[str, Any]:

@@ -315,7 +315,8 @@ def fit(
     if config.overlong == "error":
         raise OverlongError(
             f"{where}: the {encoder.unit} has {length} tokens, but {encoder.limit_name} is "
-            f"{encoder.limit}. Raise {encoder.limit_name}, or set overlong: truncate_left"
+            f"{encoder.limit}. Raise {encoder.limit_name} (if the model has enough positions), or "
+            "set overlong: truncate_left"
             + (", truncate_right" if config.can_lose_end else "")
             + " or drop"
         )
@@ -355,5 +356,6 @@ def _all_dropped(what: str, encoder: Encoder[Any], overlong: Overlong) -> DataEr
     other = ", or set overlong: truncate_left" if overlong == "drop" else ""
     return DataError(
         f"every {encoder.unit} of {what} exceeds {encoder.limit_name}={encoder.limit} tokens and "
-        f"is dropped, so no data is left. Raise {encoder.limit_name}{other}"
+        f"is dropped, so no data is left. Raise {encoder.limit_name} (if the model has enough "
+        f"positions){other}"
     )

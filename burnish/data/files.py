@@ -240,9 +240,10 @@ def missing_file(path: Path) -> str:
     """Return an error message for a path that does not exist, with the nearest name."""
     here = f"{path} does not exist (working directory: {Path.cwd()})"
     if not path.parent.is_dir():
-        return f"{here}, and neither does its folder {path.parent}"
+        return f"{here}, and neither does its folder {path.parent}; correct the path"
     siblings = [p.name for p in path.parent.iterdir()]
-    return f"{here}{nearest(path.name, siblings) or '; its folder has no file of a similar name'}"
+    near = nearest(path.name, siblings)
+    return here + (near or "; its folder has no file of a similar name. Correct the path")
 
 
 def _read_json(path: Path, name: str) -> Source:
@@ -250,7 +251,9 @@ def _read_json(path: Path, name: str) -> Source:
         values = json_value(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:  # also raised for text that is not UTF-8
         hint = (
-            " (if it has one object per line, name it .jsonl)" if "Extra data" in str(error) else ""
+            " (if it has one object per line, name it .jsonl)"
+            if "Extra data" in str(error)
+            else ". Write it as a JSON list of objects in UTF-8"
         )
         raise DataError(f"{path}: the file is not valid JSON: {error}{hint}") from error
     if not isinstance(values, list):
@@ -281,7 +284,10 @@ def _csv_rows(  # house: ok a loop over rows in a file in a try
             reader = csv.reader(file, strict=True)
             header = next(reader, [])
             if len(set(header)) != len(header):
-                raise DataError(f"{path}:1: the header names a column twice: {', '.join(header)}")
+                raise DataError(
+                    f"{path}:1: the header names a column twice: {', '.join(header)}. Rename "
+                    "one of them"
+                )
             begin = reader.line_num + 1
             for cells in reader:
                 if count is not None and len(rows) >= count:
@@ -290,7 +296,10 @@ def _csv_rows(  # house: ok a loop over rows in a file in a try
                     rows.append(_csv_row(header, cells, f"{path}:{begin}"))
                 begin = reader.line_num + 1
     except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: the file is not CSV in UTF-8: {error}") from error
+        raise DataError(
+            f"{path}: the file is not CSV in UTF-8: {error}. Save it as UTF-8, separated by "
+            "commas, with quotes around cells that contain commas, quotes or line breaks"
+        ) from error
     finally:
         csv.field_size_limit(limit)
     return rows
@@ -327,7 +336,10 @@ def _rows_of_table(path: Path, name: str, size: int, table: Callable[[], pa.Tabl
         try:
             return Row(table().slice(i, 1).to_pylist()[0], where, fills_nulls=True)
         except (pa.ArrowException, ValueError, OverflowError) as error:
-            raise DataError(f"{where}: the row cannot be read: {error}") from error
+            raise DataError(
+                f"{where}: the row cannot be read: {error}. Correct or remove it, and write the "
+                "file again"
+            ) from error
 
     return Rows(name, size, read)
 
@@ -338,14 +350,17 @@ def _columnar(path: Path, read: Callable[[], R]) -> R:
         return read()
     except (ValueError, OSError, OverflowError) as error:  # pyarrow's errors are ValueErrors
         kind = suffix_of(path).removeprefix(".")
-        raise DataError(f"{path}: the file is not readable as {kind}: {error}") from error
+        raise DataError(
+            f"{path}: the file is not readable as {kind}: {error}. Write it again, or give it the "
+            "extension of its format"
+        ) from error
 
 
 def _as_object(values: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(values, dict):
         raise DataError(
             f"{where}: a row must be an object with named columns, but this one is a "
-            f"{type(values).__name__}"
+            f'{type(values).__name__}. Write it as {{"COLUMN": ...}}'
         )
     return values
 

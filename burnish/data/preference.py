@@ -26,6 +26,8 @@ from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import RowRef
 from burnish.types import Batch, rows_to_batch
 
+_MARGIN_FIX = "correct the row, or set margin_key to a column of numbers"
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -141,10 +143,13 @@ class PairEncoder:
             margin = float(value)
         except (TypeError, ValueError) as error:
             raise DataError(
-                f"column {key!r} (margin_key) contains {value!r}, not a number"
+                f"column {key!r} (margin_key) contains {value!r}, not a number; {_MARGIN_FIX}"
             ) from error
         if not math.isfinite(margin):
-            raise DataError(f"column {key!r} (margin_key) contains {value!r}, not a finite number")
+            raise DataError(
+                f"column {key!r} (margin_key) contains {value!r}, not a finite number; "
+                + _MARGIN_FIX
+            )
         return margin
 
 

@@ -99,7 +99,9 @@ def read_rollout(run_dir: Path, step: int) -> Recorded:
     corrupted."""
     folder = run_dir / ROLLOUTS_DIR / f"step_{step:06d}"
     if problems := verify(folder):
-        raise CheckpointError("; ".join(problems))
+        raise CheckpointError(
+            f"{'; '.join(problems)}. Replay the steps before it, or record the run again"
+        )
     return _from_plain(load_state(folder, _STATE))
 
 

@@ -52,7 +52,7 @@ def read_tests(label: Any, entry_point: Any = None) -> dict[str, Any]:
             return _source(label["source"], label.get("entry_point", entry_point))
         if {"inputs", "outputs"} <= set(label):
             return _pairs(label["inputs"], label["outputs"], label.get("fn_name"))
-    raise TestsError(f"has none of the known forms: {FORMS}")
+    raise TestsError(f"has none of the known forms; write it as one of: {FORMS}")
 
 
 def _parsed(label: str) -> Any:
@@ -73,14 +73,22 @@ def _source(text: str, entry_point: Any) -> dict[str, Any]:
 
 def _pairs(inputs: Any, outputs: Any, name: Any) -> dict[str, Any]:
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs:
-        raise TestsError("has inputs and outputs that are not lists, or are empty")
+        raise TestsError(
+            "has inputs and outputs that are not lists, or are empty; write both as lists with one "
+            "entry per test"
+        )
     if len(inputs) != len(outputs):
-        raise TestsError(f"has {len(inputs)} inputs and {len(outputs)} outputs")
+        raise TestsError(
+            f"has {len(inputs)} inputs and {len(outputs)} outputs; write one output for each input"
+        )
     pairs = list(zip(inputs, outputs, strict=True))
     if name is None:
         return {"programs": [[_text(given), _text(wanted)] for given, wanted in pairs]}
     if not all(isinstance(given, list) for given in inputs):
-        raise TestsError("has a fn_name, and inputs that are not lists of arguments")
+        raise TestsError(
+            "has a fn_name, and inputs that are not lists of arguments; write each input as a "
+            "list, such as [1, 2] for f(1, 2)"
+        )
     return {"calls": [[given, wanted] for given, wanted in pairs], "name": str(name)}
 
 
@@ -90,4 +98,7 @@ def _text(value: Any) -> str:
         return value
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
-    raise TestsError(f"has an input or output that is not text: {value!r:.80}")
+    raise TestsError(
+        f"has an input or output that is not text: {value!r:.80}; write it as a string or a list "
+        "of lines"
+    )

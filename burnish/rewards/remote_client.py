@@ -267,7 +267,8 @@ class RewardClient:
             raise _TransientError(message) from error
         except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
             what = self._shown(f"{type(error).__name__}: {error}")
-            raise RemoteError(f"the request to {server.shown} failed ({what})") from error
+            message = f"the request to {server.shown} failed ({what}); check the url and the server"
+            raise RemoteError(message) from error
         status = response.status_code
         if status == httpx.codes.OK:
             return data, response.headers.get("content-type", "no content type")
@@ -276,7 +277,7 @@ class RewardClient:
         if status in _TRANSIENT_STATUSES or status >= 500:
             after = _retry_after_s(response.headers.get("retry-after", ""))
             raise _TransientError(message, retry_after_s=min(after, config.max_backoff_s))
-        raise RemoteError(message)
+        raise RemoteError(f"{message}. Check the url, the token, and the log of the server")
 
     async def _read(self, server: _Server, response: httpx.Response) -> bytes:
         """Return the body, or its beginning if the status is not 200."""
@@ -286,14 +287,15 @@ class RewardClient:
         if ok and encoding != "identity":
             raise RemoteError(
                 f"{server.shown} replied with content-encoding {self._excerpt(encoding)}, but "
-                "identity was requested"
+                "identity was requested; switch off the compression of the server or its proxy"
             )
         data = bytearray()
         async for chunk in response.aiter_raw():
             data += chunk
             if len(data) > limit and ok:
                 raise RemoteError(
-                    f"{server.shown} replied with more than max_reply_bytes={limit} bytes"
+                    f"{server.shown} replied with more than max_reply_bytes={limit} bytes; "
+                    "raise it, or let the server return only rewards and logs"
                 )
             if len(data) > limit:  # drop the last bytes: they may be the beginning of the token
                 token = (self._token or "").encode()
@@ -310,7 +312,7 @@ class RewardClient:
             raise RemoteError(
                 f"{server.shown} replied with {self._excerpt(data)} ({self._excerpt(kind)}), "
                 f'{said}; expected {{"rewards": [...]}} with {count} finite '
-                f"number{'s' if count > 1 else ''}"
+                f"number{'s' if count > 1 else ''}. Correct the server (docs/rewards.md)"
             ) from error
         return Reply(
             tuple(self._shown(v) if isinstance(v, str) else v for v in reply.rewards),

@@ -261,8 +261,11 @@ def test_one_of_several_models_is_chosen_by_name(make_engine: MakeEngine, tmp_pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": "critic"}, r"contains no 'critic'; it contains: policy"),
-        ({"model": "policy-ema"}, r"has no ema weights of policy; was train\.ema_decay set\?"),
+        ({"model": "critic"}, r"contains no 'critic'; use --model with one of: policy"),
+        (
+            {"model": "policy-ema"},
+            r"has no ema weights of policy; use --model policy, or train with train\.ema_decay",
+        ),
         (
             {"model": "policy-best"},
             "model='policy-best' cannot be exported; use policy or",
@@ -295,7 +298,7 @@ def test_a_missing_checkpoint_and_an_empty_run_have_different_errors(tmp_path: P
     with pytest.raises(CheckpointError, match=r"the checkpoint .*/nowhere does not exist"):
         export(tmp_path / "nowhere", tmp_path / "out")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="has no good checkpoint"):
+    with pytest.raises(CheckpointError, match=r"has no good checkpoint; resume it \(--resume "):
         export(tmp_path / "run", tmp_path / "out")
 
 

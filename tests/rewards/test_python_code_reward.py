@@ -311,7 +311,10 @@ def test_all_or_nothing_and_what_is_counted() -> None:
         ("f(1) equals 1", "not Python source"),
         ("x = 1", "there is no assert"),
         ("import no_such_module\nassert f(1) == 1", "cannot import: No module named"),
-        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        (
+            {"inputs": ["1"], "outputs": []},
+            "0 outputs; write one output for each input",
+        ),
         ([{"input": 1, "output": "1"}], "not text: 1"),
         ([1], "none of the known forms"),
     ],

@@ -317,7 +317,7 @@ class SupervisedJob(TrainingJob):
         yield from eval_set_rules(sections.get("eval_data"), sets, keys=("eval_data", "eval_sets"))
         yield from early_stopping_rules(
             self.early_stopping,
-            eval_every=self.eval_every_n_steps or self.eval_every_n_epochs,
+            eval_every=self.eval_every_n_steps or self.eval_every_n_epochs if sections else None,
             eval_key="eval_every_n_steps",
             measures_kl=False,
         )

@@ -331,7 +331,7 @@ class RLConfig(TrainingJob):
         )
         yield from early_stopping_rules(
             self.early_stopping,
-            eval_every=0 if self.eval is None else self.eval.every_n_steps,
+            eval_every=None if self.eval is None else self.eval.every_n_steps,
             eval_key="eval.every_n_steps",
             measures_kl=bool(self.algorithm.kl.init_kl_coef),
         )

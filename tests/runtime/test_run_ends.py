@@ -251,8 +251,9 @@ def test_all_ranks_count_what_rank_0_measured(
 def test_early_stopping_without_effect_is_refused(
     sft: MakeSFT, settings: str, problem: str
 ) -> None:
-    with pytest.raises(ConfigError, match=problem):
+    with pytest.raises(ConfigError, match=problem) as caught:
         sft(f"early_stopping={settings}")
+    assert "set eval_every_n_steps" not in str(caught.value), "one error for one cause"
 
 
 def test_an_evaluation_that_never_repeats_cannot_stop_a_run(sft: MakeSFT, tmp_path: Path) -> None:

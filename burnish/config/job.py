@@ -313,6 +313,13 @@ class SupervisedJob(TrainingJob):
                 "is unknown; use eval_every_n_steps"
             )
         sections = self.eval_sections
+        times = ("eval_every_n_steps", "eval_every_n_epochs", "eval_delay_steps")
+        unused = [f"{name}={vars(self)[name]}" for name in times if self.is_own(name)]
+        if unused and not sections:
+            yield (
+                f"{' and '.join(unused)} without eval_data: no row is evaluated; set eval_data or "
+                "data.held_out, or remove it"
+            )
         sets = {n.removeprefix("eval_sets."): d for n, d in sections.items() if n != "eval_data"}
         yield from eval_set_rules(sections.get("eval_data"), sets, keys=("eval_data", "eval_sets"))
         yield from early_stopping_rules(

@@ -90,6 +90,10 @@ def test_noise_changes_training_alone_and_a_resumed_run_draws_the_same(
     [
         (["eval_every_n_epochs=1", "eval_every_n_steps=2"], "are two intervals of one evaluation"),
         (
+            ["eval_every_n_steps=2", "eval_delay_steps=1", "eval_data=null"],
+            "eval_every_n_steps=2 and eval_delay_steps=1 without eval_data: .* data.held_out",
+        ),
+        (
             ["neftune_noise_alpha=5", "train.engine={sequence_parallel_size: 2}"],
             "no rank has the entire row; use tensor_parallel_size",
         ),

@@ -52,7 +52,9 @@ def vllm_server(model: ModelConfig, *, max_model_len: int = 256) -> Iterator[str
         command += ["--worker-extension-cls", EXTENSION, "--max-model-len", f"{max_model_len}"]
         ident = f"burnish-test-{os.getpid()}-{port}"
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        env = os.environ | ENVIRONMENT | {"PYTHONPATH": paths, "VLLM_DIST_IDENT": ident}
+        # (an engine in this process has set variables for its own folders)
+        others = {name: value for name, value in os.environ.items() if "VLLM_" not in name}
+        env = others | ENVIRONMENT | {"PYTHONPATH": paths, "VLLM_DIST_IDENT": ident}
         log = Path(folder, "log")
         with log.open("wb") as out:
             process = subprocess.Popen(command, env=env, stdout=out, stderr=out)

@@ -248,7 +248,7 @@ class ShardedState:
                 self.adam[flat] = {"step": step, **moments}
             elif "momentum" in kinds and id(flat) in with_momentum:
                 self.adam[flat] = {"momentum": torch.zeros_like(flat)}
-        for name in (*MOMENTS, "momentum"):
+        for name in (*(MOMENTS if updates is not None else ()), "momentum"):
             if name in kinds:
                 read_into(kinds[name], self._parts[name], partial(self._moment, name))
         if self.ema:  # an EMA enabled after that save starts from these weights

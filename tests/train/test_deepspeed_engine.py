@@ -176,10 +176,10 @@ def test_one_rank_steps_as_torch_in_every_format(case: Any, tmp_path: Path) -> N
     """The same micro-batches in the same formats: fp32 masters as near as fp32 sums allow."""
     ours, theirs = (script.make(case, SINGLE, kind) for kind in ("deepspeed", "torch"))
     norms = [script.take_steps(engine, 3) for engine in (ours, theirs)]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     masters = [script.saved(e, tmp_path / str(i), SINGLE) for i, e in enumerate((ours, theirs))]
     # a half weight may round the other way, and its gradient with it
-    bound = WEIGHTS if case.precision.dtype == "fp32" else 5e-5
+    bound, of_norm = (WEIGHTS, 1e-5) if case.precision.dtype == "fp32" else (5e-5, 5e-5)
+    assert norms[0] == pytest.approx(norms[1], rel=of_norm)
     assert largest_gap(*masters, "master") <= bound
 
 

@@ -258,6 +258,7 @@ def die_in_save() -> None:
 
 def main(folder: Path, task: str, rank: int, size: int, port: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(size)}  # vLLM sets it
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if task == "jobs":
         for recipe in recipes(folder, "two"):

@@ -114,7 +114,7 @@ class Ranks:
         if key in _STORES:
             return _STORES[key]
         in_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        _STORES[key] = TCPStore(
+        store = _STORES[key] = TCPStore(
             rank.address,
             rank.port,
             rank.size,
@@ -123,7 +123,7 @@ class Ranks:
             wait_for_workers=False,  # rank 0 names those that are missing
             multi_tenant=True,  # torch's own rendezvous in this process may use the same port
         )
-        return _STORES[key]
+        return store
 
     def _meet(self) -> str:
         """Wait for all ranks. Return the problem of this launch; an empty text if there is none."""

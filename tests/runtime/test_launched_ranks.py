@@ -164,6 +164,13 @@ def test_an_error_of_one_rank_ends_four_with_its_cause(
         assert re.search(r"rank 3 \(.*\) failed: ValueError: injected", log), log
 
 
+class Unshared(dict[Any, Any]):
+    """Stores that are not used again: one waiting thread would block the others of its rank."""
+
+    def __contains__(self, key: object) -> bool:
+        return False
+
+
 def start_threads(ranks: list[int], size: int, *, start_timeout_s: float) -> list[str]:
     """Connect ``ranks`` of ``size`` in threads of this process. Return their errors."""
     port = int(launches(Path(), 1, "")[0][-1])
@@ -177,8 +184,8 @@ def start_threads(ranks: list[int], size: int, *, start_timeout_s: float) -> lis
         return "connected"
 
     numbers = patch.object(spmd, "_CONNECTIONS", repeat(0))  # of a process's only run
-    kept = patch.dict(spmd._STORES)
-    with patch.dict(os.environ), numbers, kept, ThreadPoolExecutor(len(ranks)) as pool:
+    stores = patch.object(spmd, "_STORES", Unshared())
+    with patch.dict(os.environ), numbers, stores, ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(connect, ranks))
 
 

@@ -163,7 +163,7 @@ def vespo(  # house: ok the terms of the equation
     lambda_neg: float,
     row_ids: Tensor | None = None,
 ) -> tuple[Tensor, Stats]:
-    """The score function under a smooth weight of the whole sequence.
+    """The score function under a smooth weight of the entire sequence.
 
     L = -phi A logprobs, phi = w^k exp(lambda (1 - w)) without gradient, w = exp(sum over the row's
     tokens of (logprobs - old_logprobs)); k and lambda are ``_pos`` where A >= 0, else ``_neg``.

@@ -74,7 +74,7 @@ class PairOptions:
     nll_coef: float = 0.0
     divergence: Divergence = "reverse_kl"
     alpha: float = 0.5
-    """Of the divergence alpha."""
+    """Order of the divergence ``alpha``."""
     ld_alpha: float = 1.0
     weight_pairs: bool = False
 

@@ -410,7 +410,7 @@ class LaunchedEngine:
 
 
 def equal(first: Any, second: Any) -> bool:
-    """Whether two results are bit-equal."""
+    """Return True if two results are bit-equal."""
     if isinstance(first, Tensor):
         return torch.equal(first, second)
     if isinstance(first, (list, tuple)):

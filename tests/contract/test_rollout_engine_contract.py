@@ -269,7 +269,7 @@ def assert_same(engine: RolloutEngine, done: Done, before: Done) -> None:
 
 
 def is_remote(engine: RolloutEngine) -> bool:
-    """Whether it samples while nobody polls, so that a poll has no fixed number of steps."""
+    """True if it samples while nobody polls, so that a poll has no fixed number of steps."""
     return isinstance(engine, RemoteRolloutEngine | VllmServerEngine)
 
 

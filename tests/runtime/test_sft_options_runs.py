@@ -116,7 +116,7 @@ def test_another_end_token_ends_rows_and_an_unknown_one_is_refused() -> None:
 
 
 def test_an_exported_tokenizer_reads_texts_as_the_run_did(tmp_path: Path) -> None:
-    """Of a plain character that became the end token: ids, and the text without special tokens."""
+    """Ids and text, without special tokens, of a plain character that became the end token."""
     config = ModelConfig(scratch=ScratchConfig(alphabet="12;"), eos_token=";")
     ours = load_tokenizer(config)
     ours.save_pretrained(tmp_path)

@@ -97,7 +97,7 @@ class RemoteRolloutEngine:
 
     @property
     def busy(self) -> bool:
-        """Return whether any request is open or a ready worker loads weights."""
+        """Return whether any request is open or staged weights are being loaded."""
         return bool(self._requests or self._finished or self.pool.is_loading)
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:

@@ -141,8 +141,12 @@ class RolloutPool:
 
     @property
     def is_loading(self) -> bool:
-        """Return whether a ready worker loads weights."""
-        return any(call.kind == "load" and call.worker.ready for call in self._calls.values())
+        """Return whether a ready worker loads weights, or all workers were lost before one had
+        loaded the newest: then their replacements load them."""
+        if any(call.kind == "load" and call.worker.ready for call in self._calls.values()):
+            return True
+        newest, none_ready = self.newest, not any(worker.ready for worker in self.workers)
+        return newest is not None and none_ready and not self.is_confirmed(newest)
 
     @property
     def complete(self) -> bool:

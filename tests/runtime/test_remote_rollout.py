@@ -214,6 +214,20 @@ def test_a_worker_that_loads_its_first_weights_does_not_keep_the_engine_busy() -
     assert len(list(engine.generate(FOUR, Sampling(4)))) == 8 and engine.version == 1
 
 
+def test_staged_weights_keep_the_engine_busy_if_all_workers_are_lost_while_they_load() -> None:
+    """No request is open, so only this lets the caller poll until the new workers have loaded."""
+    workers = [Worker() for _ in range(4)]
+    cluster: Any = Cluster(workers)
+    engine = engine_of(cluster)
+    cluster.silent = cluster.hung = set(workers[:2])
+    engine.stage(weights(1))
+    engine.poll()
+    assert cluster.ended == workers[:2] and engine.busy and engine.version == 0
+    finish(engine)
+    assert [worker.given for worker in workers] == [[1]] * 4
+    assert engine.version == 1 and engine.pool.complete
+
+
 def test_a_version_is_confirmed_by_all_workers_and_older_ones_are_skipped() -> None:
     """Worker 1 owes an answer while versions 5, 6 and 7 are staged. It had been told to load 5, so
     5 stays available; 6 is skipped and dropped."""

@@ -29,6 +29,8 @@ NEEDED_BY = {
     "burnish.rewards.remote": ("httpx", "httpcore", "h11", "anyio", "idna", "certifi", "tenacity"),
     "burnish.sync": ("xxhash",),
     "burnish.doctor": ("packaging",),
+    "burnish.episodes.parsing": ("jsonschema", "jsonschema-specifications"),
+    "jsonschema": ("attrs", "referencing", "rpds-py"),
     "tests": ("pytest", "pytest-timeout", "pluggy", "iniconfig", "pygments"),
     "tests/conftest.py": ("hypothesis", "sortedcontainers"),
 }

@@ -25,7 +25,8 @@ PACKAGES = (
 )
 OPTIONAL = (
     *("ray", "deepspeed", "vllm", "datasets", "plotly", "math_verify", "gguf", "starlette"),
-    *("uvicorn", "reasoning_gym", "tensorboard", "wandb", "trl", "verifiers", "mcp"),
+    *("uvicorn", "reasoning_gym", "tensorboard", "wandb", "trl", "verifiers", "mcp", "mcp_types"),
+    "httpx2",
 )
 """Modules that a bare machine lacks. Only parts of Burnish that need them may fail to import."""
 NOT_IMPORTED = ("burnish.__main__",)

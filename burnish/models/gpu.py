@@ -6,7 +6,8 @@ import torch
 
 
 def set_up_gpu(device: torch.device) -> None:
-    """Make ``device`` the process's current GPU and configure torch for it. No effect on a CPU.
+    """Make ``device`` (without an index: the current GPU) the process's current GPU and configure
+    torch for it. No effect on a CPU.
 
     cuDNN attention is disabled, although recent torch prefers it on Hopper and Blackwell. It builds
     an execution plan for every new combination of batch size and lengths (reported: 23 to 37 ms of
@@ -15,7 +16,8 @@ def set_up_gpu(device: torch.device) -> None:
     """
     if device.type != "cuda":
         return
-    torch.cuda.set_device(device)
+    if device.index is not None:
+        torch.cuda.set_device(device)
     torch.backends.cuda.enable_cudnn_sdp(False)
     # Half-precision matmuls accumulate in fp32, including their partial sums.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

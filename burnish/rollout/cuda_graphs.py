@@ -19,10 +19,13 @@ from burnish.models.kv_cache import KVCache
 
 @dataclass
 class _Recorded:
+    """A graph and all tensors that it reads and writes by address. A tensor that is freed may be
+    replaced by another one there."""
+
     graph: torch.cuda.CUDAGraph
     tokens: Tensor  # [B]
-    positions: Tensor  # [B]
-    mask: Tensor  # [B, 1, 1, length]
+    plan: DecodePlan
+    mask: Tensor  # [B, 1, 1, length], that of the plan
     logits: Tensor  # [B, V]
 
 
@@ -55,10 +58,11 @@ class DecodeGraphs:
                 self._recorded[batch, reach] = self._record(batch, reach)
         recorded = self._recorded[batch, reach]
         recorded.tokens[:count].copy_(tokens)
-        recorded.positions.zero_()
-        recorded.positions[:count].copy_(positions)
+        places = recorded.plan.positions
+        places.zero_()
+        places[:count].copy_(positions)
         keys = torch.arange(reach, device=self.device)
-        recorded.mask.copy_((keys[None] <= recorded.positions[:, None])[:, None, None])
+        recorded.mask.copy_((keys[None] <= places[:, None])[:, None, None])
         recorded.graph.replay()
         return recorded.logits[:count].clone()
 
@@ -84,4 +88,4 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = forward()
         self._pool = graph.pool()
-        return _Recorded(graph, tokens, positions, mask, logits)
+        return _Recorded(graph, tokens, plan, mask, logits)

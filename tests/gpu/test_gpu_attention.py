@@ -31,7 +31,7 @@ MODEL = ModelConfig(scratch=ScratchConfig(hidden_size=64, num_heads=4, num_kv_he
 def settings() -> Iterator[None]:
     """A run's settings, and cuDNN's attention as it was afterwards."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    set_up_gpu(torch.device("cuda:0"))
+    set_up_gpu(torch.device("cuda"))
     yield
     torch.backends.cuda.enable_cudnn_sdp(before)
 

@@ -162,8 +162,9 @@ def test_a_process_on_a_gpu_does_without_cudnns_attention(monkeypatch: pytest.Mo
         torch.backends.cuda.enable_cudnn_sdp(True)
         set_up_gpu(torch.device("cpu"))
         assert torch.backends.cuda.cudnn_sdp_enabled() and not chosen
+        set_up_gpu(torch.device("cuda"))  # set_device rejects a device without an index
+        assert not torch.backends.cuda.cudnn_sdp_enabled() and not chosen
         set_up_gpu(torch.device("cuda:0"))
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert chosen == [torch.device("cuda:0")]
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)

@@ -1,7 +1,9 @@
-"""Recording decode steps, with CUDA's calls replaced: which device and mode they are given."""
+"""Recording decode steps, with CUDA's calls replaced: their device and mode, and the memory that a
+replay reads."""
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -9,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from burnish.models.attention import DecodePlan
 from burnish.rollout.cuda_graphs import DecodeGraphs
 
 
-def test_steps_are_recorded_on_the_models_device_apart_from_other_threads(
+def test_steps_are_recorded_on_the_models_device_with_memory_that_stays_allocated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[tuple[str, Any]] = []
+    slots: list[weakref.ref[torch.Tensor]] = []
     stream = SimpleNamespace(wait_stream=lambda other: None)
 
     def recorded(graph: Any, *, pool: Any, capture_error_mode: str) -> Any:
@@ -34,9 +38,13 @@ def test_steps_are_recorded_on_the_models_device_apart_from_other_threads(
     monkeypatch.setattr(torch.cuda, "graph", recorded)
     device = torch.device("cpu")
     cache: Any = SimpleNamespace(capacity=64)
-    graphs = DecodeGraphs(
-        lambda tokens, positions, plan: torch.zeros(*tokens.shape, 2), lambda x: x, cache, device
-    )
+
+    def body(tokens: torch.Tensor, positions: torch.Tensor, plan: DecodePlan) -> torch.Tensor:
+        slots.append(weakref.ref(plan.slots))
+        return torch.zeros(*tokens.shape, 2)
+
+    graphs = DecodeGraphs(body, lambda x: x, cache, device)
     assert graphs.step(torch.tensor([5, 6]), torch.tensor([3, 4]), 5).shape == (2, 2)
     graphs.step(torch.tensor([5, 6]), torch.tensor([4, 5]), 6)
+    assert all(ref() is not None for ref in slots), "a replay reads freed memory"
     assert calls == [("device", device), ("stream", device), ("graph", "thread_local")]

@@ -71,6 +71,7 @@ STEPS = (
     Step("rollout", "gpu_speed:rollout", 180,
          "0.6B, local engine: tokens/s with and without CUDA graphs"),
     Step("grpo", "gpu_learn:grpo", 210, "`burnish rl` on a tiny task: first and last reward"),
+    Step("runs", "gpu_runs:runs", 150, "tiny runs of several jobs and settings, all at once"),
 )  # fmt: skip
 
 

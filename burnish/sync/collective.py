@@ -175,7 +175,8 @@ class _Group:
             work.wait()
 
     def close(self) -> None:
-        """Close the connections."""
-        with suppress(RuntimeError):
-            self._group.shutdown()
-        self._group = None
+        """Close the connections. May be called twice."""
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(RuntimeError):
+                group.shutdown()

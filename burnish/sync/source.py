@@ -98,7 +98,7 @@ class BucketSource(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection. May be called twice."""
 
 
 class BucketTransfer:

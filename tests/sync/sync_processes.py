@@ -385,6 +385,7 @@ def silence(context: Context, kind: str) -> dict[str, Any]:
             out["silent receiver"] = tried(synced.receive)
     context.rendezvous(f"{name} 2")
     link.close()
+    link.close()  # as before a second attempt to join a new connection
     out["closed"] = tried(link.buffer if context.rank == 0 else link.next_message)
     if context.rank == 0:
         out["again"] = sender(context, kind, f"{name} again", engine).push()

@@ -1,6 +1,6 @@
 """Throughput of real asynchronous runs on Ray, compared with synchronous runs on the same cores.
 
-    python benchmarks/async_throughput.py run [--sigmas 1 0.5 1.5] [--repeats 2]
+    python benchmarks/async_throughput.py run [--sigmas 1 0.5 1.5] [--ahead 1 2] [--repeats 2]
     python benchmarks/async_throughput.py latencies --sigma 1 --to latencies.txt
     python benchmarks/async_simulator.py --latencies latencies.txt
     python benchmarks/async_throughput.py table
@@ -12,7 +12,7 @@ Kinds of runs, all with one thread per process:
 
 - ``sync``: one policy rank on core 0, one rollout engine on core 1, which take turns.
 - ``async``: the same processes on the same cores, with ``rollout.max_staleness`` (``--stale``)
-  and ``rollout.run_ahead`` (``--ahead``).
+  and, in a run of its own each, the values of ``rollout.run_ahead`` (``--ahead``).
 - ``both``: synchronous, two policy ranks and two rollout engines, so that both cores work in each
   phase.
 
@@ -190,7 +190,9 @@ def one(args: argparse.Namespace) -> None:
             "time/optim_s", "time/sync_s", "time/trainer_idle_frac", "time/rollout_idle_frac",
             "rollout/tokens", "rollout/age_mean", "rollout/age_max")  # fmt: skip
     found: Run = {"kind": args.kind, "sigma": args.sigma, "balance": args.balance}
-    found |= {"stale": args.stale if args.kind == "async" else None, "epochs": args.epochs}
+    if args.kind == "async":
+        found |= {"stale": args.stale, "ahead": args.ahead}
+    found |= {"epochs": args.epochs}
     found |= {"repeat": args.repeat, "folder": str(folder), "load": os.getloadavg()[0]}
     found |= {"steps": [{key: step[key] for key in keys if key in step} for step in steps]}
     found |= {"latencies": [round(s, 4) for s in runners[0].latencies]}
@@ -211,23 +213,27 @@ def folders(out: Path) -> Path:
 def run(args: argparse.Namespace) -> None:
     """Calibrate each sigma, then make the runs, kind after kind."""
     begun = time.monotonic()
-    cases = [(sigma, args.idle_balance, "async") for sigma in args.idle_sigmas]
-    cases += [(sigma, args.balance, kind) for sigma in args.sigmas for kind in KINDS]
+    overlapped = [("async", ahead) for ahead in args.ahead]
+    kinds = [("sync", 0), *overlapped, ("both", 0)]
+    cases = [(sigma, args.idle_balance, *kind) for sigma in args.idle_sigmas for kind in overlapped]
+    cases += [(sigma, args.balance, *kind) for sigma in args.sigmas for kind in kinds]
     costs = {sigma: _calibrate(args, sigma) for sigma in dict.fromkeys(c[0] for c in cases)}
-    for repeat, (sigma, balance, kind) in itertools.product(range(args.repeats), cases):
+    for repeat, (sigma, balance, kind, ahead) in itertools.product(range(args.repeats), cases):
         if time.monotonic() - begun > 60 * args.minutes:
             print(f"stopped after {args.minutes:g} minutes", flush=True)
             break
         epochs = epochs_for(costs[sigma], balance)
-        made = _start(args, kind, sigma, balance=balance, epochs=epochs, repeat=repeat)
-        print(f"{kind}, sigma {sigma:g}, {epochs} epochs: {speed(made):.0f} tokens/s, load "
+        options = {"balance": balance, "epochs": epochs, "repeat": repeat, "ahead": ahead}
+        made = _start(args, kind, sigma, **options)
+        name = f"{kind}, run_ahead {ahead}" if ahead else kind
+        print(f"{name}, sigma {sigma:g}, {epochs} epochs: {speed(made):.0f} tokens/s, load "
               f"{made['load']:.1f}", flush=True)  # fmt: skip
     _predict(args)
 
 
 def _start(args: argparse.Namespace, kind: str, sigma: float, **options: Any) -> Run:
     """Make a run in a process of its own and return its line of the results."""
-    options = {"steps": args.steps, "stale": args.stale, "ahead": args.ahead, **options}
+    options = {"steps": args.steps, "stale": args.stale, **options}
     words = ["one", "--kind", kind, "--sigma", str(sigma)]
     words += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     call = [sys.executable, __file__, "--out", str(args.out), *words]
@@ -239,7 +245,7 @@ def _start(args: argparse.Namespace, kind: str, sigma: float, **options: Any) ->
 
 def _calibrate(args: argparse.Namespace, sigma: float) -> dict[str, float]:
     """Return seconds per step of a short synchronous run: sampling, an epoch, all else."""
-    made = _start(args, "sync", sigma, balance=0, epochs=2, repeat=-1, steps=4)
+    made = _start(args, "sync", sigma, balance=0, epochs=2, repeat=-1, steps=4, ahead=0)
     epoch = (median(made, "time/train_s") + median(made, "time/optim_s")) / 2
     sampling = median(made, "time/rollout_s")
     rest = median(made, "time/step_s") - sampling - 2 * epoch
@@ -271,7 +277,7 @@ def _predict(args: argparse.Namespace) -> None:
         call = [sys.executable, "-m", "burnish", "plan", str(recipe), "--rates", rates, "--json"]
         text = subprocess.run(call, capture_output=True, text=True, check=True).stdout
         predicted = json.loads(text)["seconds_per_step"]
-        line = {key: found[key] for key in ("sigma", "balance", "repeat")}
+        line = {key: found[key] for key in ("sigma", "balance", "ahead", "repeat")}
         line |= {"kind": "plan", "predicted_s": predicted}
         with args.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -317,8 +323,8 @@ def speed(made: Run) -> float:
     return float(tokens / sum(step["time/step_s"] for step in made["steps"]))
 
 
-def _case(made: Run) -> tuple[float, float, int]:
-    return made["sigma"], made["balance"], made["repeat"]
+def _case(made: Run) -> tuple[float, ...]:
+    return made["sigma"], made["balance"], made["ahead"], made["repeat"]
 
 
 def table(args: argparse.Namespace) -> None:
@@ -329,32 +335,40 @@ def table(args: argparse.Namespace) -> None:
 def lines(runs: Sequence[Run]) -> Iterator[str]:
     """Return the tables: throughput, asynchronous runs in detail, and the plan's step times."""
     runs = [r for r in runs if r["repeat"] >= 0]
-    cases = sorted({(r["balance"], r["sigma"]) for r in runs})
-    by_kind = {
-        (case, kind): [r for r in runs if (r["balance"], r["sigma"]) == case and r["kind"] == kind]
-        for case in cases
-        for kind in (*KINDS, "plan")
-    }
-    heads = ["sigma", "training/sampling", "repeats", "tokens/s: sync", "async", "both cores",
-             "async/sync", "async/both cores"]  # fmt: skip
-    compared = [case for case in cases if by_kind[case, "sync"]]
-    yield from markdown_table(heads, (_speeds(case, by_kind) for case in compared))
+    cases = sorted({(r["balance"], r["sigma"], r["ahead"]) for r in runs if r["kind"] == "async"})
+    heads = ["sigma", "run_ahead", "training/sampling", "repeats", "tokens/s: sync", "async",
+             "both cores", "async/sync", "async/both cores"]  # fmt: skip
+    found = {case: _by_kind(runs, case) for case in cases}
+    yield from markdown_table(
+        heads, (_speeds(c, made) for c, made in found.items() if made["sync"])
+    )
     yield ""
-    heads = ["sigma", "target ratio", "epochs", "step, s", "trainer idle, %", "engine idle, %",
-             "mean age", "max age", "planned step, s", "planned/measured"]  # fmt: skip
-    yield from markdown_table(heads, (_detail(case, by_kind) for case in cases))
+    heads = ["sigma", "run_ahead", "target ratio", "epochs", "step, s", "trainer idle, %",
+             "engine idle, %", "mean age", "max age", "planned step, s",
+             "planned/measured"]  # fmt: skip
+    yield from markdown_table(heads, (_detail(c, made) for c, made in found.items()))
 
 
-def _speeds(case: Any, by_kind: dict[Any, list[Run]]) -> list[str]:
-    sync, overlapped, both = (by_kind[case, kind] for kind in KINDS)
+Case = tuple[float, float, int]
+"""Target ratio of training and sampling, sigma, run_ahead."""
+
+
+def _by_kind(runs: Sequence[Run], case: Case) -> dict[str, list[Run]]:
+    """Return the runs to compare with the asynchronous ones of a case, by kind."""
+    equal = [r for r in runs if (r["balance"], r["sigma"], r.get("ahead", case[2])) == case]
+    return {kind: [r for r in equal if r["kind"] == kind] for kind in (*KINDS, "plan")}
+
+
+def _speeds(case: Case, made: dict[str, list[Run]]) -> list[str]:
+    sync, overlapped, both = (made[kind] for kind in KINDS)
     sides = [
         (mean(r, "time/step_s") - mean(r, "time/rollout_s")) / mean(r, "time/rollout_s")
         for r in sync
     ]
-    cells = [[speed(r) for r in made] for made in (sync, overlapped, both)]
+    cells = [[speed(r) for r in kind] for kind in (sync, overlapped, both)]
     ratios = [_ratio(overlapped, other) for other in (sync, both)]
-    return [f"{case[1]:g}", cell(sides, 2), str(len(overlapped)), *(cell(c, 0) for c in cells),
-            *(cell(r, 2) for r in ratios)]  # fmt: skip
+    return [f"{case[1]:g}", str(case[2]), cell(sides, 2), str(len(overlapped)),
+            *(cell(c, 0) for c in cells), *(cell(r, 2) for r in ratios)]  # fmt: skip
 
 
 def _ratio(runs: Sequence[Run], others: Sequence[Run]) -> list[float]:
@@ -363,9 +377,9 @@ def _ratio(runs: Sequence[Run], others: Sequence[Run]) -> list[float]:
     return [speed(r) / of[r["repeat"]] for r in runs if r["repeat"] in of]
 
 
-def _detail(case: Any, by_kind: dict[Any, list[Run]]) -> list[str]:
-    runs = by_kind[case, "async"]
-    planned = {r["repeat"]: r["predicted_s"] for r in by_kind[case, "plan"]}
+def _detail(case: Case, made: dict[str, list[Run]]) -> list[str]:
+    runs = made["async"]
+    planned = {r["repeat"]: r["predicted_s"] for r in made["plan"]}
     matched = [r for r in runs if r["repeat"] in planned]
     share = [planned[r["repeat"]] / mean(r, "time/step_s") for r in matched]
     idle = [[100 * mean(r, f"time/{side}_idle_frac") for r in runs]
@@ -373,6 +387,7 @@ def _detail(case: Any, by_kind: dict[Any, list[Run]]) -> list[str]:
     oldest = max((s["rollout/age_max"] for r in runs for s in r["steps"]), default=0)
     return [
         f"{case[1]:g}",
+        str(case[2]),
         f"{case[0]:g}",
         "/".join(sorted({str(r["epochs"]) for r in runs})),
         cell([mean(r, "time/step_s") for r in runs], 2),
@@ -403,6 +418,7 @@ def main() -> None:
     every.add_argument("--idle-balance", type=float, default=1.5, help="where sampling is faster")
     every.add_argument("--repeats", type=int, default=2)
     every.add_argument("--minutes", type=float, default=60, help="no run is started after this")
+    every.add_argument("--ahead", type=int, nargs="+", default=[1, 2], help="run_ahead")
     every.set_defaults(call=run)
     single = parts.add_parser("one")
     single.add_argument("--kind", choices=KINDS, required=True)
@@ -410,11 +426,11 @@ def main() -> None:
     single.add_argument("--balance", type=float, default=0)
     single.add_argument("--epochs", type=int, required=True)
     single.add_argument("--repeat", type=int, default=0)
+    single.add_argument("--ahead", type=int, default=1, help="run_ahead, of the kind async")
     single.set_defaults(call=one)
     for part in (every, single):
         part.add_argument("--steps", type=int, default=16, help="measured steps")
         part.add_argument("--stale", type=int, default=4, help="max_staleness")
-        part.add_argument("--ahead", type=int, default=1, help="run_ahead")
     written = parts.add_parser("latencies")
     written.add_argument("--sigma", type=float, required=True)
     written.add_argument("--to", type=Path, required=True)

@@ -31,8 +31,10 @@ def write_runs(path: Path) -> None:
             step |= {"time/trainer_idle_frac": 0.03, "time/rollout_idle_frac": 0.1}
             step |= {"rollout/age_mean": 1.0, "rollout/age_max": 3.0}
         run = {"kind": kind, "sigma": 1.0, "balance": 1.0, "repeat": 0, "epochs": 3}
+        run |= {"ahead": 2} if kind == "async" else {}
         lines.append({**run, "steps": [step, step], "latencies": [0.5, 2.0]})
-    lines.append({"kind": "plan", "sigma": 1.0, "balance": 1.0, "repeat": 0, "predicted_s": 1.1})
+    case = {"sigma": 1.0, "balance": 1.0, "ahead": 2, "repeat": 0}
+    lines.append({"kind": "plan", **case, "predicted_s": 1.1})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
@@ -48,8 +50,8 @@ def test_throughput_is_compared_within_a_repeat_and_with_the_plan(tmp_path: Path
     done = benchmark("async_throughput.py", "--out", str(tmp_path / "runs.jsonl"), "table")
     assert done.returncode == 0, done.stderr
     speeds, detail = cells(done.stdout, "| 1 |")
-    assert speeds == ["1", "1.50", "1", "50", "100", "62", "2.00", "1.60"]
-    assert detail == ["1", "1", "3", "1.00", "3.0", "10.0", "1.00", "3", "1.10", "1.10"]
+    assert speeds == ["1", "2", "1.50", "1", "50", "100", "62", "2.00", "1.60"]
+    assert detail == ["1", "2", "1", "3", "1.00", "3.0", "10.0", "1.00", "3", "1.10", "1.10"]
 
 
 def test_measured_latencies_drive_the_simulator(tmp_path: Path) -> None:

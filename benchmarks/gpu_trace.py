@@ -188,7 +188,8 @@ def shares(spans: Sequence[Span]) -> dict[str, Any]:
 def trace(setup: Setup, report: Report) -> None:
     """Profile a training pass and report kernels, idle share and gaps."""
     case = rl_cases(tiny=setup.tiny)[0]
-    engine = make_engine(setup, with_entropy=True, layout=case.layout)
+    budget = {"max_tokens_per_micro_batch": case.budget}  # all rows in one pass
+    engine = make_engine(setup, with_entropy=True, layout=case.layout, **budget)
     batch = make_batch(case.groups[:1], vocabulary_of(setup))
 
     def step() -> None:

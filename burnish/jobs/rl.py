@@ -81,9 +81,7 @@ def rl_step(run: RL, step: int) -> Metrics:
     run.keep_samples(step, rollout.groups, advantage_by_sample(rollout.groups, batch))
 
     updates = Updates()
-    trained = without_truncated(batch, rollout.groups, run.config.algorithm)
-    trained = with_top_entropy(trained, run)
-    for minibatch in minibatches(trained, run.config, step):
+    for minibatch in minibatches(trained_part(batch, rollout.groups, run), run.config, step):
         if run.critic is not None and run.value_loss is not None:
             updates.add("critic", run.critic.forward_backward(minibatch, run.value_loss))
             updates.step("critic", run.critic)
@@ -93,12 +91,9 @@ def rl_step(run: RL, step: int) -> Metrics:
         if run.ptx is not None:
             updates.add("train", run.ptx.forward_backward(run.policy))
         updates.step("train", run.policy)
-    handed_over = run.source.update_weights()
+    metrics = updates.metrics() | run.source.update_weights()
 
-    metrics = rollout.stats.floats() | ages | batch_metrics(batch) | updates.metrics()
-    metrics |= handed_over | stream_metrics(run) | {"train/kl_coef": run.kl.coef}
-    metrics |= teacher_stats(batch) | kl_of_rollout(batch, run.config.algorithm)
-    metrics |= signal_metrics(run, rollout.groups)
+    metrics |= rollout.stats.floats() | ages | metrics_of(run, batch, rollout.groups)
     if step > run.freeze_policy_steps:
         run.kl.update(metrics.get("rollout/kl", metrics.get("train/kl", 0.0)), batch.num_samples)
     return run.signal.checked(updates.checked(metrics))
@@ -140,6 +135,12 @@ def parts_of(groups: Sequence[Group], config: RLConfig) -> RewardParts | None:
         return None
     weights = [reward.weight for reward in config.rewards]
     return RewardParts.of(groups, dict(zip(reward_names(config.rewards), weights, strict=True)))
+
+
+def trained_part(batch: Batch, groups: Sequence[Group], run: RL) -> Batch:
+    """Return the batch that the update trains: without samples and without advantages of tokens
+    that the recipe leaves out."""
+    return with_top_entropy(without_truncated(batch, groups, run.config.algorithm), run)
 
 
 def without_truncated(batch: Batch, groups: Sequence[Group], algorithm: AlgorithmConfig) -> Batch:
@@ -230,6 +231,13 @@ def advantage_by_sample(groups: Sequence[Group], batch: Batch) -> dict[str, floa
     counts = torch.zeros(first.numel()).index_add_(0, sample, mask.float()).clamp(min=1)
     samples = [s.sample_id for g in groups for s in g.samples]
     return dict(zip(samples, (sums / counts).tolist(), strict=True))
+
+
+def metrics_of(run: RL, batch: Batch, groups: Sequence[Group]) -> Metrics:
+    """Return the metrics of a step's batch, of its groups, and of the data."""
+    found = batch_metrics(batch) | teacher_stats(batch)
+    found |= kl_of_rollout(batch, run.config.algorithm) | signal_metrics(run, groups)
+    return found | stream_metrics(run) | {"train/kl_coef": run.kl.coef}
 
 
 def batch_metrics(batch: Batch) -> Metrics:

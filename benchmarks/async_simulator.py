@@ -65,11 +65,13 @@ class Job:
     steps: int
     """Measured steps."""
     oversample: float = 1.0
+    ahead: int = 1
+    """run_ahead; at most ``stale``"""
 
     @property
     def limits(self) -> Limits:
         size = self.workers
-        ahead = min(1, self.stale) * size
+        ahead = min(self.ahead, self.stale) * size
         slots = ahead + (math.ceil(self.oversample * size) if self.stale else size)
         # more steps than are simulated, so that admission does not end before the last of them
         return Limits(size, slots, self.stale, WARM + self.steps + self.stale + 2, 0)
@@ -90,7 +92,7 @@ class Found:
     @property
     def cells(self) -> list[str]:
         """Return the idle fractions and ages for a table."""
-        idle = [f"{100 * share:.1f}" for share in (self.trainer_idle, self.workers_idle)]
+        idle = [f"{max(0.0, 100 * share):.1f}" for share in (self.trainer_idle, self.workers_idle)]
         return [*idle, f"{self.age_mean:.2f}", str(self.age_max)]
 
 
@@ -236,7 +238,7 @@ def simulate(
     load_s = LOAD_FRAC * response.mean_s if args.load_s is None else args.load_s
     found = []
     for stale in (0, *args.stale):
-        job = Job(workers, stale, balance * sampling_s, load_s, steps, args.oversample)
+        job = Job(workers, stale, balance * sampling_s, load_s, steps, args.oversample, args.ahead)
         found.append(Simulation(job, times).run())
     return found
 
@@ -282,6 +284,7 @@ def main() -> None:
     parser.add_argument("--stale", type=int, nargs="+", default=[0, 1, 2, 4, 8])
     parser.add_argument("--balance", type=float, nargs="+", default=[1.0, 1.25])
     parser.add_argument("--oversample", type=float, default=1.0)
+    parser.add_argument("--ahead", type=int, default=1, help="run_ahead, at most the staleness")
     parser.add_argument("--load-s", type=float, help="default: 5%% of the mean time")
     parser.add_argument("--steps", type=int, default=100, help="a fifth above 100 workers")
     parser.add_argument("--seed", type=int, default=0)

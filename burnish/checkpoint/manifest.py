@@ -127,7 +127,9 @@ def _read(path: Path, *, advice: str) -> Manifest:
         raise CheckpointError(f"{path} is missing: the folder is incomplete{advice}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}){advice}") from error
-    version = body.get("format") if isinstance(body, dict) else None
+    if not isinstance(body, dict):
+        raise CheckpointError(f"{path} is corrupted (it is not a JSON object){advice}")
+    version = body.get("format")
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format version {version!r}, but this burnish reads {FORMAT_VERSION}: "

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field
 
 from burnish.config.base import Node
 from burnish.config.model import ModelConfig
 from burnish.config.sandbox import BubblewrapSandbox, SandboxConfig
-from burnish.config.urls import is_local, token_env_problems, url_problems
+from burnish.config.urls import client_advice, client_problems
 
 _EXAMPLE = "http://host:5000/get_reward"
 
@@ -192,23 +191,10 @@ class RemoteReward(_Reward):
     """Use the proxy of HTTP_PROXY, HTTPS_PROXY or ALL_PROXY. False: ignore them."""
 
     def rules(self) -> Iterator[str]:
-        for i, url in enumerate(self.urls):
-            yield from (f"urls[{i}] {problem}" for problem in url_problems(url, _EXAMPLE))
-        if len(set(self.urls)) < len(self.urls):
-            yield "urls contains the same URL twice; remove one"
-        if self.token_env is not None:
-            yield from token_env_problems(self.token_env)
-        if self.max_backoff_s < self.backoff_s:
-            yield (
-                f"max_backoff_s={self.max_backoff_s:g} is below backoff_s={self.backoff_s:g}; "
-                "lower backoff_s, or raise max_backoff_s"
-            )
+        yield from client_problems(self, _EXAMPLE)
 
     def advice(self) -> Iterator[str]:
-        plain = [url for url in self.urls if url.startswith("http:") and not is_local(url)]
-        if self.token_env is not None and plain:
-            host = urlsplit(plain[0]).hostname
-            yield f"the token would be sent to {host} unencrypted (http); use https"
+        yield from client_advice(self)
 
 
 RewardConfig = Annotated[

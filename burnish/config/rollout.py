@@ -14,7 +14,7 @@ from burnish.config.data import PromptDataConfig, held_out_advice
 from burnish.config.episodes import EpisodesConfig
 from burnish.config.eval_sets import eval_sections, eval_set_rules, with_sets
 from burnish.config.rewards import RewardConfig
-from burnish.config.urls import is_local, token_env_problems, url_problems
+from burnish.config.urls import client_advice, client_problems, is_local, url_problems
 from burnish.config.vllm_arguments import problems
 
 StopText = Annotated[str, Field(min_length=1)]  # an empty string is a substring of every response
@@ -157,22 +157,13 @@ class VllmServers(Node):
     """Maximum of these seconds."""
 
     def rules(self) -> Iterator[str]:
+        yield from client_problems(self, _SERVER)
         for i, url in enumerate(self.urls):
-            yield from (f"urls[{i}] {problem}" for problem in url_problems(url, _SERVER))
             if not list(url_problems(url, _SERVER)) and urlsplit(url).path.strip("/"):
                 yield (
                     f"urls[{i}] is {url!r}, but must be the base address of a server without a "
                     f"path; use the form {_SERVER}"
                 )
-        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
-            yield "urls contains the same URL twice; remove one"
-        if self.token_env is not None:
-            yield from token_env_problems(self.token_env)
-        if self.max_backoff_s < self.backoff_s:
-            yield (
-                f"max_backoff_s={self.max_backoff_s:g} is below backoff_s={self.backoff_s:g}; "
-                "lower backoff_s, or raise max_backoff_s"
-            )
         far = [url for url in self.urls if not list(url_problems(url, _SERVER))]
         far = [url for url in far if not is_local(url)]
         if far and self.weights_folder is None:
@@ -183,11 +174,7 @@ class VllmServers(Node):
             )
 
     def advice(self) -> Iterator[str]:
-        far = [url for url in self.urls if not is_local(url)]
-        plain = [url for url in far if url.startswith("http:")]
-        if self.token_env is not None and plain:
-            host = urlsplit(plain[0]).hostname
-            yield f"the token would be sent to {host} unencrypted (http); use https"
+        yield from client_advice(self)
 
     @property
     def tensor_parallel_size(self) -> int:

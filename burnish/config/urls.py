@@ -4,7 +4,44 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Protocol
 from urllib.parse import urlsplit
+
+
+class Client(Protocol):
+    """Keys of a client of equivalent servers."""
+
+    @property
+    def urls(self) -> tuple[str, ...]: ...
+    @property
+    def token_env(self) -> str | None: ...
+    @property
+    def backoff_s(self) -> float: ...
+    @property
+    def max_backoff_s(self) -> float: ...
+
+
+def client_problems(client: Client, example: str) -> Iterator[str]:
+    """Yield the problems of a client's keys. ``example``: a valid URL."""
+    for i, url in enumerate(client.urls):
+        yield from (f"urls[{i}] {problem}" for problem in url_problems(url, example))
+    if len({url.rstrip("/") for url in client.urls}) < len(client.urls):
+        yield "urls contains the same URL twice; remove one"
+    if client.token_env is not None:
+        yield from token_env_problems(client.token_env)
+    if client.max_backoff_s < client.backoff_s:
+        yield (
+            f"max_backoff_s={client.max_backoff_s:g} is below backoff_s={client.backoff_s:g}; "
+            "lower backoff_s, or raise max_backoff_s"
+        )
+
+
+def client_advice(client: Client) -> Iterator[str]:
+    """Yield a warning if the token leaves this machine unencrypted."""
+    plain = [url for url in client.urls if url.startswith("http:") and not is_local(url)]
+    if client.token_env is not None and plain:
+        host = urlsplit(plain[0]).hostname
+        yield f"the token would be sent to {host} unencrypted (http); use https"
 
 
 def url_problems(url: str, example: str) -> Iterator[str]:

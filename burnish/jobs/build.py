@@ -55,9 +55,9 @@ def within_positions(
         return data
     if limit <= new_tokens:
         raise ModelError(
-            f"generate_max_len={new_tokens} leaves no room for a prompt: {describe(model)} "
-            f"supports rows of at most {limit} tokens; lower generate_max_len, or use a model with "
-            "more positions"
+            f"responses of up to {new_tokens} tokens (generate_max_len; of episodes, "
+            f"episodes.max_tokens) leave no room for a prompt: {describe(model)} supports rows of "
+            f"at most {limit} tokens; lower that key, or use a model with more positions"
         )
     log.warning(
         "%s.%s is lowered to %d: %s supports rows of at most %d tokens",

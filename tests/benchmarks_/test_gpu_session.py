@@ -9,11 +9,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 from typing import Any
 
 import fork_server
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -354,6 +357,64 @@ def test_cells_cannot_break_a_table(tmp_path: Path) -> None:
     report.row("T", name="a|b\nc", good=True, ratio=0.123456, none=None)
     tree = {"steps": {"one": {"state": "done", "seconds": 1.0, "found": report.values}}}
     assert markdown([("one", "it")], tree).splitlines()[-1] == "| a\\|b c | yes | 0.1235 |  |"
+
+
+BARE = ("torch", "transformers", "triton", "peft", "pyarrow", "rich", "typer")
+WITHOUT = """
+import importlib.metadata as metadata, pkgutil, sys
+
+absent = set(sys.argv[1:])
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in absent:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import burnish
+from gpu_checks import NOT_IMPORTED, import_module
+for found in pkgutil.walk_packages(burnish.__path__, "burnish."):
+    if found.name not in NOT_IMPORTED:
+        import_module(found.name)
+"""
+
+
+def test_a_bare_machine_with_the_wheels_can_import_every_module() -> None:
+    """All packages are hidden but those of a bare machine, with what they require, and the wheels.
+    Modules that need an optional package may be missing."""
+    have, seen = (
+        [*BARE, *(name for names in gpu_wheels.NEEDED_BY.values() for name in names)],
+        set(),
+    )
+    while have:
+        name = canonicalize_name(have.pop())
+        if name not in seen:
+            seen.add(name)
+            have += [
+                r.name
+                for r in _requirements(name)
+                if r.marker is None or r.marker.evaluate({"extra": ""})
+            ]
+    absent = [
+        module
+        for module, owners in packages_distributions().items()
+        if module != "burnish" and not seen & {canonicalize_name(owner) for owner in owners}
+    ]
+    done = subprocess.run(
+        [fork_server.interpreter(), "-c", WITHOUT, *absent],
+        capture_output=True, text=True, cwd=BENCHMARKS,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{BENCHMARKS}"},
+    )  # fmt: skip
+    assert "jsonschema" not in absent and "ray" in absent
+    assert done.returncode == 0, done.stderr
+
+
+def _requirements(name: str) -> list[Requirement]:
+    """Requirements of an installed package; none if it is not installed."""
+    try:
+        return [Requirement(text) for text in requires(name) or ()]
+    except PackageNotFoundError:
+        return []
 
 
 # ---- all of it -----------------------------------------------------------------------------------

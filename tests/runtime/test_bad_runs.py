@@ -228,7 +228,8 @@ def test_a_prompt_the_model_has_no_positions_for_is_over_the_limit(
 def test_a_response_limit_beyond_the_models_positions_is_refused(
     rl: MakeConfig, reward: Reward
 ) -> None:
-    with pytest.raises(ModelError, match="generate_max_len=64 leaves no room for a prompt"):
+    problem = r"up to 64 tokens \(generate_max_len.* leave no room for a prompt"
+    with pytest.raises(ModelError, match=problem):
         burnish.run(rl("rollout.generate_max_len=64"), rewards=reward)
 
 

@@ -73,7 +73,14 @@ def asynchronous_advice(
             f"cluster.layout={cluster.layout}: a rollout worker uses the CPUs of a policy rank at "
             f"the same time, so both get slower; use {ALONE} for CPUs of their own"
         )
-    if held_out is not None and held_out.training_groups == "wait" and not rollout.is_asynchronous:
+    waits = held_out is not None and held_out.training_groups == "wait"
+    if waits and rollout.is_asynchronous and rollout.episodes and rollout.episodes.has_agent:
+        yield (
+            "eval.training_groups=wait: an agent's episode waits while an evaluation runs, and "
+            "episodes.timeout_s counts that time; raise timeout_s by the time of an evaluation, or "
+            "use training_groups=continue"
+        )
+    if waits and not rollout.is_asynchronous:
         yield (
             "eval.training_groups=wait has no effect: without rollout.max_staleness no group is "
             "sampled during an evaluation; remove it"

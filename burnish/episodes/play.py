@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -99,6 +100,8 @@ class Policy:
     sampling: Sampling
     rendering: Executor
     """One thread for all calls of the renderer: fast tokenizers are not re-entrant."""
+    stopped_s: Callable[[], float] = lambda: 0.0
+    """Return the seconds so far in which the service did not sample for training."""
 
     async def respond(self, request: Request) -> Completion:
         """Sample one response. Cancelling the wait cancels the request."""
@@ -159,7 +162,7 @@ async def play(task: Task, policy: Policy, environments: EnvironmentPool, limits
     episode: OpenEpisode | None = None
     error: EpisodeFailedError | None = None
     try:
-        async with asyncio.timeout(limits.timeout_s):
+        async with sampling_timeout(limits.timeout_s, policy.stopped_s):
             episode = await environments.open(
                 task.row, task.environment_seed, timeout_s=limits.step_timeout_s
             )
@@ -185,6 +188,28 @@ async def play(task: Task, policy: Policy, environments: EnvironmentPool, limits
         error="" if error is None else str(error),
     )
     return Played(record, tuple(game.calls), error)
+
+
+@asynccontextmanager
+async def sampling_timeout(seconds: float, stopped_s: Callable[[], float]) -> AsyncIterator[None]:
+    """Raise TimeoutError ``seconds`` after the start, plus those by which ``stopped_s`` grew."""
+    loop = asyncio.get_running_loop()
+    ends = loop.time() + seconds - stopped_s()
+    async with asyncio.timeout(None) as timer:
+
+        def look() -> None:
+            nonlocal next_look
+            left = ends + stopped_s() - loop.time()
+            if left > 0:
+                next_look = loop.call_later(left, look)
+            else:
+                timer.reschedule(loop.time())
+
+        next_look = loop.call_later(seconds, look)
+        try:
+            yield
+        finally:
+            next_look.cancel()
 
 
 @dataclass

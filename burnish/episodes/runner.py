@@ -80,7 +80,9 @@ class Players:
     ) -> list[Played]:
         """Play episodes in the players' event loop. Calls may overlap; each runs at most
         ``max_concurrent`` episodes at once for every service."""
-        policy = Policy(service, self.renderer, sampling, self._rendering)
+        policy = Policy(
+            service, self.renderer, sampling, self._rendering, stopped_s=service.stopped_s
+        )
         running = self._running_on(service)
 
         async def one(task: Task) -> Played:

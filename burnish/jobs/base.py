@@ -75,6 +75,11 @@ class State(Protocol):
         Only one rank calls this."""
         ...
 
+    def restart(self) -> None:
+        """Continue before the first checkpoint, after lost workers were replaced by workers with
+        the initial weights."""
+        ...
+
     def load(self, folder: Path) -> None:
         """Restore the state that :meth:`save` and :meth:`save_position` wrote."""
         ...

@@ -322,6 +322,10 @@ class RLState:
         """Write ``position``."""
         save_state(folder, "rl", self.run.source.plain(position))
 
+    def restart(self) -> None:
+        """Push the weights to the rollout engine, which may have stopped."""
+        self.run.source.restart()
+
     def load(self, folder: Path) -> None:
         """Restore the state that :meth:`save` wrote, and push the weights to the rollout engine."""
         self.run.policy.load(folder / "policy")

@@ -111,6 +111,9 @@ class SupervisedState:
         if self.run.export_metadata is not None:
             save_state(folder, EXPORT_METADATA, self.run.export_metadata)
 
+    def restart(self) -> None:
+        """Do nothing: nothing runs between steps."""
+
     def load(self, folder: Path) -> None:
         """Restore the state that :meth:`save` wrote."""
         self.run.engine.load(folder / self.role)

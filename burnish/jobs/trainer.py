@@ -216,13 +216,15 @@ class Trainer(Driver[Loop]):
             self.progress.message(f"{lost}; rolling back to the newest checkpoint")
             try:
                 self.recover(lost)
-                self._restore(loop)
+                if not self._restore(loop):
+                    loop.state.restart()
                 lost = None
             except WorkerLostError as again:
                 lost = again
 
-    def _restore(self, loop: Loop) -> None:
-        """Restore the newest checkpoint, and truncate metrics, samples and records to its step."""
+    def _restore(self, loop: Loop) -> bool:
+        """Restore the newest checkpoint, and truncate metrics, samples and records to its step.
+        Return whether there is one."""
         for old_report in (STOPPED_FILE, OOM_FILE):
             (self.records_dir / old_report).unlink(missing_ok=True)
         newest = self.checkpoints.restore(loop.state, self.position)
@@ -231,11 +233,12 @@ class Trainer(Driver[Loop]):
         drop_samples_after(self.records_dir, step)
         drop_records_after(self.records_dir, step)
         if newest is None:
-            return
+            return False
         self._spikes = SpikeAlarm()
         logged = read_metrics(self.records_dir)
         self._spikes.replay(line["train/loss"] for line in logged if "train/loss" in line)
         self.progress.message(f"resumed from {newest} at step {step} of {loop.total_steps}")
+        return True
 
     def _log_config_diff(self) -> None:
         """Log the settings that a resumed run changed."""

@@ -48,6 +48,8 @@ class CanStage(Protocol):
 
     def stage(self, in_flight: InFlight) -> StagedWeights: ...
 
+    def settle(self) -> None: ...
+
     def policy_idle(self) -> AbstractContextManager[None]: ...
 
 
@@ -158,6 +160,8 @@ class AsyncSource:
     def update_weights(self) -> Metrics:
         """Stage the policy's weights for the engine, and go on as soon as the trainer may change
         them."""
+        if not self.options.overlaps:  # the service is paused: it polls for no answers
+            self.service.call(lambda engine: self.sync.settle()).result()
         staged = self.sync.stage(self.options.in_flight)
         with self._changed:
             self._weights[staged.version] = self._schedule.taken
@@ -221,9 +225,8 @@ class AsyncSource:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore a state, and transfer the policy's weights. Running groups are dropped; the next
-        step starts them again. Sampling restarts if the loss of a worker had ended it."""
+        step starts them again."""
         self._stop_all()
-        self.service.restart()
         saved = state.get("rollouts")
         with self._changed:
             self.prompts.load_state_dict(state["prompts"])
@@ -231,9 +234,18 @@ class AsyncSource:
             self._results, self._prompt_of, self._before = {}, {}, {}
             self._counts_after, self._counts = {}, self.prompts.counts
             self._newest_used, self._next_prompt = -1, 0
-            self._started, self._error, self._loading = saved is not None, None, []
+            self._weights, self._started = {}, saved is not None
             if saved is not None:
                 self._load_groups(saved)
+        self.restart()
+
+    def restart(self) -> None:
+        """Transfer the policy's weights, and sample again if the loss of a worker had ended
+        sampling."""
+        self._stop_all()
+        self.service.restart()
+        with self._changed:
+            self._error, self._loading = None, []
         self.service.call(lambda engine: self.sync.push()).result()
         self._stopping = False
 

@@ -67,6 +67,9 @@ class RolloutService:
         thread uses this and the next."""
         self._behind: list[tuple[_Submitted, Sampling]] = []
         self._paused = False
+        self._stopped_s = 0.0
+        self._stopped_since: float | None = None
+        """Time at which the service was paused or began to hold requests. None: it did neither."""
         self._idle_s = self._idle_before = 0.0
         self._idle_since: float | None = None
         """Time at which the engine ran out of work. None: it has some."""
@@ -93,6 +96,7 @@ class RolloutService:
         self._idle_calls.clear()
         self._submitted, self._behind, self._held = {}, [], None
         self._error, self._closed, self._paused = None, False, False
+        self._count_stopped()
         self._thread = self._start()
 
     @property
@@ -179,11 +183,13 @@ class RolloutService:
         on."""
         with self._changed:
             self._held = [] if self._held is None else self._held
+            self._count_stopped()
 
     def release_held(self) -> None:
         """Submit the requests that were held back."""
         with self._changed:
             held, self._held = self._held or [], None
+            self._count_stopped()
             for command in held:
                 self._add(command)
 
@@ -212,7 +218,21 @@ class RolloutService:
     def _set_paused(self, paused: bool) -> None:
         with self._changed:
             self._paused = paused
+            self._count_stopped()
             self._changed.notify_all()
+
+    def _count_stopped(self) -> None:
+        """Start or end a span of :meth:`stopped_s`."""
+        now, stopped = time.monotonic(), self._paused or self._held is not None
+        if self._stopped_since is not None:
+            self._stopped_s += now - self._stopped_since
+        self._stopped_since = now if stopped else None
+
+    def stopped_s(self) -> float:
+        """Return the seconds so far in which the service was paused or held requests back."""
+        with self._changed:
+            since = self._stopped_since
+            return self._stopped_s + (0.0 if since is None else time.monotonic() - since)
 
     def cancel(self, request_id: str) -> None:
         """Drop an open request; its future is canceled. Unknown ids are ignored."""
@@ -357,6 +377,8 @@ class RolloutService:
         del self._submitted[completion.request_id]
         with suppress(InvalidStateError):  # canceled during the poll
             one.future.set_result(one.found if one.all_samples else completion)
+        with self._changed:
+            self._changed.notify_all()  # also if it was canceled
 
     def _call_idle(self) -> None:
         while self._idle_calls:
@@ -424,6 +446,11 @@ class TakesRequests(Protocol):
 
     def submit(self, request: Request, sampling: Sampling) -> Future[Completion]: ...
 
+    def stopped_s(self) -> float:
+        """Return the seconds so far in which requests waited although the engine could sample: the
+        service was paused, or held new requests back."""
+        ...
+
     def cancel(self, request_id: str) -> None: ...
 
     def release(self, conversation: str) -> None: ...
@@ -443,6 +470,10 @@ class EvaluationLane:
     def submit_all(self, request: Request, sampling: Sampling) -> Future[list[Completion]]:
         """Submit a request, as :meth:`RolloutService.submit_all`."""
         return self.service.submit_all(_for_evaluation(request), sampling, lane="evaluation")
+
+    def stopped_s(self) -> float:
+        """Return 0: requests of evaluations are not held back."""
+        return 0.0
 
     def cancel(self, request_id: str) -> None:
         """Drop an open request."""

@@ -63,6 +63,11 @@ class RolloutSource(Protocol):
         ValueError if it does not fit this run."""
         ...
 
+    def restart(self) -> None:
+        """Transfer the policy's weights, after lost workers were replaced and before a step has
+        sampled."""
+        ...
+
     def close(self) -> None:
         """End what is running, and close runner and engine."""
         ...
@@ -128,6 +133,10 @@ class SyncSource:
                 "rollout.max_staleness as in that run"
             )
         self.prompts.load_state_dict(state["prompts"])
+        self.sync.push()
+
+    def restart(self) -> None:
+        """Transfer the policy's weights."""
         self.sync.push()
 
     def close(self) -> None:

@@ -46,6 +46,11 @@ class Sync(Protocol):
         """
         ...
 
+    def settle(self) -> None:
+        """Wait until nothing is loaded but the newest weights, so that :meth:`stage` need not wait.
+        Called by the engine's thread while it does not poll."""
+        ...
+
     def policy_idle(self) -> AbstractContextManager[None]:
         """Return a context in which the trainer does not use the policy, so that replaced workers
         can get its weights. Only for runs that :meth:`stage`."""

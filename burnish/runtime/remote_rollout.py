@@ -128,7 +128,7 @@ class RemoteRolloutEngine:
         self._finished = [c for c in self._finished if c.request_id not in names]
         for name in self._requests.drop(names):
             self._remove(self._open.pop(name))
-        self._send()
+        self.pool.load_due()  # a worker may have waited for them; a poll sends the rest
 
     def release(self, conversations: Iterable[str]) -> None:
         """Free the kept cache of conversations. Unknown names are ignored."""
@@ -138,7 +138,6 @@ class RemoteRolloutEngine:
                 self._shares[worker].release.append(name)
             for waiting in self._waiting.values():
                 waiting.released |= waiting.request.conversation == name
-        self._send()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Yield completions as any worker finishes them, after staged weights are loaded. Raises
@@ -307,6 +306,11 @@ class RemoteRolloutEngine:
         error of a worker that rejects them."""
         self.staged = True
         self.pool.stage(weights)
+
+    def settle(self) -> None:
+        """Wait until no worker loads older weights than the newest. Nothing is sampled
+        meanwhile."""
+        self._until(lambda: not self.pool.loads_older)
 
     def load(self, weights: Weights) -> None:
         """Load ``weights`` in all workers, and return once they are confirmed. Raises SyncError if

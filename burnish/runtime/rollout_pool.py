@@ -143,10 +143,19 @@ class RolloutPool:
     def is_loading(self) -> bool:
         """Return whether a ready worker loads weights, or all workers were lost before one had
         loaded the newest: then their replacements load them."""
-        if any(call.kind == "load" and call.worker.ready for call in self._calls.values()):
+        if self.loads_older or any(
+            call.kind == "load" and call.worker.ready for call in self._calls.values()
+        ):
             return True
         newest, none_ready = self.newest, not any(worker.ready for worker in self.workers)
         return newest is not None and none_ready and not self.is_confirmed(newest)
+
+    @property
+    def loads_older(self) -> bool:
+        """Return whether a worker loads other weights than the newest. They are released once it
+        has answered."""
+        loads = (call for call in self._calls.values() if call.kind == "load")
+        return any(call.weights is not self.newest for call in loads)
 
     @property
     def complete(self) -> bool:
@@ -161,8 +170,14 @@ class RolloutPool:
         self._calls[ref] = _Call(worker, kind, limit, weights)
 
     def forget_calls(self) -> None:
-        """Ignore the outstanding answers of ready workers, after an error."""
-        self._calls = {ref: call for ref, call in self._calls.items() if not call.worker.ready}
+        """Ignore the outstanding answers of ready workers, and of others that load, after an
+        error. The others are called to load again."""
+        self._calls, calls = {}, self._calls
+        for ref, call in calls.items():
+            if not call.worker.ready and call.kind == "load":
+                call.worker.requested = None
+            elif not call.worker.ready:
+                self._calls[ref] = call
         for weights in self._held:
             weights.released.set()  # the trainer must not wait for them
 

@@ -95,6 +95,10 @@ class _StoredSync(ABC):
         metrics["sync/stored_bytes"] = float(sum(w.num_bytes for w in self._stored))
         return StagedWeights(weights.version, metrics, lambda engine: self.rollout.stage(weights))
 
+    def settle(self) -> None:
+        """Wait until no worker loads weights before the newest."""
+        self.rollout.settle()
+
     def policy_idle(self) -> AbstractContextManager[None]:
         """Return a context without effect: workers read the stored weights at any time."""
         return nullcontext()
@@ -209,6 +213,9 @@ class ConnectionSync:
             yield
         finally:
             self._reserved = self._in_use.acquire()
+
+    def settle(self) -> None:
+        """Do nothing: no weights are stored."""
 
     def stage(self, in_flight: InFlight) -> StagedWeights:
         """Return the transfer, in which the ranks take part. Its metrics are known at its end."""

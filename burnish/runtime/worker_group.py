@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from threading import RLock
 from typing import Any, NoReturn
 
 from burnish.oom import is_out_of_memory
@@ -21,7 +22,8 @@ than gloo does."""
 
 
 class WorkerGroup:
-    """Ranks of one train engine."""
+    """Ranks of one train engine. Several threads may call it; one call ends before the next one
+    begins, so that all ranks get them in the same order."""
 
     def __init__(
         self,
@@ -44,16 +46,18 @@ class WorkerGroup:
         self.mixed = False
         """True once other weights were mixed into those of a frozen model (``mix``)."""
         self._complete = False
+        self._calling = RLock()
         self.restart()
 
     def restart(self) -> None:
         """Start workers that connect and load the model, repeatedly if some are lost. Raises
         ClusterError once ``max_restarts`` is exceeded."""
-        while not self._complete:
-            try:
-                self._start()
-            except WorkerLostError as lost:
-                self.cluster.count_restart(str(lost))
+        with self._calling:
+            while not self._complete:
+                try:
+                    self._start()
+                except WorkerLostError as lost:
+                    self.cluster.count_restart(str(lost))
 
     def _start(self) -> None:
         self.end()
@@ -75,14 +79,15 @@ class WorkerGroup:
         If a rank dies or hangs and the model has the weights it was loaded with, the group is
         restarted and the call is repeated. Otherwise raises WorkerLostError with the rank's name,
         and the group has to be restarted."""
-        while True:
-            try:
-                return self._each(call, *arguments)
-            except WorkerLostError as lost:
-                if self.spec.trainable or self.mixed:
-                    raise
-                self.cluster.count_restart(str(lost))
-                self.restart()
+        with self._calling:
+            while True:
+                try:
+                    return self._each(call, *arguments)
+                except WorkerLostError as lost:
+                    if self.spec.trainable or self.mixed:
+                        raise
+                    self.cluster.count_restart(str(lost))
+                    self.restart()
 
     def _each(
         self, call: Callable[..., Any], *arguments: Sequence[Any], limit_s: float | None = None
@@ -159,15 +164,16 @@ class WorkerGroup:
         return WorkerLostError(f"{self.cluster.monitor.names(workers)} {how}")
 
     def is_complete(self) -> bool:
-        """Return whether every rank responds."""
-        if not self._complete:
-            return False
-        try:
-            limit = self.cluster.config.heartbeat_timeout_s
-            self._each(lambda w: w.ping.remote(), limit_s=limit)
-        except WorkerLostError:
-            return False
-        return True
+        """Return whether every rank responds, once the calls of other threads have ended."""
+        with self._calling:
+            if not self._complete:
+                return False
+            try:
+                limit = self.cluster.config.heartbeat_timeout_s
+                self._each(lambda w: w.ping.remote(), limit_s=limit)
+            except WorkerLostError:
+                return False
+            return True
 
     def end(self) -> None:
         """End the workers immediately."""

@@ -72,6 +72,9 @@ class InprocSync:
         metrics = sync_metrics(version, num_bytes, buckets=0, seconds=seconds)
         return StagedWeights(version, metrics, load, needs_idle=idle)
 
+    def settle(self) -> None:
+        """Do nothing: there are no workers."""
+
     def policy_idle(self) -> AbstractContextManager[None]:
         """Return a context without effect: there are no workers to replace."""
         return nullcontext()

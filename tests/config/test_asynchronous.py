@@ -90,6 +90,9 @@ def test_settings_without_the_benefit_of_overlap_are_advised_against():
     assert [text for text in found if "use run_ahead=1" in text]
     assert [text for text in found if "uses the CPUs of a policy rank" in text]
     assert not [text for text in found if "training_groups" in text]
+    agent = RECIPE["rollout"] | {"episodes": {"agent": "agent.py:solve", "max_tokens": 2048}}
+    found = load_config(RECIPE | {"eval": held_out, "rollout": agent}, [RAY]).warnings()
+    assert [text for text in found if "episodes.timeout_s counts that time" in text]
     paused = load_config(RECIPE | {"eval": held_out}, [RAY, PARTIAL]).warnings()
     assert not [text for text in paused if "training_groups" in text or "CPUs of a" in text]
     synchronous = RECIPE | {"eval": held_out, "rollout": SYNCHRONOUS}

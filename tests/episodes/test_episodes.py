@@ -3,10 +3,12 @@ environments."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from scripted_engine import Answer, ScriptedEngine
 from burnish.config.episodes import EpisodesConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
-from burnish.episodes.play import call_seed
+from burnish.episodes.play import call_seed, sampling_timeout
 from burnish.episodes.runner import EpisodeRunner, EpisodesFailedError, Players, episode_stats
 from burnish.episodes.template import RendererError
 from burnish.jobs.episodes import build_players
@@ -217,6 +219,19 @@ def test_failures_are_conserved_and_leave_the_baseline() -> None:
     assert len(groups) + ended["groups_dropped"] == 20
     assert kept <= ended["done"] + ended.get("max_turns", 0)
     assert not engine.busy
+
+
+def test_the_time_limit_of_an_episode_does_not_count_stops_of_the_service() -> None:
+    """The service is stopped for the first 0.2 s; 0.05 s later the limit of 0.05 s is reached."""
+
+    async def waited(seconds: float) -> float:
+        begun = time.monotonic()
+        with suppress(TimeoutError):
+            async with sampling_timeout(0.05, lambda: min(0.2, time.monotonic() - begun)):
+                await asyncio.sleep(seconds)
+        return time.monotonic() - begun
+
+    assert asyncio.run(waited(0.22)) < 0.25 <= asyncio.run(waited(60)) < 60
 
 
 def test_calls_that_were_not_run_are_not_rendered_again() -> None:

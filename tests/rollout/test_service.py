@@ -156,6 +156,44 @@ def test_a_completion_of_a_canceled_request_is_not_that_of_the_next_with_its_id(
     assert again.result(WAIT_S).request_id == "a"
 
 
+def test_waiting_for_training_ends_with_a_request_that_was_canceled_during_its_last_poll(
+    service: RolloutService, engine: GatedEngine
+) -> None:
+    one = ask(service, "a")
+    service.call(lambda e: None).result(WAIT_S)
+    service.hold()
+    polling, go_on, poll = threading.Event(), threading.Event(), engine.poll
+
+    def slow_poll() -> list[Completion]:
+        engine.poll = poll  # type: ignore[method-assign]
+        polling.set()
+        assert go_on.wait(WAIT_S)
+        return poll()
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(service.wait_for_training)
+        while not service._changed._waiters:  # type: ignore[attr-defined]
+            pass
+        engine.poll = slow_poll  # type: ignore[method-assign]
+        assert polling.wait(WAIT_S) and one.cancel()
+        engine.permits.release()
+        go_on.set()
+        waiting.result(WAIT_S)
+
+
+def test_the_time_of_pauses_and_of_held_requests_is_counted(service: RolloutService) -> None:
+    assert service.stopped_s() == 0
+    service.hold()
+    service.pause()
+    service.release_held()
+    before = service.stopped_s()
+    while service.stopped_s() == before:
+        pass
+    service.resume()
+    ended = service.stopped_s()
+    assert ended > before > 0 and service.stopped_s() == ended
+
+
 @pytest.mark.parametrize("canceled", [False, True])
 def test_the_id_of_a_finished_or_canceled_request_is_free_at_once(
     canceled: bool,

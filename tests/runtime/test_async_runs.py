@@ -26,6 +26,7 @@ from burnish.config import load_config
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.jobs import rl as steps_of_rl
 from burnish.jobs import rl_job as loop
+from burnish.jobs.evaluate import Evaluator
 from burnish.jobs.trainer import Trainer
 from burnish.models.cache_attention import least_rows
 from burnish.models.load import load_causal_lm
@@ -339,6 +340,55 @@ def test_a_lost_rank_in_the_engine_thread_is_a_rollback(
     }
     text = (tmp_path / "run" / "run.log").read_text(encoding="utf-8")
     assert "resumed from" in text and "at step 2 of 10" in text
+
+
+@pytest.mark.parametrize("at", ["evaluation 0", "first step after a synchronous run"])
+def test_a_rank_lost_before_the_first_asynchronous_checkpoint_is_a_rollback(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampling starts again with the weights from before, once."""
+    step_of_loop, attach, poll = loop.rl_step, Trainer.attach, LocalRolloutEngine.poll
+    evaluate = Evaluator.evaluate
+    losses: list[WorkerLostError] = []
+    dies = [at]
+    evaluating = threading.Event()
+
+    def evaluate_0(self: Evaluator, step: int) -> dict[str, float]:
+        evaluating.set()
+        return evaluate(self, step)
+
+    def rl_step(parts: Any, step: int) -> dict[str, float]:
+        if dies == ["first step after a synchronous run"]:
+            dies.clear()
+            parts.source.next(step)
+            raise WorkerLostError("rank 0 of the policy died")
+        return step_of_loop(parts, step)
+
+    def poll_or_lose(self: LocalRolloutEngine) -> list[Completion]:
+        if dies == ["evaluation 0"] and evaluating.is_set():
+            dies.clear()
+            raise WorkerLostError("rank 0 of the policy died (during a weight transfer)")
+        return poll(self)
+
+    def recover(lost: WorkerLostError) -> None:
+        losses.append(lost)
+        assert len(losses) == 1, "the rollback found the same loss again"
+
+    def recoverable(self: Trainer[Any], runtime: Any) -> None:
+        attach(self, runtime)
+        self.recover = recover
+
+    tree, resume = {**TEXT, **WITH_EVAL, "max_steps": 2}, None
+    if at != "evaluation 0":
+        burnish.run(recipe(tmp_path, "run", tree))
+        tree, resume = {**tree, "max_steps": 4}, tmp_path / "run"
+    monkeypatch.setattr(loop, "rl_step", rl_step)
+    monkeypatch.setattr(Evaluator, "evaluate", evaluate_0)
+    monkeypatch.setattr(LocalRolloutEngine, "poll", poll_or_lose)
+    monkeypatch.setattr(Trainer, "attach", recoverable)
+    burnish.run(recipe(tmp_path, "run", tree, max_staleness=0), resume=resume)
+    assert len(losses) == 1 and not dies
+    assert [len(ids) for ids in trained_prompts(tmp_path / "run")] == [5] * tree["max_steps"]
 
 
 class ToolCaller(ScriptedEngine):

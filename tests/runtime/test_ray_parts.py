@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from ipaddress import ip_address
@@ -287,6 +288,40 @@ def test_a_failed_environment_setup_is_not_a_worker_loss() -> None:
 
 
 # ---- ranks that wait for each other in vain ------------------------------------------------------
+
+
+def test_two_threads_call_the_ranks_of_a_group_in_one_order() -> None:
+    """The second thread calls while the first one has called rank 0 only."""
+    called, go_on = threading.Event(), threading.Event()
+    orders: list[list[str]] = [[], []]
+
+    def value(rank: int, what: str) -> str:
+        orders[rank].append(what)
+        if rank == 0 and what == "training":
+            called.set()
+            assert go_on.wait(60)
+        return what
+
+    group = WorkerGroup.__new__(WorkerGroup)
+    group.workers, group._complete, group._calling = [0, 1], True, threading.RLock()
+    wait = SimpleNamespace(wait=lambda refs, workers, limit_s: (list(refs), []))
+    get = SimpleNamespace(get=lambda ref: ref, exceptions=ray.exceptions)
+    config = ClusterConfig(runtime="ray")
+    group.cluster = cast(Any, SimpleNamespace(ray=get, monitor=wait, config=config))
+
+    def start(what: str) -> threading.Thread:
+        thread = threading.Thread(target=group.all, args=(lambda rank: value(rank, what),))
+        thread.start()
+        return thread
+
+    threads = [start("training")]
+    assert called.wait(60)
+    threads.append(start("evaluation"))
+    threads[1].join(0.3)
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert orders == [["training", "evaluation"]] * 2
 
 
 def test_ranks_that_miss_a_collective_are_named_with_the_collectives_of_the_others() -> None:

@@ -14,6 +14,7 @@ from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.rollout import LocalEngine
 from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
+from burnish.runtime.base import WorkerLostError
 from burnish.runtime.remote_rollout import RemoteRolloutEngine
 from burnish.runtime.rollout_pool import Weights
 from burnish.runtime.rollout_worker import Orders
@@ -226,6 +227,77 @@ def test_staged_weights_keep_the_engine_busy_if_all_workers_are_lost_while_they_
     finish(engine)
     assert [worker.given for worker in workers] == [[1]] * 4
     assert engine.version == 1 and engine.pool.complete
+
+
+def older_load() -> tuple[Any, RemoteRolloutEngine, Weights]:
+    """An engine whose replaced worker loads version 1 while version 2 is staged and loaded by the
+    other one; no request is open."""
+    fresh = Worker()
+    cluster: Any = Cluster([Worker(), Worker(), fresh])
+    engine = engine_of(cluster)
+    engine.load(weights(0))
+    first = weights(1)
+    engine.stage(first)
+    finish(engine)
+    engine.lose({1: "died"})
+    while engine.pool.called("load") != {1}:
+        engine.pool.wait()
+    cluster.silent = {fresh}
+    engine.stage(weights(2))
+    engine.poll()
+    assert engine.version == 2 and not first.released.is_set()
+    return cluster, engine, first
+
+
+def test_a_load_of_older_weights_keeps_the_engine_busy_until_they_are_released() -> None:
+    """The trainer waits for the release before it stages the next version."""
+    cluster, engine, first = older_load()
+    assert engine.busy
+    cluster.silent = set()
+    finish(engine)
+    assert first.released.is_set()
+
+
+def test_a_paused_engine_settles_without_sampling() -> None:
+    cluster, engine, first = older_load()
+    engine.submit(FOUR, Sampling(4))
+    cluster.silent = set()
+    engine.settle()
+    assert first.released.is_set() and not engine.pool.called("advance")
+
+
+def test_cancels_and_releases_sample_nothing_and_let_due_weights_be_loaded() -> None:
+    """They happen while sampling is paused, too."""
+    cluster: Any = Cluster([Worker(), Worker()])
+    engine = engine_of(cluster)
+    engine.submit(FOUR, Sampling(4))
+    engine.cancel("a")
+    engine.release(["a conversation"])
+    assert not engine.pool.called("advance")
+    engine.poll()
+    engine.stage(weights(1, "finish"))
+    while engine.pool.called("advance"):
+        engine.pool.wait()
+    assert not engine.pool.called("load")
+    engine.cancel("bcd")
+    assert engine.busy and engine.pool.called("load") == {0, 1}
+
+
+def test_weights_that_were_lost_with_a_machine_are_one_error() -> None:
+    """Two new workers are called to load them."""
+    workers = [Worker() for _ in range(5)]
+    cluster: Any = Cluster(workers)
+    cluster.config = ClusterConfig(runtime="ray", rollout_workers=3, layout="separate")
+    engine = engine_of(cluster)
+    engine.stage(Weights(1, lambda w: Lost() if w in workers[3:] else w.load(1)))
+    finish(engine)
+    engine.lose({1: "its machine died", 2: "its machine died"})
+    while engine.pool.called("load") != {1, 2}:
+        engine.pool.wait()
+    with pytest.raises(WorkerLostError):
+        engine.load(weights(2))
+    engine.load(weights(3))
+    assert engine.version == 3 and engine.pool.complete
 
 
 def test_a_version_is_confirmed_by_all_workers_and_older_ones_are_skipped() -> None:

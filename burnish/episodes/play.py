@@ -197,19 +197,16 @@ async def sampling_timeout(seconds: float, stopped_s: Callable[[], float]) -> As
     ends = loop.time() + seconds - stopped_s()
     async with asyncio.timeout(None) as timer:
 
-        def look() -> None:
-            nonlocal next_look
-            left = ends + stopped_s() - loop.time()
-            if left > 0:
-                next_look = loop.call_later(left, look)
-            else:
-                timer.reschedule(loop.time())
+        async def watch() -> None:
+            while (left := ends + stopped_s() - loop.time()) > 0:
+                await asyncio.sleep(left)
+            timer.reschedule(loop.time())
 
-        next_look = loop.call_later(seconds, look)
+        watching = asyncio.create_task(watch())
         try:
             yield
         finally:
-            next_look.cancel()
+            watching.cancel()
 
 
 @dataclass

@@ -23,7 +23,7 @@ from burnish.environments.pool import EnvironmentPool, EpisodeFailedError, OpenE
 from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.template import RendererError
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.rollout.service import TakesRequests
+from burnish.rollout.evaluation_lane import TakesRequests
 from burnish.transcript import Episode, EpisodeStatus, Turn
 from burnish.types import Ids
 

@@ -21,8 +21,9 @@ from burnish.errors import BurnishError
 from burnish.loop_thread import LoopThread
 from burnish.rewards.base import NoGroupLeftError, RewardSet
 from burnish.rollout.base import RolloutEngine, Sampling
+from burnish.rollout.evaluation_lane import ServiceEngine, TakesRequests
 from burnish.rollout.runner import Drawn, Runner, prompt_seed
-from burnish.rollout.service import RolloutService, ServiceEngine, TakesRequests
+from burnish.rollout.service import RolloutService
 from burnish.transcript import Episode, EpisodeStatus
 from burnish.types import Group, Prompt, Sample, Stats
 

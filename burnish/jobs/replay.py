@@ -165,6 +165,9 @@ class ReplaySource:
     def load(self, state: Mapping[str, Any]) -> None:
         """Do nothing."""
 
+    def restart(self) -> None:
+        """Do nothing: groups are read."""
+
     def close(self) -> None:
         """Do nothing."""
 

@@ -51,10 +51,11 @@ from burnish.observe.timeline import SAMPLER, SCORING, Timeline, timed
 from burnish.rewards.base import RewardSet
 from burnish.rollout.async_source import AsyncOptions, AsyncSource
 from burnish.rollout.base import RolloutEngine
+from burnish.rollout.evaluation_lane import ServiceEngine
 from burnish.rollout.runner import Runner
 from burnish.rollout.schedule import Limits
 from burnish.rollout.server_group import wait_for_servers
-from burnish.rollout.service import RolloutService, ServiceEngine
+from burnish.rollout.service import RolloutService
 from burnish.rollout.source import RolloutSource, SyncSource
 from burnish.runtime.base import Runtime
 from burnish.train.base import HasLogprobs, Loss, TrainEngine

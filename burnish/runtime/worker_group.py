@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from threading import RLock
-from typing import Any, NoReturn
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from burnish.oom import is_out_of_memory
 from burnish.runtime.base import WorkerLostError
@@ -19,6 +20,23 @@ from burnish.train.spec import EngineSpec
 _OTHER_RANKS_S = 10.0
 """Seconds that other ranks have to fail after the first failure, because Ray detects a death later
 than gloo does."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _alone(
+    method: Callable[Concatenate[WorkerGroup, P], T],
+) -> Callable[Concatenate[WorkerGroup, P], T]:
+    """Return a method of a group that waits for the calls of other threads."""
+
+    @wraps(method)
+    def call(self: WorkerGroup, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._calling:
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class WorkerGroup:
@@ -49,15 +67,15 @@ class WorkerGroup:
         self._calling = RLock()
         self.restart()
 
+    @_alone
     def restart(self) -> None:
         """Start workers that connect and load the model, repeatedly if some are lost. Raises
         ClusterError once ``max_restarts`` is exceeded."""
-        with self._calling:
-            while not self._complete:
-                try:
-                    self._start()
-                except WorkerLostError as lost:
-                    self.cluster.count_restart(str(lost))
+        while not self._complete:
+            try:
+                self._start()
+            except WorkerLostError as lost:
+                self.cluster.count_restart(str(lost))
 
     def _start(self) -> None:
         self.end()
@@ -72,6 +90,7 @@ class WorkerGroup:
         self._each(lambda w: w.build.remote(self.spec, **options))
         self._complete = True
 
+    @_alone
     def all(self, call: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
         """Return every rank's result of one call. ``arguments``: sequences with one entry per rank,
         which ``call`` receives after the worker.
@@ -79,15 +98,14 @@ class WorkerGroup:
         If a rank dies or hangs and the model has the weights it was loaded with, the group is
         restarted and the call is repeated. Otherwise raises WorkerLostError with the rank's name,
         and the group has to be restarted."""
-        with self._calling:
-            while True:
-                try:
-                    return self._each(call, *arguments)
-                except WorkerLostError as lost:
-                    if self.spec.trainable or self.mixed:
-                        raise
-                    self.cluster.count_restart(str(lost))
-                    self.restart()
+        while True:
+            try:
+                return self._each(call, *arguments)
+            except WorkerLostError as lost:
+                if self.spec.trainable or self.mixed:
+                    raise
+                self.cluster.count_restart(str(lost))
+                self.restart()
 
     def _each(
         self, call: Callable[..., Any], *arguments: Sequence[Any], limit_s: float | None = None
@@ -163,17 +181,17 @@ class WorkerGroup:
         self._complete = False
         return WorkerLostError(f"{self.cluster.monitor.names(workers)} {how}")
 
+    @_alone
     def is_complete(self) -> bool:
         """Return whether every rank responds, once the calls of other threads have ended."""
-        with self._calling:
-            if not self._complete:
-                return False
-            try:
-                limit = self.cluster.config.heartbeat_timeout_s
-                self._each(lambda w: w.ping.remote(), limit_s=limit)
-            except WorkerLostError:
-                return False
-            return True
+        if not self._complete:
+            return False
+        try:
+            limit = self.cluster.config.heartbeat_timeout_s
+            self._each(lambda w: w.ping.remote(), limit_s=limit)
+        except WorkerLostError:
+            return False
+        return True
 
     def end(self) -> None:
         """End the workers immediately."""

@@ -7,40 +7,29 @@ import json
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from chat_families import chat_tokenizer
 from safetensors.torch import load_file
-from scripted_engine import ScriptedEngine
-from torch import Tensor
 
 import burnish
-from burnish.batches import groups_to_batch
 from burnish.checkpoint.state import load_state
 from burnish.config import load_config
-from burnish.config.model import ModelConfig, ScratchConfig
-from burnish.jobs import rl as steps_of_rl
 from burnish.jobs import rl_job as loop
 from burnish.jobs.evaluate import Evaluator
 from burnish.jobs.trainer import Trainer
 from burnish.models.cache_attention import least_rows
-from burnish.models.load import load_causal_lm
 from burnish.observe.metrics import read_metrics
 from burnish.observe.progress import time_phases
 from burnish.observe.samples import read_samples
-from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
-from burnish.rollout.generation import generate
+from burnish.rollout.base import Completion
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.runtime.base import WorkerLostError
-from burnish.types import Batch, Group
 
 ENVIRONMENT = str(Path(__file__).parents[2] / "recipes/environments/guess_number.py:GuessNumber")
-CALCULATE = str(Path(__file__).parents[2] / "recipes/tools/calculator.py:calculate")
 REWARD = """
 def even(responses):
     return [sum(c in "02468" for c in r) / 7 for r in responses]
@@ -298,38 +287,56 @@ def test_episodes_continue_under_newer_weights(
     assert len({name for ids in steps for name in ids}) == 4 * 8
 
 
+@pytest.fixture
+def losses(monkeypatch: pytest.MonkeyPatch) -> list[WorkerLostError]:
+    """Losses from which runs recovered, at most one."""
+    attach, found = Trainer.attach, list[WorkerLostError]()
+
+    def recover(lost: WorkerLostError) -> None:
+        found.append(lost)
+        assert len(found) == 1, "the rollback found the same loss again"
+
+    def recoverable(self: Trainer[Any], runtime: Any) -> None:
+        attach(self, runtime)
+        self.recover = recover
+
+    monkeypatch.setattr(Trainer, "attach", recoverable)
+    return found
+
+
+@pytest.fixture
+def dies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """If it is set, the engine's next poll raises a loss."""
+    poll, now = LocalRolloutEngine.poll, threading.Event()
+
+    def poll_or_lose(self: LocalRolloutEngine) -> list[Completion]:
+        if now.is_set():
+            now.clear()
+            raise WorkerLostError("rank 0 of the policy died (during a weight transfer)")
+        return poll(self)
+
+    monkeypatch.setattr(LocalRolloutEngine, "poll", poll_or_lose)
+    return now
+
+
 def test_a_lost_rank_in_the_engine_thread_is_a_rollback(
-    tmp_path: Path, random_latency: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    random_latency: None,
+    losses: list[WorkerLostError],
+    dies: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In step 4 the engine's poll raises the loss of a worker, as a transfer of weights to a new
     rollout worker does if a rank of the policy dies. The run rolls back to step 2 once and trains
     each prompt once."""
-    step_of_loop, attach, poll = loop.rl_step, Trainer.attach, LocalRolloutEngine.poll
-    losses: list[WorkerLostError] = []
-    dies = threading.Event()
+    step_of_loop = loop.rl_step
 
     def rl_step(parts: Any, step: int) -> dict[str, float]:
         if step == 4 and not losses:
             dies.set()
         return step_of_loop(parts, step)
 
-    def poll_or_lose(self: LocalRolloutEngine) -> list[Completion]:
-        if dies.is_set():
-            dies.clear()
-            raise WorkerLostError("rank 0 of the policy died (during a weight transfer)")
-        return poll(self)
-
-    def recover(lost: WorkerLostError) -> None:
-        losses.append(lost)
-        assert len(losses) == 1, "the rollback found the same loss again"
-
-    def recoverable(self: Trainer[Any], runtime: Any) -> None:
-        attach(self, runtime)
-        self.recover = recover
-
     monkeypatch.setattr(loop, "rl_step", rl_step)
-    monkeypatch.setattr(LocalRolloutEngine, "poll", poll_or_lose)
-    monkeypatch.setattr(Trainer, "attach", recoverable)
     tree = {**TEXT, **SMALL, "algorithm": {"correction": {}}, "max_steps": 10}
     burnish.run(recipe(tmp_path, "run", tree, **OWN, max_staleness=2, rollout_batch_size=4))
     assert len(losses) == 1
@@ -342,183 +349,41 @@ def test_a_lost_rank_in_the_engine_thread_is_a_rollback(
     assert "resumed from" in text and "at step 2 of 10" in text
 
 
-@pytest.mark.parametrize("at", ["evaluation 0", "first step after a synchronous run"])
-def test_a_rank_lost_before_the_first_asynchronous_checkpoint_is_a_rollback(
-    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_rank_lost_in_the_first_evaluation_is_a_rollback(
+    tmp_path: Path,
+    losses: list[WorkerLostError],
+    dies: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Sampling starts again with the weights from before, once."""
-    step_of_loop, attach, poll = loop.rl_step, Trainer.attach, LocalRolloutEngine.poll
+    """There is no checkpoint yet. Sampling starts again with the initial weights."""
     evaluate = Evaluator.evaluate
-    losses: list[WorkerLostError] = []
-    dies = [at]
-    evaluating = threading.Event()
 
-    def evaluate_0(self: Evaluator, step: int) -> dict[str, float]:
-        evaluating.set()
+    def lost_once(self: Evaluator, step: int) -> dict[str, float]:
+        if not losses:
+            dies.set()
         return evaluate(self, step)
 
+    monkeypatch.setattr(Evaluator, "evaluate", lost_once)
+    burnish.run(recipe(tmp_path, "run", TEXT, WITH_EVAL, {"max_steps": 2}, max_staleness=0))
+    assert len(losses) == 1
+    assert [len(ids) for ids in trained_prompts(tmp_path / "run")] == [5, 5]
+
+
+def test_a_rank_lost_before_the_first_asynchronous_checkpoint_is_a_rollback(
+    tmp_path: Path, losses: list[WorkerLostError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run was resumed from a checkpoint of a synchronous one."""
+    step_of_loop = loop.rl_step
+
     def rl_step(parts: Any, step: int) -> dict[str, float]:
-        if dies == ["first step after a synchronous run"]:
-            dies.clear()
+        if step == 3 and not losses:
             parts.source.next(step)
             raise WorkerLostError("rank 0 of the policy died")
         return step_of_loop(parts, step)
 
-    def poll_or_lose(self: LocalRolloutEngine) -> list[Completion]:
-        if dies == ["evaluation 0"] and evaluating.is_set():
-            dies.clear()
-            raise WorkerLostError("rank 0 of the policy died (during a weight transfer)")
-        return poll(self)
-
-    def recover(lost: WorkerLostError) -> None:
-        losses.append(lost)
-        assert len(losses) == 1, "the rollback found the same loss again"
-
-    def recoverable(self: Trainer[Any], runtime: Any) -> None:
-        attach(self, runtime)
-        self.recover = recover
-
-    tree, resume = {**TEXT, **WITH_EVAL, "max_steps": 2}, None
-    if at != "evaluation 0":
-        burnish.run(recipe(tmp_path, "run", tree))
-        tree, resume = {**tree, "max_steps": 4}, tmp_path / "run"
+    burnish.run(recipe(tmp_path, "run", TEXT, {"max_steps": 2}))
     monkeypatch.setattr(loop, "rl_step", rl_step)
-    monkeypatch.setattr(Evaluator, "evaluate", evaluate_0)
-    monkeypatch.setattr(LocalRolloutEngine, "poll", poll_or_lose)
-    monkeypatch.setattr(Trainer, "attach", recoverable)
-    burnish.run(recipe(tmp_path, "run", tree, max_staleness=0), resume=resume)
-    assert len(losses) == 1 and not dies
-    assert [len(ids) for ids in trained_prompts(tmp_path / "run")] == [5] * tree["max_steps"]
-
-
-class ToolCaller(ScriptedEngine):
-    """Calls a tool in the first turn of an episode and answers in the second one. Two of the first
-    six groups wait in their second turn until the weights of the first step are loaded."""
-
-    max_len, keeps_cache_on_update = None, False
-
-    def __init__(self, tokenizer: Any) -> None:
-        super().__init__(self._script, tokenizer)
-        self.versions: dict[str, list[int]] = {}
-        """Request -> the version of each of its tokens."""
-        self._begun: dict[str, int] = {}
-        self._groups: dict[int, int] = {}
-        """Row of a prompt -> number of prompts that began before it."""
-        self._waiting: list[tuple[Request, Sampling]] = []
-
-    def _script(self, request: Request) -> list[int]:
-        sample, turn = request.request_id.rsplit("/", 1)
-        call = json.dumps({"name": "calculate", "arguments": {"expression": f"20+{_row(sample)}"}})
-        text = f"<tool_call>\n{call}\n</tool_call>" if turn == "0" else f"It is {sample[-1]}."
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return [*ids, self.tokenizer.eos_token_id]
-
-    @property
-    def busy(self) -> bool:
-        return super().busy or bool(self._waiting)
-
-    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        for request in requests:
-            name = request.request_id
-            self._begun[name] = self.version
-            self._groups.setdefault(_row(name), len(self._groups))
-            if name.endswith("/1") and self._groups[_row(name)] in (4, 5) and self.version == 0:
-                self._waiting.append((request, sampling))
-            else:
-                super().submit([request], sampling)
-
-    def poll(self) -> list[Completion]:
-        return [self._with_versions(done) for done in super().poll()] if super().busy else []
-
-    def _with_versions(self, done: Completion) -> Completion:
-        """The first token is of the version at submission, the others of the current one."""
-        begun, now, end = self._begun[done.request_id], self.version, len(done.token_ids)
-        spans = (VersionSpan(begun, 0, 1), VersionSpan(now, 1, end))
-        self.versions[done.request_id] = [begun] + [now] * (end - 1)
-        return replace(done, spans=spans if begun != now else (VersionSpan(now, 0, end),))
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        return generate(self, requests, sampling)
-
-    def sampled(self, name: str) -> tuple[int, ...]:
-        """The ids of a request."""
-        return next(ids for request, ids in self.log if request.request_id == name)
-
-    def cancel(self, request_ids: Iterable[str]) -> None:
-        gone = set(request_ids)
-        self._waiting = [(r, s) for r, s in self._waiting if r.request_id not in gone]
-        super().cancel(gone)
-
-    def load_weights(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, keep_cache: bool = False
-    ) -> None:
-        assert all(tensor.isfinite().all() for _, tensor in tensors)
-        waiting, self._waiting, self.version = self._waiting, [], version
-        for request, sampling in waiting:
-            super().submit([request], sampling)
-
-
-def _row(name: str) -> int:
-    """The row of the prompt of a sample or a request."""
-    return int(name.split("@")[0].rsplit(":", 1)[1])
-
-
-@pytest.fixture
-def tool_model(tmp_path: Path) -> Any:
-    """A tiny chat model with a template for tools, in a folder; its tokenizer."""
-    tokenizer = chat_tokenizer("chatml")
-    scratch = ScratchConfig(hidden_size=32, num_layers=1, max_position_embeddings=2048)
-    model = load_causal_lm(ModelConfig(scratch=scratch))
-    torch.manual_seed(0)  # the new embeddings are random
-    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return tokenizer
-
-
-def test_results_of_tools_are_not_trained_and_tokens_keep_their_versions(
-    tmp_path: Path, tool_model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The engine's log is the record: exactly the logged ids are trained, with the versions under
-    which they were sampled. Some samples get new weights within their second turn."""
-    engine, made = ToolCaller(tool_model), []
-
-    def batch_of(groups: Sequence[Group], ages: Any) -> Batch:
-        made.append((groups, ages, groups_to_batch(groups, ages)))
-        return made[-1][-1]
-
-    monkeypatch.setattr("burnish.runtime.inline.make_local_engine", lambda *_, **__: engine)
-    monkeypatch.setattr(steps_of_rl, "groups_to_batch", batch_of)
-    tree = {
-        "model": {"path": str(tmp_path / "model")},
-        "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "generate_max_len": 64,
-                    "episodes": {"tools": [CALCULATE], "max_turns": 2, "max_tokens": 1024}},
-        "rewards": [{"kind": "function", "function": "REWARD:even"}],
-        "algorithm": {"correction": {}},
-        "train": {"train_batch_size": 4, "lr": 1e-3},
-    }  # fmt: skip
-    burnish.run(recipe(tmp_path, "run", tree, max_staleness=2, run_ahead=2, **OWN))
-    assert len(made) == 5
-    changed = 0
-    for groups, ages, batch in made:
-        samples = [sample for group in groups for sample in group.samples]
-        assert len(samples) == batch.num_rows == 4
-        for sample, begin, end in zip(samples, batch.offsets[:-1], batch.offsets[1:], strict=True):
-            turns = [f"{sample.sample_id}/{turn}" for turn in (0, 1)]
-            sampled = [t for name in turns for t in engine.sampled(name)]
-            versions = [v for name in turns for v in engine.versions[name]]
-            trained = batch.action_mask[begin:end]
-            assert batch.tokens[begin:end][trained].tolist() == sampled
-            assert batch.ages[begin:end][trained].tolist() == [ages[v] for v in versions]
-            (row,) = sample.rows
-            kept = zip(row.versions, row.action_mask, strict=True)
-            assert [version for version, action in kept if action] == versions
-            unread = batch.tokens[begin:end][~trained]
-            total = 20 + _row(sample.sample_id)
-            assert f"<tool_response>\n{total}\n" in tool_model.decode(unread)
-            changed += len(set(versions)) > 1
-    assert changed
-    oldest = [line["rollout/age_max"] for line in numbers(tmp_path / "run")]
-    assert len(oldest) == 5 and 1 <= max(oldest) <= 2
-    assert oldest == [int(batch.ages.max()) for _, _, batch in made]
+    config = recipe(tmp_path, "run", TEXT, {"max_steps": 4}, max_staleness=0)
+    burnish.run(config, resume=tmp_path / "run")
+    assert len(losses) == 1
+    assert [len(ids) for ids in trained_prompts(tmp_path / "run")] == [5] * 4

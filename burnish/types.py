@@ -181,6 +181,16 @@ class Sample:
     def __post_init__(self) -> None:
         pack(self, **_COLUMNS)
 
+    def scored(
+        self, reward: float, parts: Mapping[str, float], turn_rewards: tuple[float, ...]
+    ) -> Sample:
+        """Return the sample with rewards. A seventh of the time of ``dataclasses.replace``, which
+        would convert all columns again."""
+        made = object.__new__(type(self))
+        new = {"reward": reward, "reward_parts": parts, "turn_rewards": turn_rewards}
+        vars(made).update(vars(self) | new)
+        return made
+
     @property
     def rows(self) -> tuple[TokenRow, ...]:
         """All training rows, in the order of time."""

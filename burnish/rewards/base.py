@@ -118,6 +118,11 @@ class RewardSet:
                 why = "is reserved for metrics" if name in RESERVED_NAMES else "is used twice"
                 raise RewardError(f"reward name {name!r} {why}; give the reward another name")
         self._rewards = tuple(rewards)
+        self._of_turns = [
+            (reward, weight)
+            for reward, weight in self._rewards
+            if isinstance(reward, HasTurnRewards) and reward.per_turn
+        ]
         self._on_failure = on_failure
         self._shaping = shaping
         self._generate_max_len = generate_max_len
@@ -181,9 +186,7 @@ class RewardSet:
         """Return the weighted rewards of an episode's turns that are credited turn by turn. Empty
         if there are none."""
         columns = [
-            [weight * value for value in reward.of_turns(item)]
-            for reward, weight in self._rewards
-            if isinstance(reward, HasTurnRewards) and reward.per_turn
+            [weight * value for value in reward.of_turns(item)] for reward, weight in self._of_turns
         ]
         return tuple(map(sum, zip(*columns, strict=True))) if columns else ()
 
@@ -281,12 +284,13 @@ class RewardSet:
             reward = shaped(
                 total, sample, config=self._shaping, generate_max_len=self._generate_max_len
             )
-            of_turns = self._turn_rewards(RewardInput(group.prompt, sample))
+            item = RewardInput(group.prompt, sample)
+            of_turns = self._turn_rewards(item)
             for value in (reward, *of_turns):
-                _check_total(value, own, RewardInput(group.prompt, sample))
+                _check_total(value, own, item)
             if reward != total:
                 own["shaping"] = reward - total
-            samples.append(replace(sample, reward=reward, reward_parts=own, turn_rewards=of_turns))
+            samples.append(sample.scored(reward, own, of_turns))
         return replace(group, samples=tuple(samples))
 
     def _normalized(self, parts: Mapping[str, float]) -> dict[str, float]:

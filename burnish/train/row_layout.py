@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -93,12 +94,18 @@ def by_tokens(
     groups: Sequence[RowGroup], max_tokens: float, tokens: Callable[[Sequence[int]], int]
 ) -> Iterator[list[RowGroup]]:
     """Yield micro-batches of consecutive groups that stay within the budget, of at least one group.
-    ``tokens``: returns the number of tokens that a pass over given rows computes."""
-    chosen: list[RowGroup] = []
-    for group in groups:
-        if chosen and tokens([row for rows in (*chosen, group) for row in rows]) > max_tokens:
-            yield chosen
-            chosen = []
-        chosen.append(group)
-    if chosen:
-        yield chosen
+    ``tokens``: returns the number of tokens that a pass over given rows computes, which more rows
+    never reduce."""
+    begin = 0
+    while begin < len(groups):
+
+        def size(end: int, begin: int = begin) -> int:
+            return tokens([row for rows in groups[begin:end] for row in rows])
+
+        fits, step = begin + 1, 1
+        while fits < len(groups) and size(min(fits + step, len(groups))) <= max_tokens:
+            fits, step = min(fits + step, len(groups)), 2 * step
+        others = range(fits + 1, min(fits + step, len(groups)))
+        fits += bisect_right(others, max_tokens, key=size)
+        yield list(groups[begin:fits])
+        begin = fits

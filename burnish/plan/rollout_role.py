@@ -165,7 +165,8 @@ def _processes_on_cpu(context: Context, engine: VllmEngine, each: Items) -> Item
     tensors, and one with the tensors ``each`` per part of the model."""
     parts = engine.tensor_parallel_size
     count = 1 if parts == 1 else 1 + parts
-    return (*(count * overhead(context, 1)), *(parts * each))
+    size = context.overhead["vllm_process_gb"] * 1e9
+    return (*(count * (Item("overhead", size, "a Python process with vLLM"),)), *(parts * each))
 
 
 def _weight_file(

@@ -263,6 +263,13 @@ def test_on_cpus_all_processes_share_the_memory_of_the_machine():
     assert four.worst.bytes - one.worst.bytes == pytest.approx(
         3 * process, rel=0.1
     )  # and the second copies of tiny tensors
+    vllm = {
+        "cluster": {"runtime": "ray"},
+        "rollout": TINY["rollout"] | {"engine": {"kind": "vllm"}},
+    }
+    rows = make_plan(load_config(TINY | vllm), this_machine()).rows
+    found = {row.bytes for row in rows if row.how == "a Python process with vLLM"}
+    assert found == {load_tables().overhead["vllm_process_gb"] * 1e9}
 
 
 def test_local_cache_is_planned_as_the_engine_grows_it():

@@ -34,7 +34,7 @@ from burnish.config.roles import (
     reward_roles,
     rollout_precision,
 )
-from burnish.config.rollout import RolloutEngineConfig
+from burnish.config.rollout import RolloutEngineConfig, VllmServers
 from burnish.config.steps import RewardRows
 from burnish.config.train import (
     CheckpointConfig,
@@ -130,7 +130,7 @@ class JobConfig(Node):
             kind="rollout",
             model=self.model,
             precision=rollout_precision(self.precision),
-            ranks=self.cluster.ranks("rollout"),
+            ranks=1 if isinstance(engine, VllmServers) else self.cluster.ranks("rollout"),
             lengths=lengths,
             engine=engine,
             key=key,

@@ -259,6 +259,11 @@ class RolloutRole(RoleSpec):
         return self.engine.tensor_parallel_size
 
     @property
+    def on_servers(self) -> bool:
+        """Return whether running servers sample, so that the job starts no worker for it."""
+        return isinstance(self.engine, VllmServers)
+
+    @property
     def overlaps(self) -> bool:
         """Return whether the engine samples while the policy is trained."""
         return self.asynchronous is not None and self.asynchronous.overlaps
@@ -394,6 +399,14 @@ def role_of(name: str) -> ClusterRole:
     return cast(ClusterRole, name.partition(" ")[0])
 
 
+def placed(cluster: ClusterConfig, roles: Sequence[Role]) -> list[Role]:
+    """Return the roles that have places. On Ray, a rollout engine on servers has none, because only
+    the controller uses it."""
+    if cluster.runtime != "ray":
+        return list(roles)
+    return [r for r in roles if not (isinstance(r, RolloutRole) and r.on_servers)]
+
+
 def sharing(cluster: ClusterConfig, roles: Sequence[str]) -> list[str]:
     """Return the groups that share their places."""
     return [name for name in roles if role_of(name) in COLOCATED[cluster.layout]]
@@ -402,11 +415,11 @@ def sharing(cluster: ClusterConfig, roles: Sequence[str]) -> list[str]:
 def placement_rules(cluster: ClusterConfig, roles: Sequence[Role]) -> Iterator[str]:
     """Yield an error, prefixed with its key, for each problem in the placement of a job's
     groups."""
-    names = sharing(cluster, [role.name for role in roles])
+    names = sharing(cluster, [role.name for role in placed(cluster, roles)])
     together = [role for role in roles if role.name in names]
     rollout = next((role for role in roles if isinstance(role, RolloutRole)), None)
-    if rollout is not None and isinstance(rollout.engine, VllmServers):
-        yield from _server_rules(cluster, rollout)
+    if rollout is not None and rollout.on_servers:
+        yield from _server_rules(cluster, rollout, roles)
     size = 1 if rollout is None or cluster.runtime != "ray" else rollout.tensor_parallel
     spanning = rollout if rollout in together and size > 1 and len(together) > 1 else None
     equal = [role for role in together if role is not spanning]
@@ -440,18 +453,35 @@ def placement_rules(cluster: ClusterConfig, roles: Sequence[Role]) -> Iterator[s
         yield from _shared_gpu_rules(rollout, together)
 
 
-def _server_rules(cluster: ClusterConfig, rollout: RolloutRole) -> Iterator[str]:
-    """Yield an error if the process of the trainer cannot be the client of vLLM servers."""
-    if cluster.runtime == "ray":
-        yield (
-            f"{rollout.key}: kind=vllm_server with cluster.runtime=ray: Ray starts the rollout "
-            "engines of a run, and servers are used by the process of the trainer alone; use "
-            f"{rollout.key}.kind=vllm with cluster.layout=separate, or cluster.runtime=inline"
-        )
-    elif cluster.runtime == "spmd":
+def _server_rules(
+    cluster: ClusterConfig, rollout: RolloutRole, roles: Sequence[Role]
+) -> Iterator[str]:
+    """Yield an error for each setting that a run with vLLM servers cannot have."""
+    if cluster.runtime == "spmd":
         yield (
             f"{rollout.key}: kind=vllm_server on the ranks of a launcher (cluster.runtime=spmd): "
-            "each rank would load weights into the same servers; use cluster.runtime=inline"
+            "each rank would load weights into the same servers; start one process without the "
+            "launcher, with cluster.runtime=ray for several ranks, or with cluster.runtime=inline"
+        )
+    if cluster.runtime != "ray":
+        return
+    if not placed(cluster, roles):
+        yield (
+            f"{rollout.key}: kind=vllm_server with cluster.runtime=ray: the servers sample, and "
+            "this job has no other model, so Ray would start no worker; use cluster.runtime=inline"
+        )
+    if cluster.rollout_workers is not None:
+        yield (
+            f"cluster: rollout_workers={cluster.rollout_workers} with {rollout.key}.kind="
+            "vllm_server: the servers sample, and Ray starts no rollout workers; remove "
+            f"rollout_workers, and list all servers in {rollout.key}.urls"
+        )
+    syncs = [role.sync for role in roles if isinstance(role, TrainRole) and role.sync is not None]
+    for kind in (sync.kind for sync in syncs if sync.kind in ("collective", "ipc", "disk")):
+        yield (
+            f"sync: kind={kind} transfers weights to rollout workers, and with {rollout.key}.kind="
+            "vllm_server there are none: the controller reads the weights from Ray's object store "
+            "and writes files for the servers; remove sync.kind, or use sync.kind=object_store"
         )
 
 

@@ -223,6 +223,8 @@ class AsyncSource:
         """Restore a state, and transfer the policy's weights. Running groups are dropped; the next
         step starts them again. Sampling restarts if the loss of a worker had ended it."""
         self._stop_all()
+        with suppress(Exception):  # without open requests the engine cannot fail after this
+            self.service.call(lambda engine: None).result()
         self.service.restart()
         saved = state.get("rollouts")
         with self._changed:
@@ -294,10 +296,10 @@ class AsyncSource:
                 self._changed.wait(_POLL_S)
 
     def _check(self) -> None:
-        """Raise the error of a group, of the engine, or of a transfer."""
-        error = self._error or self.service.error
-        if error is None:
-            error = next((e for f in self._loading if (e := _error_of(f)) is not None), None)
+        """Raise the error of a transfer, of a group, or of the engine. A failed transfer comes first,
+        because it may be the cause of the others: the engine cannot sample after it."""
+        errors = (e for f in self._loading if (e := _error_of(f)) is not None)
+        error = next(errors, None) or self._error or self.service.error
         if error is not None:
             raise error
 

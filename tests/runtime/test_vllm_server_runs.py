@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from burnish.observe.metrics import read_metrics
 from burnish.rollout.base import Request, Sampling
 from burnish.rollout.server_engine import VllmServerEngine
 from burnish.rollout.vllm import INSTALL, StaleWeightsError
+from burnish.runtime.base import WorkerLostError
 from burnish.runtime.remote_train import RemoteTrainEngine
+from burnish.runtime.server_sync import ServerSync
 
 pytestmark = [
     pytest.mark.slow,
@@ -116,12 +119,27 @@ def test_two_ranks_on_ray_give_the_numbers_of_one_process(
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_an_asynchronous_run_on_ray_loads_staged_weights(
-    url: str, rl: MakeConfig, reward: Reward, evaluation: list[str]
+    url: str,
+    rl: MakeConfig,
+    reward: Reward,
+    evaluation: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Log-probs of samples of age 0 are those of the weights that are trained."""
+    """Those of step 1 are lost in the object store after their load has begun. So the server cannot
+    sample, and the run rolls back to its checkpoint of step 0."""
+    plain, loads = ServerSync._payloads, count()
+
+    def lost(sync: ServerSync, kept: Any) -> Iterator[Any]:
+        if next(loads) == 1:
+            raise WorkerLostError("weights in the object store are lost")
+        yield from plain(sync, kept)
+
+    monkeypatch.setattr(ServerSync, "_payloads", lost)
     bound = ["rollout.max_staleness=1", "algorithm.correction={}"]
     config = rl(*recipe(url, "max_steps=4", *bound, *evaluation, *RAY))
-    lines = read_metrics(burnish.run(config, rewards=reward).run_dir)
+    run_dir = burnish.run(config, rewards=reward).run_dir
+    assert "are lost; rolling back" in (run_dir / "run.log").read_text()
+    lines = read_metrics(run_dir)
     steps = [line for line in lines if "rollout/age_max" in line]
     ages = [line["rollout/age_max"] for line in steps]
     assert len(ages) == 4 and ages[0] == 0 and set(ages) <= {0, 1} and 1 in ages

@@ -296,8 +296,8 @@ class AsyncSource:
                 self._changed.wait(_POLL_S)
 
     def _check(self) -> None:
-        """Raise the error of a transfer, of a group, or of the engine. A failed transfer comes first,
-        because it may be the cause of the others: the engine cannot sample after it."""
+        """Raise the error of a transfer, of a group, or of the engine. A failed transfer comes
+        first: the engine cannot sample after it, so it may be the cause of the others."""
         errors = (e for f in self._loading if (e := _error_of(f)) is not None)
         error = next(errors, None) or self._error or self.service.error
         if error is not None:

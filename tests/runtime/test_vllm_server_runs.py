@@ -91,8 +91,8 @@ def test_two_ranks_on_ray_give_the_numbers_of_one_process(
     compare: Compare,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A rank dies before the weights of step 2 are transferred: the run rolls back to its checkpoint
-    of step 0, loads these weights into the server again, and repeats both steps."""
+    """A rank dies before the weights of step 2 are transferred. The run rolls back to its
+    checkpoint of step 0, loads these weights into the server again, and repeats both steps."""
     options = recipe(url, "max_steps=3", *evaluation)
     one = burnish.run(rl(*options, f"run_dir={rl().run_dir}-one"), rewards=reward).run_dir
     pushed: list[int] = []

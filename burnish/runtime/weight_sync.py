@@ -26,7 +26,7 @@ from typing import Any
 
 from burnish.config.model import Dtype
 from burnish.config.rollout import InFlight
-from burnish.config.sync import    config: LinkSync | DiskSync, LinkSync, resolve_kind
+from burnish.config.sync import DiskSync, LinkSync, resolve_kind
 from burnish.rollout.base import RolloutEngine, StagedWeights
 from burnish.rollout.server_engine import VllmServerEngine
 from burnish.runtime.base import ClusterError, Sync

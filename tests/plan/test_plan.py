@@ -109,8 +109,8 @@ def test_vllm_servers_take_no_memory_but_a_file_of_weights():
 
 def test_vllm_servers_take_no_gpu_of_the_ranks_on_ray():
     """4 GPUs, all of the policy. The controller's file is on the node of the ranks. In an
-    asynchronous run it exists in all phases but the first, and the servers' time overlaps with
-    training: a step takes as long as the slower side."""
+    asynchronous run it may exist in every phase, and the servers' time overlaps with
+    training: a step takes less than the sum of all phases."""
     servers = "rollout.engine={kind: vllm_server, urls: ['http://localhost:8000']}"
     cluster = {"runtime": "ray", "policy_ranks": 4, "gpus_per_worker": 1}
     hardware = parse_cluster("2x2xA800-80GB")
@@ -126,8 +126,8 @@ def test_vllm_servers_take_no_gpu_of_the_ranks_on_ray():
     assert "host memory, written to files in memory" in sync.how
     bound = ["rollout.max_staleness=1", "algorithm.correction={}"]
     ahead = load_config({**TINY, "cluster": cluster}, [servers, *bound])
-    rows = [r for r in make_plan(ahead, hardware).rows if r.role == "rollout" and r.bytes]
-    assert {r.phase for r in rows} == set(PHASES) - {"load"}
+    always = {p.phase: p.bytes for p in make_plan(ahead, hardware).peaks if p.where == "host"}
+    assert always["step"] - host["step"] == pytest.approx(1 << 30, rel=0.01)
     sides = estimate(ahead, hardware)
     assert sides.seconds < sides.work_s and splits(ahead, hardware) == []
 

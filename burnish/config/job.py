@@ -23,6 +23,7 @@ from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.observe import ObserveConfig
 from burnish.config.offload import offload_rules
 from burnish.config.passes import held_out_line, passes_lines, total_rows
+from burnish.config.placement_rules import placement_rules
 from burnish.config.rewards import FailurePolicy, RewardConfig
 from burnish.config.roles import (
     JobSpec,
@@ -30,7 +31,6 @@ from burnish.config.roles import (
     RolloutRole,
     RowLengths,
     TrainRole,
-    placement_rules,
     reward_roles,
     rollout_precision,
 )

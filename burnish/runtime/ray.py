@@ -163,7 +163,7 @@ class RayRuntime:
         assert not isinstance(config, InprocSync), "validation rejects this"
         if isinstance(config, DiskSync):
             config = config.model_copy(update={"folder": os.path.abspath(config.folder)})
-        engine = cast(RemoteRolloutEngine | VllmServerEngine, rollout)
+        engine = cast("RemoteRolloutEngine | VllmServerEngine", rollout)
         ends = cast(RemoteTrainEngine, policy), engine
         while True:
             try:

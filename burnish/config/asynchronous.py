@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from burnish.config.cluster import ClusterConfig
-from burnish.config.roles import Role, RolloutRole, sharing
+from burnish.config.roles import Role, RolloutRole, placed, sharing
 from burnish.config.rollout import EvalConfig, RolloutConfig
 from burnish.config.sync import DiskSync, SyncConfig
 
@@ -89,5 +89,5 @@ def asynchronous_advice(
 
 def shares_with_policy(cluster: ClusterConfig, roles: Sequence[Role]) -> bool:
     """Return whether rollout workers are in the places of policy ranks."""
-    together = sharing(cluster, [role.name for role in roles])
+    together = sharing(cluster, [role.name for role in placed(cluster, roles)])
     return cluster.runtime == "ray" and {"policy", "rollout"} <= set(together)

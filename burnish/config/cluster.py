@@ -52,7 +52,7 @@ class ClusterConfig(Node):
     """Ranks of each reward model that scores responses. None: ``policy_ranks``."""
     rollout_workers: int | None = Field(None, ge=1)
     """Rollout engines that share the requests. None: ``policy_ranks``. On the GPUs of other roles:
-    their ranks / ``tensor_parallel_size``."""
+    their ranks / ``tensor_parallel_size``. vLLM servers: leave it out."""
     cpus_per_worker: float = Field(1.0, gt=0)
     """CPUs per place, shared by its workers, which use that many threads."""
     gpus_per_worker: float = Field(0.0, ge=0)

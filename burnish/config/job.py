@@ -23,6 +23,7 @@ from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.observe import ObserveConfig
 from burnish.config.offload import offload_rules
 from burnish.config.passes import held_out_line, passes_lines, total_rows
+from burnish.config.placement_rules import placement_rules
 from burnish.config.rewards import FailurePolicy, RewardConfig
 from burnish.config.roles import (
     JobSpec,
@@ -30,11 +31,10 @@ from burnish.config.roles import (
     RolloutRole,
     RowLengths,
     TrainRole,
-    placement_rules,
     reward_roles,
     rollout_precision,
 )
-from burnish.config.rollout import RolloutEngineConfig
+from burnish.config.rollout import RolloutEngineConfig, VllmServers
 from burnish.config.steps import RewardRows
 from burnish.config.train import (
     CheckpointConfig,
@@ -130,7 +130,7 @@ class JobConfig(Node):
             kind="rollout",
             model=self.model,
             precision=rollout_precision(self.precision),
-            ranks=self.cluster.ranks("rollout"),
+            ranks=1 if isinstance(engine, VllmServers) else self.cluster.ranks("rollout"),
             lengths=lengths,
             engine=engine,
             key=key,

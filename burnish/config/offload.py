@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from burnish.config.cluster import ClusterConfig, ClusterRole
-from burnish.config.roles import Role, RolloutRole, TrainRole
+from burnish.config.roles import Role, RolloutRole, TrainRole, placed
 
 PHASE_OF: Mapping[ClusterRole, str] = MappingProxyType(
     {
@@ -30,7 +30,8 @@ def offload_rules(cluster: ClusterConfig, roles: Sequence[Role]) -> Iterator[str
     phases."""
     if not cluster.offload_between_phases:
         return
-    shared = [role for role in roles if role.kind in cluster.shared_roles]
+    here = placed(cluster, roles)
+    shared = [role for role in here if role.kind in cluster.shared_roles]
     phases = {PHASE_OF[role.kind] for role in shared}
     for kind in cluster.offload_between_phases:
         own = [role for role in roles if isinstance(role, TrainRole) and role.kind == kind]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from burnish.config.cluster import ClusterConfig
 from burnish.config.job import JobConfig
-from burnish.config.roles import role_of, sharing
+from burnish.config.roles import RolloutRole, placed, role_of, sharing
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PlacementGroupSpec:
 
 def placement_groups(config: JobConfig) -> list[PlacementGroupSpec]:
     """Return every placement group of the job on a cluster."""
-    roles = config.roles()
+    roles = placed(config.cluster, config.roles())
     if config.cluster.runtime == "spmd":
         names = tuple(role.name for role in roles)
         cluster = config.cluster
@@ -93,7 +93,11 @@ def placement_text(config: JobConfig) -> str:
     if config.cluster.runtime == "spmd":
         return f"{placements[0].count} ranks, each with {'+'.join(placements[0].roles)}"
     lines = [f"cluster ({config.cluster.layout}): {total_text(placements)}"]
-    return "\n".join([*lines, *(f"  {p}" for p in placements)])
+    lines += [f"  {placement}" for placement in placements]
+    for role in config.roles():
+        if isinstance(role, RolloutRole) and role.on_servers:
+            lines.append(f"  {role.name}: on running servers ({role.key}.urls), no place")
+    return "\n".join(lines)
 
 
 def total_text(placements: Sequence[PlacementGroupSpec]) -> str:

@@ -5,7 +5,7 @@ the memory planner and the probe read them from here. This module does not impor
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal, cast
@@ -259,6 +259,11 @@ class RolloutRole(RoleSpec):
         return self.engine.tensor_parallel_size
 
     @property
+    def on_servers(self) -> bool:
+        """Return whether running servers sample, so that the job starts no worker for it."""
+        return isinstance(self.engine, VllmServers)
+
+    @property
     def overlaps(self) -> bool:
         """Return whether the engine samples while the policy is trained."""
         return self.asynchronous is not None and self.asynchronous.overlaps
@@ -394,102 +399,14 @@ def role_of(name: str) -> ClusterRole:
     return cast(ClusterRole, name.partition(" ")[0])
 
 
+def placed(cluster: ClusterConfig, roles: Sequence[Role]) -> list[Role]:
+    """Return the roles that have places. On Ray, a rollout engine on servers has none, because only
+    the controller uses it."""
+    if cluster.runtime != "ray":
+        return list(roles)
+    return [r for r in roles if not (isinstance(r, RolloutRole) and r.on_servers)]
+
+
 def sharing(cluster: ClusterConfig, roles: Sequence[str]) -> list[str]:
     """Return the groups that share their places."""
     return [name for name in roles if role_of(name) in COLOCATED[cluster.layout]]
-
-
-def placement_rules(cluster: ClusterConfig, roles: Sequence[Role]) -> Iterator[str]:
-    """Yield an error, prefixed with its key, for each problem in the placement of a job's
-    groups."""
-    names = sharing(cluster, [role.name for role in roles])
-    together = [role for role in roles if role.name in names]
-    rollout = next((role for role in roles if isinstance(role, RolloutRole)), None)
-    if rollout is not None and isinstance(rollout.engine, VllmServers):
-        yield from _server_rules(cluster, rollout)
-    size = 1 if rollout is None or cluster.runtime != "ray" else rollout.tensor_parallel
-    spanning = rollout if rollout in together and size > 1 and len(together) > 1 else None
-    equal = [role for role in together if role is not spanning]
-    for role in equal[1:]:
-        first = equal[0]
-        if first.ranks != role.ranks:
-            yield (
-                f"cluster: layout={cluster.layout} puts {first.name} and {role.name} on the same "
-                f"GPUs, but they have {first.ranks} and {role.ranks} workers; set equal numbers, "
-                "or use a layout that gives one of them GPUs of its own (critic and reward models: "
-                "layout=colocate_actor_ref or separate)"
-            )
-    if spanning is not None:
-        yield from _spanning_rules(cluster, spanning, equal[0])
-    scored = next((role for role in roles if role.kind == "reward"), None)
-    if cluster.reward_ranks is not None and (
-        scored is None or (isinstance(scored, TrainRole) and scored.trainable)
-    ):
-        yield (
-            f"cluster: reward_ranks={cluster.reward_ranks} is for a reward model that scores "
-            "responses, and this job has none; remove it (the model that a job trains has "
-            "policy_ranks)"
-        )
-    if size > 1 and cluster.gpus_per_worker not in (0, 1):
-        yield (
-            f"recipe: cluster.gpus_per_worker={cluster.gpus_per_worker:g} with "
-            f"tensor_parallel_size={size}: a rollout worker takes gpus_per_worker x "
-            "tensor_parallel_size GPUs, one for each part; use gpus_per_worker=1"
-        )
-    if cluster.runtime == "ray" and cluster.gpus_per_worker and rollout in together:
-        yield from _shared_gpu_rules(rollout, together)
-
-
-def _server_rules(cluster: ClusterConfig, rollout: RolloutRole) -> Iterator[str]:
-    """Yield an error if the process of the trainer cannot be the client of vLLM servers."""
-    if cluster.runtime == "ray":
-        yield (
-            f"{rollout.key}: kind=vllm_server with cluster.runtime=ray: Ray starts the rollout "
-            "engines of a run, and servers are used by the process of the trainer alone; use "
-            f"{rollout.key}.kind=vllm with cluster.layout=separate, or cluster.runtime=inline"
-        )
-    elif cluster.runtime == "spmd":
-        yield (
-            f"{rollout.key}: kind=vllm_server on the ranks of a launcher (cluster.runtime=spmd): "
-            "each rank would load weights into the same servers; use cluster.runtime=inline"
-        )
-
-
-def _spanning_rules(cluster: ClusterConfig, rollout: RolloutRole, first: Role) -> Iterator[str]:
-    """Yield an error if rollout engines with tensor parallelism do not span exactly the places of
-    ``first``."""
-    size = rollout.tensor_parallel
-    rule = (
-        f"cluster: layout={cluster.layout} puts each rollout engine on the places of {size} "
-        f"consecutive ranks ({rollout.key}.tensor_parallel_size={size})"
-    )
-    if first.ranks % size:
-        fits = [n for n in range(1, first.ranks + 1) if first.ranks % n == 0]
-        yield (
-            f"{rule}, but {first.name} has {first.ranks} ranks, which {size} does not divide; use "
-            f"a multiple of {size} ranks, a tensor_parallel_size of {fits}, or layout=separate"
-        )
-    elif rollout.ranks * size != first.ranks:
-        yield (
-            f"{rule}, so the {first.ranks} ranks of {first.name} have room for "
-            f"{first.ranks // size} engines, not {rollout.ranks}; set "
-            f"cluster.rollout_workers={first.ranks // size}, or use layout=separate"
-        )
-
-
-def _shared_gpu_rules(rollout: RolloutRole, together: Sequence[Role]) -> Iterator[str]:
-    """Yield an error if weights cannot be transferred to engines on the GPUs of the policy."""
-    kinds = [role.sync.kind for role in together if isinstance(role, TrainRole) and role.sync]
-    instead = "remove sync.kind (Ray's object store), or use sync.kind=disk"
-    if "collective" in kinds:
-        yield (
-            "sync: kind=collective uses NCCL, which refuses a group with two processes on one GPU, "
-            f"but the policy's rank 0 and a rollout engine share one; {instead}, or "
-            "cluster.layout=separate"
-        )
-    gpus = rollout.ranks * rollout.tensor_parallel
-    if "ipc" in kinds and gpus > 1:
-        yield (
-            "sync: kind=ipc passes handles to memory of one GPU, that of the policy's rank 0, but "
-            f"the rollout engines are on {gpus} GPUs; {instead}"
-        )

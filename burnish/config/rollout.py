@@ -134,8 +134,9 @@ class VllmServers(Node):
     """Environment variable with the token of ``--api-key``. Set its name, not the token: the recipe
     is written to the run folder. None: no token."""
     weights_folder: PathText | None = None
-    """Folder that this process and all servers see at the same path, for the files of new weights.
-    None: shared memory of this machine, for servers on this machine only."""
+    """Folder that this process (on Ray: the controller) and all servers see at the same path, for
+    the files of new weights. None: shared memory of this machine, for servers on this machine
+    only."""
     max_concurrency: int = Field(256, ge=1)
     """Maximum responses requested at once, over all ``urls``. Others wait here."""
     start_timeout_s: float = Field(300.0, gt=0)

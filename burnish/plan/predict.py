@@ -239,7 +239,9 @@ def _host_peaks(
 ) -> list[Peak]:
     """Return the peaks of the fullest node in every phase. On a machine without GPUs, host memory
     contains all tensors."""
-    nodes = _nodes(placements, hardware)
+    placed = {role for placement in placements for role in placement.roles}
+    controller = {role: 1 for role in roles if role not in placed}  # its node is unknown
+    nodes = [node | controller for node in _nodes(placements, hardware)]
     both = hardware.gpu is None
     phases = _phases(list(roles.values()))
     peaks = []

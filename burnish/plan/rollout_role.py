@@ -39,7 +39,7 @@ def rollout_role(context: Context, role: RolloutRole) -> RoleMemory:
     if isinstance(role.engine, VllmEngine):
         return _vllm_role(context, role, role.engine, shape=shape, demand=demand)
     if isinstance(role.engine, VllmServers):
-        return _server_role(role, role.engine, shape=shape, demand=demand)
+        return _server_role(context, role, role.engine, shape=shape, demand=demand)
     return _local_role(context, role, role.engine, shape=shape, demand=demand)
 
 
@@ -186,31 +186,34 @@ def _file_bytes(role: RolloutRole, shape: ModelShape) -> float:
 
 
 def _server_role(
-    role: RolloutRole, engine: VllmServers, *, shape: ModelShape, demand: Demand
+    context: Context, role: RolloutRole, engine: VllmServers, *, shape: ModelShape, demand: Demand
 ) -> RoleMemory:
-    """Return the memory for servers on this machine's side: a file of weights. That of the servers
-    is not planned."""
-    files = (
-        ()
-        if engine.weights_folder is not None
-        else (
-            Item("parameters", _file_bytes(role, shape), "a file of weights, in /dev/shm", "host"),
-        )
-    )
+    """Return the memory of the process that is the client of the servers (the trainer's, or on Ray
+    the controller): a file of weights. That of the servers is not planned."""
+    inline = context.job.inline
+    file = Item("parameters", _file_bytes(role, shape), "a file of weights, in /dev/shm", "host")
+    files: Items = () if engine.weights_folder is not None else (file,)
     size = shape.parameters * SIZES[role.dtype]
-    model = Item("parameters", size, "model read for the servers", "host")
-    reads = () if role.of_policy else (model,)
+    reads: Items = ()
+    if not role.of_policy:
+        reads = (Item("parameters", size, "model read for the servers", "host"), *files)
+    kept: Items = ()
+    if role.overlaps:  # weights are loaded while the policy is trained
+        staged = Item("parameters", size, "staged copy of new weights")
+        kept = (*files, *((staged,) if inline else ()))
+    resident: dict[str, Items] = {phase: kept for phase in PHASES}
+    resident["load"] = ()
+    notes = ["rollout: the vLLM servers use their own memory, which is not planned"]
+    if not inline:
+        notes.append("rollout: the controller, which sends the weights, is on the fullest node")
     return RoleMemory(
         role=role.name,
         ranks=role.ranks,
         phase="rollout",
         pool="main",
-        resident={phase: () for phase in PHASES},
-        passing={"load": (*reads, *(files if reads else ())), "sync": files},
-        notes=(
-            "rollout: the vLLM servers use their own memory, which is not planned",
-            *_episode_notes(role, demand, at_once=engine.max_concurrency),
-        ),
+        resident=resident,
+        passing={"load": reads, "sync": () if kept else files},
+        notes=(*notes, *_episode_notes(role, demand, at_once=engine.max_concurrency)),
     )
 
 

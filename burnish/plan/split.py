@@ -48,7 +48,9 @@ def splits(config: JobConfig, hardware: Hardware, rates: Rates | None = None) ->
     role, trained = job.rollout, job.trained
     if role is None or trained is None or job.batch is None or hardware.gpu is None:
         return []
-    if not role.overlaps or job.inline or shares_with_policy(config.cluster, job.roles):
+    if role.on_servers or not role.overlaps or job.inline:
+        return []
+    if shares_with_policy(config.cluster, job.roles):
         return []
     each = config.cluster.gpus_per_worker * role.tensor_parallel
     unit, size = ranks_per_row(trained.train), job.batch.train_batch_size

@@ -169,7 +169,7 @@ def _overlap(config: JobConfig, clock: _Clock, parts: Sequence[Part]) -> Overlap
         rollout_s=sum(p.seconds for p in samples),
         longest_s=per_step * batch.longest,
         response_s=per_step * batch.mean,
-        running_groups=batch.rows * role.ranks / role.samples_per_prompt / role.prompts,
+        running_groups=batch.rows * batch.engines / role.samples_per_prompt / role.prompts,
         scoring_s=sum(p.seconds for p in scores),
         busiest_s=max(busy),
     )
@@ -177,10 +177,12 @@ def _overlap(config: JobConfig, clock: _Clock, parts: Sequence[Part]) -> Overlap
 
 
 def _places(config: JobConfig) -> list[tuple[str, ...]]:
-    """Return the roles in each kind of place."""
+    """Return the roles in each kind of place. Servers have places of their own."""
+    roles = config.roles()
+    servers = [(r.name,) for r in roles if isinstance(r, RolloutRole) and r.on_servers]
     if config.cluster.runtime == "inline":
-        return [tuple(role.name for role in config.roles())]
-    return [placement.roles for placement in placement_groups(config)]
+        return [tuple(r.name for r in roles if (r.name,) not in servers), *servers]
+    return [*(placement.roles for placement in placement_groups(config)), *servers]
 
 
 def _busy(roles: Sequence[str], parts: Sequence[Part]) -> float:
@@ -196,7 +198,7 @@ def _idle(config: JobConfig, parts: Sequence[Part], duration: float) -> dict[str
 
 @dataclass(frozen=True)
 class _Batch:
-    """Decoding of one step's responses on one rollout worker."""
+    """Decoding of one step's responses on one rollout worker or server."""
 
     rows: int
     """Responses decoded at once."""
@@ -210,6 +212,8 @@ class _Batch:
     """Tokens of a row of mean length."""
     sequences: int
     """Responses of one step."""
+    engines: int
+    """Rollout workers or servers, which share the responses of all."""
 
 
 class _Clock:
@@ -354,25 +358,35 @@ class _Clock:
             if kind not in STAGED:
                 return [self._sync(setup)]  # a connection, which needs both sides
             seconds, how = size / self.pcie_bytes_per_s(), f"{size / 1e9:.1f} GB of host memory"
+        load, way = seconds, "between two decode steps"
+        if rollout.on_servers:
+            load, way = self._files(size)
         return [
             Part("policy", "stage weights", seconds, how),
-            Part("rollout", "load weights", seconds, "between two decode steps"),
+            Part("rollout", "load weights", load, way),
         ]
+
+    def _files(self, size: float) -> tuple[float, str]:
+        """Return the time in which weights of ``size`` bytes are copied into files in memory and
+        out of them, with a description. Each copy reads and writes."""
+        seconds = 4 * size / (self._cpu_gbs * 1e9)
+        return seconds, "written to files in memory, and read by the servers"
 
     def _sync(self, setup: EngineSetup) -> Part:
         size = setup.model.parameters * setup.weight_size
-        if self.job.inline:
-            engine = None if self.job.rollout is None else self.job.rollout.engine
-            times, how = 0, "shared weights"
-            if isinstance(engine, VllmEngine):
-                times, how = 2, "copy within the GPU"
-            elif isinstance(engine, VllmServers):
-                times, how = 4, "written to files in memory, and read by the servers"
-            return Part("policy", "sync", times * size / self.memory_bytes_per_s(), how)
-        steps = 2 * size / self.pcie_bytes_per_s()
-        if self.hardware.nodes > 1:
-            steps += size / (self.hardware.network_gbs * 1e9 * self.share["link"])
-        return Part("policy", "sync", steps, f"{size / 1e9:.1f} GB through host memory")
+        engine = None if self.job.rollout is None else self.job.rollout.engine
+        seconds, how = 0.0, "shared weights"
+        if not self.job.inline:
+            how = f"{size / 1e9:.1f} GB through host memory"
+            seconds = 2 * size / self.pcie_bytes_per_s()
+            if self.hardware.nodes > 1:
+                seconds += size / (self.hardware.network_gbs * 1e9 * self.share["link"])
+        elif isinstance(engine, VllmEngine):
+            seconds, how = 2 * size / self.memory_bytes_per_s(), "copy within the GPU"
+        if isinstance(engine, VllmServers):
+            files, way = self._files(size)
+            seconds, how = seconds + files, way if self.job.inline else f"{how}, {way}"
+        return Part("policy", "sync", seconds, how)
 
     # ---- rollout -------------------------------------------------------------------------
 
@@ -424,7 +438,8 @@ class _Clock:
             )
             most = max(1, min(most, int(found.cache_tokens / max(length, 1))))
         sequences = max(1, self.samples // workers)
-        rows = min(most, responses_at_once(role) if role.continues else sequences)
+        at_once = -(-responses_at_once(role) * role.ranks // workers)
+        rows = min(most, at_once if role.continues else sequences)
         steps = sequences * (length - prompt) / rows
         longest = self._longest(role, shape)
         return _Batch(
@@ -434,6 +449,7 @@ class _Clock:
             mean=length - prompt,
             length=length,
             sequences=sequences,
+            engines=workers,
         )
 
     def _at_update(

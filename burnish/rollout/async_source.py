@@ -243,6 +243,8 @@ class AsyncSource:
         """Transfer the policy's weights, and sample again if the loss of a worker had ended
         sampling."""
         self._stop_all()
+        with suppress(Exception):  # without open requests the engine cannot fail after this
+            self.service.call(lambda engine: None).result()
         self.service.restart()
         with self._changed:
             self._error, self._loading = None, []
@@ -306,10 +308,10 @@ class AsyncSource:
                 self._changed.wait(_POLL_S)
 
     def _check(self) -> None:
-        """Raise the error of a group, of the engine, or of a transfer."""
-        error = self._error or self.service.error
-        if error is None:
-            error = next((e for f in self._loading if (e := _error_of(f)) is not None), None)
+        """Raise the error of a transfer, of a group, or of the engine. A failed transfer comes
+        first: the engine cannot sample after it, so it may be the cause of the others."""
+        errors = (e for f in self._loading if (e := _error_of(f)) is not None)
+        error = next(errors, None) or self._error or self.service.error
         if error is not None:
             raise error
 

@@ -4,7 +4,8 @@ A group of train workers is a train engine. Each call goes to all ranks. The con
 batch; each rank reads only its own rows from Ray's object store and returns the results of these
 rows. A group of rollout workers is a rollout engine. Requests are distributed over the workers, and
 those of a worker that dies are repeated by its replacement. The training loops and their results
-are therefore the same as in one process.
+are therefore the same as in one process. If running servers sample, the rollout engine is their
+client, in the controller's process.
 
 The processes are in ``ray_cluster.py``, the engines made of them in ``remote_train.py`` and
 ``remote_rollout.py``."""
@@ -24,12 +25,13 @@ from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.placement import PlacementGroupSpec
 from burnish.config.roles import free_name
-from burnish.config.rollout import RolloutEngineConfig
+from burnish.config.rollout import RolloutEngineConfig, VllmServers
 from burnish.config.sync import DiskSync, InprocSync, LinkSync, SyncConfig
 from burnish.environments.worker_set import Worker
 from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine
+from burnish.rollout.server_engine import VllmServerEngine
 from burnish.runtime.base import (
     CRITIC_SPANS,
     POLICY_SPANS,
@@ -37,6 +39,7 @@ from burnish.runtime.base import (
     Sync,
     WorkerLostError,
 )
+from burnish.runtime.inline import InlineRuntime
 from burnish.runtime.phases import Phases
 from burnish.runtime.ray_cluster import PeakCollector, RayCluster, worker_peaks
 from burnish.runtime.remote_rollout import RemoteRolloutEngine
@@ -69,6 +72,8 @@ class RayRuntime:
         Raises ClusterError if the cluster is too small or cannot be reached."""
         self.tokenizer, self.precision, self.timeline = tokenizer, precision, timeline
         self.phases = Phases(config)
+        self.here = InlineRuntime(tokenizer, precision=precision, device="cpu", timeline=timeline)
+        """Makes the engine that samples with running servers, in this process."""
         self.groups: list[WorkerGroup] = []
         self.rollouts: list[RemoteRolloutEngine] = []
         own = model.with_absolute_paths()
@@ -126,16 +131,22 @@ class RayRuntime:
 
     def rollout(
         self, policy: TrainEngine, config: RolloutEngineConfig, *, max_len: int | None = None
-    ) -> RemoteRolloutEngine:
-        """Return rollout workers that get their weights from ``policy``."""
+    ) -> RolloutEngine:
+        """Return rollout workers that get their weights from ``policy``, or an engine in this
+        process for running servers."""
         base = cast(RemoteTrainEngine, policy).group.spec.model.model_copy(update={"lora": None})
+        if isinstance(config, VllmServers):
+            return self.here.standalone_rollout(base, config, max_len=max_len, ready=False)
         made = self._rollout(base, config, max_len=max_len, ready=False)
         return self.phases.rollout(made)
 
     def standalone_rollout(
         self, model: ModelConfig, config: RolloutEngineConfig, *, max_len: int | None = None
-    ) -> RemoteRolloutEngine:
-        """Return rollout workers with a model's own weights."""
+    ) -> RolloutEngine:
+        """Return rollout workers with a model's own weights, or an engine in this process that has
+        sent them to running servers."""
+        if isinstance(config, VllmServers):
+            return self.here.standalone_rollout(model, config, max_len=max_len)
         return self._rollout(model.with_absolute_paths(), config, max_len=max_len, ready=True)
 
     def _rollout(
@@ -148,11 +159,12 @@ class RayRuntime:
     def sync(
         self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()
     ) -> Sync:
-        """Return a sync that transfers the policy's weights to the rollout workers."""
+        """Return a sync that transfers the policy's weights to the rollout workers or servers."""
         assert not isinstance(config, InprocSync), "validation rejects this"
         if isinstance(config, DiskSync):
             config = config.model_copy(update={"folder": os.path.abspath(config.folder)})
-        ends = cast(RemoteTrainEngine, policy), cast(RemoteRolloutEngine, rollout)
+        engine = cast("RemoteRolloutEngine | VllmServerEngine", rollout)
+        ends = cast(RemoteTrainEngine, policy), engine
         while True:
             try:
                 made = ray_sync(*ends, config, self.precision.sampler_dtype)
@@ -192,7 +204,8 @@ class RayRuntime:
         return found
 
     def close(self) -> None:
-        """End the workers and leave the cluster."""
+        """Close the connections to servers, end the workers and leave the cluster."""
+        self.here.close()
         if not self.cluster.ray.is_initialized():
             return
         for group in self.groups:

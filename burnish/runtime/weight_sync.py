@@ -28,11 +28,13 @@ from burnish.config.model import Dtype
 from burnish.config.rollout import InFlight
 from burnish.config.sync import DiskSync, LinkSync, resolve_kind
 from burnish.rollout.base import RolloutEngine, StagedWeights
+from burnish.rollout.server_engine import VllmServerEngine
 from burnish.runtime.base import ClusterError, Sync
 from burnish.runtime.errors import died, failure, is_worker_loss
 from burnish.runtime.remote_rollout import RemoteRolloutEngine, snapshot_weights
 from burnish.runtime.remote_train import RemoteTrainEngine
 from burnish.runtime.rollout_pool import Lost, Weights
+from burnish.runtime.server_sync import ServerSync
 from burnish.runtime.worker import TransferOptions
 from burnish.sync.base import Metrics, sync_metrics
 
@@ -42,13 +44,16 @@ Call = tuple[Any, Any]
 
 def ray_sync(
     policy: RemoteTrainEngine,
-    rollout: RemoteRolloutEngine,
+    rollout: RemoteRolloutEngine | VllmServerEngine,
     config: LinkSync | DiskSync,
     dtype: Dtype,
 ) -> Sync:
     """Return the sync configured in the recipe, after its first push."""
     options = TransferOptions(config.bucket_bytes, dtype, verify=config.verify)
     kind = resolve_kind(config, same_process=False, same_memory=False, has_store=True)
+    if isinstance(rollout, VllmServerEngine):
+        assert kind == "object_store", "validation rejects other kinds"
+        return ServerSync(policy, rollout, options)
     if kind == "object_store":
         return ObjectStoreSync(policy, rollout, options)
     if isinstance(config, DiskSync):

@@ -44,7 +44,7 @@ class WeightSnapshot(Generic[P]):
 
 class SnapshotSource(BucketSource):
     """Source that reads one snapshot, once. Arrays are never written, so they may be read-only
-    shared memory. Each is released when the next one is read."""
+    shared memory. An iterator of them is advanced for each bucket."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class SnapshotSource(BucketSource):
         **checks: Unpack[Checks],
     ) -> None:
         super().__init__(**checks)
-        self._headers, self._payloads, self._given = deque(headers), deque(payloads), 0
+        self._headers, self._payloads, self._given = deque(headers), iter(payloads), 0
 
     def next_message(self) -> tuple[Message, Tensor | None]:
         """Return the next message and its bytes. Raises LinkError if there is none."""
@@ -63,9 +63,10 @@ class SnapshotSource(BucketSource):
         message = decode(self._headers.popleft())
         if not isinstance(message, Bucket):
             return message, None
-        if not self._payloads:
+        payload = next(self._payloads, None)
+        if payload is None:
             raise LinkError(f"the bytes of bucket {message.index} are missing; push again")
-        return message, _as_tensor(self._payloads.popleft())
+        return message, _as_tensor(payload)
 
     def answer(self, push: int, problem: str | None) -> None:
         """Do nothing: the engine's ``receive`` raises the problem in its caller."""
@@ -73,7 +74,7 @@ class SnapshotSource(BucketSource):
     def close(self) -> None:
         """Release the remaining messages."""
         self._headers.clear()
-        self._payloads.clear()
+        self._payloads = iter(())
 
 
 def _as_tensor(array: np.ndarray[Any, Any]) -> Tensor:

@@ -12,6 +12,7 @@ from burnish.plan.predict import make_plan
 
 Recipes = dict[str, dict[str, Any]]
 RAY = "cluster.runtime=ray"
+SERVERS = "rollout.engine={kind: vllm_server, urls: ['http://localhost:8000']}"
 TWO_MODELS = (
     "rewards=[{kind: model, model: {scratch: {}}}, {kind: math}, "
     "{kind: model, weight: 2, model: {scratch: {hidden_size: 128}}}]"
@@ -93,6 +94,32 @@ def test_colocated_rollout_workers_and_reward_models_need_equal_numbers(recipes:
         (("rollout",), 4),
         (("reward",), 1),
     ]
+
+
+@pytest.mark.parametrize("layout", ["colocate_all", "separate"])
+def test_vllm_servers_take_no_place(layout: str, rl_recipe: dict[str, Any]) -> None:
+    """Also not one that the policy would have to share: its layout allows an asynchronous run."""
+    ray = [RAY, f"cluster.layout={layout}", "cluster.policy_ranks=4", "cluster.gpus_per_worker=1"]
+    options = [*ray, SERVERS, "rollout.max_staleness=1", "algorithm.correction={}"]
+    config = load_config(rl_recipe, options)
+    assert [(p.roles, p.count) for p in placement_groups(config)] == [(("policy",), 4)]
+    assert "rollout: on running servers (rollout.engine.urls)" in placement_text(config)
+    with pytest.raises(ConfigError, match="policy shares no device with a role of another phase"):
+        load_config(rl_recipe, [*ray, SERVERS, "cluster.offload_between_phases=[policy]"])
+
+
+@pytest.mark.parametrize("job", ["evaluate", "generate"])
+def test_jobs_without_a_policy_use_servers_on_ray_if_a_reward_model_runs_there(
+    job: str, recipes: Recipes
+) -> None:
+    servers = SERVERS if job == "generate" else SERVERS.removeprefix("rollout.")
+    with pytest.raises(ConfigError, match=r"no other model, .* use cluster\.runtime=inline"):
+        load_config(recipes[job], [RAY, servers])
+    with pytest.raises(ConfigError, match=r"ranks of a launcher .*with cluster\.runtime=ray for"):
+        load_config(recipes[job], ["cluster.runtime=spmd", servers])
+    model = "rewards=[{kind: model, model: {scratch: {}}}]"
+    config = load_config(recipes[job], [RAY, servers, model, "cluster.reward_ranks=2"])
+    assert [(p.roles, p.count) for p in placement_groups(config)] == [(("reward",), 2)]
 
 
 def test_colocated_critic_and_reward_model_need_equal_numbers(

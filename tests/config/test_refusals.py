@@ -17,6 +17,7 @@ from burnish.train.sequence_parallel import check_sequence_parallel
 
 RANKS = "cluster={runtime: ray, policy_ranks: 4, rollout_workers: 4}"
 VLLM = "rollout.engine.kind=vllm"
+SERVERS = "rollout.engine={kind: vllm_server, urls: ['http://localhost:8000']}"
 DEEPSPEED, SHARDED = "train.engine={kind: deepspeed}", "train.engine.sharding=full"
 
 REFUSED: dict[str, tuple[list[str], str, str, str]] = {
@@ -83,15 +84,21 @@ REFUSED: dict[str, tuple[list[str], str, str, str]] = {
         "Use rollout.engine.kind=local",
         "rollout.engine.kind=local",
     ),
-    "vLLM servers on Ray": (
-        [RANKS],
-        "rollout.engine={kind: vllm_server, urls: ['http://localhost:8000']}",
-        "use rollout.engine.kind=vllm with cluster.layout=separate",
-        "rollout.engine.kind=vllm",
+    "rollout workers with vLLM servers": (
+        [SERVERS, "cluster={runtime: ray, policy_ranks: 4}"],
+        "cluster.rollout_workers=2",
+        "remove rollout_workers, and list all servers in rollout.engine.urls",
+        "cluster.rollout_workers=null",
+    ),
+    "connections to vLLM servers": (
+        [SERVERS, "cluster={runtime: ray, policy_ranks: 4}"],
+        "sync.kind=collective",
+        "use sync.kind=object_store",
+        "sync.kind=object_store",
     ),
     "the cache of older weights on vLLM servers": (
         ["rollout.max_staleness=1", "rollout.in_flight=continue", "algorithm.correction={}"],
-        "rollout.engine={kind: vllm_server, urls: ['http://localhost:8000']}",
+        SERVERS,
         "use in_flight=recompute (the default) or finish",
         "rollout.engine.kind=vllm",
     ),

@@ -21,6 +21,7 @@ from burnish.plan.launch import DoesNotFitError, check_memory
 from burnish.plan.memory_plan import PHASES
 from burnish.plan.predict import make_plan
 from burnish.plan.shapes import PlanError, shape_of
+from burnish.plan.split import splits
 from burnish.plan.time import estimate
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +105,31 @@ def test_vllm_servers_take_no_memory_but_a_file_of_weights():
     assert "use their own memory" in plan.to_text()
     shared = load_config(TINY, [servers, "rollout.engine.weights_folder=/mnt/weights"])
     assert not any(r.role == "rollout" and r.bytes for r in make_plan(shared, this_machine()).rows)
+
+
+def test_vllm_servers_take_no_gpu_of_the_ranks_on_ray():
+    """4 GPUs, all of the policy. The controller's file is on the node of the ranks. In an
+    asynchronous run it may exist in every phase, and the servers' time overlaps with
+    training: a step takes less than the sum of all phases."""
+    servers = "rollout.engine={kind: vllm_server, urls: ['http://localhost:8000']}"
+    cluster = {"runtime": "ray", "policy_ranks": 4, "gpus_per_worker": 1}
+    hardware = parse_cluster("2x2xA800-80GB")
+    config = load_config({**TINY, "cluster": cluster}, [servers])
+    plan = make_plan(config, hardware)
+    assert plan.fits and {p.place for p in plan.peaks if p.where == "device"} == {"4 x policy"}
+    host = {p.phase: p.bytes for p in plan.peaks if p.where == "host"}
+    assert host["sync"] - host["step"] == pytest.approx(1 << 30, rel=0.01)
+    assert {p.place for p in plan.peaks if p.where == "host"} == {"a node with 2 policy+1 rollout"}
+    time = estimate(config, hardware)
+    assert set(time.idle) == {"policy", "rollout"}
+    (sync,) = (part for part in time.parts if part.phase == "sync")
+    assert "host memory, written to files in memory" in sync.how
+    bound = ["rollout.max_staleness=1", "algorithm.correction={}"]
+    ahead = load_config({**TINY, "cluster": cluster}, [servers, *bound])
+    always = {p.phase: p.bytes for p in make_plan(ahead, hardware).peaks if p.where == "host"}
+    assert always["step"] - host["step"] == pytest.approx(1 << 30, rel=0.01)
+    sides = estimate(ahead, hardware)
+    assert sides.seconds < sides.work_s and splits(ahead, hardware) == []
 
 
 def test_a_plan_as_json_has_its_verdict_and_every_row():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from burnish.observe.metrics import read_metrics
 from burnish.rollout.base import Request, Sampling
 from burnish.rollout.server_engine import VllmServerEngine
 from burnish.rollout.vllm import INSTALL, StaleWeightsError
+from burnish.runtime.base import WorkerLostError
+from burnish.runtime.remote_train import RemoteTrainEngine
+from burnish.runtime.server_sync import ServerSync
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,6 +35,10 @@ pytestmark = [
 ]
 MakeConfig = Callable[..., JobConfig]
 Reward = Callable[[str], float]
+Lines = list[dict[str, float]]
+Compare = Callable[[Lines, Lines], None]
+RAY = ["cluster.runtime=ray", "cluster.policy_ranks=2"]
+MISMATCH = "train/mismatch_max"
 SIZES = {"num_heads": 1, "num_kv_heads": 1}  # heads of 32
 SCRATCH = {"alphabet": "0123456789+=", "hidden_size": 32, "num_layers": 1}
 MODEL = ModelConfig(scratch=ScratchConfig(**SCRATCH, max_position_embeddings=64, **SIZES))
@@ -72,6 +80,72 @@ def test_an_asynchronous_run_knows_the_age_of_each_token(
     lines = read_metrics(burnish.run(config, rewards=reward).run_dir)
     ages = [line["rollout/age_max"] for line in lines if "rollout/age_max" in line]
     assert len(ages) == 4 and ages[0] == 0 and set(ages) <= {0, 1} and 1 in ages
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_two_ranks_on_ray_give_the_numbers_of_one_process(
+    url: str,
+    rl: MakeConfig,
+    reward: Reward,
+    evaluation: list[str],
+    compare: Compare,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank dies before the weights of step 2 are transferred. The run rolls back to its
+    checkpoint of step 0, loads these weights into the server again, and repeats both steps."""
+    options = recipe(url, "max_steps=3", *evaluation)
+    one = burnish.run(rl(*options, f"run_dir={rl().run_dir}-one"), rewards=reward).run_dir
+    pushed: list[int] = []
+    plain = RemoteTrainEngine.transfer_weights
+
+    def sabotaged(policy: RemoteTrainEngine, *given: Any) -> Any:
+        if policy.version == 2 and 2 not in pushed:
+            policy.group.cluster.ray.kill(policy.group.workers[1])
+        pushed.append(policy.version)
+        return plain(policy, *given)
+
+    monkeypatch.setattr(RemoteTrainEngine, "transfer_weights", sabotaged)
+    run_dir = burnish.run(rl(*options, *RAY), rewards=reward).run_dir
+    assert pushed == [0, 1, 2, 0, 1, 2, 3]
+    assert "rank 1 of the policy" in (run_dir / "run.log").read_text()
+    lines = read_metrics(run_dir)
+    compare(read_metrics(one), lines)
+    steps = [line for line in lines if MISMATCH in line]
+    assert all(line[MISMATCH] < 1e-5 for line in steps)
+    assert [line["sync/version"] for line in steps] == [1, 2, 3]
+    assert all(line["sync/buckets"] == 1 and line["sync/bytes"] > 0 for line in steps)
+    assert "vllm-servers" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_an_asynchronous_run_on_ray_loads_staged_weights(
+    url: str,
+    rl: MakeConfig,
+    reward: Reward,
+    evaluation: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of step 1 are lost in the object store after their load has begun. So the server cannot
+    sample, and the run rolls back to its checkpoint of step 0."""
+    plain, loads = ServerSync._payloads, count()
+
+    def lost(sync: ServerSync, kept: Any) -> Iterator[Any]:
+        if next(loads) == 1:
+            raise WorkerLostError("weights in the object store are lost")
+        yield from plain(sync, kept)
+
+    monkeypatch.setattr(ServerSync, "_payloads", lost)
+    bound = ["rollout.max_staleness=1", "algorithm.correction={}"]
+    config = rl(*recipe(url, "max_steps=4", *bound, *evaluation, *RAY))
+    run_dir = burnish.run(config, rewards=reward).run_dir
+    assert "are lost; rolling back" in (run_dir / "run.log").read_text()
+    lines = read_metrics(run_dir)
+    steps = [line for line in lines if "rollout/age_max" in line]
+    ages = [line["rollout/age_max"] for line in steps]
+    assert len(ages) == 4 and ages[0] == 0 and set(ages) <= {0, 1} and 1 in ages
+    size = steps[0]["sync/bytes"]
+    assert all(line["sync/stored_bytes"] in (size, 2 * size) for line in steps)
+    assert "eval/pass@1" in lines[-1]
 
 
 def test_an_evaluation_sends_its_model(

@@ -349,6 +349,39 @@ def test_a_lost_rank_in_the_engine_thread_is_a_rollback(
     assert "resumed from" in text and "at step 2 of 10" in text
 
 
+def test_a_load_that_loses_a_rank_is_a_rollback_although_the_engine_then_fails_too(
+    tmp_path: Path,
+    random_latency: None,
+    losses: list[WorkerLostError],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests are open, so the next poll follows at once and finds an engine without weights."""
+    load, poll = LocalRolloutEngine.load_weights, LocalRolloutEngine.poll
+    failed, broken = threading.Event(), threading.Event()
+
+    def load_or_lose(self: LocalRolloutEngine, version: int, *given: Any, **options: Any) -> None:
+        broken.set()
+        if version >= 3 and self.busy and not failed.is_set():
+            failed.set()
+            raise WorkerLostError("rank 0 of the policy died (during a weight transfer)")
+        load(self, version, *given, **options)
+        broken.clear()
+
+    def poll_or_fail(self: LocalRolloutEngine) -> list[Completion]:
+        if broken.is_set():
+            raise RuntimeError("the engine has no valid weights")
+        return poll(self)
+
+    monkeypatch.setattr(LocalRolloutEngine, "load_weights", load_or_lose)
+    monkeypatch.setattr(LocalRolloutEngine, "poll", poll_or_fail)
+    tree = {**TEXT, **SMALL, "algorithm": {"correction": {}}, "max_steps": 10}
+    burnish.run(recipe(tmp_path, "run", tree, **OWN, max_staleness=2, rollout_batch_size=4))
+    assert failed.is_set() and len(losses) == 1
+    assert Counter(name for ids in trained_prompts(tmp_path / "run") for name in ids) == {
+        f"prompts:{i}@0": 1 for i in range(40)
+    }
+
+
 def test_a_rank_lost_in_the_first_evaluation_is_a_rollback(
     tmp_path: Path,
     losses: list[WorkerLostError],

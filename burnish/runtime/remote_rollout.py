@@ -128,7 +128,7 @@ class RemoteRolloutEngine:
         self._finished = [c for c in self._finished if c.request_id not in names]
         for name in self._requests.drop(names):
             self._remove(self._open.pop(name))
-        self.pool.load_due()  # a worker may have waited for them; a poll sends the rest
+        self._send_orders()
 
     def release(self, conversations: Iterable[str]) -> None:
         """Free the kept cache of conversations. Unknown names are ignored."""
@@ -138,6 +138,7 @@ class RemoteRolloutEngine:
                 self._shares[worker].release.append(name)
             for waiting in self._waiting.values():
                 waiting.released |= waiting.request.conversation == name
+        self._send_orders()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Yield completions as any worker finishes them, after staged weights are loaded. Raises
@@ -237,7 +238,7 @@ class RemoteRolloutEngine:
         """Return whether a worker may load the newest weights now."""
         newest = self.pool.newest
         finishes = newest is not None and newest.in_flight == "finish"
-        return not (finishes and any(o.sent for o in self._shares[worker].open.values()))
+        return not (finishes and self._shares[worker].runs)
 
     def _send(self) -> None:
         """Call every ready worker that has orders or requests and owes no answer."""
@@ -248,8 +249,19 @@ class RemoteRolloutEngine:
             share = self._shares[worker.index]
             if worker.ready and worker.index not in called and share.has_work:
                 orders = share.take_orders(hold=self._is_held(worker))
-                if orders or any(o.sent for o in share.open.values()):
+                if orders or share.runs:
                     self.pool.advance(worker, orders)
+
+    def _send_orders(self) -> None:
+        """Let workers without requests cancel and release, and load weights that they may load now.
+        Nothing is sampled; other workers get their orders with the next requests."""
+        self.pool.load_due()
+        called = self.pool.called("advance")
+        for worker in self.pool.workers:
+            share = self._shares[worker.index]
+            idle = worker.ready and worker.index not in called
+            if idle and not share.runs and (share.cancel or share.release):
+                self.pool.advance(worker, share.take_orders(hold=True))
 
     def _react(self) -> None:
         """Wait for the next answer of a worker. Drops all open requests if it is an error."""
@@ -417,6 +429,11 @@ class _Share:
     def samples(self) -> int:
         """Number of samples that are not finished."""
         return sum(request.left for request in self.open.values())
+
+    @property
+    def runs(self) -> bool:
+        """Return whether it has received requests that are open."""
+        return any(request.sent for request in self.open.values())
 
     @property
     def has_work(self) -> bool:

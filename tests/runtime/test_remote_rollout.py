@@ -281,6 +281,10 @@ def test_cancels_and_releases_sample_nothing_and_let_due_weights_be_loaded() -> 
     assert not engine.pool.called("load")
     engine.cancel("bcd")
     assert engine.busy and engine.pool.called("load") == {0, 1}
+    finish(engine)
+    assert len(list(engine.generate([Request("e", (5,), conversation="e")], Sampling(4)))) == 1
+    engine.release(["e"])
+    assert len(engine.pool.called("advance")) == 1, "its cache is freed before the next poll"
 
 
 def test_weights_that_were_lost_with_a_machine_are_one_error() -> None:

@@ -6,12 +6,15 @@ one line. It exits when its input is closed, so that no process outlives a kille
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -133,6 +136,7 @@ def _measured(work: Work, live: dict[str, float], device: torch.device) -> dict[
     peaks = PhasePeaks()
     seconds: dict[str, float] = {}
     for phase, run in work.items():
+        _return_free_memory()
         peaks.begin(phase)
         begun = time.perf_counter()
         run()
@@ -149,6 +153,14 @@ def _measured(work: Work, live: dict[str, float], device: torch.device) -> dict[
         }
         for phase in work
     }
+
+
+def _return_free_memory() -> None:
+    """Let the C library return memory that earlier phases have freed, which would count as resident
+    in the next one."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _join(task: dict[str, Any]) -> tuple[RankGroup, torch.device]:

@@ -131,12 +131,8 @@ def test_canceling_the_future_or_the_id_drops_the_request(
     assert {f.result(WAIT_S).request_id for f in (c, again)} == {"a", "c"}
 
 
-def test_a_completion_of_a_canceled_request_is_not_that_of_the_next_with_its_id(
-    service: RolloutService, engine: GatedEngine
-) -> None:
-    """The first one finishes in the poll during which it is canceled and submitted again."""
-    first = ask(service, "a")
-    service.call(lambda e: None).result(WAIT_S)
+def stop_in_a_poll(engine: GatedEngine) -> threading.Event:
+    """Return once the engine is in a poll, which goes on when the event is set."""
     polling, go_on, poll = threading.Event(), threading.Event(), engine.poll
 
     def slow_poll() -> list[Completion]:
@@ -146,7 +142,18 @@ def test_a_completion_of_a_canceled_request_is_not_that_of_the_next_with_its_id(
         return poll()
 
     engine.poll = slow_poll  # type: ignore[method-assign]
-    assert polling.wait(WAIT_S) and first.cancel()
+    assert polling.wait(WAIT_S)
+    return go_on
+
+
+def test_a_completion_of_a_canceled_request_is_not_that_of_the_next_with_its_id(
+    service: RolloutService, engine: GatedEngine
+) -> None:
+    """The first one finishes in the poll during which it is canceled and submitted again."""
+    first = ask(service, "a")
+    service.call(lambda e: None).result(WAIT_S)
+    go_on = stop_in_a_poll(engine)
+    assert first.cancel()
     again = ask(service, "a")
     engine.permits.release()
     go_on.set()
@@ -162,20 +169,12 @@ def test_waiting_for_training_ends_with_a_request_that_was_canceled_during_its_l
     one = ask(service, "a")
     service.call(lambda e: None).result(WAIT_S)
     service.hold()
-    polling, go_on, poll = threading.Event(), threading.Event(), engine.poll
-
-    def slow_poll() -> list[Completion]:
-        engine.poll = poll  # type: ignore[method-assign]
-        polling.set()
-        assert go_on.wait(WAIT_S)
-        return poll()
-
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(service.wait_for_training)
         while not service._changed._waiters:  # type: ignore[attr-defined]
             pass
-        engine.poll = slow_poll  # type: ignore[method-assign]
-        assert polling.wait(WAIT_S) and one.cancel()
+        go_on = stop_in_a_poll(engine)
+        assert one.cancel()
         engine.permits.release()
         go_on.set()
         waiting.result(WAIT_S)

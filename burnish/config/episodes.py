@@ -138,7 +138,8 @@ class EpisodesConfig(Node):
     step_timeout_s: float = Field(60.0, gt=0)
     """Maximum seconds of one call of the environment (status timeout)."""
     timeout_s: float = Field(600.0, gt=0)
-    """Maximum seconds of an episode (status timeout)."""
+    """Maximum seconds of an episode (status timeout). With an environment or tools, time in which
+    sampling for training is paused does not count."""
     tool_timeout_s: float = Field(10.0, gt=0)
     """Maximum seconds of one call of a tool. The calls of a turn run one after the other and may
     take 0.9 x ``step_timeout_s`` together. The policy receives a timeout as an error message."""

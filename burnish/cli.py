@@ -38,7 +38,7 @@ from burnish.config.placement import placement_text
 from burnish.config.reference import config_markdown
 from burnish.config.registry import REGISTRY, JobEntry
 from burnish.jobs.families import check_families
-from burnish.jobs.inputs import check_inputs, recorded_run
+from burnish.jobs.inputs import check_inputs, recorded_run, with_input_errors
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -137,10 +137,12 @@ def _run_job(
 ) -> None:
     recipe, overrides = split(job, arguments, resume=resume, replay=replay)
     resumed = resume is not None and recipe == resume / "config.yaml"
-    config = load_config(recipe, overrides, job=job, resumed=resumed)
-    read = config
-    if isinstance(config, RLConfig) and (replay or (resume and recorded_run(resume))):
-        read = config.inputs_of_replay()
+    replays = bool(replay or (resume and recorded_run(resume)))
+    try:
+        config = load_config(recipe, overrides, job=job, resumed=resumed)
+    except ConfigError as error:
+        raise with_input_errors(error, resumed=resume is not None, replays=replays) from None
+    read = config.inputs_of_replay() if replays and isinstance(config, RLConfig) else config
     try:
         check_inputs(read, resumed=resume is not None)  # before torch is imported
     except (ValueError, RuntimeError):
@@ -182,7 +184,10 @@ def check(arguments: Recipe = None) -> None:
     """Check a recipe before its launch, without loading weights: every data row, lengths against
     the model's positions, and the rewards on one row."""
     recipe, overrides = split("check", arguments or [], resume=None)
-    config = load_config(recipe, overrides)
+    try:
+        config = load_config(recipe, overrides)
+    except ConfigError as error:
+        raise with_input_errors(error) from None
     check_inputs(config)  # before torch is imported
     _check_head_divisibility(config)
     for note in check_families(config, download=False):

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from burnish.config.base import Node, PathText
 from burnish.config.data import PromptDataConfig, SeedSource
+from burnish.config.paths import code_problem
 from burnish.config.rewards import RewardConfig
 from burnish.config.sandbox import AnySandbox, BubblewrapSandbox, SandboxConfig
 
@@ -204,23 +205,17 @@ class EpisodesConfig(Node):
         if self.has_agent and self.sandbox is not None:
             yield from self._agent_sandbox_rules(self.sandbox)
         for tool in self.tools:
-            if ":" not in tool and tool != "python":
-                yield (
-                    f"tools has {tool!r}, which is neither path/to/file.py:name nor "
-                    "package.module:name nor the built-in tool python"
-                )
+            if tool != "python" and (problem := code_problem(tool)):
+                yield f"tools: {problem}; the built-in tool is python"
         if self.server_host in ("0.0.0.0", "::"):
             yield (
                 f"server_host={self.server_host} is not an address that agents can call; give an "
                 "address of this machine that they can reach"
             )
         for name in ("environment", "agent"):
-            given = vars(self)[name]
-            if given is not None and ":" not in given:
-                yield (
-                    f"{name}={given!r} is not of the form path/to/file.py:name or "
-                    "package.module:name"
-                )
+            spec = vars(self)[name]
+            if spec is not None and (problem := code_problem(spec)):
+                yield f"{name}: {problem}"
 
     def _agent_sandbox_rules(self, sandbox: AnySandbox) -> Iterator[str]:
         """Yield the problems of the sandbox of an agent program."""

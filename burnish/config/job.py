@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from burnish.config.arithmetic import BatchError, BatchPlan, batch_table, derive_batch
 from burnish.config.attention import attention_rules
@@ -48,6 +48,9 @@ from burnish.config.train import (
 
 OUTPUT_KINDS = (".jsonl", ".parquet")
 
+WITHOUT_RULES = {"rules": False}
+"""Validation context in which only types are validated, to inspect a recipe that breaks rules."""
+
 GivenRows = SFTDataConfig | PreferenceDataConfig | RewardRows
 
 
@@ -76,7 +79,9 @@ class JobConfig(Node):
     """Runtime and placement of the job's roles."""
 
     @model_validator(mode="after")
-    def _report_all_broken_rules(self) -> JobConfig:
+    def _report_all_broken_rules(self, info: ValidationInfo) -> JobConfig:
+        if info.context is WITHOUT_RULES:
+            return self
         roles = self.roles()
         problems = [
             *self.broken_rules(),

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError, create_model
 from burnish.config.base import Node
 from burnish.config.equivalents import advice_on
 from burnish.config.explain import explain, meant_by, nearest
-from burnish.config.job import JobConfig
+from burnish.config.job import WITHOUT_RULES, JobConfig
 from burnish.config.launch import launched_rank, use_launched_ranks
 from burnish.config.overrides import OverrideError, apply_override
 from burnish.config.registry import JOBS
@@ -27,7 +27,25 @@ _log = logging.getLogger("burnish")
 
 
 class ConfigError(BurnishError, ValueError):
-    """A recipe that cannot be run. The message lists every problem with its place and a fix."""
+    """A recipe that cannot be run. The message lists every problem with its place and a fix.
+
+    ``problems``: one line each, if the recipe could be read. ``corrected``: the recipe with the
+    probable meaning of its invalid keys, to find the problems of its files as well; None if there
+    are too many errors."""
+
+    where: str = ""
+    problems: tuple[str, ...] = ()
+    corrected: JobConfig | None = None
+
+    @classmethod
+    def listing(
+        cls, where: str, problems: Sequence[str], corrected: JobConfig | None
+    ) -> ConfigError:
+        """Return the error of the recipe ``where`` with all its problems."""
+        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+        error = cls(f"{where}: {count}\n" + "\n".join(f"  - {p}" for p in problems))
+        error.where, error.problems, error.corrected = where, tuple(problems), corrected
+        return error
 
 
 def load_config(
@@ -54,6 +72,7 @@ def load_config(
     where, tree, cls = _read(recipe, overrides, wanted=job)
     rank = launched_rank()
     problems: list[str] = []
+    corrected = None
     if rank is not None and resumed:  # before the overrides, which may not contradict it
         problems += use_launched_ranks(tree, rank, resumed=True)
     for override in overrides:
@@ -67,13 +86,13 @@ def load_config(
         config = cls.model_validate({"job": cls.model_fields["job"].default, **tree})
     except ValidationError as error:
         advice = partial(advice_on, job=cls.model_fields["job"].default)
-        problems += explain(cls, error, advice) + _rules_despite_errors(cls, tree, error)
+        rules, corrected = _rules_despite_errors(cls, tree, error)
+        problems += [*explain(cls, error, advice), *rules]
     if not problems:
         for warning in config.warnings():
             _log.warning("%s: warning: %s", where, warning)
         return config
-    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-    raise ConfigError(f"{where}: {count}\n" + "\n".join(f"  - {p}" for p in problems))
+    raise ConfigError.listing(where, problems, corrected)
 
 
 def dump_yaml(config: JobConfig) -> str:
@@ -150,25 +169,38 @@ def _job_name(
 
 def _rules_despite_errors(
     cls: type[JobConfig], tree: Mapping[str, Any], error: ValidationError
-) -> list[str]:
-    """Return the broken rules of a recipe that has other errors. pydantic checks no rules while any
-    field is invalid, and one report should list both.
+) -> tuple[list[str], JobConfig | None]:
+    """Return the broken rules of a recipe that has other errors, and the corrected recipe, whether
+    or not it breaks rules. pydantic checks no rules while any field is invalid, and one report
+    should list both.
 
     Misspelled keys are first replaced by their most probable meaning, and other invalid values are
     removed. Rule messages about these keys are left out, because the replacement may be their
     cause."""
+    if not any(e["loc"] for e in error.errors()):  # only rules, which are in ``error``
+        return [], _without_rules(cls, tree)
     mended = _copy(tree)
     wrong = [_correct_misspelled_keys(cls, mended, e) for e in error.errors()]
     if None in wrong:  # too many errors
-        return _rules_of_valid_nodes(cls, tree, error)
+        return _rules_of_valid_nodes(cls, tree, error), None
+    corrected = _without_rules(cls, mended)
+    if corrected is None:
+        return _rules_of_valid_nodes(cls, tree, error), None
     try:
         cls.model_validate({"job": cls.model_fields["job"].default, **mended})
     except ValidationError as again:
-        if any(e["loc"] for e in again.errors()):
-            return _rules_of_valid_nodes(cls, tree, error)
         keys = re.compile(rf"\b({'|'.join(re.escape(str(key)) for key in wrong)})\b")
-        return [line for line in explain(cls, again) if not keys.search(line)]
-    return []
+        return [line for line in explain(cls, again) if not keys.search(line)], corrected
+    return [], corrected
+
+
+def _without_rules(cls: type[JobConfig], tree: Mapping[str, Any]) -> JobConfig | None:
+    """Return a recipe that may break rules; None if a field is invalid."""
+    complete = {"job": cls.model_fields["job"].default, **tree}
+    try:
+        return cls.model_validate(complete, context=WITHOUT_RULES)
+    except ValidationError:
+        return None
 
 
 def _correct_misspelled_keys(cls: type[JobConfig], tree: Any, error: Any) -> str | None:

@@ -64,6 +64,27 @@ def _content_problem(folder: Path) -> str | None:
     return None
 
 
+def code_problem(spec: str) -> str | None:
+    """Return why ``spec`` does not name Python code: ``path/to/file.py:name``,
+    ``package.module:name``, or ``trl:`` before either; ``openrlhf:path/to/file.py``. Return None if
+    it does.
+
+    >>> [code_problem(s) is None for s in ("a.py:f", "pkg.mod:f", "trl:a.py:f", "openrlhf:a.py")]
+    [True, True, True, True]
+    >>> [code_problem(s) is None for s in ("a.py", "a.py:", ":f", "trl:a.py")]
+    [False, False, False, False]
+    """
+    if spec.startswith("openrlhf:"):
+        named = spec.removeprefix("openrlhf:")
+    else:
+        where, _, name = spec.removeprefix("trl:").rpartition(":")
+        named = where and name
+    if named.strip():
+        return None
+    example = f"; write {spec}:NAME" if spec.endswith(".py") else ""
+    return f"{spec!r} is not of the form path/to/file.py:name or package.module:name{example}"
+
+
 def models_of(node: Node, path: str = "") -> Iterator[tuple[str, ModelConfig]]:
     """Yield every model that a recipe names, with its key."""
     if isinstance(node, ModelConfig):

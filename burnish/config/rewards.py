@@ -9,6 +9,7 @@ from pydantic import Field
 
 from burnish.config.base import Node
 from burnish.config.model import ModelConfig
+from burnish.config.paths import code_problem
 from burnish.config.sandbox import BubblewrapSandbox, SandboxConfig
 from burnish.config.urls import client_advice, client_problems
 
@@ -48,6 +49,10 @@ class FunctionReward(_Reward):
     function: str | None = None
     """``path/to/file.py:name`` or ``package.module:name``. None: a callable passed to
     ``burnish.run``."""
+
+    def rules(self) -> Iterator[str]:
+        if self.function is not None and (problem := code_problem(self.function)):
+            yield f"function: {problem}"
 
 
 class ModelReward(_Reward):

@@ -5,10 +5,12 @@ Used for environments and for function rewards. Modules of this package are impo
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import pkgutil
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,10 +45,41 @@ def load_object(spec: str) -> Any:
 
 
 def check_file(spec: str) -> None:
-    """Raise LoadError if ``spec`` names a file that does not exist. Executes nothing."""
-    where, _, _ = spec.rpartition(":")
-    if where.endswith(".py"):
-        _check_is_file(Path(where), spec)
+    """Raise LoadError if ``spec`` names a file that does not exist or is not Python, or a name that
+    the file does not define. Executes nothing; modules that are not files are not checked."""
+    if spec.startswith("openrlhf:"):
+        where, name = spec.removeprefix("openrlhf:"), ""
+    else:
+        where, _, name = spec.rpartition(":")
+    if not where.endswith(".py"):
+        return
+    path = Path(where)
+    _check_is_file(path, spec)
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError) as error:
+        raise LoadError(f"{spec!r}: {path} is not valid Python: {error}") from error
+    names = list(_module_names(tree.body))
+    if name and name not in names and not {"*", "__getattr__", "globals"} & set(names):
+        public = [name for name in names if not name.startswith("_")]
+        raise LoadError(f"{spec!r}: {where} has no {name!r}{nearest(name, public)}")
+
+
+def _module_names(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Yield the names that the statements of a module bind: ``*`` for a star import, ``globals`` if
+    they may bind names that are not written in them."""
+    for statement in body:
+        is_definition = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        for node in [statement] if is_definition else ast.walk(statement):
+            match node:
+                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                    yield node.name
+                case ast.Import() | ast.ImportFrom():
+                    yield from ((item.asname or item.name).split(".")[0] for item in node.names)
+                case ast.Name(id="globals" | "vars" | "exec"):
+                    yield "globals"
+                case ast.Name(ctx=ast.Store()):
+                    yield node.id
 
 
 def _check_is_file(path: Path, spec: str) -> None:

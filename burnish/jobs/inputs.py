@@ -7,10 +7,20 @@ messages are those of the code that reads the inputs later.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from burnish.config.data import DataConfig, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
+from burnish.config import ConfigError, RLConfig
+from burnish.config.data import (
+    DataConfig,
+    PreferenceDataConfig,
+    PromptDataConfig,
+    SFTDataConfig,
+    SourceConfig,
+)
+from burnish.config.episodes import EpisodesConfig
 from burnish.config.job import JobConfig, RowsJob
 from burnish.config.paths import model_problems, models_of
 from burnish.config.rated import RatedDataConfig
@@ -22,6 +32,8 @@ from burnish.data.rated_targets import target_of
 from burnish.data.rows import column, content_column, demonstration_key, prompt_column
 from burnish.data.sources import DataError, Row, first_rows
 from burnish.environments.importing import LoadError, check_file
+from burnish.errors import BurnishError
+from burnish.jobs.errors import RunError
 from burnish.models.paths import ModelError, check_path
 from burnish.observe.trackers import check_trackers
 from burnish.rewards.errors import RewardError
@@ -39,39 +51,97 @@ def recorded_run(run_dir: Path) -> Path | None:
 
 
 def check_inputs(config: JobConfig, *, resumed: bool = False) -> None:
-    """Raise DataError, ModelError or RewardError if an input is unusable. Examples are a missing
-    file or folder, and a source whose first row has no usable content.
+    """Raise one error for all unusable inputs: missing files, folders, functions and packages, and
+    sources whose first row has no usable content.
 
-    A resumed run that writes rows is not checked, because it may be finished and need no input.
+    Raises DataError, ModelError, RewardError or TrackerError if all problems are of that kind, and
+    RunError for several kinds. A resumed run that writes rows is not checked, because it may be
+    finished and need no input.
     """
-    check_trackers(config)
+    errors = input_errors(config, resumed=resumed)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        kinds = {type(error) for error in errors}
+        kind = kinds.pop() if len(kinds) == 1 else RunError
+        lines = "\n".join(f"  - {error}" for error in errors)
+        raise kind(f"{len(errors)} problems of the inputs\n{lines}")
+
+
+def input_errors(config: JobConfig, *, resumed: bool = False) -> list[BurnishError]:
+    """Return the errors of all unusable inputs, see :func:`check_inputs`."""
+    errors: list[BurnishError] = []
+    for check in _checks(config, resumed=resumed):
+        try:
+            check()
+        except BurnishError as error:
+            errors.append(error)
+    return errors
+
+
+def with_input_errors(
+    error: ConfigError, *, resumed: bool = False, replays: bool = False
+) -> ConfigError:
+    """Return an error that also lists the unusable inputs of the recipe that ``error`` rejects, as
+    far as its invalid keys leave them known."""
+    config = error.corrected
+    if replays and isinstance(config, RLConfig):
+        config = config.inputs_of_replay()
+    errors = [] if config is None else input_errors(config, resumed=resumed)
+    if not errors:
+        return error
+    problems = [*error.problems, *map(str, errors)]
+    return ConfigError.listing(error.where, problems, error.corrected)
+
+
+def _checks(config: JobConfig, *, resumed: bool) -> Iterator[Callable[[], None]]:
+    """Yield one function per input. Each raises if the input is unusable."""
+    yield partial(check_trackers, config)
     if resumed and isinstance(config, RowsJob):
         return
     for data in config.nodes_of(DataConfig):
-        for source in data.sources:
-            strict = data.on_bad_row == "fail"
-            rows = first_rows(source) if strict else first_rows(source, 1)
-            form = form_of_row(rows[0], data) if rows else "columns"
-            for row in rows if strict else ():
-                _check_row(in_columns(row, form, data), data)
-    for entry in config.nodes_of(FunctionReward):
-        try:
-            check_file(entry.function or "")
-        except LoadError as error:
-            raise RewardError(f"reward {entry.name or entry.kind!r}: function {error}") from error
-    _check_models(config)
-
-
-def _check_models(config: JobConfig) -> None:
-    """Raise ModelError listing all missing folders of models and tokenizers."""
+        yield from (partial(_check_source, source, data) for source in data.sources)
+    yield from (partial(_check_code, *place) for place in _code_of(config))
     # On a cluster, the other models are read by workers, which may have other folders.
     ray = config.cluster.runtime == "ray"
-    problems = model_problems(config)
-    if problems := [p for p in problems if not ray or p.startswith("model.")]:
-        raise ModelError("\n".join(problems))
+    problems = [p for p in model_problems(config) if not ray or p.startswith("model.")]
+    yield from (partial(_raise, ModelError(problem)) for problem in problems)
     for _, model in models_of(config):
-        if model.path is not None and (not ray or model is config.model):
-            check_path(model)
+        if not problems and model.path is not None and (not ray or model is config.model):
+            yield partial(check_path, model)
+
+
+def _raise(error: BurnishError) -> None:
+    raise error
+
+
+def _code_of(config: JobConfig) -> Iterator[tuple[str, str, type[BurnishError]]]:
+    """Yield (place, ``file.py:name``, class of its error) of the code that a recipe names."""
+    for reward in config.nodes_of(FunctionReward):
+        if reward.function is not None:
+            place = f"reward {(reward.name or reward.kind)!r}: function"
+            yield place, reward.function, RewardError
+    for key, episodes in config.paths_of(EpisodesConfig):
+        for name, spec in (("environment", episodes.environment), ("agent", episodes.agent)):
+            if spec is not None:
+                yield f"{key}.{name}:", spec, LoadError
+        yield from ((f"{key}.tools:", tool, LoadError) for tool in episodes.tools)
+
+
+def _check_code(place: str, spec: str, kind: type[BurnishError]) -> None:
+    try:
+        check_file(spec.removeprefix("trl:"))
+    except LoadError as error:
+        raise kind(f"{place} {error}") from error
+
+
+def _check_source(source: SourceConfig, data: DataConfig) -> None:
+    """Raise DataError if a source cannot be opened, or if one of its first rows is unusable."""
+    strict = data.on_bad_row == "fail"
+    rows = first_rows(source) if strict else first_rows(source, 1)
+    form = form_of_row(rows[0], data) if rows else "columns"
+    for row in rows if strict else ():
+        _check_row(in_columns(row, form, data), data)
 
 
 def _check_row(row: Row, data: DataConfig) -> None:

@@ -8,15 +8,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from burnish.cli import app
 from burnish.config import load_config
 from burnish.config.data import FileSource
 from burnish.config.model import ModelConfig
 from burnish.data.sources import DataError, first_rows, open_source
+from burnish.environments.importing import LoadError, check_file
 from burnish.jobs.inputs import check_inputs
 from burnish.models.load import load_tokenizer
 from burnish.models.paths import ModelError
@@ -171,3 +175,65 @@ def test_a_finished_generate_run_needs_no_input(tmp_path: Path) -> None:
     check_inputs(config, resumed=True)
     with pytest.raises(DataError):
         check_inputs(config)
+
+
+@pytest.mark.parametrize("command", [["check"], ["rl"], ["rl", "--dry-run"]])
+@pytest.mark.parametrize(
+    ("steps", "function", "lines"),
+    [
+        ("max_steps", "reward.py:skore", ["no 'skore' (nearest: score)"]),
+        ("max_steps", "reward.py", ["write reward.py:NAME"]),
+        ("max_steps", "none.py:score", ["there is no file"]),
+        ("max_stepz", "reward.py:skore", ["(nearest: max_steps)", "no 'skore' (nearest: score)"]),
+        ("max_stepz", "reward.py", ["(nearest: max_steps)", "write reward.py:NAME"]),
+        ("max_stepz", "reward.py:score", ["(nearest: max_steps)"]),
+    ],
+)
+def test_keys_files_models_and_functions_are_reported_together(
+    command: list[str],
+    steps: str,
+    function: str,
+    lines: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward.py").write_text("def score(prompt, response, label):\n    return 1.0\n")
+    tree = recipe("rl", "none.jsonl", model={"path": "./none"})
+    tree[steps] = tree.pop("max_steps")
+    tree["rewards"] = [{"kind": "function", "function": function}]
+    (tmp_path / "recipe.yaml").write_text(json.dumps(tree))
+    result = CliRunner().invoke(app, [command[0], "recipe.yaml", *command[1:]])
+    problems = [line for line in result.stderr.splitlines() if line.startswith("  - ")]
+    expected = [*lines, "none.jsonl does not exist", "model.path"]
+    assert result.exit_code == 2 and len(problems) == len(expected), result.stderr
+    assert all(any(text in line for line in problems) for text in expected), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "defined"),
+    [
+        ("def f(): ...", True),
+        ("async def f(): ...", True),
+        ("class f: ...", True),
+        ("f = g = lambda: 1", True),
+        ("from other import g as f", True),
+        ("import f.g", True),
+        ("from other import *", True),
+        ("if True:\n    def f(): ...", True),
+        ("try:\n    from a import f\nexcept ImportError:\n    f = None", True),
+        ("globals()['f'] = 1", True),
+        ("f: int = 1", True),
+        ("def g():\n    f = 1", False),
+        ("class g:\n    def f(self): ...", False),
+        ("print(f)", False),
+        ("def f(:", False),
+    ],
+)
+def test_a_name_is_found_in_a_file_without_running_it(
+    source: str, defined: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "code.py"
+    file.write_text("raise RuntimeError('executed')\n" + source)
+    with nullcontext() if defined else pytest.raises(LoadError):
+        check_file(f"{file}:f")

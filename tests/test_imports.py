@@ -14,7 +14,10 @@ from burnish.config.registry import REGISTRY
 PACKAGE = Path(burnish.__file__).parent
 
 MATHS = {"types", "tensors", "transcript", "compact"}
-BASE = MATHS | {"config", "errors", "messages", "oom", "secret", "shm", "templates", "loop_thread"}
+BASE = MATHS | {
+    *("config", "errors", "messages", "oom", "secret", "shm", "templates", "loop_thread"),
+    "special_tokens",
+}
 LOOPS = BASE | {
     *(
         "batches",
@@ -47,6 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "oom": set(),
     "secret": set(),
     "templates": {"errors"},
+    "special_tokens": {"templates"},
     "shm": set(),
     "tensors": set(),
     "algorithms": MATHS,

@@ -36,6 +36,7 @@ from burnish.models.load import DTYPES, ModelError, describe, load_causal_lm
 from burnish.models.lora import ADAPTER_FILE, adapter_tensors, merged_weights, peft_config
 from burnish.models.tensor_files import tensor_sets
 from burnish.models.value_head import load_scalar_model
+from burnish.special_tokens import padding_id
 
 log = logging.getLogger("burnish")
 
@@ -405,18 +406,16 @@ def _save_adapter(
 
 
 def _set_pad_token(target: Path, *, trust: bool) -> None:
-    """Set a classifier's pad token to one that is not its end token.
+    """Set a classifier's pad token to one that ends no row.
 
-    transformers scores the last token that is not padding. If pad and end are the same token, it
-    would score the token before the end. Without another special token, the pad token is unset and
-    only single rows can be scored.
+    transformers scores the last token that is not padding. If rows end with the pad token, it would
+    score the token before the end. Without another special token, the pad token is unset and only
+    single rows can be scored.
     """
     code = {"trust_remote_code": trust}
     tokenizer = AutoTokenizer.from_pretrained(target, **code)
-    end = tokenizer.eos_token_id
-    others = [tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer.all_special_ids]
-    pad = next((i for i in others if i is not None and i != end), None)
     config = AutoConfig.from_pretrained(target, **code)
+    pad = padding_id(tokenizer, config.get_text_config().to_dict().get("eos_token_id"))
     config.pad_token_id = pad
     config.save_pretrained(target)
     if pad is not None:

@@ -19,6 +19,7 @@ from jinja2 import TemplateError
 from burnish.data.messages import Message, as_messages, trained_flags, without_flags
 from burnish.data.notices import note
 from burnish.data.sources import DataError
+from burnish.special_tokens import special_tokens, turn_length
 from burnish.templates import render_chat
 
 if TYPE_CHECKING:
@@ -218,9 +219,7 @@ def check_rendering(
 def _special_end(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """Return the special token at the end of ``text``, or an empty string."""
     ids = _plain_ids(tokenizer, text[-64:])
-    if not ids or tokenizer.decode(ids[-1:], skip_special_tokens=True):
-        return ""
-    token = str(tokenizer.decode(ids[-1:]))
+    token = special_tokens(tokenizer).get(ids[-1], "") if ids else ""
     return token if text.endswith(token) else ""
 
 
@@ -402,18 +401,11 @@ def _literal_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _trained_length(tokenizer: PreTrainedTokenizerBase, answer: Sequence[int]) -> int:
-    """Return the number of tokens of an assistant piece up to and including its end token.
-
-    The end token is the first EOS token, or else a special token at the end, before white space
-    (some templates end turns with ``<|eot_id|>``). Without an end token, all tokens count.
-    """
-    if tokenizer.eos_token_id in answer:
-        return answer.index(tokenizer.eos_token_id) + 1
-    end = len(answer)
-    while end and not str(tokenizer.decode([answer[end - 1]])).strip():
-        end -= 1
-    if end and not tokenizer.decode([answer[end - 1]], skip_special_tokens=True):
-        return end
+    """Return the number of tokens of an assistant piece up to and including its end token. Without
+    an end token, all tokens count."""
+    length = turn_length(tokenizer, answer)
+    if length is not None:
+        return length
     note(
         "no_end_token",
         "the chat template appends no end token to the assistant's turn, so the model does not "

@@ -22,6 +22,7 @@ from burnish.data.sources import DataError
 from burnish.episodes.formats import format_of
 from burnish.episodes.probing import CONVERSATIONS, TOOLS, Conversation, assistant, call, user
 from burnish.errors import BurnishError
+from burnish.special_tokens import special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -302,8 +303,7 @@ def _unmarked(found: re.Match[str]) -> str:
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Return a pattern that matches the tokenizer's special tokens, longest first."""
-    added = tokenizer.added_tokens_decoder.values()
-    texts = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+    texts = set(special_tokens(tokenizer).values())
     ordered = sorted(texts - {""}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
 

@@ -45,7 +45,8 @@ from burnish.models.paths import check_path, check_tokenizer_path
 from burnish.models.quantized import check_unquantized
 from burnish.models.scratch import scratch_model, scratch_tokenizer
 from burnish.models.support import model_support, row_limit, runs_own_code
-from burnish.templates import TemplateLimitError, render_chat, variables, with_defaults
+from burnish.special_tokens import end_token_ids, special_tokens, turn_end_ids
+from burnish.templates import TemplateLimitError, variables, with_defaults
 
 log = logging.getLogger("burnish")
 
@@ -194,22 +195,18 @@ def _inject_lora(model: Any, config: ModelConfig) -> None:
         ) from error
 
 
-def end_turn_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the id of the special token that ends an assistant's turn in the chat template.
-
-    It often differs from the end-of-sequence token (a base model with a chat template), and
-    generation must stop at it too. Returns None without a chat template or such a token.
-    """
-    if not tokenizer.chat_template:
-        return None
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "xyzzy"}]
+def add_end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make the tokenizer's end token and the chat template's end-of-turn tokens end tokens of the
+    model: its sampling stops at them, and its exports contain them."""
+    config = model.generation_config
+    if config is None:
+        return
     try:
-        text = render_chat(tokenizer, turns)
+        turn_ends = turn_end_ids(tokenizer)
     except TemplateLimitError as error:
         raise ModelError(f"the chat template: {error}; use another model.chat_template") from error
-    tail = tokenizer(text.rpartition("xyzzy")[2], add_special_tokens=False)["input_ids"]
-    special = set(tokenizer.all_special_ids)
-    return next((int(i) for i in tail if i in special), None)
+    ends = sorted(end_token_ids(tokenizer, config.eos_token_id) | turn_ends)
+    config.eos_token_id = ends if len(ends) > 1 else ends[0]
 
 
 def place(
@@ -274,12 +271,12 @@ def _set_end_token(tokenizer: Any, token: str, config: ModelConfig) -> None:
     would otherwise split and decode texts differently than the run. Raises ModelError if it is not
     one token of the vocabulary."""
     if token not in tokenizer.get_vocab():
-        special = sorted(map(str, tokenizer.all_special_tokens))
+        special = sorted(special_tokens(tokenizer).values())
         candidates = {*special, *map(str, tokenizer.get_added_vocab())}
         raise ModelError(
             f"model.eos_token={token!r} is not a token of the tokenizer of {describe(config)}"
             f"{nearest(token, candidates)}; use a token of its vocabulary (its special tokens are "
-            f"{', '.join(special)})"
+            f"{', '.join(special[:20])}{', ...' * (len(special) > 20)})"
         )
     tokenizer.add_special_tokens({"eos_token": token})
 

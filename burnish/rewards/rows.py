@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.data.chat import encode_completion, encode_conversation, encode_prompt
 from burnish.rewards.base import RewardError, RewardInput
+from burnish.special_tokens import special_tokens
 from burnish.transcript import Episode
 
 log = logging.getLogger("burnish")
@@ -100,8 +101,7 @@ class RowEncoder:
         )
         begin = mask.index(True)
         end = len(mask) - mask[::-1].index(True)
-        special = not self.tokenizer.decode([ids[end - 1]], skip_special_tokens=True)
-        if not ended and special:
+        if not ended and ids[end - 1] in special_tokens(self.tokenizer):
             end -= 1
         return ids[:begin], ids[begin:end]
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from burnish.rollout.base import Request, Sampling
+from burnish.special_tokens import end_token_ids
 from burnish.types import FinishReason
 
 
@@ -117,10 +118,8 @@ class OpenRequests:
 
 
 def end_tokens(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the token ids that end a response: the tokenizer's and the generation config's."""
-    ends = {int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set()
-    more = config.eos_token_id if config is not None else None
-    return ends | set([more] if isinstance(more, int) else more or [])
+    """Return the token ids that end a response of a model with this generation config."""
+    return end_token_ids(tokenizer, None if config is None else config.eos_token_id)
 
 
 class StopRule:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
@@ -19,7 +19,7 @@ from burnish.config.sync import LinkSync, SyncConfig
 from burnish.environments.process import start_process
 from burnish.environments.worker_set import Worker
 from burnish.models.gpu import set_up_gpu
-from burnish.models.load import describe, end_turn_token, load_causal_lm, resolve_device
+from burnish.models.load import add_end_tokens, describe, load_causal_lm, resolve_device
 from burnish.models.lora import merged_weights
 from burnish.models.value_head import NewHead, load_scalar_model
 from burnish.observe.peaks import ProcessPeaks
@@ -79,7 +79,7 @@ class InlineRuntime:
                 device=load_device(spec, self.device, self.ranks),
                 empty=empty,
             )
-        self._add_end_token(model)
+        add_end_tokens(model, self.tokenizer)
         return self._engine(model, spec, spans)
 
     def scalar_model(
@@ -126,7 +126,7 @@ class InlineRuntime:
             )
             model = load_causal_lm(base, dtype=wanted, device=self.device)
             model.requires_grad_(False)
-            self._add_end_token(model)
+            add_end_tokens(model, self.tokenizer)
         name = describe(trainer.spec.model)
         return self.phases.rollout(make_local_engine(model, self.tokenizer, config, name=name))
 
@@ -146,7 +146,7 @@ class InlineRuntime:
         dtype = self.precision.sampler_dtype
         model = model.model_copy(update={"attn_implementation": "auto"})
         network = load_causal_lm(model, dtype=dtype, device=device, empty=empty)
-        self._add_end_token(network)
+        add_end_tokens(network, self.tokenizer)
         if isinstance(config, LocalEngine):
             return make_local_engine(network, self.tokenizer, config, name=describe(model))
         engine = self._vllm(network, config, max_len)
@@ -183,17 +183,6 @@ class InlineRuntime:
         weights."""
         trains_all = spec.trainable and spec.model.lora is None
         return "fp32" if trains_all else spec.dtype or self.precision.dtype
-
-    def _add_end_token(self, model: PreTrainedModel) -> None:
-        """Make the tokenizer's end token and the chat template's end-of-turn token end tokens of
-        the model, here and in its exports."""
-        turn, config = end_turn_token(self.tokenizer), model.generation_config
-        if config is None:
-            return
-        have, end = config.eos_token_id, int(self.tokenizer.eos_token_id)
-        ends = {have} if isinstance(have, int) else set(have or [])
-        ends |= {end} if turn is None else {end, turn}
-        config.eos_token_id = sorted(ends) if len(ends) > 1 else end
 
     def sync(
         self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import AddedToken
 from transformers import (
     AutoConfig,
     GPT2Config,
@@ -25,7 +26,6 @@ from burnish.episodes.template import ChatTemplate
 from burnish.models.checks import check_compute_dtype
 from burnish.models.load import (
     ModelError,
-    end_turn_token,
     load_causal_lm,
     load_tokenizer,
     num_positions,
@@ -34,6 +34,7 @@ from burnish.models.load import (
 )
 from burnish.models.shrink import build, shrink
 from burnish.models.value_head import load_scalar_model
+from burnish.special_tokens import turn_end_ids
 
 
 @pytest.fixture
@@ -365,15 +366,18 @@ def test_a_mistyped_adapter_target_is_named() -> None:
         load_causal_lm(config)
 
 
-def test_the_end_of_turn_is_read_from_the_template() -> None:
+@pytest.mark.parametrize("end", ["<|system|>", "<|eot|>"])
+def test_the_end_of_turn_is_read_from_the_template(end: str) -> None:
+    """A token with a name, and an added one."""
     tokenizer = load_tokenizer(ModelConfig(scratch=ScratchConfig()))
-    assert end_turn_token(tokenizer) == tokenizer.eos_token_id
+    assert turn_end_ids(tokenizer) == {tokenizer.eos_token_id}
+    tokenizer.add_tokens([AddedToken(end, special=True)])
     tokenizer.chat_template = (
-        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|system|>\n{% endfor %}"
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}" + end + "\n{% endfor %}"
     )
-    assert end_turn_token(tokenizer) == tokenizer.convert_tokens_to_ids("<|system|>")
+    assert turn_end_ids(tokenizer) == {tokenizer.convert_tokens_to_ids(end)}
     tokenizer.chat_template = None
-    assert end_turn_token(tokenizer) is None
+    assert turn_end_ids(tokenizer) == frozenset()
 
 
 def test_positions_are_read_without_loading_the_model(tmp_path: Path) -> None:

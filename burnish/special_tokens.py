@@ -1,0 +1,128 @@
+"""Special tokens of a tokenizer: which exist, which end a turn, and which never do.
+
+Training, sampling, serving, rewards and exports ask the functions of this module, so that a model
+stops at the token with which its training rows end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from jinja2 import TemplateError
+
+from burnish.templates import TemplateLimitError, render_chat
+
+if TYPE_CHECKING:  # recipes are checked without transformers
+    from transformers import PreTrainedTokenizerBase
+
+Messages = list[dict[str, Any]]
+EndTokens = int | Sequence[int] | None
+"""``eos_token_id`` of a generation config."""
+
+_special: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[str, dict[int, str]]] = (
+    WeakKeyDictionary()
+)
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, str]:
+    """Return id -> text of all special tokens: those with a name (``eos_token``), and added tokens
+    that are marked as special.
+
+    transformers' ``all_special_ids`` contains only tokens with a name, in Llama 3 two of 256.
+    """
+    key = f"{len(tokenizer)} {tokenizer.special_tokens_map}"
+    known = _special.get(tokenizer)
+    if known is None or known[0] != key:
+        added = tokenizer.added_tokens_decoder.items()
+        texts = {int(i): str(token) for i, token in added if token.special}
+        named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+        texts |= {int(i): str(token) for i, token in named if i is not None}
+        known = _special[tokenizer] = (key, texts)
+    return known[1]
+
+
+def turn_length(tokenizer: PreTrainedTokenizerBase, turn: Sequence[int]) -> int | None:
+    """Return the number of tokens of an assistant's turn up to and including its end token.
+
+    The end token is the first EOS token, or else a special token at the end, before white space
+    (some templates end turns with ``<|eot_id|>``). Return None if there is none.
+    """
+    if tokenizer.eos_token_id in turn:
+        return list(turn).index(int(tokenizer.eos_token_id)) + 1
+    end = len(turn)
+    while end and not str(tokenizer.decode([turn[end - 1]])).strip():
+        end -= 1
+    return end if end and turn[end - 1] in special_tokens(tokenizer) else None
+
+
+def turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the special tokens that end an assistant's turn in the chat template.
+
+    They are the last trained tokens of a turn that is text, and of one that is a tool call
+    (:func:`turn_length`), and the special token directly after a text (``<|end|>`` of Phi-3, which
+    is followed by EOS). They often differ from the end-of-sequence token, as in a base model with a
+    chat template. The result is empty without a chat template or such a token. Raises
+    TemplateLimitError if the template exceeds its limits.
+    """
+    if not tokenizer.chat_template:
+        return frozenset()
+    text = _after_mark(tokenizer, {"role": "assistant", "content": _MARK})
+    special = special_tokens(tokenizer)
+    ends = {next(i for i in text if i in special)} if special.keys() & text else set()
+    calls = (_after_mark(tokenizer, _call(arguments)) for arguments in _ARGUMENTS)
+    call = next(filter(None, calls), [])
+    for tail in (text, call):
+        length = turn_length(tokenizer, tail)
+        ends |= set() if length is None else {tail[length - 1]}
+    return frozenset(ends)
+
+
+_MARK = "xyzzy"
+_ARGUMENTS = ({"key": _MARK}, f'{{"key": "{_MARK}"}}')
+"""Arguments of a tool call as templates expect them: a mapping, or JSON text (DeepSeek V3)."""
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look up a value.",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
+    },
+}
+
+
+def _call(arguments: Any) -> dict[str, Any]:
+    function = {"name": "look_up", "arguments": arguments}
+    call = {"id": "probe0000", "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _after_mark(tokenizer: PreTrainedTokenizerBase, answer: dict[str, Any]) -> list[int]:
+    """Return the tokens of a conversation after the mark in its answer. Empty if the template
+    rejects or drops the answer."""
+    tools = [_TOOL] if answer.get("tool_calls") else None
+    try:
+        text = render_chat(tokenizer, [{"role": "user", "content": "a"}, answer], tools=tools)
+    except TemplateLimitError:
+        raise
+    except (TemplateError, TypeError, ValueError):
+        return []
+    _, mark, tail = text.rpartition(_MARK)
+    return list(tokenizer(tail, add_special_tokens=False)["input_ids"]) if mark else []
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase, configured: EndTokens) -> set[int]:
+    """Return the tokens that end a response: the tokenizer's end token, and those of a generation
+    config (``configured``)."""
+    ends = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    return ends | ({configured} if isinstance(configured, int) else set(configured or ()))
+
+
+def padding_id(tokenizer: PreTrainedTokenizerBase, configured: EndTokens) -> int | None:
+    """Return a special token that ends no row, for padding. Return None if there is none.
+    ``configured``: as in :func:`end_token_ids`."""
+    ends = end_token_ids(tokenizer, configured) | turn_end_ids(tokenizer)
+    named = [tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer.all_special_ids]
+    candidates = [*named, *special_tokens(tokenizer)]
+    return next((int(i) for i in candidates if i is not None and i not in ends), None)

@@ -1,0 +1,156 @@
+"""A model stops at the token with which its training rows end, wherever it is sampled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_families import CHATML, FAMILIES, byte_bpe, chat_tokenizer, sentencepiece_bpe
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from burnish.checkpoint.export import export
+from burnish.checkpoint.save import CheckpointStore
+from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.config.rollout import LocalEngine
+from burnish.config.train import TrainConfig
+from burnish.data.chat import encode_conversation
+from burnish.episodes.renderer import ChatRenderer, RendererError
+from burnish.models.load import add_end_tokens, load_causal_lm, load_tokenizer
+from burnish.rollout.base import Sampling
+from burnish.rollout.decoding import make_local_engine
+from burnish.rollout.requests import StopRule
+from burnish.special_tokens import padding_id, special_tokens, turn_end_ids
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
+
+GEMMA = (
+    "<bos>{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}"
+    "\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+PHI = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}<|endoftext|>{% endif %}"
+)
+CALLS_WITH_AN_END_OF_THEIR_OWN = CHATML.replace(
+    "<|im_end|>\n{% elif m.role == 'tool'",
+    "{{ '<|eom|>' if m.tool_calls else '<|im_end|>' }}\n{% elif m.role == 'tool'",
+)
+CASES: dict[str, tuple[Any, str, tuple[str, ...], str]] = {
+    **{
+        f"{name}, its own end": (sentencepiece_bpe if name == "mistral" else byte_bpe, *family)
+        for name, family in FAMILIES.items()
+    },
+    "chatml, base": (byte_bpe, CHATML, ("<|im_start|>", "<|im_end|>"), "<|endoftext|>"),
+    "chatml, SentencePiece": (
+        sentencepiece_bpe,
+        *(CHATML, ("<s>", "</s>", "<|im_start|>", "<|im_end|>"), "</s>"),
+    ),
+    "gemma": (
+        sentencepiece_bpe,
+        *(GEMMA, ("<bos>", "<start_of_turn>", "<end_of_turn>"), "<eos>"),
+    ),
+    "phi": (byte_bpe, PHI, ("<|user|>", "<|assistant|>", "<|end|>"), "<|endoftext|>"),
+    "calls end differently": (
+        byte_bpe,
+        CALLS_WITH_AN_END_OF_THEIR_OWN,
+        ("<|im_start|>", "<|im_end|>", "<|eom|>"),
+        "<|endoftext|>",
+    ),
+}
+"""Name -> (tokenizer, template, added special tokens, end-of-sequence token)."""
+TEXT = {"role": "assistant", "content": "It is 4."}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "abcdefgh1",
+            "type": "function",
+            "function": {"name": "add", "arguments": {"a": 2, "b": 2}},
+        }
+    ],
+}
+USER = {"role": "user", "content": "2 + 2?"}
+
+
+def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
+    make, template, special, eos = CASES[name]
+    tokenizer: PreTrainedTokenizerFast = make(special, eos=eos)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def turns_of(name: str) -> list[dict[str, Any]]:
+    return [TEXT] if name in ("gemma", "phi") else [TEXT, CALL]
+
+
+def last_trained(tokenizer: PreTrainedTokenizerFast, turn: dict[str, Any]) -> int:
+    ids, mask = encode_conversation(tokenizer, [USER, turn])
+    return ids[max(i for i, trained in enumerate(mask) if trained)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_last_trained_token_of_a_turn_is_a_stop_token(name: str) -> None:
+    """Of plain sampling, by the end tokens of the model, and of episodes, by those of the renderer
+    as well. They are what an export's generation config contains."""
+    tokenizer = tokenizer_of(name)
+    model = load_causal_lm(ModelConfig(scratch=ScratchConfig(hidden_size=16)))
+    add_end_tokens(model, tokenizer)
+    engine = make_local_engine(model, tokenizer, LocalEngine(), name="model")
+    rule = StopRule(tokenizer, Sampling(max_tokens=9), engine._end_tokens)
+    for turn in turns_of(name):
+        end = last_trained(tokenizer, turn)
+        assert end in special_tokens(tokenizer) and tokenizer.decode([end], True) == ""
+        assert rule.finished([end], 9) == "stop"
+    try:
+        renderer = ChatRenderer(tokenizer, history="keep")
+    except RendererError:
+        return
+    ends = {last_trained(tokenizer, turn) for turn in turns_of(name)}
+    assert ends <= renderer.stop_token_ids
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_tokens_that_end_a_turn_are_stop_tokens(name: str) -> None:
+    """A role's or a channel's token as a stop token would cut responses."""
+    tokenizer = tokenizer_of(name)
+    ends = {last_trained(tokenizer, turn) for turn in turns_of(name)}
+    if name == "phi":  # writes EOS behind the end of the last turn
+        ends.add(tokenizer.convert_tokens_to_ids("<|end|>"))
+    assert turn_end_ids(tokenizer) == ends
+
+
+def test_a_model_stops_and_is_exported_with_the_end_of_turn_it_was_trained_on(
+    tmp_path: Path,
+) -> None:
+    """Llama 3 base with its template: turns end with an added special token other than EOS."""
+    tokenizer = chat_tokenizer("llama3")
+    base = ModelConfig(scratch=ScratchConfig(hidden_size=16))
+    model = load_causal_lm(base)
+    model.resize_token_embeddings(len(tokenizer))
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    add_end_tokens(model, tokenizer)
+    spec = EngineSpec("policy", TrainConfig(), base)
+    engine = TorchTrainEngine(model, spec, tokenizer=tokenizer)
+    store = CheckpointStore(tmp_path / "c", keep_last=1, best_mode="max")
+    folder = store.save(1, lambda part: engine.save(part / "policy"))
+    out = export(folder, tmp_path / "out")
+    ends = {tokenizer.convert_tokens_to_ids(t) for t in ("<|eot_id|>", "<|end_of_text|>")}
+    assert set(GenerationConfig.from_pretrained(out).eos_token_id) == ends
+    again = ModelConfig(path=str(out))
+    sampler = make_local_engine(
+        load_causal_lm(again), load_tokenizer(again), LocalEngine(), name=""
+    )
+    assert sampler._end_tokens == ends
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_padding_ends_no_row(name: str) -> None:
+    """transformers scores the last token that is not padding."""
+    tokenizer = tokenizer_of(name)
+    tokenizer.pad_token = "<|im_end|>" if "chatml" in name else None
+    ends = {last_trained(tokenizer, turn) for turn in turns_of(name)} | {tokenizer.eos_token_id}
+    pad = padding_id(tokenizer, None)
+    assert pad is not None and pad not in ends

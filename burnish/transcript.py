@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import numpy as np
 
 EpisodeStatus = Literal[
     "done",
@@ -23,9 +25,44 @@ EpisodeStatus = Literal[
 doing; such episodes are not trained on."""
 
 
+def plain(value: Any) -> Any:
+    """Return a copy of a value that shares no container with it: dicts, lists and tuples of text
+    and numbers of Python's own types. Sets become sorted lists. Other objects stay as they are.
+
+    >>> plain({"a": Counter("xx"), "b": ({1},)})
+    {'a': {'x': 2}, 'b': ([1],)}
+    """
+    kind = type(value)
+    if value is None or kind in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, Set):
+        return sorted(map(plain, value), key=repr)
+    if isinstance(value, np.generic | np.ndarray):
+        return value.copy()
+    if isinstance(value, str):  # a member of an enum, or another subclass
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    return float.__float__(value) if isinstance(value, float) else value
+
+
+def _detach(record: object, *names: str) -> None:
+    """Replace fields of a new frozen dataclass by detached copies."""
+    values = vars(record)
+    for name in names:
+        values[name] = plain(values[name])
+
+
 @dataclass(frozen=True)
 class Turn:
-    """One turn of an episode, for rewards, sample files and metrics."""
+    """One turn of an episode, for rewards, sample files and metrics. Its messages and numbers are
+    copies: later changes of the objects that it was made from do not reach it."""
 
     message: Mapping[str, Any]
     """Message of the policy, parsed from the sampled tokens."""
@@ -51,6 +88,9 @@ class Turn:
     environment_s: float = 0.0
     """Seconds of parsing and of the environment's step."""
 
+    def __post_init__(self) -> None:
+        _detach(self, "message", "answer", "prompt", "rewards", "counts")
+
 
 @dataclass(frozen=True)
 class Episode:
@@ -66,6 +106,9 @@ class Episode:
     """Duration of the episode."""
     error: str = ""
     """Cause of a status that is not the policy's doing."""
+
+    def __post_init__(self) -> None:
+        _detach(self, "start", "tools")
 
     @property
     def messages(self) -> list[Mapping[str, Any]]:

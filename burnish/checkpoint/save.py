@@ -26,12 +26,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Protocol
 
-from burnish.checkpoint.errors import CheckpointError
+from burnish.checkpoint.errors import CheckpointError, UnstorableError
 from burnish.checkpoint.manifest import fsync, read_manifest, sync_tree, verify, write_manifest
 from burnish.checkpoint.reduce import has_only_weights, reduce_to_weights
 from burnish.checkpoint.retention import BestMode, Entry, to_delete
 
 logger = logging.getLogger("burnish")
+
+_NOT_OF_DISK = (UnstorableError, TypeError, ValueError, LookupError, AttributeError)
+"""Errors of the values that are saved, or of the code that saves them."""
 
 Keep = Literal["full", "weights"]
 """Contents of the checkpoints that are kept in addition to the newest."""
@@ -160,11 +163,13 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
             if not isinstance(error, Exception):
                 raise
+            what = f"checkpoint {final} could not be written: {_described(error)}"
+            kept = "Its partial files are removed, older checkpoints are unchanged."
+            if isinstance(error, _NOT_OF_DISK):
+                raise CheckpointError(f"{what}\n{kept} The disk is not the cause.") from error
             raise CheckpointError(
-                f"checkpoint {final} could not be written: {error} "
-                f"({_free_space_text(self.folder)} free now). Its partial files are removed, older "
-                "checkpoints are unchanged. If the disk is full, free some space, lower "
-                "checkpoint.keep_last or move run_dir to a larger disk."
+                f"{what} ({_free_space_text(self.folder)} free now). {kept} If the disk is full, "
+                "free some space, lower checkpoint.keep_last or move run_dir to a larger disk."
             ) from error
 
     def all(self) -> list[Path]:
@@ -327,6 +332,12 @@ def _other_process_lives(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def _described(error: Exception) -> str:
+    """Return the text of an error, with its type if the text does not explain it."""
+    own = isinstance(error, CheckpointError | OSError)
+    return str(error) if own else f"{type(error).__name__}: {error}"
 
 
 def _free_space_text(folder: Path) -> str:

@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from burnish.checkpoint.errors import CheckpointError
+from burnish.checkpoint.errors import CheckpointError, UnstorableError
 
 FORMAT_VERSION = 1
 EXPORT_METADATA = "facts"
@@ -43,7 +43,8 @@ def save_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
     Supported values: None, bool, int, float, str, list, tuple, mapping (str or int keys), numpy
     array or scalar, torch tensor. Mappings load as dict, named tuples as tuple, and parameters and
     tensors of any device as plain CPU tensors. Tensors that share memory are stored separately.
-    Raises CheckpointError with the entry that cannot be stored or the file that cannot be written.
+    Raises UnstorableError with the entry that cannot be stored, or CheckpointError with the file
+    that cannot be written.
     """
     writer = _Writer()
     try:
@@ -51,7 +52,7 @@ def save_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
             {"format": FORMAT_VERSION, "state": writer.encode(dict(state), "")}, allow_nan=False
         )
     except RecursionError as error:
-        raise CheckpointError(
+        raise UnstorableError(
             f"state {name!r} cannot be stored: it is nested too deeply or contains itself; "
             "store its values without cycles and with fewer levels"
         ) from error
@@ -163,7 +164,7 @@ class _Writer:
     def _encode_mapping(self, value: Mapping[Any, Any], path: str) -> Any:
         for key in value:
             if type(key) not in (str, int):
-                raise CheckpointError(
+                raise UnstorableError(
                     f"state entry {path or '/'} has the key {key!r}, a {type(key).__name__}: "
                     "keys must be str or int"
                 )
@@ -174,7 +175,7 @@ class _Writer:
 
     def _encode_numpy(self, value: np.ndarray | np.generic, path: str) -> Any:
         if value.dtype.kind not in _NUMPY_KINDS or isinstance(value, np.ma.MaskedArray):
-            raise CheckpointError(
+            raise UnstorableError(
                 f"state entry {path} is a numpy {type(value).__name__} of {value.dtype}: only "
                 "plain arrays of numbers, bools, times and text can be stored"
             )
@@ -203,14 +204,14 @@ class _Writer:
 
 
 def _plain(value: Tensor, path: str) -> Tensor:
-    """Return ``value`` as a dense contiguous CPU tensor. Raises CheckpointError if impossible."""
+    """Return ``value`` as a dense contiguous CPU tensor. Raises UnstorableError if impossible."""
     if type(value) not in (Tensor, torch.nn.Parameter) or value.is_meta or value.is_quantized:
         kind = "a meta tensor" if value.is_meta else f"a {type(value).__name__}"
-        raise CheckpointError(
+        raise UnstorableError(
             f"state entry {path} is {kind}: gather or convert it to a plain torch.Tensor first"
         )
     if value.layout != torch.strided or value.dtype not in _DTYPES:
-        raise CheckpointError(
+        raise UnstorableError(
             f"state entry {path} is a {value.layout} tensor of {value.dtype}, which safetensors "
             "cannot store: convert it first"
         )
@@ -234,7 +235,7 @@ def _encode_scalar(value: Any, path: str) -> Any:
     if type(value) is float:
         finite = value - value == 0.0
         return value if finite else {"$float": struct.pack(">d", value).hex()}
-    raise CheckpointError(
+    raise UnstorableError(
         f"state entry {path} is a {type(value).__module__}.{type(value).__qualname__}, which "
         "cannot be stored: convert it to numbers, text, lists, tuples, dicts, arrays or tensors"
     )

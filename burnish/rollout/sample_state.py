@@ -7,14 +7,13 @@ arrays however many samples it has. Every value survives exactly.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from itertools import repeat
 from typing import Any
 
 import numpy as np
 
 from burnish.compact import BoolRuns, FloatArray, IntArray, IntLists, IntRuns, concatenated
-from burnish.transcript import Episode, Turn
+from burnish.transcript import Episode, Turn, plain
 from burnish.types import Logprobs, Sample, TokenRow, one_turn
 
 
@@ -36,32 +35,34 @@ def samples_to_plain(samples: Sequence[Sample]) -> dict[str, Any]:
         "action_mask": concatenated([row.action_mask for row in rows], np.bool_),
         "versions": concatenated([row.versions for row in rows], np.int32),
         "turns": concatenated([row.turns for row in rows], np.int32)
-        if any(sample.turns for sample in samples)
+        if any(sample.turns or sample.earlier_rows for sample in samples)
         else None,
         **_kept_to_plain(rows),
-        "samples": [
-            {
-                "sample_id": s.sample_id,
-                "prompt_id": s.prompt_id,
-                "group_id": s.group_id,
-                "text": s.text,
-                "finish_reason": s.finish_reason,
-                "reward": s.reward,
-                "reward_parts": dict(s.reward_parts),
-                "turn_rewards": s.turn_rewards,
-                "has_turns": bool(s.turns),
-                "episode": None if s.episode is None else episode_to_plain(s.episode),
-            }
-            for s in samples
-        ],
+        "samples": plain(
+            [
+                {
+                    "sample_id": s.sample_id,
+                    "prompt_id": s.prompt_id,
+                    "group_id": s.group_id,
+                    "text": s.text,
+                    "finish_reason": s.finish_reason,
+                    "reward": s.reward,
+                    "reward_parts": s.reward_parts,
+                    "turn_rewards": s.turn_rewards,
+                    "has_turns": bool(s.turns),
+                    "episode": None if s.episode is None else episode_to_plain(s.episode),
+                }
+                for s in samples
+            ]
+        ),
     }
 
 
-def samples_from_plain(plain: Mapping[str, Any]) -> list[Sample]:
+def samples_from_plain(state: Mapping[str, Any]) -> list[Sample]:
     """Return the samples of :func:`samples_to_plain`."""
-    rows = _rows(plain)
+    rows = _rows(state)
     samples = []
-    for count, own in zip(plain["rows_per_sample"].tolist(), plain["samples"], strict=True):
+    for count, own in zip(state["rows_per_sample"].tolist(), state["samples"], strict=True):
         mine = [next(rows) for _ in range(count)]
         last = mine[-1]
         values = {k: v for k, v in own.items() if k not in ("has_turns", "episode")}
@@ -85,28 +86,28 @@ def samples_from_plain(plain: Mapping[str, Any]) -> list[Sample]:
 
 def episode_to_plain(episode: Episode) -> dict[str, Any]:
     """Return the record of an episode as a plain mapping."""
-    return asdict(episode)
+    return {**vars(episode), "turns": tuple(dict(vars(turn)) for turn in episode.turns)}
 
 
-def episode_from_plain(plain: Mapping[str, Any]) -> Episode:
+def episode_from_plain(state: Mapping[str, Any]) -> Episode:
     """Return the record of :func:`episode_to_plain`."""
-    return Episode(**{**plain, "turns": tuple(Turn(**turn) for turn in plain["turns"])})
+    return Episode(**{**state, "turns": tuple(Turn(**turn) for turn in state["turns"])})
 
 
-def _rows(plain: Mapping[str, Any]) -> Iterator[TokenRow]:
-    lens = plain["response_lens"]
-    prompts = map(IntArray, _split(plain["prompt_ids"], plain["prompt_lens"]))
-    ids = map(IntArray, _split(plain["response_ids"], lens))
-    logprobs = map(FloatArray, _split(plain["logprobs"], lens))
-    masks = [BoolRuns(mask) for mask in _split(plain["action_mask"], lens)]
-    versions = map(IntRuns, _split(plain["versions"], lens))
+def _rows(state: Mapping[str, Any]) -> Iterator[TokenRow]:
+    lens = state["response_lens"]
+    prompts = map(IntArray, _split(state["prompt_ids"], state["prompt_lens"]))
+    ids = map(IntArray, _split(state["response_ids"], lens))
+    logprobs = map(FloatArray, _split(state["logprobs"], lens))
+    masks = [BoolRuns(mask) for mask in _split(state["action_mask"], lens)]
+    versions = map(IntRuns, _split(state["versions"], lens))
     turns: Iterable[IntRuns] = map(one_turn, masks)
-    if plain["turns"] is not None:
-        turns = map(IntRuns, _split(plain["turns"], lens))
+    if state["turns"] is not None:
+        turns = map(IntRuns, _split(state["turns"], lens))
     kept: Iterable[IntLists] = repeat(IntLists(), len(masks))
-    if plain.get("kept_counts") is not None:  # (recorded by a version that has the field)
-        counts = _split(plain["kept_counts"], plain["kept_lens"])
-        flat = _split(plain["kept_ids"], _array([int(each.sum()) for each in counts], np.int64))
+    if state.get("kept_counts") is not None:  # (recorded by a version that has the field)
+        counts = _split(state["kept_counts"], state["kept_lens"])
+        flat = _split(state["kept_ids"], _array([int(each.sum()) for each in counts], np.int64))
         kept = (IntLists.split(IntArray(i), n) for i, n in zip(flat, counts, strict=True))
     for fields in zip(prompts, ids, logprobs, masks, versions, turns, kept, strict=True):
         yield TokenRow(*fields)

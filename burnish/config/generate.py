@@ -158,6 +158,7 @@ class GenerateConfig(RowsJob):
             prompts=self.rollout.rollout_batch_size,
             samples_per_prompt=self.rollout.n_samples_per_prompt,
             episodes=self.rollout.episodes,
+            temperature=self.rollout.temperature,
         )
 
     def launch_table(self) -> list[tuple[str, str, str]]:

@@ -87,6 +87,7 @@ class JobConfig(Node):
             *self.broken_rules(),
             *placement_rules(self.cluster, roles),
             *offload_rules(self.cluster, roles),
+            *(p for r in roles if isinstance(r, RolloutRole) for p in r.sampling_rules()),
             *table_rules(self.paths_of(DataConfig), in_order=self.in_order),
             *held_out_rules(self.paths_of(DataConfig), trains=isinstance(self, TrainingJob)),
         ]

@@ -180,6 +180,7 @@ class RLConfig(TrainingJob):
             prompts=self.rollout.rollout_batch_size,
             samples_per_prompt=self.rollout.n_samples_per_prompt,
             episodes=self.rollout.episodes,
+            temperature=self.rollout.temperature,
             asynchronous=self.rollout if self.rollout.is_asynchronous else None,
             evaluation=self.eval,
             of_policy=True,

@@ -5,7 +5,7 @@ the memory planner and the probe read them from here. This module does not impor
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal, cast
@@ -27,6 +27,7 @@ from burnish.config.rollout import (
 from burnish.config.sync import SyncConfig
 from burnish.config.train import CheckpointConfig, TrainConfig
 from burnish.config.train_engines import TrainEngineConfig
+from burnish.config.vllm_sampling import vllm_sampling_problems
 
 
 @dataclass(frozen=True)
@@ -245,6 +246,8 @@ class RolloutRole(RoleSpec):
     """Multi-turn episodes, whose conversations are its prompts. None: one response per prompt."""
     asynchronous: AsynchronousRollout | None = None
     """Bound on the age of groups, and groups started ahead. None: a synchronous run."""
+    temperature: float | None = None
+    """Softmax temperature of the prompts. None: the engine runs only the evaluation."""
     evaluation: EvalConfig | None = None
     """Held-out evaluation that also runs on this engine. None: none."""
     of_policy: bool = False
@@ -262,6 +265,15 @@ class RolloutRole(RoleSpec):
     def on_servers(self) -> bool:
         """Return whether running servers sample, so that the job starts no worker for it."""
         return isinstance(self.engine, VllmServers)
+
+    def sampling_rules(self) -> Iterator[str]:
+        """Yield an error for each temperature that the engine would not use exactly."""
+        evaluated = None if self.evaluation is None else self.evaluation.temperature
+        temperatures = {"rollout": self.temperature, "eval": evaluated}
+        for section, temperature in temperatures.items():
+            if temperature is not None and not isinstance(self.engine, LocalEngine):
+                problems = vllm_sampling_problems(temperature)
+                yield from (f"{section}.{problem}" for _, problem in problems)
 
     @property
     def overlaps(self) -> bool:

@@ -35,6 +35,7 @@ from burnish.data.streamed import StreamedRows, num_first
 from burnish.jobs.build import within_positions
 from burnish.jobs.errors import RunError
 from burnish.jobs.row_scan import Found, Section, Span, quiet, scan
+from burnish.jobs.sampling_checks import sampling_problems
 from burnish.jobs.shared_prompts import num_shared_prompts
 from burnish.models.family import recall_json, store_json
 from burnish.models.load import load_tokenizer
@@ -67,7 +68,8 @@ _OWN_CALLS = (
 def check_launch(config: JobConfig, *, say: Say) -> None:
     """Check all data sections and call the rewards on one row, for ``burnish check``. ``say``
     receives one line per result. Raises one DataError or RewardError with all problems."""
-    problems = [*_data_problems(config, say), *_reward_problems(config, say, _OWN_CALLS)]
+    problems = [*sampling_problems(config), *_data_problems(config, say)]
+    problems += _reward_problems(config, say, _OWN_CALLS)
     if problems:
         raise DataError("\n".join(problems))
 
@@ -76,8 +78,11 @@ def check_before_run(config: JobConfig, *, resumed: bool) -> None:
     """Check the data sections and the reward functions of a recipe, before a run loads a model.
 
     Jobs that write rows are not checked: they encode all rows before they sample, and report all
-    errors together. Raises DataError or RewardError.
+    errors together. Raises DataError or RewardError, and RunError for sampling parameters that do
+    not fit the model.
     """
+    if problems := list(sampling_problems(config)):
+        raise RunError("\n".join(problems))
     if isinstance(config, RowsJob):
         return
     problems = list(_data_problems(config, log.info))

@@ -45,7 +45,7 @@ from burnish.rollout.server_client import (
 )
 from burnish.rollout.server_group import ServerGroup
 from burnish.rollout.vllm_model import longest_row, skeleton_of
-from burnish.rollout.vllm_sampling import add_token, sampling_fields
+from burnish.rollout.vllm_sampling import add_token, check_sampling, sampling_fields
 
 _POLL_S = 0.1
 """A poll returns after this time, so that new requests and weights do not wait for a response."""
@@ -146,12 +146,13 @@ class VllmServerEngine:
         the same server.
 
         Raises ValueError, before any is requested, if a prompt is empty or does not fit, if a
-        ``max_tokens`` is below 1, or if an id or a conversation is already open. Raises
-        RuntimeError if the servers have no verified weights.
+        ``max_tokens`` is below 1, if vLLM would not use ``sampling`` exactly, or if an id or a
+        conversation is already open. Raises RuntimeError if the servers have no verified weights.
         """
         check_requests(
             requests, sampling, limit=self.max_model_len, holder="the engine was started with"
         )
+        check_sampling(sampling, max_recorded=self._group.max_recorded)
         if requests:
             self._check_ready()
         self._requests.add(requests)
@@ -298,7 +299,7 @@ class VllmServerEngine:
         """Return the completion of one server."""
         body: dict[str, Any] = {
             "token_ids": list(sample.request.prompt_ids),
-            "sampling_params": sampling_fields(sample.fresh()),
+            "sampling_params": sampling_fields(sample.fresh(), vocab_size=self._group.vocab_size),
             "request_id": f"burnish-{secrets.token_hex(8)}",
         }
         if sample.sampling.stop:

@@ -76,6 +76,9 @@ class ServerGroup:
         ``config`` names."""
         self.config, self._loop = config, loop
         self._skeleton, self._format, self._max_len = skeleton, dtype, max_len
+        self.vocab_size: int = skeleton.config.vocab_size
+        self.max_recorded = self.vocab_size
+        """Maximum log-probs per position that every server returns (``--max-logprobs``)."""
         self.name = secrets.token_hex(8)
         """Prefix of the labels of this engine's weights."""
         self.servers = [Server(url.rstrip("/")) for url in config.urls]
@@ -224,6 +227,8 @@ class ServerGroup:
         problems = list(server_problems(found, config, dtype=dtype, max_len=self._max_len))
         if problems:
             raise ServerError(f"{server.url} cannot be used: {'; '.join(problems)}")
+        if found["max_logprobs"] >= 0:
+            self.max_recorded = min(self.max_recorded, found["max_logprobs"])
 
 
 def wait_for_servers(config: RolloutEngineConfig) -> None:

@@ -52,7 +52,7 @@ from burnish.rollout.vllm_process import (
     process_kept,
     remove_traces,
 )
-from burnish.rollout.vllm_sampling import add_token, sampling_fields
+from burnish.rollout.vllm_sampling import add_token, check_sampling, sampling_fields
 from burnish.rollout.vllm_sleep import Sleep
 from burnish.rollout.vllm_weights import (
     FILE_BYTES,
@@ -108,6 +108,7 @@ class VllmRolloutEngine:
         """Prompt tokens of finished responses since the last load: from the prefix cache, and in
         total."""
         self._skeleton = skeleton = skeleton_of(model)
+        self._vocab_size: int = skeleton.config.vocab_size
         self._end_tokens = end_tokens(model.generation_config, tokenizer)
         self.max_model_len = longest_row(skeleton.config, config.max_model_len or max_model_len)
         self._problem: str | None = "it has no weights yet; call load_weights first"
@@ -211,12 +212,13 @@ class VllmRolloutEngine:
         the prefix cache, their common prompt is computed once.
 
         Raises ValueError, before any is queued, if a prompt is empty or does not fit, if a
-        ``max_tokens`` is below 1, or if an id or a conversation is already open. Raises
-        RuntimeError if the engine has no verified weights.
+        ``max_tokens`` is below 1, if vLLM would not use ``sampling`` exactly, or if an id or a
+        conversation is already open. Raises RuntimeError if the engine has no verified weights.
         """
         check_requests(
             requests, sampling, limit=self.max_model_len, holder="the engine was started with"
         )
+        check_sampling(sampling, max_recorded=self._vocab_size)
         if requests:
             self._check_ready()
         self._open.add(requests)
@@ -405,7 +407,7 @@ class VllmRolloutEngine:
             salt, _ = self._salts.setdefault(conversation, first)
         if salt:
             prompt["cache_salt"] = salt
-        self._llm.add_request(name, prompt, _parameters(sample))
+        self._llm.add_request(name, prompt, _parameters(sample, self._vocab_size))
         self._samples[name] = sample
 
     def _step(self) -> list[Completion]:
@@ -453,14 +455,14 @@ def _take(sample: LiveSample, output: Any, version: int) -> None:
             return
 
 
-def _parameters(sample: LiveSample) -> Any:
+def _parameters(sample: LiveSample, vocab_size: int) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     # Stop strings are checked here, token by token, and listeners get each token.
     delta = bool(sample.sampling.stop) or sample.request.on_tokens is not None
     kind = RequestOutputKind.DELTA if delta else RequestOutputKind.FINAL_ONLY
-    return SamplingParams(**sampling_fields(sample), output_kind=kind)
+    return SamplingParams(**sampling_fields(sample, vocab_size=vocab_size), output_kind=kind)
 
 
 # ---- starting and ending ---------------------------------------------------------------------

@@ -10,11 +10,23 @@ from typing import Any
 
 import numpy as np
 
+from burnish.config.vllm_sampling import vllm_sampling_problems
 from burnish.rollout.base import Sampling
 from burnish.rollout.live_sample import LiveSample
 
 
-def sampling_fields(sample: LiveSample) -> dict[str, Any]:
+def check_sampling(sampling: Sampling, *, max_recorded: int) -> None:
+    """Raise ValueError if vLLM would not use ``sampling`` exactly. ``max_recorded``: maximum kept
+    tokens that it returns per position."""
+    num_recorded = sampling.top_k if _records_mask(sampling) else 0
+    problems = vllm_sampling_problems(
+        sampling.temperature, num_recorded=num_recorded, max_recorded=max_recorded
+    )
+    if text := "; ".join(problem for _, problem in problems):
+        raise ValueError(text)
+
+
+def sampling_fields(sample: LiveSample, *, vocab_size: int) -> dict[str, Any]:
     """Return the fields of vLLM's ``SamplingParams`` for one sample. Raises ValueError if its kept
     tokens cannot be recorded."""
     sampling = sample.sampling
@@ -25,7 +37,8 @@ def sampling_fields(sample: LiveSample) -> dict[str, Any]:
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "seed": sample_seed(sample.request.seed, sample.index),
-        "stop_token_ids": sorted(sample.stop.tokens),
+        # vLLM refuses ids beyond the vocabulary, which are never sampled
+        "stop_token_ids": sorted(token for token in sample.stop.tokens if token < vocab_size),
         "ignore_eos": True,  # the end tokens are among the stop tokens
         # of the sampled token, and of those that may be kept
         "logprobs": sampling.top_k if _records_mask(sampling) else 0,

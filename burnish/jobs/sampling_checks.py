@@ -1,0 +1,53 @@
+"""Checks of a recipe's sampling parameters against the vocabulary of its model, before a model is
+loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from burnish.config import EvaluateConfig, GenerateConfig, JobConfig, RLConfig
+from burnish.config.model import ModelConfig
+from burnish.config.off_policy import max_kept_ids
+from burnish.config.rollout import LocalEngine
+from burnish.config.vllm_sampling import vllm_sampling_problems
+from burnish.models.load import hf_config, load_tokenizer
+
+
+def sampling_problems(config: JobConfig) -> Iterator[str]:
+    """Yield an error for each sampling parameter that does not fit the vocabulary of the model."""
+    vocab_size = _vocab_size(config.model)
+    if vocab_size is None:
+        return
+    for key, tokens in _stop_tokens(config).items():
+        for token in tokens:
+            if token >= vocab_size:
+                yield (
+                    f"{key} contains {token}, but the model has only the tokens 0 to "
+                    f"{vocab_size - 1}, so it would end no response; remove it"
+                )
+    if isinstance(config, RLConfig) and not isinstance(config.rollout.engine, LocalEngine):
+        rollout, num = config.rollout, max_kept_ids(config.algorithm, config.rollout)
+        problems = vllm_sampling_problems(
+            rollout.temperature, num_recorded=num, max_recorded=vocab_size
+        )
+        yield from (f"rollout.{problem}" for key, problem in problems if key == "top_k")
+
+
+def _stop_tokens(config: JobConfig) -> Mapping[str, Sequence[int]]:
+    """Return the token ids that end a response, by key."""
+    found: dict[str, Sequence[int]] = {}
+    if isinstance(config, RLConfig | GenerateConfig):
+        found["rollout.stop_token_ids"] = config.rollout.stop_token_ids
+    if isinstance(config, RLConfig | EvaluateConfig) and config.eval is not None:
+        found["eval.stop_token_ids"] = config.eval.stop_token_ids or ()
+    return found
+
+
+def _vocab_size(model: ModelConfig) -> int | None:
+    """Return the number of tokens of a model; None if it cannot be read from its config alone."""
+    if model.scratch is not None:
+        return len(load_tokenizer(model))
+    found = hf_config(model)
+    text = {} if found is None else found.get_text_config().to_dict()
+    size = text.get("vocab_size")
+    return size if isinstance(size, int) else None

@@ -12,25 +12,27 @@ from torch import Tensor
 from burnish.tensors import at_least_fp32
 
 
-def load_balancing_loss(router_logits: Tensor, *, top_k: int) -> Tensor:
+def load_balancing_loss(router_logits: Tensor, chosen: Tensor) -> Tensor:
     """E x sum over experts of f_e P_e, a scalar.
 
     ``router_logits`` [L, M, E]: router outputs of L layers for M tokens, without padding.
-    f_e: tokens that chose expert e among their ``top_k``, over the L x M tokens (no gradient, sums
-    to top_k). P_e: mean probability of e (gradient, sums to 1). A uniform distribution gives top_k,
-    the minimum for evenly distributed choices; all tokens on the same experts give up to E.
+    ``chosen`` [L, M, k]: ids of the k experts of every token, which need not have the largest
+    logits. f_e: tokens that were sent to expert e, over the L x M tokens (no gradient, sums to k).
+    P_e: mean probability of e (gradient, sums to 1). A uniform distribution gives k, the minimum
+    for evenly distributed choices; all tokens on the same experts give up to E.
     """
+    num_experts = router_logits.shape[-1]
     probs = at_least_fp32(router_logits).softmax(-1)
-    share = expert_loads(router_logits, top_k=top_k).mean(0) * top_k / router_logits.shape[-1]
-    return router_logits.shape[-1] * (share * probs.mean((0, 1))).sum()
+    share = expert_loads(chosen, num_experts).mean(0) * chosen.shape[-1] / num_experts
+    return num_experts * (share * probs.mean((0, 1))).sum()
 
 
 @torch.no_grad()
-def expert_loads(router_logits: Tensor, *, top_k: int) -> Tensor:
-    """[L, E]: tokens of each expert over those of an even spread (M x top_k / E). 1: even; 0: no
-    token; at most E / top_k."""
-    layers, tokens, experts = router_logits.shape
-    chosen = router_logits.topk(top_k, dim=-1).indices.flatten(1)  # [L, M * k]
-    counts = torch.zeros(layers, experts, device=chosen.device)
-    counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=counts.dtype))
-    return counts * experts / (tokens * top_k)
+def expert_loads(chosen: Tensor, num_experts: int) -> Tensor:
+    """[L, E]: tokens of each expert over those of an even spread (M x k / E), from the experts
+    ``chosen`` [L, M, k]. 1: even; 0: no token; at most E / k."""
+    layers, tokens, each = chosen.shape
+    ids = chosen.flatten(1).long()  # [L, M * k]
+    counts = torch.zeros(layers, num_experts, device=ids.device)
+    counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=counts.dtype))
+    return counts * num_experts / (tokens * each)

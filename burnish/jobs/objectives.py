@@ -248,10 +248,10 @@ def with_expert_balance(loss: Loss, coef: float) -> Loss:
 
     def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
         value, stats = loss(outputs, batch)
-        assert outputs.router_logits is not None, "the load-balancing loss requires router_logits"
-        routed: dict[str, Any] = {"top_k": outputs.experts_per_token}
-        balance = load_balancing_loss(outputs.router_logits, **routed)
-        loads, count = expert_loads(outputs.router_logits, **routed), batch.tokens.numel()
+        logits, chosen = outputs.router_logits, outputs.chosen_experts
+        assert logits is not None and chosen is not None, "the load-balancing loss requires both"
+        balance = load_balancing_loss(logits, chosen[: len(logits)])
+        loads, count = expert_loads(chosen, logits.shape[-1]), batch.tokens.numel()
         found = Stats(
             means={
                 "moe_aux_loss": (balance.detach() * count, count),

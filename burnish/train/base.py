@@ -6,8 +6,8 @@ Engines never import algorithms: the loss is an argument.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -44,19 +44,13 @@ class Outputs:
     router_logits: Tensor | None = None
     """[L, M, E]: router logits of L layers for every token, prompts included. Only for mixtures of
     E experts, in ``forward_backward`` with ``train.moe_aux_loss_coef`` set"""
-    experts_per_token: int = 0
-    """Number of experts per token, if there are ``router_logits``"""
+    chosen_experts: Tensor | None = None
+    """[L', M, k]: ids of the experts that compute every token. The first L layers are those of
+    ``router_logits``; layers without a trained choice (hash routing) follow"""
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the fields that are tensors, in their order."""
-        return tuple(vars(self).values())[:8]
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor | None], *, experts_per_token: int = 0) -> Outputs:
-        """Rebuild the outputs from the result of :meth:`tensors`."""
-        logprobs, entropy, values, divergence, teacher_kl, agreement, states, routed = tensors
-        outputs = cls(logprobs, entropy, values, divergence, teacher_kl, agreement, states, routed)
-        return outputs if routed is None else replace(outputs, experts_per_token=experts_per_token)
+        """Return the fields, in their order."""
+        return tuple(vars(self).values())
 
 
 @dataclass(frozen=True)

@@ -175,12 +175,9 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
         found = self._run(batch, with_entropy=with_entropy)
         if not self.forward.routes:
             return self.forward.named(found)
-        *rest, routed = found  # the last field of the outputs
-        return replace(
-            self.forward.named(tuple(rest)),
-            router_logits=routed,
-            experts_per_token=self.forward.experts_per_token,
-        )
+        *rest, logits, chosen = found  # the last fields of the outputs
+        named = self.forward.named(tuple(rest))
+        return replace(named, router_logits=logits, chosen_experts=chosen)
 
     def _states(self, batch: Batch) -> Tensor:
         return self._run(batch, states=True)[0]

@@ -27,6 +27,7 @@ from burnish.models.logit_scaling import UNSCALED, logit_scaling
 from burnish.models.logprobs import EntropyOrder, Head, chunk_tokens, token_logprobs
 from burnish.models.lora import effective_weight
 from burnish.models.neftune import EmbeddingNoise
+from burnish.models.routing import Routing, RoutingRecorder
 from burnish.tensors import upload
 from burnish.train.base import Outputs, Role
 from burnish.train.batching import Arranged, Layout, arrange, read_and_target
@@ -76,8 +77,8 @@ class Forward:
         self.scaling = UNSCALED if self.scalar else logit_scaling(self.body.config)
         self.head = cast(nn.Linear, head)
         """The output projection, or the value head."""
-        self.experts_per_token = experts_per_token(self.body) if train.moe_aux_loss_coef else 0
-        """Number of experts per token; above 0, passes with gradient also return router logits."""
+        self.recorder = RoutingRecorder(self.body) if train.moe_aux_loss_coef else None
+        """Recorder of the routing of passes with gradient, for the load-balancing loss."""
         self.ask_head: Callable[..., tuple[Tensor, ...]] = self.read_head
         self.entropy_order: EntropyOrder = 1
         """1: Shannon entropies; 2: collision entropies, in passes without gradient."""
@@ -102,14 +103,12 @@ class Forward:
         if not self.routes:
             return self.named(self._compute(batch, arranged, with_entropy=with_entropy))
         found, routed = self._compute_routed(batch, arranged, with_entropy=with_entropy)
-        return replace(
-            self.named(found), router_logits=routed, experts_per_token=self.experts_per_token
-        )
+        return replace(self.named(found), router_logits=routed.logits, chosen_experts=routed.chosen)
 
     @property
     def routes(self) -> bool:
-        """Return whether the next pass returns router logits."""
-        return self.experts_per_token > 0 and torch.is_grad_enabled()
+        """Return whether the next pass returns router logits and chosen experts."""
+        return self.recorder is not None and torch.is_grad_enabled()
 
     def states(self, batch: Batch) -> Tensor:
         """Return the [M, H] hidden states from which action tokens are predicted."""
@@ -137,20 +136,28 @@ class Forward:
 
     def _compute_routed(
         self, batch: Batch, arranged: Arranged, *, with_entropy: bool
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return the head's outputs, and the router logits [L, M, E] of the batch's tokens.
+    ) -> tuple[tuple[Tensor, ...], Routing]:
+        """Return the head's outputs, and the routing of the batch's tokens.
 
         Padding is dropped and a shared prompt is repeated for each of its rows, so all layouts
         agree.
         """
         self._announce(batch, arranged)
-        out = self._body(
-            arranged.input_ids, arranged.position_ids, arranged.plan, output_router_logits=True
+        hidden, routing = self._hidden_routed(
+            arranged.input_ids, arranged.position_ids, arranged.plan
         )
-        hidden = cast(Tensor, out.last_hidden_state).flatten(0, 1)
         index = upload(arranged.flat_index, hidden.device)
         found = self._read(batch, hidden, arranged.flat_index, with_entropy=with_entropy)
-        return found, routers_of(out, self.body)[:, index]
+        return found, Routing(routing.logits[:, index], routing.chosen[:, index])
+
+    def _hidden_routed(
+        self, ids: Tensor, positions: Tensor, plan: PackedPlan | SequenceParallelPlan | None
+    ) -> tuple[Tensor, Routing]:
+        """Return [R * T, H] last hidden states of tokens [R, T], and their routing."""
+        assert self.recorder is not None
+        with self.recorder.recording():
+            hidden = self._hidden(ids, positions, plan)
+        return hidden, self.recorder.routing()
 
     def _read(
         self, batch: Batch, hidden: Tensor, flat_index: Tensor, *, with_entropy: bool | None
@@ -242,9 +249,8 @@ class Forward:
         ids: Tensor,
         positions: Tensor,
         plan: PackedPlan | SequenceParallelPlan | None,
-        **more: bool,
     ) -> Any:
-        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False, **more}
+        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
         if self.packs:  # other models derive positions, from the left of each row
             inputs["position_ids"] = positions
         if plan is not None:
@@ -297,31 +303,6 @@ def enable_checkpointing(body: PreTrainedModel) -> None:
         raise ModelError(
             f"train.gradient_checkpointing=true: {error} Use train.gradient_checkpointing=false"
         ) from error
-
-
-def experts_per_token(body: PreTrainedModel) -> int:
-    """Return the number of experts per token of a mixture. Raises ModelError if it has none."""
-    values = body.config.to_dict()
-    experts = values.get("num_experts") or values.get("num_local_experts") or 0
-    each = values.get("num_experts_per_tok") or 0
-    if experts < 2 or each < 1:
-        raise ModelError(
-            f"train.moe_aux_loss_coef balances the load of experts, but this "
-            f"{body.config.model_type} model has none (no num_experts in its config); remove it"
-        )
-    return int(each)
-
-
-def routers_of(out: Any, body: PreTrainedModel) -> Tensor:
-    """Return the router logits [L, R * T, E] of a pass. Raises ModelError if the model returns
-    none."""
-    if not out.router_logits:
-        raise ModelError(
-            f"train.moe_aux_loss_coef: {type(body).__name__} does not return router logits "
-            "(output_router_logits); use a model that does (such as Mixtral, Qwen3-MoE, OLMoE), or "
-            "remove train.moe_aux_loss_coef"
-        )
-    return torch.stack(list(out.router_logits))
 
 
 def _in_line(values: Tensor, index: Tensor, batch: Batch) -> Tensor:

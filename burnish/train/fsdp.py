@@ -245,7 +245,7 @@ class ShardedTrainEngine(TorchTrainEngine):
             return self.forward(batch, with_entropy=with_entropy).tensors()
 
         found = self.root(compute)
-        return Outputs.of(found, experts_per_token=self.forward.experts_per_token)
+        return Outputs(*found)
 
     def _states(self, batch: Batch) -> Tensor:
         found: Tensor = self.root(partial(self.forward.states, batch))

@@ -21,12 +21,13 @@ from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
 from burnish.models.attention import Segment, SequenceParallelPlan, plan_segments
 from burnish.models.load import ModelError, require_packing
+from burnish.models.routing import Routing
 from burnish.models.support import runs_own_code
 from burnish.models.ulysses import sum_over
 from burnish.tensors import upload
 from burnish.train.base import Role
 from burnish.train.batching import Arranged
-from burnish.train.forward import Forward, routers_of
+from burnish.train.forward import Forward
 from burnish.train.process_group import RankGroup
 from burnish.types import Batch
 
@@ -127,22 +128,22 @@ class SequenceParallelForward(Forward):
 
     def _compute_routed(
         self, batch: Batch, arranged: Arranged, *, with_entropy: bool
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return the outputs and the router logits of all tokens. Each rank's gradient is that of
-        the tokens of its shard."""
+    ) -> tuple[tuple[Tensor, ...], Routing]:
+        """Return the outputs and the routing of all tokens. Each rank's gradient is that of the
+        tokens of its shard."""
         shard, group = local_shard(arranged, self.model_parallel), self.model_parallel.group
         assert group is not None
-        out = self._body(shard.input_ids, shard.position_ids, shard.plan, output_router_logits=True)
-        hidden = cast(Tensor, out.last_hidden_state).flatten(0, 1)
+        hidden, own = self._hidden_routed(shard.input_ids, shard.position_ids, shard.plan)
         found = self._outputs_of(batch, arranged, shard, hidden, with_entropy=with_entropy)
-        own = routers_of(out, self.body)  # [L, C, E]
         index = arranged.flat_index - shard.begin
         here = ((index >= 0) & (index < len(hidden))).nonzero()[:, 0]
-        logits = own.new_zeros(own.shape[0], len(index), own.shape[2])
-        logits = logits.index_copy(
-            1, upload(here, hidden.device), own[:, upload(index[here], hidden.device)]
-        )
-        return found, sum_over(group, logits)
+        source, target = upload(index[here], hidden.device), upload(here, hidden.device)
+
+        def all_tokens(values: Tensor) -> Tensor:  # [L, C, ...] -> [L, M, ...]
+            zeros = values.new_zeros(values.shape[0], len(index), values.shape[2])
+            return sum_over(group, zeros.index_copy(1, target, values[:, source]))
+
+        return found, Routing(all_tokens(own.logits), all_tokens(own.chosen))
 
     def _outputs_of(
         self,

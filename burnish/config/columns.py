@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from burnish.config.explain import nearest
-from burnish.errors import BurnishError
+from burnish.config.splits import FilesError, Splits, splits_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -60,10 +60,6 @@ def _is_nested(value: Any) -> bool:
 # --- files
 
 
-class FilesError(BurnishError, ValueError):
-    """The files of a source cannot be read together. The message says why, and what to do."""
-
-
 SAVED_DATASET = ("dataset_dict.json", "state.json")
 """Files of a folder written by ``datasets.save_to_disk``: one of them exists."""
 
@@ -74,37 +70,59 @@ def files_of(path: str) -> list[Path]:
     """Return the sorted files that the path of a file source names.
 
     They are the file itself, the files directly in a folder, or the matches of a glob (``*``,
-    ``?``, ``[...]``, and ``**`` for all subfolders). A path that exists is not read as a glob.
-    Hidden files of a folder, and those without a suffix, ending in ``.md`` or beginning with ``_``
-    are left out. The list is empty if a folder has no other files, or if nothing matches a glob; a
-    path that does not exist is returned as it is. Raises FilesError if types differ, or if a folder
-    cannot be listed.
+    ``?``, ``[...]``, and ``**`` for all subfolders). A path that exists is not read as a glob. If
+    the names say several splits (``train-*``, ``test-*``), only the files of the training split are
+    returned. A folder without other files than a subfolder ``data`` is read there. Hidden files of
+    a folder, and those without a suffix, ending in ``.md`` or beginning with ``_`` are left out.
+    The list is empty if a folder has no other files, or if nothing matches a glob; a path that does
+    not exist is returned as it is. Raises FilesError if types differ, if it is ambiguous which
+    split is meant, or if a folder cannot be listed.
     """
+    return list(splits_of_path(path).train)
+
+
+def splits_of_path(path: str) -> Splits:
+    """Return the files that the path of a file source names, and those of other splits. Raises
+    FilesError as :func:`files_of` does."""
     try:
         found = sorted(_found(path))
     except OSError as error:
         raise FilesError(
             f"{path} cannot be listed: {error}; correct the path or its permissions"
         ) from error
-    types = Counter(map(suffix_of, found))
-    for file in found:
-        if suffix_of(file) != suffix_of(found[0]):
+    splits = (
+        splits_of(found, _fixed_folder(path)) if found != [Path(path)] else Splits(tuple(found))
+    )
+    types = Counter(map(suffix_of, splits.train))
+    for file in splits.train:
+        if suffix_of(file) != suffix_of(splits.train[0]):
             kind = types.most_common(1)[0][0]
             raise FilesError(
-                f"{path} has files of several types, such as {found[0]} and {file}; select one "
-                f"with a glob such as {file.parent / ('*' + kind)}, or list each type as a source "
-                "of its own"
+                f"{path} has files of several types, such as {splits.train[0]} and {file}; select "
+                f"one with a glob such as {file.parent / ('*' + kind)}, or list each type as a "
+                "source of its own"
             )
-    return found
+    return splits
 
 
 def _found(path: str) -> list[Path]:
     place = Path(path)
     if place.is_dir() and not is_saved_dataset(place):
-        return [file for file in place.iterdir() if file.is_file() and not _is_note(file)]
+        return _files_in(place) or (_files_in(place / "data") if (place / "data").is_dir() else [])
     if is_glob(path):
         return [Path(match) for match in glob(path, recursive=True) if Path(match).is_file()]
     return [place]
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return [file for file in folder.iterdir() if file.is_file() and not _is_note(file)]
+
+
+def _fixed_folder(path: str) -> Path:
+    """Return the folder of a source: the path itself, or the folder before the first wildcard."""
+    if not is_glob(path):
+        return Path(path)
+    return Path(_WILDCARD.split(path, maxsplit=1)[0].rpartition("/")[0] or ".")
 
 
 def is_glob(path: str) -> bool:

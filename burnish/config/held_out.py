@@ -3,12 +3,24 @@ the rules of both."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 from burnish.config.base import Node
-from burnish.config.data import DataConfig, EnvironmentSource, SeedSource
+from burnish.config.columns import files_of, splits_of_path
+from burnish.config.data import DataConfig
 from burnish.config.passes import num_held_out, source_sizes
+from burnish.config.sources import (
+    EnvironmentSource,
+    FileSource,
+    HubSource,
+    SeedSource,
+    SourceConfig,
+)
+from burnish.config.splits import FilesError
 
 EVAL_SECTIONS = ("eval_data", "eval_sets.", "eval.")
 
@@ -74,11 +86,121 @@ def held_out_rules(sections: Iterable[tuple[str, DataConfig]], *, trains: bool) 
                 f"data.held_out={train.held_out:g} and {name}.sources both give rows for "
                 f"evaluation; remove data.held_out, or the sources of {name}"
             )
-        if train.held_out is None and data.part == "held_out" and data.sources == train.sources:
+        if data.part == "held_out" and data.held_out is not None:
+            yield from _same_split(name, data, train)
+    if train.held_out is not None:
+        others = [(n, d) for n, d in by_name.items() if not n.startswith(EVAL_SECTIONS)]
+        yield from _read_once(train, others)
+
+
+def _same_split(name: str, data: DataConfig, train: DataConfig) -> Iterator[str]:
+    """Yield an error if the held-out part ``data`` has rows that are trained. The rows are chosen
+    by the name of a source, its number of rows, and the number of rows to hold out."""
+    if (data.sources, data.held_out) == (train.sources, train.held_out):
+        return
+    shared = [
+        (source, trained)
+        for source in data.sources
+        for trained in train.sources
+        if rows_of(source) & rows_of(trained)
+    ]
+    if not shared:
+        return
+    if train.held_out is None:
+        yield (
+            f"{name}.part=held_out, but data.held_out is not set, so training would see the "
+            f"same rows; set data.held_out={data.held_out or 0.05:g}, or remove {name}"
+        )
+        return
+    for source, trained in shared:
+        if _identity(source) != _identity(trained):
             yield (
-                f"{name}.part=held_out, but data.held_out is not set, so training would see the "
-                f"same rows; set data.held_out={data.held_out or 0.05:g}, or remove {name}"
+                f"{name}.part=held_out and data read {_place(source)} with different files, name "
+                f"or max_samples ({_described(source)}; {_described(trained)}), so their split "
+                "would differ and trained rows would be evaluated; use the same source in both"
             )
+            return
+    largest, chosen = _num_by_source(train), _num_by_source(data)
+    for source, trained in shared:
+        if chosen is None or largest is None:
+            differ = data.held_out != train.held_out or len(data.sources) != len(train.sources)
+        else:
+            differ = chosen[data.sources.index(source)] > largest[train.sources.index(trained)]
+        if differ:
+            yield (
+                f"{name}.held_out={data.held_out:g} would hold out other rows of {_place(source)} "
+                f"than data.held_out={train.held_out:g}, so trained rows would be evaluated; use "
+                f"the same held_out and the same sources in both"
+            )
+            return
+
+
+def _read_once(train: DataConfig, sections: Sequence[tuple[str, DataConfig]]) -> Iterator[str]:
+    """Yield an error for each source that trains rows of a held-out source again."""
+    readers = [(name, i, s) for name, data in sections for i, s in enumerate(data.sources)]
+    for (k, held), (name, i, source) in product(enumerate(train.sources), readers):
+        if (name != "data" or i > k) and rows_of(source) & rows_of(held):
+            yield (
+                f"data.held_out={train.held_out:g} holds out rows of {_place(held)}, but "
+                f"{name}.sources[{i}] trains on rows of the same files; read each file once, or "
+                "remove held_out and evaluate on another file"
+            )
+            return
+
+
+def rows_of(source: SourceConfig) -> frozenset[str]:
+    """Return the files or the data set that a source reads; nothing if its rows are made."""
+    if isinstance(source, FileSource):
+        try:
+            return frozenset(os.path.realpath(file) for file in files_of(source.path))
+        except FilesError:  # reported with the other rules
+            return frozenset()
+    if isinstance(source, HubSource):
+        place = os.path.realpath(source.path) if os.path.exists(source.path) else source.path
+        return frozenset({f"{place}[{source.subset}][{source.split or 'train'}]"})
+    return frozenset()
+
+
+def _identity(source: SourceConfig) -> tuple[frozenset[str], str | None, int | None]:
+    """Return the facts that determine the held-out rows of a source, apart from their number."""
+    if isinstance(source, FileSource):
+        return rows_of(source), source.source_name, source.max_samples
+    if isinstance(source, HubSource):
+        return rows_of(source), source.name or Path(source.path).name, source.max_samples
+    return frozenset(), None, None
+
+
+def _num_by_source(data: DataConfig) -> list[int] | None:
+    return source_sizes(data.model_copy(update={"part": "held_out"}))
+
+
+def _place(source: SourceConfig) -> str:
+    return source.path if isinstance(source, FileSource | HubSource) else str(source.name)
+
+
+def _described(source: SourceConfig) -> str:
+    _, name, limit = _identity(source)
+    return f"path={_place(source)}, name={name}, max_samples={limit}"
+
+
+def split_rules(sections: Iterable[tuple[str, DataConfig]]) -> Iterator[str]:
+    """Yield an error for each evaluation section that would read the training split of a folder."""
+    for name, data in sections:
+        if not name.startswith(EVAL_SECTIONS) or data.part == "held_out":
+            continue
+        for source in data.sources:
+            if isinstance(source, FileSource) and (others := _other_splits(source)):
+                yield (
+                    f"{name}: {source.path} has files of several splits, and evaluation would read "
+                    f"the training split; name the files, such as {others[0]}"
+                )
+
+
+def _other_splits(source: FileSource) -> Sequence[Path]:
+    try:
+        return splits_of_path(source.path).left_out
+    except FilesError:  # reported with the other rules
+        return ()
 
 
 def _problems(data: DataConfig) -> Iterator[str]:

@@ -17,7 +17,7 @@ from burnish.config.cluster import ClusterConfig, ClusterRole
 from burnish.config.data import DataConfig, PreferenceDataConfig, SFTDataConfig
 from burnish.config.early_stopping import EarlyStoppingConfig, early_stopping_rules
 from burnish.config.eval_sets import eval_set_rules
-from burnish.config.held_out import held_out_rules, with_held_out_section
+from burnish.config.held_out import held_out_rules, split_rules, with_held_out_section
 from burnish.config.length import supervised_rules, table_rules
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.observe import ObserveConfig
@@ -90,6 +90,7 @@ class JobConfig(Node):
             *(p for r in roles if isinstance(r, RolloutRole) for p in r.sampling_rules()),
             *table_rules(self.paths_of(DataConfig), in_order=self.in_order),
             *held_out_rules(self.paths_of(DataConfig), trains=isinstance(self, TrainingJob)),
+            *split_rules(self.paths_of(DataConfig)),
         ]
         problems += self._launch_rules()
         if problems:

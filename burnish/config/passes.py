@@ -14,8 +14,8 @@ from burnish.config.columns import (
     opened_lines,
     suffix_of,
 )
-from burnish.config.data import (
-    DataConfig,
+from burnish.config.data import DataConfig
+from burnish.config.sources import (
     EnvironmentSource,
     FileSource,
     HubSource,

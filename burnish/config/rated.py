@@ -230,9 +230,9 @@ class ClassesDataConfig(RatedDataConfig):
     """Column with the class. None: ``label``, ``class``, ``passed`` or ``correct``, whichever the
     first row has."""
     classes: tuple[str | int, ...] | None = None
-    """Names of the classes in the order of the outputs; an integer label is the name or the index.
-    None: pass or fail (true/false, 1/0, pass/fail, yes/no, good/bad), one output, whose logit is
-    the reward."""
+    """Names of the classes in the order of the outputs. An integer label is a name, or the index if
+    no name is an integer. None: pass or fail (true/false, 1/0, pass/fail, yes/no, good/bad), one
+    output, whose logit is the reward."""
 
     @property
     def kind_of_rows(self) -> RatedKind:

@@ -30,6 +30,13 @@ class Row:
     fills_nulls: bool = False
     """True if the format fills nested objects with the keys of all other rows, with null as their
     value (Parquet, Arrow)."""
+    original: Mapping[str, Any] | None = None
+    """Columns before the row was converted from a public form. None: it was not converted."""
+
+    @property
+    def columns(self) -> Mapping[str, Any]:
+        """Columns of the row as they are in its file."""
+        return self.values if self.original is None else self.original
 
 
 class Source(Protocol):

@@ -20,7 +20,6 @@ from burnish.config.columns import (
     COMPRESSED,
     LARGEST_JSON,
     LINES,
-    FilesError,
     check_columns,
     files_of,
     is_glob,
@@ -28,8 +27,9 @@ from burnish.config.columns import (
     opened_lines,
     suffix_of,
 )
-from burnish.config.data import FileSource, SourceConfig
 from burnish.config.explain import nearest
+from burnish.config.sources import FileSource, SourceConfig
+from burnish.config.splits import FilesError
 from burnish.data import tables
 from burnish.data.base import EMPTY, DataError, Row, Rows, Source
 

@@ -98,7 +98,7 @@ def in_columns(row: Row, form: Form, config: DataConfig) -> Row:
         converted = _CONVERTERS[form](values, config)
     except DataError as error:
         raise DataError(f"{row.where}: as {NAMES[form]} (form={form}): {error}") from error
-    return replace(row, values=converted)
+    return replace(row, values=converted, original=row.columns)
 
 
 def from_messages(values: Values, config: DataConfig) -> Values:

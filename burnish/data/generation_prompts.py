@@ -155,7 +155,7 @@ class _GenerationPromptEncoder:
             content = stated if condition.wanted_reward is not None else content
         encoder = self._of_text if plain else self._of_messages
         prompt = encoder.with_content(row, ref, content)
-        columns = self._columns(row.values)
+        columns = self._columns(row.columns)
         if not self.scanned:
             self.forms.add(plain)
             line = f"{prompt.id} {prompt.token_ids} {prompt.label!r} {columns!r}\n"

@@ -38,6 +38,10 @@ def _score(value: Any, key: str) -> float:
 
 
 def _class(value: Any, key: str, config: ClassesDataConfig) -> int:
+    """Return the index of a class. An integer is an index only if no class has an integer as its
+    name. Whole floats count as integers: files with empty cells store integers as floats."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     text = str(value).strip()
     if config.classes is None:
         found = PASS_LABELS.get(text.lower())
@@ -45,10 +49,19 @@ def _class(value: Any, key: str, config: ClassesDataConfig) -> int:
         known += "other classes"
     else:
         names = config.names
+        numbered = any(map(_is_integer, names))
         found = names.index(text) if text in names else None
-        if found is None and type(value) is int and 0 <= value < len(names):
+        if found is None and not numbered and type(value) is int and 0 <= value < len(names):
             found = value
-        known = f"one of data.classes: {', '.join(names)}, or an index"
+        known = f"one of data.classes: {', '.join(names)}" + ("" if numbered else ", or an index")
     if found is None:
         raise DataError(f"column {key!r} (label_key) contains {value!r}; a label is {known}")
     return found
+
+
+def _is_integer(name: str) -> bool:
+    try:
+        int(name)
+    except ValueError:
+        return False
+    return True

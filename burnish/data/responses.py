@@ -26,6 +26,7 @@ class GivenResponse:
 
     group: Group
     columns: Mapping[str, Any]
+    """Columns of the row in its file."""
 
 
 class GivenResponses(EncodedTable[GivenResponse]):
@@ -73,7 +74,7 @@ class ResponseEncoder:
         prompt = replace(prompt, metadata=self._metadata(prompt))
         ids = self._response_ids(row, prompt, text, ended=ended == "stop")
         if not self.scanned:
-            line = f"{prompt.id} {prompt.token_ids} {ids} {row.values!r}\n"
+            line = f"{prompt.id} {prompt.token_ids} {ids} {row.columns!r}\n"
             self.digest.update(line.encode(errors="replace"))
         sample = Sample(
             sample_id=f"{ref.id}/0",
@@ -87,7 +88,7 @@ class ResponseEncoder:
             text=text,
             finish_reason=ended,
         )
-        return GivenResponse(Group(ref.row, prompt, (sample,)), dict(row.values))
+        return GivenResponse(Group(ref.row, prompt, (sample,)), dict(row.columns))
 
     def length(self, item: GivenResponse) -> int:
         return len(item.group.prompt.token_ids)

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from burnish.config.columns import is_saved_dataset
-from burnish.config.data import (
+from burnish.config.explain import nearest
+from burnish.config.sources import (
     EnvironmentSource,
     FileSource,
     HubSource,
     SeedSource,
     SourceConfig,
 )
-from burnish.config.explain import nearest
 from burnish.data import files
 from burnish.data.base import EMPTY, DataError, Row, Rows, Source
 from burnish.data.files import missing_file, open_files

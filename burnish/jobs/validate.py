@@ -22,10 +22,11 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from burnish.config import DistillConfig, EvaluateConfig, GenerateConfig, JobConfig, RLConfig
 from burnish.config import rewards as config_rewards
 from burnish.config.columns import files_of
-from burnish.config.data import DataConfig, EnvironmentSource, FileSource, SeedSource
+from burnish.config.data import DataConfig
 from burnish.config.job import RowsJob
 from burnish.config.rewards import FailurePolicy, RewardConfig, ShapingConfig
 from burnish.config.score import ScoreConfig
+from burnish.config.sources import EnvironmentSource, FileSource, SeedSource
 from burnish.data.encoders import encoder_of
 from burnish.data.files import content_digest
 from burnish.data.forms import open_rows

@@ -21,9 +21,10 @@ from typing import Any
 from burnish.config import JobConfig
 from burnish.config.changes import different_values, flat
 from burnish.config.columns import files_of
-from burnish.config.data import DataConfig, FileSource, HubSource
+from burnish.config.data import DataConfig
 from burnish.config.model import ModelConfig
 from burnish.config.rewards import FunctionReward
+from burnish.config.sources import FileSource, HubSource
 from burnish.data.files import content_digest
 from burnish.models.digest import WEIGHT_SUFFIXES, file_ends_digest
 

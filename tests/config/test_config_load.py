@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from burnish.config import ConfigError, dump_yaml, load_config
 from burnish.config.algorithm import GaeAdvantage
-from burnish.config.data import FileSource, HubSource
+from burnish.config.sources import FileSource, HubSource
 
 
 def test_a_dumped_config_loads_to_an_equal_config(tmp_path, recipes):

@@ -14,8 +14,10 @@ from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataC
 from burnish.config.passes import total_rows
 from burnish.config.score import ResponseDataConfig
 from burnish.data.forms import form_of_row, in_columns, open_rows
+from burnish.data.generation_prompts import OWN_COLUMNS, GenerationPrompts
 from burnish.data.preference import load_pairs
 from burnish.data.prompts import load_prompts
+from burnish.data.responses import GivenResponses
 from burnish.data.sources import DataError, Row, first_rows
 
 HH = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant:"
@@ -264,3 +266,24 @@ def test_compressed_lines_are_read_like_plain_ones(
         open_rows(config)
     with pytest.raises(DataError, match="cannot be read"):
         first_rows(config.sources[0])
+
+
+CHAT = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+SCORED = [
+    {"messages": CHAT, "id": 7},
+    {"conversations": [{"from": "human", "value": "2+2"}, {"from": "gpt", "value": "4"}], "n": 1},
+    {"instruction": "Add", "input": "2 and 2", "output": "4", "n": 1},
+    {"question": "2+2?", "answer": "It is\n#### 4", "level": "easy"},
+    {"prompt": "2+2=", "response": "4", "messages": "kept", "n": [1, {"a": None}]},
+]
+
+
+@pytest.mark.parametrize("row", SCORED)
+def test_scored_and_generated_rows_keep_all_columns_of_their_file(
+    row: dict[str, Any], chars: PreTrainedTokenizerBase, jsonl: Any
+) -> None:
+    path = jsonl([row])
+    (scored,) = GivenResponses(ResponseDataConfig(sources=(path,)), chars).take(0, 1)
+    assert scored.columns == row
+    (prompt,) = GenerationPrompts(PromptDataConfig(sources=(path,)), chars).take(0, 1)
+    assert prompt.columns == {k: v for k, v in row.items() if k not in OWN_COLUMNS}

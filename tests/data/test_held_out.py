@@ -192,3 +192,55 @@ def test_runs_evaluate_their_held_out_rows(tmp_path: Path, job: str) -> None:
     assert [line["step"] for line in lines if any(n.startswith("eval/") for n in line)] == [0, last]
     if job == "rl":
         assert lines[0]["eval/prompts"] == 4
+
+
+@pytest.mark.parametrize(
+    ("train", "other", "problem"),
+    [
+        ({"held_out": 4}, {"held_out": 8}, "eval_sets.more.held_out=8 would hold out other rows"),
+        ({"held_out": 4}, {"held_out": 0.5}, "eval_sets.more.held_out=0.5 would hold out other"),
+        ({"held_out": 4}, {"name": "b"}, "with different files, name or max_samples"),
+        ({"held_out": 4}, {"max_samples": 10}, "with different files, name or max_samples"),
+        ({"held_out": 4, "max_samples": 10}, {}, "with different files, name or max_samples"),
+        ({}, {"name": "b"}, "data.held_out is not set"),
+    ],
+)
+def test_a_set_that_would_evaluate_trained_rows_is_refused(
+    tmp_path: Path, train: dict[str, Any], other: dict[str, Any], problem: str
+) -> None:
+    path = rows_file(tmp_path, 20)
+
+    def section(changes: dict[str, Any]) -> dict[str, Any]:
+        source = {key: changes[key] for key in ("name", "max_samples") if key in changes}
+        rest = {key: changes[key] for key in ("held_out",) if key in changes}
+        return {"sources": [{"path": path} | source]} | rest
+
+    tree = recipe("sft", path) | {"data": section(train)}
+    held = {"held_out": 4, "part": "held_out"} | section(other)
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    for place in (path, str(link)):  # the same file by another name
+        source = held["sources"][0] | {"path": place, "name": other.get("name", "rows")}
+        tree["eval_sets"] = {"more": held | {"sources": [source]}}
+        if "held_out" not in train:
+            tree |= {"eval_data": tree["eval_sets"]["more"]}
+        with pytest.raises(ConfigError, match=problem):
+            load_config(tree)
+
+
+def test_a_smaller_set_of_the_same_file_is_part_of_the_held_out_rows(tmp_path: Path) -> None:
+    path = rows_file(tmp_path, 20)
+    sets = {"few": {"sources": [path], "held_out": 2, "part": "held_out"}}
+    config: Any = load_config(recipe("sft", path, held_out=4) | {"eval_sets": sets})
+    few = where(config.eval_sets["few"])
+    assert len(few) == 2 and not set(few) & set(where(config.data))
+
+
+def test_a_file_with_held_out_rows_is_not_trained_again_by_another_source(tmp_path: Path) -> None:
+    path = rows_file(tmp_path, 20)
+    twice = [path, {"path": path, "name": "again"}]
+    with pytest.raises(ConfigError, match=r"data.sources\[1\] trains on rows of the same files"):
+        load_config(recipe("sft", path) | {"data": {"sources": twice, "held_out": 4}})
+    ptx = {"ptx_coef": 0.1, "batch_size": 4, "data": {"sources": [path]}}
+    with pytest.raises(ConfigError, match=r"ptx.data.sources\[0\] trains on rows of the same"):
+        load_config(recipe("rl", path, held_out=4) | {"ptx": ptx})

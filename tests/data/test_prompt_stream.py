@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from burnish.config import ConfigError, dump_yaml, load_config
-from burnish.config.data import FileSource, PromptDataConfig
+from burnish.config.data import PromptDataConfig
+from burnish.config.sources import FileSource
 from burnish.data import sources
 from burnish.data.prompts import PromptStream, load_prompts
 from burnish.data.sources import DataError, Row

@@ -166,3 +166,35 @@ def test_settings_that_do_not_fit_scores_are_errors(
     }
     with pytest.raises(ConfigError, match=message):
         load_config(tree, options)
+
+
+@pytest.mark.parametrize(
+    ("classes", "label", "index"),
+    [
+        ([1, 2, 3], 1, 0),
+        ([1, 2, 3], "3", 2),
+        ([1, 2, 3], 2.0, 1),
+        ([1, 2, 3], 0, None),
+        ([0, 2], 1, None),
+        (["a", "1"], 0, None),
+        (["a", "1"], 1, 1),
+        (["a", "b"], 1, 1),
+        (["a", "b"], 1.0, 1),
+        (["a", "b"], 0.5, None),
+        (["a", "b"], True, None),
+        (["a", "b"], "1", None),
+        (["False", "True"], True, 1),
+        (None, 1.0, 1),
+    ],
+)
+def test_an_integer_label_is_never_the_index_of_another_integer_class(
+    classes: Any, label: Any, index: int | None, chars: Tok, jsonl: Jsonl
+) -> None:
+    options: dict[str, Any] = {"kind": "classes", "label_key": "grade", "classes": classes}
+    data = data_of(jsonl([BASE | {"grade": label}]), **options)
+    if index is None:
+        with pytest.raises(DataError, match=r"grade.*a label is one of data.classes"):
+            load_rated(data, chars)
+    else:
+        labels = load_rated(data, chars).labels
+        assert labels is not None and labels.tolist() == [index]

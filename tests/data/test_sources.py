@@ -13,9 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 from datasets.arrow_writer import ArrowWriter
 
+from burnish.config import ConfigError, load_config
 from burnish.config.columns import columns_of, first_file
-from burnish.config.data import DataConfig, EnvironmentSource, FileSource, HubSource
+from burnish.config.data import DataConfig
 from burnish.config.passes import num_rows
+from burnish.config.sources import EnvironmentSource, FileSource, HubSource
 from burnish.data import tables
 from burnish.data.sources import DataError, Source, first_rows, open_source, open_sources
 
@@ -379,3 +381,61 @@ def test_two_sources_of_one_name_are_refused(tmp_path: Path) -> None:
         open_sources(paths)
     other = paths[1].model_copy(update={"name": "other"})
     assert [s.name for s in open_sources([paths[0], other])] == ["train", "other"]
+
+
+SPLITS = [
+    ("", ["train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"], [0, 1]),
+    ("", ["data/train", "data/validation", "../README.md"], [0]),
+    ("**/*.jsonl", ["train/0", "test/0", "valid/0"], [0]),
+    ("*.jsonl", ["rows_train", "rows_dev"], [0]),
+    ("", ["train", "more"], [1, 0]),
+    ("", ["latest", "contest"], [1, 0]),
+    ("test*", ["test-0", "test-1", "train"], [0, 1]),
+    ("", ["test", "val"], "no name says which files are those of training"),
+    ("", ["rows", "val"], "no name says which files are those of training"),
+    ("", ["train", "more", "test"], "more.jsonl do not say their split"),
+    (
+        "",
+        [f"{name}-00000-of-00001" for name in ("train_sft", "train_gen", "test_sft")],
+        r"several training splits \(train_gen, train_sft\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("pattern", "names", "read"), SPLITS)
+def test_test_and_validation_files_of_a_folder_are_not_trained(
+    tmp_path: Path, pattern: str, names: list[str], read: list[int] | str
+) -> None:
+    folder = tmp_path / "set"
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(folder / name if name.endswith(".md") else folder / f"{name}.jsonl")
+    place = str(folder / pattern) if pattern else str(folder)
+    tree = {"job": "sft", "model": {"scratch": {}}, "train": {"train_batch_size": 2}}
+    tree |= {"data": {"sources": [place], "prompt_key": "q", "response_key": "a"}}
+    if isinstance(read, str):
+        with pytest.raises(DataError, match=read):
+            open_source(FileSource(path=place))
+        with pytest.raises(ConfigError, match=read):
+            load_config(tree)
+        return
+    source = open_source(FileSource(path=place))
+    files = [source[i].where.rpartition(":")[0] for i in range(len(source))]
+    assert list(dict.fromkeys(files)) == [str(folder / f"{names[i]}.jsonl") for i in read]
+    left_out = [name for i, name in enumerate(names) if i not in read and ".md" not in name]
+    advice = FileSource(path=place).warnings()
+    splits = pattern != "test*" and left_out
+    assert len(advice) == bool(splits) and all(name in advice[0] for name in splits or ())
+
+
+def test_an_evaluation_section_does_not_read_the_training_split_of_a_folder(
+    tmp_path: Path,
+) -> None:
+    for name in ("train", "test"):
+        write_jsonl(tmp_path / f"{name}.jsonl")
+    tree = {"job": "sft", "model": {"scratch": {}}, "train": {"train_batch_size": 2}}
+    tree |= {"data": {"sources": [str(tmp_path)], "response_key": "label"}}
+    load_config(tree | {"eval_data": tree["data"] | {"sources": [f"{tmp_path}/test.jsonl"]}})
+    with pytest.raises(ConfigError, match=r"eval_data: .*training split; name the files, such as"):
+        load_config(tree | {"eval_data": tree["data"]})
+    load_config(tree | {"data": tree["data"] | {"held_out": 1}})

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from burnish.config.data import FileSource
+from burnish.config.sources import FileSource
 from burnish.data.sources import open_source
 from burnish.data.write import ColumnError, json_line, read_lines, write_parquet
 

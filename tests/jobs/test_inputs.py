@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from burnish.cli import app
 from burnish.config import load_config
-from burnish.config.data import FileSource
 from burnish.config.model import ModelConfig
+from burnish.config.sources import FileSource
 from burnish.data.sources import DataError, first_rows, open_source
 from burnish.environments.importing import LoadError, check_file
 from burnish.jobs.inputs import check_inputs

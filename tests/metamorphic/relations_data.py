@@ -20,8 +20,9 @@ from metamorphic.draw_text import (
     write_rows,
 )
 
-from burnish.config.data import FileSource, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
+from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.generate import AllSamples, BestWorstPairs
+from burnish.config.sources import FileSource
 from burnish.data.generation_prompts import GenerationPrompts
 from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.prompts import PromptStream, load_prompts

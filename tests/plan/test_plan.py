@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import burnish
 from burnish.cli import app
 from burnish.config import ConfigError, load_config
-from burnish.config.data import FileSource
+from burnish.config.sources import FileSource
 from burnish.plan import launch, role_base
 from burnish.plan.activations import TraceError
 from burnish.plan.command import PlanOptions, plan_text

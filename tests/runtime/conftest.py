@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from burnish.config import JobConfig, load_config
-from burnish.config.data import FileSource
+from burnish.config.sources import FileSource
 from burnish.data.sources import open_source
 
 SCRATCH = {

@@ -13,18 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config import ConfigError, RLConfig
-from burnish.config.data import (
-    DataConfig,
-    PreferenceDataConfig,
-    PromptDataConfig,
-    SFTDataConfig,
-    SourceConfig,
-)
+from burnish.config.data import DataConfig, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.episodes import EpisodesConfig
 from burnish.config.job import JobConfig, RowsJob
 from burnish.config.paths import model_problems, models_of
 from burnish.config.rated import RatedDataConfig
 from burnish.config.rewards import FunctionReward
+from burnish.config.sources import SourceConfig
 from burnish.config.steps import StepsDataConfig
 from burnish.data.forms import form_of_row, in_columns
 from burnish.data.messages import as_messages

@@ -15,8 +15,8 @@ PACKAGE = Path(burnish.__file__).parent
 
 MATHS = {"types", "tensors", "transcript", "compact"}
 BASE = MATHS | {
-    *("config", "errors", "messages", "oom", "secret", "shm", "templates", "loop_thread"),
-    "special_tokens",
+    *("chat_message", "config", "errors", "loop_thread", "messages", "oom", "secret", "shm"),
+    *("special_tokens", "templates"),
 }
 LOOPS = BASE | {
     *(
@@ -44,6 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "compact": set(),
     "transcript": set(),
     "batches": {"types", "compact"},
+    "chat_message": {"errors"},
     "errors": set(),
     "loop_thread": set(),
     "messages": set(),

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
 from burnish.agents.calls import well_formed
-from burnish.data.messages import Message
+from burnish.chat_message import Message
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from burnish.agents.calls import Choice, ModelCall, ModelReply, ReplyStart, invalid
-from burnish.data.messages import Message
+from burnish.chat_message import Message
 from burnish.episodes.parsing import ParsedMessage
 from burnish.episodes.renderer import TextCodec
 from burnish.rollout.base import Completion, Sampling

@@ -40,7 +40,7 @@ from burnish.agents.replies import (
     without_stop,
 )
 from burnish.agents.streaming import Reader, Responses
-from burnish.data.messages import Message
+from burnish.chat_message import Message
 from burnish.episodes.parsing import ParsedMessage
 from burnish.episodes.play import call_seed, sample
 from burnish.episodes.renderer import ChatRenderer, TextCodec

@@ -38,7 +38,7 @@ from burnish.agents.replies import (
     without_stop,
 )
 from burnish.agents.retries import Retries
-from burnish.data.messages import Message
+from burnish.chat_message import Message
 from burnish.environments.pool import EpisodeFailedError
 from burnish.episodes.parsing import ParsedMessage
 from burnish.episodes.play import Call, Limits, Played, Policy, Task, call_seed

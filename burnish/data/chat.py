@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
 
-from burnish.data.messages import Message, as_messages, trained_flags, without_flags
+from burnish.chat_message import Message, roles_of, without_flags
+from burnish.data.messages import as_messages, trained_flags
 from burnish.data.notices import note
 from burnish.data.sources import DataError
 from burnish.special_tokens import special_tokens, turn_length
@@ -99,9 +100,9 @@ def encode_conversation(
     messages = as_messages(messages)
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= trained_from]
     if not turns:
-        roles = ", ".join(m["role"] for m in messages)
         raise DataError(
-            f"the conversation has no assistant message to train on (roles: {roles}); add one, or "
+            "the conversation has no assistant message to train on (roles: "
+            f"{roles_of(messages)}); add one, or "
             "drop the row"
         )
     if turns[0] == 0:
@@ -314,9 +315,8 @@ def render_text(
             today=today,
         )
     except (TemplateError, TypeError, ValueError) as error:
-        roles = ", ".join(m["role"] for m in messages)
         raise DataError(
-            f"the chat template rejects the conversation (roles: {roles}): {error}"
+            f"the chat template rejects the conversation (roles: {roles_of(messages)}): {error}"
         ) from error
 
 

@@ -276,8 +276,14 @@ def _of_conversation(values: Values, turns: Messages, config: DataConfig, *, use
         if isinstance(config, _GIVEN):
             raise DataError(f"column {used!r} does not end with an assistant message to score")
         return new
-    content = turns[last].get("content")
-    return new | _answer(content if isinstance(content, str) else "", values, config)
+    answer = turns[last]
+    if answer.get("tool_calls") and not answer["content"]:
+        if isinstance(config, _GIVEN):
+            raise DataError(
+                f"column {used!r} ends with a tool call, and a response is a text; remove the row"
+            )
+        return new
+    return new | _answer(answer["content"], values, config)
 
 
 def _answer(text: str, values: Values, config: DataConfig) -> Values:

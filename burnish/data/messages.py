@@ -7,10 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from burnish.chat_message import (
+    Message,
+    MessageError,
+    canonical,
+    trained_flag,
+)
 from burnish.data.sources import DataError
-
-Message = Mapping[str, Any]
-"""``{"role": "user", "content": "..."}``. Other keys are passed to the chat template unchanged."""
 
 SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -24,16 +27,13 @@ FUNCTION_CALL = "function_call"
 """ShareGPT value of ``from`` of an assistant's tool calls: ``{"name", "arguments"}`` as JSON
 text."""
 
-TRAIN_FLAGS = ("train", "weight")
-"""Keys of a message that say whether it is trained on: true or false, 1 or 0."""
-
 _LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
 
 
 def as_messages(
     value: str | Sequence[Message], *, system_prompt: str | None = None
 ) -> list[dict[str, Any]]:
-    """Return a validated list of messages, without keys whose value is None.
+    """Return a list of messages in the form of :func:`burnish.chat_message.canonical`.
 
     A string becomes one user message. ShareGPT turns (``from``, ``value``) become messages. Raises
     DataError if ``value`` is not a list of messages, or if there would be two system messages.
@@ -44,7 +44,7 @@ def as_messages(
         raise DataError(
             f"expected a string or a non-empty list of chat messages, got {_short(value)}"
         )
-    messages = [_as_message(message) for message in value]
+    messages = [_as_message(number, message) for number, message in enumerate(value)]
     if system_prompt is None:
         return messages
     if messages[0]["role"] == "system":
@@ -90,31 +90,18 @@ def without_nulls(value: Any) -> Any:
 
 
 def trained_flags(messages: Sequence[Message]) -> list[bool]:
-    """Return, for each message, False if it has ``train: false`` or ``weight: 0``, else True.
+    """Return, for each message, whether its flags (``train``, ``weight``, ``loss``, ``loss_mask``)
+    let it be trained on.
 
-    Raises DataError for other values, and for two flags of one message that differ.
+    Raises DataError for values other than true, false, 1 and 0, and for flags that differ.
     """
     flags = []
     for i, message in enumerate(messages):
-        given = {key: message[key] for key in TRAIN_FLAGS if message.get(key) is not None}
-        for key, value in given.items():
-            if not isinstance(value, bool | int | float) or value not in (0, 1):
-                raise DataError(
-                    f"message {i} ({message['role']}) has {key}: {value!r}; use train: true or "
-                    "false, or weight: 1 or 0"
-                )
-        if len({bool(value) for value in given.values()}) > 1:
-            raise DataError(
-                f"message {i} ({message['role']}) has train: {given['train']} and weight: "
-                f"{given['weight']}, which differ; keep one"
-            )
-        flags.append(all(given.values()))
+        try:
+            flags.append(trained_flag(message))
+        except MessageError as error:
+            raise DataError(f"message {i} ({message['role']}) {error}") from error
     return flags
-
-
-def without_flags(message: Message) -> dict[str, Any]:
-    """Return the message without the keys in :data:`TRAIN_FLAGS`."""
-    return {key: value for key, value in message.items() if key not in TRAIN_FLAGS}
 
 
 def as_tools(value: Any) -> list[dict[str, Any]] | None:
@@ -133,18 +120,14 @@ def as_tools(value: Any) -> list[dict[str, Any]] | None:
     return value if named else None
 
 
-def _as_message(message: Any) -> dict[str, Any]:
+def _as_message(number: int, message: Any) -> dict[str, Any]:
     if isinstance(message, Mapping) and "role" not in message and "from" in message:
         message = _from_sharegpt(message)
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise DataError(
-            f'a chat message must be an object {{"role": ..., "content": ...}}, got '
-            f"{_short(message)}"
-        )
-    kept = {key: value for key, value in message.items() if value is not None}
-    if "content" not in kept and "tool_calls" not in kept:
-        raise DataError(f"a chat message has no `content`: {_short(message)}")
-    return kept
+    try:
+        return canonical(message)
+    except MessageError as error:
+        role = f" ({message['role']})" if isinstance(message, Mapping) and "role" in message else ""
+        raise DataError(f"message {number}{role}: {error}") from error
 
 
 def _from_sharegpt(turn: Message) -> dict[str, Any]:
@@ -176,8 +159,7 @@ def _tool_calls(value: Any) -> list[dict[str, Any]]:
                 f"a ShareGPT turn from {FUNCTION_CALL!r} must contain the JSON text of "
                 f'{{"name": ..., "arguments": {{...}}}}, got {_short(value)}'
             )
-    functions = [{"name": c["name"], "arguments": c.get("arguments") or {}} for c in calls]
-    return [{"type": "function", "function": function} for function in functions]
+    return calls
 
 
 def _short(value: Any) -> str:

@@ -108,7 +108,9 @@ def content_column(row: Row, key: str, field: str) -> Any:
     JSON text of messages is parsed, and nulls filled in by the file format are removed. Raises
     DataError as :func:`column` does.
     """
-    value = parsed(column(row, key, field))
+    value = column(row, key, field)
+    if isinstance(value, str):  # nulls in JSON text are the data's own
+        return parsed(value)
     return without_nulls(value) if row.fills_nulls else value
 
 

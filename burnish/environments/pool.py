@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+from burnish.chat_message import MessageError, canonical, text_of
 from burnish.environments.base import EnvironmentSetupError, EpisodeInfraError
 from burnish.environments.multi_turn import Start, Step
 from burnish.environments.process import start_process
@@ -240,36 +241,24 @@ def check_step(reply: Any) -> Step:
 
 
 def _messages(value: Any, method: str) -> tuple[Mapping[str, Any], ...]:
-    good = isinstance(value, list | tuple) and all(
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str | list)
-        for message in value
-    )
-    if not good:
+    try:
+        if not isinstance(value, list | tuple):
+            raise MessageError("it is no list")
+        return tuple(canonical(message) for message in value)
+    except MessageError as error:
         raise ValueError(
             f"{method}() returned messages={value!r:.120}; expected a list of "
-            '{"role": ..., "content": ...}'
-        )
-    return tuple(
-        {**message, "content": plain_text(message["content"], method)} for message in value
-    )
+            f'{{"role": ..., "content": ...}}: {error}'
+        ) from error
 
 
 def plain_text(content: Any, method: str) -> str:
-    """Return content as text. A list of text parts is joined: many chat templates would write the
-    list itself. Raises ValueError for other values, and for other parts."""
-    if isinstance(content, str):
-        return content
-    parts: list[Any] = [None]
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-    if not all(isinstance(part, str) for part in parts):
-        raise ValueError(
-            f"{method}() returned the content {content!r:.120}; expected text, or a list of "
-            '{"type": "text", "text": ...}. Episodes have no images'
-        )
-    return "".join(parts)
+    """Return content as text, with a list of text parts joined. Raises ValueError for other
+    values and parts."""
+    try:
+        return text_of(content)
+    except MessageError as error:
+        raise ValueError(f"{method}() returned {content!r:.120}: {error}") from error
 
 
 def _numbers(value: Any, key: str) -> dict[str, float]:

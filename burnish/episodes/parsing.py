@@ -18,7 +18,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 from jsonschema_specifications import REGISTRY
 
-from burnish.data.messages import Message
+from burnish.chat_message import Message
 from burnish.episodes.formats import ToolFormat
 from burnish.episodes.streaming import REASONING, MessageText, without_long_spaces
 

@@ -14,9 +14,10 @@ from datetime import datetime
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from burnish.chat_message import Message
 from burnish.compact import IntArray
 from burnish.data.chat import check_rendering, encode_piece, encode_prompt, response_text
-from burnish.data.messages import Message, as_messages
+from burnish.data.messages import as_messages
 from burnish.data.sources import DataError
 from burnish.episodes.formats import FORMATS, FormatName, response_template
 from burnish.episodes.parsing import ParsedMessage, ResponseParser, argument_problem

@@ -16,8 +16,8 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from burnish.chat_message import Message
 from burnish.data.chat import check_rendering, render_text
-from burnish.data.messages import Message
 from burnish.data.sources import DataError
 from burnish.episodes.formats import format_of
 from burnish.episodes.probing import CONVERSATIONS, TOOLS, Conversation, assistant, call, user

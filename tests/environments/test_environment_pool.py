@@ -137,7 +137,7 @@ GOOD = {"start": [{"role": "user", "content": "a"}], "step": {"done": True}}
         ({"start": []}, "no messages"),
         ({"start": [{"role": "user"}]}, "expected a list of"),
         ({"start": "text"}, "expected a list of"),
-        ({"start": [{"role": "user", "content": [{"type": "image"}]}]}, "have no images"),
+        ({"start": [{"role": "user", "content": [{"type": "image"}]}]}, "only text parts"),
         ({"step": {"done": 1}}, "done=1"),
         ({"step": {"messages": []}}, "nothing to respond|nothing to"),
         ({"step": {"done": True, "rewards": {"a": "1"}}}, "finite numbers"),

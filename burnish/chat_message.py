@@ -1,0 +1,246 @@
+"""The canonical form of a chat message. Every reader of messages produces it.
+
+Keys of a message: ``role``, ``content`` (always a string), ``reasoning_content``, ``tool_calls``,
+``name``, ``tool_call_id``, and the flags in :data:`TRAIN_FLAGS`. A key without a value is absent.
+Other keys are passed on unchanged. A tool call is ``{"id": ..., "type": "function", "function":
+{"name": ..., "arguments": {...}}}``, whose arguments are an object.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from burnish.errors import BurnishError
+
+Message = Mapping[str, Any]
+"""``{"role": "user", "content": "..."}``."""
+
+TRAIN_FLAGS = ("train", "weight", "loss", "loss_mask")
+"""Keys of a message that state whether it is trained on: true or false, 1 or 0."""
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of the reasoning of an answer. The first one is the canonical key."""
+
+ROLES = {"developer": "system", "function": "tool"}
+"""Role in newer or older APIs -> canonical role."""
+
+_TEXT_PARTS = (None, "text", "input_text", "output_text")
+_MEDIA = ("image", "images", "audio", "video", "videos", "file", "files")
+_OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs")
+
+
+class MessageError(BurnishError, ValueError):
+    """A chat message that cannot be read. The error says which part, and the form that can be."""
+
+
+def canonical(message: Any) -> dict[str, Any]:
+    """Return a message in the canonical form. Idempotent.
+
+    Raises MessageError if it is no message, or has content that is not text.
+
+    >>> canonical({"role": "user", "content": [{"type": "text", "text": "Hi"}], "name": None})
+    {'role': 'user', 'content': 'Hi'}
+    """
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise MessageError(
+            f'a chat message must be an object {{"role": ..., "content": ...}}, got '
+            f"{_short(message)}"
+        )
+    role = ROLES.get(message["role"], message["role"])
+    content = message.get("content")
+    if len(message) == 2 and isinstance(content, str):
+        return {"role": role, "content": content}
+    rest = {key: value for key, value in message.items() if value is not None and key != "role"}
+    _check_media(rest)
+    calls = _calls_of(rest.pop("tool_calls", None), rest.pop("function_call", None))
+    reasoning = _reasoning_of(rest)
+    content = rest.pop("content", None)
+    if content is None:  # OpenAI's form of a refusal
+        content = rest.pop("refusal", None)
+    if content is None and not (calls or reasoning):
+        raise MessageError(f"a chat message has no `content`: {_short(message)}")
+    result: dict[str, Any] = {"role": role, "content": "" if content is None else text_of(content)}
+    if reasoning:
+        result[REASONING[0]] = reasoning
+    if calls:
+        result["tool_calls"] = calls
+    for key in ("name", "tool_call_id"):
+        if rest.get(key) == "":
+            del rest[key]
+    return result | rest
+
+
+def text_of(content: Any) -> str:
+    """Return content as text: a string, or a list of text parts, which are joined.
+
+    Raises MessageError for another value, and for a part that is not text.
+
+    >>> text_of([{"type": "text", "text": "2"}, {"type": "text", "text": "+2?"}])
+    '2+2?'
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise MessageError(
+            f"the `content` is {_short(content)}; expected a string or a list of text parts. "
+            "Write a number or an object as text (json.dumps)"
+        )
+    return "".join(_part_text(number, part) for number, part in enumerate(content))
+
+
+def arguments_of(value: Any) -> dict[str, Any]:
+    """Return the arguments of a tool call, given as an object or as JSON text. None and blank text
+    are no arguments. Raises MessageError for anything else.
+
+    >>> arguments_of('{"city": "Lima"}')
+    {'city': 'Lima'}
+    """
+    if value is None:
+        return {}
+    parsed = value
+    if isinstance(value, str):
+        try:
+            parsed = json.loads(value) if value.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise MessageError(
+                f"the `arguments` of a tool call are the text {value[:60]!r}, which is not JSON "
+                f"({error}); write an object, or its JSON text"
+            ) from error
+    if not isinstance(parsed, Mapping):
+        raise MessageError(
+            f"the `arguments` of a tool call are {_short(value)}; expected an object, or its JSON "
+            "text"
+        )
+    return dict(parsed)
+
+
+def trained_flag(message: Message) -> bool:
+    """Return False if a flag of the message is false or 0, else True.
+
+    Raises MessageError for other values, and for two flags that differ.
+    """
+    flags = {key: message[key] for key in TRAIN_FLAGS if message.get(key) is not None}
+    for key, value in flags.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise MessageError(
+                f"has {key}: {value!r}; use train: true or false, or weight: 1 or 0 (loss and "
+                "loss_mask are read like weight)"
+            )
+    if len({bool(value) for value in flags.values()}) > 1:
+        listed = " and ".join(f"{key}: {value}" for key, value in flags.items())
+        raise MessageError(f"has {listed}, which differ; keep one")
+    return all(flags.values())
+
+
+def without_flags(message: Message) -> dict[str, Any]:
+    """Return the message without the keys in :data:`TRAIN_FLAGS`."""
+    return {key: value for key, value in message.items() if key not in TRAIN_FLAGS}
+
+
+def is_blank(message: Message) -> bool:
+    """Return whether a canonical message has no text, no reasoning and no tool calls."""
+    if message["content"].strip() or message.get("tool_calls"):
+        return False
+    return not str(message.get(REASONING[0], "")).strip()
+
+
+def tool_call(call: Any) -> dict[str, Any]:
+    """Return a tool call in the canonical form.
+
+    Raises MessageError if it has no name, or arguments that are not an object.
+    """
+    function: Any = call.get("function", call) if isinstance(call, Mapping) else {}
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise MessageError(
+            'a tool call must be {"function": {"name": ..., "arguments": {...}}}, got '
+            f"{_short(call)}"
+        )
+    kind = call.get("type") or "function"
+    if kind != "function":
+        raise MessageError(f"a tool call has the type {kind!r:.60}; only 'function' can be read")
+    other = next((key for key in _OTHER_ARGUMENTS if function.get(key)), None)
+    if function.get("arguments") is None and other is not None:
+        raise MessageError(
+            f"the tool call of {name!r} has {other!r} but no 'arguments'; rename the key"
+        )
+    named = {"name": name, "arguments": arguments_of(function.get("arguments"))}
+    if function is not call:
+        named |= _without(function, named)
+    rest = _without(call, {**named, "function": None, "type": None})
+    head = {"id": rest.pop("id")} if "id" in rest else {}
+    return {**head, "type": "function", "function": named, **rest}
+
+
+def _without(mapping: Message, keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in mapping.items() if k not in keys and v is not None}
+
+
+def _calls_of(calls: Any, function_call: Any) -> list[dict[str, Any]]:
+    """Return the tool calls of a message. ``function_call``: the only call in OpenAI's older
+    form."""
+    if isinstance(calls, str):
+        try:
+            calls = json.loads(calls) if calls.strip() else []
+        except (ValueError, RecursionError) as error:
+            raise MessageError(
+                f"`tool_calls` is the text {calls[:60]!r}, which is not JSON ({error}); write a "
+                "list, or its JSON text"
+            ) from error
+    if calls is None:
+        calls = []
+    if not isinstance(calls, list | tuple):
+        raise MessageError(f"`tool_calls` is {_short(calls)}, not a list of tool calls")
+    if function_call is not None:
+        if calls:
+            raise MessageError("a message has `tool_calls` and `function_call`; keep one")
+        calls = [function_call]
+    return [tool_call(call) for call in calls]
+
+
+def _reasoning_of(rest: dict[str, Any]) -> str:
+    """Remove the reasoning from the keys of a message and return it."""
+    texts = {key: _reasoning_text(key, rest.pop(key)) for key in REASONING if key in rest}
+    distinct = {text for text in texts.values() if text}
+    if len(distinct) > 1:
+        raise MessageError(f"a message has {' and '.join(texts)}, which differ; keep one")
+    return next(iter(distinct), "")
+
+
+def _reasoning_text(key: str, value: Any) -> str:
+    try:
+        return text_of(value)
+    except MessageError as error:
+        raise MessageError(f"`{key}` is not text: {error}") from error
+
+
+def _part_text(number: int, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if isinstance(part, Mapping) and kind in _TEXT_PARTS and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise MessageError(
+        f"part {number} of the `content` is {_short(part)} (type {kind!r:.40}); only text parts "
+        '({"type": "text", "text": ...}) can be read, because the model reads text only. Remove '
+        "the part, or the row"
+    )
+
+
+def _check_media(rest: Message) -> None:
+    for key in _MEDIA:
+        if rest.get(key):
+            raise MessageError(
+                f"a message has `{key}`, but the model reads text only; remove the row, or the key"
+            )
+
+
+def _short(value: Any) -> str:
+    return f"{type(value).__name__} {repr(value)[:80]}"
+
+
+def roles_of(messages: Sequence[Message]) -> str:
+    """Return the roles of a conversation for use in an error."""
+    return ", ".join(str(message["role"]) for message in messages)

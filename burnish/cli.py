@@ -39,6 +39,7 @@ from burnish.config.reference import config_markdown
 from burnish.config.registry import REGISTRY, JobEntry
 from burnish.jobs.families import check_families
 from burnish.jobs.inputs import check_inputs, recorded_run, with_input_errors
+from burnish.messages import quiet_libraries
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -52,6 +53,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command ``burnish``. Exits the process."""
+    quiet_libraries()
     app(prog_name="burnish")
 
 

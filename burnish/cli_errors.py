@@ -15,13 +15,28 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from burnish.config import JOBS
+from burnish.config import JOBS, ConfigError
+from burnish.config.equivalents import advice_on, command_of
 from burnish.config.launch import LaunchError, launched_rank
 from burnish.errors import BurnishError
 
 
 class CommandGroup(TyperGroup):
-    """Command group that converts an exception of any command to a message and an exit code."""
+    """Command group that converts an exception of any command to a message and an exit code.
+
+    Commands and options of other frameworks are errors that name their replacement."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands and (job := command_of(args[0])):
+            raise ConfigError(
+                f"there is no command {args[0]!r}: use burnish {job}. docs/compare.md lists the "
+                "keys that replace the flags of other frameworks"
+            )
+        name, command, rest = super().resolve_command(ctx, args)
+        if name in JOBS and command is not None:
+            options = {option for parameter in command.params for option in parameter.opts}
+            _refuse_other_flags(name, [word for word in rest if word not in options])
+        return name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -36,6 +51,21 @@ class CommandGroup(TyperGroup):
             if ctx.params.get("debug"):
                 raise
             raise typer.Exit(error.exit_code) from None
+
+
+def _refuse_other_flags(job: str, words: list[str]) -> None:
+    """Raise ConfigError if a word is a flag of another framework."""
+    lines = []
+    for word in words:
+        flag = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        if word.startswith("--") and (advice := advice_on(flag, job)):
+            lines.append(f"{word.partition('=')[0]}: {advice}")
+    if lines:
+        raise ConfigError(
+            "\n".join(lines) + "\nKeys are set in the recipe, or as KEY=VALUE behind it: burnish "
+            f"{job} recipe.yaml train.lr=1e-6. docs/compare.md lists the keys that replace the "
+            "flags of other frameworks"
+        )
 
 
 @contextmanager

@@ -1,6 +1,10 @@
-"""Shorten the texts of errors raised by other libraries, for use in messages."""
+"""Texts of other libraries: shorten their errors for use in messages, and silence their noise."""
 
 from __future__ import annotations
+
+import logging
+import os
+import sys
 
 _LINES = 6
 """Lines kept at each end of a long text."""
@@ -33,3 +37,20 @@ def _shortened(line: str) -> str:
     if left_out <= 30:
         return line
     return f"{line[:_CHARS]}[... {left_out} characters ...]{line[-_CHARS:]}"
+
+
+def quiet_libraries() -> None:
+    """Silence output of libraries that says nothing about the run. Call this before they are
+    imported.
+
+    accelerate imports DeepSpeed if it is installed, which then reports the device that it detected,
+    also in runs without DeepSpeed. Progress bars of the hub and of transformers are shown on a
+    terminal only, because a log file keeps each of their states.
+    """
+    logging.getLogger("DeepSpeed").addFilter(_says_more_than_its_device)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def _says_more_than_its_device(record: logging.LogRecord) -> bool:
+    return "Setting accelerator to" not in record.getMessage()

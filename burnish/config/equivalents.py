@@ -4,6 +4,7 @@ not have, and what to use instead."""
 from __future__ import annotations
 
 import importlib.resources
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -121,14 +122,31 @@ OTHER_VALUES = {
     "keep_start": "TRL's keep_start is truncate_right here.",
     "keep_end": "TRL's keep_end is truncate_left here.",
 }
-"""What to write instead of values from other frameworks."""
+"""What to write instead of values from other frameworks, beside the notes of their flags."""
+
+_RENAMED_VALUE = re.compile(r"`(\w+)` is `([^`]+)`")
+"""Form in which the note of a flag gives a value and the value that replaces it."""
+
+OTHER_COMMANDS = {
+    **dict.fromkeys(("train_ppo", "ppo", "grpo", "rloo", "online_dpo"), "rl"),
+    **dict.fromkeys(("train_kto", "kto", "dpo", "orpo", "cpo", "simpo"), "preference"),
+    **dict.fromkeys(("train_prm", "reward", "train_reward"), "rm"),
+    **dict.fromkeys(("train_kd", "gkd"), "distill"),
+    **dict.fromkeys(("batch_inference", "interactive_chat"), "generate"),
+    "serve_rm": "serve-reward",
+    "lora_combiner": "export",
+    "train": "rl",
+    "eval": "evaluate",
+}
+"""Commands of other frameworks without a table of their flags, and the command that replaces
+each."""
 
 
 def advice_on(name: str, job: str) -> str:
     """Return what a recipe of ``job`` uses instead of a flag or feature of another framework, or of
     a value (``name`` begins with =); empty if no framework has it."""
     if name.startswith("="):
-        return OTHER_VALUES.get(name[1:], "")
+        return OTHER_VALUES.get(name[1:]) or _renamed_value(name[1:], job)
     if name in NOT_BUILT:
         return NOT_BUILT[name]
     for framework, content in equivalents().items():
@@ -137,6 +155,36 @@ def advice_on(name: str, job: str) -> str:
             if row is not None:
                 return _sentence(f"{framework}'s {name}", row)
     return ""
+
+
+def _renamed_value(value: str, job: str) -> str:
+    """Return the sentence on a value of another framework that the note of a flag translates,
+    preferably a flag of ``job``."""
+    tables = [
+        (chosen.job != job, framework, content.flags(command))
+        for framework, content in equivalents().items()
+        for command, chosen in content.commands.items()
+    ]
+    for _, framework, flags in sorted(tables, key=lambda table: table[0]):
+        for row in flags.values():
+            if new := dict(_RENAMED_VALUE.findall(row.note)).get(value):
+                return f"{framework}'s {value} ({row.flags[0]}) is {new} here."
+    return ""
+
+
+def command_of(name: str) -> str:
+    """Return the command that replaces a command of another framework, or an empty string.
+
+    >>> command_of("train_ppo_ray"), command_of("openrlhf.cli.train_sft"), command_of("frob")
+    ('rl', 'sft', '')
+    """
+    last = name.rpartition(".")[2].replace("-", "_").lower()
+    jobs = {
+        command.lower(): chosen.job
+        for content in equivalents().values()
+        for command, chosen in content.commands.items()
+    }
+    return {**OTHER_COMMANDS, **jobs}.get(last, "")
 
 
 def _sentence(flag: str, row: Equivalent) -> str:

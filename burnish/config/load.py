@@ -113,6 +113,12 @@ def _read(
         what = "is a folder, not a file" if path.is_dir() else "does not exist"
         hint = "" if path.is_dir() else nearest(str(path), siblings)
         raise ConfigError(f"recipe {path} {what}{hint}")
+    if path.suffix in (".sh", ".py", ".toml", ".jsonl"):
+        raise ConfigError(
+            f"recipe {path} is not a YAML file; write the keys of the job into one (README.md has "
+            "an example, 'burnish config JOB' lists the keys). docs/compare.md translates the "
+            "flags of OpenRLHF's and TRL's scripts"
+        )
     try:
         text = path.read_text(encoding="utf-8")
         loader, node = compose(text, name=str(path))

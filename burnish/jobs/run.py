@@ -28,6 +28,7 @@ from burnish.jobs.parallelism import check_head_divisibility
 from burnish.jobs.run_dir import prepare_run_dir
 from burnish.jobs.validate import check_before_run
 from burnish.models.load import load_tokenizer
+from burnish.observe.progress import keeping_early_records
 from burnish.observe.timeline import Timeline
 from burnish.oom import is_out_of_memory
 from burnish.plan.launch import check_memory
@@ -50,6 +51,7 @@ class RunResult:
     """The last value of every metric."""
 
 
+@keeping_early_records()
 def run(
     config: JobConfig,
     *,

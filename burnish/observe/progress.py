@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from logging.handlers import BufferingHandler
 from pathlib import Path
 
 from rich import box
@@ -201,11 +202,32 @@ def setup_logging(run_dir: Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     to_file = _RunLogHandler(run_dir / LOG_FILE, encoding="utf-8", errors="replace")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
-    to_terminal = _StderrHandler(logging.WARNING)
-    to_terminal.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    for earlier in _early_handlers():
+        for record in earlier.buffer:
+            to_file.handle(record)
+        _log.removeHandler(earlier)
     _log.addHandler(to_file)
-    _log.addHandler(to_terminal)
+    _log.addHandler(_StderrHandler(logging.WARNING))
     _log.setLevel(logging.INFO)
+
+
+@contextmanager
+def keeping_early_records() -> Iterator[None]:
+    """Print warnings to stderr, and keep all records until :func:`setup_logging` writes them to
+    ``run.log``: the checks of a launch precede the log."""
+    level = _log.level
+    records = _EarlyHandler()
+    _log.addHandler(records)
+    _log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        _log.removeHandler(records)
+        _log.setLevel(level)
+
+
+def _early_handlers() -> list[_EarlyHandler]:
+    return [handler for handler in _log.handlers if isinstance(handler, _EarlyHandler)]
 
 
 def close_logging() -> None:
@@ -247,6 +269,10 @@ class _StderrHandler(logging.Handler):
     discards = False
     """True on ranks that print only errors (:func:`silenced`)."""
 
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+
     def emit(self, record: logging.LogRecord) -> None:
         if self.discards or "file_only" in vars(record):
             return
@@ -254,6 +280,19 @@ class _StderrHandler(logging.Handler):
             print(self.format(record), file=sys.stderr)
         except Exception:  # as logging requires of handlers: a log line never stops the program
             self.handleError(record)
+
+
+class _EarlyHandler(BufferingHandler):
+    """Keeps the records before run.log is open, and prints their warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity=0)
+        self._terminal = _StderrHandler(logging.WARNING)
+
+    def shouldFlush(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= self._terminal.level:
+            self._terminal.handle(record)
+        return False
 
 
 def _time_split(metrics: Mapping[str, float]) -> str:

@@ -40,6 +40,7 @@ from burnish.observe.report_figures import (
 )
 from burnish.observe.report_memory import memory_table
 from burnish.observe.report_samples import embed_samples
+from burnish.observe.run_warnings import read_warnings
 
 REPORT_FILE = "report.html"
 CONFIG_FILE = "config.yaml"
@@ -117,6 +118,7 @@ def build_report(run_dir: Path) -> Path:
         times=timing,
         memory=memory_table(run_dir),
         samples=samples,
+        warnings=read_warnings(run_dir),
         config=config_text,
         css=_asset("report.css"),
         js=_asset("report.js"),

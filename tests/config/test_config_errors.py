@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from burnish.cli import app
 from burnish.config import ConfigError, RLConfig, load_config
+from burnish.config.equivalents import advice_on
 
 
 def problems(recipe, *overrides, job=None) -> list[str]:
@@ -335,3 +338,34 @@ def test_a_file_that_is_not_a_recipe_is_rejected(tmp_path: Path, text, said):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=said):
         load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("job", "value", "replacement"),
+    [("rl", "group_norm", "grpo"), ("rl", "reinforce", "reinforce_pp"), ("rl", "adam", "adamw")],
+)
+def test_a_value_of_another_framework_names_its_replacement(
+    job: str, value: str, replacement: str
+) -> None:
+    assert f" is {replacement} here" in advice_on(f"={value}", job)
+
+
+@pytest.mark.parametrize(
+    ("words", "replacement"),
+    [
+        (["train_ppo_ray", "--pretrain", "m"], "burnish rl"),
+        (["openrlhf.cli.train_sft"], "burnish sft"),
+        (["dpo"], "burnish preference"),
+        (["rl", "--pretrain", "m"], "model.path"),
+        (["preference", "--beta=0.1"], "loss.beta"),
+        (["rl", "train.sh"], "YAML"),
+    ],
+)
+def test_commands_and_flags_of_other_frameworks_name_their_replacement(
+    words: list[str], replacement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.sh").write_text("python -m openrlhf.cli.train_ppo_ray \\\n  --pretrain m\n")
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert replacement in result.stderr and "docs/compare.md" in result.stderr

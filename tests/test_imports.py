@@ -16,7 +16,7 @@ PACKAGE = Path(burnish.__file__).parent
 MATHS = {"types", "tensors", "transcript", "compact"}
 BASE = MATHS | {
     *("chat_message", "config", "errors", "loop_thread", "messages", "oom", "secret", "shm"),
-    *("special_tokens", "templates"),
+    *("model_text", "special_tokens", "templates"),
 }
 LOOPS = BASE | {
     *(
@@ -48,6 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "loop_thread": set(),
     "messages": set(),
+    "model_text": {"errors"},
     "oom": set(),
     "secret": set(),
     "templates": {"errors"},

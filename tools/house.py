@@ -1,5 +1,6 @@
 """Check the house rules that a machine can check: sizes, documentation, types, prose, no getattr,
-flat folders, no import cycle, no use of another module's private names.
+no unbounded search of a model's text, flat folders, no import cycle, no use of another module's
+private names.
 
 ``python tools/house.py [FILE ...]`` prints ``file:line: message`` for each break and exits with 1.
 Without files it reads burnish/, tools/, benchmarks/ and tests/. ``# house: ok <reason>`` at the end
@@ -25,6 +26,7 @@ MAX_NESTING = 3
 MAX_PARAMETERS = 6
 MAX_POSITIONAL = 4  # the published loss signature: logprobs, old_logprobs, advantages, mask
 ROOTS = ("burnish", "tools", "benchmarks", "tests")
+READS_MODEL_TEXT = ("rewards", "episodes", "environments", "agents", "serve")
 
 Finding = tuple[int, str]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -61,6 +63,7 @@ def check_file(path: Path, text: str) -> list[Finding]:
         findings += [*_prose(tree), *_words_of_comments(text)]
     if in_package:
         findings += _getattr(tree, marks)
+        findings += _searches(tree, path, marks)
         findings += _untyped_configs(tree)
     return sorted(set(findings))
 
@@ -191,6 +194,19 @@ def _words_of_comments(text: str) -> Iterator[Finding]:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         for word in _REPLACED.findall(token.string) if token.type == tokenize.COMMENT else ():
             yield token.start[0], f"{word!r} in a comment: use the technical word"
+
+
+def _searches(tree: ast.Module, path: Path, marks: dict[int, str]) -> Iterator[Finding]:
+    """Check that modules that read text of a model search it with bounds."""
+    if path.parts[1] not in READS_MODEL_TEXT:
+        return
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        names = [alias.name for alias in node.names]
+        modules = {node.module} if isinstance(node, ast.ImportFrom) else set(names)
+        if {"re", "regex"} & modules and not marks.get(node.lineno):
+            yield node.lineno, "text of a model is searched with burnish.model_text, not with re"
 
 
 def _getattr(tree: ast.Module, marks: dict[int, str]) -> Iterator[Finding]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
+import regex
 from pydantic import Field
 
 from burnish.config.base import Node
@@ -200,8 +200,8 @@ def held_out_advice(data: DataConfig, held_out: DataConfig | None, name: str) ->
 
 def _pattern_rules(pattern: str) -> Iterator[str]:
     try:
-        groups = re.compile(pattern).groups
-    except re.error as error:
+        groups = regex.compile(pattern).groups
+    except regex.error as error:
         yield f"label_pattern={pattern!r} is not a regular expression: {error}; correct it"
         return
     if groups != 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from burnish.data.messages import as_messages
 from burnish.data.rows import prompt_column, tools_column
 from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import RowRef
+from burnish.model_text import ModelTextError, Pattern
 from burnish.types import Prompt
 
 
@@ -114,7 +114,11 @@ def label_of(row: Row, config: PromptDataConfig) -> Any:
     value = row.values.get(config.label_key)
     if config.label_pattern is None:
         return value
-    found = list(re.finditer(config.label_pattern, "" if value is None else str(value)))
+    pattern = Pattern(config.label_pattern, is_own=False)
+    try:
+        found = pattern.finditer("" if value is None else str(value))
+    except ModelTextError as error:
+        raise DataError(f"column {config.label_key!r} (label_key): {error}") from error
     if not found or found[-1][1] is None:
         raise DataError(
             f"column {config.label_key!r} (label_key) contains {repr(value)[-80:]}, in which "

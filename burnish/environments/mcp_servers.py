@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
+import re  # house: ok names of at most 128 characters
 import threading
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass

@@ -6,10 +6,11 @@ Together, what they return is a beginning of what ``ChatRenderer.parse`` returns
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from burnish.model_text import Form, Pattern
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,8 +19,8 @@ CONTEXT = 8
 """Tokens before others that determine how these decode."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the field with the reasoning, in response templates."""
-_SPACES = re.compile(r"(\s{256})\s+")
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_SPACES = Pattern(r"(\s{256})\s+")
+_BYTE = Form(r"<0x[0-9A-F]{2}>")
 _BROKEN = "\ufffd"
 
 

@@ -9,7 +9,7 @@ Reading order: ChatTemplate.continuation, ChatTemplate.probe.
 from __future__ import annotations
 
 import json
-import re
+import re  # house: ok it escapes special tokens
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,6 +22,7 @@ from burnish.data.sources import DataError
 from burnish.episodes.formats import format_of
 from burnish.episodes.probing import CONVERSATIONS, TOOLS, Conversation, assistant, call, user
 from burnish.errors import BurnishError
+from burnish.model_text import Match, Pattern
 from burnish.special_tokens import special_tokens
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ Tools = Sequence[Mapping[str, Any]]
 _MARK = "qzanswerzq"
 _SHOWN, _BEFORE = 60, 20  # characters of a text shown after and before a difference
 _BEGIN, _END = "\U000f0000", "\U000f0001"  # private-use characters around literal text
-_LITERAL = re.compile(f"{_BEGIN}([^{_BEGIN}{_END}]*){_END}|[{_BEGIN}{_END}]")
+_LITERAL = Pattern(f"{_BEGIN}([^{_BEGIN}{_END}]*){_END}|[{_BEGIN}{_END}]")
 
 
 class RendererError(BurnishError, ValueError):
@@ -140,7 +141,7 @@ class ChatTemplate:
         ``after_head``: the text if the conversation ends there. ``after_full``: the text if the new
         messages follow. After a tool call both begin with the rest of the call.
         """
-        ends = list(self._special.finditer(after_head))
+        ends = self._special.finditer(after_head)
         if after_full.startswith(after_head):
             if not ends:
                 return Continuation("", "", after_full[len(after_head) * is_call :])
@@ -208,7 +209,7 @@ class ChatTemplate:
         before, found, behind = turn.rpartition(following.end)
         if found and not self._special.sub("", behind).strip():
             return before + found
-        ends = list(self._special.finditer(turn))  # the last turn has an end token of its own
+        ends = self._special.finditer(turn)  # the last turn has an end token of its own
         return turn[: ends[-1].end()] if ends else turn
 
     def end_tokens(self) -> tuple[frozenset[int], frozenset[int]]:
@@ -293,19 +294,19 @@ def literal_parts(text: str) -> list[tuple[str, bool]]:
     return [(part, literal) for part, literal in parts if part]
 
 
-def _in_marks(found: re.Match[str]) -> str:
+def _in_marks(found: Match) -> str:
     return f"{_BEGIN}{found[0]}{_END}"
 
 
-def _unmarked(found: re.Match[str]) -> str:
+def _unmarked(found: Match) -> str:
     return found[1] or ""
 
 
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> Pattern:
     """Return a pattern that matches the tokenizer's special tokens, longest first."""
     texts = set(special_tokens(tokenizer).values())
     ordered = sorted(texts - {""}, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+    return Pattern("|".join(map(re.escape, ordered)) or r"(?!)", is_own=False)
 
 
 def _with_json_arguments(messages: Sequence[Message]) -> list[Message]:

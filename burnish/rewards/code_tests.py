@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from burnish.errors import BurnishError
@@ -13,7 +12,7 @@ FORMS = (
     "a list of asserts, a list of {input, output}, {inputs, outputs}, {inputs, outputs, fn_name}, "
     "or Python source with asserts or unit tests (docs/rewards.md)"
 )
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.M)
+_FENCE = "```"
 _PYTHON = ("", "python", "python3", "py")
 
 
@@ -28,8 +27,23 @@ def read_code(response: str, which: Literal["last_block", "all"]) -> str | None:
     text = response.rpartition("</think>")[2]
     if which == "all":
         return text if text.strip() else None
-    blocks = [body for language, body in _BLOCK.findall(text) if language.lower() in _PYTHON]
+    blocks = [body for language, body in _blocks(text) if language.lower() in _PYTHON]
     return blocks[-1] if blocks else None
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield (language, content) of each closed fenced block. Fences may be indented."""
+    language: str | None = None
+    body: list[str] = []
+    for line in text.split("\n"):
+        stripped = line.strip()
+        if language is not None and stripped == _FENCE:
+            yield language, "".join(body)
+            language = None
+        elif language is not None:
+            body.append(line + "\n")
+        elif stripped.startswith(_FENCE) and "`" not in stripped[len(_FENCE) :]:
+            language, body = (stripped[len(_FENCE) :].split() or [""])[0], []
 
 
 def read_tests(label: Any, entry_point: Any = None) -> dict[str, Any]:

@@ -7,9 +7,10 @@ Supported are separators, fractions, percentages and units: ``6,000``, ``6 000``
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from fractions import Fraction
+
+from burnish.model_text import DOTALL, Form, Match, Pattern
 
 LARGEST_EXPONENT = 400
 """Largest absolute power of ten that is parsed, and largest number of digits of an int label."""
@@ -17,7 +18,8 @@ _LONGEST = 300
 _DECIMALS = Fraction(5, 10**7)
 _RELATIVE = Fraction(1, 10**5)
 
-_VULGAR = {
+_WORD = Pattern(r"[a-z]+")
+VULGAR = {
     "½": (1, 2), "⅓": (1, 3), "⅔": (2, 3), "¼": (1, 4), "¾": (3, 4), "⅕": (1, 5), "⅖": (2, 5),
     "⅗": (3, 5), "⅘": (4, 5), "⅙": (1, 6), "⅚": (5, 6), "⅛": (1, 8), "⅜": (3, 8), "⅝": (5, 8),
     "⅞": (7, 8),
@@ -25,7 +27,7 @@ _VULGAR = {
 _NUMBER_WORDS = {
     word: str(value)
     for value, word in enumerate(
-        re.findall(r"\w+", "zero one two three four five six seven eight nine ten eleven twelve")
+        _WORD.findall("zero one two three four five six seven eight nine ten eleven twelve")
     )
 }
 _PLAIN = r"(?:\d+(?:\.\d*)?|\.\d+)"
@@ -36,7 +38,7 @@ _GROUPED = (
 _NUMBER = rf"(?:{_GROUPED}|{_PLAIN})"
 _POWER = r"\s*(?:\\times|\\cdot|\*|×|x|·)\s*10\s*\^\s*\{?\s*(?P<power>[+-]?\d+)\s*\}?"
 _FORMS = [
-    re.compile(rf"(?P<sign>[+-]?)\s*{form}(?P<rest>.*)", re.DOTALL)
+    Form(rf"(?P<sign>[+-]?)\s*{form}(?P<rest>.*)", DOTALL, longest=_LONGEST)
     for form in (
         r"(?P<whole>\d+)\s*(?:and\s+|-|\s|\+\s*)\s*(?P<over>\d+)\s*/\s*(?P<under>\d+)(?![\d.,/])",
         r"(?P<whole>\d+)?\s*\\frac\s*\{\s*(?P<over>-?[\d.,]+)\s*\}\s*\{\s*(?P<under>[\d.,]+)\s*\}",
@@ -47,6 +49,22 @@ _FORMS = [
         rf"(?P<number>{_NUMBER})(?![\d])",
     )
 ]
+_STYLE = Pattern(r"\\(?:text|mbox|mathrm|textbf|textit|mathbf|operatorname)\s*\{([^{}]*)\}")
+_SIZE = Pattern(r"\\(?:left|right|displaystyle|big|Big)(?![A-Za-z])")
+_FRAC = Pattern(r"\\[dtc]frac")
+_LATEX_SPACE = Pattern(r"\\(?:[,;: ]|quad|qquad)|~|[\u00a0\u2009\u202f\u2007]")
+_DEGREE = Pattern(r"\^\s*+(?:\{\s*+)?\\circ\s*\}?|°")
+_DELIMITER = Pattern(r"\\\(|\\\)|\\\[|\\\]|(?<!\\)\$(?!\s*\d[^$]*$)|\*\*")
+SPACES = Pattern(r"\s+")
+_ASSIGNED = Form(r"[A-Za-z]\w{0,3}\s*=\s*")
+_CURRENCY = Form(r"([+-]?)\s*(\$|€|£|¥|₹|USD|US\$|Rs\.?)\s*([+-]?[\d.].*)", DOTALL)
+_SEPARATOR = Pattern(r"[ ,_']")
+_DIGITS = Form(r"-?(?:\d+(?:\.\d*)?|\.\d+)")
+_FIRST_WORD = Form(r"\s*([A-Za-z]+)(?![A-Za-z])")
+_PERCENT = Form(r"%|percent(?:age)?|pct|per cent")
+_SQUARED = Pattern(r"\s*\^\s*\{?[23]\}?$|[²³]$", longest=_LONGEST)
+_DEGREES = Form(r"\\circ ?[cf]?")
+_WORDS = Form(r"[a-z]+(?:[ /.-]+[a-z]+)*\.?")
 _UNITS = {
     alias: names[0]
     for names in (
@@ -65,12 +83,11 @@ _UNITS = {
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 _ALONE = frozenset(_UNITS) | {"c", "f", "k", "v", "w", "n", "j", "hz", "pm", "am"}
 _NOT_UNITS = frozenset(
-    re.findall(
-        r"\w+",
+    _WORD.findall(
         "pi sqrt sin cos tan log ln exp infty infinity and or to over mod times plus minus if "
         "is not x y z cup cap in jan feb mar apr may jun jul aug sep oct nov dec january "
         "february march april june july august september october november december st nd rd "
-        "th am pm factorial ",
+        "th am pm factorial"
     )
 )
 
@@ -91,15 +108,13 @@ class Quantity:
 def bare(text: str) -> str:
     """Remove dollar delimiters, emphasis, ``\\text`` and LaTeX spaces from ``text``."""
     text = text.strip().replace("−", "-").replace("–", "-")
-    text = re.sub(
-        r"\\(?:text|mbox|mathrm|textbf|textit|mathbf|operatorname)\s*\{([^{}]*)\}", r" \1 ", text
-    )
-    text = re.sub(r"\\(?:left|right|displaystyle|big|Big)(?![A-Za-z])", "", text)
-    text = re.sub(r"\\[dtc]frac", r"\\frac", text).replace("{,}", ",").replace(r"\!", "")
-    text = re.sub(r"\\(?:[,;: ]|quad|qquad)|~|[\u00a0\u2009\u202f\u2007]", " ", text)
-    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|°", " \\\\circ ", text)
-    text = re.sub(r"\\\(|\\\)|\\\[|\\\]|(?<!\\)\$(?!\s*\d[^$]*$)|\*\*", " ", text)
-    return re.sub(r"\s+", " ", text.replace(r"\$", "$").replace(r"\%", "%")).strip()
+    text = _STYLE.sub(r" \1 ", text)
+    text = _SIZE.sub("", text)
+    text = _FRAC.sub(r"\\frac", text).replace("{,}", ",").replace(r"\!", "")
+    text = _LATEX_SPACE.sub(" ", text)
+    text = _DEGREE.sub(r" \\circ ", text)
+    text = _DELIMITER.sub(" ", text)
+    return SPACES.sub(" ", text.replace(r"\$", "$").replace(r"\%", "%")).strip()
 
 
 def read_quantity(text: str) -> Quantity | None:
@@ -112,9 +127,12 @@ def read_quantity(text: str) -> Quantity | None:
         return None
     text = bare(text).rstrip(".,;: ").strip()
     text = _NUMBER_WORDS.get(text.lower(), text)
-    text = re.sub(r"^[A-Za-z]\w{0,3}\s*=\s*", "", text)
-    for sign, (over, under) in _VULGAR.items():
+    if assigned := _ASSIGNED.match(text):
+        text = text[assigned.end() :]
+    for sign, (over, under) in VULGAR.items():
         text = text.replace(sign, f" {over}/{under}")
+    if len(text) > _LONGEST:  # signs became words
+        return None
     text, money = _without_currency(text.strip())
     for form in _FORMS:
         match = form.fullmatch(text)
@@ -125,14 +143,14 @@ def read_quantity(text: str) -> Quantity | None:
 
 
 def _without_currency(text: str) -> tuple[str, str]:
-    match = re.fullmatch(r"([+-]?)\s*(\$|€|£|¥|₹|USD|US\$|Rs\.?)\s*([+-]?[\d.].*)", text, re.DOTALL)
+    match = _CURRENCY.fullmatch(text)
     if match is None:
         return text, ""
     name = match[2].lower().replace("us$", "$")
     return match[1] + match[3], _UNITS.get(name, name)
 
 
-def _quantity(match: re.Match[str], money: str) -> Quantity | None:
+def _quantity(match: Match, money: str) -> Quantity | None:
     parts = match.groupdict()
     scale, text = _scale(parts["rest"])
     rest, value = _rest(text), _value(parts)
@@ -157,13 +175,13 @@ def _value(parts: dict[str, str | None]) -> Fraction | None:
 
 
 def _plain(number: str | None) -> Fraction | None:
-    digits = re.sub(r"[ ,_']", "", number or "")
-    return Fraction(digits) if re.fullmatch(r"-?(\d+\.?\d*|\.\d+)", digits) else None
+    digits = _SEPARATOR.sub("", number or "")
+    return Fraction(digits) if _DIGITS.fullmatch(digits) else None
 
 
 def _scale(text: str) -> tuple[int, str]:
     """Parse a factor such as ``thousand`` after a number. Return (factor, remaining text)."""
-    match = re.match(r"\s*([A-Za-z]+)(?![A-Za-z])", text)
+    match = _FIRST_WORD.match(text)
     factor = 1 if match is None else _SCALES.get(match[1].lower(), 1)
     return factor, text if match is None or factor == 1 else text[match.end() :]
 
@@ -174,15 +192,15 @@ def _rest(text: str) -> tuple[bool, str] | None:
     text = text.strip().lower()
     if not text:
         return False, ""
-    if re.fullmatch(r"%|percent(?:age)?|pct|per cent", text):
+    if _PERCENT.fullmatch(text):
         return True, ""
-    text = re.sub(r"\s*\^\s*\{?[23]\}?$|[²³]$", "", text)
-    words = re.findall(r"[a-z]+", text)
+    text = _SQUARED.sub("", text)
+    words = _WORD.findall(text)
     if text in ("$", "€", "£", "\\circ"):
         return False, _UNITS[text]
-    if re.fullmatch(r"\\circ ?[cf]?", text):
+    if _DEGREES.fullmatch(text):
         return False, "deg"
-    if not re.fullmatch(r"[a-z]+(?:[ /.-]+[a-z]+)*\.?", text) or set(words) & _NOT_UNITS:
+    if not _WORDS.fullmatch(text) or set(words) & _NOT_UNITS:
         return None
     singular = [w if w in _UNITS else w.rstrip("s") for w in words]
     if any(len(w) == 1 for w in words) and not set(words) <= _ALONE | {"per", "of"}:

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import datetime
 import math
-import re
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal, NamedTuple
 
 from burnish.errors import BurnishError
+from burnish.model_text import DOTALL, IGNORECASE, Form, Match, Pattern
 from burnish.rewards.math_numbers import (
     LARGEST_EXPONENT,
+    SPACES,
+    VULGAR,
     Quantity,
     bare,
     quantities_equal,
@@ -27,46 +29,62 @@ from burnish.rewards.math_numbers import (
     spell,
 )
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
-_ANSWER = re.compile(r"\banswer(?:\s+is|\s*:|\s*=)\s*:?\s*", re.IGNORECASE)
-_END = re.compile(r"\.(?=\s|$)|,?\s(?:because|since|which)\s|,\s+(?:not|so)\s")
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-_BETWEEN_BOXES = re.compile(
+_BOX = Pattern(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = Pattern(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
+_ANSWER = Pattern(r"\banswer(?:\s+is|\s*:|\s*=)\s*:?\s*", IGNORECASE)
+_END = Pattern(r"\.(?=\s|$)|,?\s(?:because|since|which)\s|,\s+(?:not|so)\s")
+_TAG = Form(r"<answer>(.*?)</answer>", DOTALL | IGNORECASE)
+_FARTHEST = 40
+"""Most characters between two boxes that form one answer."""
+_BETWEEN_BOXES = Form(
     r"[\s$.]*(?:,|;|and|or|\\text\{\s*(?:and|or)\s*\}|\\(?:quad|,|;|\s)|[\s$])*"
-    r"(?:[A-Za-z]\w*\s*=\s*)?[\s$]*"
+    r"(?:[A-Za-z]\w*\s*=\s*)?[\s$]*",
+    longest=_FARTHEST,
 )
 _NO_VALUE = frozenset({"", "nan", "NaN", "None", "null", "NULL", "N/A", "<NA>", "NaT"})
-_MONTHS = re.findall(r"[a-z]+", "jan feb mar apr may jun jul aug sep oct nov dec")
-_MONTH = r"(?P<month>" + "|".join(_MONTHS) + r")[a-z]*\.?"
+_WORD = Pattern(r"[a-z]+")
+_MONTHS = _WORD.findall("jan feb mar apr may jun jul aug sep oct nov dec")
+_MONTH = r"(?P<month>" + "|".join(_MONTHS) + r")[a-z]{0,6}\.?"
+_YEAR = r"(?:\s*+(?:,\s*+)?(?P<year>\d{4}))?"
 _DATES = [
-    re.compile(pattern, re.IGNORECASE)
-    for pattern in (
+    Pattern(expression, IGNORECASE)
+    for expression in (
         r"\b(?P<year>\d{4})-(?P<number>\d{1,2})-(?P<day>\d{1,2})\b(?:[T ]\d\d:\d\d.*)?",
-        _MONTH + r"\s+(?P<day>\d{1,2})(?:st|nd|rd|th)?(?:\s*,?\s*(?P<year>\d{4}))?\b",
-        r"\b(?P<day>\d{1,2})(?:st|nd|rd|th)?\s+(?:of\s+)?"
-        + _MONTH
-        + r"(?:\s*,?\s*(?P<year>\d{4}))?",
+        _MONTH + r"\s+(?P<day>\d{1,2})(?:st|nd|rd|th)?" + _YEAR + r"\b",
+        r"\b(?P<day>\d{1,2})(?:st|nd|rd|th)?\s+(?:of\s+)?" + _MONTH + _YEAR,
         r"\b(?P<first>\d{1,2})/(?P<second>\d{1,2})/(?P<year>\d{4})\b",
     )
 ]
 _MATH_WORDS = frozenset(
-    re.findall(
-        r"\w+",
+    _WORD.findall(
         "pi sin cos tan cot sec csc log ln exp sqrt frac infty infinity inf arcsin arccos "
         "arctan sinh cosh tanh min max gcd lcm mod cdot times div le ge leq geq neq ne cup "
         "cap emptyset in left right theta alpha beta gamma lambda phi abs floor ceil det dim "
-        "oo ",
+        "oo"
     )
 )
 _SHORT_WORDS = frozenset(
     {"yes", "no", "odd", "all", "red", "mon", "tue", "wed", "thu", "fri", "sat", "sun", "dne"}
 )
 _MOST_WORDS = 8
-_FARTHEST = 40
-"""Most characters between two boxes that form one answer."""
 _MARKS = 20
 """Only this many of the last occurrences of "answer is" are examined."""
+_SIGNS = "".join(VULGAR)  # (\w does not match them)
+_CAPITAL = Pattern(r"[A-J]")
+_CHOICE = Form(r"[a-j]")
+_CHOSEN = Form(r"(?:option |choice )?([a-j])(?:$|[).:,])")
+_CLOCK = Form(r"\d{1,2}:\d{2}(:\d{2})?(\s*[ap]\.?m\.?)?")
+_MATH_SIGN = Pattern(r"[=^_\\<>+*]")
+_WRAPPED = Form(r"\W*\\(?:text|mbox|textbf|mathrm)\s*\{")
+_ANYTHING = Pattern(rf"[\w\\{_SIGNS}]")
+_PERIOD = Pattern(r"(?<!\.)\.\s*$")
+_MARKUP = Pattern(r"[\"'`*{}]")
+_PARENTHESES = Form(r"\(([^()]*)\)")
+_ARTICLE = Form(rf"(?:the|an?) (?=[\w{_SIGNS}])")
+_PI = Pattern(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
+_INFINITY = Pattern(r"(?<![\\A-Za-z])(?:infinity|oo)(?![A-Za-z])")
+_ROOT = Pattern(r"√\s*(?:(\d+)|\(([^()]*)\))")
+_THOUSANDS = Pattern(r"(?<=\d)(?:\\[,!; ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 
 
 class LabelError(BurnishError, ValueError):
@@ -127,7 +145,7 @@ def last_answer(text: str) -> Answer | None:
     if place > begin:
         begin, marked = place, text[place + 4 :].strip().partition("\n")[0].strip()
     found = Answer(marked) if marked else None
-    for match in list(_ANSWER.finditer(text, max(begin, 0)))[-_MARKS:]:
+    for match in _ANSWER.finditer(text, max(begin, 0))[-_MARKS:]:
         said = _sentence(text[match.end() :])
         if said and (found is None or not found.firm or read_quantity(said) is not None):
             found = Answer(said, firm=False)
@@ -247,15 +265,15 @@ def _is_words(text: str, words: str) -> bool:
     Language is a choice (``C``, ``(C)``), ``\\text``, a clock time, or words that are not names of
     functions.
     """
-    if re.fullmatch(r"[A-J]", words.upper()) and re.search(r"[A-J]", text):
+    if _CHOICE.fullmatch(words.lower()) and _CAPITAL.search(text):
         return True
-    if re.fullmatch(r"\d{1,2}:\d{2}(:\d{2})?(\s*[ap]\.?m\.?)?", words):
+    if _CLOCK.fullmatch(words):
         return True
-    if re.search(r"[=^_\\<>+*]", bare(text)):
+    if _MATH_SIGN.search(bare(text)):
         return False
-    found = re.findall(r"[a-z]+", words)
+    found = _WORD.findall(words)
     named = [w for w in found if w not in _MATH_WORDS]
-    wrapped = bool(re.match(r"^\W*\\(?:text|mbox|textbf|mathrm)\s*\{", text))
+    wrapped = _WRAPPED.match(text) is not None
     return any(len(w) > 3 or w in _SHORT_WORDS or wrapped for w in named)
 
 
@@ -299,9 +317,9 @@ def judge(label: Label, response: str) -> bool | Ask:
     several = "," in label.text  # given a sentence, math-verify would take only the last value
     if answer is None or not (answer.firm or several):
         return Ask(label.text, _readable(text))
-    if read_date(_words(answer.text)) or not re.search(r"[\w\\]", answer.text):
+    if read_date(_words(answer.text)) or not _ANYTHING.search(answer.text):
         return False
-    text = re.sub(r"(?<!\.)\.\s*$", "", answer.text)  # the period that ends a sentence
+    text = _PERIOD.sub("", answer.text)  # the period that ends a sentence
     return Ask(label.text, f"\\boxed{{{_symbols(_readable(text))}}}")
 
 
@@ -310,44 +328,48 @@ def _same_words(label: str, text: str, answer: Answer | None) -> bool:
         said = _words(text.strip().rpartition("\n")[2])
         return said == label or said.endswith(" " + label)
     said = _words(answer.text)
-    if re.fullmatch(r"[a-j]", label):  # a choice, possibly followed by its text
-        return re.match(rf"(?:option |choice )?{label}(?:$|[).:,])", said.lstrip("(")) is not None
+    if _CHOICE.fullmatch(label):  # a choice, possibly followed by its text
+        chosen = _CHOSEN.match(said.lstrip("("))
+        return chosen is not None and chosen[1] == label
     return said == label or (said.endswith(" " + label) and not answer.firm)
 
 
 def _words(text: str) -> str:
     """Lowercase ``text`` and remove markup, articles, quotes and surrounding punctuation."""
     text = bare(text).lower().replace("\\", " ")
-    text = re.sub(r"[\"'`*{}]", "", text)
-    text = re.sub(r"^\(([^()]*)\)$", r"\1", re.sub(r"\s+", " ", text).strip(" .!?,;:"))
-    return re.sub(r"^(?:the|an?) (?=\w)", "", text).strip()
+    text = SPACES.sub(" ", _MARKUP.sub("", text)).strip(" .!?,;:")
+    if enclosed := _PARENTHESES.fullmatch(text):
+        text = enclosed[1]
+    if article := _ARTICLE.match(text):
+        text = text[article.end() :]
+    return text.strip()
 
 
 def _symbols(text: str) -> str:
     """Replace symbols and names of constants with LaTeX: plain ``pi`` would be p times i."""
     for sign, latex in (("π", r"\pi "), ("∞", r"\infty "), ("−", "-"), ("×", r"\times ")):
         text = text.replace(sign, latex)
-    text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi ", text)
-    text = re.sub(r"(?<![\\A-Za-z])(?:infinity|oo)(?![A-Za-z])", r"\\infty ", text)
-    return re.sub(r"√\s*(\d+)|√\s*\(([^()]*)\)", lambda m: f"\\sqrt{{{m[1] or m[2]}}}", text)
+    text = _PI.sub(r"\\pi ", text)
+    text = _INFINITY.sub(r"\\infty ", text)
+    return _ROOT.sub(lambda m: f"\\sqrt{{{m[1] or m[2]}}}", text)
 
 
 def _readable(text: str) -> str:
     """Rewrite the numbers in ``text`` that math-verify would misread."""
     text = text.replace("−", "-")
-    text = re.sub(r"(?<=\d)(?:\\[,!; ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", "", text)
+    text = _THOUSANDS.sub("", text)
     for pattern in _MISREAD:
         text = pattern.sub(_spelled, text)
     return text
 
 
 _MISREAD = (
-    re.compile(r"(?<![\w./])\d+(?:\.\d+)?[eE][+-]?\d{1,3}(?!\w)"),
-    re.compile(r"(?<![\w./^)}])\d+ \d+/\d+(?![\w/])"),
-    re.compile(r"(?<![\w./^)}])\d+\s*\\[dt]?frac\{\d+\}\{\d+\}"),
+    Pattern(r"(?<![\w./])\d+(?:\.\d+)?[eE][+-]?\d{1,3}(?!\w)"),
+    Pattern(r"(?<![\w./^)}])\d+ \d+/\d+(?![\w/])"),
+    Pattern(r"(?<![\w./^)}])\d+\s*\\[dt]?frac\{\d+\}\{\d+\}"),
 )
 
 
-def _spelled(match: re.Match[str]) -> str:
+def _spelled(match: Match) -> str:
     quantity = read_quantity(match.group())
     return match.group() if quantity is None else spell(quantity)

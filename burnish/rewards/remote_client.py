@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import random
-import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -394,7 +393,7 @@ def _mean(value: Any, count: int) -> tuple[float, int] | None:
 def _retry_after_s(header: str) -> float:
     """Return the seconds in a Retry-After header (a number or a date, RFC 9110 10.2.3), or 0 if it
     is invalid."""
-    if re.fullmatch(r"\s*[0-9]+\s*", header):
+    if header.strip().isascii() and header.strip().isdigit():
         return float(header)  # infinity if it has too many digits
     try:
         when = parsedate_to_datetime(header)

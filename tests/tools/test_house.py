@@ -240,3 +240,16 @@ def test_prose_rules_leave_code_and_other_sentences_alone():
     assert only('"""Doc."""\nX = 1\n"""In line with y."""\n')[0] == 3
     assert only('"""Doc."""\nX = 1  # made anew\n')[1].startswith("'anew' in a comment")
     assert findings('"""Doc."""\nX = "anew"\n') == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["import re", "from re import compile", "def _f():\n    import regex", "import re, json"],
+)
+def test_modules_that_read_text_of_a_model_search_it_with_bounds(line):
+    text = f'"""Doc."""\n{line}\n'
+    assert "burnish.model_text" in only(text, "burnish/rewards/new.py")[1]
+    assert findings(text, "burnish/plan/new.py") == []
+    assert findings(text, "tests/rewards/test_new.py") == []
+    marked = text.rstrip() + "  # house: ok a header of 8 characters\n"
+    assert findings(marked, "burnish/rewards/new.py") == []

@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from burnish.agents.anthropic_messages import Messages
+from burnish.agents.arrivals import Arrival
 from burnish.agents.calls import (
     Backend,
     CallError,
@@ -128,29 +129,39 @@ class AgentApp:
         return self._resolve(keys[-1] if keys else None, name)
 
     async def _read(
-        self, request: Request, read: Callable[..., ModelCall]
-    ) -> tuple[ModelCall, bytes]:
-        """Return the call in the body of a request, and the digest of the body. ``read``: method of
-        a dialect."""
+        self, request: Request, read: Callable[..., ModelCall], backend: Backend
+    ) -> tuple[ModelCall, bytes, Arrival]:
+        """Return the call in the body of a request, the digest of the body, and the call's place.
+        ``read``: method of a dialect."""
         async with self.guard.json_body(request) as body:
+            arrival = backend.arrive()
             digest = blake2b(request.url.path.encode() + b"\0" + body, digest_size=16).digest()
             given = bytes(body)
 
             def parse() -> ModelCall:
                 return read(parse_json(given), max_messages=MAX_MESSAGES)
 
-            return (await asyncio.to_thread(parse) if len(body) > _LARGE else parse()), digest
+            try:
+                call = await asyncio.to_thread(parse) if len(body) > _LARGE else parse()
+            except BaseException:
+                arrival.passed()
+                raise
+            return call, digest, arrival
 
     async def _call(self, api: _Api, request: Request) -> Response:
         backend = self._backend(request)
-        call, digest = await self._read(request, api.dialect.read)
-        is_retry = _count(request.headers.get("x-stainless-retry-count")) > 0
+        call, digest, arrival = await self._read(request, api.dialect.read, backend)
         live = _Live()
         answering = asyncio.create_task(
             backend.respond(
-                call, digest=digest, is_retry=is_retry, progress=live if call.stream else None
+                call,
+                digest=digest,
+                is_retry=_count(request.headers.get("x-stainless-retry-count")) > 0,
+                progress=live if call.stream else None,
+                arrival=arrival,
             )
         )
+        answering.add_done_callback(lambda _: arrival.passed())  # also if it never began
         answer = _Answer(backend, digest, answering, live)
         try:
             events: set[asyncio.Future[Any]] = {answering, live.begun}
@@ -173,7 +184,8 @@ class AgentApp:
 
     async def _count_tokens(self, request: Request) -> Response:
         backend = self._backend(request)
-        call, _ = await self._read(request, _MESSAGES.read_count)
+        call, _, arrival = await self._read(request, _MESSAGES.read_count, backend)
+        arrival.passed()
         count = await while_connected(request, backend.count_tokens(call))
         return JSONResponse(_MESSAGES.write_count(count))
 

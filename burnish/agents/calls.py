@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from burnish.agents.arrivals import Arrival
 from burnish.errors import BurnishError
 from burnish.types import Ids, Logprobs
 
@@ -297,6 +298,11 @@ class Backend(Protocol):
         """Names of the models that clients may request."""
         ...
 
+    def arrive(self) -> Arrival:
+        """Return the place of a call whose request has been received. Calls are ordered by it, even
+        if their bodies are parsed side by side. The caller calls ``passed()`` at its end."""
+        ...
+
     async def respond(
         self,
         call: ModelCall,
@@ -304,12 +310,14 @@ class Backend(Protocol):
         digest: bytes,
         is_retry: bool = False,
         progress: Progress | None = None,
+        arrival: Arrival | None = None,
     ) -> ModelReply:
         """Answer a call. Cancelling the task cancels its request to the engine.
 
         ``digest``: hash of the API and the request body. ``is_retry``: the client says that it sent
         the same request before. ``progress`` receives text while it is sampled, if the backend can
-        tell what is final. Raises CallError.
+        tell what is final. ``arrival``: the result of :meth:`arrive`; None: it arrives now. Raises
+        CallError.
         """
         ...
 

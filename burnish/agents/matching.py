@@ -24,12 +24,15 @@ class History(Generic[T]):
     """Turns of an episode, found by the conversation that they end with."""
 
     def __init__(self) -> None:
-        self._turns: dict[bytes, T] = {}
+        self._turns: dict[bytes, tuple[int, T]] = {}
 
-    def add(self, digest: bytes, reply: Message, turn: T) -> None:
+    def add(self, digest: bytes, reply: Message, turn: T, *, number: int) -> None:
         """Record ``turn``: the answer ``reply`` to the conversation whose last digest is
-        ``digest``. A later turn replaces an earlier one with the same conversation."""
-        self._turns[_extended(digest, reply)] = turn
+        ``digest``. Of turns with the same conversation, the one with the largest ``number`` is
+        found, in whichever order they are added."""
+        key = _extended(digest, reply)
+        if key not in self._turns or self._turns[key][0] < number:
+            self._turns[key] = (number, turn)
 
     def find(self, messages: Sequence[Message], digests: Sequence[bytes]) -> tuple[T, int] | None:
         """Return the turn that ``messages`` continue and the number of messages of its
@@ -41,8 +44,8 @@ class History(Generic[T]):
         for count in range(len(messages) - 1, 0, -1):
             if messages[count]["role"] == "assistant":
                 return None
-            if (turn := self._turns.get(digests[count - 1])) is not None:
-                return turn, count
+            if (known := self._turns.get(digests[count - 1])) is not None:
+                return known[1], count
         return None
 
 

@@ -57,9 +57,11 @@ class Retries:
         work: Callable[[], Coroutine[Any, Any, ModelReply]],
         *,
         is_retry: bool,
+        attached: Callable[[], None] = lambda: None,
     ) -> ModelReply:
         """Return the result of ``work``. A retry waits for the running call that it repeats, if
-        there is one. The call is canceled when nobody waits for it anymore."""
+        there is one; ``attached`` is called then. The call is canceled when nobody waits for it
+        anymore."""
         found = None
         if is_retry and self._left[digest]:
             self._left[digest] -= 1
@@ -69,6 +71,8 @@ class Retries:
             found = _Work(asyncio.create_task(work()))
             self._running[digest] = found
             self._open.add(found)
+        else:
+            attached()
         found.clients += 1
         try:
             reply = await asyncio.shield(found.task)

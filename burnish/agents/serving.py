@@ -20,6 +20,7 @@ from hashlib import sha256
 from hmac import compare_digest
 from typing import Any, TypeVar
 
+from burnish.agents.arrivals import Arrival, Arrivals
 from burnish.agents.calls import (
     Backend,
     CallError,
@@ -128,6 +129,7 @@ class ServingBackend:
         self._service, self._codec, self._renderers = service, codec, renderers
         self._names, self._max_len, self._max_queue = tuple(names), max_len, max_queue
         self._rendering = ThreadPoolExecutor(1, thread_name_prefix="rendering")
+        self._arrivals = Arrivals()
         self._num_calls = 0
         self.num_open = 0
         """Responses that are sampled or wait."""
@@ -149,6 +151,12 @@ class ServingBackend:
         """Return the name of the model."""
         return self._names[:1]
 
+    def arrive(self) -> Arrival:
+        """Return the place of a call. Calls do not wait for each other."""
+        arrival = self._arrivals.arrive()
+        arrival.passed()
+        return arrival
+
     async def respond(
         self,
         call: ModelCall,
@@ -156,9 +164,10 @@ class ServingBackend:
         digest: bytes,
         is_retry: bool = False,
         progress: Progress | None = None,
+        arrival: Arrival | None = None,
     ) -> ModelReply:
-        """Answer a call. ``digest`` and ``is_retry`` are not used: without a seed, a retry may
-        sample another response. ``progress``: see :class:`Progress`."""
+        """Answer a call. ``digest``, ``is_retry`` and ``arrival`` are not used: without a seed, a
+        retry may sample another response. ``progress``: see :class:`Progress`."""
         self._check(call)
         if call.n > self._max_queue:
             what = f"n is {call.n}, but the server samples at most {self._max_queue} responses"

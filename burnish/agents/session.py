@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from burnish.agents.arrivals import Arrival, Arrivals
 from burnish.agents.calls import (
     CallError,
     ModelCall,
@@ -55,6 +56,8 @@ MODEL = "policy"
 class _Recorded:
     """One answered call."""
 
+    number: int
+    """Place of the call in the order of arrival."""
     tools: tuple[Mapping[str, Any], ...]
     prompt: _Prompt
     completion: Completion
@@ -104,7 +107,9 @@ class TrainingSession:
         """Gets the engine's error if it fails: the run cannot continue then."""
         self.counts: Counter[str] = Counter()
         """Numbers of events: ``replayed`` replies, ``refused`` calls, ``ignored_<parameter>``."""
-        self._recorded: list[_Recorded] = []
+        self._arrivals = Arrivals()
+        self._recorded: dict[int, _Recorded] = {}
+        """Place of a call in the order of arrival -> the call."""
         self._history: History[_Recorded] = History()
         self._texts: list[tuple[str, _Recorded]] = []
         """Calls without a chat template, each with the text of its prompt and response."""
@@ -116,10 +121,8 @@ class TrainingSession:
         """Conversation of the engine's cache -> its last call; None while one is running."""
         self._turns_taken = 0
         self._num_requests = 0
-        self._limit: EpisodeStatus | None = None
-        """Limit that a call exceeded, unless a shorter conversation went on after it."""
-        self._limit_s = 0.0
-        """Time of that call."""
+        self._refused: dict[int, EpisodeStatus] = {}
+        """Place of a refused call in the order of arrival -> the limit that it exceeded."""
         self._closed: str | None = None
 
     @property
@@ -134,6 +137,10 @@ class TrainingSession:
         """Return the names of the served models."""
         return (MODEL,)
 
+    def arrive(self) -> Arrival:
+        """Return the place of a call whose request has been received."""
+        return self._arrivals.arrive()
+
     async def respond(
         self,
         call: ModelCall,
@@ -141,12 +148,22 @@ class TrainingSession:
         digest: bytes,
         is_retry: bool = False,
         progress: Progress | None = None,
+        arrival: Arrival | None = None,
     ) -> ModelReply:
         """Return the reply to a call. ``digest`` is that of the request's body. ``progress`` is not
         used: a reply may go to several clients. Raises CallError.
 
         A repetition gets the reply of the call that it repeats (``retries.py``).
         """
+        place = self.arrive() if arrival is None else arrival
+        try:
+            return await self._respond(call, place, digest=digest, is_retry=is_retry)
+        finally:
+            place.passed()
+
+    async def _respond(
+        self, call: ModelCall, place: Arrival, *, digest: bytes, is_retry: bool
+    ) -> ModelReply:
         self._check_open()
         old = self._retries.finished(digest, is_retry=is_retry)
         if old is not None:
@@ -154,7 +171,12 @@ class TrainingSession:
             self._find(old).num_clients += 1
             return old
         try:
-            reply = await self._retries.run(digest, lambda: self._answer(call), is_retry=is_retry)
+            reply = await self._retries.run(
+                digest,
+                lambda: self._answer(call, place),
+                is_retry=is_retry,
+                attached=place.passed,
+            )
         except asyncio.CancelledError:
             waiting = asyncio.current_task()
             if waiting is None or not waiting.cancelling():
@@ -179,6 +201,15 @@ class TrainingSession:
     def _find(self, reply: ModelReply) -> _Recorded:
         return self._recorded[int(reply.reply_id.rpartition("-")[2])]
 
+    def _limit(self) -> EpisodeStatus | None:
+        """Return the limit that the last call exceeded. The turns stay used up."""
+        if "max_turns" in self._refused.values():
+            return "max_turns"
+        last = max(self._refused, default=-1)
+        if last < max(self._recorded, default=0):  # the agent went on with a call that fits
+            return None
+        return self._refused[last] if self._recorded else "prompt_too_long"
+
     def _check_open(self) -> None:
         if self._closed is not None:
             raise CallError(self._closed, status=410, kind="episode_closed")
@@ -197,18 +228,19 @@ class TrainingSession:
     def played(
         self, rewards: Mapping[str, float], error: EpisodeFailedError | None = None
     ) -> Played:
-        """Return the finished episode.
+        """Return the finished episode, with its calls in the order of their arrival.
 
         ``rewards``: those that the agent gave, by name. ``error``: the failure of the agent. A
         limit that the last call exceeded takes precedence over an error of the agent's code, which
         may be its consequence.
         """
-        recorded = [one for one in self._recorded if one.was_seen]
-        if error is None and not recorded and self._limit is None:
+        recorded = [one for _, one in sorted(self._recorded.items()) if one.was_seen]
+        limit = self._limit()
+        if error is None and not recorded and limit is None:
             error = EpisodeFailedError("env_error", "the agent ended without calling the model")
-        if self._limit is not None and (error is None or error.status == "env_error"):
+        if limit is not None and (error is None or error.status == "env_error"):
             error = None
-        status: EpisodeStatus = self._limit or "done" if error is None else error.status
+        status: EpisodeStatus = limit or "done" if error is None else error.status
         first = recorded[0] if recorded else None
         record = Episode(
             status=status,
@@ -247,12 +279,11 @@ class TrainingSession:
 
     # ---- one call --------------------------------------------------------------------------
 
-    async def _answer(self, call: ModelCall) -> ModelReply:
+    async def _answer(self, call: ModelCall, place: Arrival) -> ModelReply:
         """Sample the reply to a call and record it."""
         ignored = self._check_parameters(call)
         try:
-            with self._turn():
-                one = await self._sample(call)
+            one = await self._sample(call, place)
         except (CallError, asyncio.CancelledError):
             raise
         except Exception as error:  # the engine has failed, and the run with it
@@ -261,20 +292,18 @@ class TrainingSession:
             what = "the rollout engine has failed"
             raise CallError(what, status=503, kind="api_error") from error
         self._record(one)
-        name = f"{self.task.episode_id}-{len(self._recorded) - 1}"
+        name = f"{self.task.episode_id}-{one.number}"
         choice = make_choice(call, one.completion, one.parsed.message, one.token_texts)
         start = make_start(call, one.prompt.ids, name, ignored=ignored)
         return make_reply(start, [choice], cached_tokens=one.completion.cached_tokens)
 
     def _record(self, one: _Recorded) -> None:
-        if self._limit != "max_turns" and one.began > self._limit_s:
-            self._limit = None
-        self._recorded.append(one)
+        self._recorded[one.number] = one
         if one.prompt.parent is not None:
             one.prompt.parent.is_continued = True
         self._latest[one.conversation] = one
         if one.prompt.digest:
-            self._history.add(one.prompt.digest, one.parsed.message, one)
+            self._history.add(one.prompt.digest, one.parsed.message, one, number=one.number)
         if one.prompt.text:
             self._texts.append((one.prompt.text + one.completion.text, one))
 
@@ -284,26 +313,35 @@ class TrainingSession:
         renderer = self.policy.renderer
         return await self.policy.in_renderer(renderer.token_texts, completion.token_ids)
 
-    async def _sample(self, call: ModelCall) -> _Recorded:
+    async def _sample(self, call: ModelCall, place: Arrival) -> _Recorded:
         prompt = await self._prompt(call)
-        room = self.limits.max_tokens - len(prompt.ids)
-        if room <= 0:
-            status: EpisodeStatus = "max_tokens" if self._recorded else "prompt_too_long"
-            what = (
-                f"the conversation has {len(prompt.ids)} tokens; with the response, at most "
-                f"{self.limits.max_tokens} are possible (episodes.max_tokens)"
-            )
-            error = CallError(what, status=400, kind="context_length_exceeded", param="messages")
-            raise self._exceeded(status, error)
-        sampling = with_stop(self.policy.sampling, call.stop)
-        policy = replace(self.policy, sampling=sampling)
+        await place.turn()
+        with self._turn(place):
+            room = self.limits.max_tokens - len(prompt.ids)
+            if room <= 0:
+                what = (
+                    f"the conversation has {len(prompt.ids)} tokens; with the response, at most "
+                    f"{self.limits.max_tokens} are possible (episodes.max_tokens)"
+                )
+                error = CallError(
+                    what, status=400, kind="context_length_exceeded", param="messages"
+                )
+                raise self._exceeded("max_tokens", place, error)
+            return await self._sample_in(room, prompt, call, place)
+
+    async def _sample_in(
+        self, room: int, prompt: _Prompt, call: ModelCall, place: Arrival
+    ) -> _Recorded:
+        """Sample at most ``room`` tokens."""
+        policy = replace(self.policy, sampling=with_stop(self.policy.sampling, call.stop))
         with self._attempt(prompt.ids) as attempt, self._conversation(prompt.parent) as name:
+            place.passed()
             self._num_requests += 1
             request = Request(
                 f"{self.task.episode_id}/{self._num_requests}",
                 prompt.ids,
                 seed=call_seed(self.task.sampling_seed, prompt.ids, attempt),
-                max_tokens=min(call.max_tokens or room, room, sampling.max_tokens),
+                max_tokens=min(call.max_tokens or room, room, policy.sampling.max_tokens),
                 conversation=name,
             )
             began = time.monotonic()
@@ -311,6 +349,7 @@ class TrainingSession:
             parsed = await self._parse(call, prompt.ids, completion)
             texts = await self._token_texts(call, completion)
         return _Recorded(
+            number=place.number,
             tools=call.shown_tools,
             prompt=prompt,
             completion=completion,
@@ -352,10 +391,10 @@ class TrainingSession:
         self.counts.update(f"ignored_{name}" for name in ignored)
         return tuple(ignored)
 
-    def _exceeded(self, status: EpisodeStatus, error: CallError) -> CallError:
+    def _exceeded(self, status: EpisodeStatus, place: Arrival, error: CallError) -> CallError:
         """Note the limit that a call exceeds. It is the status of the episode, unless the agent
         goes on with a call that fits."""
-        self._limit, self._limit_s = status, time.monotonic()
+        self._refused[place.number] = status
         self.counts["refused"] += 1
         return error
 
@@ -400,7 +439,7 @@ class TrainingSession:
             ids = await self.policy.in_renderer(encode, text)
             ids = checked_ids(ids, self.policy.renderer)
             return _Prompt(ids, (_said(text),), text=text)
-        known, parent = max(found, key=lambda pair: len(pair[0]))
+        known, parent = max(found, key=lambda pair: (len(pair[0]), pair[1].number))
         new = text[len(known) :]
         more = await self.policy.in_renderer(encode, new, follows=True)
         ids = parent.prompt.ids + parent.completion.token_ids + more
@@ -408,12 +447,12 @@ class TrainingSession:
         return _Prompt(ids, (*before, _said(new)), parent, len(before), text=text)
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _turn(self, place: Arrival) -> Iterator[None]:
         """Count a turn, unless it fails. Raises CallError if none is left."""
         if self._turns_taken >= self.limits.max_turns:
             what = f"the episode has used its {self.limits.max_turns} turns (episodes.max_turns)"
             error = CallError(what, status=410, kind="episode_closed")
-            raise self._exceeded("max_turns", error)
+            raise self._exceeded("max_turns", place, error)
         self._turns_taken += 1
         try:
             yield

@@ -16,8 +16,11 @@ from burnish.agents.calls import CallError, ModelReply
 from burnish.agents.retries import Retries
 from burnish.agents.session import TrainingSession
 from burnish.environments.pool import EpisodeFailedError
+from burnish.episodes.play import Played
 from burnish.episodes.rows import episode_rows
+from burnish.episodes.runner import episode_sample
 from burnish.rollout.base import Request
+from burnish.types import Prompt
 
 
 def run(scenario: Callable[..., Awaitable[Any]], answer: Answer = words, **changes: Any) -> Any:
@@ -100,6 +103,62 @@ def test_responses_do_not_depend_on_arrival_order() -> None:
     other = run(lambda made, engine: scenario(made, engine, [4, 2, 5, 0, 3, 1]))
     assert one == other
     assert len(set(one.values())) == 6
+
+
+def told(played: Played) -> Any:
+    """Everything about an episode that is trained, scored or shown, but times."""
+    sample = episode_sample(Prompt("p", (1,), ""), "p/0", played)
+    turns = [
+        (turn.message, turn.answer, turn.prompt, turn.rewards, turn.num_tokens)
+        for turn in played.record.turns
+    ]
+    calls = [(call.prompt_ids, call.completion.token_ids) for call in played.calls]
+    rows = sample.rows
+    return sample.text, sample.finish_reason, played.record.status, turns, calls, rows
+
+
+async def votes(made: TrainingSession) -> None:
+    """Five equal calls, and one that goes on with the answer that most have, the last one."""
+    answers = await asyncio.gather(*(ask(made, user("vote")) for _ in range(5)))
+    await ask(made, user("vote"), answers[-1], user("sure?"))
+
+
+async def branches(made: TrainingSession) -> None:
+    """Sub-agents of different lengths; two conversations go on from the same answer."""
+    plan = await ask(made, user("plan"))
+    parts = [ask(made, user(f"part {i}"), max_tokens=1 if i % 2 else None) for i in range(4)]
+    await asyncio.gather(
+        *parts, *(ask(made, user("plan"), plan, user(text)) for text in ("left", "right"))
+    )
+
+
+async def too_many(made: TrainingSession) -> None:
+    """Six calls at once, of which four fit into the turns and one is too long."""
+    texts = ["a", "b", "long " * 900, "c", "d", "e"]
+    tried = await asyncio.gather(*(ask(made, user(t)) for t in texts), return_exceptions=True)
+    refused = [
+        t[0] for t, answer in zip(texts, tried, strict=True) if isinstance(answer, CallError)
+    ]
+    assert refused == ["l", "e"]
+
+
+@pytest.mark.parametrize("agent", [votes, branches, too_many])
+def test_an_episode_is_in_the_order_in_which_its_calls_arrived(agent: Any) -> None:
+    async def play(seed: int) -> Any:
+        async with session(max_turns=4 if agent is too_many else 50, max_tokens=900) as (
+            made,
+            engine,
+        ):
+            engine._random = random.Random(seed)  # the order in which replies are sampled
+            await agent(made)
+            return told(made.played({"reward": 1.0}))
+
+    first, *others = [asyncio.run(play(seed)) for seed in range(8)]
+    assert all(other == first for other in others)
+    if agent is branches:
+        assert [turn[2] and turn[2][-1]["content"] for turn in first[3]] == [
+            *(None, "part 0", "part 1", "part 2", "part 3", "left", "right")
+        ]
 
 
 def test_equal_calls_side_by_side_are_different_samples() -> None:

@@ -23,7 +23,7 @@ from burnish.types import Sample, TokenRow
 Pair = namedtuple("Pair", "first second")
 
 
-class Word(str, enum.Enum):
+class Word(enum.StrEnum):
     YES = "yes"
 
 

@@ -3,7 +3,8 @@ run.
 
 The folder loads with plain ``AutoModelForCausalLM.from_pretrained`` (policies) or
 ``AutoModelForSequenceClassification.from_pretrained`` (critics and reward models), with the same
-outputs.
+outputs. Critics and reward models of families without such a classifier have the form of
+``models/scalar_model.py``, which Burnish loads.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,6 +26,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
 )
 
@@ -34,6 +38,8 @@ from burnish.config.model import Dtype, ModelConfig
 from burnish.models.buffers import BUFFERS, load_buffers, persistent_buffers, replace_buffers
 from burnish.models.load import DTYPES, ModelError, describe, load_causal_lm
 from burnish.models.lora import ADAPTER_FILE, adapter_tensors, merged_weights, peft_config
+from burnish.models.scalar_model import ScalarModel, check_names, empty_scalar, save_own
+from burnish.models.scalar_support import classifier_weights, require_scalar
 from burnish.models.tensor_files import tensor_sets
 from burnish.models.value_head import load_scalar_model
 from burnish.special_tokens import padding_id
@@ -98,13 +104,17 @@ def export(  # house: ok options of one command
     if lora == "adapter":
         _save_adapter(network, config, target, wanted)
     else:
-        shell = _shell(
-            source, wanted, outputs=outputs, averaged=kind == "ema", trust=trust_remote_code
-        )
+        made_of = _config(source, outputs=outputs, averaged=kind == "ema", trust=trust_remote_code)
+        shell, body = _shell(made_of, wanted, weights, source=source, trust=trust_remote_code)
         if config.lora is None:
             weights |= _buffers(shell, source, config, scalar=scalar)
-        cast = {n: _cast(t, wanted) for n, t in weights.items()}
-        _save_merged(shell, cast, (source, target), shard=max_shard_size)
+        written = {n: _cast(t, wanted) for n, t in weights.items()}
+        if isinstance(shell, ScalarModel):
+            _save_scalar(shell, written, (source, target), shard=max_shard_size)
+        else:
+            if scalar:
+                written = _renamed(shell, written, body, source)
+            _save_merged(shell, written, (source, target), shard=max_shard_size)
     _copy_tokenizer(source / "hf", target)
     if scalar:
         _set_pad_token(target, trust=trust_remote_code)
@@ -225,7 +235,7 @@ def _weights(source: Path, kind: str) -> dict[str, Tensor]:
 
 
 def _buffers(
-    shell: PreTrainedModel, source: Path, config: ModelConfig, *, scalar: bool
+    shell: torch.nn.Module, source: Path, config: ModelConfig, *, scalar: bool
 ) -> dict[str, Tensor]:
     """Return the persistent buffers of a model without adapters.
 
@@ -284,25 +294,28 @@ def _load_weights(network: torch.nn.Module, tensors: dict[str, Tensor], source: 
             own[name].copy_(tensor)
 
 
-def _shell(
-    source: Path, dtype: torch.dtype, *, outputs: int | None, averaged: bool, trust: bool
-) -> PreTrainedModel:
-    """Return the checkpoint's model with random weights, to be replaced. ``outputs``: as in
-    :func:`_adapted_model`."""
-    scalar = outputs is not None
-    auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
-    code = {"trust_remote_code": trust}
+def _config(source: Path, *, outputs: int | None, averaged: bool, trust: bool) -> PretrainedConfig:
+    """Return the config of the exported model. ``outputs``: as in :func:`_adapted_model`."""
+    with _explained(source):
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            source / "hf", trust_remote_code=trust
+        )
+    config.use_cache = True
+    if outputs is not None:
+        config.num_labels = outputs
+        for name in SCORE_STATS & set(vars(config)):  # those of the initial model
+            delattr(config, name)
+        config.update(_export_metadata(source))
+        if not averaged:  # held-out rows were scored with the current weights
+            config.update(_score_stats(source))
+    return config
+
+
+@contextmanager
+def _explained(source: Path) -> Iterator[None]:
+    """Raise CheckpointError if the model of ``source`` needs code that is not trusted."""
     try:
-        config = AutoConfig.from_pretrained(source / "hf", **code)
-        config.use_cache = True
-        if outputs is not None:
-            config.num_labels = outputs
-            for name in SCORE_STATS & set(vars(config)):  # those of the initial model
-                delattr(config, name)
-            config.update(_export_metadata(source))
-            if not averaged:  # held-out rows were scored with the current weights
-                config.update(_score_stats(source))
-        shell: PreTrainedModel = auto.from_config(config, dtype=dtype, **code)
+        yield
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
@@ -310,7 +323,56 @@ def _shell(
             f"the model of {source} contains Python code, which runs only with --trust-remote-code;"
             f" read the code first ({source / 'hf'})"
         ) from error
-    return shell
+
+
+def _shell(
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    weights: Mapping[str, Tensor],
+    *,
+    source: Path,
+    trust: bool,
+) -> tuple[PreTrainedModel | ScalarModel, str]:
+    """Return a model with random or no weights, to be replaced by ``weights``, and the name of its
+    body. A reward model or critic is transformers' classifier, or, if its family has none with the
+    same scores, a :class:`ScalarModel`."""
+    bias = "score.bias" in weights
+    with _explained(source):
+        auto: Any = AutoModelForCausalLM
+        body_path = "model"
+        if "score.weight" in weights:
+            try:
+                support = require_scalar(config, str(source), trust=trust)
+            except ModelError as error:
+                raise CheckpointError(str(error)) from error
+            if support.form == "own" or bias:
+                config.dtype = dtype
+                outputs = weights["score.weight"].shape[0]
+                return empty_scalar(config, outputs, bias=bias, trust=trust), "model"
+            auto, body_path = AutoModelForSequenceClassification, support.body_path
+        shell = auto.from_config(config, dtype=dtype, trust_remote_code=trust)
+    return cast(PreTrainedModel, shell), body_path
+
+
+def _save_scalar(
+    shell: ScalarModel, weights: dict[str, Tensor], folders: tuple[Path, Path], *, shard: str
+) -> None:
+    source, target = folders
+    try:
+        check_names(shell, weights)
+    except ValueError as error:
+        raise _misfit(source, shell, str(error)) from error
+    save_own(weights, shell.config, target, shard=shard)
+
+
+def _renamed(
+    shell: PreTrainedModel, weights: dict[str, Tensor], body: str, source: Path
+) -> dict[str, Tensor]:
+    """Return the weights of a scalar model under their names in a classifier."""
+    try:
+        return classifier_weights(weights, body, shell)
+    except ValueError as error:
+        raise _misfit(source, shell, str(error)) from error
 
 
 def _save_merged(
@@ -325,12 +387,15 @@ def _save_merged(
     tied = set(shell.all_tied_weights_keys)
     replace_buffers(shell, {n: t for n, t in weights.items() if isinstance(t, torch.nn.Buffer)})
     if unexpected or set(missing) - tied:
-        odd = (list(unexpected) + sorted(set(missing) - tied))[0]
-        raise CheckpointError(
-            f"the weights of {source} do not fit {type(shell).__name__}, the model of its "
-            f"hf/config.json: {odd}; use another checkpoint"
-        )
+        raise _misfit(source, shell, (list(unexpected) + sorted(set(missing) - tied))[0])
     shell.save_pretrained(target, max_shard_size=shard)
+
+
+def _misfit(source: Path, shell: torch.nn.Module, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"the weights of {source} do not fit {type(shell).__name__}, the model of its "
+        f"hf/config.json: {reason}; use another checkpoint"
+    )
 
 
 def _export_metadata(source: Path) -> dict[str, Any]:

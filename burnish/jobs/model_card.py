@@ -7,6 +7,7 @@ license is not guessed.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from burnish.checkpoint import CheckpointStore, verify
 from burnish.config.train import better
 from burnish.jobs.errors import RunError
+from burnish.models.scalar_model import OWN_CLASS
 from burnish.observe.files import write_text
 from burnish.observe.metrics import read_metrics
 from burnish.observe.report_catalog import CHARTS, LEARNING
@@ -65,7 +67,7 @@ def write_card(
     recipe = recipe if isinstance(recipe, dict) else {}
     until = [line for line in lines if step is None or line["step"] <= step]
     body = [
-        _metadata(recipe, model, lora),
+        _metadata(recipe, model, "peft" if lora == "adapter" else _library(folder)),
         f"# {title}\n\n{_summary(recipe, model, step=step, lora=lora)}",
         _data_section(recipe),
         _metrics_section(until),
@@ -90,14 +92,14 @@ def _run_and_step(checkpoint: Path) -> tuple[Path | None, int | None]:
     return (run_dir if (run_dir / "config.yaml").is_file() else None), step
 
 
-def _metadata(recipe: Mapping[str, Any], model: str, lora: str) -> str:
+def _metadata(recipe: Mapping[str, Any], model: str, library: str) -> str:
     """Return the YAML block that the hub reads. Only facts of the run are in it."""
     has_lora = bool(_below(recipe, "model", "lora"))
     entries: dict[str, Any] = {}
     base = _below(recipe, "model", "path")
     if isinstance(base, str) and not model.startswith("critic") and _is_hub_name(base):
         entries["base_model"] = base
-    entries["library_name"] = "peft" if lora == "adapter" else "transformers"
+    entries["library_name"] = library
     kind = _below(recipe, "algorithm", "advantage", "kind")
     tags = ["burnish", recipe.get("job"), kind, "lora" if has_lora else None]
     entries["tags"] = [tag for tag in tags if isinstance(tag, str)]
@@ -109,6 +111,13 @@ def _metadata(recipe: Mapping[str, Any], model: str, lora: str) -> str:
     if datasets:
         entries["datasets"] = sorted(set(datasets))
     return f"---\n{yaml.safe_dump(entries, sort_keys=False)}---"
+
+
+def _library(folder: Path) -> str:
+    """Return the name of the library that loads an exported model."""
+    config = folder / "config.json"
+    fields = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    return "burnish" if fields.get("architectures") == [OWN_CLASS] else "transformers"
 
 
 def _is_hub_name(path: str) -> bool:

@@ -36,7 +36,7 @@ def empty_model(
     Parameters are on the meta device; buffers are loaded or computed. Returns None if the weights
     cannot be read in parts.
     """
-    files = _weight_files(config)
+    files = weight_files(config)
     if files is None or "quantization_config" in found.to_dict():
         return None
     with init_empty_weights(include_buffers=False):
@@ -93,7 +93,7 @@ def fill_rows(
     ``parameters`` maps a name to (tensor, rows). ``keep`` maps a name and the rows read to the part
     of them that the tensor holds; None: all of them.
     """
-    files = _weight_files(config)
+    files = weight_files(config)
     assert files is not None, "an empty model comes from safetensors files"
     for name, (tensor, rows) in parameters.items():
         read = files.read(plain_name(name), rows)
@@ -102,7 +102,7 @@ def fill_rows(
 
 def read_tensor(config: ModelConfig, name: str) -> Tensor:
     """Return one weight of an empty model from its files."""
-    files = _weight_files(config)
+    files = weight_files(config)
     assert files is not None, "an empty model comes from safetensors files"
     return files.read(name)
 
@@ -111,7 +111,7 @@ def _fits(files: TensorFiles, name: str, tensor: Tensor) -> bool:
     return name in files and files.shape(name) == tuple(tensor.shape)
 
 
-def _weight_files(config: ModelConfig) -> TensorFiles | None:
+def weight_files(config: ModelConfig) -> TensorFiles | None:
     """Return the safetensors files of a HuggingFace folder or hub model; None if it has none or
     some are missing."""
     index = _find(config, SAFE_WEIGHTS_INDEX_NAME)

@@ -71,7 +71,7 @@ def cached_result(
     use_disk = use_disk and not _is_remote(tiny)
     result = recall(kind, key) if use_disk else None
     if result is None:
-        with _plain_torch():
+        with plain_torch():
             result = run()
         if use_disk and not result.refusal:  # a refusal may be due to a temporary lack of memory
             keep(key, result)
@@ -83,7 +83,7 @@ _IN_MEMORY: dict[str, object] = {}
 
 
 @contextmanager
-def _plain_torch() -> Iterator[None]:
+def plain_torch() -> Iterator[None]:
     """Build unsharded models of real tensors on the CPU inside the ``with`` block.
 
     This overrides the caller's context: the meta device, fake tensors, or DeepSpeed's ZeRO-3.

@@ -1,7 +1,8 @@
 """Scalar models: a language model's body with one linear output, for critics and reward models.
 Regression and classification reward models are trained with several outputs.
 
-Parameter names match HuggingFace's ``*ForSequenceClassification``, so exports load there unchanged.
+``scalar_model.py`` has the forms of folders that contain one, and ``scalar_support.py`` decides
+between them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from burnish.config.model import Dtype, ModelConfig
 from burnish.models.attn_implementation import use_attention
@@ -30,18 +31,11 @@ from burnish.models.load import (
     without_weights,
 )
 from burnish.models.lora import inject_lora
+from burnish.models.paths import check_path
+from burnish.models.scalar_model import ScalarModel, head_width, is_own, load_own, path_of
+from burnish.models.scalar_support import require_scalar
 
 NewHead = Literal["random", "zero"]
-
-
-class ScalarModel(nn.Module):
-    """A body and a linear output: ``score(body(tokens))``, one number per token and output."""
-
-    def __init__(self, body: PreTrainedModel, score: nn.Linear) -> None:
-        super().__init__()
-        self.model = body
-        self.score = score
-        self.config = body.config
 
 
 def load_scalar_model(  # house: ok properties of the model and of its head
@@ -68,51 +62,122 @@ def load_scalar_model(  # house: ok properties of the model and of its head
     outputs does not fit.
     """
     check_support(config)
-    if _is_classifier(config):
-        auto_class = AutoModelForSequenceClassification
-        model: Any = without_weights(auto_class, config, dtype) if empty else None
-        if model is None:
-            model = from_pretrained(auto_class, config, DTYPES[dtype])
-            model = place(model, dtype=dtype, device=device, lora=config.lora)
-        if new_head is not None and model.config.num_labels != num_outputs:
-            raise ModelError(
-                f"{describe(config)} has {model.config.num_labels} outputs, but this recipe trains "
-                f"{num_outputs}; use a classifier with num_labels={num_outputs}, or a language "
-                "model, which gets a new head"
-            )
-        weights = None
-        if new_head is None:
-            weights = weights_of_outputs(config, model.config, output_weights)
-        choose_attention(model, describe(config))
-        use_attention(model, config.attn_implementation, describe(config))
+    found = hf_config(config)
+    if found is not None and has_score(found):
+        check_outputs(config, found, num_outputs if new_head is not None else None)
+        model = _from_folder(config, found, dtype=dtype, device=device, empty=empty)
         if config.lora is not None:
-            if config.lora.path is not None:
-                raise ModelError(
-                    f"model.lora.path={config.lora.path} with the classifier {describe(config)}: "
-                    "adapters of language models do not fit it; merge the adapter into its base "
-                    "first, or remove model.lora.path"
-                )
-            with _drawn_from(seed):
-                inject_lora(model.base_model, config.lora)
-        score = model.score
-        if weights is not None:
-            score = _weighted(score, weights, config)
-        return ScalarModel(model.base_model, score)
+            _add_adapters(model, config, seed=seed)
+        if new_head is None:
+            weights = weights_of_outputs(config, found, output_weights)
+            if weights is not None:
+                model.score = _weighted(model.score, weights, config)
+        return model
     if new_head is None:
-        if config.path is not None and config.gguf_file is None and hf_config(config) is None:
+        if config.path is not None and config.gguf_file is None and found is None:
             load_causal_lm(config)  # raises with the reason why its config cannot be read
         raise ModelError(
             f"{describe(config)} is a language model without a reward head, so its scores would "
             "be noise; train one first (burnish rm), or use a sequence classifier"
         )
-    with _drawn_from(seed):
-        body = load_causal_lm(config, dtype=dtype, device=device, empty=empty).get_decoder()
-    width = body.config.hidden_size
+    if found is not None:
+        require_scalar(found, describe(config), trust=config.trust_remote_code)
+    network = _language_model(config, dtype=dtype, device=device, empty=empty, seed=seed)
+    if found is None:  # a GGUF file, or a model made from scratch
+        require_scalar(network.config, describe(config))
+    width = head_width(network)
     score = nn.Linear(width, num_outputs, bias=False)
     std = (width + 1) ** -0.5 if new_head == "random" else 0.0
     generator = torch.Generator().manual_seed(seed)
     nn.init.normal_(score.weight, std=std, generator=generator)
-    return ScalarModel(body, score.to(device=device, dtype=DTYPES[dtype]))
+    return ScalarModel(network.get_decoder(), score.to(device=device, dtype=DTYPES[dtype]))
+
+
+def _language_model(
+    config: ModelConfig, *, dtype: Dtype, device: torch.device | str, empty: bool, seed: int
+) -> Any:
+    """Return the language model whose body a new scalar model gets. It is only ``empty`` if the
+    files have its weights under the names of :class:`ScalarModel`."""
+    if empty:
+        with _drawn_from(seed):
+            network = load_causal_lm(config, dtype=dtype, device=device, empty=True)
+        if dict(network.named_modules()).get("model") is network.get_decoder():
+            return network
+    with _drawn_from(seed):
+        return load_causal_lm(config, dtype=dtype, device=device)
+
+
+def _from_folder(
+    config: ModelConfig,
+    found: PretrainedConfig,
+    *,
+    dtype: Dtype,
+    device: torch.device | str,
+    empty: bool,
+) -> ScalarModel:
+    """Return the scalar model of a folder that has a head, of either form."""
+    name = describe(config)
+    if is_own(found):
+        check_path(config, warn=True)
+        model = load_own(config, found, name)
+    else:
+        model = _from_classifier(config, found, dtype=dtype, empty=empty)
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        place(model.model, dtype=dtype, device=device, lora=config.lora)
+        model.score.to(device=device, dtype=DTYPES[dtype])
+    choose_attention(model.model, name)
+    use_attention(model.model, config.attn_implementation, name)
+    return model
+
+
+def _from_classifier(
+    config: ModelConfig, found: PretrainedConfig, *, dtype: Dtype, empty: bool
+) -> ScalarModel:
+    """Return body and head of transformers' classifier. Raises ModelError if it has another head,
+    or computes more than a linear output of its body."""
+    name, auto_class = describe(config), AutoModelForSequenceClassification
+    support = require_scalar(found, name, trust=config.trust_remote_code)
+    model: Any = None
+    if empty and support.body_path == "model":  # the files have the names of ScalarModel
+        model = without_weights(auto_class, config, dtype)
+    if model is None:
+        model = from_pretrained(auto_class, config, DTYPES[dtype])
+    path = path_of(support.body_class, model)
+    if path is None or support.form != "classifier" or not isinstance(model.score, nn.Linear):
+        raise ModelError(
+            f"{name} is a {type(model).__name__}, whose scores are not a linear output of its "
+            f"{support.body_class} ({support.reason or 'it has another head'}); use a language "
+            "model of the family, which gets a new head"
+        )
+    return ScalarModel(model.get_submodule(path), model.score)
+
+
+def _add_adapters(model: ScalarModel, config: ModelConfig, *, seed: int) -> None:
+    assert config.lora is not None
+    if config.lora.path is not None:
+        raise ModelError(
+            f"model.lora.path={config.lora.path} with the classifier {describe(config)}: adapters "
+            "of language models do not fit it; merge the adapter into its base first, or remove "
+            "model.lora.path"
+        )
+    with _drawn_from(seed):
+        inject_lora(model.model, config.lora)
+
+
+def has_score(found: PretrainedConfig) -> bool:
+    """Return whether a folder with this config has a head: a reward model or critic exported by
+    Burnish, or transformers' sequence classifier."""
+    names = found.architectures or []
+    return is_own(found) or any(name.endswith("ForSequenceClassification") for name in names)
+
+
+def check_outputs(config: ModelConfig, found: PretrainedConfig, wanted: int | None) -> None:
+    """Raise ModelError if the model has another number of outputs than ``wanted`` (None: any)."""
+    if wanted is not None and found.num_labels != wanted:
+        raise ModelError(
+            f"{describe(config)} has {found.num_labels} outputs, but this recipe trains {wanted}; "
+            f"use a classifier with num_labels={wanted}, or a language model, which gets a new head"
+        )
 
 
 def weights_of_outputs(
@@ -165,9 +230,3 @@ def _drawn_from(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
-
-
-def _is_classifier(config: ModelConfig) -> bool:
-    found = hf_config(config)
-    names = (found.architectures or []) if found is not None else []
-    return any(name.endswith("ForSequenceClassification") for name in names)

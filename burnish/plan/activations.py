@@ -32,8 +32,8 @@ from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES, choose_attention
 from burnish.models.logprobs import Head, token_logprobs
 from burnish.models.lora import ADAPTER, peft_config
+from burnish.models.scalar_model import ScalarModel, head_width
 from burnish.models.units import layers_of
-from burnish.models.value_head import ScalarModel
 from burnish.plan.passes import Pass, fake_plan
 from burnish.plan.shapes import ModelShape
 from burnish.plan.tracking import LiveBytes
@@ -382,7 +382,7 @@ def _bare(config: PretrainedConfig, lora: LoraConfig | None, *, scalar: bool) ->
                 parameter.requires_grad_(".lora_" in name)
         if not scalar:
             return model
-        head = torch.nn.Linear(model.get_decoder().config.hidden_size, 1, bias=False)
+        head = torch.nn.Linear(head_width(model), 1, bias=False)
         return ScalarModel(model.get_decoder(), head)
 
 

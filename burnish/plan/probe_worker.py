@@ -37,8 +37,8 @@ from burnish.models.gpu import set_up_gpu
 from burnish.models.load import DTYPES, choose_attention, describe, place
 from burnish.models.logprobs import Head, chunk_tokens
 from burnish.models.lora import inject_lora, merged_weights
+from burnish.models.scalar_model import ScalarModel, head_width
 from burnish.models.scratch import scratch_tokenizer
-from burnish.models.value_head import ScalarModel
 from burnish.observe.peaks import PhasePeaks
 from burnish.oom import is_out_of_memory
 from burnish.plan.probe_stages import RolePhase, probed_roles, probed_rollout, separate_rollout
@@ -204,7 +204,7 @@ def _engine(
         inject_lora(model, described.lora)
     if role.head == "scalar":
         body = model.get_decoder()
-        size, like = body.config.hidden_size, next(body.parameters())
+        size, like = head_width(model), next(body.parameters())
         score = torch.nn.Linear(size, role.outputs, bias=False)
         model = ScalarModel(body, score.to(like.device, like.dtype))
     return make_engine(model, spec, ranks=ranks, device=device)

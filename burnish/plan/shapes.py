@@ -32,6 +32,7 @@ from burnish.errors import BurnishError
 from burnish.messages import library_text
 from burnish.models.load import describe
 from burnish.models.nf4 import layers_to_quantize
+from burnish.models.scalar_model import head_width
 from burnish.models.scratch import scratch_tokenizer
 from burnish.models.units import gathered_modules
 
@@ -206,7 +207,7 @@ def _units(network: Any, *, outputs: int | None, lora: LoraConfig | None) -> lis
         take(unit.module, unit.name, unit.kind)
     rest = [tuple(p.shape) for p in left.values()]
     if scalar:
-        rest.append((outputs or 1, int(body.config.hidden_size)))
+        rest.append((outputs or 1, head_width(network)))
     units.append(FsdpUnit("rest", "rest", tuple(map(math.prod, rest)), shapes=tuple(rest)))
     return units
 

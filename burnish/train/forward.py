@@ -116,7 +116,7 @@ class Forward:
 
     def no_states(self, batch: Batch, dtype: torch.dtype) -> Tensor:
         """Return [M, H] zeros on the CPU, as a buffer for hidden states."""
-        width = int(self.body.config.get_text_config().hidden_size)
+        width = int(self.head.in_features)
         return torch.zeros(batch.tokens.numel(), width, dtype=dtype)
 
     def no_outputs(self, batch: Batch) -> Tensor:

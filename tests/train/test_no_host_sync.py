@@ -50,7 +50,7 @@ from burnish.jobs.preference import preference_objective
 from burnish.models.distill import DistillTarget
 from burnish.models.load import choose_attention
 from burnish.models.logprobs import Head
-from burnish.models.value_head import ScalarModel
+from burnish.models.scalar_model import ScalarModel
 from burnish.tensors import upload
 from burnish.train.base import Loss
 from burnish.train.batching import arrange

@@ -1,0 +1,126 @@
+"""Scalar models, and the two forms of folders that contain one.
+
+``classifier``: transformers' ``*ForSequenceClassification``, with any name of its body
+(``transformer.h.0...``). ``own``: for families without such a class, or whose class computes
+something else. Such a folder contains
+
+* ``config.json``: the config of the language model that the body is from, with
+  ``architectures: ["BurnishScoreModel"]``, the number of outputs (``num_labels``, ``id2label``) and
+  the statistics and weights of the outputs that a classifier's config has.
+* ``*.safetensors``: the body's parameters and persistent buffers as ``model.<name>``, and
+  ``score.weight`` [outputs, width], where ``<name>`` is the name in the module that
+  ``AutoModelForCausalLM.from_config(config).get_decoder()`` returns.
+
+``models/scalar_support.py`` decides which form a family gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from burnish.config.model import ModelConfig
+from burnish.models.buffers import persistent_buffers
+from burnish.models.empty import weight_files
+from burnish.models.paths import ModelError
+from burnish.models.support import plain_torch
+
+OWN_CLASS = "BurnishScoreModel"
+"""Architecture in the config of a folder of the form ``own``."""
+
+
+class ScalarModel(nn.Module):
+    """A body and a linear output: ``score(body(tokens))``, one number per token and output."""
+
+    def __init__(self, body: PreTrainedModel, score: nn.Linear) -> None:
+        super().__init__()
+        self.model = body
+        self.score = score
+        self.config = body.config
+
+
+def head_width(network: Any) -> int:
+    """Return the width of the hidden states that the body of a language model returns: the input
+    of its output projection.
+
+    ``hidden_size`` differs if the body ends in a projection (OPT-350m: 1024, projected to 512).
+    """
+    head = network.get_output_embeddings()
+    if isinstance(head, nn.Linear):
+        return head.in_features
+    return int(network.get_decoder().config.get_text_config().hidden_size)
+
+
+def path_of(body_class: str, owner: nn.Module) -> str | None:
+    """Return the name in ``owner`` of its only module of the class named ``body_class``; None if it
+    has none or several."""
+    names = [name for name, m in owner.named_modules() if type(m).__name__ == body_class]
+    return names[0] if len(names) == 1 else None
+
+
+def is_own(config: PretrainedConfig) -> bool:
+    """Return whether ``config`` is that of a folder of the form ``own``."""
+    return (config.architectures or []) == [OWN_CLASS]
+
+
+def empty_scalar(config: PretrainedConfig, outputs: int, *, bias: bool, trust: bool) -> ScalarModel:
+    """Return the scalar model of a language model's config with its parameters on the meta device.
+    Buffers are computed."""
+    with plain_torch(), init_empty_weights(include_buffers=False):
+        network = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=trust
+        )
+        score = nn.Linear(head_width(network), outputs, bias=bias)
+    network.tie_weights()  # moving parameters to the meta device untied them
+    return ScalarModel(network.get_decoder(), score)
+
+
+def save_own(
+    weights: Mapping[str, Tensor], config: PretrainedConfig, folder: Path, *, shard: str = "5GB"
+) -> None:
+    """Write parameters and persistent buffers of a scalar model, and its config with all fields but
+    the architecture, to ``folder``."""
+    config.architectures = [OWN_CLASS]
+    config.save_pretrained(folder)
+    save_torch_state_dict(dict(weights), folder, max_shard_size=shard, metadata={"format": "pt"})
+
+
+def load_own(config: ModelConfig, found: PretrainedConfig, name: str) -> ScalarModel:
+    """Return the scalar model of a folder of the form ``own`` in the dtype of its files, on the
+    CPU. ``found``: the folder's config. ``name``: for messages.
+
+    Raises ModelError if the files do not fit the config.
+    """
+    files = weight_files(config)
+    if files is None:
+        raise ModelError(f"{name} has no safetensors files, or some are missing; export it again")
+    model = empty_scalar(
+        found,
+        int(found.num_labels or 1),
+        bias="score.bias" in files,
+        trust=config.trust_remote_code,
+    )
+    try:
+        check_names(model, files)
+        tensors = {tensor_name: files.read(tensor_name) for tensor_name in files}
+        model.load_state_dict(tensors, strict=False, assign=True)
+    except (ValueError, RuntimeError) as error:
+        raise ModelError(
+            f"{name}: its safetensors files and its config do not fit ({error}); export it again"
+        ) from error
+    return model
+
+
+def check_names(model: ScalarModel, names: Iterable[str]) -> None:
+    """Raise ValueError unless ``names`` are those of the parameters and persistent buffers."""
+    expected = {name for name, _ in model.named_parameters()}
+    expected |= {name for name, _ in persistent_buffers(model)}
+    if misfits := sorted(expected ^ set(names)):
+        raise ValueError(f"{misfits[0]} is only in one of them")

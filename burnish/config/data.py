@@ -105,6 +105,11 @@ class DataConfig(Node):
         return [s for s in self.sources if isinstance(s, HubSource) and s.streaming]
 
     @property
+    def may_lose_rows(self) -> bool:
+        """Return whether rows can be left out: unusable ones, or those over the length limit."""
+        return self.on_bad_row == "skip" or self.overlong != "error"
+
+    @property
     def row_keys(self) -> Keys:
         """Columns that the form of a row depends on."""
         return Keys("steps", self.form, self.prompt_key, own=True)

@@ -68,7 +68,7 @@ class EvaluateConfig(InferenceJob):
             episodes=self.episodes,
         )
 
-    def launch_table(self) -> list[tuple[str, str, str]]:
+    def launch_table(self, num_rows: int | None = None) -> list[tuple[str, str, str]]:
         return self.form_lines() + episodes_lines(
             self.episodes, turn_tokens=self.eval.generate_max_len, at_once=self.rows_per_step
         )

@@ -161,7 +161,7 @@ class GenerateConfig(RowsJob):
             temperature=self.rollout.temperature,
         )
 
-    def launch_table(self) -> list[tuple[str, str, str]]:
+    def launch_table(self, num_rows: int | None = None) -> list[tuple[str, str, str]]:
         rollout = self.rollout
         return self.form_lines() + episodes_lines(
             rollout.episodes, turn_tokens=rollout.generate_max_len, at_once=self.rows_per_step

@@ -117,8 +117,9 @@ class JobConfig(Node):
     def resolve(self) -> JobSpec:
         """Return the facts of the job that several modules need. Raises BatchError."""
 
-    def launch_table(self) -> list[tuple[str, str, str]]:
-        """Return rows (name, value, origin) of the table printed at start."""
+    def launch_table(self, num_rows: int | None = None) -> list[tuple[str, str, str]]:
+        """Return rows (name, value, origin) of the table printed at start. ``num_rows``: usable
+        rows of the training data, if they were counted."""
         return self.form_lines()
 
     def form_lines(self) -> list[tuple[str, str, str]]:
@@ -179,7 +180,7 @@ class TrainingJob(JobConfig):
     def eval_metrics(self) -> frozenset[str]:
         """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
 
-    def launch_table(self) -> list[tuple[str, str, str]]:
+    def launch_table(self, num_rows: int | None = None) -> list[tuple[str, str, str]]:
         """Return rows (name, value, origin) of the table printed at start."""
         return [*batch_table(self.batch_plan()), *self.form_lines()]
 
@@ -210,14 +211,15 @@ class SupervisedJob(TrainingJob):
 
     train: TrainConfig
     """Batches, optimizer, schedule."""
-    max_epochs: int = Field(1, ge=1)
-    """Passes over the data. Rows dropped by ``overlong: drop`` count too."""
+    max_epochs: int | None = Field(None, ge=1)
+    """Passes over the usable rows: without those that ``overlong`` drops or ``on_bad_row`` skips.
+    None: 1, or as many as ``max_steps`` needs."""
     drop_last: bool = True
     """Drop the last epoch's rows that do not fill a batch. False: the last step is a smaller batch,
     averaged over its own tokens or rows, so each row is seen exactly ``max_epochs`` times; several
     sources need ``data.mix: size``."""
     max_steps: int | None = Field(None, ge=1)
-    """Stop after this many optimizer steps at the latest. None: by epochs."""
+    """Number of optimizer steps; with ``max_epochs`` the smaller of both. None: by epochs."""
     eval_every_n_steps: int = Field(0, ge=0)
     """Evaluate on ``eval_data`` every this many steps, and at step 0 and the end. 0: only then."""
     eval_every_n_epochs: int = Field(0, ge=0)
@@ -272,33 +274,40 @@ class SupervisedJob(TrainingJob):
     def steps_for(self, num_rows: int | None) -> int:
         """Return the number of optimizer steps over ``num_rows`` rows. Raises ValueError if both it
         and ``max_steps`` are None."""
-        if num_rows is None:
-            if self.max_steps is None:
-                raise ValueError("data of unknown length need max_steps")
+        if self.max_steps is not None and (num_rows is None or self.max_epochs is None):
             return self.max_steps
+        if num_rows is None:
+            raise ValueError("data of unknown length need max_steps")
         size = self.batch_plan().train_batch_size
-        rows = num_rows * self.max_epochs
+        rows = num_rows * (self.max_epochs or 1)
         by_epochs = max(1, rows // size if self.drop_last else -(-rows // size))
         return min(by_epochs, self.max_steps or by_epochs)
+
+    @property
+    def counts_rows(self) -> bool:
+        """Return whether the steps, or the times of evaluations, depend on the number of rows."""
+        return self.max_steps is None or self.max_epochs is not None or self.eval_every_n_epochs > 0
 
     def batch_size_at(self, step: int, num_rows: int | None) -> int:
         """Return the number of rows that optimizer step ``step`` (from 1) takes of data with
         ``num_rows`` rows. None: unknown."""
         size = self.batch_plan().train_batch_size
-        if num_rows is None:
+        if num_rows is None or (self.max_epochs is None and self.max_steps is not None):
             return size
-        left = num_rows * self.max_epochs - (step - 1) * size
+        left = num_rows * (self.max_epochs or 1) - (step - 1) * size
         return min(size, left) if not self.drop_last and left > 0 else size
 
-    def launch_table(self) -> list[tuple[str, str, str]]:
+    def launch_table(self, num_rows: int | None = None) -> list[tuple[str, str, str]]:
         """Return rows for the batch and for the number of times each row is seen."""
-        table, num = super().launch_table(), total_rows(self.rows, self.rows_per_item)
+        table = super().launch_table()
+        num = num_rows or total_rows(self.rows, self.rows_per_item)
         if num is None:
             return table
         steps = self.steps_for(num)
         drawn = sum(self.batch_size_at(step, num) for step in (1, steps)[: min(2, steps)])
         drawn += max(0, steps - 2) * self.batch_plan().train_batch_size
-        return table + passes_lines(self.rows, num, drawn=drawn, steps=steps)
+        counted = num_rows is not None
+        return table + passes_lines(self.rows, num, (steps, drawn), counted=counted)
 
     def rules(self) -> Iterator[str]:
         yield from training_rules(self, self.train)
@@ -335,6 +344,11 @@ class SupervisedJob(TrainingJob):
             eval_key="eval_every_n_steps",
             measures_kl=False,
         )
+        if not self.drop_last and self.max_steps is not None and self.max_epochs is None:
+            yield (
+                f"drop_last=false has no effect with max_steps={self.max_steps}, after which a run "
+                "ends wherever it is in the data; set max_epochs instead, or remove drop_last"
+            )
         if not self.drop_last and len(self.rows.sources) > 1 and self.rows.mix == "weight":
             yield (
                 "drop_last=false with sources drawn by weight: such an epoch has no last row; "

@@ -36,22 +36,36 @@ def step_rules(data: DataConfig, *, max_steps: int | None, max_epochs: int | Non
             "max_steps derived from it)"
         )
     if max_epochs is not None:
-        yield from _unknown_length(data, f"max_epochs={max_epochs} counts the prompts")
+        why = f"max_epochs={max_epochs} counts the prompts"
+        yield from _unknown_length(data, why)
+        yield from _unknown_losses(data, why)
 
 
 def supervised_rules(
-    data: DataConfig, *, max_steps: int | None, max_epochs: int, drop_last: bool
+    data: DataConfig, *, max_steps: int | None, max_epochs: int | None, drop_last: bool
 ) -> Iterator[str]:
     """Yield an error if the length of a run over given rows, or its last batch, depends on an
     unknown number of rows."""
     if max_steps is None:
-        yield from _unknown_length(data, f"max_epochs={max_epochs} counts the rows")
-    elif max_epochs > 1:
+        why = f"max_epochs={max_epochs or 1} counts the rows"
+        yield from _unknown_length(data, why)
+        yield from _unknown_losses(data, why)
+    elif max_epochs is not None:
         why = f"max_epochs={max_epochs} with max_steps={max_steps} counts the rows"
         yield from _unknown_length(data, why, instead="remove max_epochs")
+        yield from _unknown_losses(data, why, instead="remove max_epochs")
     if not drop_last:
         yield from _unknown_length(
             data, "drop_last=false counts the rows", instead="remove drop_last"
+        )
+
+
+def _unknown_losses(data: DataConfig, why: str, instead: str = "set max_steps") -> Iterator[str]:
+    if data.streamed and data.may_lose_rows:
+        yield (
+            f"{why}, but {data.streamed[0].path} is streamed, so it is unknown how many rows "
+            f"overlong={data.overlong} and on_bad_row={data.on_bad_row} leave out; {instead}, or "
+            "use overlong=error and on_bad_row=fail"
         )
 
 

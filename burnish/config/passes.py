@@ -28,6 +28,13 @@ _LARGEST = 2 << 30
 
 Line = tuple[str, str, str]
 
+NOT_COUNTED: Line = (
+    "rows dropped or skipped",
+    "?",
+    "the numbers above include them; the run counts them at its start",
+)
+"""Line of the batch table before the usable rows are counted."""
+
 
 def num_rows(source: SourceConfig) -> int | None:
     """Return the number of rows of a source, or None if it is unknown before the source is opened
@@ -96,10 +103,13 @@ def held_out_line(data: DataConfig) -> list[Line]:
 
 
 def passes_lines(
-    data: DataConfig, total: int, *, drawn: int, steps: int, more: str = ""
+    data: DataConfig, total: int, length: tuple[int, int], *, counted: bool, more: str = ""
 ) -> list[Line]:
-    """Return lines (name, value, origin) with the number of times each row is seen, if ``steps``
-    steps draw ``drawn`` rows of ``total``. ``more``: appended to the number of steps."""
+    """Return lines (name, value, origin) with the number of times each of ``total`` rows is seen.
+
+    ``length``: number of steps, and of the rows that they draw. ``counted``: ``total`` counts only
+    usable rows. ``more``: appended to the number of steps."""
+    steps, drawn = length
     over = f"{steps} step{'s' * (steps > 1)}{more}"
     sizes = source_sizes(data) or []
     items = [size * total // sum(sizes) for size in sizes]
@@ -107,9 +117,12 @@ def passes_lines(
     if len(items) > 1:
         each = zip(data.sources, items, strict=True)
         how = "; ".join(f"{_name(source)} {size}" for source, size in each)
-    even = len(items) == 1 or data.mix == "size"
-    seen = _evenly(drawn, total) if even else _by_weight(data, items, drawn)
-    return [("rows of data (N)", str(total), how), ("rows drawn", str(drawn), f"{over}: {seen}")]
+    if len(data.sources) == 1 or data.mix == "size":
+        over += f": {_evenly(drawn, total)}"
+    elif items:
+        over += f": {_by_weight(data, items, drawn)}"
+    lines = [("rows of data (N)", str(total), how), ("rows drawn", str(drawn), over)]
+    return lines if counted or not data.may_lose_rows else [*lines, NOT_COUNTED]
 
 
 def _evenly(drawn: int, total: int) -> str:

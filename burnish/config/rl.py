@@ -254,19 +254,19 @@ class RLConfig(TrainingJob):
         steps = max(1, num_prompts * self.max_epochs // self.rollout.rollout_batch_size)
         return self.model_copy(update={"max_steps": steps, "max_epochs": None})
 
-    def launch_table(self) -> list[tuple[str, str, str]]:
+    def launch_table(self, num_rows: int | None = None) -> list[tuple[str, str, str]]:
         """Return rows for the batch, the number of draws per prompt, the episodes, and the
         aggregation of per-token losses."""
-        table, num = super().launch_table(), total_rows(self.data)
+        table, num = super().launch_table(), num_rows or total_rows(self.data)
         rollout, size = self.rollout, self.rollout.rollout_batch_size
         if self.max_epochs is not None:
             table.append(self._steps_line(num))
         if num is not None:
             steps = self.with_steps(num).num_steps
             more = " or more" if rollout.dynamic_sampling is not None else ""
-            table += passes_lines(self.data, num, drawn=steps * size, steps=steps, more=more)
-        critic = self._critic_ranks()
-        if critic is not None:
+            length, counted = (steps, steps * size), num_rows is not None
+            table += passes_lines(self.data, num, length, counted=counted, more=more)
+        if (critic := self._critic_ranks()) is not None:
             table += critic_table(self.batch_plan(), critic)
         at_once = rollout.rollout_batch_size * rollout.n_samples_per_prompt
         table += episodes_lines(

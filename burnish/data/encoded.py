@@ -69,12 +69,14 @@ class EncodedStream(Generic[T]):
         *,
         seed: int,
         sources: Sequence[Source] | None = None,
+        section: str = "data",
     ) -> None:
-        """``sources``: the opened sources of ``config``, if they are open already."""
+        """``sources``: the opened sources of ``config``, if they are open already. ``section``: the
+        place of ``config`` in the recipe, for messages."""
         opened = open_rows(config) if sources is None else sources
         self.sources = {source.name: source for source in opened}
         self._encoder = encoder
-        self._config = config
+        self._config, self._section = config, section
         weights = [source.weight for source in config.sources]
         self._index = IndexStream(
             {
@@ -153,8 +155,9 @@ class EncodedStream(Generic[T]):
             self._counts["skipped"] += 1
             if self._counts["skipped"] == 1:
                 _log.warning(
-                    "%s\nThe row is skipped (on_bad_row: skip; logged once, such rows are counted)",
-                    fitted.bad,
+                    "%s: %s\nThe row is skipped (on_bad_row: skip; logged once, such rows are "
+                    "counted)",
+                    *(self._section, fitted.bad),
                 )
         self._dropped_in_a_row[source] += 1
         rows = self.sources[source]
@@ -167,11 +170,17 @@ class EncodedStream(Generic[T]):
 
 
 def load_all(
-    sources: Sequence[Source], config: DataConfig, encoder: Encoder[T], *, limit: int | None = None
+    sources: Sequence[Source],
+    config: DataConfig,
+    encoder: Encoder[T],
+    *,
+    limit: int | None = None,
+    section: str = "data",
 ) -> list[T]:
     """Return every row once, source after source in file order, at most ``limit`` usable rows.
 
-    Logs the numbers of dropped and truncated rows. Raises DataError if no row is left.
+    ``section``: the place of ``config`` in the recipe, for messages. Logs the numbers of skipped,
+    dropped and truncated rows. Raises DataError if no row is left.
     """
     items: list[T] = []
     dropped = truncated = 0
@@ -191,15 +200,23 @@ def load_all(
         else:
             items.append(fitted.item)
     notices.log_totals(encoder.unit)
-    _log_bad(bad, encoder.unit)
+    _log_bad(bad, section, encoder.unit)
     if not items and not dropped and bad:
-        raise _all_bad("the data", bad[0])
+        raise _all_bad(section, bad[0])
     if not items and dropped:
-        raise _all_dropped("the data", encoder, config.overlong)
+        raise _all_dropped(section, encoder, config.overlong)
     if dropped or truncated:
         _log.warning(
-            "%d %ss dropped and %d truncated because they exceed %s=%d (%d kept)",
-            *(dropped, encoder.unit, truncated, encoder.limit_name, encoder.limit, len(items)),
+            "%s: %d %ss dropped and %d truncated because they exceed %s=%d (%d kept)",
+            *(
+                section,
+                dropped,
+                encoder.unit,
+                truncated,
+                encoder.limit_name,
+                encoder.limit,
+                len(items),
+            ),
         )
     return items
 
@@ -236,7 +253,7 @@ class EncodedTable(Generic[T]):
         self._notices.log_totals(encoder.unit)
         if self._num_bad:
             raise DataError(self._what_is_bad())
-        _log_bad(self._skipped, encoder.unit)
+        _log_bad(self._skipped, "data", encoder.unit)
         if not len(self):
             if self._skipped and not self.dropped:
                 raise _all_bad("the data", self._skipped[0])
@@ -337,11 +354,11 @@ def _encoded(source: Source, ref: RowRef, encoder: Encoder[T], notices: Notices)
     return item, row.where
 
 
-def _log_bad(bad: Sequence[str], unit: str) -> None:
+def _log_bad(bad: Sequence[str], section: str, unit: str) -> None:
     if bad:
         _log.warning(
-            "%d %ss are unusable and skipped (on_bad_row: skip); the first: %s",
-            *(len(bad), unit, bad[0]),
+            "%s: %d %ss are unusable and skipped (on_bad_row: skip); the first: %s",
+            *(section, len(bad), unit, bad[0]),
         )
 
 

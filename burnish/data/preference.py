@@ -60,7 +60,11 @@ class PreferenceStream(EncodedStream[Pair]):
 
 
 def load_pairs(
-    config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None = None
+    config: PreferenceDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int | None = None,
+    *,
+    section: str = "data",
 ) -> Batch:
     """Return all pairs once, in file order, at most ``limit``.
 
@@ -68,7 +72,7 @@ def load_pairs(
     """
     sources = open_rows(config)
     encoder = PairEncoder(config, tokenizer, sources)
-    return _batch(load_all(sources, config, encoder, limit=limit))
+    return _batch(load_all(sources, config, encoder, limit=limit, section=section))
 
 
 class PairEncoder:

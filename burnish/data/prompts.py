@@ -38,7 +38,11 @@ class PromptStream(EncodedStream[Prompt]):
 
 
 def load_prompts(
-    config: PromptDataConfig, tokenizer: PreTrainedTokenizerBase, *, limit: int | None = None
+    config: PromptDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    limit: int | None = None,
+    section: str = "data",
 ) -> list[Prompt]:
     """Return all prompts once, in file order, at most ``limit``.
 
@@ -46,7 +50,8 @@ def load_prompts(
     """
     sources = open_rows(config)
     check_label_key(config, sources)
-    return load_all(sources, config, PromptEncoder(config, tokenizer), limit=limit)
+    encoder = PromptEncoder(config, tokenizer)
+    return load_all(sources, config, encoder, limit=limit, section=section)
 
 
 class PromptEncoder:

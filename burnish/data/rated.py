@@ -48,10 +48,13 @@ class RatedStream(EncodedStream[RatedExample]):
         return _batch(self.take(num_rows), first_group=self.counts["rows_seen"] - num_rows)
 
 
-def load_rated(config: RatedDataConfig, tokenizer: PreTrainedTokenizerBase) -> Batch:
+def load_rated(
+    config: RatedDataConfig, tokenizer: PreTrainedTokenizerBase, *, section: str = "data"
+) -> Batch:
     """Return all responses once, in file order. Raises DataError as the stream does."""
     sources = open_rows(config)
-    return _batch(load_all(sources, config, RatedEncoder(config, tokenizer, sources)))
+    encoder = RatedEncoder(config, tokenizer, sources)
+    return _batch(load_all(sources, config, encoder, section=section))
 
 
 class RatedEncoder:

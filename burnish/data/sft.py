@@ -40,10 +40,15 @@ class SFTStream(EncodedStream[TokenRow]):
     row."""
 
     def __init__(
-        self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
+        self,
+        config: SFTDataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int,
+        section: str = "data",
     ) -> None:
         """Raises DataError if a source or the tokenizer cannot be used."""
-        super().__init__(config, SFTEncoder(config, tokenizer), seed=seed)
+        super().__init__(config, SFTEncoder(config, tokenizer), seed=seed, section=section)
 
     def next(self, num_rows: int) -> Batch:
         """Return the next ``num_rows`` rows. Each has its own group id, unique within the run."""
@@ -52,12 +57,17 @@ class SFTStream(EncodedStream[TokenRow]):
 
 
 def load_rows(
-    config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None = None
+    config: SFTDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int | None = None,
+    *,
+    section: str = "data",
 ) -> Batch:
     """Return all rows once, in file order, at most ``limit``. Raises DataError as the stream
     does."""
     sources = open_rows(config)
-    return _batch(load_all(sources, config, SFTEncoder(config, tokenizer), limit=limit))
+    encoder = SFTEncoder(config, tokenizer)
+    return _batch(load_all(sources, config, encoder, limit=limit, section=section))
 
 
 class SFTEncoder:

@@ -57,10 +57,12 @@ class StepsStream(EncodedStream[Solution]):
         return _batch(self.take(num_rows), first_group=first)
 
 
-def load_solutions(config: StepsDataConfig, tokenizer: PreTrainedTokenizerBase) -> Batch:
+def load_solutions(
+    config: StepsDataConfig, tokenizer: PreTrainedTokenizerBase, *, section: str = "data"
+) -> Batch:
     """Return all solutions once, in file order. Raises DataError as the stream does."""
     encoder = StepsEncoder(config, tokenizer)
-    return _batch(load_all(open_rows(config), config, encoder))
+    return _batch(load_all(open_rows(config), config, encoder, section=section))
 
 
 class StepsEncoder:

@@ -64,13 +64,15 @@ class SplitPairsStream(PreferenceStream):
         return split_pairs(super().next(num_rows // 2))
 
 
-def load_unpaired(config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase) -> Batch:
+def load_unpaired(
+    config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, *, section: str = "data"
+) -> Batch:
     """Return all responses once, in file order. Raises DataError as the streams do."""
     if config.label_key is None:
-        return split_pairs(load_pairs(config, tokenizer))
+        return split_pairs(load_pairs(config, tokenizer, section=section))
     sources = open_rows(config)
     encoder = UnpairedEncoder(config, tokenizer, sources)
-    return _batch(load_all(sources, config, encoder), first_group=0)
+    return _batch(load_all(sources, config, encoder, section=section), first_group=0)
 
 
 def split_pairs(pairs: Batch) -> Batch:

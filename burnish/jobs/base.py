@@ -12,6 +12,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -37,6 +38,16 @@ Functions = Mapping[str, Callable[..., Any]]
 
 C = TypeVar("C", bound=JobConfig)
 L = TypeVar("L", bound="Closable")
+
+
+@dataclass(frozen=True)
+class Usable:
+    """Usable rows of the training data."""
+
+    num_rows: int | None = None
+    """None: unknown, or not counted."""
+    notices: tuple[str, ...] = ()
+    """Sentences about rows that are left out, and about the number of steps."""
 
 
 class Closable(Protocol):
@@ -91,6 +102,8 @@ class Loop(Closable, Protocol):
 
     total_steps: int
     """Number of steps of the entire run."""
+    usable: Usable
+    """Usable rows of the training data, if they were counted."""
     eval_times: EvalTimes
     """Steps after which the run evaluates, in addition to the last one."""
     best_metric: str

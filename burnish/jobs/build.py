@@ -66,6 +66,11 @@ def within_positions(
     return data.model_copy(update={name: limit - new_tokens})
 
 
+def eval_place(name: str) -> str:
+    """Return the place of an evaluation set in the recipe. The name of ``eval_data`` is empty."""
+    return f"eval_sets.{name}" if name else "eval_data"
+
+
 def held_out_sets(
     eval_data: Data | None, eval_sets: Mapping[str, Data], *models: ModelConfig
 ) -> dict[str, Data]:
@@ -75,8 +80,7 @@ def held_out_sets(
     found |= eval_sets
     for model in models:
         for name, data in found.items():
-            field = f"eval_sets.{name}" if name else "eval_data"
-            found[name] = within_positions(data, model, field=field)
+            found[name] = within_positions(data, model, field=eval_place(name))
     return found
 
 

@@ -29,11 +29,13 @@ from burnish.data.sft import SFTStream, load_rows
 from burnish.data.sources import DataError
 from burnish.jobs.build import (
     engine_specs,
+    eval_place,
     held_out_sets,
     within_positions,
 )
 from burnish.jobs.objectives import with_expert_balance
 from burnish.jobs.supervised import Supervised, SupervisedTraining
+from burnish.jobs.usable import usable_rows
 from burnish.models.teacher import DistillTargetSpec, by_id, shared_vocabulary
 from burnish.observe.timeline import timed
 from burnish.runtime.base import Runtime
@@ -157,9 +159,13 @@ def build_distill(config: DistillConfig, runtime: Runtime, run_dir: Path) -> Sup
     data = within_positions(config.data, config.model)
     data = within_positions(data, config.teacher.model)
     others = held_out_sets(config.eval_data, config.eval_sets, config.model, config.teacher.model)
-    held_out = {name: load_rows(rows, runtime.tokenizer) for name, rows in others.items()}
+    held_out = {
+        name: load_rows(rows, runtime.tokenizer, section=eval_place(name))
+        for name, rows in others.items()
+    }
     stream = SFTStream(data, runtime.tokenizer, seed=config.seed)
-    total = config.steps_for(stream.num_rows)
+    usable = usable_rows(config, stream.num_rows)
+    total = config.steps_for(usable.num_rows)
     specs = engine_specs(config, total_steps=total)
     teacher = make_teacher(specs["teacher"], config.model, runtime)
     distill_target = distill_target_spec(config, teacher.vocabulary)
@@ -169,10 +175,11 @@ def build_distill(config: DistillConfig, runtime: Runtime, run_dir: Path) -> Sup
     size = config.batch_plan().train_batch_size
     return Supervised(
         stream=timed(stream, runtime.timeline, {"next": "data"}),
+        usable=usable,
         engine=runtime.language_model(student, spans),
         loss=with_expert_balance(loss, config.train.moe_aux_loss_coef),
         total_steps=total,
-        batch_size_at=partial(config.batch_size_at, num_rows=stream.num_rows),
+        batch_size_at=partial(config.batch_size_at, num_rows=usable.num_rows),
         measure=measure_distill(loss, teacher, rows_at_once=size),
         eval_batches=held_out,
         prepare=teacher.prepare,

@@ -147,7 +147,7 @@ def held_out_prompts(
     for key, data in config.sections.items():
         limited = within_positions(data, job.model, new_tokens=new_tokens, field=key)
         name = key.removeprefix("eval.sets.") if key != "eval.data" else ""
-        found[name] = load_prompts(limited, tokenizer, limit=config.num_prompts)
+        found[name] = load_prompts(limited, tokenizer, limit=config.num_prompts, section=key)
     return found
 
 

@@ -37,6 +37,7 @@ from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.unpaired import SplitPairsStream, UnpairedStream, load_unpaired, mismatched_pairs
 from burnish.jobs.build import (
     engine_specs,
+    eval_place,
     held_out_sets,
     log_disabled_noise,
     within_positions,
@@ -50,6 +51,7 @@ from burnish.jobs.reference_cache import load as load_cache
 from burnish.jobs.reference_cache import save as save_cache
 from burnish.jobs.run_dir import REFERENCE_FILE
 from burnish.jobs.supervised import Supervised, SupervisedTraining
+from burnish.jobs.usable import usable_rows
 from burnish.observe.timeline import timed
 from burnish.runtime.base import Runtime
 from burnish.tensors import masked_sum
@@ -282,10 +284,15 @@ def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) 
     data = within_positions(config.data, config.model)
     others = held_out_sets(config.eval_data, config.eval_sets, config.model)
     load = load_unpaired if kto else load_pairs
-    held_out = {name: load(rows, runtime.tokenizer) for name, rows in others.items()}
+    held_out = {
+        name: load(rows, runtime.tokenizer, section=eval_place(name))
+        for name, rows in others.items()
+    }
     kind = PreferenceStream if not kto else UnpairedStream if data.label_key else SplitPairsStream
     stream = kind(data, runtime.tokenizer, seed=config.seed)
-    total = config.steps_for(stream.num_rows)
+    usable = usable_rows(config, stream.num_rows)
+    total = config.steps_for(usable.num_rows)
+    batch_size_at = partial(config.batch_size_at, num_rows=usable.num_rows)
     specs = engine_specs(config, total_steps=total)
     log_disabled_noise(config.model, "policy")
     rows: Iterable[Batch] | None = None
@@ -294,7 +301,7 @@ def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) 
         if kto:
             rows = KtoBatches(
                 open_stream=partial(kind, data, runtime.tokenizer, seed=config.seed),
-                batch_size_at=partial(config.batch_size_at, num_rows=stream.num_rows),
+                batch_size_at=batch_size_at,
                 total_steps=total,
                 max_len=data.max_len,
                 held_out=held,
@@ -314,21 +321,16 @@ def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) 
             weigh=policy if config.weight_pairs else None,
         )
 
-    loss = preference_objective(
-        config.loss,
-        added=config.added_terms,
-        nll_coef=config.nll_coef,
-        divergence=config.f_divergence,
-        alpha=config.f_alpha,
-        ld_alpha=config.ld_alpha,
-        weight_pairs=config.weight_pairs,
-    )
+    options = {"divergence": config.f_divergence, "alpha": config.f_alpha}
+    options |= {name: vars(config)[name] for name in ("nll_coef", "ld_alpha", "weight_pairs")}
+    loss = preference_objective(config.loss, added=config.added_terms, **options)
     return Supervised(
         stream=timed(stream, runtime.timeline, {"next": "data"}),
+        usable=usable,
         engine=policy,
         loss=with_expert_balance(loss, config.train.moe_aux_loss_coef),
         total_steps=total,
-        batch_size_at=partial(config.batch_size_at, num_rows=stream.num_rows),
+        batch_size_at=batch_size_at,
         measure=measure_preferences(loss, prepare_within(others.get("", data))),
         eval_batches=held_out,
         prepare=prepare_within(data),

@@ -19,7 +19,7 @@ from burnish.config.steps import PairsDataConfig, RewardRows, StepsDataConfig
 from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.rated import RatedStream, load_rated
 from burnish.data.steps import StepsStream, load_solutions
-from burnish.jobs.build import engine_specs, held_out_sets, within_positions
+from burnish.jobs.build import engine_specs, eval_place, held_out_sets, within_positions
 from burnish.jobs.degenerate import NoSignalMonitor, pair_signal
 from burnish.jobs.objectives import (
     pair_scores,
@@ -29,6 +29,7 @@ from burnish.jobs.objectives import (
 )
 from burnish.jobs.rated_reward import measure_rated, rated_objective
 from burnish.jobs.supervised import Supervised, SupervisedTraining
+from burnish.jobs.usable import usable_rows
 from burnish.observe.timeline import timed
 from burnish.runtime.base import Runtime
 from burnish.train.base import Loss, Outputs, TrainEngine
@@ -38,15 +39,17 @@ from burnish.types import Batch, Stats
 def build_reward_model(config: RewardModelConfig, runtime: Runtime, run_dir: Path) -> Supervised:
     """Return the components of a reward-model run."""
     stream, held_out = _stream(config, runtime.tokenizer), _held_out(config, runtime.tokenizer)
-    total = config.steps_for(stream.num_rows)
+    usable = usable_rows(config, stream.num_rows)
+    total = config.steps_for(usable.num_rows)
     spans = {"forward_backward": "train", "optim_step": "optim", "values": "eval"}
     spec = engine_specs(config, total_steps=total)["reward"]
     return Supervised(
         stream=timed(stream, runtime.timeline, {"next": "data"}),
+        usable=usable,
         engine=runtime.scalar_model(spec, seed=config.seed, spans=spans),
         loss=with_expert_balance(_objective(config), config.train.moe_aux_loss_coef),
         total_steps=total,
-        batch_size_at=partial(config.batch_size_at, num_rows=stream.num_rows),
+        batch_size_at=partial(config.batch_size_at, num_rows=usable.num_rows),
         measure=_measure(config),
         eval_batches=held_out,
         signal=NoSignalMonitor(config.train.max_steps_without_signal),
@@ -90,13 +93,13 @@ def _held_out(config: RewardModelConfig, tokenizer: PreTrainedTokenizerBase) -> 
         if isinstance(rows, RatedDataConfig):
             rated: RatedDataConfig = rows
             limited = held_out_sets(None, {name: rated}, config.model)
-            found[name] = load_rated(limited[name], tokenizer)
+            found[name] = load_rated(limited[name], tokenizer, section=eval_place(name))
         elif isinstance(rows, StepsDataConfig):
             steps = held_out_sets(None, {name: rows}, config.model)
-            found[name] = load_solutions(steps[name], tokenizer)
+            found[name] = load_solutions(steps[name], tokenizer, section=eval_place(name))
         else:
             pairs = held_out_sets(None, {name: rows}, config.model)
-            found[name] = load_pairs(pairs[name], tokenizer)
+            found[name] = load_pairs(pairs[name], tokenizer, section=eval_place(name))
     return found
 
 

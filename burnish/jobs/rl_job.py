@@ -17,7 +17,7 @@ from burnish.config.train import CriticConfig
 from burnish.data.prompts import PromptStream
 from burnish.data.sft import SFTStream
 from burnish.episodes.runner import Players
-from burnish.jobs.base import Functions, Job, Loop, Metrics, seed_everything
+from burnish.jobs.base import Functions, Job, Loop, Metrics, Usable, seed_everything
 from burnish.jobs.build import (
     WeightedRewards,
     engine_specs,
@@ -46,6 +46,7 @@ from burnish.jobs.ptx import Ptx, ptx_objective
 from burnish.jobs.rl import RL, RLState, rl_step
 from burnish.jobs.rollout_records import Recorder
 from burnish.jobs.trainer import Trainer
+from burnish.jobs.usable import usable_prompts
 from burnish.observe.samples import write_samples
 from burnish.observe.timeline import SAMPLER, SCORING, Timeline, timed
 from burnish.rewards.base import RewardSet
@@ -77,7 +78,7 @@ class RLLoop:
     def __init__(self, run: RL, evaluator: Evaluator | None) -> None:
         self.run, self.evaluator, self.state = run, evaluator, RLState(run)
         config = run.config
-        self.total_steps = config.num_steps
+        self.total_steps, self.usable = config.num_steps, Usable()
         self.eval_times = EvalTimes()
         if config.eval is not None:
             self.eval_times = EvalTimes(config.eval.every_n_steps, config.eval.delay_steps)
@@ -313,7 +314,7 @@ def make_ptx(config: RLConfig, runtime: Runtime) -> Ptx | None:
     if config.ptx is None:
         return None
     data = within_positions(config.ptx.data, config.model, field="ptx.data")
-    stream = SFTStream(data, runtime.tokenizer, seed=config.seed)
+    stream = SFTStream(data, runtime.tokenizer, seed=config.seed, section="ptx.data")
     return Ptx(
         timed(stream, runtime.timeline, {"next": "data"}),
         config.ptx.batch_size,
@@ -358,7 +359,9 @@ class RLJob(Job[RLConfig, Loop]):
     def build(
         self, config: RLConfig, runtime: Runtime, *, run_dir: Path, functions: Functions
     ) -> Loop:
-        return RLLoop(*build_rl(config, runtime, functions, run_dir))
+        loop = RLLoop(*build_rl(config, runtime, functions, run_dir))
+        loop.usable = usable_prompts(config)
+        return loop
 
 
 JOB = RLJob()

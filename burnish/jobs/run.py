@@ -14,10 +14,8 @@ from typing import Any
 
 from burnish.config import JobConfig, RLConfig
 from burnish.config.job import InferenceJob, TrainingJob
-from burnish.config.passes import total_rows
 from burnish.config.placement import PlacementGroupSpec
 from burnish.config.registry import REGISTRY
-from burnish.data.forms import open_rows
 from burnish.jobs.base import Driver, Job, seed_everything
 from burnish.jobs.errors import RunError, StoppedError
 from burnish.jobs.families import check_families
@@ -26,6 +24,7 @@ from burnish.jobs.inputs import check_inputs, recorded_run
 from burnish.jobs.memory_monitor import MemoryMonitor
 from burnish.jobs.parallelism import check_head_divisibility
 from burnish.jobs.run_dir import prepare_run_dir
+from burnish.jobs.usable import count_prompts
 from burnish.jobs.validate import check_before_run
 from burnish.models.load import load_tokenizer
 from burnish.observe.progress import keeping_early_records
@@ -158,9 +157,8 @@ def _with_counted_steps(config: JobConfig) -> JobConfig:
     recipe."""
     if not isinstance(config, RLConfig) or config.max_epochs is None:
         return config
-    num = total_rows(config.data)
-    if num is None:
-        num = sum(len(source) for source in open_rows(config.data))
+    check_inputs(config, resumed=False)
+    num = count_prompts(config)
     counted = config.with_steps(num)
     if problems := counted.broken_rules():
         raise RunError("\n".join(problems))

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from burnish.config import SFTConfig
 from burnish.data.sft import SFTStream, load_rows
-from burnish.jobs.build import engine_specs, held_out_sets, within_positions
+from burnish.jobs.build import engine_specs, eval_place, held_out_sets, within_positions
 from burnish.jobs.degenerate import NoSignalMonitor
 from burnish.jobs.objectives import sft_objective, with_expert_balance
 from burnish.jobs.supervised import Supervised, SupervisedTraining
+from burnish.jobs.usable import usable_rows
 from burnish.observe.timeline import timed
 from burnish.runtime.base import Runtime
 from burnish.tensors import masked_sum
@@ -23,18 +24,23 @@ def build_sft(config: SFTConfig, runtime: Runtime, run_dir: Path) -> Supervised:
     """Return the components of an SFT run."""
     data = within_positions(config.data, config.model)
     others = held_out_sets(config.eval_data, config.eval_sets, config.model)
-    held_out = {name: load_rows(rows, runtime.tokenizer) for name, rows in others.items()}
+    held_out = {
+        name: load_rows(rows, runtime.tokenizer, section=eval_place(name))
+        for name, rows in others.items()
+    }
     stream = SFTStream(data, runtime.tokenizer, seed=config.seed)
-    total = config.steps_for(stream.num_rows)
+    usable = usable_rows(config, stream.num_rows)
+    total = config.steps_for(usable.num_rows)
     spans = {"forward_backward": "train", "optim_step": "optim", "logprobs": "eval"}
     spec = engine_specs(config, total_steps=total)["policy"]
     spec = replace(spec, neftune_noise_alpha=config.neftune_noise_alpha)
     return Supervised(
         stream=timed(stream, runtime.timeline, {"next": "data"}),
+        usable=usable,
         engine=runtime.language_model(spec, spans),
         loss=with_expert_balance(sft_objective(config.loss), config.train.moe_aux_loss_coef),
         total_steps=total,
-        batch_size_at=partial(config.batch_size_at, num_rows=stream.num_rows),
+        batch_size_at=partial(config.batch_size_at, num_rows=usable.num_rows),
         measure=measure_sft,
         eval_batches=held_out,
         signal=NoSignalMonitor(config.train.max_steps_without_signal),

@@ -18,7 +18,7 @@ from burnish.data.rated import RatedStream
 from burnish.data.sft import SFTStream
 from burnish.data.steps import StepsStream
 from burnish.data.unpaired import UnpairedStream
-from burnish.jobs.base import Functions, Job, Loop, Metrics
+from burnish.jobs.base import Functions, Job, Loop, Metrics, Usable
 from burnish.jobs.degenerate import Finding, NoSignalMonitor
 from burnish.jobs.eval_times import EvalTimes
 from burnish.jobs.memory_monitor import MemoryMonitor
@@ -36,6 +36,8 @@ class Supervised:
     """The components of a supervised run."""
 
     stream: SFTStream | PreferenceStream | UnpairedStream | StepsStream | RatedStream
+    usable: Usable
+    """Rows of the stream that can be used in one epoch."""
     engine: TrainEngine
     loss: Loss
     total_steps: int
@@ -129,6 +131,7 @@ class SupervisedLoop:
     def __init__(self, run: Supervised, eval_times: EvalTimes) -> None:
         self.run, self.state = run, SupervisedState(run)
         self.total_steps, self.eval_times = run.total_steps, eval_times
+        self.usable = run.usable
 
     def step(self, number: int) -> Metrics:
         """Train on one batch with one update."""
@@ -164,7 +167,7 @@ class SupervisedTraining(Job[S, Loop]):
         times = EvalTimes(
             every_n_steps=config.eval_every_n_steps,
             delay_steps=config.eval_delay_steps,
-            rows_per_period=config.eval_every_n_epochs * (run.stream.num_rows or 0),
+            rows_per_period=config.eval_every_n_epochs * (run.usable.num_rows or 0),
             rows_per_step=config.batch_plan().train_batch_size,
         )
         return SupervisedLoop(run, times)

@@ -24,7 +24,7 @@ from burnish.data.sources import DataError
 from burnish.jobs.base import Driver, Loop, Metrics, rare_garbage_collection
 from burnish.jobs.checkpointing import Checkpointing, PreStepState, RunPosition
 from burnish.jobs.early_stopping import StopCounters
-from burnish.jobs.errors import Interrupted, StoppedError
+from burnish.jobs.errors import Interrupted, RunError, StoppedError
 from burnish.jobs.memory_monitor import OOM_FILE, MemoryMonitor
 from burnish.jobs.rollout_records import drop_records_after
 from burnish.jobs.signals import StopSignals
@@ -82,7 +82,7 @@ class Trainer(Driver[Loop]):
             self._restore(loop)
         self._log_best_mode()
         # A successful restore proves that this recipe and the run in the folder match.
-        self._log_config_diff()
+        self._log_config_diff(loop.total_steps)
         write_text(self.records_dir / "config.yaml", dump_yaml(self.config))
         self.metrics.start_trackers()
         self.checkpoints.start_clock()
@@ -106,8 +106,12 @@ class Trainer(Driver[Loop]):
         self.closing.callback(self.progress.close)
         self.closing.push(self._finish_pending_checkpoint)
         self.progress.table(
-            "Batch arithmetic", ("name", "value", "how"), self.config.launch_table()
+            "Batch arithmetic",
+            ("name", "value", "how"),
+            self.config.launch_table(loop.usable.num_rows),
         )
+        for notice in loop.usable.notices:
+            log.warning(notice)
         for warning in self.config.warnings():  # printed when the recipe was loaded
             log.warning(warning, extra=FILE_ONLY)
 
@@ -240,14 +244,26 @@ class Trainer(Driver[Loop]):
         self.progress.message(f"resumed from {newest} at step {step} of {loop.total_steps}")
         return True
 
-    def _log_config_diff(self) -> None:
-        """Log the settings that a resumed run changed."""
+    def _log_config_diff(self, total_steps: int) -> None:
+        """Log the settings that a resumed run changed. Raises RunError if they change the length of
+        the run and no step is left."""
         saved = self.records_dir / "config.yaml"
         if self.checkpoints.saved_step < 0 or not saved.is_file():
             return
         then = yaml.safe_load(saved.read_text(encoding="utf-8"))
         changed = changed_settings(then, yaml.safe_load(dump_yaml(self.config)))
         changed.pop("run_dir", None)
+        keys = [key for key in ("max_steps", "max_epochs") if vars(self.config)[key] is not None]
+        lengths = [f"{key}: {changed[key]}" for key in keys if key in changed]
+        done = self.position.step
+        if done >= total_steps:
+            more = "set max_steps (or max_epochs, if both are set) to a larger number to train on"
+            if lengths:
+                raise RunError(
+                    f"the run {self.run_dir} has done {done} steps, and with {'; '.join(lengths)} "
+                    f"it has {total_steps}, so no step is left; {more}"
+                )
+            log.warning("the run is finished at step %d, so nothing is trained; %s", done, more)
         if changed:
             listed = "; ".join(f"{key}: {change}" for key, change in changed.items())
             self.progress.message(f"changed settings: {listed}")

@@ -138,7 +138,7 @@ def _data_problems(config: JobConfig, say: Say) -> Iterator[str]:
         if section.data.validate == "off":
             say(f"{section.name}: rows are not checked (validate: off)")
             continue
-        found, cached = _checked(section, tokenizer, say)
+        found, cached = checked_section(section, tokenizer, say)
         say(_summary(section, found, cached=cached))
         _say_shared_prompts(section, tokenizer, say)
         if found.num_bad:
@@ -189,14 +189,24 @@ def _listing(section: Section, found: Found) -> str:
     )
 
 
-def _checked(section: Section, tokenizer: PreTrainedTokenizerBase, say: Say) -> tuple[Found, bool]:
+_results: dict[str, Found] = {}
+"""Last results of this process by cache key, or by section if it has none."""
+
+
+def checked_section(
+    section: Section, tokenizer: PreTrainedTokenizerBase, say: Say, *, again: bool = True
+) -> tuple[Found, bool]:
     """Return the result for a section, and if it comes from the cache.
 
     The cache key contains the bytes of the files, so an entry cannot be outdated. A file that
-    changes while it is checked is not cached.
+    changes while it is checked is not cached. ``again``: False to return the last result of this
+    process for rows without a cache key, such as those of a dataset.
     """
     states = _states(section.data)
     key = _key(section, tokenizer)
+    own = key or json.dumps(section.to_json(), sort_keys=True)
+    if own in _results and (key is not None or not again):
+        return _results[own], True
     stored = None if key is None else recall_json("rows", key)
     if isinstance(stored, list) and len(stored) == 3:
         return Found(stored[0], Counter(stored[1]), stored[2]), True
@@ -213,6 +223,8 @@ def _checked(section: Section, tokenizer: PreTrainedTokenizerBase, say: Say) -> 
                 found.add(part)
     if key is not None and states == _states(section.data):
         store_json("rows", key, [found.rows, found.counts, found.problems])
+    if states == _states(section.data):
+        _results[own] = found
     return found, False
 
 

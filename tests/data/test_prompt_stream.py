@@ -160,7 +160,7 @@ def test_dropping_every_row_is_an_error_and_not_an_endless_loop(chars: Tok, json
     says = r"every prompt of source 'rows' exceeds prompt_max_len=2 tokens"
     with pytest.raises(DataError, match=says):
         PromptStream(data, chars, seed=0).next(1)
-    with pytest.raises(DataError, match=r"every prompt of the data exceeds prompt_max_len=2"):
+    with pytest.raises(DataError, match=r"every prompt of data exceeds prompt_max_len=2"):
         load_prompts(data, chars)
 
 
@@ -187,7 +187,7 @@ def test_load_prompts_gives_all_rows_once_in_file_order(
         kept = load_prompts(config(*paths, prompt_max_len=5, overlong="drop"), chars)
     assert [p.id for p in kept] == ["a:0@0", "a:1@0", "a:2@0", "b:0@0", "b:2@0"]
     assert (
-        "2 prompts dropped and 0 truncated because they exceed prompt_max_len=5 (5 kept)"
+        "data: 2 prompts dropped and 0 truncated because they exceed prompt_max_len=5 (5 kept)"
         in caplog.text
     )
 

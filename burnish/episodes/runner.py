@@ -263,7 +263,8 @@ def _listed(statuses: Counter[str]) -> str:
 
 def episode_sample(prompt: Prompt, sample_id: str, played: Played) -> Sample:
     """Return an episode as a training sample. Its text is that of the last turn. Its finish reason
-    is ``length`` if a token limit ended it, also if that was reached by an observation."""
+    is ``length`` if a token limit ended the episode, also if that was reached by an observation. A
+    response of an agent's call that was cut at the call's own limit does not end an episode."""
     rows = episode_rows(played.calls)
     last = rows[-1]
     final = played.calls[-1].completion
@@ -280,7 +281,7 @@ def episode_sample(prompt: Prompt, sample_id: str, played: Played) -> Sample:
         kept_ids=last.kept_ids,
         earlier_rows=rows[:-1],
         text=final.text,
-        finish_reason="length" if played.record.status in CUT else final.finish_reason,
+        finish_reason="length" if played.record.status in CUT else "stop",
         episode=played.record,
     )
 

@@ -1,11 +1,24 @@
-"""Scores that the environment of a multi-turn episode gave in its steps."""
+"""Scores that the environment or the agent of a multi-turn episode gave.
+
+An episode that ended by itself (``done``) must have the reward in one of its turns: 0 would hide a
+wrong name, or an agent without a result. An episode that a limit ended may lack it, because nobody
+could judge it: its score is 0. It is counted if it has rewards of other names only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
+from burnish.config.explain import nearest
 from burnish.rewards.base import RewardInput, SampleError
-from burnish.transcript import Turn
+from burnish.transcript import Episode, Turn
+
+log = logging.getLogger("burnish")
+
+MISSING = "missing"
+"""Count of the episodes that a limit ended and that have rewards of other names only."""
 
 
 class EpisodeReward:
@@ -15,13 +28,37 @@ class EpisodeReward:
         """``reward``: name of one of the environment's rewards. None: the sum of all. ``per_turn``:
         credit each turn with its own part."""
         self.reward, self.name, self.per_turn = reward, name, per_turn
+        self._counts: Counter[str] = Counter()
+        self._has_warned = False
 
-    def score(self, items: Sequence[RewardInput]) -> list[float]:
-        """Return one score per episode. Raises SampleError for a single-turn response."""
-        return [sum(self.of_turns(item)) for item in items]
+    def score(self, items: Sequence[RewardInput]) -> list[float | SampleError]:
+        """Return one score per episode; a SampleError for an episode that ended by itself without
+        this reward, and for a single-turn response."""
+        return [self._score(item) for item in items]
 
     def of_turns(self, item: RewardInput) -> tuple[float, ...]:
         """Return the reward of each turn. A turn without this reward has 0."""
+        return tuple(self._of_turn(turn) for turn in self._episode(item).turns)
+
+    def take_counts(self) -> Mapping[str, int]:
+        """Return the number of episodes with other rewards only since the last call."""
+        counts, self._counts = self._counts, Counter()
+        return counts
+
+    def _score(self, item: RewardInput) -> float | SampleError:
+        try:
+            episode = self._episode(item)
+        except SampleError as error:
+            return error
+        if not any(self._is_in(turn) for turn in episode.turns):
+            names = tuple(dict.fromkeys(name for turn in episode.turns for name in turn.rewards))
+            if episode.status == "done":
+                return self._missing(item, names)
+            if names:
+                self._count(episode, names)
+        return sum(self.of_turns(item))
+
+    def _episode(self, item: RewardInput) -> Episode:
         episode = item.sample.episode
         if episode is None:
             raise SampleError(
@@ -30,12 +67,42 @@ class EpisodeReward:
                 "found no episode: the response was sampled in a single turn",
                 advice="set rollout.episodes, or use another kind of reward",
             )
-        return tuple(self._of_turn(turn) for turn in episode.turns)
+        return episode
+
+    def _is_in(self, turn: Turn) -> bool:
+        return bool(turn.rewards) if self.reward is None else self.reward in turn.rewards
 
     def _of_turn(self, turn: Turn) -> float:
         if self.reward is None:
             return sum(turn.rewards.values())
         return turn.rewards.get(self.reward, 0.0)
+
+    def _missing(self, item: RewardInput, names: Sequence[str]) -> SampleError:
+        """Return the error for an episode that ended by itself without this reward."""
+        if names:
+            what = f"found no reward {self.reward!r} in the episode; it has {', '.join(names)}"
+            what += nearest(self.reward or "", names)
+        else:
+            what = "found no reward in the episode: the environment gave none in any step, or the "
+            what += "agent returned None"
+        return SampleError(
+            self,
+            item,
+            what,
+            advice="set `reward` of this entry to a name that exists; give the reward in every "
+            "episode that ends, also if it is 0.0; or use another kind of reward",
+        )
+
+    def _count(self, episode: Episode, names: Sequence[str]) -> None:
+        self._counts[MISSING] += 1
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "reward %r: an episode that ended with %s has no reward %r, only %s%s; its score "
+                "is 0. This is logged once; reward/%s/%s counts such episodes",
+                *(self.name, episode.status, self.reward, ", ".join(names)),
+                *(nearest(self.reward or "", names), self.name, MISSING),
+            )
 
     def close(self) -> None:
         """Do nothing."""

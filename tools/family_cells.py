@@ -28,7 +28,7 @@ from burnish.config.model import LoraConfig, ModelConfig
 from burnish.config.rollout import LocalEngine
 from burnish.config.train import TrainConfig
 from burnish.models.load import ModelError, load_causal_lm, num_positions
-from burnish.models.lora import merged_weights
+from burnish.models.lora_layers import merged_weights
 from burnish.models.scratch import scratch_tokenizer
 from burnish.models.shrink import SPECIAL, build, shrink
 from burnish.models.tensor_parallel import check_head_counts, shard_dims

@@ -37,7 +37,8 @@ from burnish.checkpoint.state import EXPORT_METADATA, load_state
 from burnish.config.model import Dtype, ModelConfig
 from burnish.models.buffers import BUFFERS, load_buffers, persistent_buffers, replace_buffers
 from burnish.models.load import DTYPES, ModelError, describe, load_causal_lm
-from burnish.models.lora import ADAPTER_FILE, adapter_tensors, merged_weights, peft_config
+from burnish.models.lora import ADAPTER_FILE, adapter_tensors, peft_config
+from burnish.models.lora_layers import merged_weights
 from burnish.models.scalar_model import ScalarModel, check_names, empty_scalar, save_own
 from burnish.models.scalar_support import classifier_weights, require_scalar
 from burnish.models.tensor_files import tensor_sets

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -12,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from burnish.config.adapters import adapter_settings
 from burnish.config.base import Node, PathText
 
 TEMPLATE_INPUTS = frozenset(
@@ -113,7 +113,8 @@ class LoraConfig(Node):
 
     @property
     def plain_only(self) -> list[str]:
-        """Settings, as written in a recipe, that only replicas and FSDP2 support."""
+        """Settings, as written in a recipe, that only replicas and FSDP2 support. (Engines check
+        the embeddings and heads that patterns match when they get the model.)"""
         found = []
         if self.quantization:
             found.append(f"model.lora.quantization={self.quantization}")
@@ -129,9 +130,9 @@ class LoraConfig(Node):
 
     @property
     def ends_named(self) -> list[str]:
-        """Names of embeddings and output heads among the targets."""
+        """Usual names of embeddings and output heads among listed targets; a pattern has none."""
         if isinstance(self.target_modules, str):
-            return [n for n in END_NAMES if re.search(rf"\b{n}\b", self.target_modules)]
+            return []
         return [t for t in self.target_modules if t.rpartition(".")[2] in END_NAMES]
 
     def rules(self) -> Iterator[str]:
@@ -153,65 +154,10 @@ class LoraConfig(Node):
                 )
 
 
-END_NAMES = ("embed_tokens", "embed_in", "wte", "lm_head", "embed_out", "output_layer")
+HEAD_NAMES = ("lm_head", "embed_out", "output_layer")
+"""Usual names of output projections."""
+END_NAMES = ("embed_tokens", "embed_in", "wte", *HEAD_NAMES)
 """Usual names of embeddings and output projections."""
-
-ADAPTER_CONFIG = "adapter_config.json"
-_ADAPTER_FIELDS = {
-    "r": "lora_rank",
-    "lora_alpha": "lora_alpha",
-    "target_modules": "target_modules",
-    "modules_to_save": "modules_to_save",
-    "use_rslora": "use_rslora",
-    "use_dora": "use_dora",
-}
-_ADAPTER_PLAIN: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none", None),
-    "lora_bias": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layers_to_transform": (None,),
-    "layers_pattern": (None,),
-    "layer_replication": (None,),
-    "exclude_modules": (None, []),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None,),
-    "fan_in_fan_out": (False, True, None),
-}
-"""Settings of peft with the values that Burnish supports."""
-
-
-def adapter_settings(folder: Path) -> dict[str, Any]:
-    """Return the fields of :class:`LoraConfig` that peft's config in ``folder`` sets; empty if the
-    file is missing. Raises ValueError if it is no LoRA adapter that Burnish can continue."""
-    file = folder / ADAPTER_CONFIG
-    if not file.is_file():
-        return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        given = {ours: found[theirs] for theirs, ours in _ADAPTER_FIELDS.items() if theirs in found}
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(
-            f"path: {file} is not a peft config ({error}); give a folder that peft saved"
-        ) from error
-    for name, allowed in _ADAPTER_PLAIN.items():
-        if name in found and found[name] not in allowed:
-            raise ValueError(
-                f"path: the adapter {folder} has {name}={found[name]!r:.80}, which Burnish does "
-                "not train; merge it into its base (peft: merge_and_unload), and start new "
-                "adapters on the result"
-            )
-    if missing := [n for n in ("lora_rank", "lora_alpha", "target_modules") if not given.get(n)]:
-        raise ValueError(
-            f"path: {file} does not set {', '.join(missing)}; it is no LoRA adapter. Give the "
-            "folder of one, or remove path to start new adapters"
-        )
-    given["modules_to_save"] = given.get("modules_to_save") or ()
-    if isinstance(given["target_modules"], list):
-        given["target_modules"] = tuple(sorted(map(str, given["target_modules"])))
-    given["modules_to_save"] = tuple(sorted(map(str, given["modules_to_save"])))
-    return given
 
 
 def _plain(value: Any) -> Any:

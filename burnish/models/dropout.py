@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from burnish.models.lora import adapted_layers
+from burnish.models.lora_layers import adapted_layers
 
 _NOISE = re.compile(r"(?!classifier|summary).*(drop|jitter)")
 

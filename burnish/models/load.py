@@ -38,7 +38,7 @@ from burnish.models.checks import check_head, check_weights
 from burnish.models.empty import empty_model
 from burnish.models.family import ModelSupport
 from burnish.models.half_linear import use_fp32_products
-from burnish.models.lora import inject_lora
+from burnish.models.lora import adapted_ends, inject_lora
 from burnish.models.nf4 import quantize, require_bitsandbytes
 from burnish.models.paths import ModelError as ModelError
 from burnish.models.paths import check_path, check_tokenizer_path
@@ -106,7 +106,11 @@ def load_causal_lm(
         check_weights(model.named_parameters(), describe(config))
         check_head(model, describe(config))
     if config.lora is not None:
-        _inject_lora(model, config)
+        random_state = torch.get_rng_state()
+        inject_adapters(model, config)
+        if in_parts and adapted_ends(model):  # adapters of embeddings and heads are copied
+            torch.set_rng_state(random_state)
+            return load_causal_lm(config, dtype=dtype, device=device)
     else:
         _check_all_trained(model, config)
     use_fp32_products(model)
@@ -184,15 +188,13 @@ def _check_all_trained(model: Any, config: ModelConfig) -> None:
         )
 
 
-def _inject_lora(model: Any, config: ModelConfig) -> None:
+def inject_adapters(model: Any, config: ModelConfig) -> None:
+    """Inject the adapters of ``config`` into ``model``. Raises ModelError if they do not fit."""
     assert config.lora is not None
     try:
         inject_lora(model, config.lora)
     except ValueError as error:  # peft's, for targets that match nothing or cannot be adapted
-        raise ModelError(
-            f"model.lora.target_modules={config.lora.target_modules!r} does not fit "
-            f"{describe(config)}: {error}"
-        ) from error
+        raise ModelError(f"{describe(config)}: {error}") from error
 
 
 def add_end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -26,11 +26,11 @@ from burnish.models.load import (
     describe,
     from_pretrained,
     hf_config,
+    inject_adapters,
     load_causal_lm,
     place,
     without_weights,
 )
-from burnish.models.lora import inject_lora
 from burnish.models.paths import check_path
 from burnish.models.scalar_model import ScalarModel, head_width, is_own, load_own, path_of
 from burnish.models.scalar_support import require_scalar
@@ -161,7 +161,7 @@ def _add_adapters(model: ScalarModel, config: ModelConfig, *, seed: int) -> None
             "model.lora.path"
         )
     with _drawn_from(seed):
-        inject_lora(model.model, config.lora)
+        inject_adapters(model.model, config)
 
 
 def has_score(found: PretrainedConfig) -> bool:

@@ -31,7 +31,8 @@ from burnish.messages import library_text
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES, choose_attention
 from burnish.models.logprobs import Head, token_logprobs
-from burnish.models.lora import ADAPTER, peft_config
+from burnish.models.lora import peft_config
+from burnish.models.lora_layers import ADAPTER
 from burnish.models.scalar_model import ScalarModel, head_width
 from burnish.models.units import layers_of
 from burnish.plan.passes import Pass, fake_plan

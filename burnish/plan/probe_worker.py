@@ -36,7 +36,8 @@ from burnish.models.distill import DistillTarget
 from burnish.models.gpu import set_up_gpu
 from burnish.models.load import DTYPES, choose_attention, describe, place
 from burnish.models.logprobs import Head, chunk_tokens
-from burnish.models.lora import inject_lora, merged_weights
+from burnish.models.lora import inject_lora
+from burnish.models.lora_layers import merged_weights
 from burnish.models.scalar_model import ScalarModel, head_width
 from burnish.models.scratch import scratch_tokenizer
 from burnish.observe.peaks import PhasePeaks

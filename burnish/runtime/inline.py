@@ -20,7 +20,7 @@ from burnish.environments.process import start_process
 from burnish.environments.worker_set import Worker
 from burnish.models.gpu import set_up_gpu
 from burnish.models.load import add_end_tokens, describe, load_causal_lm, resolve_device
-from burnish.models.lora import merged_weights
+from burnish.models.lora_layers import merged_weights
 from burnish.models.value_head import NewHead, load_scalar_model
 from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed

@@ -32,7 +32,7 @@ from burnish.errors import BurnishError
 from burnish.models.buffers import persistent_buffers
 from burnish.models.checks import check_compute_dtype, check_head
 from burnish.models.load import DTYPES, describe
-from burnish.models.lora import merged_weights
+from burnish.models.lora_layers import merged_weights
 from burnish.train.base import Loss, Outputs
 from burnish.train.diagnose import BadTensor
 from burnish.train.engine import BaseTrainEngine, Describe

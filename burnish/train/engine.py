@@ -71,7 +71,7 @@ from burnish.models.buffers import (
 from burnish.models.dropout import start_training
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES
-from burnish.models.lora import adapters_off
+from burnish.models.lora_layers import adapters_off
 from burnish.train.base import Loss, NonFiniteError, Outputs, StepStats
 from burnish.train.batching import RowSplit, Share, fill_rows
 from burnish.train.diagnose import (

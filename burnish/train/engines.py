@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from importlib import import_module
+from typing import cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype
+from burnish.models.lora import adapted_ends
+from burnish.models.paths import ModelError
 from burnish.train.engine import BaseTrainEngine
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
@@ -33,8 +36,23 @@ def make_engine(
 ) -> BaseTrainEngine:
     """Return the engine that ``spec.train.engine`` names, over ``model``. ``device``: compute
     device; None: the device of the model. DeepSpeed selects its own."""
+    _check_adapted_ends(model, spec)
     kind = engine_class(spec, ranks)
     return kind(model, spec, tokenizer=tokenizer, ranks=ranks, device=device)
+
+
+def _check_adapted_ends(model: nn.Module, spec: EngineSpec) -> None:
+    """Raise ModelError if the embedding or the head has an adapter, also one that a pattern of
+    ``target_modules`` matches, and the engine does not support it."""
+    problem = spec.train.engine.lora_problem
+    if problem is None or spec.model.lora is None:
+        return
+    whole = model.model if spec.role in ("critic", "reward") else model
+    if names := adapted_ends(cast(PreTrainedModel, whole)):
+        raise ModelError(
+            f"model.lora.target_modules={spec.model.lora.target_modules!r} gives an adapter to "
+            f"{names[0]}, with {problem}; or name only inner layers"
+        )
 
 
 def load_device(spec: EngineSpec, device: torch.device, ranks: RankGroup = SINGLE) -> torch.device:

@@ -25,7 +25,7 @@ from burnish.models.distill import DistillTarget, distill_logprobs
 from burnish.models.load import ModelError
 from burnish.models.logit_scaling import UNSCALED, logit_scaling
 from burnish.models.logprobs import EntropyOrder, Head, chunk_tokens, token_logprobs
-from burnish.models.lora import effective_weight
+from burnish.models.lora_layers import effective_weight, with_dropout
 from burnish.models.neftune import EmbeddingNoise
 from burnish.models.routing import Routing, RoutingRecorder
 from burnish.tensors import upload
@@ -213,11 +213,12 @@ class Forward:
         ``with_entropy`` adds entropies. With teacher ``states`` [K, H'] the result contains the
         four tensors of ``DistillOutputs`` instead.
         """
-        weight, bias = effective_weight(self.head)
         if self.scalar:  # in fp32: advantages and margins are differences of these numbers
+            weight, bias = effective_weight(self.head)
             wide = None if bias is None else bias.float()
             values = nn.functional.linear(hidden.float(), weight.float(), wide)
             return (values if values.shape[1] > 1 else values[:, 0],)
+        hidden, weight, bias = with_dropout(self.head, hidden)
         head = Head(
             weight,
             bias,

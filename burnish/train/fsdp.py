@@ -32,7 +32,7 @@ from burnish.models.buffers import persistent_buffers
 from burnish.models.checks import check_head, raise_if_lacking, raise_overflow
 from burnish.models.empty import fill_rows
 from burnish.models.load import DTYPES, describe
-from burnish.models.lora import adapted_layers, merged_weights
+from burnish.models.lora_layers import adapted_layers, merged_weights
 from burnish.models.nf4 import packed_names, quantized_layers
 from burnish.models.tensor_files import Rows
 from burnish.models.units import gathered_modules

@@ -20,7 +20,7 @@ from burnish.checkpoint.save import FinishedSave, PendingSave
 from burnish.config.train_engines import TorchEngine
 from burnish.models.checks import check_compute_dtype, check_weights
 from burnish.models.load import DTYPES, ModelError, describe
-from burnish.models.lora import merged_weights
+from burnish.models.lora_layers import merged_weights
 from burnish.models.nf4 import quantized_layers
 from burnish.models.tensor_files import TensorShards, write_shards
 from burnish.train.engine import BaseTrainEngine, Describe

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, LlamaForCausalLM
 
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
 from burnish.models.load import ModelError, load_causal_lm
-from burnish.models.lora import adapters_off, effective_weight, merged_weights
+from burnish.models.lora_layers import adapters_off, effective_weight, merged_weights
 from burnish.models.nf4 import quantize
 from burnish.models.shrink import build, shrink
 from burnish.models.value_head import load_scalar_model

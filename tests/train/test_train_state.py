@@ -15,7 +15,7 @@ from torch import Tensor
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm
-from burnish.models.lora import adapters_off
+from burnish.models.lora_layers import adapters_off
 from burnish.runtime.ray import with_absolute_paths
 from burnish.train.base import Loss
 from burnish.train.engine import FrozenBase

@@ -8,20 +8,23 @@ merge characters across the boundary. Training tokens would then differ from gen
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
-from jinja2 import TemplateError
-
-from burnish.chat_message import Message, roles_of, without_flags
+from burnish.chat_message import REASONING, Message, roles_of, without_flags
 from burnish.data.messages import as_messages, trained_flags
 from burnish.data.notices import note
+from burnish.data.rendering import (
+    REFUSED,
+    Field,
+    Tools,
+    check_rendering,
+    habits_of,
+    render_text,
+)
 from burnish.data.sources import DataError
+from burnish.data.turns import locate_turns
 from burnish.special_tokens import special_tokens, turn_length
-from burnish.templates import render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +51,7 @@ def encode_prompt(
     *,
     system_prompt: str | None = None,
     apply_chat_template: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Tools = None,
 ) -> tuple[str, list[int]]:
     """Return the text and the token ids of a prompt.
 
@@ -83,19 +86,22 @@ def encode_conversation(
     *,
     trained_from: int = 0,
     only_last: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Tools = None,
+    refused: Collection[Field] = REFUSED,
 ) -> tuple[list[int], list[bool]]:
-    """Return (ids, mask) of a conversation. The mask is True for tokens written by the assistant.
+    """Return (ids, mask) of a conversation up to the last turn that is trained on. The mask is True
+    for the tokens that the assistant writes in the trained turns.
 
     Messages with ``train: false`` or ``weight: 0`` are not trained on. ``only_last``: train only on
     the last assistant message.
 
     The mask includes the end token of an assistant turn, but no template text after it (usually a
-    newline). Turns before message ``trained_from`` count as prompt.
+    newline). Turns before message ``trained_from`` count as prompt. The ids before a trained turn
+    are those of the prompt that :func:`encode_prompt` returns for the same history.
 
-    Raises DataError if there is no assistant turn to train on. Also raises DataError if the
-    rendering of the first messages is not a prefix of the full rendering, because the turns could
-    not be located then.
+    ``refused``: as in :func:`burnish.data.rendering.check_rendering`. Raises DataError if there is
+    no assistant turn to train on, or if one cannot be located
+    (:func:`burnish.data.turns.locate_turns`).
     """
     messages = as_messages(messages)
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= trained_from]
@@ -118,24 +124,42 @@ def encode_conversation(
             "the row"
         )
     bare = [without_flags(message) for message in messages]
-    check_rendering(tokenizer, bare, tools)
-    messages = _without_own_end(tokenizer, bare, turns, tools)
-    full = render_text(tokenizer, messages, add_generation_prompt=False, tools=tools)
-    prefix = partial(_prefix_length, tokenizer, full=full, tools=tools)
+    check_rendering(tokenizer, bare, tools, refused=refused)
+    if "empty answer" in refused:
+        _check_answers(tokenizer, [bare[turn] for turn in learned], tools)
+    bare = _without_own_end(tokenizer, bare, tools)
+    text, located = locate_turns(tokenizer, bare, learned, tools)
     ids: list[int] = []
     mask: list[bool] = []
-    done = 0  # number of characters of `full` tokenized so far
-    for turn in turns:
-        begin = prefix(messages[:turn], add_generation_prompt=True)
-        end = prefix(messages[: turn + 1], add_generation_prompt=False)
-        before = encode_piece(tokenizer, full[done:begin], follows=bool(ids))
-        answer = encode_piece(tokenizer, full[begin:end], follows=True)
-        trained = _trained_length(tokenizer, answer) if turn in learned else 0
+    done = 0  # number of characters of `text` tokenized so far
+    for turn in located:
+        before = encode_piece(tokenizer, text[done : turn.begin], follows=bool(ids))
+        answer = encode_piece(tokenizer, text[turn.begin : turn.end], follows=True)
+        trained = _trained_length(tokenizer, answer)
         ids += before + answer
         mask += [False] * len(before) + [True] * trained + [False] * (len(answer) - trained)
-        done = end
-    rest = encode_piece(tokenizer, full[done:], follows=True)
-    return ids + rest, mask + [False] * len(rest)
+        done = turn.end
+    return ids, mask
+
+
+def _check_answers(
+    tokenizer: PreTrainedTokenizerBase, answers: Sequence[Message], tools: Tools
+) -> None:
+    """Raise DataError if the template renders no text and no tool calls of an answer."""
+    for answer in answers:
+        if answer["content"].strip() or answer.get("tool_calls"):
+            continue
+        habits, reasoning = habits_of(tokenizer, tools), str(answer.get(REASONING[0], ""))
+        if not reasoning.strip() or (habits.reasoning_key is None and not habits.cuts_reasoning):
+            raise DataError(EMPTY_ANSWER)
+
+
+EMPTY_ANSWER = (
+    "an answer that is trained is empty, so the model would learn to answer with the end token "
+    "alone; fill it, drop the row (data.on_bad_row: skip drops all such rows), or set train: false "
+    "on the message"
+)
+"""Error for a trained answer without text."""
 
 
 def encode_completion(
@@ -171,52 +195,6 @@ def response_text(
     return both[len(head) :] if both.startswith(head) else alone
 
 
-_Checked = tuple[str, tuple[str, ...], bool]
-_checked: WeakKeyDictionary[PreTrainedTokenizerBase, dict[_Checked, str | None]] = (
-    WeakKeyDictionary()
-)
-_MOST_CHECKED = 4096  # cached role sequences per tokenizer
-
-
-def check_rendering(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    *,
-    system_prompt: str | None = None,
-) -> None:
-    """Raise DataError if the chat template drops a message, such as one with an unsupported role.
-
-    The check renders markers in place of the contents, once for each sequence of roles. If the
-    template ignores ``tools``, a notice is recorded.
-    """
-    known = _checked.setdefault(tokenizer, {})
-    roles = tuple(f"{m['role']}{'!' * _has_prose(m)}" for m in messages)
-    key = (str(tokenizer.chat_template), roles, bool(tools))
-    if key not in known:
-        if len(known) >= _MOST_CHECKED:
-            known.clear()
-        known[key] = _left_out(tokenizer, messages, tools)
-    left_out = known[key]
-    if left_out is None:
-        return
-    if left_out == _TOOLS:
-        note(
-            "tools_ignored",
-            "the chat template does not render tools, so the model does not see those in the "
-            "column tools_key; set model.chat_template to one that does, or tools_key: null",
-        )
-        return
-    what = f"messages of the role {left_out!r}"
-    if left_out == "system" and system_prompt is not None:
-        what = "the system prompt (system_prompt)"
-    raise DataError(
-        f"the chat template leaves out {what}: it does not render that role, so the model would "
-        "never see the text. Set model.chat_template to a template that renders it, or put the "
-        "text into a user message"
-    )
-
-
 def _special_end(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """Return the special token at the end of ``text``, or an empty string."""
     ids = _plain_ids(tokenizer, text[-64:])
@@ -224,57 +202,17 @@ def _special_end(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     return token if text.endswith(token) else ""
 
 
-_TOOLS = "(tools)"
-
-
-def _has_prose(message: Message) -> bool:
-    """Return whether the content is text that every template should render.
-
-    Messages with tool calls do not count, because some templates drop their content.
-    """
-    content = message.get("content")
-    return isinstance(content, str) and bool(content.strip()) and not message.get("tool_calls")
-
-
-def _left_out(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None,
-) -> str | None:
-    """Return the role of the first message that the template does not render.
-
-    Return ``_TOOLS`` if only the tools are not rendered, and None if everything is.
-    """
-    marked = [
-        {**m, "content": f"marker{i}end"} if _has_prose(m) else m for i, m in enumerate(messages)
-    ]
-    prompts = messages[-1]["role"] != "assistant"
-    try:
-        text = render_text(tokenizer, marked, add_generation_prompt=prompts, tools=tools)
-        plain = text if not tools else render_text(tokenizer, marked, add_generation_prompt=prompts)
-    except DataError:  # the template inspects contents; rendering the row itself reports errors
-        return None
-    for i, message in enumerate(messages):
-        if _has_prose(message) and f"marker{i}end" not in text:
-            return str(message["role"])
-    return _TOOLS if tools and plain == text else None
-
-
 def _without_own_end(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, Any]],
-    turns: Sequence[int],
-    tools: Sequence[Mapping[str, Any]] | None,
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Tools
 ) -> list[dict[str, Any]]:
     """Remove an end token at the end of an answer, if the template appends the same token."""
     kept = list(messages)
-    for turn in turns:
-        content = messages[turn].get("content")
-        text = content.rstrip() if isinstance(content, str) else ""
+    for turn, message in enumerate(messages):
+        text = message["content"].rstrip() if message["role"] == "assistant" else ""
         end = _special_end(tokenizer, text)
         if not end:
             continue
-        bare = {**messages[turn], "content": text.removesuffix(end)}
+        bare = {**message, "content": text.removesuffix(end)}
         rendered = render_text(
             tokenizer, [*messages[:turn], bare], add_generation_prompt=False, tools=tools
         )
@@ -286,64 +224,6 @@ def _without_own_end(
             )
             kept[turn] = bare
     return kept
-
-
-def render_text(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    *,
-    add_generation_prompt: bool,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    today: datetime | None = None,
-) -> str:
-    """Return the text of a conversation. ``today``: date for templates that write one.
-
-    Raises DataError if there is no chat template, or if it rejects the conversation.
-    """
-    if tokenizer.chat_template is None:
-        raise DataError(
-            "the tokenizer has no chat template, but the row is a conversation; set "
-            "model.chat_template to a Jinja template (or a path to one), or use plain string "
-            "prompts with apply_chat_template: false"
-        )
-    try:
-        return render_chat(
-            tokenizer,
-            [dict(message) for message in messages],
-            tools=None if tools is None else [dict(tool) for tool in tools],
-            add_generation_prompt=add_generation_prompt,
-            today=today,
-        )
-    except (TemplateError, TypeError, ValueError) as error:
-        raise DataError(
-            f"the chat template rejects the conversation (roles: {roles_of(messages)}): {error}"
-        ) from error
-
-
-def _prefix_length(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    *,
-    full: str,
-    tools: Sequence[Mapping[str, Any]] | None,
-    add_generation_prompt: bool,
-) -> int:
-    prefix = render_text(
-        tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=tools
-    )
-    if full.startswith(prefix):
-        return len(prefix)
-    same = next(
-        (i for i, (a, b) in enumerate(zip(prefix, full, strict=False)) if a != b), len(full)
-    )
-    raise DataError(
-        f"the chat template renders the first {len(messages)} messages differently when more "
-        f"follow: {prefix[same : same + 40]!r} alone, {full[same : same + 40]!r} in the full "
-        f"conversation, at character {same}. The assistant's turns cannot be located, and "
-        "training would not match generation. Set model.chat_template to one that only appends "
-        "(templates that drop earlier reasoning do not), or split the data into one assistant "
-        "turn per row"
-    )
 
 
 def encode_piece(

@@ -12,7 +12,6 @@ from burnish.config.explain import nearest
 from burnish.config.rated import RatedDataConfig
 from burnish.config.templates import TemplateError, fields_of
 from burnish.data.chat import (
-    check_rendering,
     encode_completion,
     encode_conversation,
     encode_prompt,
@@ -20,6 +19,7 @@ from burnish.data.chat import (
 )
 from burnish.data.messages import as_messages, as_tools, parsed, without_nulls
 from burnish.data.notices import note
+from burnish.data.rendering import check_rendering
 from burnish.data.sources import DataError, Row
 
 if TYPE_CHECKING:

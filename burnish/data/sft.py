@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config.data import SFTDataConfig
 from burnish.data.chat import (
-    check_rendering,
     check_tokenizer,
     encode_completion,
     encode_conversation,
@@ -19,6 +18,7 @@ from burnish.data.encoded import EncodedStream, load_all
 from burnish.data.forms import open_rows
 from burnish.data.messages import as_messages, trained_flags
 from burnish.data.notices import note
+from burnish.data.rendering import check_rendering
 from burnish.data.rows import (
     TokenRow,
     content_column,

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from burnish.chat_message import Message
 from burnish.compact import IntArray
-from burnish.data.chat import check_rendering, encode_piece, encode_prompt, response_text
+from burnish.data.chat import encode_piece, encode_prompt, response_text
 from burnish.data.messages import as_messages
+from burnish.data.rendering import REFUSED_IN_EPISODES, check_rendering
 from burnish.data.sources import DataError
 from burnish.episodes.formats import FORMATS, FormatName, response_template
 from burnish.episodes.parsing import ParsedMessage, ResponseParser, argument_problem
@@ -147,7 +148,7 @@ class ChatRenderer(TextCodec):
                     "the conversation ends with an assistant message, so there is nothing to "
                     "answer; end it with a user message or a tool result"
                 )
-            check_rendering(self._tokenizer, checked)
+            check_rendering(self._tokenizer, checked, refused=REFUSED_IN_EPISODES)
             text = self._template.text(self._template.marked(checked), tools, generate=True)
         except DataError as error:
             raise RendererError(f"the conversation cannot be rendered: {error}") from error

@@ -8,7 +8,6 @@ Reading order: ChatTemplate.continuation, ChatTemplate.probe.
 
 from __future__ import annotations
 
-import json
 import re  # house: ok it escapes special tokens
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from burnish.chat_message import Message
-from burnish.data.chat import check_rendering, render_text
+from burnish.data.rendering import REFUSED_IN_EPISODES, check_rendering, render_text
 from burnish.data.sources import DataError
 from burnish.episodes.formats import format_of
 from burnish.episodes.probing import CONVERSATIONS, TOOLS, Conversation, assistant, call, user
@@ -81,30 +80,17 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._today = today
         self._special = _special_tokens(tokenizer)
-        self._json_arguments = self._wants_json_arguments()
 
     def text(self, messages: Sequence[Message], tools: Tools, *, generate: bool) -> str:
         """Return the text of a conversation, with the generation prompt if ``generate``. Raises
         DataError if the template rejects it."""
         return render_text(
             self._tokenizer,
-            _with_json_arguments(messages) if self._json_arguments else messages,
+            messages,
             add_generation_prompt=generate,
             tools=list(tools) or None,
             today=self._today,
         )
-
-    def _wants_json_arguments(self) -> bool:
-        """Return whether the template rejects arguments as a mapping and takes JSON text (DeepSeek
-        V3)."""
-        made = assistant("", tool_calls=[call("look_up", {"key": _MARK}, "probe0000")])
-        for self._json_arguments in (False, True):
-            try:
-                self.text([user("Go."), made], TOOLS, generate=False)
-            except DataError:
-                continue
-            return self._json_arguments
-        return False
 
     def continuation(self, new: Sequence[Message], tools: Tools) -> Continuation:
         """Return the text that the template writes between a turn and the answer to ``new``.
@@ -116,7 +102,8 @@ class ChatTemplate:
         mark = next(m for m in (_MARK + "z" * i for i in range(len(text) + 1)) if m not in text)
         results = _leading_results(new)
         with_call = _placeholder(mark, results)
-        check_rendering(self._tokenizer, [user("Go."), with_call, *new])
+        conversation = [user("Go."), with_call, *new]
+        check_rendering(self._tokenizer, conversation, refused=REFUSED_IN_EPISODES)
         for answer in (with_call, {**with_call, "content": mark}) if results else (with_call,):
             head = self.text([user("Go."), answer], tools, generate=False)
             full = self.text([user("Go."), answer, *new], tools, generate=True)
@@ -307,20 +294,6 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> Pattern:
     texts = set(special_tokens(tokenizer).values())
     ordered = sorted(texts - {""}, key=len, reverse=True)
     return Pattern("|".join(map(re.escape, ordered)) or r"(?!)", is_own=False)
-
-
-def _with_json_arguments(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with the arguments of tool calls as JSON text."""
-    return [
-        {**m, "tool_calls": [_with_json(c) for c in m["tool_calls"]]} if m.get("tool_calls") else m
-        for m in messages
-    ]
-
-
-def _with_json(made: Mapping[str, Any]) -> dict[str, Any]:
-    function = made["function"]
-    arguments = json.dumps(function["arguments"], ensure_ascii=False)
-    return {**made, "function": {**function, "arguments": arguments}}
 
 
 def _leading_results(messages: Sequence[Message]) -> list[Message]:

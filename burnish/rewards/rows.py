@@ -97,7 +97,11 @@ class RowEncoder:
     ) -> Pair:
         """Return (ids before the last message, ids of that message, which is the assistant's)."""
         ids, mask = encode_conversation(
-            self.tokenizer, messages, trained_from=len(messages) - 1, tools=list(tools) or None
+            self.tokenizer,
+            messages,
+            trained_from=len(messages) - 1,
+            tools=list(tools) or None,
+            refused=("content", "tool calls"),  # a policy may answer with no text
         )
         begin = mask.index(True)
         end = len(mask) - mask[::-1].index(True)

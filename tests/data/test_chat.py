@@ -178,7 +178,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(chars: Tok) -> None:
         "{% if loop.last %}think {% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    with pytest.raises(DataError, match=r"renders the first 1 messages differently.*only appends"):
+    with pytest.raises(DataError, match=r"the last trained answer differently.*only appends"):
         encode_conversation(chars, [user("1+1"), assistant("2")])
 
 

@@ -30,7 +30,8 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": {"a": "int"
 WITH_TOOLS = (
     "{% if tools %}tools: {% for t in tools %}{{ t | tojson }}{% endfor %};{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] or '' }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 NO_SYSTEM = (

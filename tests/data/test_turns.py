@@ -1,0 +1,272 @@
+"""Trained turns of published templates: located where generation would produce them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import pytest
+from chat_templates import PUBLISHED, published_tokenizer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from burnish.config.data import PreferenceDataConfig, SFTDataConfig
+from burnish.data.chat import encode_conversation, encode_prompt
+from burnish.data.notices import collecting
+from burnish.data.preference import load_pairs
+from burnish.data.sft import load_rows
+from burnish.data.sources import DataError
+
+Jsonl = Callable[..., str]
+Messages = list[dict[str, Any]]
+tokenizer_of = cache(published_tokenizer)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def answer(text: str, **rest: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **rest}
+
+
+def call(name: str = "f", call_id: str = "abcdefgh1", **arguments: Any) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def result(text: str, call_id: str = "abcdefgh1") -> dict[str, Any]:
+    return {"role": "tool", "content": text, "tool_call_id": call_id}
+
+
+TURNS = [user("2+2?"), answer("4"), user("3+3?"), answer("6")]
+LOOP = [
+    user("2+2?"),
+    answer("", tool_calls=[call(a=2)]),
+    result("4"),
+    answer("It is 4."),
+]
+THOUGHTS = [
+    user("2+2?"),
+    answer("4", reasoning_content="two and two"),
+    user("3+3?"),
+    answer("6", reasoning_content="three and three"),
+]
+
+
+def segments(family: str, messages: Messages, **options: Any) -> list[tuple[str, bool]]:
+    """(text, whether it is trained) of the runs of a row."""
+    tokenizer = tokenizer_of(family)
+    ids, mask = encode_conversation(tokenizer, messages, **options)
+    runs = groupby(zip(ids, mask, strict=True), lambda pair: pair[1])
+    return [(tokenizer.decode([i for i, _ in run]), trained) for trained, run in runs]
+
+
+def trained(family: str, messages: Messages, **options: Any) -> list[str]:
+    return [text for text, is_trained in segments(family, messages, **options) if is_trained]
+
+
+def check_prompts(
+    tokenizer: PreTrainedTokenizerFast, messages: Messages, turns: list[int], **options: Any
+) -> None:
+    """The ids before each trained turn are those of the RL prompt of the same history.
+
+    A SentencePiece tokenizer writes another space if a text is tokenized in pieces: there the ids
+    of the first turn are compared, and the texts of the others without spaces."""
+    ids, mask = encode_conversation(tokenizer, messages, **options)
+    starts = [i for i in range(1, len(ids)) if mask[i] and not mask[i - 1]]
+    assert len(starts) == len(turns)
+    for start, turn in zip(starts, turns, strict=True):
+        _, prompt = encode_prompt(tokenizer, messages[:turn], tools=options.get("tools"))
+        if turn != turns[0] and tokenizer.backend_tokenizer.normalizer is not None:
+            texts = ["".join(tokenizer.decode(part).split()) for part in (ids[:start], prompt)]
+            assert texts[0] == texts[1]
+        else:
+            assert ids[:start] == prompt
+
+
+@pytest.mark.parametrize("family", [f for f in PUBLISHED if f not in ("deepseek_r1", "qwq")])
+def test_all_answers_of_a_conversation_are_trained_after_their_rl_prompts(family: str) -> None:
+    expected = ["4", "6"] if family != "qwen3" else ["4", "<think>\n\n</think>\n\n6"]
+    found = trained(family, TURNS)
+    special = PUBLISHED[family][0]
+    for token in special:
+        found = [text.replace(token, "") for text in found]
+    assert [text.strip() for text in found] == expected
+    check_prompts(tokenizer_of(family), TURNS, [1, 3])
+
+
+def test_qwen3_trains_a_tool_loop() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    called = '<tool_call>\n{"name": "f", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
+    last = "<think>\n\n</think>\n\nIt is 4.<|im_end|>"
+    assert trained("qwen3", LOOP, tools=tools) == [called, last]
+    check_prompts(tokenizer_of("qwen3"), LOOP, [1, 3], tools=tools)
+    thoughts = [LOOP[0], {**LOOP[1], "reasoning_content": "I call f."}, *LOOP[2:]]
+    assert trained("qwen3", thoughts, tools=tools)[0] == f"<think>\nI call f.\n</think>\n\n{called}"
+    check_prompts(tokenizer_of("qwen3"), thoughts, [1, 3], tools=tools)
+
+
+def test_qwen3_trains_earlier_answers_without_their_reasoning_and_says_so() -> None:
+    with collecting() as notices:
+        found = trained("qwen3", THOUGHTS)
+    assert found == ["4<|im_end|>", "<think>\nthree and three\n</think>\n\n6<|im_end|>"]
+    assert set(notices) == {"reasoning_dropped"}
+    check_prompts(tokenizer_of("qwen3"), THOUGHTS, [1, 3])
+    with collecting() as notices:
+        assert trained("qwen3", THOUGHTS, only_last=True) == found[1:]
+        flagged = [THOUGHTS[0], {**THOUGHTS[1], "train": False}, *THOUGHTS[2:]]
+        assert trained("qwen3", flagged) == found[1:]
+    assert not notices
+    inline = [*THOUGHTS[:3], answer("<think>\nthree and three\n</think>\n\n6")]
+    assert trained("qwen3", inline, only_last=True) == found[1:]
+
+
+def test_an_answer_before_untrained_ones_is_trained_as_the_last() -> None:
+    """Generation renders the conversation up to the trained answer only."""
+    flagged = [*THOUGHTS[:3], {**THOUGHTS[3], "train": False}]
+    assert trained("qwen3", flagged) == ["<think>\ntwo and two\n</think>\n\n4<|im_end|>"]
+    check_prompts(tokenizer_of("qwen3"), flagged, [1])
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (answer("<think>\nwhy\n</think>\n\n4"), "why\n</think>\n\n4"),
+        (answer("why</think>\n4"), "why\n</think>\n4"),
+        (answer("4", reasoning_content="why"), "why\n</think>\n\n4"),
+        (answer("4"), "\n</think>\n\n4"),
+        (answer("<b>4</b>"), "\n</think>\n\n<b>4</b>"),
+    ],
+)
+@pytest.mark.parametrize("family", ["deepseek_r1", "qwq"])
+def test_reasoning_that_a_template_cuts_is_trained(
+    family: str, message: dict[str, Any], expected: str
+) -> None:
+    """The generation prompt ends with ``<think>``, and the template renders the answer alone."""
+    messages = [user("2+2?"), message]
+    end = PUBLISHED[family][1]
+    assert trained(family, messages) == [expected + end]
+    assert segments(family, messages)[0][0].endswith("<think>\n")
+    check_prompts(tokenizer_of(family), messages, [1])
+
+
+def test_reasoning_is_trained_if_the_generation_prompt_does_not_open_it() -> None:
+    tokenizer = published_tokenizer("deepseek_r1")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "<think>\\n'}}{% endif %}", "'}}{% endif %}"
+    )
+    messages = [user("2+2?"), answer("<think>\nwhy\n</think>\n\n4")]
+    ids, mask = encode_conversation(tokenizer, messages)
+    text = tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
+    assert text == "<think>\nwhy\n</think>\n\n4<｜end▁of▁sentence｜>"
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "'' + c.function.arguments",  # DeepSeek V3: an object is an error
+        "c.function.arguments",  # an object is Python source
+        "c.function.arguments | tojson",
+    ],
+)
+@pytest.mark.parametrize("condition", ["true", "m.content is not defined"])
+def test_a_template_gets_tool_calls_in_the_form_that_it_reads(calls: str, condition: str) -> None:
+    tokenizer = published_tokenizer("chatml")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls and "
+        + condition
+        + "%}{% for c in m.tool_calls %}{{ c.function.name }}({{ "
+        + calls
+        + " }}){% endfor %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    ids, mask = encode_conversation(tokenizer, [user("2+2?"), answer("", tool_calls=[call(a=2)])])
+    text = tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
+    assert text == 'f({"a": 2})<|im_end|>'
+
+
+def test_advice_for_a_turn_that_cannot_be_located_works(jsonl: Jsonl) -> None:
+    """DeepSeek-R1's prompt for an earlier answer ends with ``<think>``, which the row lacks there;
+    Qwen3 removes the reasoning of a tool loop before a later question."""
+    loop = [LOOP[0], {**LOOP[1], "reasoning_content": "I call f."}, *LOOP[2:], *TURNS[2:]]
+    for family, messages in (("deepseek_r1", TURNS), ("qwen3", loop)):
+        tokenizer = tokenizer_of(family)
+        path = jsonl([{"messages": messages}], f"{family}.jsonl")
+        with pytest.raises(DataError, match=r"jsonl:1: .*train_on_turns: last.*train: false"):
+            load_rows(SFTDataConfig(sources=(path,)), tokenizer)
+        last = load_rows(SFTDataConfig(sources=(path,), train_on_turns="last"), tokenizer)
+        flagged = [
+            {**m, "train": False} if m["role"] == "assistant" and i < len(messages) - 1 else m
+            for i, m in enumerate(messages)
+        ]
+        path = jsonl([{"messages": flagged}], "flags.jsonl")
+        by_flag = load_rows(SFTDataConfig(sources=(path,)), tokenizer)
+        ends = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        rows = [{"messages": messages[: end + 1]} for end in ends]
+        path = jsonl(rows, "split.jsonl")
+        split = load_rows(SFTDataConfig(sources=(path,), train_on_turns="last"), tokenizer)
+        assert last.tokens.tolist() == by_flag.tokens.tolist()
+        assert split.num_rows == len(ends)
+        assert split.tokens.tolist()[-len(last.tokens) :] == last.tokens.tolist()
+
+
+def test_pairs_may_differ_before_the_last_turn(jsonl: Jsonl) -> None:
+    row = {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": [answer("5"), *TURNS[2:]]}
+    tokenizer = tokenizer_of("qwen3")
+    batch = load_pairs(PreferenceDataConfig(sources=(jsonl([row]),)), tokenizer)
+    _, prompt = encode_prompt(tokenizer, TURNS[:1])
+    for begin in batch.offsets.tolist()[:-1]:
+        assert batch.tokens.tolist()[begin : begin + len(prompt)] == prompt
+        assert batch.action_mask.tolist()[begin + len(prompt)]
+
+
+_text = st.text(st.sampled_from("ab <>/{}\n.:"), min_size=1, max_size=12).map(lambda t: t + "x")
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> Messages:
+    """Two to four questions with answers, some with reasoning, flags or a tool call."""
+    messages: Messages = []
+    for _ in range(draw(st.integers(1, 4))):
+        messages.append(user(draw(_text)))
+        if draw(st.booleans()):
+            made = [call(a=draw(_text))]
+            thought = {"reasoning_content": draw(_text)} if draw(st.booleans()) else {}
+            messages.append(answer("", tool_calls=made, **thought))
+            messages.append(result(draw(_text)))
+        options: dict[str, Any] = {}
+        if draw(st.booleans()):
+            options["reasoning_content"] = draw(_text)
+        if draw(st.integers(0, 3)) == 0:
+            options["train"] = False
+        messages.append(answer(draw(_text), **options))
+    return messages
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(messages=conversations(), only_last=st.booleans())
+def test_the_ids_before_a_trained_turn_are_the_rl_prompt(
+    family: str, messages: Messages, only_last: bool
+) -> None:
+    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    learned = [i for i in turns[-1 if only_last else 0 :] if messages[i].get("train", True)]
+    try:
+        check_prompts(tokenizer_of(family), messages, learned, only_last=only_last)
+    except DataError as error:
+        cut = family in ("deepseek_r1", "qwq", "qwen3", "mistral") and "generation" in str(error)
+        calls = any("tool_calls" in m for m in messages) and family not in ("qwen3", "mistral")
+        assert not learned or cut or calls, error
+
+
+def test_json_of_arguments_is_not_quoted_twice() -> None:
+    as_text = json.loads(json.dumps(LOOP))
+    as_text[1]["tool_calls"][0]["function"]["arguments"] = '{"a": 2}'
+    assert segments("qwen3", as_text) == segments("qwen3", LOOP)
+    as_text[1]["tool_calls"][0]["function"]["arguments"] = ""
+    assert '"arguments": {}}' in segments("qwen3", as_text)[1][0]

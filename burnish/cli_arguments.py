@@ -60,7 +60,12 @@ RayAddress = Annotated[
 ]
 
 Force = Annotated[
-    bool, typer.Option("--force", help="Run even if the memory plan says that it does not fit.")
+    bool,
+    typer.Option(
+        "--force",
+        help="Run even if the memory plan says that it does not fit; resume even if the rows of a "
+        "data file changed.",
+    ),
 ]
 
 

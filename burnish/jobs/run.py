@@ -17,6 +17,7 @@ from burnish.config.job import InferenceJob, TrainingJob
 from burnish.config.placement import PlacementGroupSpec
 from burnish.config.registry import REGISTRY
 from burnish.jobs.base import Driver, Job, seed_everything
+from burnish.jobs.data_digests import check_same_rows
 from burnish.jobs.errors import RunError, StoppedError
 from burnish.jobs.families import check_families
 from burnish.jobs.final_export import check_export_folder, export_at_end
@@ -64,7 +65,8 @@ def run(
     ``rewards``: a callable, or several by the names of the recipe's function rewards. ``resume``:
     the folder of the run to resume. ``replay``: the folder of a run of the job rl with recorded
     rollouts, to train from its groups without sampling; a replay that is resumed continues with the
-    same recording. ``force``: run even if the memory plan predicts that the job does not fit.
+    same recording. ``force``: run even if the memory plan predicts that the job does not fit, and
+    resume even if the rows of a data file changed.
 
     Raises RunError, DoesNotFitError, DataError, ModelError, RewardError or CheckpointError, each
     with a suggested fix. Raises Interrupted after a signal. Raises StoppedError if the run stopped
@@ -136,6 +138,8 @@ def _checked(
     ``read``, the config of the inputs. Return the plan."""
     plan = check_memory(config, run_dir, force=force)
     check_before_run(read, resumed=resumed)
+    if isinstance(read, TrainingJob):
+        check_same_rows(read, run_dir, resumed=resumed, force=force)
     return plan
 
 

@@ -11,6 +11,7 @@ import yaml
 
 from burnish.config.job import JobConfig
 from burnish.config.registry import REGISTRY
+from burnish.jobs.data_digests import DIGESTS_FILE
 from burnish.jobs.errors import RunError
 from burnish.jobs.inputs import REPLAY_FILE
 from burnish.jobs.memory_monitor import OOM_FILE
@@ -85,7 +86,7 @@ def _holds_something(folder: Path) -> bool:
     names = {path.name for path in folder.iterdir()}
     metrics = folder / METRICS_FILE
     failed_at_start = metrics.is_file() and metrics.stat().st_size == 0
-    left = {PLAN_FILE, OOM_FILE, REFERENCE_FILE, f".{REFERENCE_FILE}.part"}
+    left = {PLAN_FILE, OOM_FILE, DIGESTS_FILE, REFERENCE_FILE, f".{REFERENCE_FILE}.part"}
     if failed_at_start:
         left |= {METRICS_FILE, "config.yaml", "run.log", "timeline.json", REPLAY_FILE}
         left |= {MEMORY_FILE, MEMORY_JSON, TENSORBOARD_DIR, WANDB_DIR, STATE_FILE}

@@ -200,12 +200,12 @@ def checked_section(
 
     The cache key contains the bytes of the files, so an entry cannot be outdated. A file that
     changes while it is checked is not cached. ``again``: False to return the last result of this
-    process for rows without a cache key, such as those of a dataset.
+    process, if there is one; the rows must not have changed since.
     """
     states = _states(section.data)
     key = _key(section, tokenizer)
     own = key or json.dumps(section.to_json(), sort_keys=True)
-    if own in _results and (key is not None or not again):
+    if own in _results and not again:
         return _results[own], True
     stored = None if key is None else recall_json("rows", key)
     if isinstance(stored, list) and len(stored) == 3:

@@ -155,3 +155,27 @@ def test_lengths_without_effect_or_meaning_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         load_config(recipe(tmp_path, "sft", **options))
+
+
+@pytest.mark.parametrize("section", ["data", "eval_data"])
+def test_a_resume_notices_rows_that_changed(
+    tmp_path: Path, section: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same names and the same number of rows, but another answer."""
+    run = recipe(tmp_path, "sft", max_steps=1)
+    path = Path(run["data"]["sources"][0])
+    other = tmp_path / "other.jsonl"
+    other.write_text(path.read_text())
+    run["eval_data"] = run["data"] | {"sources": [str(other)]}
+    burnish.run(load_config(run))
+    burnish.run(load_config(run | {"max_steps": 2}), resume=tmp_path / "run")
+    edited = path if section == "data" else other
+    edited.write_text(edited.read_text().replace('"response": "5"', '"response": "6"'))
+    longer = load_config(run | {"max_steps": 3})
+    with pytest.raises(RunError, match=rf"rows of {section} \({edited.stem}\) changed.*--force"):
+        burnish.run(longer, resume=tmp_path / "run")
+    lines = read_metrics(burnish.run(longer, resume=tmp_path / "run", force=True).run_dir)
+    assert lines[-1]["step"] == 3 and "the run continues with the new rows" in (
+        capsys.readouterr().err
+    )
+    burnish.run(load_config(run | {"max_steps": 4}), resume=tmp_path / "run")

@@ -1,0 +1,54 @@
+"""Digests of the data files of a training run, by which a resumed run notices that rows changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+
+from burnish.config.columns import files_of
+from burnish.config.data import DataConfig
+from burnish.config.job import TrainingJob
+from burnish.config.sources import FileSource
+from burnish.data.files import content_digest
+from burnish.jobs.errors import RunError
+from burnish.observe.files import write_text
+
+log = logging.getLogger("burnish")
+
+DIGESTS_FILE = "data_digests.json"
+"""File in the run folder: section and source -> digest of the bytes of its files."""
+
+
+def check_same_rows(config: TrainingJob, run_dir: Path, *, resumed: bool, force: bool) -> None:
+    """Write the digests of the data files of a run. Raises RunError if a resumed run would read
+    other bytes than before, unless ``force`` is set. Sections with ``validate: off`` are not
+    compared."""
+    now, file = _digests(config), run_dir / DIGESTS_FILE
+    if resumed and file.is_file():
+        then = json.loads(file.read_text(encoding="utf-8"))
+        changed = [source for source in then if source in now and then[source] != now[source]]
+        what = f"the rows of {', '.join(changed)} changed since the run {run_dir} was started"
+        if changed and not force:
+            raise RunError(
+                f"{what}, so a resumed run would train or evaluate other rows than it counted; "
+                "restore the files, start a new run, or continue with the new rows with --force "
+                "(burnish.run: force=True)"
+            )
+        if changed:
+            log.warning("%s; the run continues with the new rows (--force)", what)
+    write_text(file, json.dumps(now, indent=1) + "\n")
+
+
+def _digests(config: TrainingJob) -> dict[str, str]:
+    checked = [(n, data) for n, data in config.paths_of(DataConfig) if data.validate != "off"]
+    files = [(n, s) for n, data in checked for s in data.sources if isinstance(s, FileSource)]
+    return {f"{name} ({source.source_name})": _digest(source) for name, source in files}
+
+
+def _digest(source: FileSource) -> str:
+    digest = hashlib.sha256()
+    for path in files_of(source.path):
+        digest.update(content_digest(path))
+    return digest.hexdigest()

@@ -132,6 +132,8 @@ def _explain_one(cls: type[Node], error: Any, advice: Advice) -> Iterator[str]:
 def _unknown_key(cls: type[Node], place: _Place, advice: Advice) -> str:
     key, owner, meant = place.key or "", place.owners[0], _meant(place)
     known = list(owner.model_fields)
+    if meant not in known and key not in _ALIASES:  # the same name elsewhere is the nearest
+        meant = key if any(p.rpartition(".")[2] == key for p in _paths(cls)) else meant
     elsewhere = [p for p in _paths(cls) if p.rpartition(".")[2] == meant and p != place.path]
     same_name = key in _ALIASES or (elsewhere and meant == key)
     others = [node for node in place.other_kinds if key in node.model_fields]

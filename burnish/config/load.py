@@ -69,6 +69,26 @@ def load_config(
     a wrong type, or a broken rule between fields. One message contains all problems. Settings that
     are valid but rarely intended are logged as warnings by the logger ``burnish`` (on stderr if it
     has no handler). Apart from here, they appear only in the run.log of a run."""
+    where, config = _load(recipe, overrides, job=job, resumed=resumed)
+    for warning in config.warnings():
+        _log.warning("%s: warning: %s", where, warning)
+    return config
+
+
+def changed_config(config: JobConfig, overrides: Sequence[str]) -> JobConfig:
+    """Return ``config`` with overrides of :func:`load_config`, without repeating its warnings.
+    Raises ConfigError."""
+    return _load(config.model_dump(mode="json"), overrides, job=config.job, resumed=False)[1]
+
+
+def _load(
+    recipe: str | Path | Mapping[str, Any],
+    overrides: Sequence[str],
+    *,
+    job: str | None,
+    resumed: bool,
+) -> tuple[str, JobConfig]:
+    """Return the recipe's source and its config. Raises ConfigError."""
     where, tree, cls = _read(recipe, overrides, wanted=job)
     rank = launched_rank()
     problems: list[str] = []
@@ -89,9 +109,7 @@ def load_config(
         rules, corrected = _rules_despite_errors(cls, tree, error)
         problems += [*explain(cls, error, advice), *rules]
     if not problems:
-        for warning in config.warnings():
-            _log.warning("%s: warning: %s", where, warning)
-        return config
+        return where, config
     raise ConfigError.listing(where, problems, corrected)
 
 

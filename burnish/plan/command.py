@@ -9,7 +9,8 @@ from pathlib import Path
 
 from burnish.config import dump_yaml
 from burnish.config.job import JobConfig
-from burnish.plan.fit import Fitting, fit
+from burnish.config.load import changed_config
+from burnish.plan.fit import Fitting, fewer_ranks, fit
 from burnish.plan.hardware import (
     GB,
     Hardware,
@@ -63,9 +64,14 @@ def plan_text(
     _check(options)
     tables = load_tables(options.gpus)
     hardware = _hardware(config, options, tables)
+    ranks = fewer_ranks(config, hardware) if options.fit else []
+    if ranks:
+        config = changed_config(config, ranks)
     plan = make_plan(config, hardware, assume=options.assume)
     rates = None if options.rates is None else measured_rates(options.rates, hardware)
     found = fit(config, hardware, assume=options.assume, rates=rates) if options.fit else None
+    if found is not None:
+        found = found.with_overrides(ranks)
     time = estimate(config, hardware, rates)
     if options.write is not None and found is not None and found.proposals:
         _write(options.write, found.proposals[0].config, cluster=options.cluster)

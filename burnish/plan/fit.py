@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from burnish.config.arithmetic import BatchPlan
+from burnish.config.cluster import ClusterConfig
 from burnish.config.job import JobConfig
-from burnish.config.load import ConfigError, load_config
+from burnish.config.load import ConfigError, changed_config
 from burnish.config.placement import placement_groups
 from burnish.config.roles import JobSpec, TrainRole
 from burnish.config.rollout import VllmEngine
@@ -56,6 +57,11 @@ class Fitting:
     smallest: str | None = None
     """Description of the smallest cluster that fits, if this one does not."""
 
+    def with_overrides(self, overrides: Sequence[str]) -> Fitting:
+        """Return the result for a recipe without ``overrides``, which every proposal then has."""
+        proposals = (replace(p, overrides=(*overrides, *p.overrides)) for p in self.proposals)
+        return replace(self, proposals=tuple(proposals))
+
     def to_text(self) -> str:
         """Return the result as text."""
         if not self.proposals:
@@ -83,7 +89,7 @@ def fit(
     now = (config.cluster.ranks("policy"), config.cluster.ranks("rollout"))
     others = [s for s in splits(config, hardware, rates) if s.workers != now]
     for split in others[:_SPLITS]:
-        changed = load_config(config.model_dump(mode="json"), split.overrides, job=config.job)
+        changed = changed_config(config, split.overrides)
         more, count = _search(changed, hardware, assumptions, rates=rates)
         found += [replace(p, overrides=(*split.overrides, *p.overrides)) for p in more]
         tried += count
@@ -124,7 +130,7 @@ def _search(
     found, tried = [], 0
     for overrides in candidates(config, hardware):
         try:
-            changed = load_config(config.model_dump(mode="json"), overrides, job=config.job)
+            changed = changed_config(config, overrides)
             plan = make_plan(changed, hardware, assume=assume)
         except (ConfigError, PlanError):  # invalid combination of settings
             continue
@@ -215,13 +221,9 @@ def _smallest(config: JobConfig, hardware: Hardware, assume: Sequence[str]) -> s
     cluster = config.cluster
     factor = 2
     while factor * cluster.policy_ranks <= _MOST_GPUS:
-        more = [f"cluster.policy_ranks={factor * cluster.policy_ranks}"]
-        for name in ("reference_ranks", "critic_ranks", "rollout_workers"):
-            own = cluster.model_dump()[name]
-            if own is not None:
-                more.append(f"cluster.{name}={factor * own}")
+        more = [f"cluster.{name}={factor * ranks}" for name, ranks in _ranks_of(config).items()]
         try:
-            wider = load_config(config.model_dump(mode="json"), more, job=config.job)
+            wider = changed_config(config, more)
         except ConfigError:  # the batch does not divide among so many ranks
             return None
         need = sum(p.count * p.gpus for p in placement_groups(wider))
@@ -234,6 +236,35 @@ def _smallest(config: JobConfig, hardware: Hardware, assume: Sequence[str]) -> s
             return f"The smallest cluster of these nodes on which it fits: {name}, with {words}"
         factor *= 2
     return None
+
+
+def _ranks_of(config: JobConfig) -> dict[str, int]:
+    """Return the numbers of ranks and workers that the recipe sets, by their keys."""
+    names = (name for name in ClusterConfig.model_fields if name.endswith("_ranks"))
+    values = {name: vars(config.cluster)[name] for name in (*names, "rollout_workers")}
+    return {name: ranks for name, ranks in values.items() if ranks is not None}
+
+
+def fewer_ranks(config: JobConfig, hardware: Hardware) -> list[str]:
+    """Return the overrides that halve the ranks and workers of a recipe until the cluster has
+    enough GPUs. Empty if it has, or if no such recipe is valid."""
+    if hardware.gpu is None or config.cluster.runtime == "inline":
+        return []
+    overrides: list[str] = []
+    smaller, divisor = config, 1
+    while sum(p.count * p.gpus for p in placement_groups(smaller)) > hardware.num_gpus:
+        divisor *= 2
+        if divisor > max(_ranks_of(config).values()):
+            return []
+        overrides = [
+            f"cluster.{name}={max(1, ranks // divisor)}"
+            for name, ranks in _ranks_of(config).items()
+        ]
+        try:
+            smaller = changed_config(config, overrides)
+        except ConfigError:  # the batch does not divide among so many ranks
+            return []
+    return overrides
 
 
 def _larger_gpu(config: JobConfig, hardware: Hardware, assume: Sequence[str]) -> str | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from burnish.config.arithmetic import BatchPlan
 from burnish.config.job import JobConfig, RowsJob
-from burnish.config.load import ConfigError, load_config
+from burnish.config.load import ConfigError, changed_config
 from burnish.config.roles import JobSpec, RolloutRole, TrainRole
 from burnish.config.rollout import LocalEngine, VllmEngine
 from burnish.config.train import on_oom_problem
@@ -104,7 +104,7 @@ def _hardware(config: JobConfig) -> Hardware | None:
 def _valid_only(config: JobConfig, found: Iterator[Suggestion]) -> Iterator[Suggestion]:
     for suggestion in found:
         try:
-            load_config(config.model_dump(mode="json"), list(suggestion.overrides), job=config.job)
+            changed_config(config, suggestion.overrides)
         except ConfigError:  # batch sizes that do not divide, or invalid combinations
             continue
         yield suggestion
@@ -118,7 +118,7 @@ def _planned(
     if hardware is None:
         return None
     try:
-        changed = load_config(config.model_dump(mode="json"), list(overrides), job=config.job)
+        changed = changed_config(config, overrides)
         plan: Plan = make_plan(changed, hardware)
     except Exception:  # as above: the plan is optional
         return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from burnish.config.asynchronous import shares_with_policy
 from burnish.config.job import JobConfig
-from burnish.config.load import ConfigError, load_config
+from burnish.config.load import ConfigError, changed_config
 from burnish.config.placement import placement_groups
 from burnish.config.train import ranks_per_row
 from burnish.plan.hardware import Hardware
@@ -75,7 +75,7 @@ def _changed(config: JobConfig, ranks: int, workers: int) -> JobConfig | None:
     """Return the recipe with another split, or None if it is invalid with it."""
     overrides = Split(ranks, workers, 0.0).overrides
     try:
-        return load_config(config.model_dump(mode="json"), overrides, job=config.job)
+        return changed_config(config, overrides)
     except ConfigError:
         return None
 

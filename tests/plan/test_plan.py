@@ -14,7 +14,7 @@ from burnish.config.sources import FileSource
 from burnish.plan import launch, role_base
 from burnish.plan.activations import TraceError
 from burnish.plan.command import PlanOptions, plan_text
-from burnish.plan.fit import fit
+from burnish.plan.fit import fewer_ranks, fit
 from burnish.plan.hardware import load_tables, parse_cluster, this_machine
 from burnish.plan.kv_cache import Demand, bytes_per_token, local_cache
 from burnish.plan.launch import DoesNotFitError, check_memory
@@ -487,6 +487,21 @@ def test_fit_writes_the_first_proposal_as_a_recipe(tmp_path):
 
 def huge():
     return load_config({**TINY, "model": {"path": "meta-llama/Meta-Llama-3-70B"}})
+
+
+def test_fit_halves_the_ranks_for_a_smaller_cluster_and_warns_once(caplog):
+    tree = {**TINY, "model": {"scratch": {"hidden_size": 64}}, "algorithm": {"advantage": "gae"}}
+    kl = {"init_kl_coef": 0.1, "placement": "reward", "estimator": "k3"}
+    tree["algorithm"]["kl"] = kl
+    tree["cluster"] = {"runtime": "ray", "policy_ranks": 8, "critic_ranks": 8, "gpus_per_worker": 1}
+    config = load_config(tree)
+    warnings = [record.message for record in caplog.records]
+    hardware = parse_cluster("2xA100-80GB")
+    assert fewer_ranks(config, hardware) == ["cluster.policy_ranks=2", "cluster.critic_ranks=2"]
+    assert fewer_ranks(config, parse_cluster("8xA100-80GB")) == []
+    text, fits = plan_text(config, PlanOptions(fit=True, cluster="2xA100-80GB"))
+    assert fits and "cluster.policy_ranks=2 cluster.critic_ranks=2" in text
+    assert warnings and [record.message for record in caplog.records] == warnings
 
 
 def test_run_that_does_not_fit_is_rejected_before_loading(tmp_path):

@@ -22,6 +22,11 @@ Limits of a test: ``test_s`` seconds of CPU time of the solution, and WALL times
 A reference never equals a value of the tests, and no operator combines the two: an object that
 claims to equal everything passes no comparison. Only the standard library, Python 3.10+.
 
+Everything that the solution's process sends is data under its control and is checked by the judge:
+names (``usable_names``), values (``Codec.decode``), errors (``Solution.error_class``). A test
+passes only if its code reached the end without an error while the solution's process was alive. A
+statement of the tests that fails is a failed test, also if it only prepares others.
+
 Reading order: main, Judge, Solution, Reference; Starter; serve (in the solution), Codec.
 """
 
@@ -50,7 +55,7 @@ WALL = 3
 MAX_WHY_CHARS = 120
 MAX_MESSAGE_BYTES = 32 << 20
 PR_SET_DUMPABLE = 4
-LITERALS: dict[str, Any] = {"Decimal": Decimal, "Fraction": Fraction, "bytes": bytes.fromhex}
+LITERALS: dict[str, Any] = {"Decimal": Decimal, "bytes": bytes.fromhex}
 
 
 class OutOfTime(BaseException):
@@ -106,11 +111,13 @@ class Judge:
         self.solution: Solution | None = None
         self.broken: str | None = None
         self.tested = 0
+        self.is_timed = self.is_late = self.is_stop_named = False
         signal.signal(signal.SIGALRM, self._alarm)
 
-    @staticmethod
-    def _alarm(number: int, frame: Any) -> NoReturn:
-        raise OutOfTime
+    def _alarm(self, number: int, frame: Any) -> None:
+        if self.is_timed:
+            self.is_late = True
+            raise OutOfTime
 
     def run(self) -> None:
         """Run all tests of the task."""
@@ -131,26 +138,46 @@ class Judge:
     def test(self, check: Callable[..., None], *arguments: Any) -> bool:
         """Run one test and report it. Returns whether to go on."""
         why = self.guarded(check, *arguments)
-        self.say(test=self.tested, why=why)
-        self.tested += 1
+        self.report(why)
         return why is None or not self.task["stop"]
 
+    def report(self, why: str | None) -> None:
+        """Report the result of the next test."""
+        self.say(test=self.tested, why=why)
+        self.tested += 1
+
     def guarded(self, function: Callable[..., None], *arguments: Any) -> str | None:
-        """Return why a call failed, or None."""
-        signal.setitimer(signal.ITIMER_REAL, WALL * self.task["test_s"])
+        """Return why a call failed, or None. Ends the solution's process if it is late, also if the
+        tests caught the error of the time limit."""
+        self.is_late, self.is_timed = False, True
+        before = self.solution
+        # (Once a second after the limit, for tests that catch every error in a loop.)
+        signal.setitimer(signal.ITIMER_REAL, WALL * self.task["test_s"], 1)
         try:
-            function(*arguments)
-            return None
+            why = self.reason(function, *arguments)
         except OutOfTime:
+            self.is_late = True
+        finally:
+            self.is_timed = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        if self.is_late:
             self.drop_solution()
             return "timeout"
-        except BadTests:
+        lost = before if before is not None and before.ended else self.solution
+        if lost is not None and lost.ended:
+            is_timeout = lost is self.solution and self.drop_solution()
+            return "timeout" if is_timeout else why or "the code ended its process"
+        return why
+
+    def reason(self, function: Callable[..., None], *arguments: Any) -> str | None:
+        """Return why a call failed, or None. Raises OutOfTime and BadTests."""
+        try:
+            function(*arguments)
+        except (OutOfTime, BadTests):
             raise
         except BaseException as error:  # becomes data: the test failed
-            ended = self.solution is not None and self.solution.ended
-            return "timeout" if ended and self.drop_solution() else describe(error)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            return describe(error)
+        return None
 
     def check_program(self, given: str, wanted: str) -> None:
         """Run the code as a program and compare its output."""
@@ -174,7 +201,9 @@ class Judge:
         """Call the function ``name`` and compare its result. Tuples equal lists."""
         function = self.names().get(name)
         if function is None and "Solution" in self.names():
-            function = getattr(self.names()["Solution"](), name, None)  # house: ok a test's name
+            made = self.names()["Solution"]()
+            if isinstance(made, Reference):
+                function = getattr(made, name)  # house: ok a test's name
         if not callable(function):
             raise AssertionError("there is no function " + name)
         if as_lists(function(*arguments)) != as_lists(wanted):
@@ -188,6 +217,7 @@ class Judge:
             self.drop_solution()
             try:
                 self.solution = Solution(self.starter, self.task)
+                self.solution.is_stop_named = self.is_stop_named
             except BaseException as error:
                 self.broken = describe(error)
                 raise
@@ -200,8 +230,8 @@ class Judge:
 
 
 class SourceTests:
-    """Tests in Python source: asserts at the top level, functions ``test_*``, unittest classes, and
-    ``check(candidate)``."""
+    """Tests in Python source: asserts and other checks at the top level, functions ``test_*``,
+    unittest classes, and ``check(candidate)``."""
 
     def __init__(self, judge: Judge, source: str, name: str | None) -> None:
         self.judge, self.name = judge, name
@@ -209,27 +239,24 @@ class SourceTests:
             self.body = ast.parse(source).body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise BadTests("the tests are not Python source: " + describe(error)) from None
-        functions = [n for n in self.body if isinstance(n, ast.FunctionDef)]
-        defined = {node.name for node in functions}
-        called = {called_name(node) for node in self.body} & defined
-        self.steps = [n for n in self.body if isinstance(n, ast.Assert) or called_name(n) in called]
-        self.functions = [
-            node.name
-            for node in functions
-            if node.name not in called
-            and (node.name == "check" or (node.name.startswith("test") and not node.args.args))
-        ]
+        functions = [n for n in self.body if isinstance(n, FUNCTIONS_OF_TESTS)]
+        self.defined = {node.name for node in functions}
+        called = {name for node in self.body for name in called_names(node)} & self.defined
+        self.steps = [node for node in self.body if checks_something(node, self.defined)]
+        self.functions = [node for node in functions if node.name not in called and is_test(node)]
         self.methods = [
             (node.name, method.name)
             for node in self.body
             if isinstance(node, ast.ClassDef)
             for method in node.body
-            if isinstance(method, ast.FunctionDef) and method.name.startswith("test")
+            if isinstance(method, FUNCTIONS_OF_TESTS) and method.name.startswith("test")
         ]
         self.count = len(self.steps) + len(self.functions) + len(self.methods)
         if not self.count:
             raise BadTests("there is no assert, no function test_*, and no method test_*")
-        self.own: dict[str, Any] = {"__name__": "tests"}
+        self.check_that_all_run(functions)
+        # (A program under ``if __name__ == "__main__"`` is part of the tests.)
+        self.own: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins}
         self.given: dict[str, Any] = {}
         self.modules = sys.stdlib_module_names & {
             node.value.id
@@ -237,35 +264,53 @@ class SourceTests:
             for node in ast.walk(part)
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         }
+        self.judge.is_stop_named = "StopIteration" in names_in(self.body)
+        if "unittest" in source:
+            import unittest
+
+            vars(unittest)["main"] = lambda *_, **__: None  # the classes are run in any case
+
+    def check_that_all_run(self, functions: Sequence[Any]) -> None:
+        """Raise BadTests if a test function needs arguments that nothing gives it."""
+        used = names_in(self.body)
+        for node in functions:
+            if node.name.startswith("test") and not is_test(node) and node.name not in used:
+                raise BadTests("the function " + node.name + " needs arguments, so it never runs")
 
     def run(self) -> None:
         """Run the statements in order, then the functions and the methods."""
         self.judge.say(count=self.count)
         for node in self.body:
-            code = compile(ast.Module([node], []), "tests.py", "exec")
+            is_last = node is self.body[-1]
             if node in self.steps:
-                if not self.judge.test(self.execute, code):
+                if not self.judge.test(self.execute, node, is_last):
                     return
-            else:
-                why = self.judge.guarded(self.execute, code, isinstance(node, IMPORTS))
-                if why is not None:
-                    return  # later tests depend on it
-        for name in self.functions:
-            if not self.judge.test(self.call, name):
+            elif (why := self.judge.guarded(self.execute, node, is_last)) is not None:
+                # Later tests depend on it, and it is a failed test itself.
+                self.judge.say(count=self.count + 1)
+                self.judge.report(why)
+                return
+        for function in self.functions:
+            if not self.judge.test(self.call, function):
                 return
         for name, method in self.methods:
             if not self.judge.test(self.call_method, name, method):
                 return
 
-    def execute(self, code: types.CodeType, is_import: bool = False) -> None:
+    def execute(self, node: ast.stmt, is_last: bool) -> None:
         """Execute a statement of the tests with the names of the code."""
         self.refresh()
         try:
-            exec(code, self.own)
+            if isinstance(node, ast.Expr) and is_claim(node.value, self.defined):
+                code = compile(ast.Expression(node.value), "tests.py", "eval")
+                refuse_false(eval(code, self.own), is_or(node.value))
+            else:
+                exec(compile(ast.Module([node], []), "tests.py", "exec"), self.own)
         except ImportError as error:
-            if is_import:
-                raise BadTests("the tests cannot import: " + str(error)) from None
-            raise
+            blame(error)
+        except SystemExit as error:
+            if isinstance(error, RemoteError) or error.code or not is_last:
+                raise AssertionError("the tests or the code called exit") from None
 
     def refresh(self) -> None:
         """Add the names of the code, unless the tests, Python or the standard library define
@@ -283,45 +328,145 @@ class SourceTests:
                 continue
             self.own[name] = self.given[name] = value
 
-    def call(self, name: str) -> None:
-        """Call a function of the tests; ``check`` with the function to test."""
+    def call(self, node: Any) -> None:
+        """Call a function of the tests; one with a parameter, with the function to test."""
         self.refresh()
-        function = self.own[name]
-        if name != "check" or not function.__code__.co_argcount:
-            function()
-            return
+        function = self.own[node.name]
+        arguments = [self.candidate()] if num_required(node) else []
+        try:
+            refuse_false(finished(function(*arguments)))
+        except ImportError as error:
+            blame(error)
+
+    def candidate(self) -> Any:
+        """Return the function to test."""
         names = self.judge.names()
-        candidate = self.name or next(
-            (n for n in reversed(list(names)) if isinstance(names[n], Reference)), None
-        )
-        if candidate not in names:
-            raise AssertionError("there is no function " + str(candidate))
-        function(names[candidate])
+        functions = [n for n, value in names.items() if isinstance(value, Reference)]
+        name = self.name or next(reversed(functions), None)
+        if name not in names:
+            raise AssertionError("there is no function " + str(name))
+        return names[name]
 
     def call_method(self, name: str, method: str) -> None:
         """Run a test of a class, of unittest or a plain one."""
         self.refresh()
         made = self.own[name]
         unittest = sys.modules.get("unittest")
-        if unittest is None or not issubclass(made, unittest.TestCase):
-            getattr(made(), method)()  # house: ok a test's name
-            return
+        try:
+            if unittest is None or not issubclass(made, unittest.TestCase):
+                refuse_false(finished(getattr(made(), method)()))  # house: ok a test's name
+                return
+        except ImportError as error:
+            blame(error)
         result = unittest.TestResult()
-        made(method).run(result)
+        unittest.TestSuite([made(method)]).run(result)  # (with setUpClass)
         failed = [*result.failures, *result.errors]
-        if not result.wasSuccessful() or result.skipped:
+        if not result.wasSuccessful() or result.skipped or not result.testsRun:
             raise AssertionError(failed[0][1].strip()[-MAX_WHY_CHARS:] if failed else "skipped")
 
 
-IMPORTS = (ast.Import, ast.ImportFrom)
+FUNCTIONS_OF_TESTS = (ast.FunctionDef, ast.AsyncFunctionDef)
+BLOCKS = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Try, ast.Match)
 
 
-def called_name(node: ast.AST) -> str | None:
-    """Return f of a statement ``f(...)``, or None."""
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        function = node.value.func
-        return function.id if isinstance(function, ast.Name) else None
-    return None
+def parts_run_by(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes that a statement executes: without the bodies of functions and classes."""
+    left = [node]
+    while left:
+        part = left.pop()
+        yield part
+        if not isinstance(part, (*FUNCTIONS_OF_TESTS, ast.ClassDef, ast.Lambda)):
+            left += ast.iter_child_nodes(part)
+
+
+def called_names(node: ast.AST) -> set[str]:
+    """Return the names of the functions that a statement calls."""
+    calls = [part for part in parts_run_by(node) if isinstance(part, ast.Call)]
+    return {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+
+
+def names_in(body: Sequence[ast.stmt]) -> set[str]:
+    """Return all names that statements use."""
+    nodes = [node for part in body for node in ast.walk(part)]
+    return {node.id for node in nodes if isinstance(node, ast.Name)}
+
+
+def checks_something(node: ast.stmt, defined: set[str]) -> bool:
+    """Return whether a statement of the top level is a test: an assert, a comparison, a call of a
+    function of the tests or of one like ``assertEqual``, or a block with one of them."""
+    if isinstance(node, ast.Expr) and is_claim(node.value, defined):
+        return True
+    if isinstance(node, ast.Expr):
+        return any(is_check(part, defined) for part in parts_run_by(node))
+    if isinstance(node, BLOCKS):  # (an exit at the end of the tests is no test)
+        functions = defined | {"exit", "quit"}
+        return any(is_check(part, functions) for part in parts_run_by(node))
+    return isinstance(node, ast.Assert)
+
+
+def is_check(node: ast.AST, functions: set[str]) -> bool:
+    """Return whether a part of a statement may fail on purpose: it is an assert, raises, or calls
+    one of ``functions`` or one like ``assertEqual``."""
+    if isinstance(node, ast.Call):
+        function = node.func
+        name = function.attr if isinstance(function, ast.Attribute) else ""
+        name = function.id if isinstance(function, ast.Name) else name
+        return name in functions or name.startswith("assert")
+    return isinstance(node, (ast.Assert, ast.Raise))
+
+
+def is_claim(node: ast.expr, defined: set[str]) -> bool:
+    """Return whether an expression without an assert claims something: False means failed.
+    ``defined``: the functions of the tests."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return node.func.id in {"all", "any", "isinstance"} | defined
+    is_not = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+    return is_not or isinstance(node, (ast.Compare, ast.BoolOp))
+
+
+def num_required(node: Any) -> int:
+    """Return the number of parameters of a function of the tests that have no default."""
+    arguments = node.args
+    positional = len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults)
+    return positional + sum(default is None for default in arguments.kw_defaults)
+
+
+def is_test(node: Any) -> bool:
+    """Return whether a function of the tests runs: ``test_*`` without arguments, or with the
+    function to test."""
+    required = num_required(node)
+    if node.name == "check":
+        return required <= 1
+    takes_candidate = required == 1 and [a.arg for a in node.args.args][:1] == ["candidate"]
+    return node.name.startswith("test") and (required == 0 or takes_candidate)
+
+
+def finished(value: Any) -> Any:
+    """Return the result of a function of the tests, also of a coroutine function."""
+    if isinstance(value, types.CoroutineType):
+        import asyncio
+
+        return asyncio.run(value)
+    return value
+
+
+def is_or(node: ast.expr) -> bool:
+    """Return whether an expression is like ``f(1) == 2 or print("wrong")``."""
+    return isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or)
+
+
+def refuse_false(value: Any, must_be_true: bool = False) -> None:
+    """Raise AssertionError if a claim of the tests is False, or not true."""
+    if value is False or (must_be_true and not value):
+        raise AssertionError("a result of the tests is False")
+
+
+def blame(error: ImportError) -> NoReturn:
+    """Raise the error of an import again: the code's if it lacks a name or raised it, else
+    BadTests, because the tests need a module that is not installed."""
+    if isinstance(error, RemoteError) or (error.name or "").partition(".")[0] == "solution":
+        raise error
+    raise BadTests("the tests cannot import: " + str(error)) from None
 
 
 def describe(error: BaseException) -> str:
@@ -389,9 +534,10 @@ class Codec:
         if isinstance(value, dict):
             pairs = [[self.encode(k), self.encode(v)] for k, v in dict.items(value)]
             return {"dict": pairs}
-        for name in ("Decimal", "Fraction"):
-            if type(value) is LITERALS[name]:
-                return {name: str(value)}
+        if type(value) is Decimal:
+            return {"Decimal": str(value)}
+        if type(value) is Fraction:
+            return {"Fraction": [hex(value.numerator), hex(value.denominator)]}
         return self.refer(value)
 
     def decode(self, tree: Any) -> Any:
@@ -403,6 +549,8 @@ class Codec:
             return int(content, 16)
         if kind == "complex":
             return complex(*content)
+        if kind == "Fraction":
+            return Fraction(int(content[0], 16), int(content[1], 16))
         if kind in LITERALS:
             return LITERALS[kind](content)
         if kind in ("list", "tuple", "set", "frozenset"):
@@ -447,15 +595,15 @@ class Solution(Codec):
 
     def __init__(self, starter: Starter, task: Mapping[str, Any]) -> None:
         self.starter = starter
-        self.ended = False
+        self.ended = self.is_stop_named = False
         self.callbacks: dict[int, Callable[..., Any]] = {}
-        self.errors: dict[int, type[Exception]] = {}
+        self.errors: dict[int, type[BaseException]] = {}
         mine, other = socket.socketpair()
         with other:
             self.pid = starter.server(task["code"], other, task["test_s"])
         self.lines = Lines(mine)
         try:
-            self.names = dict(self.exchange())
+            self.names = usable_names(self.exchange())
         except BaseException:
             if status_is_timeout(self.close()):
                 raise OutOfTime from None
@@ -470,7 +618,7 @@ class Solution(Codec):
                 "named": {name: self.encode(value) for name, value in named.items()},
             }
         )
-        return self.exchange(arguments)
+        return self.exchange(arguments, function)
 
     def send(self, tree: Any) -> None:
         """Send a message."""
@@ -478,8 +626,9 @@ class Solution(Codec):
             raise Ended("the code ended its process")
         self.lines.send(tree)
 
-    def exchange(self, arguments: Sequence[Any] = ()) -> Any:
-        """Answer calls of functions of the tests until the reply comes, and return its value."""
+    def exchange(self, arguments: Sequence[Any] = (), function: str | None = None) -> Any:
+        """Answer calls of functions of the tests until the reply comes, and return its value. A
+        reply that is not valid ends the process."""
         while True:
             try:
                 reply = self.lines.receive()
@@ -487,13 +636,13 @@ class Solution(Codec):
                     self.send(self.called(reply))
                     continue
                 if "error" in reply:
-                    raise self.error_of(reply["error"])
+                    raise self.error_of(reply["error"], function)
                 for index, content in reply.get("changed", ()):
                     update(arguments[index], self.decode(content))
                 return self.decode(reply["value"])
-            except (Ended, ValueError, KeyError, TypeError, IndexError) as error:
-                if isinstance(error, RemoteError):
-                    raise
+            except RemoteError:
+                raise
+            except Exception:
                 self.ended = True  # (a reply that is not valid: forged)
                 raise Ended("the code ended its process") from None
 
@@ -502,22 +651,31 @@ class Solution(Codec):
         try:
             arguments = [self.decode(item) for item in message["arguments"]]
             return {"value": self.encode(self.callbacks[message["call"]](*arguments))}
-        except Exception as error:
+        except OutOfTime:
+            raise
+        except BaseException as error:  # becomes data, which the code raises
             return {"error": describe(error)}
 
-    def error_of(self, error: Mapping[str, Any]) -> Exception:
+    def error_of(self, error: Mapping[str, Any], function: str | None) -> BaseException:
         """Return the exception to raise for an error in the solution: of the same class if it is
-        built in, else of a class that stands for it."""
-        return self.error_class(error)(str(error["text"]))
+        built in, else of a class that stands for it.
 
-    def error_class(self, error: Mapping[str, Any]) -> type[Exception]:
-        """Return the class that stands for an exception class of the solution."""
-        number = error["class"]
+        Only ``next``, and tests that name it, get a StopIteration: it would end a loop of the
+        tests before its last check."""
+        raised = self.error_class(error)(str(error["text"]))
+        if isinstance(raised, ENDS_LOOPS) and function != "next" and not self.is_stop_named:
+            return StoppedError("the code raised " + type(raised).__name__)
+        return raised
+
+    def error_class(self, error: Mapping[str, Any]) -> type[BaseException]:
+        """Return the class that stands for an exception class of the solution. One that is not
+        based on Exception, such as SystemExit, is no Exception in the tests either."""
+        number = int(error["class"])
         if number not in self.errors:
-            found = [vars(builtins).get(name) for name in error["names"]]
-            bases = [c for c in found if isinstance(c, type) and issubclass(c, Exception)]
+            found = [vars(builtins).get(str(name)) for name in error["names"]]
+            bases = [c for c in found if isinstance(c, type) and issubclass(c, BaseException)]
             bases = [c for c in bases if c.__name__ not in SEVERAL_ARGUMENTS]
-            base = next(iter(bases), Exception)
+            base = next(iter(bases), BaseException)
             self.errors[number] = type(str(error["names"][0]), (RemoteError, base), {})
         return self.errors[number]
 
@@ -553,12 +711,33 @@ SEVERAL_ARGUMENTS = (
 """Exceptions that cannot be created from a text."""
 
 
-class RemoteError(Exception):
+class RemoteError(BaseException):
     """Base of errors that were raised in the solution."""
+
+
+class StoppedError(RemoteError, RuntimeError):
+    """The solution raised an error that would end a loop of the tests."""
+
+
+ENDS_LOOPS = (StopIteration, StopAsyncIteration, GeneratorExit)
+
+
+def usable_names(names: Any) -> dict[str, Any]:
+    """Return the names of the solution that tests may see. Others, such as ``__builtins__``, would
+    change what the tests themselves do."""
+    if type(names) is not dict:
+        raise Ended("the code ended its process")
+    return {
+        name: value
+        for name, value in names.items()
+        if type(name) is str and name.isidentifier() and not name.startswith("__")
+    }
 
 
 def update(container: Any, value: Any) -> None:
     """Give a list, dict or set of the tests the content that the solution gave its copy."""
+    if type(value) is not type(container):
+        raise TypeError("another type")
     if isinstance(container, list):
         container[:] = value
     elif isinstance(container, (dict, set)):

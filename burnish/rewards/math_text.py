@@ -72,7 +72,18 @@ _MARKS = 20
 _SIGNS = "".join(VULGAR)  # (\w does not match them)
 _CAPITAL = Pattern(r"[A-J]")
 _CHOICE = Form(r"[a-j]")
-_CHOSEN = Form(r"(?:option |choice )?([a-j])(?:$|[).:,])")
+_CHOSEN = Form(
+    r"(?:(?:option|choice) )?\(?(?P<letter>[a-j])(?:$|(?P<mark>[).:,])(?P<text>.*))", DOTALL
+)
+_JOINED = Form(  # another choice after "A, " or "A) or "; "a" may be an article, "d = 5" is a text
+    r"\s*+(?:(?:[,;/&]|(?:and|or)\b)\s*+)*+(?:(?:option|choice) )?\(?"
+    r"(?:[b-hj](?!\w|'| ?[=+*^/<>-])|[ai](?=$|[),.;/]| (?:and|or)\b))"
+)
+_MARKED = Form(r"\s*+(?:(?:option|choice) )?\(?[a-j][).]")
+_CONNECTED = Form(r"\s*+(?:[,;/&]|(?:and|or)\b)")
+_IS_ALTERNATIVE = Pattern(r"(?:\b(?:not|nor|neither|or|and|than)|n't|[/&])\s?\(?$")
+_IS_LISTED = Pattern(r"[,;]\s?\(?$")
+_OR = Pattern(r"\s(?:or|and)\s")
 _CLOCK = Form(r"\d{1,2}:\d{2}(:\d{2})?(\s*[ap]\.?m\.?)?")
 _MATH_SIGN = Pattern(r"[=^_\\<>+*]")
 _WRAPPED = Form(r"\W*\\(?:text|mbox|textbf|mathrm)\s*\{")
@@ -314,6 +325,8 @@ def judge(label: Label, response: str) -> bool | Ask:
         return quantities_equal(label.quantity, quantity)
     if quantity is not None:
         return Ask(label.text, f"\\boxed{{{spell(quantity)}}}")
+    if answer is not None and not answer.firm and _claims_others(answer.text, label):
+        return False
     several = "," in label.text  # given a sentence, math-verify would take only the last value
     if answer is None or not (answer.firm or several):
         return Ask(label.text, _readable(text))
@@ -323,15 +336,53 @@ def judge(label: Label, response: str) -> bool | Ask:
     return Ask(label.text, f"\\boxed{{{_symbols(_readable(text))}}}")
 
 
+def _claims_others(said: str, label: Label) -> bool:
+    """Return whether the sentence after "answer is" denies its value, or has values that differ
+    from a number: math-verify would take one of them."""
+    if said.lower().startswith("not "):
+        return True
+    values = [read_quantity(part) for part in _OR.split(said.replace(", ", " or "))]
+    numbers = [value for value in values if value is not None]
+    if label.quantity is None or len(numbers) < len(values) or len(values) < 2:
+        return False
+    return not all(quantities_equal(label.quantity, number) for number in numbers)
+
+
 def _same_words(label: str, text: str, answer: Answer | None) -> bool:
     if answer is None:  # nothing is marked: compare the words at the end
         said = _words(text.strip().rpartition("\n")[2])
-        return said == label or said.endswith(" " + label)
+        return said == label or _ends_with(said, label)
     said = _words(answer.text)
-    if _CHOICE.fullmatch(label):  # a choice, possibly followed by its text
-        chosen = _CHOSEN.match(said.lstrip("("))
-        return chosen is not None and chosen[1] == label
-    return said == label or (said.endswith(" " + label) and not answer.firm)
+    if _CHOICE.fullmatch(label):
+        return _choice(said) == label
+    return said == label or (_ends_with(said, label) and not answer.firm)
+
+
+def _ends_with(said: str, label: str) -> bool:
+    """Return whether a text ends with the label, and not with "not" or another answer before it."""
+    before = said.removesuffix(" " + label)
+    if before == said or _IS_ALTERNATIVE.search(before):
+        return False
+    return not (_CHOICE.fullmatch(label) and _IS_LISTED.search(before))
+
+
+def _choice(said: str) -> str | None:
+    """Return the letter of a choice, possibly followed by its text, or None if the answer is none,
+    or a list of several.
+
+    >>> _choice("c) 12"), _choice("c"), _choice("a, b, c or d"), _choice("d) a and b")
+    ('c', 'c', None, 'd')
+    """
+    match = _CHOSEN.match(said.lstrip("("))
+    if match is None or match["mark"] is None:
+        return match and str(match["letter"])
+    mark, text = match["mark"], match["text"]
+    is_list = _MARKED.match(text) is not None
+    if mark == "," or _CONNECTED.match(text):
+        is_list = is_list or _JOINED.match(text) is not None
+    if mark == ".":
+        is_list = is_list or _CHOICE.fullmatch(text.strip(" ()")) is not None
+    return None if is_list else str(match["letter"])
 
 
 def _words(text: str) -> str:

@@ -271,6 +271,29 @@ TEXT = [
     ("C", "The answer is (C).", True),
     ("C", "The answer is C) 12", True),
     ("C", r"\boxed{B}", False),
+    ("C", r"\boxed{C) A and B}", True),
+    ("C", r"\boxed{C, a triangle}", True),
+    ("C", r"\boxed{C, d = 5}", True),
+    ("C", r"\boxed{C: a:b}", True),
+    ("C", "The answer is C, because A is wrong.", True),
+    ("C", r"\boxed{C,D}", False),
+    ("A", r"\boxed{A,B,C,D}", False),
+    ("A", "The answer is A, B, C or D.", False),
+    ("A", r"\boxed{A) B) C)}", False),
+    ("A", r"\boxed{(A)(B)}", False),
+    ("A", r"\boxed{(A) or (B)}", False),
+    ("A", r"\boxed{A. B. C. D}", False),
+    ("A", r"\boxed{Option A, option B}", False),
+    ("D", "A, B, C or D", False),
+    ("D", "So it is D", True),
+    ("D", "It is not D", False),
+    ("Monday", "It was certainly not Monday", False),
+    ("no", "The answer is yes or no.", False),
+    ("no", "The answer is not no.", False),
+    ("2", "The answer is not 2.", False),
+    ("2", "The answer is 2 or 3.", False),
+    ("2", "The answer is 2, 3", False),
+    ("1/2", "The answer is 1/2 or 0.5.", True),
     ("B", "Answer: B", True),
     ("no solution", r"\boxed{\text{no solution}}", True),
     ("no solution", r"\boxed{\text{No solution.}}", True),
@@ -403,7 +426,6 @@ KNOWN_DISAGREEMENTS = [
     ("128 , 64", r"\boxed{64,128}", True),  # reads as the number 64128
     (r"0.\overline{3}", r"\boxed{\frac13}", True),  # the bar is not read
     ("14", "The answer is not 13 but 14.", True),  # the first quantity after "answer is"
-    ("Monday", "It was certainly not Monday", False),  # unmarked: the words at the end
     ("2 m", r"\boxed{200 \text{ cm}}", True),  # units are compared, not converted
 ]
 

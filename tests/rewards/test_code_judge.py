@@ -1,0 +1,311 @@
+"""The judge of code: every statement of the tests counts, and the code's process is not trusted.
+
+Each attack is wrong code that tries to get a reward, in every form of tests. f(x) should be 3 * x.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from burnish.config.rewards import PythonCodeReward as Config
+from burnish.config.sandbox import BubblewrapSandbox
+from burnish.rewards.base import SampleError
+from burnish.rewards.python_code import PythonCodeReward
+from burnish.sandbox.base import SandboxError
+from burnish.sandbox.make import check_sandbox
+from tests.rewards.test_python_code_reward import item_of
+
+Scores = Callable[..., list[float | SampleError]]
+RIGHT = "def f(x): return 3 * x"
+WRONG = "def f(x): return x"
+
+
+@pytest.fixture(scope="module")
+def scores() -> Iterator[Scores]:
+    """``scores(code, labels)``: share of the tests that the code passes, for each label."""
+    try:
+        check_sandbox(BubblewrapSandbox())
+    except SandboxError as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(error))
+    made = PythonCodeReward(Config(score="share", test_timeout_s=1, timeout_s=30))
+    yield lambda code, labels: made.score(
+        [item_of(f"```python\n{code}\n```\n", label) for label in labels]
+    )
+    made.close()
+
+
+STATEMENTS = [
+    "assert f(7) == 21",
+    "for a in (0, 7):\n    assert f(a) == 3 * a",
+    "with open('/dev/null'):\n    assert f(7) == 21",
+    "if f(7) != 21:\n    raise ValueError",
+    "import sys\nif f(7) != 21:\n    sys.exit(1)",
+    "while f(7) != 21:\n    raise ValueError",
+    "try:\n    assert f(7) == 21\nexcept KeyError:\n    pass",
+    "match f(7):\n    case 21: pass\n    case _: raise ValueError",
+    "def run():\n    assert f(7) == 21\nrun()",
+    "def run():\n    return f(7) == 21\nrun()",
+    "def run():\n    assert f(7) == 21\nif __name__ == '__main__':\n    run()",
+    "import unittest\nunittest.TestCase().assertEqual(f(7), 21)",
+    "f(7) == 21",
+    "all(f(a) == 3 * a for a in (0, 7))",
+    "f(7) == 21 or print('wrong')",
+    "def test_f():\n    assert f(7) == 21",
+    "def test_f(x=7):\n    assert f(x) == 21",
+    "def test_f():\n    return f(7) == 21",
+    "async def test_f():\n    assert f(7) == 21",
+    "def test_f(candidate):\n    assert candidate(7) == 21",
+    "def check(candidate):\n    assert candidate(7) == 21",
+    "from solution import f\nassert f(7) == 21",
+    "import solution\nassert solution.f(7) == 21",
+    "from solution import *\nassert f(7) == 21",
+    "class TestF:\n    def test(self): assert f(7) == 21",
+    "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(7), 21)\n"
+    "if __name__ == '__main__':\n    unittest.main()",
+    "import unittest\nclass T(unittest.TestCase):\n    @classmethod\n"
+    "    def setUpClass(cls): cls.want = 21\n"
+    "    def test(self): self.assertEqual(f(7), self.want)",
+    "import unittest\nclass T(unittest.IsolatedAsyncioTestCase):\n"
+    "    async def test(self): self.assertEqual(f(7), 21)",
+]
+
+
+@pytest.mark.parametrize("code", [RIGHT, WRONG, "x = 1"], ids=["right", "wrong", "no function"])
+def test_every_statement_that_checks_something_is_a_test(scores: Scores, code: str) -> None:
+    assert scores(code, STATEMENTS) == [float(code == RIGHT)] * len(STATEMENTS)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "for a in (7,):\n    assert f(a) == 21",
+        "with open('/dev/null'):\n    {21: 1}[f(7)]",
+        "if True:\n    {21: 1}[f(7)]",
+        "{21: 1}[f(7)]",
+        "x = {21: 1}[f(7)]",
+        "class A:\n    x = {21: 1}[f(7)]",
+        "{21: print}[f(7)]()",
+        "del {21: [0]}[f(7)][0]",
+        "import sys\nsys.exit(f(7) != 21)",
+    ],
+)
+def test_an_end_of_the_tests_that_fails_is_no_pass(scores: Scores, end: str) -> None:
+    """The first of two tests passes, f(0) == 0; the end is the second one."""
+    tests = [f"assert f(0) == 0\n{end}"]
+    assert scores(RIGHT, tests) == [1] and scores(WRONG, tests) == [0.5]
+
+
+def test_a_statement_that_prepares_and_fails_ends_the_tests_as_failed(scores: Scores) -> None:
+    """One of three: the second assert is not run, and the assignment is a failed test."""
+    tests = ["assert f(0) == 0\nx = {21: 1}[f(7)]\nassert f(1) == 3"]
+    assert scores(WRONG, tests) == [pytest.approx(1 / 3)] and scores(RIGHT, tests) == [1]
+
+
+ATTACKS = {
+    "reports builtins": "__builtins__ = {'len': len}\nf = lambda x: x",
+    "reports builtins as a subclass of str": (
+        "class N(str):\n    def startswith(self, *a): return False\n"
+        "globals()[N('__builtins__')] = {}\nglobals()[N('__name__')] = 'x'\nf = lambda x: x"
+    ),
+    "reports names over the protocol": (
+        "import json, os\n"
+        "def line(names): return json.dumps({'value': {'dict': names}}).encode() + b'\\n'\n"
+        "for fd in range(3, 256):\n"
+        "    try: os.write(fd, line([['__builtins__', {'dict': []}], ['f', {'object': 0}],\n"
+        "                            ['__import__', {'object': 0}], [{'list': []}, 1]]))\n"
+        "    except OSError: pass\n"
+        "f = lambda x: x"
+    ),
+    "is no mapping of names": (
+        "import os\nfor fd in range(3, 256):\n"
+        "    try: os.write(fd, b'{\"value\": {\"object\": 0}}\\n')\n"
+        "    except OSError: pass\nf = lambda x: x"
+    ),
+    "equals everything": (
+        "class E(int):\n    __eq__ = __le__ = __ge__ = lambda *a: True\n"
+        "    __ne__ = lambda *a: False\n    __hash__ = int.__hash__\n"
+        "class O:\n    __eq__ = E.__eq__\n    __hash__ = lambda s: hash(21)\n"
+        "f = lambda x: E(x) if x % 2 else O()"
+    ),
+    "has all types": (
+        "class M(type):\n    __instancecheck__ = __subclasscheck__ = lambda *a: True\n"
+        "class O(metaclass=M):\n    __class__ = int\n    __getattr__ = lambda *a: O()\n"
+        "    __call__ = __getattr__\nf = lambda x: O()"
+    ),
+    "exits with 0": "import sys\ndef f(x): sys.exit(0)",
+    "exits when it is loaded": "def f(x): return x\nraise SystemExit(0)",
+    "ends its process": "import os\ndef f(x): os._exit(0)",
+    "registers an exit handler": (
+        "import atexit, os, sys\natexit.register(lambda: os._exit(0))\ndef f(x): sys.exit()"
+    ),
+    "stops loops": "def f(x): raise StopIteration",
+    "stops generators": "def f(x): raise GeneratorExit",
+    "interrupts": "def f(x): raise KeyboardInterrupt",
+    "skips": "import unittest\ndef f(x): raise unittest.SkipTest('skip')",
+    "asserts nothing": (
+        "import unittest, builtins\nfor n in dir(unittest.TestCase):\n"
+        "    if n.startswith('assert'): setattr(unittest.TestCase, n, lambda *a: None)\n"
+        "builtins.AssertionError = Exception\nunittest.TestResult.wasSuccessful = lambda s: True\n"
+        "def f(x): return x"
+    ),
+    "replaces names of the tests": (
+        "class unittest:\n    class TestCase: pass\n"
+        "def assertEqual(*a): pass\nrun = check = test_f = T = TestF = lambda *a: None\n"
+        "all = print = open = lambda *a: True\nclass sys: exit = print\ndef f(x): return x"
+    ),
+    "prints a result": (
+        "import sys\nfor out in (sys.stdout, sys.stderr, sys.__stdout__):\n"
+        "    print('{\"test\": 0, \"why\": null}', 'OK', 21, file=out, flush=True)\ndef f(x): pass"
+    ),
+    "sends a pickle": (
+        "import os\nclass P:\n    def __reduce__(self): return os._exit, (0,)\n"
+        "    def __repr__(self): return '20'\ndef f(x): return P()"
+    ),
+    "looks for the expected value": (
+        "import gc, sys\ndef f(x):\n    seen, frame = [], sys._getframe()\n"
+        "    while frame:\n        seen += [*frame.f_locals.values()]\n"
+        "        frame = frame.f_back\n"
+        "    return 21 if '21' in repr([*seen, *gc.get_objects()][:200_000]) and x == 7.5 else x"
+    ),
+    "a thread that outlives": (
+        "import os, threading, time\ndef run():\n    while True:\n"
+        "        for fd in range(3, 256):\n"
+        "            try: os.write(fd, b'{\"value\": true}\\n')\n"
+        "            except OSError: pass\n        time.sleep(.001)\n"
+        "def f(x):\n    threading.Thread(target=run).start()\n    time.sleep(.05)\n    return x"
+    ),
+    "a process that outlives": (
+        "import os, time\ndef f(x):\n    if os.fork() == 0:\n        time.sleep(60)\n    return x"
+    ),
+    "recurses": "def f(x): return f(x)",
+    "returns deep lists": (
+        "def f(x):\n    y = []\n    for _ in range(900): y = [y]\n    return y"
+    ),
+    "reads the files of the tests": (
+        "import glob\ntexts = ''\n"
+        "for p in [*glob.glob('/tmp/**', recursive=True), *glob.glob('*'),\n"
+        " *glob.glob('/proc/*/fd/*'),"
+        " *glob.glob('/proc/*/cmdline'), *glob.glob('/proc/*/environ')]:\n"
+        "    try: texts += open(p, errors='replace').read(1 << 20)\n"
+        "    except Exception: pass\n"
+        "def f(x): return 21 if 'f(7) == 21' in texts else x"
+    ),
+    "changes modules": (
+        "import sys, types\nfor n in ('solution', 'unittest', 'json', 'tests', '__main__'):\n"
+        "    sys.modules[n] = types.ModuleType(n)\n"
+        "sys.modules['solution'].f = lambda x: 3 * x - 1\n"
+        "def f(x): return x"
+    ),
+    "deletes files": (
+        "import os, shutil\nfor p in ('.', '/tmp', os.path.dirname(os.__file__)):\n"
+        "    shutil.rmtree(p, ignore_errors=True)\ndef f(x): return x"
+    ),
+    "kills everything": (
+        "import os, signal\ndef f(x):\n"
+        "    for s in (signal.SIGALRM, signal.SIGSTOP, signal.SIGKILL):\n"
+        "        for p in range(2, 40):\n"
+        "            try:\n                if p != os.getpid(): os.kill(p, s)\n"
+        "            except OSError: pass\n    return x"
+    ),
+    "deletes the function": "def f(x): return x\ndel f",
+    "a property that changes": (
+        "class O:\n    n = 0\n    def __index__(self): O.n += 1; return O.n\n"
+        "    __int__ = __len__ = __index__\ndef f(x): return O()"
+    ),
+    "empties the arguments": (
+        "def f(x):\n    if isinstance(x, list): x.clear()\n    return x"
+    ),
+    "raises what the tests catch": (
+        "class A(KeyError, AssertionError): pass\ndef f(x): raise A('x') if x < 7 else SystemExit"
+    ),
+}  # fmt: skip
+OTHER_FORMS: list[Any] = [
+    ["assert f(7) == 21", "assert 21 == f(7)", "assert not f(7) != 21"],
+    ["assert [f(7)] == [21]", "assert {f(7)} == {21}", "assert f(7) in (21,)"],
+    "for got, want in zip(map(f, [7]), [21], strict=True):\n    assert got == want",
+    "n = 0\nfor got in map(f, [7, 7]):\n    assert got == 21\n    n += 1\nassert n == 2",
+    "results = [f(x) for x in [7]]\nassert results == [21]",
+    "try:\n    y = f(7)\nexcept Exception:\n    y = 0\nassert y == 21",
+    {"inputs": [[7]], "outputs": [21], "fn_name": "f"},
+    {"inputs": [[7], [8]], "outputs": [21, 24], "fn_name": "f"},
+]
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_wrong_code_gets_nothing_in_any_form(scores: Scores, name: str) -> None:
+    """Each attack meets a quarter of the statements and all other forms."""
+    statements = STATEMENTS[list(ATTACKS).index(name) % 4 :: 4]
+    found = scores(ATTACKS[name], [*statements, *OTHER_FORMS])
+    assert found == [0] * len(found)
+    program = ATTACKS[name] + "\nprint(f(int(input())))"
+    assert scores(program, [[{"input": "7", "output": "21"}]]) == [0]
+
+
+def test_the_forms_are_passed_by_right_code(scores: Scores) -> None:
+    assert scores(RIGHT, OTHER_FORMS) == [1] * len(OTHER_FORMS)
+    program = RIGHT + "\nprint(f(int(input())))"
+    assert scores(program, [[{"input": "7", "output": "21"}]]) == [1]
+
+
+def test_code_that_ends_as_the_tests_expect_passes(scores: Scores) -> None:
+    """Errors of the code reach the tests as themselves: also SystemExit, and a StopIteration that
+    the tests name."""
+    code = (
+        "import sys\nclass Stop(Exception): pass\n"
+        "def stop(): raise StopIteration\ndef leave(): sys.exit(3)\ndef own(): raise Stop\n"
+        "def items(): yield 1"
+    )
+    tests = """
+import unittest
+class T(unittest.TestCase):
+    def test_stop(self):
+        with self.assertRaises(StopIteration): stop()
+    def test_leave(self):
+        with self.assertRaises(SystemExit): leave()
+    def test_exit_is_no_exception(self):
+        try: leave()
+        except Exception: self.fail()
+        except SystemExit: pass
+    def test_own(self):
+        with self.assertRaises(Stop): own()
+    def test_items(self):
+        it = items()
+        self.assertEqual(next(it), 1)
+        with self.assertRaises(StopIteration): next(it)
+"""
+    assert scores(code, [tests]) == [1]
+
+
+def test_tests_that_catch_every_error_do_not_hide_the_end_of_the_process(scores: Scores) -> None:
+    tests = ["def test():\n    try: f(1)\n    except: pass"]
+    assert scores("import os\ndef f(x): os._exit(0)", tests) == [0]
+    assert scores("import time\ndef f(x): time.sleep(60)", tests) == [0]
+    assert scores("def f(x): raise ValueError", tests) == [1]
+
+
+@pytest.mark.parametrize(
+    ("label", "reason"),
+    [
+        ("from no_such_module import f\nassert f(7) == 21", "cannot import"),
+        ("def test():\n    import no_such_module", "cannot import"),
+        ("class T:\n    def test(self):\n        import no_such_module", "cannot import"),
+        ("assert f(7) == 21\ndef test_more(fixture): pass", "needs arguments"),
+    ],
+)
+@pytest.mark.parametrize("code", [RIGHT, WRONG], ids=["right", "wrong"])
+def test_tests_that_cannot_run_are_a_bad_label_for_every_code(
+    scores: Scores, label: str, reason: str, code: str
+) -> None:
+    (found,) = scores(code, [label])
+    assert isinstance(found, SampleError) and reason in str(found)
+
+
+def test_an_import_error_of_the_code_is_not_the_labels(scores: Scores) -> None:
+    code = "def f(x): raise ImportError('x', name='y')"
+    assert scores(code, STATEMENTS) == [0] * len(STATEMENTS)

@@ -40,7 +40,7 @@ from burnish.models.load import choose_attention, place
 from burnish.models.scratch import scratch_tokenizer
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.local import LocalRolloutEngine
-from burnish.rollout.weights import fingerprint, read_fingerprints
+from burnish.rollout.weights import Fingerprint, fingerprint, read_fingerprints
 from burnish.sync.checksum import word_sums
 from burnish.sync.inproc import InprocSync
 from burnish.train.spec import EngineSpec
@@ -292,7 +292,7 @@ def sync(setup: Setup, report: Report) -> None:
     free(setup)
 
 
-def fingerprints(weights: Mapping[str, Tensor]) -> dict[str, int]:
+def fingerprints(weights: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
     """Return the numbers by which weights for vLLM are compared."""
     return read_fingerprints({n: fingerprint(w, torch.bfloat16) for n, w in weights.items()})
 

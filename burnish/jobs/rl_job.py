@@ -39,6 +39,7 @@ from burnish.jobs.evaluate import (
     longest_row,
     make_evaluator,
 )
+from burnish.jobs.first_weights import check_first_weights
 from burnish.jobs.memory_monitor import MemoryMonitor
 from burnish.jobs.moving_reference import moving_reference
 from burnish.jobs.objectives import policy_objective, value_objective, with_expert_balance
@@ -165,6 +166,7 @@ def _build(
     warn_without_labels([prompt for one in held_out.values() for prompt in one], rewards)
     runner = _runner(config, rollout, rewards, players, runtime.timeline)
     source, eval_engine = _source(config, prompts, runner, policy, runtime)
+    check_first_weights(config, eval_engine, policy, runtime)
     parts = make_rl(config, runtime, run_dir=run_dir, policy=policy, source=source, ptx=ptx)
     parts = replace(parts, record=Recorder(config, run_dir, source, runtime.timeline))
     if config.eval is None:

@@ -15,7 +15,7 @@ from burnish.models.load import hf_config, load_tokenizer
 
 def sampling_problems(config: JobConfig) -> Iterator[str]:
     """Yield an error for each sampling parameter that does not fit the vocabulary of the model."""
-    vocab_size = _vocab_size(config.model)
+    vocab_size = vocab_size_of(config.model)
     if vocab_size is None:
         return
     for key, tokens in _stop_tokens(config).items():
@@ -43,7 +43,7 @@ def _stop_tokens(config: JobConfig) -> Mapping[str, Sequence[int]]:
     return found
 
 
-def _vocab_size(model: ModelConfig) -> int | None:
+def vocab_size_of(model: ModelConfig) -> int | None:
     """Return the number of tokens of a model; None if it cannot be read from its config alone."""
     if model.scratch is not None:
         return len(load_tokenizer(model))

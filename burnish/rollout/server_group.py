@@ -40,7 +40,6 @@ from burnish.rollout.server_client import (
     TransientServerError,
     least_busy,
 )
-from burnish.rollout.vllm import StaleWeightsError
 from burnish.rollout.vllm_weights import (
     FILE_BYTES,
     WeightStream,
@@ -48,6 +47,7 @@ from burnish.rollout.vllm_weights import (
     shared_folder,
     weight_files,
 )
+from burnish.rollout.weights import StaleWeightsError
 
 log = logging.getLogger("burnish")
 
@@ -112,7 +112,7 @@ class ServerGroup:
                 self._on_all(self._load_file, file)
                 file.unlink()
             stream.finish()
-            reports = self._on_all(self._report)
+            reports = self._on_all(self._report, " ".join(stream.transposed))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         for server, report in reports.items():
@@ -167,10 +167,10 @@ class ServerGroup:
     async def _load_file(self, server: Server, file: Path) -> None:
         await self.client.rpc(server, "burnish_load", str(file), self._format)
 
-    async def _report(self, server: Server) -> list[dict[str, Any]]:
+    async def _report(self, server: Server, transposed: str) -> list[dict[str, Any]]:
         """Return the reports of a server's workers. Raises ServerError if it read no weights."""
         reports: list[dict[str, Any]] = await self.client.rpc(
-            server, "burnish_report", self._format
+            server, "burnish_report", self._format, transposed
         )
         for finding in reports[0]["findings"]:
             if "FileNotFoundError" in finding or "PermissionError" in finding:

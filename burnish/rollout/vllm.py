@@ -31,7 +31,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype
 from burnish.config.rollout import VllmEngine
-from burnish.errors import BurnishError
 from burnish.messages import library_text
 from burnish.models.load import DTYPES, ModelError
 from burnish.rollout.base import Completion, Request, Sampling
@@ -62,6 +61,7 @@ from burnish.rollout.vllm_weights import (
     shared_folder,
     weight_files,
 )
+from burnish.rollout.weights import StaleWeightsError
 
 INSTALL = (
     "rollout.engine.kind=vllm needs vLLM, which is not installed. On a machine with a GPU: "
@@ -77,10 +77,6 @@ _MOST_CPU_CACHE = 4 << 30
 _alive: set[int] = set()
 """The engine of this process, if there is one. vLLM's process groups are global, so closing one
 engine would destroy them for all."""
-
-
-class StaleWeightsError(BurnishError, RuntimeError):
-    """vLLM did not store the given weights, or does not compute with them."""
 
 
 class VllmRolloutEngine:
@@ -338,7 +334,7 @@ class VllmRolloutEngine:
         rpc("burnish_begin")
         if self.config.tensor_parallel_size == 1:
             rpc("burnish_load", args=(stream, self._format))
-            return rpc("burnish_report", args=(self._format,))
+            return rpc("burnish_report", args=(self._format, " ".join(stream.transposed)))
         largest = max(shape.numel() for shape in shapes_of(self._skeleton).values())
         folder = shared_folder(FILE_BYTES + largest * self.dtype.itemsize)
         try:
@@ -346,7 +342,7 @@ class VllmRolloutEngine:
                 rpc("burnish_load", args=(str(file), self._format))
                 file.unlink()
             stream.finish()
-            return rpc("burnish_report", args=(self._format,))
+            return rpc("burnish_report", args=(self._format, " ".join(stream.transposed)))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

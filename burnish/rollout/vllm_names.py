@@ -17,12 +17,13 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, revert_weight_conversion
 
-_EXPERT = re.compile(
-    r"(?P<layer>.*\.experts)\.(?:\d+\.)?"
+EXPERT = re.compile(
+    r"(?P<layer>.*\.experts)\.(?:(?P<expert>\d+)\.)?"
     r"(?P<stem>gate_up_proj|gate_proj|up_proj|down_proj|w13|w1|w2|w3)"
     r"(?:[._](?P<leaf>weight|bias))?"
 )
-_SECOND = {"down_proj", "w2"}
+"""Names of the weights of experts: of one, or of all of a layer."""
+SECOND_PROJECTION = {"down_proj", "w2"}
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
@@ -98,8 +99,8 @@ def _candidates(name: str, mappers: Sequence[tuple[str, Any]], parts: dict[str, 
     names = list(dict.fromkeys(reversed(names)))
     names += [".".join(parts.get(piece, piece) for piece in known.split(".")) for known in names]
     for known in list(names):
-        if match := _EXPERT.fullmatch(known):
-            which = "w2" if match["stem"] in _SECOND else "w13"
+        if match := EXPERT.fullmatch(known):
+            which = "w2" if match["stem"] in SECOND_PROJECTION else "w13"
             leaf = f"{which}_{match['leaf'] or 'weight'}"
             names += [f"{match['layer']}.{leaf}", f"{match['layer']}.routed_experts.{leaf}"]
     return names

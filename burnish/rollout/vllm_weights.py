@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from burnish import shm
 from burnish.config.model import Dtype
@@ -28,9 +29,16 @@ from burnish.models.buffers import persistent_buffers
 from burnish.models.load import DTYPES
 from burnish.rollout.vllm_experts import experts_not_used
 from burnish.rollout.vllm_names import HubNames, held_names, layer_of, state_of
-from burnish.rollout.weights import WeightNameCheck, fingerprint, read_fingerprints
+from burnish.rollout.vllm_places import Place, places_of
+from burnish.rollout.weights import (
+    Fingerprint,
+    Shape,
+    WeightNameCheck,
+    fingerprint,
+    read_fingerprints,
+)
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the methods of :class:`WorkerExtension` and of the fingerprints. Increase it with a
 change of either: a server may have another version of Burnish than its client."""
 FILE_BYTES = 1 << 30
@@ -52,6 +60,9 @@ class WeightStream:
         self._names = WeightNameCheck(shapes_of(skeleton))
         self._buffers = {name for name, _ in persistent_buffers(skeleton)}
         self._hub = HubNames(skeleton)
+        modules = skeleton.named_modules()
+        self.transposed = {f"{name}.weight" for name, m in modules if isinstance(m, Conv1D)}
+        """Weights that vLLM stores as linear layers of torch do (GPT-2)."""
         self._fingerprints: dict[str, Tensor] = {}
         self._exact: dict[str, Tensor] = {}
         """Of buffers, which vLLM may keep in fp32 whatever its format is."""
@@ -70,9 +81,10 @@ class WeightStream:
     def _parts(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of the hub's files that a tensor consists of, and fingerprint them."""
         for part_name, part in self._hub.of(name, tensor):
-            self._fingerprints[part_name] = fingerprint(part, self._dtype)
+            table = part.T if part_name in self.transposed else part
+            self._fingerprints[part_name] = fingerprint(table, self._dtype)
             if name in self._buffers:
-                self._exact[part_name] = fingerprint(part, torch.float32)
+                self._exact[part_name] = fingerprint(table, torch.float32)
             yield part_name, nn.Buffer(part) if name in self._buffers else part
 
     def finish(self) -> None:
@@ -84,37 +96,62 @@ class WeightStream:
     def compare(self, reports: Sequence[dict[str, Any]]) -> list[str]:
         """Return the differences between the weights given and those that the workers hold.
 
-        vLLM's tensors are compared one by one, and weights for which no tensor is known (or the
-        other way round) as a sum over their layer, so that renaming inside a layer is not a
-        finding.
+        A weight whose place in vLLM's tensors is known is compared value by value. All tensors are
+        compared by their values in any order; weights for which no tensor is known (or the other
+        way round) as a sum over their layer, so that renaming inside a layer is not a finding.
         """
         problems = [finding for report in reports for finding in report["findings"]]
         if self._error is None and not self._read_to_the_end and problems:
             return problems
         self.finish()
-        names, held = reports[0]["names"], [report["fingerprints"] for report in reports]
         exact = set(reports[0]["exact"])
-        sent, sent_exact = map(read_fingerprints, (self._fingerprints, self._exact))
-        expected: dict[str, int] = {}
-        spare: dict[str, list[str]] = {}
-        for given, number in sent.items():
-            if given not in names:
-                spare.setdefault(layer_of(given), []).append(given)
-            elif (name := names[given]) is not None:
-                number = sent_exact[given] if name in exact else number
-                expected[name] = (expected.get(name, 0) + number) % (1 << 64)
-        for name in sorted(expected):
-            if expected[name] not in _totals([report[name] for report in held]):
-                problems.append(f"the parameter {name} has other values than were sent")
-        left: dict[str, list[str]] = {}
-        for name in held[0].keys() - expected.keys():
-            left.setdefault(layer_of(name), []).append(name)
-        for layer in sorted(spare.keys() | left.keys()):
-            given_here, held_here = sorted(spare.get(layer, ())), sorted(left.get(layer, ()))
-            total = sum(sent[name] for name in given_here) % (1 << 64)
-            if not given_here or not held_here or not _adds_up(total, held_here, held):
-                problems.append(_mismatch(given_here, held_here))
-        return problems
+        names: dict[str, str | None] = reports[0]["names"]
+        plain, precise = map(read_fingerprints, (self._fingerprints, self._exact))
+        sent = {n: precise[n] if names.get(n) in exact else f for n, f in plain.items()}
+        held = [report["fingerprints"] for report in reports]
+        values = {given: number.values for given, number in sent.items()}
+        differing = _other_values(values, names, held)
+        problems += [f"the parameter {name} has other values than were sent" for name in differing]
+        for given in reports[0]["placed"]:
+            numbers = [int(report["placed"][given]) for report in reports]
+            if names[given] not in differing and sent[given].placed not in _totals(numbers):
+                problems.append(
+                    f"the parameter {names[given]} has the values of {given} in another order than "
+                    "they were sent"
+                )
+        return problems + _other_layers(values, names, held)
+
+
+def _other_values(
+    sent: Mapping[str, int], names: Mapping[str, str | None], held: Sequence[Mapping[str, int]]
+) -> list[str]:
+    """Return vLLM's tensors that do not have the values of the weights that they store."""
+    expected: dict[str, int] = {}
+    for given, number in sent.items():
+        if (name := names.get(given)) is not None:
+            expected[name] = (expected.get(name, 0) + number) % (1 << 64)
+    totals = {name: _totals([report[name] for report in held]) for name in expected}
+    return sorted(name for name, number in expected.items() if number not in totals[name])
+
+
+def _other_layers(
+    sent: Mapping[str, int], names: Mapping[str, str | None], held: Sequence[Mapping[str, int]]
+) -> list[str]:
+    """Return findings about layers in which weights without a known tensor do not add up to tensors
+    without a known weight."""
+    spare: dict[str, list[str]] = {}
+    left: dict[str, list[str]] = {}
+    for given in sent.keys() - names.keys():
+        spare.setdefault(layer_of(given), []).append(given)
+    for name in held[0].keys() - set(names.values()):
+        left.setdefault(layer_of(name), []).append(name)
+    problems = []
+    for layer in sorted(spare.keys() | left.keys()):
+        given_here, held_here = sorted(spare.get(layer, ())), sorted(left.get(layer, ()))
+        total = sum(sent[name] for name in given_here) % (1 << 64)
+        if not given_here or not held_here or not _adds_up(total, held_here, held):
+            problems.append(_mismatch(given_here, held_here))
+    return problems
 
 
 def _totals(numbers: Sequence[int]) -> set[int]:
@@ -196,8 +233,9 @@ class WorkerExtension:
 
     model_runner: Any
     vllm_config: Any
-    burnish_given: list[str]
-    """Names of the weights of this load."""
+    rank: int
+    burnish_given: dict[str, Shape]
+    """Shapes of the weights of this load."""
     burnish_kept: set[str]
     """Those in another format than the model's."""
     burnish_findings: list[str]
@@ -215,7 +253,7 @@ class WorkerExtension:
     def burnish_begin(self) -> None:
         """Begin a load, which is one or several calls of :meth:`burnish_load`."""
         _full_logprobs(self.model_runner.sampler)
-        self.burnish_given, self.burnish_kept, self.burnish_findings = [], set(), []
+        self.burnish_given, self.burnish_kept, self.burnish_findings = {}, set(), []
 
     def burnish_load(self, source: Any, dtype: Dtype) -> None:
         """Load weights from a stream or a file of safetensors. Errors become findings of the
@@ -224,7 +262,7 @@ class WorkerExtension:
 
         def noted() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in _read(source) if file else source:
-                self.burnish_given.append(name)
+                self.burnish_given[name] = tuple(tensor.shape)
                 if isinstance(tensor, nn.Buffer) or (file and tensor.dtype != DTYPES[dtype]):
                     self.burnish_kept.add(name)
                 yield name, tensor
@@ -237,10 +275,12 @@ class WorkerExtension:
             self.burnish_findings.append(f"its loader failed: {type(error).__name__}: {said}")
 
     @torch.no_grad()
-    def burnish_report(self, dtype: Dtype) -> dict[str, Any]:
-        """Return a report of the loaded model: ``fingerprints`` by vLLM's names, ``names`` (given
+    def burnish_report(self, dtype: Dtype, transposed: str = "") -> dict[str, Any]:
+        """Return a report of the loaded model: ``fingerprints`` by vLLM's names, of the values in
+        any order, ``placed`` by the given names, of the values at their places, ``names`` (given
         name -> vLLM's), ``exact`` (tensors whose fingerprint is of their fp32 values) and
-        ``findings`` (problems)."""
+        ``findings`` (problems). ``transposed``: given weights that vLLM transposes, joined by
+        spaces."""
         model, number_format = self.model_runner.model, DTYPES[dtype]
         names = held_names(model, self.burnish_given)
         derived = _derive(model, number_format)
@@ -249,16 +289,43 @@ class WorkerExtension:
         state = {n: t for n, t in state_of(model) if n not in buffers | derived}
         of_buffers = {names.get(name) for name in self.burnish_kept}
         exact = {n for n, t in state.items() if n in of_buffers and t.dtype == torch.float32}
-        held = {
-            name: fingerprint(t, torch.float32 if name in exact else number_format)
-            for name, t in state.items()
+        turned = set(transposed.split())
+        shapes = {
+            name: shape[::-1] if name in turned else shape
+            for name, shape in self.burnish_given.items()
         }
+        size = int(self.vllm_config.parallel_config.tensor_parallel_size)
+        places = places_of(model, names, shapes, rank=int(self.rank), num_workers=size)
+        formats = {n: torch.float32 if n in exact else number_format for n in state}
+        held, placed = _fingerprints(state, places, formats)
         return {
-            "fingerprints": read_fingerprints(held),
+            "fingerprints": held,
+            "placed": placed,
             "names": names,
             "exact": sorted(exact),
             "findings": findings,
         }
+
+
+def _fingerprints(
+    state: Mapping[str, Tensor], places: Mapping[str, Place], formats: Mapping[str, torch.dtype]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return fingerprints of tensors by name, of their values in any order, and of the weights at
+    ``places``. Each value is read once."""
+    parts = {
+        given: fingerprint(place.part, formats[place.held], row=place.row, column=place.column)
+        for given, place in places.items()
+    }
+    covered = dict.fromkeys(state, 0)
+    for place in places.values():
+        covered[place.held] += place.part.numel()
+    others = {n: fingerprint(t, formats[n]) for n, t in state.items() if covered[n] != t.numel()}
+    by_part, values = read_fingerprints(parts), read_fingerprints(others)
+    totals = {name: values.get(name, Fingerprint(0, 0)).values for name in state}
+    for given, place in places.items():
+        if place.held not in others:
+            totals[place.held] = (totals[place.held] + by_part[given].values) % (1 << 64)
+    return totals, {given: number.placed for given, number in by_part.items()}
 
 
 def _settings(vllm: Any, runner: Any) -> dict[str, Any]:

@@ -3,10 +3,14 @@ compared with those of the sender."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from burnish.errors import BurnishError
 
 Shape = tuple[int, ...]
 
@@ -14,6 +18,11 @@ _CHUNK = 1 << 22
 """Elements at a time on a GPU: few launches, and temporary tensors of 32 MiB."""
 _CHUNKS = {"cpu": 1 << 15}
 """On a CPU the 64-bit products stay in the cache."""
+_ROW_SEED, _COLUMN_SEED = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D
+
+
+class StaleWeightsError(BurnishError, RuntimeError):
+    """A rollout engine did not store the given weights, or does not compute with them."""
 
 
 class WeightNameCheck:
@@ -55,33 +64,69 @@ class WeightNameCheck:
             )
 
 
-def fingerprint(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a 64-bit hash of the values of ``tensor`` in ``dtype``, independent of their order.
-    The bits of each value are mixed (the finalizer of SplitMix64, doi 10.1145/2660193.2660195) and
-    added modulo 2^64.
+class Fingerprint(NamedTuple):
+    """Two 64-bit hashes of a tensor."""
 
-    The hash of a concatenation is the sum of the hashes of its parts, and zeros add nothing. A
-    change of one bit changes the hash; two changes cancel with probability 2^-64. Returns an int64
-    scalar on the device of ``tensor`` without waiting for the device; :func:`read_fingerprints`
-    reads it.
+    values: int
+    """Of the values in any order."""
+    placed: int
+    """Of the values at their rows and columns."""
+
+
+def fingerprint(tensor: Tensor, dtype: torch.dtype, *, row: int = 0, column: int = 0) -> Tensor:
+    """Return two 64-bit hashes of the values of ``tensor`` in ``dtype``, int64 [2]: one independent
+    of their order, and one of their places. The bits of each value are mixed (the finalizer of
+    SplitMix64, doi 10.1145/2660193.2660195) and added modulo 2^64; for the second hash, each is
+    multiplied by two odd random numbers, one of its row and one of its column. Axes after the first
+    count as one. ``row``, ``column``: place of the first value in the tensor of which ``tensor`` is
+    a part.
+
+    The hashes of a tensor are the sums of the hashes of its parts, and zeros add nothing. A change
+    of one bit changes both; other changes, also permutations for the second hash, go unnoticed with
+    a probability of about 2^-60. Does not wait for the device; :func:`read_fingerprints` reads the
+    result.
     """
     bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in tensor.detach().reshape(-1).split(_CHUNKS.get(tensor.device.type, _CHUNK)):
-        mixed = part.to(dtype).view(bits).to(torch.int64)
-        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-            mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * factor
-        total += (mixed ^ (mixed >> 31 & (1 << 33) - 1)).sum()
+    table = as_table(tensor.detach())
+    num_rows, num_columns = table.shape
+    of_row = _weights(row, num_rows, _ROW_SEED, table.device)
+    of_column = _weights(column, num_columns, _COLUMN_SEED, table.device)
+    total = torch.zeros(2, dtype=torch.int64, device=table.device)
+    step = max(1, _CHUNKS.get(table.device.type, _CHUNK) // max(1, num_columns))
+    for rows, weights in zip(table.split(step), of_row.split(step), strict=True):
+        mixed = _mixed(rows.to(dtype).view(bits).to(torch.int64))
+        total[0] += mixed.sum()
+        mixed = mixed.mul_(of_column)
+        total[1] += ((mixed.sum(1) if num_columns != 1 else mixed[:, 0]) * weights).sum()
     return total
 
 
-def read_fingerprints(numbers: Mapping[str, Tensor]) -> dict[str, int]:
+def as_table(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` as rows and columns: its axes after the first count as one."""
+    return tensor.reshape(tensor.shape[0] if tensor.ndim else 1, math.prod(tensor.shape[1:]))
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Mix the bits of int64 ``numbers``; 0 stays 0."""
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        numbers = (numbers ^ (numbers >> shift & (1 << 64 - shift) - 1)) * factor
+    return numbers ^ (numbers >> 31 & (1 << 33) - 1)
+
+
+def _weights(begin: int, count: int, seed: int, device: torch.device) -> Tensor:
+    """Return [count] odd numbers, those of the places from ``begin`` on."""
+    places = torch.arange(begin, begin + count, dtype=torch.int64, device=device)
+    return _mixed((places + 1) * seed) | 1
+
+
+def read_fingerprints(numbers: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
     """Return the values of fingerprints, each in [0, 2^64); one copy from each device."""
     by_device: dict[torch.device, list[str]] = {}
     for name, number in numbers.items():
         by_device.setdefault(number.device, []).append(name)
-    values: dict[str, int] = {}
+    values: dict[str, Fingerprint] = {}
     for names in by_device.values():
         read = torch.stack([numbers[name] for name in names]).tolist()
-        values |= {name: value % (1 << 64) for name, value in zip(names, read, strict=True)}
+        for name, (plain, placed) in zip(names, read, strict=True):
+            values[name] = Fingerprint(plain % (1 << 64), placed % (1 << 64))
     return values

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
@@ -24,10 +24,11 @@ from burnish.models.lora_layers import merged_weights
 from burnish.models.value_head import NewHead, load_scalar_model
 from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed
-from burnish.rollout.base import RolloutEngine
+from burnish.rollout.base import RolloutEngine, Sampling
 from burnish.rollout.decoding import make_local_engine
 from burnish.rollout.server_engine import VllmServerEngine
 from burnish.rollout.vllm import VllmRolloutEngine
+from burnish.rollout.weight_probe import check_logprobs, probe_requests
 from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS, SYNC_SPANS
 from burnish.runtime.phases import Phases
 from burnish.sync.inproc import InprocSync
@@ -152,6 +153,7 @@ class InlineRuntime:
         engine = self._vllm(network, config, max_len)
         if ready:
             engine.load_weights(0, merged_weights(network))
+            _check_weights(engine, network, dtype)
         return engine
 
     def _vllm(
@@ -209,3 +211,20 @@ class InlineRuntime:
         process was started."""
         for engine in self._connected:
             engine.close()
+
+
+@torch.no_grad()
+def _check_weights(
+    engine: VllmRolloutEngine | VllmServerEngine, network: PreTrainedModel, dtype: Dtype
+) -> None:
+    """Raise StaleWeightsError if the log-probs of ``engine`` are not those of ``network``, whose
+    weights it has."""
+    limit = engine.max_model_len
+    requests = probe_requests(network.config.vocab_size, max_len=limit, num_samples=1)
+    sampling = Sampling(requests[0].max_tokens or 1, 0.0)
+    (completion,) = engine.generate(requests, sampling)
+    prompt, response = list(requests[0].prompt_ids), list(completion.token_ids)
+    row = torch.tensor([[*prompt, *response]], device=network.device)
+    logits = network(row, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    expected = logits.log_softmax(-1).gather(-1, row[0, len(prompt) :, None])[:, 0]
+    check_logprobs([completion], [expected], temperature=0.0, dtypes=(dtype, dtype))

@@ -461,6 +461,61 @@ def test_a_loader_that_drops_a_tensor_is_found(
         check_greedy(loaded, new)
 
 
+def reversed_values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten().flip(0).view_as(tensor)
+
+
+def half_turned(tensor: torch.Tensor) -> torch.Tensor:
+    """The layout of rotary embeddings in which both halves of a head alternate."""
+    return tensor.view(-1, 2, 16, 64).transpose(1, 2).reshape(tensor.shape)
+
+
+LAYER = "model.layers.1."
+MOVES: dict[str, tuple[tuple[str, ...], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "two values": (("model.norm.weight",), lambda t: t[[1, 0, *range(2, len(t))]]),
+    "a norm": ((LAYER + "input_layernorm.weight",), reversed_values),
+    "rows": ((LAYER + "mlp.down_proj.weight",), lambda t: t.flip(0)),
+    "columns": ((LAYER + "self_attn.o_proj.weight",), lambda t: t.flip(1)),
+    "a square": ((LAYER + "self_attn.q_proj.weight",), lambda t: t.T),
+    "the layout of a head": ((LAYER + "self_attn.k_proj.weight",), half_turned),
+    "rows of the embedding": (("model.embed_tokens.weight",), lambda t: t.flip(0)),
+    "rows of the head": (("lm_head.weight",), lambda t: t.roll(1, 0)),
+    "gate and up": (
+        (LAYER + "mlp.gate_proj.weight", LAYER + "mlp.up_proj.weight"),
+        lambda t: t,
+    ),
+    "k and v": (
+        (LAYER + "self_attn.k_proj.weight", LAYER + "self_attn.v_proj.weight"),
+        lambda t: t,
+    ),
+}
+"""What a loader stores at other places: of one weight, or of two that it exchanges."""
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_loader_that_stores_values_at_other_places_is_found(
+    move: str, loaded: VllmRolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, change = MOVES[move]
+    new = lively(config_of(tied=False, seed=5))
+    with torch.no_grad():
+        for name, parameter in new.named_parameters():
+            if "norm" in name:
+                parameter += torch.rand(len(parameter))
+    model = vllm_model(loaded)
+    load, state = model.load_weights, dict(new.named_parameters())
+    moved = {n: change(state[other]) for n, other in zip(names, reversed(names), strict=True)}
+    monkeypatch.setattr(
+        model, "load_weights", lambda stream: load((n, moved.get(n, t)) for n, t in stream)
+    )
+    with pytest.raises(StaleWeightsError, match="in another order than they were sent"):
+        loaded.load_weights(2, new.named_parameters())
+    refused(loaded, 1)
+    monkeypatch.setattr(model, "load_weights", load)
+    loaded.load_weights(1, new.named_parameters())
+    check_greedy(loaded, new)
+
+
 def test_a_loader_that_reads_nothing_or_fails_is_found(
     loaded: VllmRolloutEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,6 +174,32 @@ def test_a_weight_that_vllm_loses_is_found(
 
 
 @pytest.mark.parametrize("started", ["qwen3_moe", "glm4_moe"], indirect=True)
+@pytest.mark.parametrize(
+    "pair",
+    [("experts.0.gate_proj", "experts.0.up_proj"), ("experts.0.down_proj", "experts.1.down_proj")],
+    ids=["gate and up", "two experts"],
+)
+def test_weights_of_experts_that_a_loader_exchanges_are_found(
+    pair: tuple[str, str], started: tuple[str, VllmRolloutEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, engine = started
+    model, new = vllm_model(engine), made(family, 6)
+    load, other = model.load_weights, {pair[0]: pair[1], pair[1]: pair[0]}
+
+    def exchanging(weights: Iterator[tuple[str, Tensor]]) -> Any:
+        state = dict(weights)
+        names = {n: next((n.replace(a, b) for a, b in other.items() if a in n), n) for n in state}
+        return load((name, state[names[name]]) for name in state)
+
+    monkeypatch.setattr(model, "load_weights", exchanging)
+    with pytest.raises(StaleWeightsError, match="in another order than they were sent"):
+        engine.load_weights(4, merged_weights(new))
+    monkeypatch.setattr(model, "load_weights", load)
+    engine.load_weights(4, merged_weights(new))
+    check_samples(engine, new)
+
+
+@pytest.mark.parametrize("started", ["qwen3_moe", "glm4_moe"], indirect=True)
 @pytest.mark.parametrize("leaf", ["w13_weight", "w2_weight"])
 def test_experts_that_compute_with_a_copy_are_found(
     leaf: str, started: tuple[str, VllmRolloutEngine], monkeypatch: pytest.MonkeyPatch

@@ -30,7 +30,7 @@ from burnish.rollout.vllm import StaleWeightsError
 from burnish.rollout.vllm_model import skeleton_of
 from burnish.rollout.vllm_sampling import sample_seed
 from burnish.rollout.vllm_weights import PROTOCOL
-from burnish.rollout.weights import fingerprint
+from burnish.rollout.weights import fingerprint, read_fingerprints
 
 CONFIG = ModelConfig(scratch=ScratchConfig(hidden_size=32, num_layers=1))
 MODEL = load_causal_lm(CONFIG)
@@ -101,9 +101,14 @@ class StandIn(ThreadingHTTPServer):
         if method == "burnish_load":
             self.weights |= load_file(args[0])
         if method == "burnish_report":
-            held = {n: int(fingerprint(t, t.dtype)) % (1 << 64) for n, t in self.weights.items()}
-            names = {name: name for name in held}
-            return {"fingerprints": held, "names": names, "exact": [], "findings": []}
+            found = read_fingerprints({n: fingerprint(t, t.dtype) for n, t in self.weights.items()})
+            return {
+                "fingerprints": {name: both.values for name, both in found.items()},
+                "placed": {name: both.placed for name, both in found.items()},
+                "names": {name: name for name in found},
+                "exact": [],
+                "findings": [],
+            }
         return None
 
     def end(self) -> None:

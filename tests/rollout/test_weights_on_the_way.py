@@ -22,7 +22,11 @@ MASK = (1 << 64) - 1
 
 
 def number(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    return read_fingerprints({"x": fingerprint(tensor, dtype)})["x"]
+    return read_fingerprints({"x": fingerprint(tensor, dtype)})["x"].values
+
+
+def placed(tensor: torch.Tensor, **place: int) -> int:
+    return read_fingerprints({"x": fingerprint(tensor, torch.float32, **place)})["x"].placed
 
 
 def mixed(bits: int) -> int:
@@ -48,6 +52,49 @@ def test_a_fingerprint_adds_up_over_parts_in_any_order_and_zeros_add_nothing() -
     assert sum(parts) & MASK == whole
     assert number(x.view(700, 100).t(), torch.float32) == whole
     assert number(torch.cat([torch.zeros(5), x]), torch.float32) == whole
+
+
+def test_a_fingerprint_of_places_adds_up_over_parts_at_their_places_and_zeros_add_nothing() -> None:
+    x = torch.randn(700, 100)  # more than one chunk of the CPU's
+    parts = [
+        placed(x[:3, :9]),
+        placed(x[:3, 9:], column=9),
+        placed(x[3:, :50], row=3),
+        placed(x[3:, 50:], row=3, column=50),
+    ]
+    assert sum(parts) & MASK == placed(x)
+    assert placed(torch.nn.functional.pad(x, (0, 0, 0, 8))) == placed(x)
+    assert placed(x[:0]) == placed(x[:, :0]) == placed(torch.zeros(())) == 0
+    assert placed(x[0]) == sum(placed(part, row=i) for i, part in enumerate(x[0])) & MASK
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.flip(0),
+        lambda x: x.flip(1),
+        lambda x: x.flip(0, 1),
+        lambda x: x.T,
+        lambda x: x.roll(1, 0),
+        lambda x: torch.cat([x[8:], x[:8]]),
+        lambda x: x.view(4, 4, 16).transpose(0, 1).reshape(16, 16),  # heads and their halves
+        lambda x: x.view(-1)[torch.arange(256).view(128, 2).flip(1).flatten()].view(16, 16),
+    ],
+)
+def test_values_at_other_places_change_the_fingerprint_of_places_alone(change: Any) -> None:
+    x = torch.randn(16, 16)
+    y = change(x).contiguous()
+    assert not torch.equal(x, y)
+    assert number(x, torch.float32) == number(y, torch.float32) and placed(x) != placed(y)
+
+
+def test_two_exchanged_values_change_the_fingerprint_of_places() -> None:
+    x = torch.randn(40, 30)
+    first = placed(x)
+    for i, j in torch.randint(0, 1200, (200, 2)).tolist():
+        y = x.clone().view(-1)
+        y[i], y[j] = y[j].clone(), y[i].clone()
+        assert (placed(y.view(40, 30)) == first) == (i == j)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -91,8 +138,9 @@ def test_a_load_is_verified_with_one_read_from_the_device(host_reads: Any) -> No
         assert _not_live(model) == []
         sums = {name: fingerprint(tensor, torch.bfloat16) for name, tensor in named.items()}
         found = read_fingerprints(sums)
-    assert reads.values == 0 and reads.lists == [(20,), (20,)]
-    assert found == {name: number(tensor, torch.bfloat16) for name, tensor in named.items()}
+    assert reads.values == 0 and reads.lists == [(20,), (20, 2)]
+    values = {name: both.values for name, both in found.items()}
+    assert values == {name: number(tensor, torch.bfloat16) for name, tensor in named.items()}
 
 
 def test_layers_that_compute_with_a_copy_or_with_noise_are_distinguished() -> None:

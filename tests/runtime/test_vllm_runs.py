@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import burnish
+import burnish.rollout.vllm_weights as weights_side
 from burnish.config import JobConfig, load_config
-from burnish.models.load import ModelError
+from burnish.models.load import ModelError, load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.rollout.vllm import INSTALL
+from burnish.rollout.weights import StaleWeightsError
 
 pytestmark = [
     pytest.mark.slow,
@@ -90,6 +93,47 @@ def test_an_evaluation_samples_with_vllm_what_the_local_engine_samples(
         config = load_config(tree, [*plain, "eval.temperature=0"])
         scores[kind] = burnish.run(config, rewards=reward).metrics
     assert scores["vllm"]["eval/reward"] == scores["local"]["eval/reward"]
+
+
+@pytest.mark.parametrize("job", ["rl", "evaluate"])
+def test_weights_in_another_order_at_a_place_that_is_not_known_stop_the_run_at_its_start(
+    job: str,
+    rl: MakeConfig,
+    reward: Reward,
+    evaluation: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A loader of vLLM reverses the rows of the values' projection."""
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    config = rl(*VLLM, *evaluation, "model.scratch.tie_word_embeddings=false")
+    model = load_causal_lm(config.model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(6)  # far from a uniform distribution
+    model.save_pretrained(tmp_path / "model")
+    load_tokenizer(config.model).save_pretrained(tmp_path / "model")
+    load = LlamaForCausalLM.load_weights
+
+    def reverse(self: Any, weights: Any) -> Any:
+        return load(self, ((n, t.flip(0) if "v_proj" in n else t) for n, t in weights))
+
+    monkeypatch.setattr(LlamaForCausalLM, "load_weights", reverse)
+    monkeypatch.setattr(weights_side, "places_of", lambda *_, **__: {})
+    tree = config.model_dump()
+    tree["model"] = {"path": str(tmp_path / "model")}
+    if job == "evaluate":
+        tree = {
+            "job": "evaluate",
+            "run_dir": str(tmp_path / "run"),
+            "model": tree["model"],
+            "eval": {**tree["eval"], "generate_max_len": 4},
+            "engine": {"kind": "vllm"},
+        }
+    with pytest.raises(StaleWeightsError, match=r"differ by [0-9.e-]+ nats per token"):
+        burnish.run(load_config(tree), rewards=reward)
 
 
 def test_a_model_whose_heads_vllm_cannot_compute_stops_the_run_at_its_start(

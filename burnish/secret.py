@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from typing import Any
 
 _PARTS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
 _MIN_CHARS = 16
 """Shorter values, such as the ``false`` of TOKENIZERS_PARALLELISM, are not treated as secrets."""
+_MIN_HIDDEN = 8
+"""Shorter secrets are not searched for in texts: they may be words."""
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 _WORDS = ("secret", "password", "passwd", "credential", "credentials", "authorization", "apikey")
-_QUERY = re.compile(r"(https?://[^\s?]+)\?\S+")
+_QUERY = re.compile(r"\b\w+://[^\s?#]+[?#](?P<secret>[^\s'\",)\]}]+)")
+_OPTION = re.compile(
+    r"(?i)--[\w-]*(?:key|token|secret|passw(?:or)?d|credentials?)(?:=|\s+)[\"']?(?P<secret>[^\s\"']+)"
+)
+_SCHEME = re.compile(r"(?i)\b(?:bearer|basic)\s+(?P<secret>[\w.~+/=-]{8,})")
+_TOKEN = re.compile(
+    r"\b(?P<secret>(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abp]-|AKIA)[\w-]{16,})"
+)
+"""Tokens of the hub, of OpenAI and Anthropic, of GitHub, GitLab, Slack and AWS."""
+_SETTING = re.compile(r"(?P<name>[\w-]+)(?P<sign>=|:\s*)(?P<value>.+)", re.DOTALL)
 
 
 def is_secret(name: str) -> bool:
@@ -57,38 +69,90 @@ def without_secret_values(node: Any) -> Any:
     """Return a tree of mappings and lists with values that may be secrets replaced by ``***``.
 
     Those are the values of keys such as ``api_key``, all values of ``env`` and ``headers``, the
-    arguments of options such as ``--api-key`` in lists, and queries of URLs. Keys that end with
-    ``_env`` name a variable, and are kept.
+    arguments of options such as ``--api-key``, headers and settings such as ``HF_TOKEN=...`` in
+    lists, users and queries of URLs, tokens in the usual forms (``hf_...``), and the values of
+    secret environment variables. Keys that end with ``_env`` name a variable, and are kept.
 
     >>> without_secret_values({"api_key": "x", "token_env": "A", "args": ["--token", "y"]})
     {'api_key': '***', 'token_env': 'A', 'args': ['--token', '***']}
     """
+    return _hidden(node, set())
+
+
+def secret_texts(node: Any) -> set[str]:
+    """Return the texts that :func:`without_secret_values` replaces, for a search in other texts.
+    Those of fewer than 8 characters are left out.
+
+    >>> sorted(secret_texts({"api_key": "abcdefgh", "urls": ["http://h/p?key=12345678"]}))
+    ['12345678', 'abcdefgh', 'key=12345678']
+    """
+    found: set[str] = set()
+    _hidden(node, found)
+    parts = {part for text in found for part in re.split("[&;]", text)}
+    values = {value for part in parts for _, _, value in [part.partition("=")] if value}
+    found |= parts
+    return {text for text in found | values if len(text) >= _MIN_HIDDEN}
+
+
+def without_texts(text: str, hidden: Iterable[str]) -> str:
+    """Return ``text`` with its secrets, and every text in ``hidden``, replaced by ``***``."""
+    for value in sorted(hidden, key=len, reverse=True):
+        text = text.replace(value, "***")
+    return _text(text, set())
+
+
+def _hidden(node: Any, found: set[str]) -> Any:
+    """Return ``node`` with its secrets replaced, and add them to ``found``."""
     if isinstance(node, dict):
-        return {key: _value(str(key), value) for key, value in node.items()}
-    if isinstance(node, list):
+        return {key: _value(str(key), value, found) for key, value in node.items()}
+    if isinstance(node, list | tuple):
         pairs = zip([None, *node], node, strict=False)
-        return [_argument(value, previous) for previous, value in pairs]
-    return _QUERY.sub(r"\1?***", node) if isinstance(node, str) else node
+        return [_argument(value, previous, found) for previous, value in pairs]
+    return _text(node, found) if isinstance(node, str) else node
 
 
-def _value(key: str, value: Any) -> Any:
-    if key.lower() in ("env", "headers", "environ") and isinstance(value, dict):
-        return dict.fromkeys(value, "***")
+def _text(text: str, found: set[str]) -> str:
+    """Return a text with the secrets in it replaced."""
+
+    def hide(match: re.Match[str]) -> str:
+        found.add(match["secret"])
+        return match[0].replace(match["secret"], "***")
+
+    for pattern in (_QUERY, _OPTION, _SCHEME, _TOKEN):
+        text = pattern.sub(hide, text)
+    return without_secrets(text)
+
+
+def _all_of(value: Any, found: set[str]) -> Any:
+    """Replace every text in ``value``, which is secret."""
+    if isinstance(value, dict):
+        return {key: _all_of(each, found) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_all_of(each, found) for each in value]
+    if value is not None and not isinstance(value, bool):
+        found.add(str(value))
+    return "***"
+
+
+def _value(key: str, value: Any, found: set[str]) -> Any:
+    if key.lower() in ("env", "headers", "environ") and isinstance(value, dict | list):
+        return _all_of(value, found)
     if isinstance(value, str) and value and _is_secret_key(key, value):
-        return "***"
-    return without_secret_values(value)
+        return _all_of(value, found)
+    return _hidden(value, found)
 
 
-def _argument(value: Any, previous: Any) -> Any:
+def _argument(value: Any, previous: Any, found: set[str]) -> Any:
     """Return an entry of a list, which may be an argument of the option before it."""
     if not isinstance(value, str):
-        return without_secret_values(value)
+        return _hidden(value, found)
     if isinstance(previous, str) and re.fullmatch(r"--?[\w-]+", previous) and _names(previous):
-        return "***"
-    option, equals, _ = value.partition("=")
-    if equals and re.fullmatch(r"[\w-]+", option) and _names(option):
-        return f"{option}=***"
-    return without_secret_values(value)
+        return _all_of(value, found)
+    match = _SETTING.fullmatch(value)
+    if match is not None and _names(match["name"]):
+        found.add(match["value"])
+        return f"{match['name']}{match['sign']}***"
+    return _hidden(value, found)
 
 
 def _is_secret_key(key: str, value: str) -> bool:

@@ -27,6 +27,7 @@ from burnish.jobs.eval_times import EvalTimes
 from burnish.jobs.memory_monitor import MemoryMonitor
 from burnish.observe.metrics import MetricsLog
 from burnish.observe.progress import close_logging, setup_logging
+from burnish.observe.public_recipe import recipe_secrets
 from burnish.observe.timeline import Timeline
 from burnish.observe.trackers import open_trackers
 from burnish.runtime.base import Runtime
@@ -161,7 +162,7 @@ class Driver(ABC, Generic[L]):
         """Open the log and the metrics. Call this after the loop is built: a recipe with missing
         data or a missing model then leaves an empty folder, which the corrected recipe can use."""
         records = self.records_dir
-        setup_logging(records)
+        setup_logging(records, hidden=recipe_secrets(self.config))
         self.closing.callback(close_logging)
         first = self.ranks.rank == 0
         self.metrics = MetricsLog(records, open_trackers(self.config, records) if first else None)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config import EvaluateConfig, JobConfig, dump_yaml
+from burnish.config import EvaluateConfig, JobConfig
 from burnish.config.eval_sets import eval_prefix
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.config.rollout import EvalConfig, SamplingConfig
@@ -28,9 +28,9 @@ from burnish.jobs.degenerate import warn_without_labels
 from burnish.jobs.episodes import RunnerOptions, build_players, closed_on_error, make_runner
 from burnish.jobs.errors import RunError
 from burnish.jobs.memory_monitor import MemoryMonitor
-from burnish.observe.files import write_text
 from burnish.observe.memory import memory_metrics
 from burnish.observe.progress import FILE_ONLY, tell
+from burnish.observe.public_recipe import write_recipe
 from burnish.observe.samples import write_samples
 from burnish.observe.timeline import timed
 from burnish.rewards.base import NoGroupLeftError, RewardSet, sum_of_part
@@ -249,7 +249,7 @@ class Evaluation(Driver[Evaluator]):
         self.open()
         for warning in self.config.warnings():  # already printed when the recipe was loaded
             log.warning(warning, extra=FILE_ONLY)
-        write_text(self.records_dir / "config.yaml", dump_yaml(self.config))
+        write_recipe(self.config, self.records_dir)
         self.metrics.start_trackers()
         samples = self.config.eval.n_samples_per_prompt
         num = sum(len(prompts) for prompts in loop.sets.values())

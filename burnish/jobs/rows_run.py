@@ -38,10 +38,10 @@ from burnish.jobs.memory_monitor import OOM_FILE, MemoryMonitor
 from burnish.jobs.output_shards import OutputShards
 from burnish.jobs.signals import StopSignals
 from burnish.models.digest import weights_digest
-from burnish.observe.files import write_text
 from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import read_metrics
 from burnish.observe.progress import Progress
+from burnish.observe.public_recipe import write_recipe
 from burnish.observe.samples import drop_samples_after, write_samples
 from burnish.rewards.errors import RewardError
 from burnish.types import Group
@@ -216,7 +216,7 @@ class RowsRun(Driver[RowsLoop]):
         for warning in self.config.warnings():
             log.warning(warning)
         mine = self._check_prompts()
-        write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
+        write_recipe(self.config, self.run_dir)
         self.files.write_state(mine)
         self._restore()
         self.metrics.start_trackers()

@@ -17,7 +17,6 @@ from typing import NoReturn
 import yaml
 
 from burnish.checkpoint import CheckpointError
-from burnish.config import dump_yaml
 from burnish.config.changes import changed_settings
 from burnish.config.job import TrainingJob
 from burnish.data.sources import DataError
@@ -32,11 +31,13 @@ from burnish.observe.files import write_text
 from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import read_metrics
 from burnish.observe.progress import FILE_ONLY, Progress
+from burnish.observe.public_recipe import public_recipe, write_recipe
 from burnish.observe.samples import drop_samples_after
 from burnish.observe.spikes import SpikeAlarm
 from burnish.rewards.base import RewardError
 from burnish.runtime.base import Runtime, WorkerLostError
 from burnish.runtime.ray import RayRuntime
+from burnish.secret import without_secret_values
 
 log = logging.getLogger("burnish")
 
@@ -83,7 +84,7 @@ class Trainer(Driver[Loop]):
         self._log_best_mode()
         # A successful restore proves that this recipe and the run in the folder match.
         self._log_config_diff(loop.total_steps)
-        write_text(self.records_dir / "config.yaml", dump_yaml(self.config))
+        write_recipe(self.config, self.records_dir)
         self.metrics.start_trackers()
         self.checkpoints.start_clock()
         with self._signals, rare_garbage_collection(), self.measured_memory():
@@ -251,7 +252,7 @@ class Trainer(Driver[Loop]):
         if self.checkpoints.saved_step < 0 or not saved.is_file():
             return
         then = yaml.safe_load(saved.read_text(encoding="utf-8"))
-        changed = changed_settings(then, yaml.safe_load(dump_yaml(self.config)))
+        changed = changed_settings(without_secret_values(then), public_recipe(self.config))
         changed.pop("run_dir", None)
         keys = [key for key in ("max_steps", "max_epochs") if vars(self.config)[key] is not None]
         lengths = [f"{key}: {changed[key]}" for key in keys if key in changed]

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from burnish.config.observe import MlflowConfig
 from burnish.observe.errors import TrackerError
 from burnish.observe.files import write_text
-from burnish.secret import without_secrets
 
 if TYPE_CHECKING:
     from burnish.observe.tracker import Samples
@@ -62,7 +61,7 @@ class MlflowTracker:
     name = "mlflow"
 
     def __init__(self, config: MlflowConfig, run_dir: Path, recipe: str) -> None:
-        """``recipe``: YAML text, an artifact of the run. Raises TrackerError like
+        """``recipe``: YAML text without secrets, an artifact of the run. Raises TrackerError like
         :func:`check_mlflow`."""
         self._mlflow = check_mlflow()
         self._config, self._run_dir, self._recipe = config, run_dir.absolute(), recipe
@@ -87,7 +86,7 @@ class MlflowTracker:
         )
         run = self._client.create_run(number, run_name=self._config.name or self._run_dir.name)
         self._keep(_State(run.info.run_id))
-        self._client.log_text(run.info.run_id, without_secrets(self._recipe), "config.yaml")
+        self._client.log_text(run.info.run_id, self._recipe, "config.yaml")
 
     def log(self, step: int, metrics: Mapping[str, float], samples: Samples) -> None:
         """Record a step, unless MLflow has it."""

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -23,6 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
+
+from burnish.secret import without_texts
 
 LOG_FILE = "run.log"
 LOGGER = "burnish"
@@ -192,8 +194,20 @@ def time_lanes(metrics: Mapping[str, float]) -> list[str]:
     return ["", *sorted({lane for _, lane, *rest in parts if rest})]
 
 
-def setup_logging(run_dir: Path) -> None:
+class _WithoutSecrets(logging.Formatter):
+    """Formats a record, traceback included, without some texts."""
+
+    def __init__(self, form: str, hidden: Collection[str]) -> None:
+        super().__init__(form)
+        self._hidden = hidden
+
+    def format(self, record: logging.LogRecord) -> str:
+        return without_texts(super().format(record), self._hidden)
+
+
+def setup_logging(run_dir: Path, *, hidden: Collection[str] = ()) -> None:
     """Append the logger ``burnish`` to ``run_dir/run.log``, and print its warnings to stderr.
+    ``hidden``: texts that the file must not contain, replaced by ``***``.
 
     Another call switches to its run folder. :func:`close_logging` undoes it.
     """
@@ -201,7 +215,7 @@ def setup_logging(run_dir: Path) -> None:
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     to_file = _RunLogHandler(run_dir / LOG_FILE, encoding="utf-8", errors="replace")
-    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
+    to_file.setFormatter(_WithoutSecrets("%(asctime)s %(levelname)-7s %(message)s", hidden))
     for earlier in _early_handlers():
         for record in earlier.buffer:
             to_file.handle(record)

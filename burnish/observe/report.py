@@ -28,6 +28,7 @@ from burnish.errors import BurnishError
 from burnish.observe.files import write_text
 from burnish.observe.metrics import METRICS_FILE, read_metrics
 from burnish.observe.progress import format_duration
+from burnish.observe.public_recipe import public_yaml
 from burnish.observe.report_catalog import MORE, OMITTED_IF_ZERO, arrange
 from burnish.observe.report_figures import (
     Curve,
@@ -119,7 +120,7 @@ def build_report(run_dir: Path) -> Path:
         memory=memory_table(run_dir),
         samples=samples,
         warnings=read_warnings(run_dir),
-        config=config_text,
+        config=public_yaml(config, config_text),
         css=_asset("report.css"),
         js=_asset("report.js"),
         plotly=get_plotlyjs() if curves else "",

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from burnish.config import dump_yaml
 from burnish.config.job import JobConfig
 from burnish.config.observe import TrackersConfig
 from burnish.observe.errors import TrackerError
+from burnish.observe.public_recipe import public_recipe, recipe_secrets
 
 if TYPE_CHECKING:
     from burnish.observe.tracker import TrackerQueue, Trackers
@@ -70,14 +70,16 @@ def _queues(observe: TrackersConfig, config: JobConfig, run_dir: Path) -> Iterat
         if wandb_mode(observe.wandb) != "disabled":
             rate = SampleRate(observe.wandb.sample_rows, observe.wandb.samples_every_n_steps)
             limits = TrackerLimits(observe.wandb.timeout_s + _GRACE_S, rate)
-            recipe = yaml.safe_load(dump_yaml(config))
-            yield TrackerQueue(WandbTracker(observe.wandb, run_dir, recipe), run_dir, limits)
+            tracker = WandbTracker(
+                observe.wandb, run_dir, public_recipe(config), hidden=recipe_secrets(config)
+            )
+            yield TrackerQueue(tracker, run_dir, limits)
     if observe.mlflow is not None:
         from burnish.observe.mlflow import MlflowTracker
 
         limits = TrackerLimits(_MLFLOW_TIMEOUT_S)
-        tracker = MlflowTracker(observe.mlflow, run_dir, dump_yaml(config))
-        yield TrackerQueue(tracker, run_dir, limits)
+        text = yaml.safe_dump(public_recipe(config), sort_keys=False, allow_unicode=True)
+        yield TrackerQueue(MlflowTracker(observe.mlflow, run_dir, text), run_dir, limits)
 
 
 def _installed(module: str) -> bool:

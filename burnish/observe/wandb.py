@@ -13,7 +13,9 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +25,7 @@ from burnish.config.observe import WandbConfig
 from burnish.observe.errors import TrackerError
 from burnish.observe.files import write_text
 from burnish.observe.progress import tell
-from burnish.secret import without_secrets
+from burnish.secret import without_secrets, without_texts
 
 if TYPE_CHECKING:
     from wandb import Run, Table
@@ -123,12 +125,21 @@ class WandbTracker:
 
     name = "wandb"
 
-    def __init__(self, config: WandbConfig, run_dir: Path, recipe: Mapping[str, Any]) -> None:
-        """Prepare the run; ``recipe`` becomes its config. Raises TrackerError like
+    def __init__(
+        self,
+        config: WandbConfig,
+        run_dir: Path,
+        recipe: Mapping[str, Any],
+        *,
+        hidden: Collection[str] = (),
+    ) -> None:
+        """Prepare the run; ``recipe``, without secrets, becomes its config. ``hidden``: secrets of
+        the recipe, which the arguments of this process may contain. Raises TrackerError like
         :func:`check_wandb`."""
         check_wandb(config)
         self._wandb = _import()
         self._config, self._run_dir, self._recipe = config, run_dir.absolute(), recipe
+        self._hidden = hidden
         self._run: Run | None = None
         self._state = self._saved_state()
         self._num_skipped = 0
@@ -148,7 +159,7 @@ class WandbTracker:
             )
             self._wandb.teardown()  # the service process keeps the id of the failed run
             self._run = self._init("offline")
-        self._run.config.update(_clean(self._recipe), allow_val_change=True)
+        self._run.config.update(dict(self._recipe), allow_val_change=True)
         if self._run.resumed:
             self._state = _State(
                 **asdict(self._state) | {"step": max(self._state.step, self._run.starting_step - 1)}
@@ -191,8 +202,12 @@ class WandbTracker:
             ) from error
 
     def _init(self, mode: str) -> Run:
-        config, timeout_s = self._config, self._config.timeout_s
         self._save_state(self._state.step)
+        with _public_arguments(self._hidden):
+            return self._open(mode)
+
+    def _open(self, mode: str) -> Run:
+        config, timeout_s = self._config, self._config.timeout_s
         run: Run = self._wandb.init(
             project=self._state.project,
             entity=config.entity,
@@ -250,10 +265,12 @@ def _truncated(cell: Any) -> Any:
     return cell
 
 
-def _clean(value: Any) -> Any:
-    """Return ``value`` with secrets removed from its strings."""
-    if isinstance(value, Mapping):
-        return {key: _clean(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_clean(one) for one in value]
-    return without_secrets(value) if isinstance(value, str) else value
+@contextmanager
+def _public_arguments(hidden: Collection[str]) -> Iterator[None]:
+    """Replace the secrets in the arguments of this process, which wandb records and uploads."""
+    given = sys.argv
+    sys.argv = [without_texts(argument, hidden) for argument in given]
+    try:
+        yield
+    finally:
+        sys.argv = given

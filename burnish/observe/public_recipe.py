@@ -1,0 +1,42 @@
+"""The recipe of a run as it is published: in trackers, reports, logs and model cards.
+
+Only ``config.yaml`` of the run folder, which resumes the run, contains the secrets of a recipe.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from burnish.config import dump_yaml
+from burnish.config.job import JobConfig
+from burnish.observe.files import write_text
+from burnish.secret import secret_texts, without_secret_values
+
+
+def public_recipe(config: JobConfig) -> dict[str, Any]:
+    """Return the resolved recipe with its secrets replaced by ``***``."""
+    recipe: dict[str, Any] = without_secret_values(yaml.safe_load(dump_yaml(config)))
+    return recipe
+
+
+def recipe_secrets(config: JobConfig) -> set[str]:
+    """Return the texts that :func:`public_recipe` replaces."""
+    return secret_texts(yaml.safe_load(dump_yaml(config)))
+
+
+def write_recipe(config: JobConfig, run_dir: Path) -> None:
+    """Write the resolved recipe to ``config.yaml`` of the run folder. Only this user can read the
+    file if it contains secrets."""
+    write_text(run_dir / "config.yaml", dump_yaml(config), private=bool(recipe_secrets(config)))
+
+
+def public_yaml(recipe: dict[str, Any], text: str) -> str:
+    """Return ``text``, the YAML of ``recipe``, if it contains no secrets, else the YAML of the
+    recipe without them."""
+    public = without_secret_values(recipe)
+    if public == recipe:
+        return text
+    return yaml.safe_dump(public, sort_keys=False, allow_unicode=True, width=100)

@@ -17,6 +17,8 @@ Purpose = Literal["demonstrations", "prompts", "responses", "pairs", "labeled", 
 """Use of the rows by a job. labeled: single responses with a label. steps: process supervision."""
 
 MESSAGES, SHAREGPT, SYSTEM = "messages", "conversations", "system"
+SYSTEMS = (SYSTEM, "system_prompt")
+"""Columns with a system message."""
 INSTRUCTION, HISTORY = "instruction", "history"
 INPUTS, OUTPUTS = ("input", "context"), ("output", "response")
 QUESTION, ANSWER, FINAL = "question", "answer", "####"
@@ -122,7 +124,7 @@ def _readings(row: Mapping[str, Any], keys: Keys) -> Iterator[Reading]:
         return
     more = tuple(name for name in (SYSTEM, "tools") if row.get(name) is not None)
     if purpose != "demonstrations" and purpose != "pairs" and _is_turns(row, MESSAGES, "role"):
-        yield Reading("messages", (MESSAGES, *more[1:]))
+        yield Reading("messages", (MESSAGES, *more))
     if _is_turns(row, SHAREGPT, "from"):
         yield Reading("sharegpt", (SHAREGPT, *more, *of_pair))
     if isinstance(row.get(INSTRUCTION), str):

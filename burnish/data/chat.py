@@ -74,8 +74,9 @@ def encode_prompt(
         return text, encode_piece(tokenizer, text)
     if system_prompt is not None:
         raise DataError(
-            "system_prompt is set but the prompt is a plain string, which cannot contain it; "
-            "set apply_chat_template: true, or include it in prompt_template"
+            "there is a system message (system_prompt of the recipe, or a column system or "
+            "system_prompt), but the prompt is a plain string, which cannot contain it; set "
+            "apply_chat_template: true, or use prompt_template with its text or column"
         )
     return prompt, _encode_with_prefix(tokenizer, prompt)
 

@@ -134,6 +134,12 @@ def from_alpaca(values: Values, config: DataConfig) -> Values:
     user = f"{instruction}\n\n{extra}" if extra.strip() else instruction
     before = _alpaca_turns(values)
     prompt: Any = user
+    if before and not config.apply_chat_template:
+        names = " and ".join(key for key in (SYSTEM, HISTORY) if values.get(key))
+        raise DataError(
+            f"a plain-text prompt cannot contain the messages of {names}, and rows without them "
+            "would have another format; set apply_chat_template: true"
+        )
     if before:
         prompt = [*before, {"role": "user", "content": user}]
     elif not config.apply_chat_template:

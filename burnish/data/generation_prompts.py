@@ -14,7 +14,7 @@ from burnish.config.generate import ConditionConfig
 from burnish.data.encoded import EncodedTable
 from burnish.data.messages import as_messages
 from burnish.data.prompts import PromptEncoder, check_label_key
-from burnish.data.rows import TOKENS, TOKENS_MASK, TOKENS_TEXT, prompt_column
+from burnish.data.rows import TOKENS, TOKENS_MASK, TOKENS_TEXT, prompt_column, system_of
 from burnish.data.sources import DataError, Row
 from burnish.data.stream import RowRef
 from burnish.types import Prompt
@@ -148,7 +148,9 @@ class _GenerationPromptEncoder:
         config, condition = self._config, self._condition
         given = prompt_column(row, config.prompt_key, config.prompt_template)
         plain = isinstance(given, str) and not config.apply_chat_template
-        content = given if plain else as_messages(given, system_prompt=config.system_prompt)
+        content = given
+        if not plain:
+            content = as_messages(given, system_prompt=system_of(row, config, given))
         unconditioned = content
         if condition is not None:  # even if only rows state a reward: errors precede sampling
             stated = with_reward(content, condition.template, condition.wanted_reward or 0.0)

@@ -14,7 +14,7 @@ from burnish.data.chat import check_tokenizer, encode_prompt
 from burnish.data.encoded import EncodedStream, load_all
 from burnish.data.forms import open_rows
 from burnish.data.messages import as_messages
-from burnish.data.rows import prompt_column, tools_column
+from burnish.data.rows import prompt_column, system_of, tools_column
 from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import RowRef
 from burnish.model_text import ModelTextError, Pattern
@@ -73,16 +73,17 @@ class PromptEncoder:
     def with_content(self, row: Row, ref: RowRef, content: Any) -> Prompt:
         """Encode the row with ``content`` (text or messages) in place of its own prompt."""
         config = self._config
+        system = system_of(row, config, content)
         text, ids = encode_prompt(
             self._tokenizer,
             content,
-            system_prompt=config.system_prompt,
+            system_prompt=system,
             apply_chat_template=config.apply_chat_template,
             tools=tools_column(row, config),
         )
         messages = None
         if not isinstance(content, str) or config.apply_chat_template:
-            messages = tuple(as_messages(content, system_prompt=config.system_prompt))
+            messages = tuple(as_messages(content, system_prompt=system))
         if not ids:
             raise DataError("the prompt has no tokens, so there is nothing to generate from")
         return Prompt(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.data import SHAREGPT_KEY, DataConfig, PreferenceDataConfig, SFTDataConfig
 from burnish.config.explain import nearest
+from burnish.config.forms import SYSTEMS
 from burnish.config.rated import RatedDataConfig
 from burnish.config.templates import TemplateError, fields_of
 from burnish.data.chat import (
@@ -152,6 +153,48 @@ def _check_fills(row: Row, name: str) -> None:
         )
 
 
+def system_of(row: Row, config: DataConfig, content: Any) -> str | None:
+    """Return the system message to insert before ``content`` (text or messages): that of the
+    recipe, or of the row's column ``system`` or ``system_prompt``.
+
+    Return None if ``content`` begins with the same message. A column that ``prompt_template`` uses
+    is no system message. Raises DataError if there are two different system messages.
+    """
+    texts = {key: row.values.get(key) for key in SYSTEMS}
+    texts = {key: t for key, t in texts.items() if isinstance(t, str) and t.strip()}
+    if texts and config.prompt_template is not None:
+        texts = _not_in_template(texts, config)
+    if not texts:
+        return config.system_prompt
+    places = dict(texts)
+    if config.system_prompt is not None:
+        places["the key system_prompt of the recipe"] = config.system_prompt
+    begins = None if isinstance(content, str) else as_messages(list(content)[:1])[0]
+    if begins is not None and begins["role"] == "system":
+        places["the first message"] = begins["content"]
+    if len(set(places.values())) > 1:
+        raise DataError(
+            f"the row has different system messages in {' and '.join(places)}; keep one, or use "
+            "prompt_template with the column"
+        )
+    return None if "the first message" in places else next(iter(texts.values()))
+
+
+def _not_in_template(texts: Mapping[str, Any], config: DataConfig) -> dict[str, Any]:
+    """Return the system messages that ``prompt_template`` does not contain. For plain text, which
+    the template writes, there are none (recorded as a notice)."""
+    used = set(fields_of(config.prompt_template or ""))
+    rest = {key: text for key, text in texts.items() if key not in used}
+    if rest and not config.apply_chat_template:
+        note(
+            "unused_system",
+            f"the column {next(iter(rest))!r} is in no prompt, because prompt_template does not "
+            "use it; add it, or set apply_chat_template: true for a system message",
+        )
+        return {}
+    return rest
+
+
 def demonstration_key(row: Row, config: SFTDataConfig) -> str:
     """Return the column with the row's demonstration: messages, a response, or text.
 
@@ -208,6 +251,8 @@ class Exchange:
     tools: list[dict[str, Any]] | None = None
     response_ids: Sequence[int] | None = None
     """The sampled ids of ``response`` (in rows written by the job generate). None if unknown."""
+    system: str | None = None
+    """System message before the prompt."""
 
 
 def exchange(row: Row, prompt: Any, config: ExchangeData, *, key: str, field: str) -> Exchange:
@@ -221,6 +266,7 @@ def exchange(row: Row, prompt: Any, config: ExchangeData, *, key: str, field: st
         content_column(row, key, field),
         tools_column(row, config),
         list(ids or ()) if usable else None,
+        system_of(row, config, prompt),
     )
 
 
@@ -244,12 +290,12 @@ def encode_exchange(
     if sampled is not None:
         return sampled
     if not as_chat:
-        _, prompt_ids = encode_prompt(tokenizer, prompt, system_prompt=config.system_prompt)
+        _, prompt_ids = encode_prompt(tokenizer, prompt, system_prompt=given.system)
         return token_row(*encode_completion(tokenizer, prompt_ids, response))
     own = as_messages(prompt)
     answer = _answer(response, own)
-    before = as_messages(own, system_prompt=config.system_prompt)
-    check_rendering(tokenizer, before, given.tools, system_prompt=config.system_prompt)
+    before = as_messages(own, system_prompt=given.system)
+    check_rendering(tokenizer, before, given.tools, system_prompt=given.system)
     return token_row(
         *encode_conversation(
             tokenizer, [*before, *answer], trained_from=len(before), tools=given.tools
@@ -304,7 +350,7 @@ def _sampled(
     _, prompt_ids = encode_prompt(
         tokenizer,
         given.prompt,
-        system_prompt=config.system_prompt,
+        system_prompt=given.system,
         apply_chat_template=as_chat,
         tools=given.tools,
     )

@@ -27,6 +27,7 @@ from burnish.data.rows import (
     exchange,
     prompt_column,
     sampled_row,
+    system_of,
     token_row,
     tools_column,
 )
@@ -119,9 +120,10 @@ class SFTEncoder:
             raise DataError(
                 f"column {kind!r} (messages_key) holds a string, not a list of messages"
             )
-        messages = as_messages(given, system_prompt=config.system_prompt)
+        system = system_of(row, config, given)
+        messages = as_messages(given, system_prompt=system)
         tools = tools_column(row, config)
-        check_rendering(tokenizer, messages, tools, system_prompt=config.system_prompt)
+        check_rendering(tokenizer, messages, tools, system_prompt=system)
         if config.train_on_prompt and not all(trained_flags(messages)):
             raise DataError(
                 "a message has train: false or weight: 0, but train_on_prompt=true trains on all "

@@ -17,7 +17,7 @@ from burnish.config.steps import STEP_KEYS, StepsDataConfig
 from burnish.data.chat import check_tokenizer, encode_completion, encode_prompt
 from burnish.data.encoded import EncodedStream, load_all
 from burnish.data.forms import open_rows
-from burnish.data.rows import column, prompt_column, tools_column
+from burnish.data.rows import column, prompt_column, system_of, tools_column
 from burnish.data.sources import DataError, Row
 from burnish.data.stream import RowRef
 from burnish.types import Batch, steps_to_batch
@@ -90,7 +90,7 @@ class StepsEncoder:
         _, ids = encode_prompt(
             tokenizer,
             prompt,
-            system_prompt=config.system_prompt,
+            system_prompt=system_of(row, config, prompt),
             apply_chat_template=config.apply_chat_template,
             tools=tools_column(row, config),
         )

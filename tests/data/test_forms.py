@@ -172,7 +172,7 @@ def test_a_form_is_recognized_converted_and_its_broken_row_named(
     form, kind, example, expected, broken, error = case
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in (example, broken)))
-    config = kind(sources=[str(path)])
+    config = kind(sources=[str(path)], apply_chat_template="history" in example)
     assert [reading.form for _, reading in config.readings()] == [form]
     assert config.broken_rules() == []  # the columns of the form replace those of the keys
     (source,) = open_rows(config)

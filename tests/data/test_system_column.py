@@ -1,0 +1,110 @@
+"""The column ``system`` (or ``system_prompt``) is the system message, in every form of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from burnish.config.data import DataConfig, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
+from burnish.config.rated import ClassesDataConfig
+from burnish.config.score import ResponseDataConfig
+from burnish.config.steps import StepsDataConfig
+from burnish.data.encoders import encoder_of
+from burnish.data.forms import open_rows
+from burnish.data.generation_prompts import GenerationPrompts
+from burnish.data.notices import collecting
+from burnish.data.prompts import load_prompts
+from burnish.data.sources import DataError
+from burnish.data.stream import RowRef
+
+Tok = PreTrainedTokenizerFast
+Jsonl = Callable[..., str]
+BEGIN = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n2+2<|im_end|>\n"
+USER, SAYS = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
+ASKED = {"prompt": "2+2"}
+PAIR = {"chosen": "4", "rejected": "5"}
+PAIR_OF_MESSAGES = {"chosen": [USER, SAYS], "rejected": [USER, {**SAYS, "content": "5"}]}
+CHAT = {"apply_chat_template": True}
+
+ROWS: list[tuple[type[DataConfig], dict[str, Any], dict[str, Any]]] = [
+    (SFTDataConfig, ASKED | {"response": "4"}, CHAT),
+    (SFTDataConfig, {"prompt": [USER], "response": "4"}, {}),
+    (SFTDataConfig, {"messages": [USER, SAYS]}, {}),
+    (SFTDataConfig, {"instruction": "2+2", "output": "4"}, CHAT),
+    (SFTDataConfig, {"question": "2+2", "answer": "#### 4"}, CHAT),
+    (PreferenceDataConfig, ASKED | PAIR, CHAT),
+    (PreferenceDataConfig, {"question": "2+2"} | PAIR, CHAT | {"prompt_key": "question"}),
+    (PreferenceDataConfig, PAIR_OF_MESSAGES, {}),
+    (PreferenceDataConfig, ASKED | {"response": "4", "label": True}, CHAT | {"label_key": "label"}),
+    (ClassesDataConfig, ASKED | {"response": "4", "passed": True}, CHAT | {"kind": "classes"}),
+    (StepsDataConfig, ASKED | {"steps": ["4"], "labels": [1]}, CHAT | {"kind": "steps"}),
+    (PromptDataConfig, ASKED | {"label": "4"}, CHAT),
+    (PromptDataConfig, {"messages": [USER, SAYS]}, {}),
+    (PromptDataConfig, {"prompt": [USER]}, {}),
+    (ResponseDataConfig, ASKED | {"response": "4"}, CHAT),
+    (ResponseDataConfig, {"messages": [USER, SAYS]}, {}),
+]
+
+
+def first_ids(config: DataConfig, tokenizer: Tok) -> list[int]:
+    sources = open_rows(config)
+    item = encoder_of(config, tokenizer, sources).encode(sources[0][0], RowRef("rows", 0, 0))
+    for name in ("chosen", "row", "group"):
+        item = vars(item).get(name, item)
+    item = vars(item).get("prompt", item)
+    return list(vars(item).get("ids", vars(item).get("token_ids")))
+
+
+@pytest.mark.parametrize("column", ["system", "system_prompt"])
+@pytest.mark.parametrize(("kind", "row", "options"), ROWS)
+def test_the_column_is_the_system_message(
+    kind: Any, row: dict[str, Any], options: Any, column: str, chars: Tok, jsonl: Jsonl
+) -> None:
+    config = kind(sources=(jsonl([{column: "Be kind.", **row}]),), **options)
+    assert chars.decode(first_ids(config, chars)).startswith(BEGIN)
+    with_key = config.model_copy(update={"system_prompt": "Be kind."})
+    assert first_ids(with_key, chars) == first_ids(config, chars)
+    with pytest.raises(DataError, match=r"different system messages in system.* and the key"):
+        first_ids(config.model_copy(update={"system_prompt": "Be rude."}), chars)
+    empty = kind(sources=(jsonl([{column: "", **row}]),), **options)
+    none = kind(sources=(jsonl([row]),), **options)
+    assert first_ids(empty, chars) == first_ids(none, chars)
+    assert "system" not in chars.decode(first_ids(none, chars))
+
+
+def test_two_system_messages_of_a_row_are_equal_or_refused(chars: Tok, jsonl: Jsonl) -> None:
+    row = {"messages": [{"role": "system", "content": "Be kind."}, USER, SAYS]}
+    config = SFTDataConfig(sources=(jsonl([row | {"system": "Be kind."}]),))
+    assert chars.decode(first_ids(config, chars)).startswith(BEGIN)
+    config = SFTDataConfig(sources=(jsonl([row | {"system": "Be rude."}]),))
+    with pytest.raises(DataError, match=r"different system messages in system and the first mess"):
+        first_ids(config, chars)
+
+
+def test_a_plain_prompt_with_a_system_column_is_refused_or_written_by_a_template(
+    chars: Tok, jsonl: Jsonl
+) -> None:
+    path = jsonl([ASKED | {"system": "Be kind.", "response": "4"}])
+    with pytest.raises(DataError, match=r"column system.*plain string.*apply_chat_template: true"):
+        load_prompts(PromptDataConfig(sources=(path,)), chars)
+    both = PromptDataConfig(sources=(path,), prompt_template="{system}\n{prompt}=")
+    assert load_prompts(both, chars)[0].text == "Be kind.\n2+2="
+    with collecting() as notes:
+        ids = first_ids(SFTDataConfig(sources=(path,), prompt_template="{prompt}="), chars)
+    assert "unused_system" in notes and "Be" not in chars.decode(ids)
+    chat = SFTDataConfig(sources=(path,), prompt_template="{prompt}", apply_chat_template=True)
+    assert chars.decode(first_ids(chat, chars)).startswith(BEGIN)
+
+
+def test_generated_rows_contain_the_message_once(chars: Tok, jsonl: Jsonl) -> None:
+    path = jsonl([ASKED | {"system": "Be kind."}])
+    config = PromptDataConfig(sources=(path,), apply_chat_template=True)
+    (prompt,) = GenerationPrompts(config, chars).take(0, 1)
+    assert prompt.content == [{"role": "system", "content": "Be kind."}, USER]
+    assert list(prompt.prompt.messages or ()) == prompt.content
+    written = {"prompt": prompt.content, "response": "4", **prompt.columns}
+    again = SFTDataConfig(sources=(jsonl([written], "again.jsonl"),))
+    assert chars.decode(first_ids(again, chars)).startswith(BEGIN)

@@ -43,6 +43,7 @@ from burnish.environments.code_tool import (
 )
 from burnish.environments.importing import LoadError, load_object
 from burnish.environments.multi_turn import Message, Start, Step
+from burnish.environments.results import as_text, without_addresses
 from burnish.errors import BurnishError
 from burnish.sandbox.base import SandboxError
 
@@ -107,11 +108,13 @@ class ToolEnvironment:
             def finish(self, message):
                 return {"bought": float("milk" in self.cart)}
 
-    Tools may be coroutine functions, which must not block. Others run in a thread of their own. The
-    calls of a turn run one after the other, in their order. A call that exceeds a limit is
-    abandoned, and the policy receives an error message: its thread cannot be killed. Code that may
-    never end belongs into a process that the tool starts and kills. ``turn_timeout_s`` must be less
-    than ``rollout.episodes.step_timeout_s``, which ends the episode.
+    Tools may be coroutine functions, which must not block. Others run in a thread of their own; an
+    awaitable that they return is awaited. ``results.py`` has the text of each type of result; a
+    result without one is an error message. The calls of a turn run one after the other, in their
+    order. A call that exceeds a limit is abandoned, and the policy receives an error message: its
+    thread cannot be killed. Code that may never end belongs into a process that the tool starts and
+    kills. ``turn_timeout_s`` must be less than ``rollout.episodes.step_timeout_s``, which ends the
+    episode.
 
     Raises EnvironmentSetupError if a tool cannot be loaded or described.
     """
@@ -183,7 +186,10 @@ class ToolEnvironment:
         ends with the rewards of :meth:`finish`."""
         calls = message.get("tool_calls") or ()
         if not calls:
-            return Step(done=True, rewards=self.finish(message))
+            rewards: Any = self.finish(message)
+            return Step(
+                done=True, rewards=await rewards if inspect.isawaitable(rewards) else rewards
+            )
         results, counts = [], {"tool_calls": len(calls), "tool_errors": 0, "tool_timeouts": 0}
         restarts = self._mcp.restarts if self._mcp is not None else 0
         clock = asyncio.get_running_loop().time
@@ -206,7 +212,8 @@ class ToolEnvironment:
         return Step(results, counts=counts)
 
     def finish(self, message: Message) -> Mapping[str, float]:
-        """Return the rewards of the episode, given the policy's last message. Default: none."""
+        """Return the rewards of the episode, given the policy's last message. Default: none. It may
+        be a coroutine function."""
         return {}
 
     def close(self) -> None:
@@ -260,9 +267,16 @@ class ToolEnvironment:
     def _started(self, tool: Tool, named: Mapping[str, Any]) -> asyncio.Future[Any]:
         """Start a call of a function."""
         positional = (self._owner,) if tool.is_method else ()
+        call = partial(tool.function, *positional, **named)
         if inspect.iscoroutinefunction(tool.function):
-            return asyncio.ensure_future(_without_exit(tool.function(*positional, **named)))
-        return self._in_thread(partial(tool.function, *positional, **named))
+            return asyncio.ensure_future(_without_exit(call()))
+        return asyncio.ensure_future(self._awaited(call))
+
+    async def _awaited(self, call: Callable[[], Any]) -> Any:
+        """Return the result of a call in the thread of the calls. What it returns is awaited if it
+        can be: a decorator may hide a coroutine function."""
+        result = await self._in_thread(call)
+        return await _without_exit(result) if inspect.isawaitable(result) else result
 
     def _in_thread(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
         """Call a function in the thread of the calls. Return the future of its result."""
@@ -277,7 +291,7 @@ class ToolEnvironment:
 
     def _shown(self, result: Any) -> str:
         """Return a result as text, cut to the limit."""
-        text = result if isinstance(result, str) else _as_json(result)
+        text = as_text(result)
         if len(text) <= self._max_chars:
             return text
         return f"{text[: self._max_chars]}\n(cut: {len(text)} characters in total)"
@@ -373,6 +387,11 @@ def _make_tool(function: Callable[..., Any], is_method: bool) -> Tool:
     # (transformers.utils.get_json_schema would import torch into every worker process.)
     from transformers.utils.chat_template_utils import parse_google_format_docstring
 
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise EnvironmentSetupError(
+            f"tool {name} ({_origin(function)}) is a generator function; a call has one result, so "
+            "return a list instead of yielding its items"
+        )
     description, described, _ = parse_google_format_docstring(inspect.getdoc(function) or "")
     if not description:
         raise EnvironmentSetupError(
@@ -460,14 +479,7 @@ def _described(error: Exception) -> str:
         return str(error)
     timed_out = isinstance(error, _CallTimeoutError | CodeTimeoutError)
     kind = "TimeoutError" if timed_out else type(error).__name__
-    return f"{kind.lstrip('_')}: {error}"
-
-
-def _as_json(value: Any) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, default=str)
-    except (TypeError, ValueError, RecursionError):
-        return str(value)
+    return f"{kind.lstrip('_')}: {without_addresses(str(error))}"
 
 
 async def _without_exit(call: Awaitable[Any]) -> Any:

@@ -297,7 +297,8 @@ class AlgorithmConfig(Node):
     else token_mean; printed at start."""
     mask_truncated: bool = False
     """Leave samples that were cut off at a length limit out of the loss (overlong filtering of
-    DAPO). They still count in the baselines of their groups."""
+    DAPO). They still count in the baselines of their groups. A step whose samples were all cut off
+    has no update."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus. 0: no bonus."""
     top_entropy_quantile: float = Field(1.0, gt=0, le=1)
@@ -316,6 +317,11 @@ class AlgorithmConfig(Node):
     """Threshold in nats per token. Tokens with a negative advantage have no policy loss if the mean
     over their sequence of (sampler's log-prob - policy's log-prob) exceeds it (DeepSeek-V3.2, arXiv
     2512.02556). None: no mask."""
+
+    @property
+    def normalizes_each(self) -> bool:
+        """True if each reward is normalized in its group, instead of their sum."""
+        return isinstance(self.advantage, GroupAdvantage) and self.advantage.normalize_each
 
     @property
     def reduces_over_samples(self) -> bool:

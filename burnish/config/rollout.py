@@ -209,7 +209,8 @@ RolloutEngineConfig = Annotated[
 class DynamicSampling(Node):
     """Replace groups without a learning signal with groups of new prompts in the same step (DAPO,
     arXiv 2503.14476): all scores equal up to rounding (after ``shaping.reward_clip``, before
-    penalties), or out of bounds. ``reward/mean``, ``reward/<name>`` and
+    penalties; with ``normalize_each``: every reward equal, whatever the sums), or out of bounds.
+    ``reward/mean``, ``reward/<name>`` and
     ``reward/equal_groups_frac`` cover all sampled groups; ``reward/trained_mean`` and
     ``reward/std`` the trained ones."""
 
@@ -348,6 +349,9 @@ class RolloutConfig(AsynchronousRollout, PromptsRollout):
             )
 
 
+_EVAL_METRICS = ("reward", "response_len", "prompts", "failed_frac")
+
+
 class EvalConfig(Node):
     """Held-out evaluation: pass@1 and pass@k."""
 
@@ -397,7 +401,7 @@ class EvalConfig(Node):
         the rewards."""
         parts = [f"reward/{name}" for name in rewards] if len(rewards) > 1 else []
         passes = (f"pass@{k}" for k in (1, *self.pass_k))
-        return with_sets({*passes, *parts, "reward", "response_len", "prompts"}, self.sets)
+        return with_sets({*passes, *parts, *_EVAL_METRICS}, self.sets)
 
     def rules(self) -> Iterator[str]:
         yield from eval_set_rules(self.data, self.sets, keys=("data", "sets"))

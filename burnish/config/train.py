@@ -263,7 +263,7 @@ class CheckpointConfig(Node):
 
 _LESS = re.compile(
     r"(.*_)?(loss|kl|nll|ppl|perplexity|len|len_max|truncated_frac|equal_groups_frac|no_signal_frac"
-    r"|clip_frac|mismatch_\w+|approx_kl|skipped\w*|overflows|oom_retries|loss_spike|grad_norm"
+    r"|failed_frac|clip_frac|mismatch_\w+|approx_kl|skipped\w*|overflows|oom_retries|loss_spike|grad_norm"
     r"|groups_dropped|timeouts|errors|retries|peak_bytes|s|(mse|mae)(_\w+)?)"
 )
 _MORE = re.compile(

@@ -37,6 +37,7 @@ DROPS: Mapping[str, str] = {
     "prompts_overlong": "prompts longer than data.prompt_max_len (data.overlong=drop)",
     "prompts_reward_failed": "prompts on which a reward failed (on_reward_failure.then=drop_group) "
     "or that lost their episodes (failures, or first messages longer than episodes.max_tokens)",
+    "samples_failed": "episodes that failed, of prompts with others that did not",
     "samples_truncated": "responses truncated at generate_max_len (mode.keep_truncated)",
     "prompts_truncated": "prompts with too few complete responses",
     "prompts_below_min_reward": "prompts whose best response is below mode.min_reward",

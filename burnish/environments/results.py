@@ -22,7 +22,7 @@ import inspect
 import json
 import re
 from collections import deque
-from collections.abc import Mapping, MappingView
+from collections.abc import ItemsView, KeysView, Mapping, MappingView, ValuesView
 from collections.abc import Set as AnySet
 from typing import Any
 
@@ -85,7 +85,7 @@ def _simple(value: Any, depth: int) -> Any:
     fields = _fields(value)
     if fields is not None:
         return {name: _simple(item, depth + 1) for name, item in fields.items()}
-    if isinstance(value, list | tuple | range | deque | MappingView):
+    if isinstance(value, list | tuple | range | deque | KeysView | ValuesView | ItemsView):
         return [_simple(item, depth + 1) for item in value]
     if callable(getattr(value, "tolist", None)):  # house: ok an array of any package
         return _simple(value.tolist(), depth + 1)

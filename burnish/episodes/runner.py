@@ -13,7 +13,6 @@ from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
 from burnish.config.episodes import EpisodesConfig
-from burnish.config.rollout import DynamicSampling
 from burnish.episodes.play import EpisodePlayer, Limits, Played, Policy, Task
 from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.rows import episode_rows
@@ -22,7 +21,7 @@ from burnish.loop_thread import LoopThread
 from burnish.rewards.base import NoGroupLeftError, RewardSet
 from burnish.rollout.base import RolloutEngine, Sampling
 from burnish.rollout.evaluation_lane import ServiceEngine, TakesRequests
-from burnish.rollout.runner import Drawn, Runner, prompt_seed
+from burnish.rollout.runner import Drawn, GroupFilter, Runner, prompt_seed
 from burnish.rollout.service import RolloutService
 from burnish.transcript import Episode, EpisodeStatus
 from burnish.types import Group, Prompt, Sample, Stats
@@ -125,6 +124,7 @@ class EpisodeRunner(Runner):
     All episodes of a call share the engine. A new turn joins the running batch at once, and no
     episode waits for the turns of others. Failed episodes leave their group; a group with fewer
     than two members (one, if ``num_samples`` is 1) is dropped, and :meth:`fill` replaces it.
+    Groups of :meth:`run`, which are not trained against each other, keep a single member.
     """
 
     owns_loop = True
@@ -138,7 +138,7 @@ class EpisodeRunner(Runner):
         *,
         num_samples: int,
         seed: int,
-        dynamic: DynamicSampling | None = None,
+        dynamic: GroupFilter | None = None,
     ) -> None:
         super().__init__(
             engine, rewards, sampling, num_samples=num_samples, seed=seed, dynamic=dynamic
@@ -156,13 +156,16 @@ class EpisodeRunner(Runner):
         finally:
             self.players.close()
 
-    def draw_all(self, prompts: Sequence[Prompt]) -> list[Drawn]:
+    def draw_all(self, prompts: Sequence[Prompt], *, least: int = 2) -> list[Drawn]:
         """Play the episodes of all prompts."""
         tasks = [task for prompt in prompts for task in self._tasks(prompt)]
         played = self.players.play(self.engine, self.sampling, tasks)
         size = self.num_samples
         parts = [played[i : i + size] for i in range(0, len(played), size)]
-        return [self._played(prompt, own) for prompt, own in zip(prompts, parts, strict=True)]
+        return [
+            self._played(prompt, own, least=least)
+            for prompt, own in zip(prompts, parts, strict=True)
+        ]
 
     async def draw(self, prompt: Prompt, service: RolloutService) -> Drawn:
         """Play the episodes of one prompt, in the players' event loop."""
@@ -193,9 +196,10 @@ class EpisodeRunner(Runner):
         dropped = sum(one.group is None for one in drawn)
         return episode_stats(records) + Stats(sums={"episodes/groups_dropped": dropped})
 
-    def none_drawn(self, drawn: Sequence[Drawn]) -> NoGroupLeftError:
+    def none_drawn(self, drawn: Sequence[Drawn], *, least: int = 2) -> NoGroupLeftError:
         """Return the error for prompts whose groups all lost their members."""
-        return NoGroupLeftError(why_none(drawn, self.num_samples), self.stats(drawn))
+        why = why_none(drawn, self.num_samples, least=least)
+        return NoGroupLeftError(why, self.stats(drawn))
 
     def _tasks(self, prompt: Prompt) -> list[Task]:
         return [self._task(prompt, member) for member in range(self.num_samples)]
@@ -214,14 +218,14 @@ class EpisodeRunner(Runner):
             prompt_text=prompt.text,
         )
 
-    def _played(self, prompt: Prompt, played: Sequence[Played]) -> Drawn:
+    def _played(self, prompt: Prompt, played: Sequence[Played], *, least: int = 2) -> Drawn:
         """Return the group of a prompt's episodes; without it if too few have a result."""
         members = [
             episode_sample(prompt, f"{prompt.id}/{k}", one)
             for k, one in enumerate(played)
             if one.record.status not in FAILED and one.calls
         ]
-        enough = len(members) >= min(self.num_samples, 2)
+        enough = len(members) >= min(self.num_samples, least)
         return Drawn(
             prompt,
             Group(0, prompt, tuple(members)) if enough else None,
@@ -230,7 +234,7 @@ class EpisodeRunner(Runner):
         )
 
 
-def why_none(drawn: Sequence[Drawn], num_samples: int) -> str:
+def why_none(drawn: Sequence[Drawn], num_samples: int, *, least: int) -> str:
     """Return the reason why no prompt has a group left, and what to change."""
     records = [record for one in drawn for record in one.episodes]
     lost = [record for record in records if record.status in FAILED or not record.turns]
@@ -238,7 +242,7 @@ def why_none(drawn: Sequence[Drawn], num_samples: int) -> str:
     first = next((one.error for one in drawn if one.error is not None), None)
     found = "" if first is None else f"\nThe first failure: {first}"
     return (
-        f"none of {len(drawn)} groups has {min(num_samples, 2)} of its "
+        f"none of {len(drawn)} groups has {min(num_samples, least)} of its "
         f"{num_samples} episodes left: {len(lost)} of {len(records)} episodes have no result "
         f"({_listed(ends)}); {_advice(ends)}{found}"
     )

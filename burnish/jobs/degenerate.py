@@ -131,7 +131,7 @@ def reward_signal(
     units = own if by_group else [[reward for unit in own for reward in unit]]
     # A single sample has no baseline: its return is the signal.
     empty = [unit for unit in units if len(unit) > 1 and _equal_in_fp32(unit)]
-    if isinstance(advantage, GroupAdvantage) and advantage.normalize_each:
+    if config.normalizes_each:
         alike = [_equal_parts(group, rewards.weighted_names) for group in kept]
         empty = [unit for unit, same in zip(own, alike, strict=True) if same and len(unit) > 1]
     what = "groups whose rewards are all equal" if by_group else "steps whose rewards are all equal"

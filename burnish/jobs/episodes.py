@@ -17,7 +17,6 @@ from burnish.agents.sandboxed import SandboxedCommands, SandboxedFunctions
 from burnish.agents.server import EpisodeServer
 from burnish.config.episodes import TOOLS_FRAC, EpisodesConfig
 from burnish.config.model import ModelConfig
-from burnish.config.rollout import DynamicSampling
 from burnish.config.sandbox import BubblewrapSandbox
 from burnish.environments.pool import EnvironmentPool, EnvironmentSpec, absolute_path
 from burnish.environments.process import start_process
@@ -29,7 +28,7 @@ from burnish.models.load import ModelError, describe, num_positions
 from burnish.observe.timeline import Timeline, timed
 from burnish.rewards.base import RewardSet
 from burnish.rollout.base import RolloutEngine, Sampling
-from burnish.rollout.runner import Runner
+from burnish.rollout.runner import GroupFilter, Runner
 from burnish.runtime.base import Runtime
 
 TOOL_ENVIRONMENT = "burnish.environments.tools:ToolEnvironment"
@@ -164,7 +163,7 @@ class RunnerOptions:
     seed: int
     phase: str = "rollout"
     """Name of the sampling in the timeline and in the memory plan."""
-    dynamic: DynamicSampling | None = None
+    dynamic: GroupFilter | None = None
 
 
 def make_runner(

@@ -33,7 +33,7 @@ from burnish.observe.progress import FILE_ONLY, tell
 from burnish.observe.public_recipe import write_recipe
 from burnish.observe.samples import write_samples
 from burnish.observe.timeline import timed
-from burnish.rewards.base import NoGroupLeftError, RewardSet, sum_of_part
+from burnish.rewards.base import NoGroupLeftError, RewardSet
 from burnish.rollout.base import Sampling
 from burnish.rollout.runner import Runner, numbered
 from burnish.rollout.server_group import wait_for_servers
@@ -67,9 +67,13 @@ class Evaluator:
     """Ranks that share the prompts. Each has its own runner."""
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return ``eval/pass@k`` for every requested k, ``eval/reward``, ``eval/response_len`` and
-        ``eval/prompts``. If there are several rewards, ``eval/reward/<name>`` gives the mean of
-        each, unweighted. The metrics of a named set begin with ``eval/NAME/``. Raises RunError if
+        """Return ``eval/pass@k`` for every requested k, ``eval/reward``, ``eval/response_len``,
+        ``eval/prompts`` and ``eval/failed_frac``. If there are several rewards,
+        ``eval/reward/<name>`` gives the mean of each, unweighted. The metrics of a named set begin
+        with ``eval/NAME/``.
+
+        All cover all samples of all prompts: one without a score (its episode failed, or a reward
+        did) has not passed. Only the length is that of the samples with a score. Raises RunError if
         no response or too few episodes can be scored."""
         metrics: dict[str, float] = {}
         for name, prompts in self.sets.items():
@@ -81,23 +85,24 @@ class Evaluator:
         if self.ranks.rank == 0:
             self.keep_samples(step, groups, name)
         to_pass, least = self.runner.rewards.to_pass, self.config.pass_threshold - ROUNDING
-        passed = [  # a group of episodes may lack failed members
-            (len(group.samples), sum(to_pass(s) >= least for s in group.samples))
-            for group in groups
-        ]
-        samples, prefix = [s for group in groups for s in group.samples], eval_prefix(name)
+        passed = [sum(to_pass(s) >= least for s in group.samples) for group in groups]
+        passed += [0] * (len(prompts) - len(groups))  # all of their samples failed
+        count, prefix = self.runner.num_samples, eval_prefix(name)
+        samples, total = [s for group in groups for s in group.samples], count * len(prompts)
         metrics = {
-            f"{prefix}pass@{k}": _mean([pass_at_k(n, c, k) for n, c in passed if n >= k])
+            f"{prefix}pass@{k}": _mean([pass_at_k(count, c, k) for c in passed])
             for k in sorted({1, *self.config.pass_k})
         }
         names = dict.fromkeys(name for sample in samples for name in sample.reward_parts)
         if len(names) > 1:
-            count = len(samples)
-            metrics |= {f"{prefix}reward/{n}": sum_of_part(samples, n) / count for n in names}
+            for part in names:
+                values = [sample.reward_parts.get(part, 0.0) for sample in samples]
+                metrics[f"{prefix}reward/{part}"] = _mean_of_all(values, total)
         return metrics | {
-            f"{prefix}reward": sum(s.reward for s in samples) / len(samples),
+            f"{prefix}reward": _mean_of_all([s.reward for s in samples], total),
             f"{prefix}response_len": sum(s.num_sampled_tokens for s in samples) / len(samples),
-            f"{prefix}prompts": float(len(groups)),
+            f"{prefix}prompts": float(len(prompts)),
+            f"{prefix}failed_frac": 1 - len(samples) / total,
         }
 
     def _groups(self, prompts: Sequence[Prompt]) -> Sequence[Group]:
@@ -133,6 +138,12 @@ _ALL = 1 << 30
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
+
+
+def _mean_of_all(scores: Sequence[float], total: int) -> float:
+    """Return the mean score of ``total`` samples. One without a score counts as 0, or as the lowest
+    score if that is negative: it is no better than the worst sample with a score."""
+    return (sum(scores) + (total - len(scores)) * min(0.0, *scores)) / total
 
 
 def held_out_prompts(

@@ -91,6 +91,9 @@ class Generation:
         dropped = dict(chosen.dropped)
         if answered.num_lost:
             dropped["prompts_reward_failed"] = answered.num_lost
+        planned = self.config.rollout.n_samples_per_prompt * len(groups)
+        if failed := planned - sum(len(group.samples) for group in groups):
+            dropped["samples_failed"] = failed
         sums = sums_of(groups) | dict(chosen.sums)
         metrics = self._measure(number, answered, sums)
         return StepRows(chosen.rows, groups, metrics, dropped, sums)

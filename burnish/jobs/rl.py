@@ -9,6 +9,7 @@ them into losses and ``credit.py`` into advantages. ``rl_job.py`` builds the com
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from burnish.batches import groups_to_batch
 from burnish.checkpoint.save import PendingSave
 from burnish.checkpoint.state import load_state, save_state
 from burnish.config import RLConfig
-from burnish.config.algorithm import AlgorithmConfig, GroupAdvantage
+from burnish.config.algorithm import AlgorithmConfig
 from burnish.config.rewards import reward_names
 from burnish.jobs.ages import age_metrics
 from burnish.jobs.base import Metrics
@@ -38,6 +39,8 @@ from burnish.rollout.runner import Rollout
 from burnish.rollout.source import RolloutSource
 from burnish.train.base import HasLogprobs, Loss, TrainEngine
 from burnish.types import Batch, Group
+
+log = logging.getLogger("burnish")
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def rl_step(run: RL, step: int) -> Metrics:
     metrics = updates.metrics() | run.source.update_weights()
 
     metrics |= rollout.stats.floats() | ages | metrics_of(run, batch, rollout.groups)
-    if step > run.freeze_policy_steps:
+    if updates.steps and step > run.freeze_policy_steps:
         run.kl.update(metrics.get("rollout/kl", metrics.get("train/kl", 0.0)), batch.num_samples)
     return run.signal.checked(updates.checked(metrics))
 
@@ -130,8 +133,7 @@ def with_old_policy(batch: Batch, run: RL) -> Batch:
 
 def parts_of(groups: Sequence[Group], config: RLConfig) -> RewardParts | None:
     """Return the scores of every reward if the advantage normalizes each, otherwise None."""
-    advantage = config.algorithm.advantage
-    if not isinstance(advantage, GroupAdvantage) or not advantage.normalize_each:
+    if not config.algorithm.normalizes_each:
         return None
     weights = [reward.weight for reward in config.rewards]
     return RewardParts.of(groups, dict(zip(reward_names(config.rewards), weights, strict=True)))
@@ -139,24 +141,30 @@ def parts_of(groups: Sequence[Group], config: RLConfig) -> RewardParts | None:
 
 def trained_part(batch: Batch, groups: Sequence[Group], run: RL) -> Batch:
     """Return the batch that the update trains: without samples and without advantages of tokens
-    that the recipe leaves out."""
-    return with_top_entropy(without_truncated(batch, groups, run.config.algorithm), run)
+    that the recipe leaves out. Without samples there is no update, of the critic neither."""
+    left = without_truncated(batch, groups, run.config.algorithm)
+    if not left.num_rows:
+        log.warning(
+            "all %d samples of this step were cut off at a length limit and "
+            "algorithm.mask_truncated leaves them out, so the step has no update; raise "
+            "rollout.generate_max_len if this does not end",
+            batch.num_samples,
+        )
+        return left
+    return with_top_entropy(left, run)
 
 
 def without_truncated(batch: Batch, groups: Sequence[Group], algorithm: AlgorithmConfig) -> Batch:
     """Return the batch without the samples that were cut off at a length limit, if the recipe sets
     ``mask_truncated``; otherwise the batch.
 
-    Their rewards have already been used in the baselines of their groups. If all samples were cut
-    off, the step trains all of them with advantages of 0.
+    Their rewards have already been used in the baselines of their groups. The result has no rows if
+    all samples were cut off.
     """
     samples = [sample for group in groups for sample in group.samples]
     cut = [sample.finish_reason == "length" for sample in samples]
     if not algorithm.mask_truncated or not any(cut):
         return batch
-    if all(cut):
-        assert batch.advantages is not None
-        return replace(batch, advantages=torch.zeros_like(batch.advantages))
     of_row = batch.row_samples()[0].tolist()
     return batch.select([row for row, sample in enumerate(of_row) if not cut[sample]])
 
@@ -180,8 +188,11 @@ def minibatches(batch: Batch, config: RLConfig, step: int) -> Iterator[Batch]:
     Groups stay together. They keep their order if the entire rollout is one optimizer step.
     Otherwise, each epoch shuffles them. The shuffle depends only on the recipe's seed, the step and
     the epoch. A rollout with fewer samples than planned (failed episodes are left out) is split
-    into as many, nearly equal steps; there are fewer steps only if there are fewer samples.
+    into as many, nearly equal steps; there are fewer steps only if there are fewer samples, and
+    none without samples.
     """
+    if not batch.num_rows:
+        return
     plan = config.batch_plan()
     num_steps = (plan.samples_per_rollout or 1) // plan.train_batch_size
     together = batch.sample_ids is not None and config.algorithm.reduces_over_samples

@@ -54,7 +54,7 @@ from burnish.rewards.base import RewardSet
 from burnish.rollout.async_source import AsyncOptions, AsyncSource
 from burnish.rollout.base import RolloutEngine
 from burnish.rollout.evaluation_lane import ServiceEngine
-from burnish.rollout.runner import Runner
+from burnish.rollout.runner import GroupFilter, Runner
 from burnish.rollout.schedule import Limits
 from burnish.rollout.server_group import wait_for_servers
 from burnish.rollout.service import RolloutService
@@ -275,9 +275,15 @@ def _runner(
         options=RunnerOptions(
             config.rollout.n_samples_per_prompt,
             config.seed,
-            dynamic=config.rollout.dynamic_sampling,
+            dynamic=_group_filter(config),
         ),
     )
+
+
+def _group_filter(config: RLConfig) -> GroupFilter | None:
+    dynamic = config.rollout.dynamic_sampling
+    each = config.algorithm.normalizes_each
+    return None if dynamic is None else GroupFilter(dynamic, each_reward=each)
 
 
 def _policy_loss(config: RLConfig, kl: KlController) -> Loss:

@@ -68,6 +68,34 @@ class Result:
     outcome: Outcome
 
 
+@dataclass(frozen=True)
+class GroupFilter:
+    """The rule by which groups without a learning signal are left out of a step."""
+
+    config: DynamicSampling
+    each_reward: bool = False
+    """True if the advantage normalizes each reward in its group. It then learns from any reward
+    that differs within the group, even if the weighted sums are equal."""
+
+    def keeps(self, measured: Measured, rewards: RewardSet) -> bool:
+        """Return whether a group that has scores is kept.
+
+        It is if its weighted sums differ after clipping and before penalties (with
+        ``each_reward``: if any weighted reward differs), and if the mean of the plain sums is
+        between ``above`` and ``below``.
+        """
+        assert measured.scores is not None
+        totals = rewards.totals(measured)
+        compared = [[rewards.clipped(total) for total in totals]]
+        if self.each_reward:
+            compared = [list(measured.scores[name]) for name in rewards.weighted_names]
+        if all(map(all_equal, compared)):
+            return False
+        mean, config = sum(totals) / len(totals), self.config
+        above_min = config.above is None or mean > config.above
+        return above_min and (config.below is None or mean < config.below)
+
+
 class Runner:
     """Samples n responses to each prompt and scores them."""
 
@@ -79,7 +107,7 @@ class Runner:
         *,
         num_samples: int,
         seed: int,
-        dynamic: DynamicSampling | None = None,
+        dynamic: GroupFilter | None = None,
     ) -> None:
         """Configure sampling and scoring. ``dynamic`` selects the groups that are filtered out;
         None: none."""
@@ -89,7 +117,7 @@ class Runner:
     @property
     def max_refills(self) -> int:
         """Return the maximum number of rounds in which lost groups of a step are replaced."""
-        return _MAX_REFILLS if self.dynamic is None else self.dynamic.max_refills
+        return _MAX_REFILLS if self.dynamic is None else self.dynamic.config.max_refills
 
     def make_loop(self) -> LoopThread:
         """Return the event loop for :meth:`draw`. The caller closes it, unless
@@ -154,14 +182,14 @@ class Runner:
         return Rollout(numbered(groups), stats, lost=outcomes)
 
     def run(self, prompts: Sequence[Prompt]) -> Rollout:
-        """Sample and score all of ``prompts``, in their order. Raises NoGroupLeftError if no group
-        has samples with rewards."""
-        drawn = self.draw_all(prompts)
+        """Sample and score all of ``prompts``, in their order. A group has all samples that did not
+        fail, at least one. Raises NoGroupLeftError if no group has samples with rewards."""
+        drawn = self.draw_all(prompts, least=1)
         self.check(drawn)
         groups = [one.group for one in drawn if one.group is not None]
         stats = self.stats(drawn)
         if not groups:
-            raise self.none_drawn(drawn)
+            raise self.none_drawn(drawn, least=1)
         try:
             scored = self.rewards.score(groups)
         except NoGroupLeftError as error:
@@ -198,8 +226,9 @@ class Runner:
 
     # ---- stages ------------------------------------------------------------------------------
 
-    def draw_all(self, prompts: Sequence[Prompt]) -> list[Drawn]:
-        """Sample a group of ``num_samples`` responses for each prompt."""
+    def draw_all(self, prompts: Sequence[Prompt], *, least: int = 2) -> list[Drawn]:
+        """Sample a group of ``num_samples`` responses for each prompt. ``least``: members that a
+        group of several needs (a baseline compares two). Single turns do not fail."""
         found: dict[tuple[str, int], Completion] = {
             (c.request_id, c.index): c
             for c in self.engine.generate([self._request(p) for p in prompts], self.sampling)
@@ -243,7 +272,7 @@ class Runner:
         """Return statistics of the sampling."""
         return Stats()
 
-    def none_drawn(self, drawn: Sequence[Drawn]) -> NoGroupLeftError:
+    def none_drawn(self, drawn: Sequence[Drawn], *, least: int = 2) -> NoGroupLeftError:
         """Return the error for prompts without any group."""
         return NoGroupLeftError(f"none of {len(drawn)} prompts has a group", self.stats(drawn))
 
@@ -262,22 +291,11 @@ class Runner:
         return Drawn(prompt, Group(0, prompt, tuple(_sample(prompt, c) for c in completions)))
 
     def _outcome(self, measured: Measured) -> Outcome:
-        """Return the outcome of a group.
-
-        Dynamic sampling keeps a group if its scores differ after clipping and before penalties, and
-        if the mean of the plain scores is between ``above`` and ``below``.
-        """
+        """Return the outcome of a group."""
         if measured.scores is None:
             return "failed"
-        if self.dynamic is None:
-            return "ready"
-        totals = self.rewards.totals(measured)
-        if all_equal([self.rewards.clipped(total) for total in totals]):
-            return "filtered"
-        mean = sum(totals) / len(totals)
-        above_min = self.dynamic.above is None or mean > self.dynamic.above
-        below_max = self.dynamic.below is None or mean < self.dynamic.below
-        return "ready" if above_min and below_max else "filtered"
+        is_kept = self.dynamic is None or self.dynamic.keeps(measured, self.rewards)
+        return "ready" if is_kept else "filtered"
 
 
 def _filter_stats(left_out: int, used: int) -> Stats:

@@ -162,6 +162,7 @@ class Choice:
     """Assistant message. Tool arguments are mappings. Clients receive it :func:`well_formed`, so
     compare messages of later calls with that form."""
     finish_reason: Literal["stop", "length", "tool_calls"]
+    """``length`` also if there are complete calls before the place where the limit cut."""
     arguments_text: tuple[str, ...] = ()
     """JSON text of the arguments of each tool call, as sampled. APIs whose arguments are text
     return it unchanged if the arguments are well-formed. Parallel to ``tool_calls``, or empty: the
@@ -169,7 +170,10 @@ class Choice:
     token_ids: Ids = ()
     """Sampled ids, [T]."""
     token_texts: tuple[str, ...] = ()
-    """Text of every sampled id, [T]. Needed for log-probs only."""
+    """Text that every sampled id adds, [T]. Joined, they are the text of which the message was
+    read. Needed for log-probs only."""
+    token_bytes: tuple[bytes, ...] = ()
+    """Bytes of every sampled id, [T]. Empty: those of the texts."""
     logprobs: Logprobs = ()
     """Log-probs of the sampled ids, [T]."""
     stop_sequence: str | None = None

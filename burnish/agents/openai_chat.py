@@ -18,6 +18,7 @@ from burnish.agents.calls import (
     ModelReply,
     ReplyStart,
     invalid,
+    well_formed,
 )
 from burnish.agents.conversation import (
     Conversation,
@@ -459,7 +460,7 @@ def _completion(call: ModelCall, choice: Choice) -> dict[str, Any]:
 
 def _old_logprobs(choice: Choice) -> dict[str, Any]:
     """Return parallel lists. ``text_offset`` counts characters from the start of the response."""
-    tokens = [entry["token"] for entry in token_logprobs(choice)]
+    tokens = well_formed(choice.token_texts)
     return {
         "tokens": tokens,
         "token_logprobs": [finite_logprob(logprob) for logprob in choice.logprobs],

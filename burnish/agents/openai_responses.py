@@ -235,7 +235,8 @@ def _text_and_reasoning(root: Json) -> tuple[dict[str, str], tuple[str, ...]]:
 
 
 def _items(call: ModelCall, reply: ModelReply) -> list[dict[str, Any]]:
-    """Return the output items. The last one is incomplete if the token limit ended it."""
+    """Return the output items. The text is incomplete if the token limit cut it; calls never
+    are."""
     choice = reply.choices[0]
     response = shown(call, choice)
     items: list[dict[str, Any]] = []
@@ -244,10 +245,9 @@ def _items(call: ModelCall, reply: ModelReply) -> list[dict[str, Any]]:
     if response.content or not response.calls:
         items.append(_text_item("message", f"msg_{reply.reply_id}", response.content))
         items[-1]["content"][0]["logprobs"] = token_logprobs(choice) if call.logprobs else []
-    items += _call_items(reply, response.calls)
-    if choice.finish_reason == "length":
+    if choice.finish_reason == "length" and items:
         items[-1]["status"] = "incomplete"
-    return items
+    return items + _call_items(reply, response.calls)
 
 
 def _text_item(kind: Literal["reasoning", "message"], name: str, text: str) -> dict[str, Any]:
@@ -402,11 +402,8 @@ class ResponseWriter:
             yield from self._text("message", "")
         logprobs = token_logprobs(choice) if self._call.logprobs else None
         last = "incomplete" if choice.finish_reason == "length" else "completed"
-        yield from self._close(status="completed" if response.calls else last, logprobs=logprobs)
-        calls = _call_items(reply, response.calls)
-        if calls:
-            calls[-1]["status"] = last
-        for item in calls:
+        yield from self._close(status=last, logprobs=logprobs)
+        for item in _call_items(reply, response.calls):
             self._items.append(item)
             yield from self._call_events(item)
         finished = _finished(self._call, reply, self._items)

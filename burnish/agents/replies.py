@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Literal
 
 from burnish.agents.calls import Choice, ModelCall, ModelReply, ReplyStart, invalid
-from burnish.chat_message import Message
 from burnish.episodes.parsing import ParsedMessage
 from burnish.episodes.renderer import TextCodec
+from burnish.episodes.token_texts import TokenPart
 from burnish.rollout.base import Completion, Sampling
 from burnish.types import Ids
 
@@ -29,34 +29,30 @@ def with_stop(sampling: Sampling, stop: Sequence[str]) -> Sampling:
     return replace(sampling, stop=tuple(dict.fromkeys((*sampling.stop, *stop))))
 
 
-def stop_in(completion: Completion, stop: Sequence[str]) -> str | None:
-    """Return the client's stop string that ended a response; None if something else did."""
-    if completion.finish_reason != "stop":
-        return None
-    found = [(completion.text.rfind(text), text) for text in stop if text in completion.text]
-    return min(found)[1] if found else None
-
-
-def without_stop(parsed: ParsedMessage, stop: str | None) -> ParsedMessage:
-    """Return a message without the stop string that ended it and the text after it."""
-    content = parsed.message.get("content") or ""
-    if stop is None or stop not in content:
-        return parsed
-    return replace(parsed, message={**parsed.message, "content": content[: content.rfind(stop)]})
-
-
 def make_choice(
-    call: ModelCall, completion: Completion, message: Message, token_texts: tuple[str, ...]
+    call: ModelCall,
+    completion: Completion,
+    parsed: ParsedMessage,
+    parts: Sequence[TokenPart] = (),
 ) -> Choice:
-    """Return a response as a choice. ``token_texts``: text of each token, for log-probs."""
-    reason: Literal["length", "stop"] = "length" if completion.finish_reason == "length" else "stop"
+    """Return a response as a choice. ``parts``: text of each token, for log-probs.
+
+    A response that the token limit cut says so, also if it has complete calls. One that a stop
+    string of the client ends is not cut, even if the engine did not recognize the string.
+    """
+    reason: Literal["length", "stop", "tool_calls"] = "stop"
+    if completion.finish_reason == "length" and parsed.stop is None:
+        reason = "length"
+    elif parsed.message.get("tool_calls"):
+        reason = "tool_calls"
     return Choice(
-        message=message,
-        finish_reason="tool_calls" if message.get("tool_calls") else reason,
+        message=parsed.message,
+        finish_reason=reason,
         token_ids=completion.token_ids,
-        token_texts=token_texts,
+        token_texts=tuple(part.text for part in parts),
+        token_bytes=tuple(part.data for part in parts),
         logprobs=completion.logprobs,
-        stop_sequence=stop_in(completion, call.stop),
+        stop_sequence=parsed.stop,
     )
 
 

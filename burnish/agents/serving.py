@@ -36,15 +36,14 @@ from burnish.agents.replies import (
     make_choice,
     make_reply,
     make_start,
-    stop_in,
     with_stop,
-    without_stop,
 )
 from burnish.agents.streaming import Reader, Responses
-from burnish.chat_message import Message
 from burnish.episodes.parsing import ParsedMessage
 from burnish.episodes.play import call_seed, sample
-from burnish.episodes.renderer import ChatRenderer, TextCodec
+from burnish.episodes.renderer import ChatRenderer, TextCodec, TooLongError
+from burnish.episodes.streaming import before_stop
+from burnish.episodes.token_texts import TokenPart
 from burnish.errors import BurnishError
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.service import RolloutService
@@ -206,11 +205,7 @@ class ServingBackend:
         prompt = await self._prompt(call)
         room = self._max_len - len(prompt.ids)
         if room <= 0:
-            what = (
-                f"the prompt has {len(prompt.ids)} tokens; with the response, at most "
-                f"{self._max_len} are possible"
-            )
-            raise CallError(what, status=400, kind="context_length_exceeded", param="messages")
+            raise self._too_long(f"the prompt has {len(prompt.ids)} tokens")
         wanted = call.max_tokens or (room if prompt.renderer else COMPLETION_TOKENS)
         sampling = _sampling(call, min(wanted, room), prompt.renderer)
         self._num_calls += 1
@@ -238,12 +233,13 @@ class ServingBackend:
 
     async def _responses(self, call: ModelCall, prompt: _Prompt) -> Responses:
         """Return the readers of the responses to a call."""
-        renderer = prompt.renderer
-        make: Callable[[Sequence[int]], Reader] = (
-            self._codec.stream_text if renderer is None else renderer.stream
+        renderer, ids = prompt.renderer, prompt.ids
+        make: Callable[[], Reader] = (
+            partial(self._codec.stream_text, ids, call.stop)
+            if renderer is None
+            else partial(renderer.stream, ids, has_tools=bool(call.shown_tools), stops=call.stop)
         )
-        readers = [await self._in_thread(make, prompt.ids) for _ in range(call.n)]
-        return Responses(readers, call.stop)
+        return Responses([await self._in_thread(make) for _ in range(call.n)])
 
     async def _sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Sample all responses. If one fails or the wait is cancelled, the others are dropped."""
@@ -264,17 +260,33 @@ class ServingBackend:
 
     async def _prompt(self, call: ModelCall) -> _Prompt:
         """Return the prompt of a call. Raises CallError if it cannot be rendered."""
-        if call.prompt is not None:
-            given: str | Ids = call.prompt
-            if isinstance(given, str):
-                given = await self._in_thread(self._codec.encode, given)
-            return _Prompt(checked_ids(given, self._codec), None)
-        renderer = await self._renderer(call.template_kwargs)
         try:
-            ids = await self._in_thread(renderer.render, call.messages, call.shown_tools)
+            if call.prompt is not None:
+                return await self._text_prompt(call.prompt)
+            renderer = await self._renderer(call.template_kwargs)
+            ids = await self._in_thread(
+                renderer.render, call.messages, call.shown_tools, max_tokens=self._max_len
+            )
+        except TooLongError as error:
+            raise self._too_long(str(error)) from error
+        except CallError:
+            raise
         except BurnishError as error:
             raise invalid("messages", str(error)) from error
         return _Prompt(ids, renderer)
+
+    async def _text_prompt(self, prompt: str | tuple[int, ...]) -> _Prompt:
+        if isinstance(prompt, str):
+            ids = await self._in_thread(self._codec.encode, prompt, max_tokens=self._max_len)
+        elif len(prompt) > self._max_len:
+            raise TooLongError(f"the prompt has {len(prompt)} tokens")
+        else:
+            ids = prompt
+        return _Prompt(checked_ids(ids, self._codec), None)
+
+    def _too_long(self, what: str) -> CallError:
+        message = f"{what}; with the response, at most {self._max_len} are possible"
+        return CallError(message, status=400, kind="context_length_exceeded", param="messages")
 
     async def _renderer(self, variables: Mapping[str, Any]) -> ChatRenderer:
         try:
@@ -285,19 +297,25 @@ class ServingBackend:
             raise invalid("chat_template_kwargs", str(error)) from error
 
     async def _choice(self, call: ModelCall, prompt: _Prompt, completion: Completion) -> Choice:
-        ids = completion.token_ids
-        if prompt.renderer is None:
-            text = await self._in_thread(self._codec.response_text, prompt.ids, ids)
-            parsed = ParsedMessage({"role": "assistant", "content": text}, None)
+        renderer, ids = prompt.renderer, completion.token_ids
+        if renderer is None:
+            whole = await self._in_thread(self._codec.response_text, prompt.ids, ids)
+            text, stop = before_stop(whole, call.stop)
+            parsed = ParsedMessage({"role": "assistant", "content": text}, None, stop)
         else:
             parsed = await self._in_thread(
-                prompt.renderer.parse, ids, call.shown_tools, prompt_ids=prompt.ids
+                renderer.parse,
+                ids,
+                call.shown_tools,
+                prompt_ids=prompt.ids,
+                stops=call.stop,
+                calls="read" if call.shown_tools else "text",
             )
-        message: Message = without_stop(parsed, stop_in(completion, call.stop)).message
-        texts: tuple[str, ...] = ()
+        parts: tuple[TokenPart, ...] = ()
         if call.logprobs:
-            texts = await self._in_thread(self._codec.token_texts, ids)
-        return make_choice(call, completion, message, texts)
+            read = self._codec.text_parts if renderer is None else renderer.message_parts
+            parts = await self._in_thread(read, prompt.ids, ids, call.stop)
+        return make_choice(call, completion, parsed, parts)
 
     async def _in_thread(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
         """Call a function that uses the tokenizer in the one thread that may do so."""

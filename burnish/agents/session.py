@@ -16,8 +16,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from burnish.agents.arrivals import Arrival, Arrivals
 from burnish.agents.calls import (
@@ -28,71 +27,22 @@ from burnish.agents.calls import (
     check_supported,
     invalid,
 )
-from burnish.agents.matching import History, digests_of
-from burnish.agents.replies import (
-    checked_ids,
-    make_choice,
-    make_reply,
-    make_start,
-    stop_in,
-    with_stop,
-    without_stop,
-)
+from burnish.agents.prompts import Prompt, Prompts, Recorded
+from burnish.agents.replies import make_choice, make_reply, make_start, with_stop
 from burnish.agents.retries import Retries
 from burnish.chat_message import Message
 from burnish.environments.pool import EpisodeFailedError
 from burnish.episodes.parsing import ParsedMessage
 from burnish.episodes.play import Call, Limits, Played, Policy, Task, call_seed
-from burnish.episodes.template import RendererError
+from burnish.episodes.renderer import TooLongError
+from burnish.episodes.streaming import before_stop
+from burnish.episodes.token_texts import TokenPart
 from burnish.rollout.base import Completion, Request
 from burnish.transcript import Episode, EpisodeStatus, Turn
 from burnish.types import Ids
 
 MODEL = "policy"
 """Name of the model for clients. Every other name is accepted, too."""
-
-
-@dataclass(eq=False)
-class _Recorded:
-    """One answered call."""
-
-    number: int
-    """Place of the call in the order of arrival."""
-    tools: tuple[Mapping[str, Any], ...]
-    prompt: _Prompt
-    completion: Completion
-    parsed: ParsedMessage
-    token_texts: tuple[str, ...]
-    """Text of each sampled token, if the client wants log-probs."""
-    conversation: str
-    began: float
-    ended: float
-    num_clients: int = 0
-    """Clients that got the reply: more than one after retries."""
-    is_continued: bool = False
-    """True if a later call shows that the client got the reply."""
-
-    @property
-    def was_seen(self) -> bool:
-        """Return whether the agent has seen the reply."""
-        return self.num_clients > 0 or self.is_continued
-
-
-@dataclass(frozen=True)
-class _Prompt:
-    """The prompt of a call."""
-
-    ids: Ids
-    messages: tuple[Message, ...]
-    """The conversation. Prompts without a chat template are messages of a user."""
-    parent: _Recorded | None = None
-    """The call whose conversation this one continues."""
-    num_known: int = 0
-    """Number of messages in that conversation."""
-    digest: bytes = b""
-    """Digest of the conversation; empty if later calls are not compared with it."""
-    text: str = ""
-    """The prompt, if it has no chat template."""
 
 
 class TrainingSession:
@@ -108,16 +58,14 @@ class TrainingSession:
         self.counts: Counter[str] = Counter()
         """Numbers of events: ``replayed`` replies, ``refused`` calls, ``ignored_<parameter>``."""
         self._arrivals = Arrivals()
-        self._recorded: dict[int, _Recorded] = {}
+        self._recorded: dict[int, Recorded] = {}
         """Place of a call in the order of arrival -> the call."""
-        self._history: History[_Recorded] = History()
-        self._texts: list[tuple[str, _Recorded]] = []
-        """Calls without a chat template, each with the text of its prompt and response."""
+        self._prompts = Prompts(policy, max_tokens=limits.max_tokens)
         self._retries = Retries()
         self._began = time.monotonic()
         self._attempts: defaultdict[Ids, set[int]] = defaultdict(set)
         """Prompt -> attempts that are running or recorded."""
-        self._latest: dict[str, _Recorded | None] = {}
+        self._latest: dict[str, Recorded | None] = {}
         """Conversation of the engine's cache -> its last call; None while one is running."""
         self._turns_taken = 0
         self._num_requests = 0
@@ -196,9 +144,12 @@ class TrainingSession:
     async def count_tokens(self, call: ModelCall) -> int:
         """Return the number of prompt tokens of a call. Raises CallError."""
         self._check_open()
-        return len((await self._prompt(call)).ids)
+        try:
+            return len((await self._prompts.find(call)).ids)
+        except TooLongError as error:
+            raise self._too_long(str(error)) from error
 
-    def _find(self, reply: ModelReply) -> _Recorded:
+    def _find(self, reply: ModelReply) -> Recorded:
         return self._recorded[int(reply.reply_id.rpartition("-")[2])]
 
     def _limit(self) -> EpisodeStatus | None:
@@ -254,7 +205,7 @@ class TrainingSession:
             record, tuple(Call(one.prompt.ids, one.completion) for one in recorded), error
         )
 
-    def _turns(self, recorded: list[_Recorded], rewards: Mapping[str, float]) -> Iterator[Turn]:
+    def _turns(self, recorded: list[Recorded], rewards: Mapping[str, float]) -> Iterator[Turn]:
         now = time.monotonic()
         for number, one in enumerate(recorded):
             follower = recorded[number + 1] if number + 1 < len(recorded) else None
@@ -293,45 +244,46 @@ class TrainingSession:
             raise CallError(what, status=503, kind="api_error") from error
         self._record(one)
         name = f"{self.task.episode_id}-{one.number}"
-        choice = make_choice(call, one.completion, one.parsed.message, one.token_texts)
+        choice = make_choice(call, one.completion, one.parsed, one.parts)
         start = make_start(call, one.prompt.ids, name, ignored=ignored)
         return make_reply(start, [choice], cached_tokens=one.completion.cached_tokens)
 
-    def _record(self, one: _Recorded) -> None:
+    def _record(self, one: Recorded) -> None:
         self._recorded[one.number] = one
-        if one.prompt.parent is not None:
-            one.prompt.parent.is_continued = True
         self._latest[one.conversation] = one
-        if one.prompt.digest:
-            self._history.add(one.prompt.digest, one.parsed.message, one, number=one.number)
-        if one.prompt.text:
-            self._texts.append((one.prompt.text + one.completion.text, one))
+        self._prompts.record(one)
 
-    async def _token_texts(self, call: ModelCall, completion: Completion) -> tuple[str, ...]:
+    async def _parts(
+        self, call: ModelCall, prompt: Ids, completion: Completion
+    ) -> tuple[TokenPart, ...]:
         if not call.logprobs:
             return ()
         renderer = self.policy.renderer
-        return await self.policy.in_renderer(renderer.token_texts, completion.token_ids)
+        read = renderer.message_parts if call.prompt is None else renderer.text_parts
+        return await self.policy.in_renderer(read, prompt, completion.token_ids, call.stop)
 
-    async def _sample(self, call: ModelCall, place: Arrival) -> _Recorded:
-        prompt = await self._prompt(call)
+    async def _sample(self, call: ModelCall, place: Arrival) -> Recorded:
+        prompt: Prompt | None = None
+        try:
+            prompt = await self._prompts.find(call)
+            what = f"the conversation has {len(prompt.ids)} tokens"
+        except TooLongError as error:
+            what = str(error)
         await place.turn()
         with self._turn(place):
-            room = self.limits.max_tokens - len(prompt.ids)
-            if room <= 0:
-                what = (
-                    f"the conversation has {len(prompt.ids)} tokens; with the response, at most "
-                    f"{self.limits.max_tokens} are possible (episodes.max_tokens)"
-                )
-                error = CallError(
-                    what, status=400, kind="context_length_exceeded", param="messages"
-                )
-                raise self._exceeded("max_tokens", place, error)
+            room = 0 if prompt is None else self.limits.max_tokens - len(prompt.ids)
+            if prompt is None or room <= 0:
+                raise self._exceeded("max_tokens", place, self._too_long(what))
             return await self._sample_in(room, prompt, call, place)
 
+    def _too_long(self, what: str) -> CallError:
+        limit = f"at most {self.limits.max_tokens} tokens are possible (episodes.max_tokens)"
+        message = f"{what}; with the response, {limit}"
+        return CallError(message, status=400, kind="context_length_exceeded", param="messages")
+
     async def _sample_in(
-        self, room: int, prompt: _Prompt, call: ModelCall, place: Arrival
-    ) -> _Recorded:
+        self, room: int, prompt: Prompt, call: ModelCall, place: Arrival
+    ) -> Recorded:
         """Sample at most ``room`` tokens."""
         policy = replace(self.policy, sampling=with_stop(self.policy.sampling, call.stop))
         with self._attempt(prompt.ids) as attempt, self._conversation(prompt.parent) as name:
@@ -346,29 +298,39 @@ class TrainingSession:
             )
             began = time.monotonic()
             completion = await policy.respond(request)
-            parsed = await self._parse(call, prompt.ids, completion)
-            texts = await self._token_texts(call, completion)
-        return _Recorded(
+            parsed, text = await self._parse(call, prompt.ids, completion)
+            parts = await self._parts(call, prompt.ids, completion)
+        return Recorded(
             number=place.number,
             tools=call.shown_tools,
             prompt=prompt,
             completion=completion,
             parsed=parsed,
-            token_texts=texts,
+            text=text,
+            parts=parts,
             conversation=name,
             began=began,
             ended=time.monotonic(),
         )
 
-    async def _parse(self, call: ModelCall, prompt: Ids, completion: Completion) -> ParsedMessage:
-        """Return the response as the client gets it."""
-        parsed = ParsedMessage({"role": "assistant", "content": completion.text}, None)
+    async def _parse(
+        self, call: ModelCall, prompt: Ids, completion: Completion
+    ) -> tuple[ParsedMessage, str]:
+        """Return (response as the client gets it, its text if the prompt has no chat template)."""
+        renderer, ids = self.policy.renderer, completion.token_ids
         if call.prompt is None:
-            parse, tools = self.policy.renderer.parse, call.shown_tools
             parsed = await self.policy.in_renderer(
-                parse, completion.token_ids, tools, prompt_ids=prompt
+                renderer.parse,
+                ids,
+                call.shown_tools,
+                prompt_ids=prompt,
+                stops=call.stop,
+                calls="check" if call.shown_tools else "text",
             )
-        return without_stop(parsed, stop_in(completion, call.stop))
+            return parsed, ""
+        whole = await self.policy.in_renderer(renderer.response_text, prompt, ids)
+        text, stop = before_stop(whole, call.stop)
+        return ParsedMessage({"role": "assistant", "content": text}, None, stop), whole
 
     def _check_parameters(self, call: ModelCall) -> tuple[str, ...]:
         """Return the parameters of a call that have no effect, after counting them. Raises
@@ -398,54 +360,6 @@ class TrainingSession:
         self.counts["refused"] += 1
         return error
 
-    # ---- prompts ---------------------------------------------------------------------------
-
-    async def _prompt(self, call: ModelCall) -> _Prompt:
-        """Return the prompt of a call. Raises CallError if it cannot be rendered."""
-        if isinstance(call.prompt, str):
-            return await self._text_prompt(call.prompt)
-        if call.prompt is not None:
-            ids = checked_ids(call.prompt, self.policy.renderer)
-            text = await self.policy.in_renderer(self.policy.renderer.decode, ids)
-            return _Prompt(ids, (_said(text),), text=text)
-        try:
-            return await self._chat_prompt(call.messages, call.shown_tools)
-        except RendererError as error:
-            raise invalid("messages", str(error)) from error
-
-    async def _chat_prompt(
-        self, messages: tuple[Message, ...], tools: tuple[Mapping[str, Any], ...]
-    ) -> _Prompt:
-        """Return the prompt of a conversation. Raises RendererError."""
-        renderer, in_renderer = self.policy.renderer, self.policy.in_renderer
-        if renderer.history == "template":
-            return _Prompt(await in_renderer(renderer.render, messages, tools), messages)
-        digests = await in_renderer(digests_of, messages, tools)
-        found = self._history.find(messages, digests)
-        if found is None:
-            ids = await in_renderer(renderer.render, messages, tools)
-            return _Prompt(ids, messages, digest=digests[-1])
-        parent, known = found
-        before, sampled = parent.prompt.ids, parent.completion.token_ids
-        ids = await in_renderer(renderer.bridge, before, sampled, messages[known:], tools)
-        return _Prompt(ids, messages, parent, known, digests[-1])
-
-    async def _text_prompt(self, text: str) -> _Prompt:
-        """Return a prompt without a chat template. If the text begins with that of a recorded call
-        and its response, it continues their tokens."""
-        encode = self.policy.renderer.encode
-        found = [(known, one) for known, one in self._texts if text.startswith(known)]
-        if not found:
-            ids = await self.policy.in_renderer(encode, text)
-            ids = checked_ids(ids, self.policy.renderer)
-            return _Prompt(ids, (_said(text),), text=text)
-        known, parent = max(found, key=lambda pair: (len(pair[0]), pair[1].number))
-        new = text[len(known) :]
-        more = await self.policy.in_renderer(encode, new, follows=True)
-        ids = parent.prompt.ids + parent.completion.token_ids + more
-        before = (*parent.prompt.messages, parent.parsed.message)
-        return _Prompt(ids, (*before, _said(new)), parent, len(before), text=text)
-
     @contextmanager
     def _turn(self, place: Arrival) -> Iterator[None]:
         """Count a turn, unless it fails. Raises CallError if none is left."""
@@ -474,7 +388,7 @@ class TrainingSession:
             raise
 
     @contextmanager
-    def _conversation(self, parent: _Recorded | None) -> Iterator[str]:
+    def _conversation(self, parent: Recorded | None) -> Iterator[str]:
         """Yield the name of the engine's cache for a call: that of the call it continues, if no
         other call uses it."""
         name = f"{self.task.episode_id}/c{len(self._latest)}"
@@ -487,8 +401,3 @@ class TrainingSession:
         except BaseException:
             self._latest[name] = before
             raise
-
-
-def _said(text: str) -> Message:
-    """Return text that the agent wrote as a message."""
-    return {"role": "user", "content": text}

@@ -23,35 +23,6 @@ class Reader(Protocol):
         ...
 
 
-class StopHold:
-    """Content up to the first of ``stops``, or up to an end that may be the beginning of one."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
-        self._held = ""
-
-    def feed(self, text: str) -> str:
-        """Return the content that no stop text can remove any more."""
-        text = self._held + text
-        end = min((_place(text, stop) for stop in self._stops), default=len(text))
-        self._held = text[end:]
-        return text[:end]
-
-
-def _place(text: str, stop: str) -> int:
-    """Return the index at which ``stop`` is in ``text``, or may be once it continues.
-
-    >>> _place("to be", "be or"), _place("to be or", "be or"), _place("to", "be or")
-    (3, 3, 2)
-    """
-    found = text.find(stop)
-    if found >= 0:
-        return found
-    longest = min(len(stop) - 1, len(text))
-    lengths = (k for k in range(longest, 0, -1) if text.endswith(stop[:k]))
-    return len(text) - next(lengths, 0)
-
-
 class TokenQueue:
     """Tokens of one response, from the engine's thread to the event loop that made this."""
 
@@ -80,10 +51,10 @@ class TokenQueue:
 class Responses:
     """The responses of one call, while they are sampled."""
 
-    def __init__(self, readers: Sequence[Reader], stops: Sequence[str]) -> None:
-        """``readers``: one for each response. ``stops``: texts that end a response."""
+    def __init__(self, readers: Sequence[Reader]) -> None:
+        """``readers``: one for each response."""
         self._changed = asyncio.Event()
-        self._all = [(TokenQueue(self._changed), reader, StopHold(stops)) for reader in readers]
+        self._all = [(TokenQueue(self._changed), reader) for reader in readers]
 
     def listener(self, index: int) -> Callable[[Sequence[int]], None]:
         """Return the callback for the engine's request of a response."""
@@ -117,12 +88,11 @@ class Responses:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            for index, (tokens, reader, hold) in enumerate(self._all):
+            for index, (tokens, reader) in enumerate(self._all):
                 new = tokens.take()
                 if not new:
                     continue
-                reasoning, content = await in_thread(reader.feed, new)
-                delta = Delta(index, reasoning, hold.feed(content))
+                delta = Delta(index, *await in_thread(reader.feed, new))
                 if not delta.reasoning and not delta.content:
                     continue
                 if not has_begun:

@@ -87,16 +87,19 @@ def event(data: Mapping[str, Any], name: str | None = None) -> str:
 def token_logprobs(choice: Choice) -> list[dict[str, Any]]:
     """Return ``{"token", "bytes", "logprob", "top_logprobs"}`` of every sampled token.
 
-    ``bytes`` is empty for a token that ends within a character.
+    The tokens joined are the text of the response, and so are their bytes: a character that several
+    tokens share is in the last one's text, and each has its own bytes.
     """
+    texts = well_formed(choice.token_texts)
+    data = choice.token_bytes or [b"" if "\ufffd" in text else text.encode() for text in texts]
     return [
         {
             "token": text,
-            "bytes": [] if "\ufffd" in text else list(text.encode()),
+            "bytes": list(given),
             "logprob": finite_logprob(logprob),
             "top_logprobs": [],
         }
-        for text, logprob in zip(well_formed(choice.token_texts), choice.logprobs, strict=True)
+        for text, given, logprob in zip(texts, data, choice.logprobs, strict=True)
     ]
 
 

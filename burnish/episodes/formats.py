@@ -8,16 +8,28 @@ Patterns must not take quadratic time: untrained policies repeat markers and spa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from burnish.config.episodes import FormatName as FormatName
+from burnish.model_text import DOTALL, Pattern
 
 _LAX_JSON: dict[str, Any] = {"content": "json", "content_args": {"allow_non_json": True}}
 _NAMED = {"function": {"name": "{name}", "arguments": "{content}"}}
 _PLAIN_TEXT = {"content": "text", "content_args": {"strip": False}, "repeats": True, "join": ""}
+_SHOWN = 200  # characters of a malformed call that are shown to the policy
+_XML_PARAMETER = Pattern(
+    r"<parameter=(?P<key>[^<>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>",
+    DOTALL,
+)
+_GLM_PARAMETER = Pattern(
+    r"<arg_key>(?P<key>[^<]*)</arg_key>\s*"
+    r"<arg_value>(?P<value>(?:(?!<arg_key>).)*?)</arg_value>",
+    DOTALL,
+)
 _HARMONY_START = r"(?:<\|start\|>assistant)?"
 _HARMONY_CHANNEL = r"<\|channel\|>(?:commentary|analysis)"
 _HARMONY_TO = r" ?to=functions\.(?P<name>[\w.\-]+)"
@@ -35,7 +47,24 @@ class ToolFormat:
     opening: str = ""
     """Text that begins every call. If it is left in the content, a call is malformed."""
     closing: str = ""
-    """Text that ends every call; empty if the end of the response ends it."""
+    """Text that ends every call, without which it is incomplete. Empty: the end of its JSON value
+    ends it."""
+    has_channels: bool = False
+    """Calls are told from content by their channel, so content may contain ``opening``."""
+    parameters: Pattern | None = None
+    """Pattern of one argument, if a call is a list of arguments with the groups ``key`` and
+    ``value``. Other text in a call is a mistake."""
+
+    def body_problem(self, body: str) -> str | None:
+        """Return why the text of a call is malformed, as far as its JSON does not show it."""
+        if self.parameters is None:
+            return None
+        keys = Counter(match["key"] for match in self.parameters.finditer(body))
+        rest = self.parameters.sub("", body).strip()
+        if rest:
+            return f"has text that belongs to no parameter: {rest[:_SHOWN]}"
+        twice = [key for key, count in keys.items() if count > 1]
+        return f"has the parameter {twice[0][:_SHOWN]!r} more than once" if twice else None
 
 
 def _calls(**entries: Any) -> dict[str, Any]:
@@ -55,17 +84,15 @@ FORMATS: Mapping[str, ToolFormat] = {
         "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n"
         "</tool_call>",
         _calls(
-            open_pattern=r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            open_pattern=r"<tool_call>\s*<function=(?P<name>[^<>\n]+)>",
             close_pattern=r"</function>\s*</tool_call>",
             content="xml-inline",
-            content_args={
-                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?"
-                r"(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"
-            },
+            content_args={"tag_pattern": _XML_PARAMETER.expression},
             transform=_NAMED,
         ),
         opening="<function=",
         closing="</function>",
+        parameters=_XML_PARAMETER,
     ),
     "glm": ToolFormat(
         "glm",
@@ -74,14 +101,12 @@ FORMATS: Mapping[str, ToolFormat] = {
             open_pattern=r"<tool_call>\s*(?P<name>[^\s<]+)",
             close="</tool_call>",
             content="xml-inline",
-            content_args={
-                "tag_pattern": r"<arg_key>(?P<key>[^<]*)</arg_key>\s*"
-                r"<arg_value>(?P<value>(?:(?!<arg_key>).)*?)</arg_value>"
-            },
+            content_args={"tag_pattern": _GLM_PARAMETER.expression},
             transform=_NAMED,
         ),
         opening="<tool_call>",
         closing="</tool_call>",
+        parameters=_GLM_PARAMETER,
     ),
     "llama3_json": ToolFormat(
         "llama3_json",
@@ -98,8 +123,8 @@ FORMATS: Mapping[str, ToolFormat] = {
         "mistral_args",
         '[TOOL_CALLS]NAME[ARGS]{"KEY": VALUE}',
         _calls(
-            open_pattern=r"\[TOOL_CALLS\]\s*(?P<name>[^\[\]{}\s]+)\s*"
-            r"(?:\[CALL_ID\]\s*)?(?P<id>\w*)\s*\[ARGS\]",
+            open_pattern=r"\[TOOL_CALLS\]\s*+(?P<name>[^\[\]{}\s]++)\s*+"
+            r"(?:\[CALL_ID\]\s*+)?(?P<id>\w*+)\s*+\[ARGS\]",
             close_pattern=r"(?=\[TOOL_CALLS\])",
             **_LAX_JSON,
             transform={"id": "{id}", **_NAMED},
@@ -121,7 +146,7 @@ FORMATS: Mapping[str, ToolFormat] = {
             **_calls(
                 open_pattern=_HARMONY_START
                 + f"(?:{_HARMONY_TO}{_HARMONY_CHANNEL}|{_HARMONY_CHANNEL}{_HARMONY_TO})"
-                + r"\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>",
+                + r"\s*+(?:<\|constrain\|>\s*+)?(?:json\s*+)?<\|message\|>",
                 close_pattern=r"<\|call\|>|<\|end\|>|(?=<\|start\|>)",
                 **_LAX_JSON,
                 transform=_NAMED,
@@ -136,6 +161,8 @@ FORMATS: Mapping[str, ToolFormat] = {
             "outside": _PLAIN_TEXT,  # text in no channel
         },
         opening="to=functions.",
+        closing="<|call|>",
+        has_channels=True,
     ),
 }
 """Format name -> format."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 import inspect
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
+from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -20,11 +22,20 @@ from burnish.data.chat import encode_piece, encode_prompt, response_text
 from burnish.data.messages import as_messages
 from burnish.data.rendering import REFUSED_IN_EPISODES, check_rendering
 from burnish.data.sources import DataError
+from burnish.episodes.arguments import check_parameters
 from burnish.episodes.formats import FORMATS, FormatName, response_template
-from burnish.episodes.parsing import ParsedMessage, ResponseParser, argument_problem
+from burnish.episodes.parsing import CallReading, ParsedMessage, ResponseParser
 from burnish.episodes.probing import call
-from burnish.episodes.streaming import CONTEXT, MessageStream, TextStream, TokenText
+from burnish.episodes.streaming import (
+    CONTEXT,
+    MessageStream,
+    StopHold,
+    TextStream,
+    TokenText,
+    before_stop,
+)
 from burnish.episodes.template import ChatTemplate, RendererError, Tools, literal_parts
+from burnish.episodes.token_texts import TokenPart, token_parts
 from burnish.types import Ids
 
 if TYPE_CHECKING:
@@ -32,6 +43,14 @@ if TYPE_CHECKING:
 
 History = Literal["keep", "template"]
 """keep: what was sampled stays in the prompt. template: every turn renders all messages again."""
+
+
+_TOKEN_CHARS = 32
+"""Characters of a token beyond which a text is certainly too long: many times the usual number."""
+
+
+class TooLongError(RendererError):
+    """A text with more characters than its tokens could have. It is not tokenized."""
 
 
 class TextCodec:
@@ -46,9 +65,17 @@ class TextCodec:
         """Return the size of the vocabulary."""
         return len(self._tokenizer)
 
-    def encode(self, text: str, *, follows: bool = False) -> Ids:
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Return the ids of special tokens, which the text of a response does not show."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        named = {int(token) for token in self._tokenizer.all_special_ids}
+        return frozenset({number for number, token in added if token.special} | named)
+
+    def encode(self, text: str, *, follows: bool = False, max_tokens: int | None = None) -> Ids:
         """Return the ids of text without the chat template. ``follows``: it continues other tokens,
-        so no BOS token is added."""
+        so no BOS token is added. ``max_tokens``: more are of no use. Raises TooLongError."""
+        _check_length(text, max_tokens)
         if follows:
             return IntArray(encode_piece(self._tokenizer, text, follows=True))
         return IntArray(encode_prompt(self._tokenizer, text)[1])
@@ -57,18 +84,22 @@ class TextCodec:
         """Return the text of tokens, with special tokens."""
         return str(self._tokenizer.decode(list(ids)))
 
-    def token_texts(self, ids: Sequence[int]) -> tuple[str, ...]:
-        """Return the text of every token by itself. Parts of a character become U+FFFD."""
-        return tuple(str(self._tokenizer.decode([token])) for token in ids)
-
     def response_text(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> str:
         """Return the text of a response as a continuation of its prompt, without special tokens."""
         return response_text(self._tokenizer, prompt_ids[-CONTEXT:], sampled_ids)
 
-    def stream_text(self, prompt_ids: Sequence[int]) -> TextStream:
+    def text_parts(
+        self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], stops: Sequence[str] = ()
+    ) -> tuple[TokenPart, ...]:
+        """Return the part of each token of :meth:`response_text`, up to the first of ``stops``."""
+        text, _ = before_stop(self.response_text(prompt_ids, sampled_ids), stops)
+        return token_parts(self._tokenizer, prompt_ids, sampled_ids, text, skip_special_tokens=True)
+
+    def stream_text(self, prompt_ids: Sequence[int], stops: Sequence[str] = ()) -> TextStream:
         """Return a reader of a response that is being sampled. What it returns is a beginning of
-        what :meth:`response_text` returns."""
-        return TextStream(TokenText(self._tokenizer, prompt_ids, skip_special_tokens=True))
+        what :meth:`response_text` returns, up to the first of ``stops``."""
+        text = TokenText(self._tokenizer, prompt_ids, skip_special_tokens=True)
+        return TextStream(text, StopHold(stops))
 
 
 class ChatRenderer(TextCodec):
@@ -135,11 +166,14 @@ class ChatRenderer(TextCodec):
         conversations."""
         return not self.differences
 
-    def render(self, messages: Sequence[Message], tools: Tools = ()) -> Ids:
-        """Return the prompt ids of a conversation, with the generation prompt.
+    def render(
+        self, messages: Sequence[Message], tools: Tools = (), *, max_tokens: int | None = None
+    ) -> Ids:
+        """Return the prompt ids of a conversation, with the generation prompt. ``max_tokens``: more
+        are of no use.
 
-        Raises RendererError if the template rejects or drops a message, if the last message is the
-        assistant's, or if there are tools whose calls could not be parsed.
+        Raises TooLongError; RendererError if the template rejects or drops a message, if the last
+        message is the assistant's, or if there are tools whose calls could not be parsed.
         """
         try:
             checked = as_messages(list(messages))
@@ -152,6 +186,7 @@ class ChatRenderer(TextCodec):
             text = self._template.text(self._template.marked(checked), tools, generate=True)
         except DataError as error:
             raise RendererError(f"the conversation cannot be rendered: {error}") from error
+        _check_length(text, max_tokens)
         if tools and not self.reads_tool_calls:
             raise RendererError(
                 "the environment offers tools, but the chat template writes tool calls in no known "
@@ -175,16 +210,19 @@ class ChatRenderer(TextCodec):
         sampled_ids: Sequence[int],
         new_messages: Sequence[Message],
         tools: Tools = (),
+        *,
+        max_tokens: int | None = None,
     ) -> Ids:
         """Return the next prompt: ``prompt_ids``, ``sampled_ids``, the rest of the closing tokens,
-        and the ids of ``new_messages`` with the generation prompt.
+        and the ids of ``new_messages`` with the generation prompt. ``max_tokens``: more are of no
+        use.
 
         If ``sampled_ids`` was cut by the length limit, the closing tokens are part of what is
         appended. Tool results without ``tool_call_id`` or ``name`` get those of the calls in
         ``sampled_ids``, in order.
 
-        Raises RendererError with ``history: template``, if ``new_messages`` is empty or contains an
-        assistant message, or if the template cannot render it.
+        Raises TooLongError; RendererError with ``history: template``, if ``new_messages`` is empty
+        or contains an assistant message, or if the template cannot render it.
         """
         if self.history == "template":
             raise RendererError(
@@ -196,6 +234,7 @@ class ChatRenderer(TextCodec):
             found = self._template.continuation(self._template.marked(new, follow=True), tools)
         except DataError as error:
             raise RendererError(f"the new messages cannot be rendered: {error}") from error
+        _check_length(found.rest, max_tokens)
         before = IntArray(prompt_ids) + IntArray(sampled_ids)
         if not sampled_ids or sampled_ids[-1] not in self._closing_ids:
             text = found.before_end + found.end + found.rest
@@ -206,22 +245,49 @@ class ChatRenderer(TextCodec):
         return before + IntArray(added)
 
     def parse(
-        self, sampled_ids: Sequence[int], tools: Tools = (), *, prompt_ids: Sequence[int] = ()
+        self,
+        sampled_ids: Sequence[int],
+        tools: Tools = (),
+        *,
+        prompt_ids: Sequence[int] = (),
+        stops: Sequence[str] = (),
+        calls: CallReading = "check",
     ) -> ParsedMessage:
-        """Return the assistant message in ``sampled_ids``. Raises nothing.
+        """Return the assistant message in ``sampled_ids``, up to the first of ``stops``. Raises
+        nothing.
 
         ``prompt_ids``: the prompt it answers. It makes ids of calls unique within the episode, and
-        the first token of a response decode as a continuation.
+        the first token of a response decode as a continuation. ``calls``: see ``CallReading``.
         """
         salt = blake2b(array("q", [len(prompt_ids), *prompt_ids, *sampled_ids]).tobytes())
-        text = self._decode(sampled_ids, prompt_ids)
-        return self._parser.parse(text, tools, salt=salt.digest())
+        text, end = self._decode(sampled_ids, prompt_ids)
+        text, stop = before_stop(text, stops)
+        parsed = self._parser.parse(
+            text,
+            tools,
+            end="" if stop is not None else end,
+            salt=salt.digest(),
+            calls=calls,
+        )
+        return replace(parsed, stop=stop) if stop is not None else parsed
 
-    def stream(self, prompt_ids: Sequence[int]) -> MessageStream:
+    def message_parts(
+        self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], stops: Sequence[str] = ()
+    ) -> tuple[TokenPart, ...]:
+        """Return the part of each token of a message: of the text that :meth:`parse` reads."""
+        text, _ = before_stop(self._decode(sampled_ids, prompt_ids)[0], stops)
+        return token_parts(
+            self._tokenizer, prompt_ids, sampled_ids, text, skip_special_tokens=False
+        )
+
+    def stream(
+        self, prompt_ids: Sequence[int], *, has_tools: bool = True, stops: Sequence[str] = ()
+    ) -> MessageStream:
         """Return a reader of a response that is being sampled. What it returns is a beginning of
-        what :meth:`parse` returns."""
+        what :meth:`parse` returns, with tools if ``has_tools``."""
         text = TokenText(self._tokenizer, prompt_ids, skip_special_tokens=False)
-        return MessageStream(text, self._parser.stream())
+        message = self._parser.stream(with_calls=has_tools)
+        return MessageStream(text, StopHold(stops), message)
 
     def _encode(self, text: str, *, follows: bool = True) -> list[int]:
         ids: list[int] = []
@@ -231,14 +297,17 @@ class ChatRenderer(TextCodec):
             ids += encode_piece(self._tokenizer, part, follows=follow, literal=literal)
         return ids
 
-    def _decode(self, sampled_ids: Sequence[int], prompt_ids: Sequence[int]) -> str:
-        """Return the text of a response without its end token, with other special tokens."""
+    def _decode(self, sampled_ids: Sequence[int], prompt_ids: Sequence[int]) -> tuple[str, str]:
+        """Return (text of a response without its end token, with other special tokens; text of the
+        end token, empty if there is none)."""
         ids = list(sampled_ids)
+        end = ""
         if ids and ids[-1] in self._closing_ids:
-            ids.pop()
+            end = str(self._tokenizer.convert_ids_to_tokens(ids.pop()))
         before = list(prompt_ids)[-CONTEXT:]
         head, both = (str(self._tokenizer.decode(part)) for part in (before, before + ids))
-        return both[len(head) :] if both.startswith(head) else str(self._tokenizer.decode(ids))
+        text = both[len(head) :] if both.startswith(head) else str(self._tokenizer.decode(ids))
+        return text, end
 
     def _identified(
         self,
@@ -287,7 +356,7 @@ class ChatRenderer(TextCodec):
         if tool_format is None and isinstance(own, Mapping):
             tool_format = own
         if isinstance(tool_format, Mapping):
-            return ResponseParser(self._tokenizer, tool_format, prefix=opened)
+            return ResponseParser(self._tokenizer, tool_format, prefix=opened, is_own=True)
         if tool_format is not None and tool_format not in FORMATS:
             raise RendererError(
                 f"tool_format is {tool_format!r}; known are {', '.join(FORMATS)}, or give a "
@@ -314,6 +383,15 @@ def _check_transformers(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
+def _check_length(text: str, max_tokens: int | None) -> None:
+    """Raise TooLongError if a text certainly has more tokens."""
+    if max_tokens is not None and len(text) > _TOKEN_CHARS * max_tokens:
+        raise TooLongError(
+            f"the prompt has {len(text)} characters, more than {_TOKEN_CHARS} times the limit of "
+            f"{max_tokens} tokens"
+        )
+
+
 def _check_tools(tools: Tools) -> None:
     """Raise RendererError if a tool has no name or its parameters are no JSON schema."""
     for tool in tools:
@@ -326,7 +404,7 @@ def _check_tools(tools: Tools) -> None:
                 '"parameters": JSON schema}}'
             )
         try:
-            argument_problem(function.get("parameters"), {})
+            check_parameters(function.get("parameters"))
         except Exception as error:  # also references that cannot be resolved
             raise RendererError(
                 f"the parameters of the tool {name!r} are not a JSON schema: "

@@ -29,6 +29,53 @@ def without_long_spaces(text: str) -> str:
     return _SPACES.sub(r"\1", text)
 
 
+def before_stop(text: str, stops: Iterable[str]) -> tuple[str, str | None]:
+    """Return ``text`` up to the first stop string in it, and that stop string; None if there is
+    none. Of two at one place, the shorter one.
+
+    >>> before_stop("one two", ["two", "e"])
+    ('on', 'e')
+    """
+    found = [(place, len(stop), stop) for stop in stops if (place := text.find(stop)) >= 0]
+    if not found:
+        return text, None
+    place, _, stop = min(found)
+    return text[:place], stop
+
+
+class StopHold:
+    """Text up to the first of ``stops``, or up to an end that may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self._has_ended = False
+
+    def feed(self, text: str) -> str:
+        """Return the text that no stop string can remove any more."""
+        if self._has_ended:
+            return ""
+        text = self._held + text
+        self._has_ended = any(stop in text for stop in self._stops)
+        end = min((_place(text, stop) for stop in self._stops), default=len(text))
+        self._held = text[end:]
+        return text[:end]
+
+
+def _place(text: str, stop: str) -> int:
+    """Return the index at which ``stop`` is in ``text``, or may be once it continues.
+
+    >>> _place("to be", "be or"), _place("to be or", "be or"), _place("to", "be or")
+    (3, 3, 2)
+    """
+    found = text.find(stop)
+    if found >= 0:
+        return found
+    longest = min(len(stop) - 1, len(text))
+    lengths = (k for k in range(longest, 0, -1) if text.endswith(stop[:k]))
+    return len(text) - next(lengths, 0)
+
+
 class TokenText:
     """Text of sampled tokens as a continuation of their prompt.
 
@@ -105,10 +152,15 @@ class MessageText:
     response. So is white space at the end, which that parser strips.
 
     ``template``: response template of transformers. ``prefix``: text after which responses begin.
+    ``shortens_spaces``: at most 256 consecutive spaces are read.
     """
 
-    def __init__(self, template: Mapping[str, Any], *, prefix: str) -> None:
+    def __init__(
+        self, template: Mapping[str, Any], *, prefix: str, shortens_spaces: bool = False
+    ) -> None:
         from transformers.utils.chat_parsing import ResponseParser
+
+        self._shortens = shortens_spaces
 
         self._parser = ResponseParser(dict(template), prefix=prefix)
         self._fields: Mapping[str, Any] = template["fields"]
@@ -129,7 +181,7 @@ class MessageText:
         if self._is_done or not given:
             return "", ""
         try:
-            events = self._parser.feed(without_long_spaces(given))
+            events = self._parser.feed(without_long_spaces(given) if self._shortens else given)
         except Exception:  # a malformed call: the parser of the complete response describes it
             self._is_done = True
             return "", ""
@@ -176,10 +228,11 @@ class TextStream:
     """Content of a response without a chat template, from its tokens."""
 
     text: TokenText
+    hold: StopHold
 
     def feed(self, tokens: Sequence[int]) -> tuple[str, str]:
         """Return ("", the content that more tokens make certain)."""
-        return "", self.text.feed(tokens)
+        return "", self.hold.feed(self.text.feed(tokens))
 
 
 @dataclass(frozen=True)
@@ -187,11 +240,12 @@ class MessageStream:
     """Reasoning and content of a response, from its tokens."""
 
     text: TokenText
+    hold: StopHold
     message: MessageText
 
     def feed(self, tokens: Sequence[int]) -> tuple[str, str]:
         """Return the (reasoning, content) that more tokens make certain."""
-        return self.message.feed(self.text.feed(tokens))
+        return self.message.feed(self.hold.feed(self.text.feed(tokens)))
 
 
 class _Content:

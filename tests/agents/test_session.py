@@ -9,14 +9,27 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
-from agent_session import RENDERER, TOKENIZER, call, check_rows, session, user, wait_for, words
+from agent_session import (
+    END,
+    RENDERER,
+    TOKENIZER,
+    TOOL,
+    call,
+    check_rows,
+    session,
+    user,
+    wait_for,
+    words,
+)
 from scripted_engine import Answer, ScriptedEngine
 
 from burnish.agents.calls import CallError, ModelReply
+from burnish.agents.matching import History, digests_of, thoughts_of
 from burnish.agents.retries import Retries
 from burnish.agents.session import TrainingSession
 from burnish.environments.pool import EpisodeFailedError
 from burnish.episodes.play import Played
+from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.rows import episode_rows
 from burnish.episodes.runner import episode_sample
 from burnish.rollout.base import Request
@@ -320,6 +333,31 @@ def test_stop_strings_are_not_part_of_the_message_but_of_the_tokens() -> None:
     run(scenario, answer)
 
 
+def test_a_returned_reasoning_and_a_name_choose_the_turn() -> None:
+    """Two samples with the same answer: the one whose reasoning the client returns, if it does. A
+    message with another name is another message."""
+    history: History[str] = History()
+    asked = [{**user("Go."), "name": "ann"}]
+    digest = digests_of(asked, ())[-1]
+    answers = [
+        {"role": "assistant", "content": "4", "reasoning_content": text} for text in ("one", "two")
+    ]
+    for number, answer in enumerate(answers):
+        history.add(digest, answer, f"turn {number}", number=number, thoughts=thoughts_of([answer]))
+
+    def found(*messages: Any) -> Any:
+        return history.find(messages, digests_of(messages, ()))
+
+    for number, answer in enumerate(answers):
+        padded = {**answer, "reasoning_content": f"\n{answer['reasoning_content']} "}
+        assert found(*asked, padded, user("And?")) == (f"turn {number}", 2)
+    bare = {"role": "assistant", "content": "4"}
+    assert found(*asked, bare, user("And?")) == ("turn 1", 2)
+    assert found(*asked, {**bare, "reasoning_content": "three"}, user("And?")) is None
+    assert found({**asked[0], "name": "bob"}, bare, user("And?")) is None
+    assert found(user("Go."), bare, user("And?")) is None
+
+
 def test_raw_prompts_continue_the_tokens_of_earlier_ones() -> None:
     async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
         text = (await ask(made, prompt="Question: 2+2\n"))["content"]
@@ -332,7 +370,83 @@ def test_raw_prompts_continue_the_tokens_of_earlier_ones() -> None:
         assert played.record.messages[2]["content"] == "\nObservation: 4\n"
         check_rows(played, engine)
 
-    run(scenario)
+    run(scenario, lambda request: words(request)[:-1])
+
+
+@pytest.mark.parametrize("sampled", ["", "4", "4<think>"])
+@pytest.mark.parametrize("more", ["", "\nQ: 3+3?\nA:"])
+def test_a_raw_prompt_has_the_text_that_was_sent(sampled: str, more: str) -> None:
+    """The response ends with an end token, which its text does not show: the next prompt has none.
+    An equal prompt is another sample."""
+    text = "Q: 2+2?\nA:"
+
+    def answer(_: Request) -> Sequence[int]:
+        return [*TOKENIZER(sampled, add_special_tokens=False)["input_ids"], END]
+
+    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
+        reply = await ask(made, prompt=text)
+        assert reply["content"] == sampled
+        for prompt in (text, text + sampled + more):
+            await ask(made, prompt=prompt)
+            assert TOKENIZER.decode(engine.log[-1][0].prompt_ids) == prompt
+        prompts = [request.prompt_ids for request, _ in engine.log]
+        assert prompts[0] == prompts[1]
+        seeds = [request.seed for request, _ in engine.log]
+        assert len(set(seeds)) == 3
+        check_rows(made.played({}), engine)
+
+    run(scenario, answer)
+
+
+def test_raw_prompts_of_a_stop_string_continue_with_it() -> None:
+    """The agent writes the stop string again, which the reply leaves out."""
+
+    def answer(_: Request) -> Sequence[int]:
+        return TOKENIZER(" look it up\nObs:", add_special_tokens=False)["input_ids"]
+
+    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
+        reply = await ask(made, prompt="Act:", stop=("Obs:", "\n"))
+        assert reply["content"] == " look it up"
+        await ask(made, prompt=f"Act:{reply['content']}\nObs: 4\n")
+        assert len(episode_rows(made.played({}).calls)) == 1
+        check_rows(made.played({}), engine)
+
+    run(scenario, answer)
+
+
+def test_a_text_that_is_certainly_too_long_is_not_tokenized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The limit is 100 tokens: texts of more than 3,200 characters never reach the tokenizer."""
+    lengths: list[int] = []
+    own = ChatRenderer._encode
+    monkeypatch.setattr(
+        ChatRenderer,
+        "_encode",
+        lambda self, text, **options: (lengths.append(len(text)), own(self, text, **options))[1],
+    )
+
+    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
+        first = await ask(made, user("hi"))
+        history = [user("hi"), first]
+        for long in (
+            call(user("a" * 100_000)),
+            call(*history, user("a" * 100_000)),
+            call(user("hi"), tools=({**TOOL, "a": "b" * 100_000},)),
+            call(prompt="a" * 100_000),
+            call(prompt=(1,) * 101),
+        ):
+            for ask_for in (
+                made.count_tokens(long),
+                made.respond(long, digest=random.randbytes(8)),
+            ):
+                with pytest.raises(CallError) as refused:
+                    await ask_for
+                assert refused.value.kind == "context_length_exceeded"
+        assert made.played({}).record.status == "max_tokens"
+        assert max(lengths) <= 3_200
+
+    run(scenario, max_tokens=100)
 
 
 def test_closed_session_refuses_and_frees_everything() -> None:

@@ -16,9 +16,15 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]  # metamorphic.*, and burnish of this tree
+FOLDERS = (HERE.parent, HERE.parent / "support", HERE.parents[1])
+sys.path[:0] = [*map(str, FOLDERS)]  # metamorphic.*, its support, and burnish of this tree
 
-from metamorphic import relations_data, relations_models, relations_rules  # noqa: E402, F401
+from metamorphic import (  # noqa: E402, F401
+    relations_data,
+    relations_models,
+    relations_rules,
+    relations_serving,
+)
 from metamorphic.base import CLOSERS, RELATIONS, Broken, check  # noqa: E402
 
 KEPT = 3

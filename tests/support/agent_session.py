@@ -69,10 +69,11 @@ def tool_call(name: str, **arguments: Any) -> str:
 @asynccontextmanager
 async def session(answer: Answer = words, **changes: Any) -> AsyncIterator[Session]:
     engine = ScriptedEngine(answer, TOKENIZER)
+    turn_tokens = changes.pop("turn_tokens", 40)
     limits = {"max_turns": 50, "max_tokens": 4000, "step_timeout_s": 9, "timeout_s": 9, **changes}
     service = RolloutService(engine)
     with ThreadPoolExecutor(1) as rendering:
-        policy = Policy(service, RENDERER, Sampling(40, stop_token_ids=(END,)), rendering)
+        policy = Policy(service, RENDERER, Sampling(turn_tokens, stop_token_ids=(END,)), rendering)
         made = TrainingSession(Task("t/0", {}, 0, sampling_seed=5), policy, Limits(**limits))
         try:
             yield made, engine

@@ -1,0 +1,160 @@
+"""The text of each token of a response, such that the texts joined are the text of the response.
+
+Decoded alone, a token can lose a space (SentencePiece) or be a part of a character.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from burnish.model_text import Form
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_CONTEXT = 8  # tokens before others that determine how these decode
+_MOST_CONTEXT = 64  # of a run of byte tokens, which decode together
+_MOST_SHARED = 8  # tokens of a few characters
+_BROKEN = "\ufffd"
+_BYTE = Form(r"<0x([0-9A-F]{2})>")
+
+
+@dataclass(frozen=True)
+class TokenPart:
+    """The part of a response that one token adds."""
+
+    text: str
+    """Empty for a token that adds nothing visible, such as the end of a turn, and for all but the
+    last token of a character."""
+    data: bytes
+    """The bytes of the token. Those of a response joined are its text in UTF-8."""
+
+
+def token_parts(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Sequence[int],
+    ids: Sequence[int],
+    text: str,
+    *,
+    skip_special_tokens: bool,
+) -> tuple[TokenPart, ...]:
+    """Return the part of each token of a response. Their texts joined are ``text``: the text of the
+    response, or a beginning of it. ``prompt_ids``: the tokens before the response."""
+    if not ids:
+        return ()
+    places = _Places(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+    for token in ids:
+        places.add(token)
+    ends = [min(end, len(text)) for end in places.ends]
+    ends[-1] = len(text)
+    texts = [text[begin:end] for begin, end in pairwise([0, *ends])]
+    pieces = tokenizer.convert_ids_to_tokens(list(ids))
+    return tuple(_with_bytes(texts, [_bytes_of(str(piece)) for piece in pieces]))
+
+
+class _Places:
+    """The lengths of a text after each of its tokens. A character counts once it is complete."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+    ) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._window = list(prompt_ids[-_MOST_CONTEXT:])
+        self._seen = ""
+        """Text of the window."""
+        self._shorten()
+        self._length = 0
+        self.ends: list[int] = []
+
+    def add(self, token: int) -> None:
+        self._window.append(token)
+        text = self._decode()
+        common = _common(self._seen, text)
+        self._length = max(0, self._length - (len(self._seen) - common))
+        for place in range(len(self.ends) - 1, -1, -1):  # the token changes earlier text
+            if self.ends[place] <= self._length:
+                break
+            self.ends[place] = self._length
+        self._length += len(text) - common
+        self.ends.append(self._length)
+        self._seen = text
+        if len(self._window) > 2 * _CONTEXT:
+            self._shorten()
+
+    def _shorten(self) -> None:
+        """Drop tokens on which the text of later ones does not depend."""
+        begin = max(0, len(self._window) - _CONTEXT)
+        first = max(0, len(self._window) - _MOST_CONTEXT)
+        pieces = self._tokenizer.convert_ids_to_tokens(self._window)
+        while begin > first and _BYTE.fullmatch(str(pieces[begin])):
+            begin -= 1  # bytes decode together
+        self._window = self._window[begin:]
+        self._seen = self._decode()
+
+    def _decode(self) -> str:
+        text = self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
+        return str(text).rstrip(_BROKEN)
+
+
+def _common(one: str, other: str) -> int:
+    """Return the length of the longest common beginning."""
+    if other.startswith(one):
+        return len(one)
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _with_bytes(texts: Sequence[str], raw: Sequence[bytes | None]) -> Iterator[TokenPart]:
+    """Yield the parts. ``raw``: bytes of each token, None if they are unknown. Where these are not
+    its text, such as a special token that is left out, the bytes are those of the text."""
+    place = 0
+    while place < len(texts):
+        end = _whole(texts, raw, place)
+        for i in range(place, max(end, place + 1)):
+            data = raw[i] if i < end else None
+            yield TokenPart(texts[i], texts[i].encode("utf-8", "replace") if data is None else data)
+        place = max(end, place + 1)
+
+
+def _whole(texts: Sequence[str], raw: Sequence[bytes | None], place: int) -> int:
+    """Return the end of the tokens from ``place`` on whose bytes are their text; ``place`` if there
+    are none. Several tokens can share a character."""
+    data, text = b"", ""
+    for i in range(place, min(place + _MOST_SHARED, len(texts))):
+        piece = raw[i]
+        if piece is None:
+            break
+        data, text = data + piece, text + texts[i]
+        if data.decode("utf-8", "replace") == text:
+            return i + 1
+    return place
+
+
+def _bytes_of(piece: str) -> bytes | None:
+    """Return the bytes of a token of a byte-level vocabulary, or of a byte token."""
+    if match := _BYTE.fullmatch(piece):
+        return bytes([int(match[1], 16)])
+    alphabet = _byte_alphabet()
+    try:
+        return bytes(alphabet[character] for character in piece)
+    except KeyError:
+        return None
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """Return character -> byte of byte-level vocabularies: printable Latin-1 stands for itself, the
+    other bytes are numbered from U+0100."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + number): byte for number, byte in enumerate(others)
+    }

@@ -10,8 +10,10 @@ import io
 import logging
 import math
 import os
+import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from logging.handlers import BufferingHandler
@@ -38,6 +40,13 @@ _SHOWN = (
     ("episodes/turns", "turns"),
     ("train/mismatch_abs", "gap"),  # mean |trainer's - sampler's log-probability| of a token
 )
+_LEGEND = {
+    "reward/mean": "reward: mean of all sampled responses, also of groups that are filtered",
+    "train/mismatch_abs": (
+        "gap: mean difference between the trainer's and the sampler's log-prob of a token"
+    ),
+}
+"""Explanations of numbers in the lines of steps."""
 _FAILED = ("episodes/env_error", "episodes/infra_error", "episodes/timeout")
 _SKIPPED = ("train/skipped_steps", "critic/skipped_steps")
 _SPEEDS = ("rollout/tokens_per_s", "train/tokens_per_s")
@@ -57,6 +66,7 @@ class Progress:
         self._console = console or Console()
         self._started = time.monotonic()
         self._num_seen = 0
+        self._explained = False
         self._live: RichProgress | None = None
         self._task = TaskID(0)
         if self._console.is_terminal:
@@ -71,12 +81,16 @@ class Progress:
             self._live.start()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Report that step number ``step`` (1 is the first) is done, with its metrics."""
+        """Report that step number ``step`` (1 is the first) is done, with its metrics. Explain the
+        numbers before the first line."""
         self._num_seen += 1
         per_step = (time.monotonic() - self._started) / self._num_seen
         left = self._total - step
         if left > 0 and step % self._every:
             return
+        if not self._explained and (legend := [_LEGEND[n] for n in _LEGEND if n in metrics]):
+            self._explained = True
+            self.message("; ".join(legend))
         shown = describe_step(metrics, eta_s=per_step * left if left > 0 else None)
         line = " · ".join([f"step {step}/{self._total}", *shown])
         _log.info(line)
@@ -269,6 +283,12 @@ def silenced() -> Iterator[None]:
         _log.removeHandler(discarded)
 
 
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_SHOWN_REPEATS = frozenset(10**n for n in range(1, 10))
+"""Numbers of times at which a repeated warning is printed again."""
+_MAX_COUNTED = 1000
+"""Different warnings whose repetitions are counted."""
+
 FILE_ONLY = {"file_only": True}
 """``extra`` of log records that are already printed on the terminal."""
 
@@ -286,14 +306,27 @@ class _StderrHandler(logging.Handler):
     def __init__(self, level: int) -> None:
         super().__init__(level)
         self.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        self._counts: Counter[str] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
         if self.discards or "file_only" in vars(record):
             return
         try:
-            print(self.format(record), file=sys.stderr)
+            text = self.format(record)
+            if (count := self._count(text)) > 1:
+                if count not in _SHOWN_REPEATS:
+                    return
+                text += f" ({count} times; {LOG_FILE} has all)"
+            print(text, file=sys.stderr)
         except Exception:  # as logging requires of handlers: a log line never stops the program
             self.handleError(record)
+
+    def _count(self, text: str) -> int:
+        """Return the number of times that a text has been logged, with any numbers in it."""
+        template = _NUMBER.sub("0", text)
+        if len(self._counts) < _MAX_COUNTED:
+            self._counts[template] += 1
+        return self._counts[template]
 
 
 class _EarlyHandler(BufferingHandler):

@@ -107,12 +107,14 @@ def test_away_from_a_terminal_each_due_step_is_one_unbroken_plain_line(tmp_path:
     progress.message("saved [bold]checkpoints/step_4[/bold]")
     progress.close()
     lines = out.getvalue().splitlines()
+    legend = lines.pop(0)
+    assert legend.startswith("reward: ")
     assert [line.split(" · ")[0] for line in lines[:-1]] == ["step 2/5", "step 4/5", "step 5/5"]
     assert lines[0].startswith("step 2/5 · reward 0.312 · 152 tok/s · rollout 41% train 57% · ETA ")
     assert "ETA" not in lines[2]  # the last step has no time left
     assert lines[-1] == "saved [bold]checkpoints/step_4[/bold]"  # text is never read as markup
     logged = (tmp_path / "run.log").read_text(encoding="utf-8").splitlines()
-    assert [line.split("INFO    ")[1] for line in logged] == lines
+    assert [line.split("INFO    ")[1] for line in logged] == [legend, *lines]
 
 
 def test_a_terminal_gets_a_bar_and_messages_above_it() -> None:
@@ -174,3 +176,28 @@ def test_the_turns_and_the_failed_episodes_of_a_step_are_shown() -> None:
     assert describe_step(metrics, eta_s=None) == ["reward 0.5", "turns 2.6"]
     failed = metrics | {"episodes/timeout": 2.0, "episodes/env_error": 1.0}
     assert describe_step(failed, eta_s=None) == ["reward 0.5", "turns 2.6", "3 failed episodes"]
+
+
+def test_a_repeated_warning_is_printed_at_powers_of_ten_and_logged_every_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging(tmp_path)
+    for step in range(12):
+        logging.getLogger("burnish").warning("step %d: %d of 16 groups", step, step % 3)
+    logging.getLogger("burnish").warning("another one")
+    printed = capsys.readouterr().err.splitlines()
+    assert [line.split(" (")[0] for line in printed] == [
+        "WARNING: step 0: 0 of 16 groups",
+        "WARNING: step 9: 0 of 16 groups",
+        "WARNING: another one",
+    ]
+    assert (tmp_path / "run.log").read_text().count("of 16 groups") == 12
+
+
+def test_the_numbers_of_a_step_are_explained_once() -> None:
+    console, out = _plain()
+    progress = Progress(3, console=console)
+    for step in (1, 2, 3):
+        progress.step(step, METRICS | {"train/mismatch_abs": 1e-7})
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 4 and lines[0].startswith("reward: ") and "gap: " in lines[0]

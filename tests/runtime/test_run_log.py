@@ -27,6 +27,7 @@ def repeated_prompts(
     return lambda *overrides: supervised(
         "sft",
         "max_steps=1",
+        "max_epochs=null",
         f"data.sources=[{rows}]",
         "data.held_out=4",
         f"eval_data={{sources: [{rows}], held_out: 4, part: held_out, max_len: 64}}",

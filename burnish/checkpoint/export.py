@@ -36,6 +36,7 @@ from burnish.checkpoint.save import CheckpointStore
 from burnish.checkpoint.state import EXPORT_METADATA, load_state
 from burnish.config.model import Dtype, ModelConfig
 from burnish.models.buffers import BUFFERS, load_buffers, persistent_buffers, replace_buffers
+from burnish.models.islands import cast_parameters, fp32_names
 from burnish.models.load import DTYPES, ModelError, describe, load_causal_lm
 from burnish.models.lora import ADAPTER_FILE, adapter_tensors, peft_config
 from burnish.models.lora_layers import merged_weights
@@ -109,12 +110,13 @@ def export(  # house: ok options of one command
         shell, body = _shell(made_of, wanted, weights, source=source, trust=trust_remote_code)
         if config.lora is None:
             weights |= _buffers(shell, source, config, scalar=scalar)
-        written = {n: _cast(t, wanted) for n, t in weights.items()}
+        if scalar and not isinstance(shell, ScalarModel):
+            weights = _renamed(shell, weights, body, source)
+        wide = fp32_names(shell, wanted)
+        written = {n: t if n in wide else _cast(t, wanted) for n, t in weights.items()}
         if isinstance(shell, ScalarModel):
             _save_scalar(shell, written, (source, target), shard=max_shard_size)
         else:
-            if scalar:
-                written = _renamed(shell, written, body, source)
             _save_merged(shell, written, (source, target), shard=max_shard_size)
     _copy_tokenizer(source / "hf", target)
     if scalar:
@@ -352,6 +354,7 @@ def _shell(
                 return empty_scalar(config, outputs, bias=bias, trust=trust), "model"
             auto, body_path = AutoModelForSequenceClassification, support.body_path
         shell = auto.from_config(config, dtype=dtype, trust_remote_code=trust)
+    cast_parameters(shell, dtype)
     return cast(PreTrainedModel, shell), body_path
 
 

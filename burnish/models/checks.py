@@ -30,9 +30,10 @@ def check_head(model: Any, name: str) -> None:
     try:
         whole = model(ids).logits.float()
         hidden = model.get_decoder()(ids).last_hidden_state
-        ours = scaling.apply_(projection(hidden).float())
+        ours = scaling.apply_(projection(hidden.to(projection.weight.dtype)).float())
     except (NotImplementedError, RuntimeError) as error:
         raise_if_lacking(error, model, name)
+        raise_if_mixed(error, model.dtype, name)
         if isinstance(error, NotImplementedError):
             raise ModelError(f"{name}: {error}") from error
         raise
@@ -70,6 +71,7 @@ def check_compute_dtype(body: Any, name: str, *, backward: bool) -> None:
             torch.autograd.grad(hidden.float().sum(), embeds)
     except (NotImplementedError, RuntimeError) as error:
         raise_if_lacking(error, body, name)
+        raise_if_mixed(error, embedding.weight.dtype, name)
         raise
     finally:
         handle.remove()
@@ -96,6 +98,20 @@ def raise_overflow(dtype: torch.dtype, name: str) -> None:
         f"{name}: its activations are not finite in {dtype} for a few tokens, although its weights "
         "are: they overflow; use precision.dtype=bf16 or fp32"
     )
+
+
+def raise_if_mixed(error: Exception, dtype: torch.dtype, name: str) -> None:
+    """Raise ModelError if ``error`` is PyTorch's for operands of different dtypes: transformers'
+    own code of the model does not run in ``dtype``."""
+    said = str(error).splitlines()[0] if str(error) else ""
+    if dtype == torch.float32 or not re.search(
+        r"same dtype|expected scalar type|(input|bias) type", said, re.IGNORECASE
+    ):
+        return
+    raise ModelError(
+        f"{name} cannot be computed in {dtype}: transformers' code of this model mixes it with "
+        f"fp32 ({said}); use precision.dtype=fp32"
+    ) from error
 
 
 def raise_if_lacking(error: Exception, model: Any, name: str) -> None:

@@ -23,6 +23,7 @@ from transformers.utils.hub import cached_file
 
 from burnish.config.model import ModelConfig
 from burnish.models.buffers import persistent_buffers, plain_name, replace_buffers
+from burnish.models.islands import cast_parameters
 from burnish.models.tensor_files import Rows, TensorFiles
 
 log = logging.getLogger("burnish")
@@ -43,6 +44,7 @@ def empty_model(
         model = auto_class.from_config(
             found, dtype=dtype, trust_remote_code=config.trust_remote_code
         )
+    cast_parameters(model, dtype)
     model.tie_weights()  # moving parameters to the meta device untied them
     buffers = dict(persistent_buffers(model))
     state = {**dict(model.named_parameters()), **buffers}

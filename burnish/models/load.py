@@ -38,6 +38,7 @@ from burnish.models.checks import check_head, check_weights
 from burnish.models.empty import empty_model
 from burnish.models.family import ModelSupport
 from burnish.models.half_linear import use_fp32_products
+from burnish.models.islands import cast_parameters
 from burnish.models.lora import adapted_ends, inject_lora
 from burnish.models.nf4 import quantize, require_bitsandbytes
 from burnish.models.paths import ModelError as ModelError
@@ -214,15 +215,14 @@ def add_end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 def place(
     model: Any, *, dtype: Dtype, device: torch.device | str, lora: LoraConfig | None = None
 ) -> Any:
-    """Cast the parameters of ``model`` to ``dtype``, move it to ``device``, and return it. With
-    4-bit base weights in ``lora``, only their codes are moved.
+    """Cast the parameters of ``model`` to ``dtype`` (some stay in fp32: ``islands.py``), move it to
+    ``device``, and return it. With 4-bit base weights in ``lora``, only their codes are moved.
 
     Buffers keep their dtype. Rotary frequencies are multiplied by the position, so rounding them to
     bf16 rotates token 4000 by tenths of a radian. (``model.to(dtype)`` would round them;
     transformers' loading does not.)
     """
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(DTYPES[dtype])
+    cast_parameters(model, DTYPES[dtype])
     if lora is not None and lora.quantization is not None:
         check_weights(model.named_parameters(), type(model).__name__)
         quantize(model, double=lora.double_quantization, device=device)

@@ -317,7 +317,7 @@ class _Trace:
                 temperature=0.5,
                 chunk_tokens=work.chunk_tokens,
             )
-            found = self._log_probs(at_reads, read, head)
+            found = self._log_probs(at_reads.to(head.weight.dtype), read, head)
         self.output = float(max(self.output, self.live.peaks["forward"][0] - before))
         blank = tokens.shape[0]
         return [

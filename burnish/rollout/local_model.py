@@ -90,7 +90,8 @@ class LocalModel:
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Return the fp32 logits [B, V] of last hidden states [B, H]."""
-        return self._scaling.apply_(self.model.get_output_embeddings()(hidden).float())
+        head = self.model.get_output_embeddings()
+        return self._scaling.apply_(head(hidden.to(head.weight.dtype)).float())
 
     def body(self, input_ids: Tensor, position_ids: Tensor, plan: object) -> Tensor:
         """Return the last hidden states [R, T, H] under a plan."""

@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from burnish import shm
 from burnish.config.model import Dtype
 from burnish.models.buffers import persistent_buffers
+from burnish.models.islands import fp32_names
 from burnish.models.load import DTYPES
 from burnish.rollout.vllm_experts import experts_not_used
 from burnish.rollout.vllm_names import HubNames, held_names, layer_of, state_of
@@ -59,13 +60,14 @@ class WeightStream:
         self._tensors, self._dtype = tensors, dtype
         self._names = WeightNameCheck(shapes_of(skeleton))
         self._buffers = {name for name, _ in persistent_buffers(skeleton)}
+        self._buffers |= fp32_names(skeleton, dtype)
         self._hub = HubNames(skeleton)
         modules = skeleton.named_modules()
         self.transposed = {f"{name}.weight" for name, m in modules if isinstance(m, Conv1D)}
         """Weights that vLLM stores as linear layers of torch do (GPT-2)."""
         self._fingerprints: dict[str, Tensor] = {}
         self._exact: dict[str, Tensor] = {}
-        """Of buffers, which vLLM may keep in fp32 whatever its format is."""
+        """Of buffers and weights that stay in fp32, which vLLM may keep whatever its format is."""
         self._error: Exception | None = None
         self._read_to_the_end = False
 

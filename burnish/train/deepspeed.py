@@ -31,6 +31,7 @@ from burnish.config.train_engines import DeepSpeedEngine
 from burnish.errors import BurnishError
 from burnish.models.buffers import persistent_buffers
 from burnish.models.checks import check_compute_dtype, check_head
+from burnish.models.islands import require_one_dtype, with_islands
 from burnish.models.load import DTYPES, describe
 from burnish.models.lora_layers import merged_weights
 from burnish.train.base import Loss, Outputs
@@ -148,6 +149,7 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
         Returned weights are full, or this rank's shard if the model was loaded in shards.
         """
         dtype, masters = DTYPES[self.spec.precision.dtype], {}
+        require_one_dtype(self.model, dtype, "train.engine.kind=deepspeed")
         for name, parameter in self.model.named_parameters():
             held = (
                 [parameter, vars(parameter)["ds_tensor"]]
@@ -220,11 +222,12 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
         """
         self.reload()
         if self.options.zero_stage < 3:
-            yield from merged_weights(self.model)
+            yield from with_islands(merged_weights(self.model), self._fp32_in_sampler())
             return
         for bucket in buckets(self.model, WEIGHT_BUCKET_BYTES):
             with self._library.zero.GatheredParameters(list(bucket.values())):
-                yield from merged_weights(self.model, only=bucket.keys())
+                merged = merged_weights(self.model, only=bucket.keys())
+                yield from with_islands(merged, self._fp32_in_sampler())
         yield from persistent_buffers(self.model)
 
     def _write(self, folder: Path, describe: Describe, *, copy: bool) -> PendingSave:

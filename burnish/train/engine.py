@@ -70,6 +70,7 @@ from burnish.models.buffers import (
 )
 from burnish.models.dropout import start_training
 from burnish.models.half_linear import use_fp32_products
+from burnish.models.islands import fp32_names
 from burnish.models.load import DTYPES
 from burnish.models.lora_layers import adapters_off
 from burnish.train.base import Loss, NonFiniteError, Outputs, StepStats
@@ -225,6 +226,10 @@ class BaseTrainEngine(ABC):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (HuggingFace name, full tensor) in the compute dtype, LoRA merged. Every rank must
         consume all tensors, in step with the other ranks."""
+
+    def _fp32_in_sampler(self) -> frozenset[str]:
+        """Return the names of the weights that a sampler keeps in fp32."""
+        return fp32_names(self.model, DTYPES[self.spec.precision.sampler_dtype])
 
     def _own_part(self, name: str, parameter: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tensor in which this rank holds a parameter, and the same part of ``full``."""

@@ -219,6 +219,7 @@ class Forward:
             values = nn.functional.linear(hidden.float(), weight.float(), wide)
             return (values if values.shape[1] > 1 else values[:, 0],)
         hidden, weight, bias = with_dropout(self.head, hidden)
+        hidden = hidden.to(weight.dtype)  # some bodies return fp32, or have an fp32 head
         head = Head(
             weight,
             bias,

@@ -31,6 +31,7 @@ from burnish.config.train_engines import TorchEngine
 from burnish.models.buffers import persistent_buffers
 from burnish.models.checks import check_head, raise_if_lacking, raise_overflow
 from burnish.models.empty import fill_rows
+from burnish.models.islands import require_one_dtype, with_islands
 from burnish.models.load import DTYPES, describe
 from burnish.models.lora_layers import adapted_layers, merged_weights
 from burnish.models.nf4 import packed_names, quantized_layers
@@ -97,6 +98,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         return super()._make_optimizer(kind)
 
     def _place(self) -> None:
+        dtype = DTYPES[self.spec.precision.dtype]
+        require_one_dtype(self.model, dtype, "train.engine.sharding=full")
         self._pending: BackgroundSave | None = None
         self._save_group: ProcessGroup | None = None
         for parameter in self.model.parameters():
@@ -273,7 +276,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         for unit in self.units:
             unit.unshard()
             try:
-                for name, tensor in merged_weights(self.model, self._names[unit]):
+                merged = merged_weights(self.model, self._names[unit])
+                for name, tensor in with_islands(merged, self._fp32_in_sampler()):
                     yield (
                         name,
                         tensor.clone() if self.tp_plan is None else self._whole(name, tensor),

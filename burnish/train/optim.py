@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 from burnish.config.model import PrecisionConfig
 from burnish.config.train import TrainConfig
+from burnish.models.buffers import plain_name
+from burnish.models.islands import fp32_names
 from burnish.models.load import DTYPES
 from burnish.models.tensor_files import TensorFiles, TensorShard, tensor_sets
 from burnish.train.base import StepStats
@@ -160,6 +162,7 @@ class Optimizer:
             self.shapes = {name: tp_plan.shape(name, shape) for name, shape in self.shapes.items()}
         self.shard_ranks = 1
         """Ranks over which rows are sharded."""
+        self._fp32_names = fp32_names(model, DTYPES[precision.dtype])
         self.masters = self._take_masters(DTYPES[precision.dtype])
         self.rules = make_rules(
             model,
@@ -188,8 +191,9 @@ class Optimizer:
         return masters
 
     def _give_rounded_weights(self, masters: Sequence[Tensor], dtype: torch.dtype) -> None:
-        for master, parameter in zip(masters, self.params, strict=True):
-            parameter.data = master.to(dtype)
+        for name, master, parameter in zip(self.names, masters, self.params, strict=True):
+            own = torch.float32 if plain_name(name) in self._fp32_names else dtype
+            parameter.data = master.to(own, copy=True)
             if self.sums_fp32:
                 parameter.register_post_accumulate_grad_hook(_adds_to(master))
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from burnish.checkpoint.save import FinishedSave, PendingSave
 from burnish.config.train_engines import TorchEngine
 from burnish.models.checks import check_compute_dtype, check_weights
+from burnish.models.islands import cast_parameters, with_islands
 from burnish.models.load import DTYPES, ModelError, describe
 from burnish.models.lora_layers import merged_weights
 from burnish.models.nf4 import quantized_layers
@@ -70,9 +71,7 @@ class TorchTrainEngine(BaseTrainEngine):
                 self.model, self.body, self.model_parallel, self.data_parallel
             )
         dtype = DTYPES[self.spec.precision.dtype]
-        for parameter in self.model.parameters():  # the optimizer casts those that are trained
-            if not parameter.requires_grad and parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
+        cast_parameters(self.model, dtype, only_frozen=True)  # the optimizer casts the others
         for layer in quantized_layers(self.model).values():
             layer.compute_dtype = dtype
         self._place()
@@ -120,7 +119,7 @@ class TorchTrainEngine(BaseTrainEngine):
         """Yield (HuggingFace name, full tensor) in the compute dtype, LoRA merged, on every rank.
         The ranks of a tensor-parallel group must consume all tensors, in step."""
         self.reload()
-        for name, tensor in merged_weights(self.model):
+        for name, tensor in with_islands(merged_weights(self.model), self._fp32_in_sampler()):
             yield name, tensor if self.tp_plan is None else self.tp_plan.unshard(name, tensor)
 
     def _own_part(self, name: str, parameter: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PretrainedConfig,
@@ -35,6 +34,7 @@ from burnish.checkpoint.manifest import verify
 from burnish.checkpoint.save import CheckpointStore
 from burnish.checkpoint.state import EXPORT_METADATA, load_state
 from burnish.config.model import Dtype, ModelConfig
+from burnish.models.auto_class import language_model_class
 from burnish.models.buffers import BUFFERS, load_buffers, persistent_buffers, replace_buffers
 from burnish.models.islands import cast_parameters, fp32_names
 from burnish.models.load import DTYPES, ModelError, describe, load_causal_lm
@@ -341,7 +341,7 @@ def _shell(
     same scores, a :class:`ScalarModel`."""
     bias = "score.bias" in weights
     with _explained(source):
-        auto: Any = AutoModelForCausalLM
+        auto = language_model_class(config)
         body_path = "model"
         if "score.weight" in weights:
             try:
@@ -465,7 +465,7 @@ def _save_adapter(
     network: torch.nn.Module, config: ModelConfig, target: Path, dtype: torch.dtype
 ) -> None:
     assert config.lora is not None
-    settings = peft_config(config.lora)
+    settings = peft_config(config.lora, network)
     settings.base_model_name_or_path = config.path
     settings.inference_mode = True
     settings.save_pretrained(str(target))

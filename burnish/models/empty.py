@@ -116,17 +116,18 @@ def _fits(files: TensorFiles, name: str, tensor: Tensor) -> bool:
 def weight_files(config: ModelConfig) -> TensorFiles | None:
     """Return the safetensors files of a HuggingFace folder or hub model; None if it has none or
     some are missing."""
-    index = _find(config, SAFE_WEIGHTS_INDEX_NAME)
+    index = find_file(config, SAFE_WEIGHTS_INDEX_NAME)
     if index is None:
         names = [SAFE_WEIGHTS_NAME]
     else:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    paths = [_find(config, name) for name in names]
+    paths = [find_file(config, name) for name in names]
     found = [path for path in paths if path is not None]
     return TensorFiles(found) if found and len(found) == len(paths) else None
 
 
-def _find(config: ModelConfig, name: str) -> Path | None:
+def find_file(config: ModelConfig, name: str) -> Path | None:
+    """Return a file of a folder or hub model; None if it has none of this name."""
     found = cached_file(
         str(config.path),
         name,

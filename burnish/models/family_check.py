@@ -72,9 +72,17 @@ def _check(tiny: PretrainedConfig, trust: bool) -> ModelSupport:
     try:
         family = _Family(build(tiny, trust=trust))
         rows = _rows(family.vocabulary)
-        wanted = family.one_by_one(rows)
+        default = family.one_by_one(rows, family.native[0])
+        wanted = family.one_by_one(rows, "eager")
     except Exception as error:  # any failure of a model is a result of the experiment
         return ModelSupport(name, "eager", refusal=_cannot("be computed at all", error))
+    gap = largest_difference(default, wanted)
+    if not gap <= TOLERANCE:
+        problem = (
+            f"its log-probs depend on the implementation of its attention: {family.native[0]} and "
+            f"eager differ by {gap:.1e} nats; use another model"
+        )
+        return ModelSupport(name, "eager", refusal=problem)
     if problem := family.problem_of_head() or family.problem_of_backward():
         return ModelSupport(name, "eager", refusal=problem)
     differences, reason = _packed_layouts(family, rows, wanted)
@@ -201,10 +209,10 @@ class _Family:
         """Switch the attention of every layer."""
         self.model.set_attn_implementation(implementation)
 
-    def one_by_one(self, rows: Rows) -> list[Tensor]:
-        """Return the reference log-probs: transformers' forward of each single row with eager
-        attention."""
-        self.use("eager")
+    def one_by_one(self, rows: Rows, implementation: str) -> list[Tensor]:
+        """Return log-probs of transformers' forward of each single row. With eager attention, they
+        are the reference."""
+        self.use(implementation)
         return [self._logits(torch.tensor([row]))[0].log_softmax(-1) for row in rows]
 
     def _logits(self, ids: Tensor) -> Tensor:

@@ -15,15 +15,12 @@ import torch
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers import __version__ as transformers_version
 from transformers.utils.hub import cached_file
 
 from burnish.config.explain import nearest
@@ -34,7 +31,9 @@ from burnish.models.attn_implementation import (
     require_flash_attention,
     use_attention,
 )
+from burnish.models.auto_class import is_composite, language_model_class
 from burnish.models.checks import check_head, check_weights
+from burnish.models.composite import check_class, other_model
 from burnish.models.empty import empty_model
 from burnish.models.family import ModelSupport
 from burnish.models.half_linear import use_fp32_products
@@ -48,7 +47,6 @@ from burnish.models.scratch import scratch_model, scratch_tokenizer
 from burnish.models.support import model_support, row_limit, runs_own_code
 from burnish.special_tokens import end_token_ids, special_tokens, turn_end_ids
 from burnish.templates import TemplateLimitError, variables, with_defaults
-from burnish.vocabulary import set_embeddings
 
 log = logging.getLogger("burnish")
 
@@ -95,12 +93,13 @@ def load_causal_lm(
     if the folder, file or hub name cannot be loaded.
     """
     check_support(config)
-    model: Any = without_weights(AutoModelForCausalLM, config, dtype) if empty else None
+    auto_class = language_model_class(hf_config(config))
+    model: Any = without_weights(auto_class, config, dtype) if empty else None
     if model is None:
         if config.scratch is not None:
             model = scratch_model(config.scratch, torch.float32)
         else:
-            model = from_pretrained(AutoModelForCausalLM, config, DTYPES[dtype])
+            model = from_pretrained(auto_class, config, DTYPES[dtype])
         model = place(model, dtype=dtype, device=device, lora=config.lora)
     choose_attention(model, describe(config))
     in_parts = any(p.is_meta or not p.numel() for p in model.parameters())
@@ -135,25 +134,33 @@ def check_support(config: ModelConfig) -> ModelSupport | None:
     if found is None:
         return None
     check_unquantized(found, describe(config))
-    _check_class(found, describe(config))
+    check_class(found, describe(config))
     check_attention(found, config.attn_implementation)
     return _supported(found, describe(config), trust=config.trust_remote_code)
 
 
 def _supported(config: PretrainedConfig, name: str, *, trust: bool) -> ModelSupport:
     support = model_support(config, trust=trust)
+    if support.refusal and is_composite(config):
+        raise ModelError(
+            f"{name}, a composite model, cannot be used: "
+            f"{support.refusal.removesuffix('; use another model')}; {other_model(config)}"
+        )
     if support.refusal:
         raise ModelError(support.refusal_of(name))
     return support
 
 
-def choose_attention(model: PreTrainedModel, name: str) -> None:
+def choose_attention(
+    model: PreTrainedModel, name: str, config: PretrainedConfig | None = None
+) -> None:
     """Set the attention of a model: packed rows if they are exact, else transformers' own attention
     on padded rows.
 
-    The choice is logged once per family. ``name`` is the model's name in messages.
+    The choice is logged once per family. ``name`` is the model's name in messages. ``config``: that
+    of the language model, if ``model`` is only its body.
     """
-    support = _supported(model.config, name, trust=runs_own_code(model))
+    support = _supported(config or model.config, name, trust=runs_own_code(model))
     if support.model_type not in _SAID:
         _SAID.add(support.model_type)
         level = logging.INFO if support.packed else logging.WARNING
@@ -321,10 +328,9 @@ def _check_vocabulary(tokenizer: Any, config: ModelConfig) -> None:
             f"in the vocabulary of {describe(config)}, which has {size} tokens; use the model's "
             "own tokenizer (model.tokenizer_path), or resize the model's embeddings"
         )
-    set_embeddings(tokenizer, size)
     log.warning(
-        "the tokenizer has %d tokens, but %s has embeddings for %d: rows with one of the others "
-        "are refused",
+        "the tokenizer has %d tokens, but %s has embeddings for %d: a row with one of the others "
+        "cannot be computed",
         *(len(tokenizer), describe(config), size),
     )
 
@@ -346,22 +352,6 @@ def hf_config(config: ModelConfig) -> PretrainedConfig | None:
     except (OSError, ValueError):
         return None
     return found
-
-
-def _check_class(found: PretrainedConfig, name: str) -> None:
-    """Raise ModelError for a composite model (text with images or sound) that transformers cannot
-    build as a causal language model.
-
-    It can for some, such as Gemma 3 and Gemma 4.
-    """
-    text = found.get_text_config()
-    if text is found or type(found) in MODEL_FOR_CAUSAL_LM_MAPPING or "auto_map" in vars(found):
-        return
-    raise ModelError(
-        f"{name} is a composite model ({found.model_type}) that transformers "
-        f"{transformers_version} does not load as a causal language model; use a text-only model "
-        f"of its family, or save its language model ({text.model_type}) in a separate folder"
-    )
 
 
 def without_weights(auto_class: Any, config: ModelConfig, dtype: Dtype) -> Any | None:

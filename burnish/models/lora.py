@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from burnish.config.adapters import ADAPTER_CONFIG
 from burnish.config.model import HEAD_NAMES, LoraConfig
+from burnish.models.auto_class import other_parts
 from burnish.models.buffers import plain_name
 from burnish.models.lora_layers import (
     ADAPTER,
@@ -38,8 +39,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("burnish")
 
 
-def peft_config(config: LoraConfig) -> PeftLoraConfig:
-    """Return the peft config of our config; it is also written with an exported adapter."""
+def peft_config(config: LoraConfig, model: nn.Module) -> PeftLoraConfig:
+    """Return the peft config of our config; it is also written with an exported adapter. In a
+    composite model, only the language model gets adapters, unless they are those of
+    ``config.path``."""
     from peft import LoraConfig as PeftLoraConfig
 
     targets = config.target_modules
@@ -51,6 +54,7 @@ def peft_config(config: LoraConfig) -> PeftLoraConfig:
         modules_to_save=list(config.modules_to_save) or None,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
+        exclude_modules=other_parts(model) if config.path is None else None,
         task_type="CAUSAL_LM",
     )
 
@@ -69,7 +73,7 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
     generator = torch.get_rng_state()
     tied = _is_tied(model)
     try:
-        inject_adapter_in_model(peft_config(config), model, adapter_name=ADAPTER)
+        inject_adapter_in_model(peft_config(config, model), model, adapter_name=ADAPTER)
     except ValueError as error:
         raise ValueError(f"{_targets(config)}: {error}") from error
     _check_ends(model, config, tied=tied)
@@ -345,6 +349,7 @@ def _warn_of_bare_experts(model: nn.Module, config: LoraConfig) -> None:
     if not asked:
         return
     adapters = adapters_by_parameter(model)
+    others = re.compile(other_parts(model) or "(?!)")
     convolutions = {id(m.weight) for m in model.modules() if isinstance(m, nn.Conv1d)}
     bare = [
         plain_name(name)
@@ -353,6 +358,7 @@ def _warn_of_bare_experts(model: nn.Module, config: LoraConfig) -> None:
         and len(_shape(parameter)) == 3
         and id(parameter) not in convolutions
         and plain_name(name) not in adapters
+        and others.fullmatch(plain_name(name)) is None
     ]
     if bare:
         log.warning(

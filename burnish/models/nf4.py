@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections import Counter
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
+from burnish.models.auto_class import other_parts
 from burnish.models.half_linear import linear, wide_matmul
 from burnish.models.paths import ModelError
 
@@ -144,13 +146,15 @@ def is_quantizable(layer: nn.Module) -> bool:
 
 
 def layers_to_quantize(model: Any) -> list[Any]:
-    """Return the layers of ``model`` that :func:`quantize` replaces."""
+    """Return the layers of ``model`` that :func:`quantize` replaces: in a composite model, those
+    of its language model."""
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    head = model.get_output_embeddings()
+    head, others = model.get_output_embeddings(), re.compile(other_parts(model) or "(?!)")
     return [
         layer
-        for layer in model.modules()
+        for name, layer in model.named_modules()
         if layer is not head and is_quantizable(layer) and uses[id(layer.weight)] == 1
+        if others.fullmatch(name) is None
     ]
 
 

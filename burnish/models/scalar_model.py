@@ -24,9 +24,10 @@ import torch
 from accelerate import init_empty_weights
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.config.model import ModelConfig
+from burnish.models.auto_class import has_language_model, language_model_class
 from burnish.models.buffers import persistent_buffers
 from burnish.models.empty import weight_files
 from burnish.models.paths import ModelError
@@ -39,11 +40,17 @@ OWN_CLASS = "BurnishScoreModel"
 class ScalarModel(nn.Module):
     """A body and a linear output: ``score(body(tokens))``, one number per token and output."""
 
-    def __init__(self, body: PreTrainedModel, score: nn.Linear) -> None:
+    def __init__(
+        self, body: PreTrainedModel, score: nn.Linear, config: PretrainedConfig | None = None
+    ) -> None:
+        """``config``: config of the language model that the body is from."""
         super().__init__()
         self.model = body
         self.score = score
-        self.config = body.config
+        alone = config is None or has_language_model(body.config)
+        self.config: PretrainedConfig = body.config if alone or config is None else config
+        """Config from which transformers builds a language model with this body: that of the body
+        if transformers maps it, else that of the composite model."""
 
 
 def head_width(network: Any) -> int:
@@ -74,12 +81,12 @@ def empty_scalar(config: PretrainedConfig, outputs: int, *, bias: bool, trust: b
     """Return the scalar model of a language model's config with its parameters on the meta device.
     Buffers are computed."""
     with plain_torch(), init_empty_weights(include_buffers=False):
-        network = AutoModelForCausalLM.from_config(
+        network = language_model_class(config).from_config(
             config, dtype=torch.float32, trust_remote_code=trust
         )
         score = nn.Linear(head_width(network), outputs, bias=bias)
     network.tie_weights()  # moving parameters to the meta device untied them
-    return ScalarModel(network.get_decoder(), score)
+    return ScalarModel(network.get_decoder(), score, config)
 
 
 def save_own(

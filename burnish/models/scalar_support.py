@@ -85,7 +85,8 @@ def _check(tiny: PretrainedConfig, *, trust: bool) -> ScalarSupport:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             score = nn.Linear(head_width(network), _OUTPUTS, bias=False)
-        scores = _scores(ScalarModel(body, score))
+        model = ScalarModel(body, score, network.config)
+        scores = _scores(model)
     except Exception as error:  # whatever the model raises: it cannot compute scores
         refusal = f"a small copy of it computes no scores ({failure_text(error)})"
         return ScalarSupport(tiny.model_type, refusal=refusal)
@@ -98,7 +99,7 @@ def _check(tiny: PretrainedConfig, *, trust: bool) -> ScalarSupport:
     for form, exported in forms:
         try:
             with tempfile.TemporaryDirectory() as folder:
-                path, again = exported(ScalarModel(body, score), Path(folder), trust=trust)
+                path, again = exported(model, Path(folder), trust=trust)
             difference = float((again - scores).abs().max() / scores.abs().max().clamp(min=1.0))
             if not difference <= TOLERANCE:
                 raise ValueError(f"its scores differ by {difference:.1e}")

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype, ModelConfig
+from burnish.models.auto_class import language_model_class
 from burnish.models.distill import DistillTarget, Divergence
 from burnish.models.empty import fill_rows
 from burnish.models.load import (
@@ -131,7 +132,7 @@ def load_head(
     If the weights can be read in parts, only these rows are read. Otherwise the whole model is
     loaded into host memory temporarily.
     """
-    empty = without_weights(AutoModelForCausalLM, config, dtype)
+    empty = without_weights(language_model_class(hf_config(config)), config, dtype)
     model: Any = empty if empty is not None else load_causal_lm(config, dtype=dtype)
     head = model.get_output_embeddings()
     names = {id(p): name for name, p in model.named_parameters()}

@@ -90,7 +90,8 @@ def load_scalar_model(  # house: ok properties of the model and of its head
     std = (width + 1) ** -0.5 if new_head == "random" else 0.0
     generator = torch.Generator().manual_seed(seed)
     nn.init.normal_(score.weight, std=std, generator=generator)
-    return ScalarModel(network.get_decoder(), score.to(device=device, dtype=DTYPES[dtype]))
+    score = score.to(device=device, dtype=DTYPES[dtype])
+    return ScalarModel(network.get_decoder(), score, network.config)
 
 
 def _language_model(
@@ -125,7 +126,7 @@ def _from_folder(
     if not any(parameter.is_meta for parameter in model.parameters()):
         place(model.model, dtype=dtype, device=device, lora=config.lora)
         model.score.to(device=device, dtype=DTYPES[dtype])
-    choose_attention(model.model, name)
+    choose_attention(model.model, name, model.config)
     use_attention(model.model, config.attn_implementation, name)
     return model
 
@@ -149,7 +150,7 @@ def _from_classifier(
             f"{support.body_class} ({support.reason or 'it has another head'}); use a language "
             "model of the family, which gets a new head"
         )
-    return ScalarModel(model.get_submodule(path), model.score)
+    return ScalarModel(model.get_submodule(path), model.score, model.config)
 
 
 def _add_adapters(model: ScalarModel, config: ModelConfig, *, seed: int) -> None:

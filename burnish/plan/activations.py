@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from transformers import AutoModelForCausalLM, PretrainedConfig, masking_utils
+from transformers import PretrainedConfig, masking_utils
 
 from burnish.config.model import Dtype, LoraConfig, PrecisionConfig
 from burnish.config.train import TrainConfig
 from burnish.errors import BurnishError
 from burnish.messages import library_text
+from burnish.models.auto_class import language_model_class
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES, choose_attention
 from burnish.models.logprobs import Head, token_logprobs
@@ -371,14 +372,14 @@ class _Passed(torch.autograd.Function):
 def _bare(config: PretrainedConfig, lora: LoraConfig | None, *, scalar: bool) -> Any:
     """Return the model on the meta device."""
     with unset_fake_temporarily(), torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: Any = language_model_class(config).from_config(config, dtype=torch.float32)
         choose_attention(model, config.model_type)
         if config.to_dict().get("burnish_attention") == "eager":  # keeps its scores [T, T]
             model.set_attn_implementation("eager")
         if lora is not None:
             from peft import inject_adapter_in_model  # slow to import; see models/lora.py
 
-            inject_adapter_in_model(peft_config(lora), model, adapter_name=ADAPTER)
+            inject_adapter_in_model(peft_config(lora, model), model, adapter_name=ADAPTER)
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(".lora_" in name)
         if not scalar:

@@ -21,17 +21,18 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from burnish.algorithms.distill import DIVERGENCES, SLOPES, forward_kl
 from burnish.config.distill import DistillConfig
 from burnish.config.job import JobConfig
 from burnish.config.load import load_config
+from burnish.config.model import ModelConfig
 from burnish.config.roles import JobSpec, RolloutRole, TrainRole
 from burnish.config.rollout import LocalEngine, VllmEngine
 from burnish.errors import BurnishError
 from burnish.messages import library_text
 from burnish.models.attn_implementation import use_attention
+from burnish.models.auto_class import language_model_class
 from burnish.models.distill import DistillTarget
 from burnish.models.gpu import set_up_gpu
 from burnish.models.load import DTYPES, choose_attention, describe, place
@@ -114,7 +115,7 @@ def probe_engine(config: JobConfig, task: dict[str, Any]) -> dict[str, Any]:
     assert role is not None and isinstance(role.engine, VllmEngine)
     described = role.model.model_copy(update={"lora": None})
     shape = shape_of(described)
-    model: Any = AutoModelForCausalLM.from_config(find_config(described)[0])
+    model: Any = _random_model(described)
     engine = VllmRolloutEngine(
         place(model, dtype=role.dtype, device=torch.device("cpu")),
         scratch_tokenizer("0123456789"),
@@ -178,6 +179,12 @@ def _join(task: dict[str, Any]) -> tuple[RankGroup, torch.device]:
     return RankGroup(distributed.group.WORLD), device
 
 
+def _random_model(described: ModelConfig) -> Any:
+    """Return the language model of a config with random weights."""
+    config = find_config(described)[0]
+    return language_model_class(config).from_config(config)
+
+
 def _engine(
     job: JobSpec, role: TrainRole, ranks: RankGroup, device: torch.device
 ) -> BaseTrainEngine:
@@ -196,7 +203,7 @@ def _engine(
     )
     home = load_device(spec, device, ranks)
     with home:
-        model: Any = AutoModelForCausalLM.from_config(find_config(described)[0])
+        model: Any = _random_model(described)
     whole = role.trainable and described.lora is None
     model = place(model, dtype="fp32" if whole else role.dtype, device=home)
     choose_attention(model, describe(described))

@@ -21,7 +21,6 @@ import yaml
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     LlamaConfig,
     PretrainedConfig,
 )
@@ -30,6 +29,7 @@ from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
 from burnish.config.paths import folder_problem
 from burnish.errors import BurnishError
 from burnish.messages import library_text
+from burnish.models.auto_class import language_model_class
 from burnish.models.load import describe
 from burnish.models.nf4 import layers_to_quantize
 from burnish.models.scalar_model import head_width
@@ -163,7 +163,7 @@ def shape_from_config(  # house: ok the model, its origin and its head
     cannot build it."""
     try:
         with torch.device("meta"):
-            network: Any = AutoModelForCausalLM.from_config(config)
+            network: Any = language_model_class(config).from_config(config)
     except (ValueError, KeyError, AttributeError, TypeError, ImportError) as error:
         raise PlanError(
             f"{name}: transformers cannot build a language model from its config ({source}): "
@@ -215,7 +215,9 @@ def _units(network: Any, *, outputs: int | None, lora: LoraConfig | None) -> lis
 def _is_tied(network: Any) -> bool:
     head = network.get_output_embeddings()
     tied: bool = head is not None and head.weight is network.get_input_embeddings().weight
-    return tied or bool(network.config.get_text_config().tie_word_embeddings)
+    setting = network.config.to_dict().get("tie_word_embeddings", False)
+    text = network.config.get_text_config().to_dict()  # (some composite types have it only there)
+    return tied or bool(text.get("tie_word_embeddings", setting))
 
 
 def _adapter_entries(block: nn.Module, lora: LoraConfig) -> int:

@@ -11,9 +11,9 @@ import copy
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from burnish.config.model import LoraConfig
+from burnish.models.auto_class import language_model_class
 from burnish.models.load import ModelError
 from burnish.models.tensor_parallel import check_head_counts, shard_dims
 from burnish.plan.shapes import ModelShape, PlanError, shape_from_config
@@ -52,7 +52,8 @@ def rank_shape(shape: ModelShape, parts: int, lora: LoraConfig | None) -> ModelS
 def _entries(shape: ModelShape, parts: int) -> int:
     """Return the number of entries on one rank, from the sharding plan of the model's layers."""
     with torch.device("meta"):
-        body: Any = AutoModelForCausalLM.from_config(shape.config).get_decoder()
+        network = language_model_class(shape.config).from_config(shape.config)
+        body: Any = network.get_decoder()
     dims = shard_dims(body)
     sizes = {name: parameter.numel() for name, parameter in body.named_parameters()}
     less = sum(sizes[name] - sizes[name] // parts for name, dim in dims.items() if dim is not None)

@@ -37,6 +37,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import ModelConfig
 from burnish.models.buffers import BUFFERS
+from burnish.models.composite import copy_processor
 from burnish.models.tensor_files import TensorFiles, tensor_sets
 from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
@@ -327,6 +328,7 @@ class Described(Protocol):
 
     model: nn.Module
     body: PreTrainedModel
+    spec: EngineSpec
     scalar: bool
     tokenizer: PreTrainedTokenizerBase | None
 
@@ -347,8 +349,8 @@ def write_description(
         except SafetensorError as error:  # raised by the library if the disk is full
             raise OSError(str(error)) from error
     hf = folder / "hf"
-    model = engine.body if engine.scalar else engine.model  # (a composite model with all parts)
-    model.config.save_pretrained(hf)  # type: ignore[union-attr, operator]
+    engine.model.config.save_pretrained(hf)  # type: ignore[union-attr, operator]
+    copy_processor(engine.model.config, engine.spec.model, hf)  # type: ignore[arg-type]
     if not engine.scalar:  # has further end-of-response tokens
         settings = engine.model.generation_config.to_json_string()  # type: ignore[union-attr, operator]
         (hf / "generation_config.json").write_text(settings)

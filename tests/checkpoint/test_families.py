@@ -15,12 +15,10 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    CLIPVisionConfig,
     DeepseekV3Config,
     Gemma3Config,
     Gemma4TextConfig,
     LlamaConfig,
-    LlavaConfig,
     MixtralConfig,
     OlmoeConfig,
     PreTrainedConfig,
@@ -385,15 +383,6 @@ def test_the_language_model_of_a_composite_model_is_exported_and_transferred(
     assert files[0].keys() == files[1].keys()
     with pytest.raises(ModelError, match=r"composite model .gemma3., but the trainer has only its"):
         skeleton_of(engine.model)
-
-
-def test_a_composite_model_without_a_language_model_is_refused(tmp_path: Path) -> None:
-    config = LlavaConfig(text_config=LlamaConfig(**TEXT), vision_config=CLIPVisionConfig(**VISION))
-    base = composite(tmp_path, config)
-    with pytest.raises(
-        ModelError, match=r"composite model \(llava\) .* its language model \(llama"
-    ):
-        load_causal_lm(base)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -260,11 +260,39 @@ def arrow_batches(path: Path) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBat
 # --- columns
 
 
-def columns_of(path: str) -> tuple[str, ...] | None:
+def columns_of(path: str, keys: Iterable[str] = ()) -> tuple[str, ...] | None:
     """Return the names of the columns of a data file's first row, or None if they cannot be
-    read."""
+    read. ``keys``: dotted paths to return too, if the row has them."""
     found = first_row(path)
-    return tuple(map(str, found)) if found else None
+    if not found:
+        return None
+    nested = [key for key in keys if "." in key and nested_value(found, key) is not None]
+    return (*map(str, found), *nested)
+
+
+def nested_value(row: Mapping[str, Any], path: str) -> Any:
+    """Return the value of a column, or the value that a dotted path finds in nested objects, lists
+    (by number) and JSON text; None if there is none.
+
+    >>> nested_value({"request": {"messages": ["Hi"]}}, "request.messages.0")
+    'Hi'
+    """
+    if path in row:
+        return row[path]
+    value: Any = row
+    for part in path.split("."):
+        if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+            try:
+                value = json_value(value)
+            except ValueError:
+                return None
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return None
+    return value
 
 
 def first_row(path: str) -> Mapping[str, Any] | None:
@@ -279,14 +307,32 @@ def first_row(path: str) -> Mapping[str, Any] | None:
 def missing_columns(paths: Iterable[str], wanted: Mapping[str, str | None]) -> Iterator[str]:
     """Yield an error for each of the ``wanted`` columns (field -> its value; None: not wanted) and
     each file without it."""
+    names = [name for name in wanted.values() if name is not None]
     for path in paths:
-        have = columns_of(path)
+        have = columns_of(path, names)
         for field, name in wanted.items():
             if have is not None and name is not None and name not in have:
                 yield (
                     f"{field}={name}: {path} has no such column; its columns are "
-                    f"{', '.join(have)}{nearest(name, have)}. Correct {field}, or add the column"
+                    f"{', '.join(have)}{_hint(field, name, have)}. Correct {field}, or add the "
+                    "column"
                 )
+
+
+_USUAL = {
+    "prompt_key": ("question", "problem", "query", "instruction", "input", "text"),
+    "label_key": ("answer", "ground_truth", "final_answer", "solution", "answers"),
+    "response_key": ("completion", "answer", "solution", "output", "code"),
+    "chosen_key": ("preferred_output", "chosen_response", "response_a", "better"),
+    "rejected_key": ("non_preferred_output", "rejected_response", "response_b", "worse"),
+}
+"""Field of a column -> names that public data sets use for it."""
+
+
+def _hint(field: str, name: str, have: Sequence[str]) -> str:
+    key = field.rpartition(".")[2]
+    usual = [column for column in _USUAL.get(key, ()) if column in have]
+    return nearest(name, have) or (f" (perhaps {field}={usual[0]})" if usual else "")
 
 
 def _first_row(file: Path, suffix: str) -> Mapping[str, Any] | None:

@@ -17,6 +17,7 @@ from burnish.config.columns import (
     first_file,
     first_row,
     missing_columns,
+    nested_value,
 )
 from burnish.config.forms import (
     NAMES,
@@ -108,6 +109,12 @@ class DataConfig(Node):
     def may_lose_rows(self) -> bool:
         """Return whether rows can be left out: unusable ones, or those over the length limit."""
         return self.on_bad_row == "skip" or self.overlong != "error"
+
+    @property
+    def nested_keys(self) -> list[str]:
+        """Dotted paths that the recipe sets as columns."""
+        keys = (value for name, value in self if name.endswith("_key") and isinstance(value, str))
+        return [key for key in keys if "." in key]
 
     @property
     def row_keys(self) -> Keys:
@@ -290,7 +297,7 @@ class SFTDataConfig(DataConfig):
                 "tokens before the last answer; remove one of them"
             )
         named = self._named_keys()
-        have = {path: columns_of(path) for path in self.files}
+        have = {path: columns_of(path, named.values()) for path in self.files}
         for field, key in named.items():
             known = [columns for columns in have.values() if columns is not None]
             if len(known) == len(have) and not any(key in columns for columns in known):
@@ -310,7 +317,7 @@ class SFTDataConfig(DataConfig):
         return {field: key for field, key in keys.items() if self.is_own(field)}
 
     def _files_with(self, key: str) -> list[str]:
-        return [path for path in self.files if key in (columns_of(path) or ())]
+        return [path for path in self.files if key in (columns_of(path, [key]) or ())]
 
     def _without_effect(self) -> Iterator[str]:
         """Yield an error for each setting that no row of the files uses, if the first rows of all
@@ -337,7 +344,7 @@ class SFTDataConfig(DataConfig):
         if not self.is_own("messages_key"):
             kinds[SHAREGPT_KEY] = "messages"
         kinds[self.text_key] = "text"
-        return next((kind for key, kind in kinds.items() if row.get(key) is not None), None)
+        return next((k for key, k in kinds.items() if nested_value(row, key) is not None), None)
 
 
 class PreferenceDataConfig(DataConfig):
@@ -371,7 +378,13 @@ class PreferenceDataConfig(DataConfig):
         purpose: Purpose = "pairs" if self.label_key is None else "labeled"
         own = self.prompt_template is not None or self.is_own("prompt_key")
         pair = (self.chosen_key, self.rejected_key)
-        return Keys(purpose, self.form, self.prompt_key, own, ((self.prompt_key,),), pair)
+        complete: tuple[tuple[str, ...], ...] = ((self.prompt_key,),)
+        if self.label_key is not None:
+            own = own or self.is_own("response_key")
+            return Keys(
+                purpose, self.form, self.prompt_key, own, (complete[0] + (self.response_key,),)
+            )
+        return Keys(purpose, self.form, self.prompt_key, own, complete, pair)
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
@@ -398,6 +411,6 @@ class PreferenceDataConfig(DataConfig):
     def files_without_pairs(self) -> Iterator[str]:
         """Yield the paths of file sources that exist and have no two responses in a row."""
         for path in self.files:
-            have = columns_of(path)
+            have = columns_of(path, (self.chosen_key, self.rejected_key))
             if have is not None and not {self.chosen_key, self.rejected_key} <= set(have):
                 yield path

@@ -7,21 +7,37 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from burnish.config.columns import json_value
+from burnish.config.comparisons import COMPARISONS, comparison_of
 from burnish.errors import BurnishError
 
-Form = Literal["columns", "messages", "sharegpt", "alpaca", "gsm8k", "implicit_prompt"]
-FormChoice = Literal[
-    "auto", "columns", "messages", "sharegpt", "alpaca", "gsm8k", "implicit_prompt"
+Form = Literal[
+    "columns",
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "gsm8k",
+    "implicit_prompt",
+    "comparison",
+    "completion",
+    "verl",
+    "api_log",
 ]
+FormChoice = Literal["auto"] | Form
 Purpose = Literal["demonstrations", "prompts", "responses", "pairs", "labeled", "steps"]
 """Use of the rows by a job. labeled: single responses with a label. steps: process supervision."""
 
 MESSAGES, SHAREGPT, SYSTEM = "messages", "conversations", "system"
 SYSTEMS = (SYSTEM, "system_prompt")
 """Columns with a system message."""
+CONVERSATIONS = (SHAREGPT, "conversation")
+"""Columns of ShareGPT turns."""
 INSTRUCTION, HISTORY = "instruction", "history"
 INPUTS, OUTPUTS = ("input", "context"), ("output", "response")
 QUESTION, ANSWER, FINAL = "question", "answer", "####"
+COMPLETION = "completion"
+REWARD_MODEL, TRUTH = "reward_model", "ground_truth"
+REQUEST, RESPONSE = "request", "response"
 
 NAMES: Mapping[Form, str] = {
     "columns": "columns",
@@ -30,6 +46,10 @@ NAMES: Mapping[Form, str] = {
     "alpaca": "Alpaca",
     "gsm8k": "GSM8K",
     "implicit_prompt": "preferences with an implicit prompt",
+    "comparison": "comparisons",
+    "completion": "prompt and completion",
+    "verl": "verl",
+    "api_log": "API logs",
 }
 
 
@@ -86,6 +106,8 @@ def form_of(row: Mapping[str, Any], keys: Keys) -> Reading:
             raise FormError(_lacks(row, keys.form, keys.purpose))
         return found[keys.form]
     by_columns = _by_columns(row, keys)
+    if "verl" in found:  # only its label is nested
+        return found["verl"]
     if keys.own:
         return Reading("columns")
     if by_columns is not None and by_columns.columns != ("text",):
@@ -108,7 +130,7 @@ def without_pair(row: Mapping[str, Any], keys: Keys) -> bool:
 
 def _by_columns(row: Mapping[str, Any], keys: Keys) -> Reading | None:
     """Return the reading by the project's own columns, or None if the row lacks them."""
-    for names in keys.complete:
+    for names in () if keys.purpose == "pairs" and without_pair(row, keys) else keys.complete:
         if all(row.get(name) is not None for name in names):
             return Reading("columns", names)
     return None
@@ -117,6 +139,7 @@ def _by_columns(row: Mapping[str, Any], keys: Keys) -> Reading | None:
 def _readings(row: Mapping[str, Any], keys: Keys) -> Iterator[Reading]:
     """Yield the forms of public datasets that a row has."""
     purpose = keys.purpose
+    yield from _readings_by_name(row, keys)
     if purpose in ("steps", "labeled"):
         return
     of_pair = () if purpose != "pairs" else keys.pair
@@ -125,8 +148,9 @@ def _readings(row: Mapping[str, Any], keys: Keys) -> Iterator[Reading]:
     more = tuple(name for name in (SYSTEM, "tools") if row.get(name) is not None)
     if purpose != "demonstrations" and purpose != "pairs" and _is_turns(row, MESSAGES, "role"):
         yield Reading("messages", (MESSAGES, *more))
-    if _is_turns(row, SHAREGPT, "from"):
-        yield Reading("sharegpt", (SHAREGPT, *more, *of_pair))
+    turns = turns_column(row)
+    if turns is not None:
+        yield Reading("sharegpt", (turns, *more, *of_pair))
     if isinstance(row.get(INSTRUCTION), str):
         used = [n for n in (SYSTEM, HISTORY, *INPUTS[:1]) if row.get(n) is not None]
         if INPUTS[0] not in used and row.get(INPUTS[1]) is not None:
@@ -139,6 +163,35 @@ def _readings(row: Mapping[str, Any], keys: Keys) -> Iterator[Reading]:
         yield Reading("gsm8k", (QUESTION, ANSWER))
     if purpose == "pairs" and keys.prompt not in row and _has_prompt(row[keys.pair[0]]):
         yield Reading("implicit_prompt", keys.pair)
+
+
+def _readings_by_name(row: Mapping[str, Any], keys: Keys) -> Iterator[Reading]:
+    """Yield the forms that only names of columns tell."""
+    purpose = keys.purpose
+    if purpose == "pairs" and without_pair(row, keys) and (form := comparison_of(row)):
+        yield Reading("comparison", form.columns)
+    if purpose in ("demonstrations", "responses", "labeled") and row.get(COMPLETION) is not None:
+        yield Reading("completion", (keys.prompt, COMPLETION))
+    if purpose in ("prompts", "responses") and TRUTH in as_object(row.get(REWARD_MODEL)):
+        yield Reading("verl", (keys.prompt, f"{REWARD_MODEL}.{TRUTH}"))
+    request, response = as_object(row.get(REQUEST)), as_object(row.get(RESPONSE))
+    if purpose in ("demonstrations", "prompts", "responses") and MESSAGES in request and response:
+        yield Reading("api_log", (f"{REQUEST}.{MESSAGES}", f"{RESPONSE}.choices"))
+
+
+def turns_column(row: Mapping[str, Any]) -> str | None:
+    """Return the column with ShareGPT turns; None if there is none."""
+    return next((key for key in CONVERSATIONS if _is_turns(row, key, "from")), None)
+
+
+def as_object(value: Any) -> Mapping[str, Any]:
+    """Return an object, or the object that JSON text contains; else an empty one."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json_value(value)
+        except ValueError:
+            return {}
+    return value if isinstance(value, Mapping) else {}
 
 
 def is_transcript(value: Any) -> bool:
@@ -182,16 +235,22 @@ def _as_list(value: Any) -> list[Any]:
 
 _NEEDED: Mapping[Form, str] = {
     "messages": "a column messages with a list of {role, content}",
-    "sharegpt": "a column conversations with a list of {from, value}",
+    "sharegpt": "a column conversations or conversation with a list of {from, value}",
     "alpaca": "the columns instruction and output",
     "gsm8k": "the columns question and answer, with the final answer after ####",
     "implicit_prompt": "two columns with transcripts (Human: ... Assistant: ...) or lists of "
     "messages that begin with the same messages, and no column with the prompt",
+    "comparison": "the columns of "
+    + ", or of ".join("/".join(form.columns) for form in COMPARISONS),
+    "completion": "the columns prompt and completion",
+    "verl": "a column reward_model with {ground_truth}",
+    "api_log": "the columns request with {messages} and response with {choices}",
 }
 
 
 def _lacks(row: Mapping[str, Any], form: Form, purpose: Purpose) -> str:
-    if purpose in ("steps", "labeled") or (form, purpose) == ("messages", "demonstrations"):
+    by_name = purpose == "steps" or (purpose == "labeled" and form != "completion")
+    if by_name or (form, purpose) == ("messages", "demonstrations"):
         return (
             f"form={form} is not possible for rows of this kind, which are read by columns; "
             "remove form"

@@ -26,7 +26,7 @@ FAIL = "fail"
 RatedKind = Literal["scores", "classes"]
 _MEANING: Mapping[str, str] = {"scores": "regression", "classes": "classification"}
 _KEY: Mapping[str, str] = {"scores": "score_keys", "classes": "label_key"}
-_ANSWERS = ("response", "output", "messages", "conversations")
+_ANSWERS = ("response", "output", "completion", "messages", "conversations", "conversation")
 
 
 @dataclass(frozen=True)

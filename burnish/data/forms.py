@@ -11,9 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from burnish.config.columns import nested_value
+from burnish.config.comparisons import comparison_of, first_is_better
 from burnish.config.data import DataConfig, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.forms import (
     ANSWER,
+    COMPLETION,
+    CONVERSATIONS,
     FINAL,
     HISTORY,
     INPUTS,
@@ -22,10 +26,15 @@ from burnish.config.forms import (
     NAMES,
     OUTPUTS,
     QUESTION,
+    REQUEST,
+    RESPONSE,
+    REWARD_MODEL,
     SHAREGPT,
     SYSTEM,
+    TRUTH,
     Form,
     FormError,
+    as_object,
     is_transcript,
 )
 from burnish.config.rated import RatedDataConfig
@@ -74,7 +83,8 @@ def _in_form(source: Source, config: DataConfig) -> Source:
     form = form_of_row(source[0], config)
     if isinstance(source, StreamedRows):
         return source.converted(lambda row: in_columns(row, form, config))
-    return source if form == "columns" else _Converted(source, form, config)
+    is_read = form == "columns" and not config.nested_keys
+    return source if is_read else _Converted(source, form, config)
 
 
 def form_of_row(row: Row, config: DataConfig) -> Form:
@@ -91,6 +101,10 @@ def in_columns(row: Row, form: Form, config: DataConfig) -> Row:
 
     Raises DataError with the position of the row and the column at fault.
     """
+    if keys := [key for key in config.nested_keys if key not in row.values]:
+        nested = {key: nested_value(row.values, key) for key in keys}
+        found = {key: value for key, value in nested.items() if value is not None}
+        row = replace(row, values={**row.values, **found}, original=row.columns)
     if form == "columns":
         return row
     values = dict(without_nulls(row.values) if row.fills_nulls else row.values)
@@ -110,14 +124,15 @@ def from_messages(values: Values, config: DataConfig) -> Values:
 def from_sharegpt(values: Values, config: DataConfig) -> Values:
     """Convert ShareGPT turns (``conversations`` with ``from`` and ``value``), with the system
     message of a column ``system``."""
-    turns = _turns(values, SHAREGPT)
+    key = next((key for key in CONVERSATIONS if values.get(key) is not None), SHAREGPT)
+    turns = _turns(values, key)
     system = values.get(SYSTEM)
     if system and isinstance(system, str) and turns[0]["role"] != "system":
         turns = [{"role": "system", "content": system}, *turns]
     if not isinstance(config, PreferenceDataConfig):
-        return _of_conversation(values, turns, config, used=SHAREGPT)
+        return _of_conversation(values, turns, config, used=key)
     pair = {key: _response(values, key) for key in (config.chosen_key, config.rejected_key)}
-    return _others(values, config, SHAREGPT) | {config.prompt_key: turns} | pair
+    return _others(values, config, key) | {config.prompt_key: turns} | pair
 
 
 def from_alpaca(values: Values, config: DataConfig) -> Values:
@@ -213,6 +228,60 @@ def from_implicit_prompt(values: Values, config: DataConfig) -> Values:
     return new | {config.prompt_key: prompt} | dict(zip(keys, responses, strict=True))
 
 
+def from_comparison(values: Values, config: DataConfig) -> Values:
+    """Convert two responses with a verdict to a chosen and a rejected response."""
+    assert isinstance(config, PreferenceDataConfig)
+    form = comparison_of(values)
+    if form is None:
+        raise DataError(f"the row has no comparison; its columns are {', '.join(values)}")
+    first = first_is_better(form, values)
+    if first is None:
+        raise DataError(
+            f"no response is better ({', '.join(f'{k}={values.get(k)!r}' for k in form.by)}); "
+            "remove the row, or set on_bad_row: skip"
+        )
+    better, worse = form.responses if first else form.responses[::-1]
+    pair = {config.chosen_key: _response(values, better)}
+    pair[config.rejected_key] = _response(values, worse)
+    new = _others(values, config, *form.columns)
+    if form.prompt is None:
+        return from_implicit_prompt(new | pair, config)
+    prompt = as_object(values[form.prompt]).get("full_text", values[form.prompt])  # WebGPT
+    return new | {config.prompt_key: parsed(prompt)} | pair
+
+
+def from_completion(values: Values, config: DataConfig) -> Values:
+    """Convert TRL's prompt and completion: the completion is the response."""
+    assert isinstance(
+        config, SFTDataConfig | PreferenceDataConfig | ResponseDataConfig | RatedDataConfig
+    )
+    rest = {key: value for key, value in values.items() if key != COMPLETION}
+    return rest | {config.response_key: _response(values, COMPLETION)}
+
+
+def from_verl(values: Values, config: DataConfig) -> Values:
+    """Convert verl's rows: the label is ``reward_model.ground_truth``."""
+    return values | _label(as_object(values.get(REWARD_MODEL)).get(TRUTH), values, config)
+
+
+def from_api_log(values: Values, config: DataConfig) -> Values:
+    """Convert a request and the response of a chat-completions API: the messages of the request and
+    the first choice."""
+    request, response = (as_object(values.get(key)) for key in (REQUEST, RESPONSE))
+    choices = response.get("choices")
+    message = choices[0].get("message") if isinstance(choices, list) and choices else None
+    if not isinstance(message, Mapping) or not isinstance(request.get(MESSAGES), list):
+        raise DataError(
+            f"column {RESPONSE!r} has no choices with a message, or {REQUEST!r} no messages, as "
+            "failed calls have; remove the row, or set on_bad_row: skip"
+        )
+    turns = _in_column(REQUEST, lambda: as_messages([*request[MESSAGES], without_nulls(message)]))
+    rest = {key: value for key, value in values.items() if key not in (REQUEST, RESPONSE)}
+    new = _of_conversation(rest, turns, config, used=REQUEST)
+    tools = request.get("tools")
+    return new if tools is None or config.tools_key is None else new | {config.tools_key: tools}
+
+
 def transcript_turns(text: str, key: str = "text") -> Messages:
     """Return the messages of a transcript ``\\n\\nHuman: ...\\n\\nAssistant: ...``. The contents
     keep their spaces.
@@ -302,7 +371,7 @@ def _answer(text: str, values: Values, config: DataConfig) -> Values:
     return _label(text, values, config)
 
 
-def _label(text: str, values: Values, config: DataConfig) -> Values:
+def _label(text: Any, values: Values, config: DataConfig) -> Values:
     """Return the column of the label, unless the row has one or the job reads none."""
     if not isinstance(config, PromptDataConfig) or values.get(config.label_key) is not None:
         return {}
@@ -311,7 +380,7 @@ def _label(text: str, values: Values, config: DataConfig) -> Values:
 
 def _others(values: Values, config: DataConfig, *used: str) -> Values:
     """Return the columns that the conversion does not replace."""
-    dropped = {*used, MESSAGES, SHAREGPT, config.prompt_key}
+    dropped = {*used, MESSAGES, *CONVERSATIONS, config.prompt_key}
     if isinstance(config, SFTDataConfig):
         dropped |= {config.messages_key, config.response_key, config.text_key}
     return {key: value for key, value in values.items() if key not in dropped}
@@ -376,4 +445,8 @@ _CONVERTERS: Mapping[Form, Callable[[Values, DataConfig], Values]] = {
     "alpaca": from_alpaca,
     "gsm8k": from_gsm8k,
     "implicit_prompt": from_implicit_prompt,
+    "comparison": from_comparison,
+    "completion": from_completion,
+    "verl": from_verl,
+    "api_log": from_api_log,
 }

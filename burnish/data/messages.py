@@ -17,11 +17,11 @@ from burnish.data.sources import DataError
 
 SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant"),
+    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard"), "assistant"),
     "system": "system",
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
-"""ShareGPT value of ``from`` -> message role."""
+"""ShareGPT value of ``from`` in lower case -> message role."""
 
 FUNCTION_CALL = "function_call"
 """ShareGPT value of ``from`` of an assistant's tool calls: ``{"name", "arguments"}`` as JSON
@@ -135,7 +135,7 @@ def _from_sharegpt(turn: Message) -> dict[str, Any]:
         calls = _tool_calls(turn.get("value"))
         rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
         return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
-    role = SHAREGPT_ROLES.get(str(turn["from"]))
+    role = SHAREGPT_ROLES.get(str(turn["from"]).lower())
     if role is None:
         known = ", ".join((*SHAREGPT_ROLES, FUNCTION_CALL))
         raise DataError(

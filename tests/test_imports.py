@@ -16,7 +16,7 @@ PACKAGE = Path(burnish.__file__).parent
 MATHS = {"types", "tensors", "transcript", "compact"}
 BASE = MATHS | {
     *("chat_message", "config", "errors", "loop_thread", "messages", "oom", "secret", "shm"),
-    *("model_text", "special_tokens", "templates"),
+    *("model_text", "special_tokens", "templates", "vocabulary"),
 }
 LOOPS = BASE | {
     *(
@@ -54,6 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "templates": {"errors"},
     "special_tokens": {"templates"},
     "shm": set(),
+    "vocabulary": set(),
     "tensors": set(),
     "algorithms": MATHS,
     "config": {"errors"},

@@ -108,6 +108,8 @@ class ModelCall:
     Names are unique."""
     prompt: str | tuple[int, ...] | None = None
     """Prompt of a completion without a chat template: text or token ids."""
+    more_prompts: tuple[str | tuple[int, ...], ...] = ()
+    """Prompts after ``prompt``. The reply has ``n`` responses to each, in order."""
     tool_choice: ToolChoice = "auto"
     """``required``: the response must call a tool. A named function counts as required."""
     max_tokens: int | None = None
@@ -139,6 +141,11 @@ class ModelCall:
     ignored: tuple[str, ...] = ()
     """Parameters that have no effect with any backend, such as ``reasoning_effort``. A backend
     includes them in :attr:`ModelReply.ignored`."""
+
+    @property
+    def num_responses(self) -> int:
+        """Return the number of responses to all prompts."""
+        return self.n * (1 + len(self.more_prompts))
 
     @property
     def shown_tools(self) -> tuple[Mapping[str, Any], ...]:
@@ -190,7 +197,7 @@ class ModelReply:
     """Unix time in seconds."""
     model: str
     choices: tuple[Choice, ...]
-    """``ModelCall.n`` responses."""
+    """``ModelCall.num_responses`` responses."""
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens that were read from a cache, included in ``prompt_tokens``."""

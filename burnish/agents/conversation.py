@@ -66,6 +66,34 @@ class Conversation:
         return {"name": self._names[call_id], **message}
 
 
+class FunctionCalls:
+    """Calls in the form before tools: ``function_call`` of an answer, and the result as a message
+    of the role ``function``. They have no ids."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._open: dict[str, str] = {}
+        """Name of a function -> id of its last call, which has no result yet."""
+
+    def renewed(self, node: Json, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message with the id of its call."""
+        made = node.get("function_call") if message["role"] == "assistant" else None
+        if made is not None:
+            name, arguments = made.need("name").name(), made.get("arguments")
+            self._count += 1
+            self._open[name] = call_id = f"f{self._count:08d}"
+            given = arguments_of(arguments) if arguments else {}
+            calls = [*message.get("tool_calls", ()), tool_call(call_id, name, given)]
+            return {**message, "tool_calls": calls}
+        if node.value["role"] != "function":
+            return message
+        name = node.need("name").name()
+        if name not in self._open:
+            what = f"{node.path} is a result of the function {name[:60]!r}, but no earlier "
+            raise invalid(node.path, f"{what}assistant message has a function_call with this name")
+        return {**message, "tool_call_id": self._open.pop(name)}
+
+
 def assistant_message(
     content: str, reasoning: str = "", calls: Collection[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:

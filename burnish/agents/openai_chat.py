@@ -22,6 +22,7 @@ from burnish.agents.calls import (
 )
 from burnish.agents.conversation import (
     Conversation,
+    FunctionCalls,
     arguments_of,
     assistant_message,
     checked_tools,
@@ -55,7 +56,8 @@ MAX_N = 128
 _MAX_TOKEN_ID = 2**31 - 1
 _DONE = "data: [DONE]\n\n"
 _TEXT = {"text": "text", "refusal": "refusal"}
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_RENAMED = {"developer": "system", "function": "tool"}
 _SCALED = "it changes the distribution that log-probs describe"
 _CONSTRAINED = "constrained sampling is not supported; describe the format in the prompt"
 _SHARED = {
@@ -170,12 +172,14 @@ class Completions:
     def read(self, body: Any, *, max_messages: int) -> ModelCall:
         """Return the call in a request body. ``max_messages`` is not used: there are none.
 
-        A list with one prompt is the prompt.
+        The choices of several prompts follow each other, ``n`` for each.
         """
         root = checked_body(body)
+        first, *others = _read_prompts(root.need("prompt"))
         return ModelCall(
             model=root.need("model").name(),
-            prompt=_read_prompt(root.need("prompt")),
+            prompt=first,
+            more_prompts=tuple(others),
             max_tokens=root.read("max_tokens", _positive, None),
             logprobs=root.get("logprobs") is not None,
             unsupported=unsupported_parameters(root, _COMPLETION),
@@ -246,8 +250,9 @@ def _read_tools(node: Json) -> tuple[Any, ...]:
 
 def _read_messages(node: Json, max_messages: int) -> tuple[Any, ...]:
     conversation = Conversation(max_messages=max_messages)
+    old = FunctionCalls()
     for each in node.items():
-        conversation.add(_read_message(each), each.path)
+        conversation.add(old.renewed(each, _read_message(each)), each.path)
     return conversation.finish(node.path)
 
 
@@ -256,7 +261,7 @@ def _read_message(node: Json) -> dict[str, Any]:
     if role == "assistant":
         return _read_assistant(node)
     message = {
-        "role": "system" if role == "developer" else role,
+        "role": _RENAMED.get(role, role),
         "content": joined_text(node.need("content"), _TEXT),
     }
     if role == "tool":
@@ -267,9 +272,6 @@ def _read_message(node: Json) -> dict[str, Any]:
 
 
 def _read_assistant(node: Json) -> dict[str, Any]:
-    if node.get("function_call") is not None:
-        where = node.child("function_call").path
-        raise invalid(where, f"{where} is deprecated and not supported; use tool_calls")
     content = node.read("content", lambda content: joined_text(content, _TEXT), "")
     reasoning = node.get("reasoning_content") or node.get("reasoning")
     calls = node.read("tool_calls", Json.items, [])
@@ -293,19 +295,23 @@ def _read_call(node: Json) -> dict[str, Any]:
     )
 
 
+def _read_prompts(node: Json) -> list[str | tuple[int, ...]]:
+    """Return one or more prompts."""
+    if not isinstance(node.value, list) or not node.value:
+        return [_read_prompt(node)]
+    if not isinstance(node.value[0], (str, list)):
+        return [_read_prompt(node)]
+    if len(node.value) > MAX_N:
+        raise invalid(node.path, f"{node.path} has {len(node.value)} prompts; send at most {MAX_N}")
+    return [_read_prompt(each) for each in node.items()]
+
+
 def _read_prompt(node: Json) -> str | tuple[int, ...]:
-    if isinstance(node.value, list) and node.value and isinstance(node.value[0], (str, list)):
-        if len(node.value) > 1:
-            raise invalid(
-                node.path,
-                f"{node.path} has {len(node.value)} prompts; send one request per prompt",
-            )
-        node = node.items()[0]
     if isinstance(node.value, str) and node.value:
         return node.value
     if isinstance(node.value, list) and node.value:
         if not all(type(token) is int and 0 <= token <= _MAX_TOKEN_ID for token in node.value):
-            return tuple(token.integer(0, _MAX_TOKEN_ID) for token in node.items())  # raises
+            return tuple(token.integer(0, _MAX_TOKEN_ID) for token in node.items())
         return tuple(node.value)
     raise node.wrong("non-empty text or a non-empty list of token ids")
 

@@ -21,6 +21,7 @@ MAX_VALUES = 1_000_000
 MAX_STOP = 16
 """Maximum stop texts of a call."""
 _INT64 = 2**63
+_MIN_TOP_P = 1e-6
 _SHOWN = 60  # characters of a wrong value that an error contains
 
 T = TypeVar("T")
@@ -101,8 +102,10 @@ class Json:
         return self.value
 
     def integer(self, low: int, high: int = _INT64 - 1) -> int:
-        """Return the value, which must be an integer from ``low`` to ``high``."""
-        if not _is_integer(self.value) or not low <= self.value <= high:
+        """Return the value, which must be an integer from ``low`` to ``high``. JSON does not
+        distinguish 4.0 from 4."""
+        is_whole = isinstance(self.value, float) and self.value.is_integer()
+        if not (is_whole or _is_integer(self.value)) or not low <= self.value <= high:
             limit = f"from {low} to {high}" if high < _INT64 - 1 else f"of at least {low}"
             raise self.wrong(f"an integer {limit}")
         return int(self.value)
@@ -189,12 +192,17 @@ def sampling_parameters(root: Json) -> dict[str, Any]:
     top_k = root.read("top_k", lambda node: node.integer(-1), 0)
     return {
         "temperature": root.read("temperature", lambda node: node.number(0, 100), None),
-        "top_p": root.read("top_p", lambda node: node.number(1e-6, 1), None),
+        "top_p": root.read("top_p", _read_top_p, None),
         "top_k": top_k if top_k > 0 else None,
         "seed": root.read("seed", lambda node: node.integer(-_INT64), None),
         "stream": root.read("stream", Json.boolean, False),
         "template_kwargs": root.read("chat_template_kwargs", Json.mapping, {}),
     }
+
+
+def _read_top_p(node: Json) -> float:
+    """Return top_p. 0 leaves the most probable token, as every small value does."""
+    return max(_MIN_TOP_P, node.number(0, 1))
 
 
 def _is_integer(value: Any) -> bool:

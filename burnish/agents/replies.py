@@ -71,13 +71,14 @@ def make_reply(start: ReplyStart, choices: Sequence[Choice], *, cached_tokens: i
 
 
 def make_start(
-    call: ModelCall, prompt_ids: Sequence[int], reply_id: str, *, ignored: Sequence[str] = ()
+    call: ModelCall, prompt_tokens: int, reply_id: str, *, ignored: Sequence[str] = ()
 ) -> ReplyStart:
-    """Return the part of a reply that is known before its responses are sampled."""
+    """Return the part of a reply that is known before its responses are sampled.
+    ``prompt_tokens``: those of all prompts."""
     return ReplyStart(
         reply_id=reply_id,
         created=int(time.time()),
         model=call.model,
-        prompt_tokens=len(prompt_ids),
+        prompt_tokens=prompt_tokens,
         ignored=tuple(ignored),
     )

@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -168,10 +168,10 @@ class ServingBackend:
         """Answer a call. ``digest``, ``is_retry`` and ``arrival`` are not used: without a seed, a
         retry may sample another response. ``progress``: see :class:`Progress`."""
         self._check(call)
-        if call.n > self._max_queue:
-            what = f"n is {call.n}, but the server samples at most {self._max_queue} responses"
-            raise invalid("n", f"{what} at once (--max-queue)")
-        if self.num_open + call.n > self._max_queue:
+        if (count := call.num_responses) > self._max_queue:
+            what = f"n and the prompts ask for {count} responses, but the server samples at most"
+            raise invalid("n", f"{what} {self._max_queue} responses at once (--max-queue)")
+        if self.num_open + count > self._max_queue:
             what = f"{self.num_open} responses are sampled or wait, and the limit is"
             raise CallError(
                 f"{what} {self._max_queue}; retry later",
@@ -179,11 +179,11 @@ class ServingBackend:
                 kind="rate_limit_error",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        self.num_open += call.n
+        self.num_open += count
         try:
             return await self._answer(call, progress)
         finally:
-            self.num_open -= call.n
+            self.num_open -= count
 
     async def count_tokens(self, call: ModelCall) -> int:
         """Return the number of prompt tokens of a call. Raises CallError."""
@@ -202,44 +202,63 @@ class ServingBackend:
         check_supported(call)
 
     async def _answer(self, call: ModelCall, progress: Progress | None) -> ModelReply:
-        prompt = await self._prompt(call)
-        room = self._max_len - len(prompt.ids)
-        if room <= 0:
-            raise self._too_long(f"the prompt has {len(prompt.ids)} tokens")
-        wanted = call.max_tokens or (room if prompt.renderer else COMPLETION_TOKENS)
-        sampling = _sampling(call, min(wanted, room), prompt.renderer)
+        prompts = [await self._prompt(call)]
+        for text in call.more_prompts:
+            prompts.append(await self._prompt(replace(call, prompt=text)))
         self._num_calls += 1
-        name, seed = f"call-{self._num_calls}", call.seed
-        seed = secrets.randbits(63) if seed is None else seed
-        requests = [
-            Request(f"{name}/{i}", prompt.ids, seed=call_seed(seed, prompt.ids, i))
-            for i in range(call.n)
-        ]
+        name = f"call-{self._num_calls}"
+        sampled = [prompt for prompt in prompts for _ in range(call.n)]
+        requests = self._requests(call, name, prompts)
         start = make_start(
             call,
-            prompt.ids,
+            sum(len(prompt.ids) for prompt in prompts),
             f"{name}-{secrets.token_hex(6)}",
             ignored=(*call.ignored, *["tool_choice"] * (call.tool_choice == "required")),
         )
+        most = max(request.max_tokens or 0 for request in requests)
+        sampling = _sampling(call, most, prompts[0].renderer)
         if progress is None:
             completions = await self._sample(requests, sampling)
         else:
-            live = await self._responses(call, prompt)
+            live = await self._responses(call, sampled)
             requests = [replace(one, on_tokens=live.listener(i)) for i, one in enumerate(requests)]
             async with live.followed(progress, start, self._in_thread):
                 completions = await self._sample(requests, sampling)
-        choices = [await self._choice(call, prompt, completion) for completion in completions]
-        return make_reply(start, choices, cached_tokens=completions[0].cached_tokens)
+        pairs = zip(sampled, completions, strict=True)
+        choices = [await self._choice(call, prompt, completion) for prompt, completion in pairs]
+        cached = sum(completion.cached_tokens for completion in completions[:: call.n])
+        return make_reply(start, choices, cached_tokens=cached)
 
-    async def _responses(self, call: ModelCall, prompt: _Prompt) -> Responses:
-        """Return the readers of the responses to a call."""
-        renderer, ids = prompt.renderer, prompt.ids
-        make: Callable[[], Reader] = (
-            partial(self._codec.stream_text, ids, call.stop)
-            if renderer is None
-            else partial(renderer.stream, ids, has_tools=bool(call.shown_tools), stops=call.stop)
-        )
-        return Responses([await self._in_thread(make) for _ in range(call.n)])
+    def _requests(self, call: ModelCall, name: str, prompts: Sequence[_Prompt]) -> list[Request]:
+        """Return ``n`` requests for each prompt. Raises CallError for a prompt without room for a
+        response."""
+        seed = secrets.randbits(63) if call.seed is None else call.seed
+        requests: list[Request] = []
+        attempts: Counter[Ids] = Counter()
+        for prompt in prompts:
+            room = self._max_len - len(prompt.ids)
+            if room <= 0:
+                raise self._too_long(f"the prompt has {len(prompt.ids)} tokens")
+            wanted = call.max_tokens or (room if prompt.renderer else COMPLETION_TOKENS)
+            for _ in range(call.n):
+                request = Request(
+                    f"{name}/{len(requests)}",
+                    prompt.ids,
+                    seed=call_seed(seed, prompt.ids, attempts[prompt.ids]),
+                    max_tokens=min(wanted, room),
+                )
+                attempts[prompt.ids] += 1
+                requests.append(request)
+        return requests
+
+    async def _responses(self, call: ModelCall, prompts: Sequence[_Prompt]) -> Responses:
+        """Return the readers of the responses to a call. ``prompts``: that of each response."""
+        return Responses([await self._in_thread(self._reader, call, prompt) for prompt in prompts])
+
+    def _reader(self, call: ModelCall, prompt: _Prompt) -> Reader:
+        if prompt.renderer is None:
+            return self._codec.stream_text(prompt.ids, call.stop)
+        return prompt.renderer.stream(prompt.ids, has_tools=bool(call.shown_tools), stops=call.stop)
 
     async def _sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Sample all responses. If one fails or the wait is cancelled, the others are dropped."""

@@ -245,7 +245,7 @@ class TrainingSession:
         self._record(one)
         name = f"{self.task.episode_id}-{one.number}"
         choice = make_choice(call, one.completion, one.parsed, one.parts)
-        start = make_start(call, one.prompt.ids, name, ignored=ignored)
+        start = make_start(call, len(one.prompt.ids), name, ignored=ignored)
         return make_reply(start, [choice], cached_tokens=one.completion.cached_tokens)
 
     def _record(self, one: Recorded) -> None:
@@ -336,11 +336,12 @@ class TrainingSession:
         """Return the parameters of a call that have no effect, after counting them. Raises
         CallError for those that cannot be ignored."""
         check_supported(call)
-        if call.n > 1:
+        if call.num_responses > 1:
             raise invalid(
-                "n",
-                "n > 1 is not possible in training: every response of an episode is a turn of its "
-                "own; send several requests, or raise rollout.n_samples_per_prompt",
+                "n" if call.n > 1 else "prompt",
+                "n > 1 and several prompts are not possible in training: every response of an "
+                "episode is a turn of its own; send several requests, or raise "
+                "rollout.n_samples_per_prompt",
             )
         run = self.policy.sampling
         wanted = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k}

@@ -25,6 +25,7 @@ from burnish.data.rendering import (
 from burnish.data.sources import DataError
 from burnish.data.turns import locate_turns
 from burnish.special_tokens import special_tokens, turn_length
+from burnish.vocabulary import beyond_embeddings, num_embeddings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,9 +127,9 @@ def encode_conversation(
         )
     bare = [without_flags(message) for message in messages]
     check_rendering(tokenizer, bare, tools, refused=refused)
-    if "empty answer" in refused:
-        _check_answers(tokenizer, [bare[turn] for turn in learned], tools)
     bare = _without_own_end(tokenizer, bare, tools)
+    answers = [bare[turn] for turn in learned]
+    _check_answers(tokenizer, answers, tools, refuse="empty answer" in refused)
     text, located = locate_turns(tokenizer, bare, learned, tools)
     ids: list[int] = []
     mask: list[bool] = []
@@ -144,23 +145,36 @@ def encode_conversation(
 
 
 def _check_answers(
-    tokenizer: PreTrainedTokenizerBase, answers: Sequence[Message], tools: Tools
+    tokenizer: PreTrainedTokenizerBase, answers: Sequence[Message], tools: Tools, *, refuse: bool
 ) -> None:
-    """Raise DataError if the template renders no text and no tool calls of an answer."""
+    """Refuse or count answers of which the template renders no text and no tool calls."""
     for answer in answers:
         if answer["content"].strip() or answer.get("tool_calls"):
             continue
         habits, reasoning = habits_of(tokenizer, tools), str(answer.get(REASONING[0], ""))
         if not reasoning.strip() or (habits.reasoning_key is None and not habits.cuts_reasoning):
-            raise DataError(EMPTY_ANSWER)
+            empty_answer(refuse=refuse)
 
 
-EMPTY_ANSWER = (
-    "an answer that is trained is empty, so the model would learn to answer with the end token "
-    "alone; fill it, drop the row (data.on_bad_row: skip drops all such rows), or set train: false "
-    "on the message"
-)
-"""Error for a trained answer without text."""
+def check_text(tokenizer: PreTrainedTokenizerBase, text: str, *, refuse: bool) -> None:
+    """Refuse or count a response, or a text, that is blank without its end token."""
+    if not text.strip().removesuffix(str(tokenizer.eos_token)).strip():
+        empty_answer(refuse=refuse)
+
+
+def empty_answer(*, refuse: bool) -> None:
+    """Raise DataError, or record a notice, for an answer that is the end token alone."""
+    if refuse:
+        raise DataError(
+            "an answer that is trained is empty, so the model would learn to answer with the end "
+            "token alone; fill it or drop the row (data.on_bad_row: skip skips all such rows). A "
+            "message with train: false may be empty"
+        )
+    note(
+        "empty_answer",
+        "an answer is empty: it is the end token alone. Drop the row if that is not what the data "
+        "means",
+    )
 
 
 def encode_completion(
@@ -238,6 +252,7 @@ def encode_piece(
     """
     tokenize = _literal_ids if literal else _plain_ids
     ids = tokenize(tokenizer, text)
+    check_embeddings(tokenizer, ids)
     if not follows or not text:
         return ids
     probe = tokenizer.convert_ids_to_tokens(_plain_ids(tokenizer, "a"))
@@ -255,6 +270,7 @@ def _encode_with_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> list[i
     tokens, they are kept once.
     """
     own = _plain_ids(tokenizer, text)
+    check_embeddings(tokenizer, own)
     plain = own or _plain_ids(tokenizer, "a")  # an empty text does not show the positions
     ids = list(tokenizer(text if own else "a", verbose=False)["input_ids"])
     places = range(len(ids) - len(plain) + 1)
@@ -270,6 +286,19 @@ def _encode_with_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> list[i
         )
         return own
     return prefix + own
+
+
+def check_embeddings(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
+    """Raise DataError if the model has no embedding for one of the ids
+    (:mod:`burnish.vocabulary`)."""
+    token = beyond_embeddings(tokenizer, ids)
+    if token is not None:
+        text = str(tokenizer.convert_ids_to_tokens(token))
+        raise DataError(
+            f"the token {text[:60]!r} has the id {token}, but the model has embeddings for "
+            f"{num_embeddings(tokenizer)} tokens. Use the model's own tokenizer "
+            "(model.tokenizer_path), remove the text from the row, or resize the model's embeddings"
+        )
 
 
 def _plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

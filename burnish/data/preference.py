@@ -102,6 +102,7 @@ class PairEncoder:
             )
         better = exchange(row, prompt, config, key=config.chosen_key, field="chosen_key")
         worse = exchange(row, prompt, config, key=config.rejected_key, field="rejected_key")
+        worse = replace(worse, may_be_empty=True)
         as_chat = not is_text(prompt, better.response, worse.response)
         chosen, rejected = (
             to_last_trained(

@@ -14,7 +14,7 @@ from burnish.data.chat import check_tokenizer, encode_prompt
 from burnish.data.encoded import EncodedStream, load_all
 from burnish.data.forms import open_rows
 from burnish.data.messages import as_messages
-from burnish.data.rows import prompt_column, system_of, tools_column
+from burnish.data.rows import note_unused_template, prompt_column, system_of, tools_column
 from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import RowRef
 from burnish.model_text import ModelTextError, Pattern
@@ -82,7 +82,9 @@ class PromptEncoder:
             tools=tools_column(row, config),
         )
         messages = None
-        if not isinstance(content, str) or config.apply_chat_template:
+        if isinstance(content, str) and not config.apply_chat_template:
+            note_unused_template(self._tokenizer, ids, config)
+        else:
             messages = tuple(as_messages(content, system_prompt=system))
         if not ids:
             raise DataError("the prompt has no tokens, so there is nothing to generate from")

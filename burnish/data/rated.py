@@ -80,6 +80,7 @@ class RatedEncoder:
         if prompt in ("", []):
             raise DataError("the prompt is empty; add the prompt that the response answers")
         given = exchange(row, prompt, config, key=config.response_key, field="response_key")
+        given = replace(given, may_be_empty=True)
         given = self._repeated.strip(ref.source, given)
         encoded = to_last_trained(encode_exchange(self._tokenizer, given, config))
         return RatedExample(encoded, target_of(row, config))

@@ -14,7 +14,7 @@ from burnish.data.chat import encode_completion, response_text
 from burnish.data.encoded import EncodedTable
 from burnish.data.generation_prompts import OWN_COLUMNS
 from burnish.data.prompts import PromptEncoder, check_label_key
-from burnish.data.rows import column
+from burnish.data.rows import column, num_tokens
 from burnish.data.sources import DataError, Row
 from burnish.data.stream import RowRef
 from burnish.types import FinishReason, Group, Prompt, Sample
@@ -121,7 +121,7 @@ class ResponseEncoder:
         head, given = prompt.token_ids, row.values.get(f"{self._config.response_key}_tokens")
         if isinstance(given, (list, tuple)) and all(type(i) is int for i in given):
             ids = tuple(given)
-            in_vocabulary = not ids or 0 <= min(ids) <= max(ids) < len(self._tokenizer)
+            in_vocabulary = not ids or 0 <= min(ids) <= max(ids) < num_tokens(self._tokenizer)
             if in_vocabulary and response_text(self._tokenizer, head, ids) == text:
                 return ids
         ids_and_mask = encode_completion(self._tokenizer, head, text, add_eos=ended)

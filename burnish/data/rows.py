@@ -13,6 +13,7 @@ from burnish.config.forms import SYSTEMS
 from burnish.config.rated import RatedDataConfig
 from burnish.config.templates import TemplateError, fields_of
 from burnish.data.chat import (
+    check_text,
     encode_completion,
     encode_conversation,
     encode_prompt,
@@ -20,8 +21,10 @@ from burnish.data.chat import (
 )
 from burnish.data.messages import as_messages, as_tools, parsed, without_nulls
 from burnish.data.notices import note
-from burnish.data.rendering import check_rendering
+from burnish.data.rendering import REFUSED, check_rendering
 from burnish.data.sources import DataError, Row
+from burnish.special_tokens import special_tokens
+from burnish.vocabulary import num_embeddings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -253,6 +256,8 @@ class Exchange:
     """The sampled ids of ``response`` (in rows written by the job generate). None if unknown."""
     system: str | None = None
     """System message before the prompt."""
+    may_be_empty: bool = False
+    """True if the model does not learn to give this response: a rejected or a rated one."""
 
 
 def exchange(row: Row, prompt: Any, config: ExchangeData, *, key: str, field: str) -> Exchange:
@@ -285,12 +290,15 @@ def encode_exchange(
     the sampled ones, if the row has them. Raises DataError if the row cannot be encoded.
     """
     prompt, response = given.prompt, given.response
+    if isinstance(response, str):
+        check_text(tokenizer, response, refuse=not given.may_be_empty)
     as_chat = as_chat or config.apply_chat_template or not is_text(prompt, response)
     sampled = _sampled(tokenizer, given, config, as_chat=as_chat)
     if sampled is not None:
         return sampled
     if not as_chat:
         _, prompt_ids = encode_prompt(tokenizer, prompt, system_prompt=given.system)
+        note_unused_template(tokenizer, prompt_ids, config)
         return token_row(*encode_completion(tokenizer, prompt_ids, response))
     own = as_messages(prompt)
     answer = _answer(response, own)
@@ -298,9 +306,29 @@ def encode_exchange(
     check_rendering(tokenizer, before, given.tools, system_prompt=given.system)
     return token_row(
         *encode_conversation(
-            tokenizer, [*before, *answer], trained_from=len(before), tools=given.tools
+            tokenizer,
+            [*before, *answer],
+            trained_from=len(before),
+            tools=given.tools,
+            refused=REFUSED - {"empty answer"} if given.may_be_empty else REFUSED,
         )
     )
+
+
+def note_unused_template(
+    tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], config: DataConfig
+) -> None:
+    """Record a notice if a prompt is plain text although the tokenizer has a chat template. A
+    prompt with special tokens, or one that a prompt_template formats, has a form of its own."""
+    if tokenizer.chat_template is None or config.prompt_template is not None:
+        return
+    if special_tokens(tokenizer).keys().isdisjoint(prompt_ids[1:]):
+        note(
+            "template_unused",
+            "the prompt is plain text, so the chat template of the model is not used, and the "
+            "response follows the prompt without a separator; set data.apply_chat_template: true "
+            "to train and sample in the form in which chat models are served",
+        )
 
 
 def sampled_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> TokenRow | None:
@@ -315,7 +343,7 @@ def sampled_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> TokenRow | None
     if not isinstance(ids, list | tuple) or not isinstance(mask, list | tuple):
         return None
     usable = len(ids) == len(mask) and all(type(i) is int and i >= 0 for i in ids)
-    if usable and max(ids) < len(tokenizer) and str(tokenizer.decode(list(ids))) == text:
+    if usable and max(ids) < num_tokens(tokenizer) and str(tokenizer.decode(list(ids))) == text:
         return token_row(ids, [bool(m) for m in mask])
     note("other_tokens", _OTHER_TOKENS)
     return None
@@ -325,6 +353,11 @@ _OTHER_TOKENS = (
     "the row's token ids do not decode to its text with this tokenizer (another model's, or the "
     "text was changed), so the text is tokenized again; use_tokens: false does so silently"
 )
+
+
+def num_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of ids that the tokenizer and the model know."""
+    return num_embeddings(tokenizer) or len(tokenizer)
 
 
 def is_text(*values: Any) -> bool:
@@ -354,7 +387,7 @@ def _sampled(
         apply_chat_template=as_chat,
         tools=given.tools,
     )
-    if min(ids) >= 0 and max(ids) < len(tokenizer):
+    if min(ids) >= 0 and max(ids) < num_tokens(tokenizer):
         alone = str(tokenizer.decode(list(ids), skip_special_tokens=True))
         if given.response in (alone, response_text(tokenizer, prompt_ids, ids)):
             return token_row([*prompt_ids, *ids], [False] * len(prompt_ids) + [True] * len(ids))

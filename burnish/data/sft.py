@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config.data import SFTDataConfig
 from burnish.data.chat import (
+    check_text,
     check_tokenizer,
     encode_completion,
     encode_conversation,
@@ -139,6 +140,7 @@ class SFTEncoder:
                 f"column {self._config.text_key!r} (text_key) holds a {type(text).__name__}, not "
                 "a string"
             )
+        check_text(self._tokenizer, text, refuse=True)
         _, ids = encode_prompt(self._tokenizer, text, system_prompt=self._config.system_prompt)
         if ids[-1:] == [self._tokenizer.eos_token_id]:
             note("double_eos", "the text already ends with the end token; it is kept once")

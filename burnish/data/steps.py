@@ -17,7 +17,13 @@ from burnish.config.steps import STEP_KEYS, StepsDataConfig
 from burnish.data.chat import check_tokenizer, encode_completion, encode_prompt
 from burnish.data.encoded import EncodedStream, load_all
 from burnish.data.forms import open_rows
-from burnish.data.rows import column, prompt_column, system_of, tools_column
+from burnish.data.rows import (
+    column,
+    note_unused_template,
+    prompt_column,
+    system_of,
+    tools_column,
+)
 from burnish.data.sources import DataError, Row
 from burnish.data.stream import RowRef
 from burnish.types import Batch, steps_to_batch
@@ -94,6 +100,8 @@ class StepsEncoder:
             apply_chat_template=config.apply_chat_template,
             tools=tools_column(row, config),
         )
+        if isinstance(prompt, str) and not config.apply_chat_template:
+            note_unused_template(tokenizer, ids, config)
         prompt_len, ends = len(ids), []
         for k, step in enumerate(steps):
             last = k == len(steps) - 1 and config.add_end_token

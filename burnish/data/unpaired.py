@@ -146,12 +146,11 @@ class UnpairedEncoder:
         if prompt in ("", []):
             raise DataError("the prompt is empty; add the prompt that the response answers")
         given = exchange(row, prompt, config, key=config.response_key, field="response_key")
-        given = self._repeated.strip(ref.source, given)
-        encoded = to_last_trained(encode_exchange(self._tokenizer, given, config))
         assert config.label_key is not None
-        return UnpairedExample(
-            encoded, _desirable_label(column(row, config.label_key, "label_key"), config)
-        )
+        desirable = _desirable_label(column(row, config.label_key, "label_key"), config)
+        given = self._repeated.strip(ref.source, replace(given, may_be_empty=not desirable))
+        encoded = to_last_trained(encode_exchange(self._tokenizer, given, config))
+        return UnpairedExample(encoded, desirable)
 
     def length(self, item: UnpairedExample) -> int:
         return len(item.row.ids)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +30,11 @@ from burnish.models.load import load_tokenizer
 
 SHOWN = 20
 """Most bad rows listed in one error message."""
+
+MOST_REASONS = 50
+"""Most reasons that are counted apart."""
+OTHER_REASONS = "other errors"
+_PLACES = 6
 
 Span = tuple[int, int, int]
 """Number of a source, its first row, and the row after the last."""
@@ -80,6 +86,18 @@ class Found:
     """Rows by kind: unusable, too long (both are errors), skipped, dropped, truncated."""
     problems: list[str] = field(default_factory=list)
     """The first errors, or the first skipped rows."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Number of all such rows by :func:`reason_of` their error."""
+
+    def to_json(self) -> list[Any]:
+        """Return the result as JSON."""
+        return [self.rows, self.counts, self.problems, self.reasons]
+
+    @classmethod
+    def from_json(cls, body: list[Any]) -> Found:
+        """Return the result that :meth:`to_json` wrote."""
+        rows, counts, problems, reasons = body
+        return cls(rows, Counter(counts), problems, Counter(reasons))
 
     @property
     def num_bad(self) -> int:
@@ -91,6 +109,27 @@ class Found:
         self.rows += other.rows
         self.counts.update(other.counts)
         self.problems = [*self.problems, *other.problems][:SHOWN]
+        for reason, count in other.reasons.items():
+            known = reason in self.reasons or len(self.reasons) < MOST_REASONS
+            self.reasons[reason if known else OTHER_REASONS] += count
+
+    def add_problem(self, kind: str, problem: str) -> None:
+        """Count an unusable, too long or skipped row with its error."""
+        self.add(Found(0, Counter([kind]), [problem], Counter([reason_of(problem)])))
+
+    def by_reason(self) -> str:
+        """Return the first errors, one line per reason, with the number of rows of each."""
+        shown: dict[str, list[str]] = {reason: [] for reason in self.reasons}
+        for problem in self.problems:
+            shown.setdefault(reason_of(problem), []).append(problem)
+        lines = []
+        for reason, problems in sorted(shown.items(), key=lambda group: -self.reasons[group[0]]):
+            places = [problem.partition(": ")[0] for problem in problems[1:_PLACES]]
+            also = f"\n    also {', '.join(places)}" if places else ""
+            count = self.reasons[reason]
+            rows = f"{count} rows: " if count > 1 else ""
+            lines.append(f"\n  - {rows}{problems[0] if problems else reason}{also}")
+        return "".join(lines)
 
 
 def scan(
@@ -110,13 +149,26 @@ def scan(
                 fitted = fit(source, ref, encoder, section.data, notices=notices)
             except DataError as error:
                 kind = "too long" if isinstance(error, OverlongError) else "unusable"
-                found.add(Found(counts=Counter([kind]), problems=[str(error)]))
+                found.add_problem(kind, str(error))
                 continue
             if fitted.bad is not None:
-                found.add(Found(counts=Counter(["skipped"]), problems=[fitted.bad]))
+                found.add_problem("skipped", fitted.bad)
             elif fitted.item is None or fitted.truncated:
                 found.counts["truncated" if fitted.truncated else "dropped"] += 1
         yield found
+
+
+def reason_of(problem: str) -> str:
+    """Return an error without the position of its row, and with dots for quoted texts and numbers,
+    by which rows with the same mistake are grouped.
+
+    >>> reason_of("rows.jsonl:7: the column 'a' has 3 entries")
+    'the column ... has ... entries'
+    """
+    return _OWN_TEXT.sub("...", problem.partition(": ")[2] or problem)
+
+
+_OWN_TEXT = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
 
 @contextmanager
@@ -137,7 +189,7 @@ def main() -> None:
     section, spans = Section.from_json(request["section"]), request["spans"]
     sources = open_rows(section.data)
     for found in scan(section, load_tokenizer(section.model), sources, spans):
-        print(json.dumps([found.rows, found.counts, found.problems]), flush=True)
+        print(json.dumps(found.to_json()), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,6 +42,7 @@ from burnish.models.load import load_tokenizer
 from burnish.rewards.base import RewardError, RewardSet
 from burnish.rewards.build import build_rewards
 from burnish.types import Group, Prompt, Sample
+from burnish.vocabulary import num_embeddings
 
 log = logging.getLogger("burnish")
 
@@ -178,14 +178,11 @@ def _listing(section: Section, found: Found) -> str:
     if found.num_bad == 1:
         skips = f"; correct or remove the row, or set {section.name}.on_bad_row=skip"
         return found.problems[0] + (skips if found.counts["unusable"] else "")
-    shown = len(found.problems)
-    more = "" if shown == found.num_bad else f"; the first {shown}"
     kinds = ", ".join(f"{found.counts[k]} {k}" for k in ("unusable", "too long") if found.counts[k])
-    lines = "".join(f"\n  - {problem}" for problem in found.problems)
     return (
-        f"{section.name}: {found.num_bad} of {found.rows} rows cannot be used ({kinds}){more}:"
-        f"{lines}\nCorrect or remove the rows, or set {section.name}.on_bad_row=skip for unusable "
-        f"rows and {section.name}.overlong=drop for long ones"
+        f"{section.name}: {found.num_bad} of {found.rows} rows cannot be used ({kinds}):"
+        f"{found.by_reason()}\nCorrect or remove the rows, or set {section.name}.on_bad_row=skip "
+        f"for unusable rows and {section.name}.overlong=drop for long ones"
     )
 
 
@@ -208,8 +205,8 @@ def checked_section(
     if own in _results and not again:
         return _results[own], True
     stored = None if key is None else recall_json("rows", key)
-    if isinstance(stored, list) and len(stored) == 3:
-        return Found(stored[0], Counter(stored[1]), stored[2]), True
+    if isinstance(stored, list) and len(stored) == 4:
+        return Found.from_json(stored), True
     with quiet():
         sources = open_rows(section.data)
     spans = list(_spans(section, sources))
@@ -222,7 +219,7 @@ def checked_section(
             for part in scan(section, tokenizer, sources, spans):
                 found.add(part)
     if key is not None and states == _states(section.data):
-        store_json("rows", key, [found.rows, found.counts, found.problems])
+        store_json("rows", key, found.to_json())
     if states == _states(section.data):
         _results[own] = found
     return found, False
@@ -289,8 +286,7 @@ def _worker(section: Section, spans: Sequence[Span]) -> Iterator[Found]:
             process.stdin.write(json.dumps(request).encode())
             process.stdin.close()
             for line in process.stdout:
-                rows, counts, problems = json.loads(line)
-                yield Found(rows, Counter(counts), problems)
+                yield Found.from_json(json.loads(line))
             cause = process.stderr.read().decode(errors="replace").strip()
         finally:
             process.kill()
@@ -329,7 +325,7 @@ def _key(section: Section, tokenizer: PreTrainedTokenizerBase) -> str | None:
             type(section.data).__name__,
             section.data.model_dump(mode="json"),
         ),
-        section.num_rows,
+        *(section.num_rows, num_embeddings(tokenizer)),
         *(type(tokenizer).__name__, str(tokenizer.chat_template)),
         *(tokenizer.special_tokens_map, tokenizer.backend_tokenizer.to_str()),
     ]

@@ -47,6 +47,7 @@ from burnish.models.scratch import scratch_model, scratch_tokenizer
 from burnish.models.support import model_support, row_limit, runs_own_code
 from burnish.special_tokens import end_token_ids, special_tokens, turn_end_ids
 from burnish.templates import TemplateLimitError, variables, with_defaults
+from burnish.vocabulary import set_embeddings
 
 log = logging.getLogger("burnish")
 
@@ -328,9 +329,10 @@ def _check_vocabulary(tokenizer: Any, config: ModelConfig) -> None:
             f"in the vocabulary of {describe(config)}, which has {size} tokens; use the model's "
             "own tokenizer (model.tokenizer_path), or resize the model's embeddings"
         )
+    set_embeddings(tokenizer, size)
     log.warning(
-        "the tokenizer has %d tokens, but %s has embeddings for %d: a row with one of the others "
-        "cannot be computed",
+        "the tokenizer has %d tokens, but %s has embeddings for %d: rows with one of the others "
+        "are refused",
         *(len(tokenizer), describe(config), size),
     )
 

@@ -30,8 +30,11 @@ HIDDEN, HEADS, HEAD_DIM = 64, 4, 16
 POSITIONS = 64
 """Largest number of positions of a shrunk model (tables of learned positions)."""
 ORIGINAL_POSITIONS = 8
-"""``original_max_position_embeddings`` of a shrunk model. Longer rows exceed the length at which
-RoPE variants change."""
+"""``original_max_position_embeddings`` of a shrunk model, if its own rows can be several times as
+long. Longer rows exceed the length at which RoPE variants change."""
+SCALED_POSITIONS = 32
+"""Smallest ``max_position_embeddings`` of a shrunk model with scaled RoPE, so that the rows of an
+experiment fit. The original positions keep their ratio to it."""
 WINDOW = 4
 EXPERTS, EXPERTS_PER_TOKEN, EXPERT_GROUPS = 8, 2, 4
 
@@ -305,22 +308,33 @@ times the model's hidden size."""
 def _shrink_rope(new: Fields, old: Fields, sizes: _Sizes) -> None:
     """Make rotary parameters fit the small heads, with length limits that short rows exceed."""
     head_dim = new.get("qk_rope_head_dim") or new.get("head_dim") or HEAD_DIM
+    ropes = [old, *_leaves(old.get("rope_parameters") or old.get("rope_scaling") or {})]
+    origins = [r["original_max_position_embeddings"] for r in ropes if _has_origin(r)]
+    original, longest = _small_positions(old, origins)
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(new.get(name), dict):
-            new[name] = _small_rope(new[name], int(head_dim))
+            new[name] = _small_rope(new[name], int(head_dim), original)
     if new.get("partial_rotary_factor"):
         new["partial_rotary_factor"] = _even(new["partial_rotary_factor"], int(head_dim))
     if isinstance(new.get("rotary_dim"), int):
         new["rotary_dim"] = int(head_dim * _even(old["rotary_dim"] / sizes.own_head_dim, head_dim))
-    ropes = [old, *_leaves(old.get("rope_parameters") or old.get("rope_scaling") or {})]
-    origins = [r["original_max_position_embeddings"] for r in ropes if _has_origin(r)]
     if origins:
-        ratio = old.get("max_position_embeddings", 0) / origins[0]
-        new["max_position_embeddings"] = max(1, round(ORIGINAL_POSITIONS * min(ratio, 64)))
+        new["max_position_embeddings"] = longest
         if _has_origin(old):
-            new["original_max_position_embeddings"] = ORIGINAL_POSITIONS
+            new["original_max_position_embeddings"] = original
     elif any(r.get("rope_type", r.get("type")) == "dynamic" for r in ropes):
         new["max_position_embeddings"] = ORIGINAL_POSITIONS
+
+
+def _small_positions(old: Fields, origins: Sequence[int]) -> tuple[int, int]:
+    """Return (original, maximum) positions of the copy, whose ratio is that of the config ``old``:
+    RoPE variants may compute their factor from it. A ratio above 64 is reduced to 64."""
+    longest = old.get("max_position_embeddings") or 0
+    if not origins or longest <= 0 or origins[0] <= 0:
+        return ORIGINAL_POSITIONS, SCALED_POSITIONS
+    ratio = min(longest / origins[0], 64)
+    original = max(ORIGINAL_POSITIONS, round(SCALED_POSITIONS / ratio))
+    return original, round(original * ratio)
 
 
 def _has_origin(rope: Fields) -> bool:
@@ -333,10 +347,10 @@ def _leaves(rope: Fields) -> Iterator[Fields]:
     yield from nested or [rope]
 
 
-def _small_rope(rope: Fields, head_dim: int) -> Fields:
+def _small_rope(rope: Fields, head_dim: int, original: int) -> Fields:
     if any(isinstance(value, dict) for value in rope.values()):
         return {
-            name: _small_rope(value, head_dim) if isinstance(value, dict) else value
+            name: _small_rope(value, head_dim, original) if isinstance(value, dict) else value
             for name, value in rope.items()
         }
     small = dict(rope)
@@ -349,7 +363,7 @@ def _small_rope(rope: Fields, head_dim: int) -> Fields:
     if isinstance(sections := rope.get("mrope_section"), list):
         small["mrope_section"] = _sections(sections, pairs)
     if _has_origin(rope):
-        small["original_max_position_embeddings"] = ORIGINAL_POSITIONS
+        small["original_max_position_embeddings"] = original
     return small
 
 

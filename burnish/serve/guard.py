@@ -27,11 +27,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from burnish.serve.base import ServeError
+from burnish.serve.compression import COMPRESSED, CompressionError, decompressed
 
 log = logging.getLogger("burnish")
 
 T = TypeVar("T")
 _RETRY_AFTER_S = 1
+_FREE_CHUNKS, _CHUNK_BYTES = 1000, 64  # most chunks of a body, plus one per bytes
 _KEEP_ALIVE_S = 30  # longer than clients keep idle connections (httpx: 5), so clients close first
 
 
@@ -72,6 +74,8 @@ class Guard:
         """Converts an HTTPException to the reply of the server's API."""
         self.held_bytes = 0
         """Bytes of complete and partial bodies that are in use."""
+        self._incomplete: dict[int, _Incomplete] = {}
+        """Bodies that arrive, in the order of their beginning."""
 
     def asgi(self, app: ASGIApp) -> ASGIApp:
         """Wrap ``app`` with a check of the Host header.
@@ -82,13 +86,24 @@ class Guard:
         """
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] == "http" and (why := self._wrong_host(scope)):
-                reply = await self.refusal(Request(scope), HTTPException(421, why))
+            if scope["type"] == "http" and (error := self._refused(scope)):
+                reply = await self.refusal(Request(scope), error)
                 await reply(scope, receive, send)
                 return
             await app(scope, receive, send)
 
         return guarded
+
+    def _refused(self, scope: Scope) -> HTTPException | None:
+        """Return why the headers of a request are refused."""
+        size = len(scope["path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+        if size > self.limits.max_header_bytes:  # h11 counts only those of several reads
+            return HTTPException(
+                431, f"the headers have more than {self.limits.max_header_bytes} bytes"
+            )
+        why = self._wrong_host(scope)
+        return None if why is None else HTTPException(421, why)
 
     def _wrong_host(self, scope: Scope) -> str | None:
         given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
@@ -123,30 +138,53 @@ class Guard:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # a web page cannot send it cross-origin without preflight
             raise HTTPException(415, "the header 'Content-Type: application/json' is required")
+        compression = request.headers.get("content-encoding", "identity").strip().lower()
+        if compression not in ("identity", *COMPRESSED):
+            known = ", ".join(COMPRESSED)
+            raise HTTPException(415, f"the header 'Content-Encoding' must be one of: {known}")
         body = bytearray()
         try:
             await self._read(request, body)
+            if compression in COMPRESSED:
+                await self._decompress(body)
             yield body
         finally:
             self.held_bytes -= len(body)
 
+    async def _decompress(self, body: bytearray) -> None:
+        """Replace a compressed body. Raises HTTPException if it is not well-formed or too large."""
+        limit = self.limits.max_request_bytes
+        try:
+            whole = await asyncio.to_thread(decompressed, bytes(body), limit)
+        except CompressionError as error:
+            raise HTTPException(400, f"the request cannot be decompressed: {error}") from error
+        if len(whole) > limit:
+            raise _too_large(limit)
+        self.held_bytes -= len(body)
+        body.clear()
+        self._hold(body, whole)
+
     async def _read(self, request: Request, body: bytearray) -> None:
         """Fill ``body``."""
         limits = self.limits
+        arriving = _Incomplete(body, asyncio.timeout(limits.body_timeout_s))
+        self._incomplete[id(arriving)] = arriving
         try:
-            async with asyncio.timeout(limits.body_timeout_s):
+            async with arriving.timer:
                 size = await self._collect(request, body)
         except TimeoutError as error:
             what = f"the request did not arrive within {limits.body_timeout_s:g} s"
+            if arriving.is_displaced:
+                what = "the request was incomplete when there was no room for another one"
             raise HTTPException(408, what, headers={"Connection": "close"}) from error
         except ClientDisconnect as error:
             raise HTTPException(400, "the connection closed before the request ended") from error
+        finally:
+            del self._incomplete[id(arriving)]
+        if arriving.is_displaced:
+            raise come_back_later("too many large requests arrive at the same time")
         if size > limits.max_request_bytes:
-            raise HTTPException(
-                413,
-                f"the request is larger than {limits.max_request_bytes} bytes; send fewer texts "
-                "per request",
-            )
+            raise _too_large(limits.max_request_bytes)
 
     async def _collect(self, request: Request, body: bytearray) -> int:
         """Fill ``body`` up to the limit. Return the number of bytes received.
@@ -164,10 +202,42 @@ class Guard:
         return size
 
     def _hold(self, body: bytearray, chunk: bytes) -> None:
-        if self.held_bytes + len(chunk) > self.limits.max_held * self.limits.max_request_bytes:
+        """Append to a body. If there is no room, the body that began first is given up, so that
+        bodies that never end make room."""
+        most = self.limits.max_held * self.limits.max_request_bytes
+        for other in list(self._incomplete.values()):
+            if self.held_bytes + len(chunk) <= most:
+                break
+            if other.body is not body:
+                self.held_bytes -= other.displace()
+        if self.held_bytes + len(chunk) > most:
             raise come_back_later("too many large requests arrive at the same time")
         body += chunk
         self.held_bytes += len(chunk)
+
+
+@dataclass
+class _Incomplete:
+    """A body that arrives."""
+
+    body: bytearray
+    timer: asyncio.Timeout
+    is_displaced: bool = False
+
+    def displace(self) -> int:
+        """Give the body up. Return the number of its bytes."""
+        size = len(self.body)
+        if not self.is_displaced:
+            self.is_displaced = True
+            self.timer.reschedule(asyncio.get_running_loop().time())
+        self.body.clear()
+        return size
+
+
+def _too_large(limit: int) -> HTTPException:
+    return HTTPException(
+        413, f"the request is larger than {limit} bytes; send fewer texts per request"
+    )
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -296,15 +366,16 @@ def make_server(app: ASGIApp, guard: Guard, *, shutdown_s: float) -> uvicorn.Ser
 class GuardedProtocol(H11Protocol):
     """uvicorn's HTTP/1.1 protocol on h11, with timeouts and eviction of idle connections.
 
-    A connection is *idle* unless one of its requests is being answered. At the connection limits,
-    the connection that has been idle the longest is closed to make room for a new one. Clients that
-    open connections and send nothing, or only part of a header, therefore evict each other, and
-    clients that send requests are served.
+    A connection is *idle* unless one of its requests is being answered. A request whose body is
+    incomplete is not. At the connection limits, the connection that has been idle the longest is
+    closed to make room for a new one. Clients that open connections and send nothing, or only part
+    of a request, therefore evict each other, and clients that send requests are served.
     """
 
     def __init__(self, *arguments: Any, limits: Limits, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.limits = limits
+        self.conn = _Connection(h11.SERVER, limits.max_header_bytes)
         self.idle_since = self.loop.time()
         self._new = True
         """True until the first request has begun."""
@@ -406,4 +477,24 @@ class GuardedProtocol(H11Protocol):
     @property
     def may_go(self) -> bool:
         """Return whether the connection can be closed for another one."""
-        return self.is_idle and not self.transport.is_closing()
+        return (self.is_idle or self._body_is_open) and not self.transport.is_closing()
+
+
+class _Connection(h11.Connection):
+    """A connection that refuses bodies in very small chunks, each of which costs as much time as a
+    large one."""
+
+    _num_chunks = 0
+    _num_bytes = 0
+
+    def next_event(self) -> Any:
+        """Return the next event. Raises RemoteProtocolError for too many chunks."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_chunks = self._num_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._num_chunks += event.chunk_end
+            self._num_bytes += len(event.data)
+            if self._num_chunks > _FREE_CHUNKS + self._num_bytes // _CHUNK_BYTES:
+                raise h11.RemoteProtocolError("too many small chunks", error_status_hint=413)
+        return event

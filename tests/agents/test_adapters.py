@@ -169,7 +169,7 @@ def test_sync_methods_of_trl_do_not_block_and_only_text_is_accepted() -> None:
     start, steps = asyncio.run(play(made, task, [said]))
     assert start.messages == [{"role": "user", "content": "Count. Go."}]
     assert steps[0].rewards == {"reward": 1.0}
-    with pytest.raises(ValueError, match="no images"):
+    with pytest.raises(ValueError, match="only text parts"):
         asyncio.run(play(TrlEnvironment(factory=f"{__file__}:Images"), task, [said]))
 
 

@@ -218,6 +218,7 @@ def user(content: Any) -> dict[str, Any]:
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 TWICE = [TOOL, TOOL]
 NO_CALL = [{"role": "tool", "content": "r", "tool_call_id": "c"}]
+NO_FUNCTION = [{"role": "function", "content": "r", "name": "f"}]
 MANY = [{"role": "user", "content": "u"}] * 101
 DEEP_CALL = [
     {
@@ -254,7 +255,16 @@ REFUSED = [
     (CHAT, chat_body(stop=["a"] * 17), "stop", "at most 16"),
     (CHAT, chat_body(stop=[""]), "stop[0]", "non-empty"),
     (CHAT, chat_body(metadata=[0] * 1_000_001), None, "more than 1000000 values"),
-    (COMPLETIONS, {"model": "m", "prompt": ["a", "b"]}, "prompt", "one request per prompt"),
+    (COMPLETIONS, {"model": "m", "prompt": ["a"] * 129}, "prompt", "at most 128"),
+    (COMPLETIONS, {"model": "m", "prompt": ["a", 5]}, "prompt[1]", "non-empty"),
+    (CHAT, chat_body(max_tokens=4.5), "max_tokens", "an integer"),
+    (CHAT, chat_body(top_p=-0.1), "top_p", "from 0 to 1"),
+    (
+        CHAT,
+        chat_body(messages=[{"role": "function", "name": "f", "content": ""}]),
+        "messages[0]",
+        "f",
+    ),
     (COMPLETIONS, {"model": "m", "prompt": []}, "prompt", "non-empty"),
     (COMPLETIONS, {"model": "m", "prompt": [1, -1]}, "prompt[1]", "an integer"),
     (RESPONSES, {"model": "m", "input": [{"type": "item_reference"}]}, "input[0].type", "stores"),
@@ -284,6 +294,24 @@ def test_arguments_that_python_wrote_are_read_as_json() -> None:
     messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "u"}]
     read = CHAT.read(chat_body(messages=messages), max_messages=9).messages[0]
     assert read["tool_calls"][0]["function"]["arguments"] == {"a": None, "b": [None, "\ufffd"]}
+
+
+def test_legal_numbers_and_older_forms_are_read() -> None:
+    """JSON has one kind of number. Functions are tools without ids."""
+    read = CHAT.read(chat_body(max_tokens=4.0, top_p=0, seed=3.0, n=1.0), max_messages=9)
+    assert (read.max_tokens, read.seed, read.n) == (4, 3, 1) and type(read.max_tokens) is int
+    assert read.top_p == 1e-6  # only the most probable token
+    call = {"role": "assistant", "function_call": {"name": "f", "arguments": '{"a": 1}'}}
+    result = {"role": "function", "name": "f", "content": "r"}
+    asked = [{"role": "user", "content": "u"}, call, result, {**call, "content": None}, result]
+    messages = CHAT.read(chat_body(messages=asked), max_messages=9).messages
+    ids = [made["tool_calls"][0]["id"] for made in messages[1::2]]
+    assert len(set(ids)) == 2
+    assert [message["tool_call_id"] for message in messages[2::2]] == ids
+    assert {message["role"] for message in messages[2::2]} == {"tool"}
+    assert messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    prompts = COMPLETIONS.read({"model": "m", "prompt": ["a", [1, 2]], "n": 2}, max_messages=1)
+    assert (prompts.prompt, prompts.more_prompts, prompts.num_responses) == ("a", ((1, 2),), 4)
 
 
 UNSUPPORTED = [

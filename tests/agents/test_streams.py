@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import httpx
-from agent_session import backend_of, says, tool_call, user
+from agent_session import backend_of, says, tool_call, user, words
 
 from burnish.agents.app import AgentApp
 from burnish.agents.serving import OneModel
@@ -102,3 +102,38 @@ async def check_api(http: httpx.AsyncClient, path: str, body: Mapping[str, Any])
     assert joined(sent) == joined([whole])
     if path == "responses":
         assert joined([events[-1]["response"]]) == joined([whole])
+
+
+def test_several_prompts_are_answered_in_order() -> None:
+    """Each as if it were alone; equal prompts are different samples. Streams have them all."""
+
+    async def scenario() -> None:
+        with backend_of(words) as backend:
+            web = AgentApp(OneModel(backend, None), Guard(Limits(), token=None))
+            transport = httpx.ASGITransport(web.asgi)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+                for prompts in (["One", "Two"], ["One", [5, 6]], ["One", "One"]):
+                    await check_prompts(http, prompts)
+
+    asyncio.run(scenario())
+
+
+async def check_prompts(http: httpx.AsyncClient, prompts: list[Any]) -> None:
+    async def post(prompt: Any, **more: Any) -> httpx.Response:
+        body = {"model": "gpt", "prompt": prompt, "seed": 4, "max_tokens": 9, **more}
+        return await http.post("/v1/completions", json=body)
+
+    reply = (await post(prompts)).json()
+    texts = [choice["text"] for choice in reply["choices"]]
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1]
+    alone = [(await post(prompt)).json() for prompt in prompts]
+    first = [one["choices"][0]["text"] for one in alone]
+    assert texts[0] == first[0] and (texts[1] == first[1]) == (prompts[0] != prompts[1])
+    tokens = [one["usage"]["prompt_tokens"] for one in alone]
+    assert reply["usage"]["prompt_tokens"] == sum(tokens)
+    lines = (await post(prompts, stream=True)).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    parts = ["", ""]
+    for event in events:
+        parts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert parts == texts

@@ -98,6 +98,7 @@ def test_messages_go_through_the_template_and_keep_the_prompt_exact(
 
 
 def test_a_resumed_stream_gives_the_very_next_pairs(chars: Tok, jsonl: Jsonl) -> None:
+    chars.chat_template = None
     path = jsonl([{**PAIRS[0], "prompt": f"{i}+1="} for i in range(5)])
     whole = PreferenceStream(config(path), chars, seed=4)
     whole.next(3)
@@ -213,6 +214,7 @@ def repeated(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_responses_that_repeat_their_prompt_have_it_once(
     chars: Tok, jsonl: Jsonl, caplog: pytest.LogCaptureFixture
 ) -> None:
+    chars.chat_template = None
     bare = load_pairs(config(jsonl(DIALOGUES)), chars)
     assert not caplog.records
     path = jsonl(repeated(DIALOGUES), "twice.jsonl")

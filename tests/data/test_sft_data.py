@@ -312,7 +312,7 @@ def test_an_unusable_row_is_refused_with_its_location(
 
 
 def test_a_text_without_tokens_is_refused(bpe: Tok, jsonl: Jsonl) -> None:
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: the row has nothing to train on"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: an answer .* is empty"):
         stream(bpe, jsonl([{"text": ""}])).next(1)
 
 

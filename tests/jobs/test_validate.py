@@ -168,3 +168,22 @@ def test_the_command_prints_its_results_and_exits_with_2(tmp_path: Path) -> None
     done = CliRunner().invoke(app, ["check", str(recipe_file), f"data.sources=[{bad}]"])
     assert done.exit_code == 2
     assert f"{bad}:5: " in done.output
+
+
+def test_rows_are_grouped_by_reason_with_all_counts(tmp_path: Path) -> None:
+    """70 rows with a picture, 30 without a response, one with a number: each reason has its count,
+    and its first row in full."""
+    picture = [{"type": "image", "image": "x.png"}]
+    rows = [
+        *([{**GOOD, "prompt": [{"role": "user", "content": picture}]}] * 70),
+        *([BROKEN] * 30),
+        GOOD,
+        {"prompt": "1=", "response": 3},
+    ]
+    path = rows_file(tmp_path, GOOD, *rows)
+    with pytest.raises(DataError) as caught:
+        check(recipe("sft", path))
+    listed = [line for line in str(caught.value).split("\n") if line.startswith("  - ")]
+    assert "101 of 103 rows" in str(caught.value) and len(listed) == 3
+    assert listed[0].startswith(f"  - 70 rows: {path}:2: ") and "'image'" in listed[0]
+    assert listed[1].startswith("  - 30 rows: ") and len(str(caught.value)) < 2500

@@ -10,6 +10,8 @@ import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from burnish.models.shrink import SPECIAL, VOCAB, build, shrink
+from burnish.models.support import model_support
+from burnish.rollout.decoding import decoding_support
 
 
 def config(model_type: str, **fields: Any) -> PretrainedConfig:
@@ -127,3 +129,27 @@ def test_outputs_depend_on_earlier_tokens_and_on_the_seed_alone(name: str) -> No
     assert change[:3].max() < 1e-5  # (of mixtures: other rows in the products of an expert)
     assert change[4:].max() > 0.1
     assert sum(p.numel() for p in model.parameters()) < 1_000_000
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("rope", [YARN, LLAMA3], ids=["yarn", "llama3"])
+@pytest.mark.parametrize(
+    ("longest", "original"),
+    [(32768, 32768), (40960, 32768), (65536, 32768), (4096, 8192), (16384, 8192), (131072, 8192)],
+)
+def test_scaled_models_with_a_small_maximum_are_sampled(
+    model_type: str, rope: dict[str, object], longest: int, original: int
+) -> None:
+    """The copy has room for the rows of the experiments, at the ratio of the config."""
+    scaling = {**rope, "original_max_position_embeddings": original, "rope_theta": 1e6}
+    large = config(model_type, max_position_embeddings=longest, rope_parameters=scaling)
+    small = shrink(large)
+    found = small.rope_parameters["original_max_position_embeddings"]
+    assert small.max_position_embeddings >= 32
+    assert small.max_position_embeddings / found == pytest.approx(longest / original, rel=0.05)
+    assert longest < 4 * original or found == 8
+    assert model_support(large, use_disk=False).packed
+    assert decoding_support(large, use_disk=False).decoding == "batched"

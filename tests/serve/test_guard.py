@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -246,3 +248,87 @@ def test_requests_take_turns_in_the_tokenizer(serving: Serving) -> None:
         go_on.set()
         assert [len(large.result()), len(small.result())] == [20, 1]
         assert order.index("2") < 5
+
+
+# ---- compressed bodies -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_compressed_bodies_are_read_up_to_the_limit(encoding: str, serving: Serving) -> None:
+    """100 MB of spaces are 100 KB compressed; the limit is 1 MiB."""
+    compress = {"gzip": gzip.compress, "deflate": zlib.compress}[encoding]
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+
+    def post(content: bytes, **more: str) -> Any:
+        url = f"{server.url}/get_reward"
+        return server.client.post(url, content=content, headers={**headers, **more})
+
+    with serving(max_request_bytes=1 << 20) as server:
+        body = json.dumps({"query": ["1"]}).encode()
+        assert post(compress(body)).json()["rewards"] == server.rewards(["1"])
+        assert post(compress(b" " * 100_000_000)).status_code == 413
+        for wrong in (body, compress(body)[:-9], compress(body) + b"{}"):
+            assert post(wrong).status_code == 400
+        assert post(body, **{"Content-Encoding": "br"}).status_code == 415
+        assert server.app.guard.held_bytes == 0
+
+
+# ---- clients that take the place of others -----------------------------------------------------
+
+
+def test_incomplete_bodies_are_displaced_by_complete_requests(serving: Serving) -> None:
+    """30 bodies that do not end, with a limit of 10 open connections; later requests are answered
+    at once."""
+    with serving() as server, ExitStack() as opened:
+        limited(server, max_per_address=10)
+        for _ in range(30):
+            client = opened.enter_context(connect(server))
+            client.sendall(HEAD.encode() + b'Content-Length: 99\r\n\r\n{"query"')
+        assert len(server.rewards(["1"])) == 1
+        assert len(server.server.server_state.connections) <= 10
+
+
+def test_incomplete_bodies_make_room_for_others(serving: Serving) -> None:
+    """Bodies of 900 KiB that do not end use all memory for bodies (2 MiB). The first ones are given
+    up, and other requests are answered."""
+    with serving(max_request_bytes=1 << 20) as server, ExitStack() as opened:
+        server.app.guard.limits = replace(server.app.guard.limits, max_held=2)
+        clients = [opened.enter_context(connect(server)) for _ in range(5)]
+        for client in clients:
+            client.sendall(HEAD.encode() + b"Content-Length: 999999\r\n\r\n" + b" " * 900_000)
+        until(lambda: server.app.guard.held_bytes == 1_800_000)
+        assert b" 408 " in everything(clients[0]).splitlines()[0]
+        reply = server.client.post(
+            f"{server.url}/get_reward",
+            content=b" " * 900_000 + b'{"query": ["1"]}',
+            headers={"Content-Type": "application/json"},
+        )
+        assert reply.status_code == 200
+
+
+def test_headers_of_one_read_are_limited(serving: Serving) -> None:
+    with serving() as server, connect(server) as client:
+        head = HEAD.replace("POST /get_reward", "GET /health")
+        client.sendall(f"{head}X: {'a' * 30_000}\r\n\r\n".encode())
+        assert client.recv(65536).split()[1] in (b"431", b"400")
+
+
+def test_a_body_in_tiny_chunks_is_refused_and_one_in_small_chunks_is_read(serving: Serving) -> None:
+    """100,000 chunks of a byte. 500 chunks of a byte, and 2,000 of 100 bytes, are within the limit
+    of 1,000 chunks and one for each 64 bytes."""
+    text = json.dumps({"query": ["1"]})
+    with serving() as server:
+        for padding, accepted in (
+            (" " * 100_000, False),
+            (" " * 400, True),
+            (" " * 100 * 2_000, True),
+        ):
+            size = 100 if len(padding) > 100_000 else 1
+            body = padding + text
+            parts = [body[i : i + size] for i in range(0, len(body), size)]
+            chunks = "".join(f"{len(part):x}\r\n{part}\r\n" for part in parts) + "0\r\n\r\n"
+            with connect(server) as client:
+                head = HEAD + "Transfer-Encoding: chunked\r\n\r\n"
+                with suppress(ConnectionError):
+                    client.sendall((head + chunks).encode())
+                assert (client.recv(65536).split()[1] == b"200") == accepted

@@ -4,8 +4,8 @@
 and the endpoint of the environment variables of an agent program, and writes its result as the
 reward. ``function_program.py FOLDER check`` only loads it. Exit code 1: it raised.
 
-Copied into the sandbox, next to ``worker.py`` of the environments: standard library only, Python
-3.9 or newer.
+Copied into the sandbox, next to ``relay.py`` and ``worker.py`` of the environments: standard
+library only, Python 3.9 or newer.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ import sys
 from typing import Any
 
 
-def load_worker(path: str) -> Any:
-    """Return the module of a worker process, which loads and calls user code."""
-    found = importlib.util.spec_from_file_location("burnish_worker", path)
+def load_module(path: str) -> Any:
+    """Return the module of a file: a worker process, which loads and calls user code, or the
+    relay."""
+    name = f"burnish_{os.path.basename(path)[:-3]}"
+    found = importlib.util.spec_from_file_location(name, path)
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
-    sys.modules["burnish_worker"] = module
+    sys.modules[name] = module
     found.loader.exec_module(module)
     return module
 
 
 async def run(worker: Any, given: dict[str, Any]) -> None:
-    """Load the function and, unless this is a check, call it and write its result."""
+    """Load the function and, unless this is a check, call it and write its result. All processes
+    that the function has left behind are killed before."""
     made = worker.Worker(asyncio.get_running_loop())
     made.load_agent(given["spec"], given["options"])
     if "check" in sys.argv[2:]:
@@ -43,6 +46,8 @@ async def run(worker: Any, given: dict[str, Any]) -> None:
     )
     result = await made.run("episode", task, endpoint)
     text = json.dumps(result, default=worker.plain)
+    relay = load_module(os.path.join(sys.argv[1], "relay.py"))
+    relay.end_others(os.getppid())
     if result is not None:
         with open(os.environ["BURNISH_REWARD"], "w", encoding="utf-8") as file:
             file.write(text)
@@ -51,7 +56,7 @@ async def run(worker: Any, given: dict[str, Any]) -> None:
 def main() -> None:
     """Run the function of the folder that the first argument names."""
     folder = sys.argv[1]
-    worker = load_worker(os.path.join(folder, "worker.py"))
+    worker = load_module(os.path.join(folder, "worker.py"))
     with open(os.path.join(folder, "function.json"), encoding="utf-8") as file:
         given = json.load(file)
     try:

@@ -10,9 +10,13 @@ and writes one JSON object to standard output: :func:`run`, or :func:`problems` 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import json
 import os
+import select
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -23,6 +27,11 @@ MAX_REWARD_BYTES = 1 << 20
 MAX_CONNECTIONS = 96
 """Connections at once, of two descriptors each. Others wait."""
 CHUNK_BYTES = 1 << 16
+END_MS = 10_000
+"""Time in which killed processes must have ended."""
+_INIT = 1
+_SET_DUMPABLE = 4
+"""``PR_SET_DUMPABLE`` of prctl."""
 
 
 def read_reward(path: str) -> bytes | None:
@@ -60,22 +69,73 @@ def problems(settings: dict[str, Any]) -> list[str]:
     return found
 
 
-async def run(settings: dict[str, Any]) -> dict[str, Any]:
-    """Run the agent and return its end: ``code`` as of Popen, and ``reward`` (text) or ``problem``.
+def end_others(*kept: int) -> None:
+    """Kill all processes of the sandbox but its init, this one and ``kept``, and wait for their
+    ends: what they write would no longer be the agent's.
 
-    Its output is written to standard error.
+    Raises TimeoutError if one does not end.
     """
+    while True:
+        others = _open_others({_INIT, os.getpid(), *kept})
+        if not others:
+            return
+        poll = select.poll()
+        for descriptor in others:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            poll.register(descriptor, select.POLLIN)
+        while others:
+            ended = poll.poll(END_MS)
+            if not ended:
+                raise TimeoutError("a process in the sandbox does not end")
+            for descriptor, _ in ended:
+                poll.unregister(descriptor)
+                os.close(descriptor)
+                others.remove(descriptor)
+
+
+def _open_others(kept: set[int]) -> list[int]:
+    """Return descriptors of all processes that run, except for ``kept``."""
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdecimal() or int(name) in kept:
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                state = file.read().rpartition(b") ")[2][:1]
+            if state not in (b"Z", b"X"):  # (its parent has not asked for its end)
+                found.append(os.pidfd_open(int(name)))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def _protect() -> None:
+    """Hide this process's memory and open files from other processes of the user. An agent's
+    leftovers could otherwise write to the result."""
+    ctypes.CDLL(None).prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+async def run(settings: dict[str, Any]) -> dict[str, Any]:
+    """Run the agent and return its end: ``code`` as of Popen, ``reward`` (text) or ``problem``, and
+    the ``nonce`` of the settings, which only this process knows.
+
+    Its output is written to standard error. All processes that it leaves behind are killed before
+    its reward is read.
+    """
+    end: dict[str, Any] = {"nonce": settings["nonce"]}
     loop = asyncio.get_running_loop()
     with socket.create_server(("127.0.0.1", settings["port"]), backlog=1024) as listening:
         listening.setblocking(False)
         serving = loop.create_task(_serve(listening, settings["socket"]))
-        code = await _agent(settings)
+        end["code"] = await _agent(settings)
         serving.cancel()
     try:
+        end_others()
         reward = read_reward(settings["reward"])
-    except (OSError, ValueError) as error:
-        return {"code": code, "problem": str(error)}
-    return {"code": code, "reward": None if reward is None else reward.decode("latin-1")}
+    except (OSError, ValueError) as error:  # (TimeoutError is an OSError)
+        return {**end, "problem": str(error)}
+    return {**end, "reward": None if reward is None else reward.decode("latin-1")}
 
 
 async def _agent(settings: dict[str, Any]) -> int:
@@ -137,9 +197,10 @@ def main() -> None:
     """Run the agent that standard input describes, or check whether it can run.
 
     Settings: ``command``; ``environment`` (added variables); ``socket`` (path); ``port`` of the
-    loopback interface; ``reward`` (path); ``task`` (path) and ``row`` (its text); or ``check``
-    and ``paths`` (files that the agent needs).
+    loopback interface; ``nonce``; ``reward`` (path); ``task`` (path) and ``row`` (its text); or
+    ``check`` and ``paths`` (files that the agent needs).
     """
+    _protect()
     settings = json.load(sys.stdin)
     os.chdir(settings["folder"])
     if settings.get("check"):

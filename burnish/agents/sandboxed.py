@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -105,8 +106,10 @@ class SandboxedCommands:
         path = urlsplit(endpoint.root_url).path
         inside = replace(endpoint, root_url=f"http://127.0.0.1:{PORT}{path}")
         given = variables(inside, Path(WORK))
+        nonce = secrets.token_hex()
         settings = {
             "environment": given,
+            "nonce": nonce,
             "task": given["BURNISH_TASK"],
             "reward": given["BURNISH_REWARD"],
             "row": task_text(task),
@@ -120,7 +123,7 @@ class SandboxedCommands:
             raise EpisodeFailedError("timeout", what)
         if result.ended == "output":
             raise unreadable_reward("it is larger than episodes.sandbox.output_bytes")
-        return self._outcome(result)
+        return self._outcome(result, nonce)
 
     async def close(self) -> None:
         """Do nothing: each sandbox ends with its episode."""
@@ -152,15 +155,16 @@ class SandboxedCommands:
         opening = Opening(self._server.unix_path, self._folder)
         return await self._sandbox.run_open(program, opening)
 
-    def _outcome(self, result: Result) -> Any:
-        """Return the agent's reward. Raises EpisodeFailedError if it failed."""
+    def _outcome(self, result: Result, nonce: str) -> Any:
+        """Return the agent's reward. Raises EpisodeFailedError if it failed, or if the result is
+        not the relay's: it lacks the nonce."""
         output = result.stderr[-MAX_OUTPUT_BYTES:].decode(errors="replace")
         lines = output.splitlines()[-MAX_LINES:]
         try:
             end = json.loads(result.stdout)
             code, problem, reward = end["code"], end.get("problem"), end.get("reward")
-            if not isinstance(code, int):
-                raise ValueError("no exit code")
+            if not isinstance(code, int) or end["nonce"] != nonce:
+                raise ValueError("no exit code, or not by the relay")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             # (the agent may end the relay, or write to its output)
             said = "\n".join(lines)

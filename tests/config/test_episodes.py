@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from burnish.cli import app
 from burnish.config import load_config
+from burnish.config.yaml_text import RecipeLoader
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_multi_turn.yaml"
 
@@ -63,3 +66,15 @@ def test_dry_runs_without_training_show_episodes_too(job: str, tmp_path: Path) -
     assert done.exit_code == 0, done.output
     assert "# tokens of a conversation" in done.output and "# concurrent episodes" in done.output
     assert "       6  time limits" in done.output
+
+
+def test_the_sandbox_blocks_of_the_page_are_accepted() -> None:
+    page = (Path(__file__).parents[2] / "docs/agents.md").read_text(encoding="utf-8")
+    blocks = [b for b in re.findall(r"```yaml[^\n]*\n(.*?)```", page, re.S) if "sandbox:" in b]
+    assert len(blocks) == 2
+    for block in blocks:
+        tree = yaml.load(block, Loader=RecipeLoader)
+        rest = {"job": "rl", "run_dir": "r", "max_steps": 1, "model": {"path": "m"}}
+        rest |= {"rewards": [{"kind": "episode"}], "train": {"train_batch_size": 64}}
+        config = load_config(rest | tree)
+        assert config.rollout.episodes.sandbox is not None

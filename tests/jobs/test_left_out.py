@@ -127,7 +127,9 @@ class Sums(RewardSet):
     """Rewards a (weight 1), b (weight 1) and c (weight 0)."""
 
     def __init__(self) -> None:
-        self._rewards = tuple((type("R", (), {"name": n})(), w) for n, w in zip("abc", (1, 1, 0)))
+        self._rewards = tuple(
+            (type("R", (), {"name": n})(), w) for n, w in zip("abc", (1, 1, 0), strict=True)
+        )
         self._running = {}
         self._shaping = type("S", (), {"reward_clip": None})()
 

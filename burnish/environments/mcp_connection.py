@@ -7,6 +7,7 @@ order: Connection, then the limits of HTTP.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import sys
@@ -38,8 +39,19 @@ MAX_ERROR_CHARS = 500
 _GUARD = str(Path(__file__).with_name("mcp_guard.py"))
 
 
+SESSION_NOT_FOUND = -32001
+"""Code with which servers of the field refuse a call of a session that they do not know."""
+_LOST = frozenset({401, 403, 404, 410, 429, 502, 503, 504})
+"""HTTP statuses that are no answer to a call: the server, its session or the token is gone. Others
+are the refusal of one call."""
+
+
 class ServerLostError(BurnishError, RuntimeError):
     """A server ended, or its connection did."""
+
+
+class SessionLostError(ServerLostError):
+    """A server does not know the session any more. It has not run the call."""
 
 
 class Connection:
@@ -52,6 +64,8 @@ class Connection:
         self._name, self._config = name, config
         self._closing = asyncio.Event()
         self._said: deque[str] = deque(maxlen=20)
+        self._lost_by: type[ServerLostError] | None = None
+        """Kind of the loss that an HTTP status has shown."""
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run())
         _running.add(self._task)
@@ -83,8 +97,12 @@ class Connection:
         )
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> types.CallToolResult:
-        """Return the result of a call. Raises ServerLostError; MCPError if the server refuses the
-        call; pydantic.ValidationError or RuntimeError if the result is invalid."""
+        """Return the result of a call.
+
+        Raises ServerLostError (SessionLostError if the call can be sent again in another session);
+        MCPError if the server refuses the call; pydantic.ValidationError or RuntimeError if the
+        result is invalid.
+        """
         return await self._guarded(self._client.result().call_tool(tool, arguments))
 
     def close(self) -> None:
@@ -102,18 +120,29 @@ class Connection:
         call = asyncio.ensure_future(request)
         try:
             await asyncio.wait([call, self._task], return_when=asyncio.FIRST_COMPLETED)
-            if not call.done():
-                raise self._lost("ended")
+            if not call.done():  # (another call may have found that the session is lost)
+                raise self._lost("ended", self._lost_by or ServerLostError)
             return call.result()
         except MCPError as error:
-            lost = {types.CONNECTION_CLOSED}
-            if self._config.url is not None:  # the server does not know the session any more
-                lost.add(types.INVALID_REQUEST)
-            if error.code in lost:
-                raise self._lost(f"ended ({error.message[:MAX_ERROR_CHARS]})") from error
-            raise
+            kind = self._loss(error)
+            if kind is None:
+                raise
+            raise self._lost(f"ended ({error.message[:MAX_ERROR_CHARS]})", kind) from error
         finally:
             call.cancel()
+
+    def _loss(self, error: MCPError) -> type[ServerLostError] | None:
+        """Return the kind of loss that an error of a request means; None: a refusal."""
+        if self._lost_by is not None:
+            return self._lost_by
+        if error.code == types.CONNECTION_CLOSED:
+            return ServerLostError
+        if self._config.url is None:
+            return None
+        if error.code == SESSION_NOT_FOUND:
+            self._lost_by = SessionLostError
+            return SessionLostError
+        return ServerLostError if error.code == types.INVALID_REQUEST else None
 
     async def _run(self) -> None:
         reason = "ended during its start"
@@ -166,6 +195,8 @@ class Connection:
         async def note(response: httpx2.Response) -> None:
             if response.status_code >= 400:
                 self._said.append(f"HTTP status {response.status_code}")
+                if self._client.done() and response.request.method == "POST":
+                    self._lost_by = await _loss_of(response) or self._lost_by
 
         return httpx2.AsyncClient(
             headers=headers,
@@ -187,11 +218,35 @@ class Connection:
         finally:
             transport.close()
 
-    def _lost(self, reason: str) -> ServerLostError:
+    def _lost(self, reason: str, kind: type[ServerLostError] = ServerLostError) -> ServerLostError:
         """Return the error, with the last output of the server."""
         shown = self._config.url or " ".join(self._config.command)
         what = f"MCP server {self._name} ({shown}) {reason}"
-        return ServerLostError("\n".join([what, *self._said]))
+        return kind("\n".join([what, *self._said]))
+
+
+async def _loss_of(response: httpx2.Response) -> type[ServerLostError] | None:
+    """Return the kind of loss that an HTTP error means; None: the refusal of one call.
+
+    A request of a session that the server does not know gets 404, by the protocol; some servers
+    send 400 with a JSON-RPC error about the session.
+    """
+    status = response.status_code
+    in_session = "mcp-session-id" in response.request.headers
+    if in_session and (status in (404, 410) or await _is_about_session(response)):
+        return SessionLostError
+    return ServerLostError if status in _LOST else None
+
+
+async def _is_about_session(response: httpx2.Response) -> bool:
+    """Return whether the body is a JSON-RPC error about the session."""
+    if response.status_code != 400:
+        return False
+    try:
+        error = json.loads(await response.aread())["error"]
+        return error["code"] == SESSION_NOT_FOUND or "session" in error["message"].lower()
+    except (httpx2.StreamError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return False
 
 
 _running: set[asyncio.Task[None]] = set()

@@ -6,7 +6,7 @@ environments nor a server blocks the other.
 
 A server with ``per_episode`` holds state of the episode. If it is lost, the episode ends with
 ``infra_error``. A shared server has no such state: its loss is an error message for the policy, and
-the next call starts it again.
+the next call starts it again. If it has only lost the session, the call is sent again in a new one.
 
 Reading order: McpCalls, open_servers, McpServers, SharedServer; then ``mcp_connection.py``.
 """
@@ -36,6 +36,7 @@ from burnish.environments.mcp_connection import (
     MAX_ERROR_CHARS,
     Connection,
     ServerLostError,
+    SessionLostError,
     reason_of,
 )
 from burnish.errors import BurnishError
@@ -50,6 +51,9 @@ START_TIMEOUT_S = 60.0
 MAX_LOSSES = 5
 """Consecutive losses of a shared server, without a reply between them, after which each loss ends
 the episode with ``infra_error``."""
+MAX_SESSIONS = 3
+"""Sessions in which a call of a shared server is tried. A server that restarts loses its sessions,
+and has not run the call then. After these tries the episode ends with ``infra_error``."""
 MAX_TIMEOUTS = 3
 """Consecutive calls of a shared server that time out, after which it is started again."""
 
@@ -131,7 +135,9 @@ class McpCalls:
         shared = self._servers.shared.get(tool.server)
         try:
             if shared is not None:
-                return await shared.call(tool.remote, arguments)
+                result, restarts = await shared.call(tool.remote, arguments)
+                self.restarts += restarts
+                return result
             return await self._own[tool.server].call(tool.remote, arguments)
         except ServerLostError as error:
             raise EpisodeInfraError(f"{error}; the state of the episode is lost") from error
@@ -295,17 +301,29 @@ class SharedServer:
             raise
         return started
 
-    async def call(self, tool: str, arguments: dict[str, Any]) -> types.CallToolResult:
-        """Return the result of a call. Raises as :meth:`Connection.call`, or ToolError if the
-        server is lost."""
-        connection = self.connection
-        if connection is None:
-            raise ToolError(f"the MCP server {self._name} ended before the call; call again")
+    async def call(self, tool: str, arguments: dict[str, Any]) -> tuple[types.CallToolResult, int]:
+        """Return the result of a call, and the number of sessions that it started because the
+        server had lost its own. Raises as :meth:`Connection.call`, or ToolError if the server is
+        lost."""
+        restarts = 0
+        for left in reversed(range(MAX_SESSIONS)):
+            restarts += await self.ready(START_TIMEOUT_S)
+            assert self.connection is not None
+            try:
+                return await self._call(self.connection, tool, arguments), restarts
+            except SessionLostError:
+                if not left:
+                    raise
+        raise AssertionError("unreachable")
+
+    async def _call(
+        self, connection: Connection, tool: str, arguments: dict[str, Any]
+    ) -> types.CallToolResult:
         try:
             result = await connection.call(tool, arguments)
         except ServerLostError as error:
             self._drop(connection)
-            if self._losses > MAX_LOSSES:
+            if self._losses > MAX_LOSSES or isinstance(error, SessionLostError):
                 raise
             raise ToolError(f"the MCP server {self._name} ended during the call") from error
         except asyncio.CancelledError:  # a timeout

@@ -90,10 +90,53 @@ class Token:
         await self.app(scope, receive, send)
 
 
-def serve_http(token: str, port: str) -> None:
+class Odd:
+    """Has sessions, which the newest protocol does not, and answers calls of tools with what a file
+    says, as long as it exists: number of answers left, status, type and text."""
+
+    def __init__(self, app, path):
+        self.app, self.path = app, path
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] != "http" or scope["method"] != "POST" or not self.path:
+            await self.app(scope, receive, send)
+            return
+        message = await receive()
+        while message.get("more_body"):
+            more = await receive()
+            message = {**more, "body": message["body"] + more["body"]}
+        answers = os.path.exists(self.path) and b"tools/call" in message["body"]
+        if b"server/discover" in message["body"]:
+            answers, status, kind, text = True, 404, "text/plain", "Not Found"
+        elif answers:
+            status, kind, text = self.next_answer()
+        if not answers:
+            first = [message]
+
+            async def again():
+                return first.pop() if first else await receive()
+
+            await self.app(scope, again, send)
+            return
+        headers = [(b"content-type", kind.encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": text.encode()})
+
+    def next_answer(self):
+        with open(self.path) as file:
+            left, *answer = json.load(file)
+        if left == 1:
+            os.remove(self.path)
+        else:
+            with open(self.path, "w") as file:
+                json.dump([left - 1, *answer], file)
+        return answer
+
+
+def serve_http(token: str, port: str, odd: str = "") -> None:
     listening = socket.create_server(("127.0.0.1", int(port)))
     print(listening.getsockname()[1], flush=True)
-    app = Token(server.streamable_http_app(), token)
+    app = Odd(Token(server.streamable_http_app(), token), odd)
     uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
 
 

@@ -6,15 +6,13 @@ import asyncio
 import json
 import os
 import select
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_families import chat_tokenizer
+from mcp_played import calls, episode, http_server
 from scripted_engine import ScriptedEngine
 
 from burnish.config.episodes import EpisodesConfig
@@ -22,7 +20,6 @@ from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.environments import mcp_servers
 from burnish.environments.base import EnvironmentSetupError, EpisodeInfraError
-from burnish.environments.multi_turn import Message
 from burnish.environments.pool import EnvironmentPool, EpisodeFailedError, OpenEpisode
 from burnish.environments.tools import ToolEnvironment
 from burnish.episodes.runner import EpisodeRunner
@@ -39,38 +36,6 @@ STDIO = {"command": [sys.executable, str(HERE / "mcp_server.py"), "stdio"]}
 TINY = {"command": [sys.executable, str(HERE / "mcp_hostile.py"), "tiny"]}
 
 
-def calls(*given: tuple[str, Any]) -> Message:
-    made = [
-        {"id": f"call{i:05d}", "type": "function", "function": {"name": name, "arguments": args}}
-        for i, (name, args) in enumerate(given)
-    ]
-    return {"role": "assistant", "content": "", "tool_calls": made}
-
-
-class Played:
-    """An episode in this process. ``counts``: those of the last turn."""
-
-    def __init__(self, **options: Any) -> None:
-        self.environment = ToolEnvironment(**options)
-
-    def __call__(self, name: str, **arguments: Any) -> str:
-        return self.all((name, arguments))[0]
-
-    def all(self, *given: tuple[str, Any]) -> list[str]:
-        step = asyncio.run(self.environment.step(calls(*given)))
-        self.counts = step.counts
-        return [message["content"] for message in step.messages]
-
-
-@contextmanager
-def episode(**options: Any) -> Iterator[Played]:
-    played = Played(**options)
-    try:
-        yield played
-    finally:
-        played.environment.close()
-
-
 def wait_for_end(pid: int) -> None:
     """Wait for the end of a process that may not be a child."""
     try:
@@ -83,19 +48,6 @@ def wait_for_end(pid: int) -> None:
         assert poll.poll(30_000), f"process {pid} did not end"
     finally:
         os.close(at)
-
-
-@contextmanager
-def http_server(token: str = "", port: int = 0) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    command = [sys.executable, str(HERE / "mcp_server.py"), "http", token, str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}/mcp", process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 def test_calls_of_a_stdio_server(monkeypatch: pytest.MonkeyPatch) -> None:

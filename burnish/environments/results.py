@@ -20,7 +20,7 @@ import dataclasses
 import enum
 import inspect
 import json
-import re
+import re  # house: ok a linear pattern, over text of tools
 from collections import deque
 from collections.abc import ItemsView, KeysView, Mapping, MappingView, ValuesView
 from collections.abc import Set as AnySet

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from metamorphic import (
     relations_data,
+    relations_episodes,
     relations_models,
     relations_rules,
     relations_serving,
@@ -27,7 +28,13 @@ OTHERS = {
     "override_is_file": tuple(range(60)),
 }
 """Seeds of the others; without an entry: the first 24."""
-ALL = (relations_data, relations_models, relations_rules, relations_serving)
+ALL = (
+    relations_data,
+    relations_episodes,
+    relations_models,
+    relations_rules,
+    relations_serving,
+)
 
 
 def test_every_relation_says_why_its_tolerance_is_what_it_is() -> None:

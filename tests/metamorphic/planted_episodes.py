@@ -1,0 +1,60 @@
+"""Mistakes for the relations of episodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import burnish.agents.session as session
+import burnish.environments.results as results
+import burnish.rollout.sample_state as sample_state
+from burnish.jobs.evaluate import Evaluator
+
+Patch = pytest.MonkeyPatch
+
+
+def calls_are_in_the_order_of_their_end(patch: Patch) -> None:
+    """Turns are in the order in which the replies were sampled."""
+    patch.setattr(session, "sorted", list, raising=False)
+
+
+def records_are_rebuilt_from_pairs(patch: Patch) -> None:
+    """Counts are stored as the numbers of their pairs."""
+    own = sample_state.episode_to_plain
+
+    def stored(episode: Any) -> dict[str, Any]:
+        state = own(episode)
+        turns = [{**t, "counts": dict.fromkeys(t["counts"], 1)} for t in state["turns"]]
+        return {**state, "turns": turns}
+
+    patch.setattr(sample_state, "episode_to_plain", stored)
+
+
+def failed_episodes_are_left_out(patch: Patch) -> None:
+    """The numbers of an evaluation are those of the prompts with a score."""
+    own = Evaluator._measured
+
+    def measured(self: Any, step: int, name: str, prompts: Any) -> Any:
+        scored = {group.prompt.id for group in self.runner.run(prompts).groups}
+        self.runner.scores = [
+            row
+            for prompt, row in zip(prompts, self.runner.scores, strict=True)
+            if prompt.id in scored
+        ]
+        return own(self, step, name, [p for p in prompts if p.id in scored])
+
+    patch.setattr(Evaluator, "_measured", measured)
+
+
+def objects_are_written_by_their_address(patch: Patch) -> None:
+    """An object without a text has that of Python."""
+    patch.setattr(results, "_own_text", repr)
+
+
+PLANTED = {
+    "calls_in_any_order": (calls_are_in_the_order_of_their_end, tuple(range(12))),
+    "episodes_in_a_checkpoint": (records_are_rebuilt_from_pairs, tuple(range(24))),
+    "failures_are_not_passed": (failed_episodes_are_left_out, tuple(range(12))),
+    "tool_results_have_one_text": (objects_are_written_by_their_address, tuple(range(24))),
+}

@@ -1,0 +1,298 @@
+"""Relations of episodes: order of parallel calls, killed and resumed agents, failures in an
+evaluation, and the text of tool results."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import enum
+import json
+import math
+import random
+import tempfile
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import make_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from metamorphic.base import Broken, Draw, equal, relation
+
+from burnish.agents.calls import ModelCall
+from burnish.agents.session import TrainingSession
+from burnish.checkpoint.state import load_state, save_state
+from burnish.config.data import PromptDataConfig
+from burnish.config.rewards import FailurePolicy, ShapingConfig
+from burnish.config.rollout import EvalConfig
+from burnish.environments.pool import EpisodeFailedError
+from burnish.environments.results import ToolResultError, as_text
+from burnish.episodes.play import Call, Limits, Played, Policy, Task
+from burnish.episodes.renderer import ChatRenderer
+from burnish.episodes.runner import FAILED, EpisodeRunner, episode_sample
+from burnish.jobs.evaluate import Evaluator
+from burnish.rewards.base import RewardSet
+from burnish.rewards.episode import EpisodeReward
+from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
+from burnish.rollout.sample_state import samples_from_plain, samples_to_plain
+from burnish.rollout.service import RolloutService
+from burnish.transcript import Episode, Turn
+from burnish.types import Prompt
+
+CLOCKS = ("seconds", "engine_s", "environment_s", "cached_tokens")
+PROMPT = Prompt("p", (1,), "?")
+
+
+# ---- agents --------------------------------------------------------------------------------------
+
+
+def family() -> Any:
+    """(renderer, tokenizer, id of the end token) of a ChatML model."""
+    from chat_families import chat_tokenizer
+
+    tokenizer = chat_tokenizer("chatml")
+    return ChatRenderer(tokenizer), tokenizer, tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
+Plan = Sequence[Sequence[tuple[int | None, str, dict[str, Any]]]]
+"""Phases of calls at once: (number of the call that it continues, text, parameters)."""
+
+
+def draw_plan(draw: Draw) -> Plan:
+    """Votes (equal calls), sub-agents, and branches of earlier conversations."""
+    plan: list[list[tuple[int | None, str, dict[str, Any]]]] = []
+    count = 0
+    for _ in range(draw.rng.randint(1, 4)):
+        phase: list[tuple[int | None, str, dict[str, Any]]] = []
+        for _ in range(draw.rng.randint(1, 5)):
+            parent = draw.rng.choice([None, *range(count)])
+            text = draw.rng.choice(["vote", "a", "b", "long " * draw.rng.randint(1, 80)])
+            more: dict[str, Any] = draw.rng.choice([{}, {"temperature": 0.1}, {"max_tokens": 1}])
+            phase.append((parent, text, more))
+        count += len(phase)
+        plan.append(phase)
+    draw.note(plan=plan)
+    return plan
+
+
+async def agent(plan: Plan, ask: Callable[..., Awaitable[Any]]) -> None:
+    """Send the calls of each phase at once. A call that was refused is not continued."""
+    done: list[list[Any]] = []
+    for phase in plan:
+        given = [
+            [*(done[parent] if parent is not None else []), {"role": "user", "content": text}]
+            for parent, text, _ in phase
+        ]
+        replies = await asyncio.gather(
+            *(ask(g, **more) for g, (_, _, more) in zip(given, phase, strict=True)),
+            return_exceptions=True,
+        )
+        done += [
+            [] if isinstance(reply, Exception) else [*messages, reply]
+            for messages, reply in zip(given, replies, strict=True)
+        ]
+
+
+def played_by(plan: Plan, order: int, limits: Limits, seed: int) -> Played:
+    """Play an episode whose replies are sampled in an order that ``order`` seeds."""
+    from scripted_engine import ScriptedEngine
+
+    renderer, tokenizer, end = family()
+    ordinary = [i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids]
+
+    def words(request: Request) -> Sequence[int]:
+        rng = random.Random(request.seed)
+        return [*rng.choices(ordinary[:6], k=rng.randint(1, 3)), end]
+
+    async def inside() -> Played:
+        service = RolloutService(ScriptedEngine(words, tokenizer, seed=order))
+        with ThreadPoolExecutor(1) as rendering:
+            policy = Policy(service, renderer, Sampling(20, stop_token_ids=(end,)), rendering)
+            session = TrainingSession(Task("t/0", {}, 0, sampling_seed=seed), policy, limits)
+
+            async def ask(messages: Any, **more: Any) -> Any:
+                digest = random.randbytes(8)
+                reply = await session.respond(
+                    ModelCall("m", tuple(messages), **more), digest=digest
+                )
+                return reply.choices[0].message
+
+            try:
+                await agent(plan, ask)
+                return session.played({"reward": 1.0})
+            finally:
+                await session.close()
+                service.close()
+
+    return asyncio.run(inside())
+
+
+def trained(played: Played) -> Any:
+    """Everything of an episode that is trained, scored or shown, but times."""
+    if not played.calls:
+        return played.record.status
+    sample = episode_sample(PROMPT, "p/0", played)
+    turns = [{k: v for k, v in vars(t).items() if k not in CLOCKS} for t in played.record.turns]
+    own = {k: v for k, v in vars(sample).items() if k != "episode"}
+    return repr((own, sample.rows, played.record.status, played.record.start, turns))
+
+
+def draw_limits(draw: Draw) -> Limits:
+    turns, tokens = draw.one(turns=[3, 50]), draw.one(tokens=[120, 4000])
+    return Limits(max_turns=turns, max_tokens=tokens, step_timeout_s=60, timeout_s=60)
+
+
+@relation
+def calls_in_any_order(draw: Draw) -> None:
+    """An episode does not depend on the order in which the replies to its parallel calls are
+    sampled. Exact."""
+    plan, limits, seed = draw_plan(draw), draw_limits(draw), draw.rng.getrandbits(32)
+    first, second = (trained(played_by(plan, order, limits, seed)) for order in (1, 2))
+    equal(second, first, "episode")
+
+
+@relation
+def episodes_in_a_checkpoint(draw: Draw) -> None:
+    """A finished episode of an agent is the same after the way through a checkpoint, while its
+    session counts on, and so equals the one that a resumed run plays again. Exact."""
+    plan, limits, seed = draw_plan(draw), draw_limits(draw), draw.rng.getrandbits(32)
+    played, again = (played_by(plan, order, limits, seed) for order in (1, 2))
+    if not played.calls:
+        return
+    sample = episode_sample(PROMPT, "p/0", played)
+    with tempfile.TemporaryDirectory() as folder:
+        save_state(Path(folder), "rl", samples_to_plain([sample]))
+        (loaded,) = samples_from_plain(load_state(Path(folder), "rl"))
+    equal(repr(loaded), repr(sample), "sample in the file")
+    assert loaded.episode is not None
+    calls = tuple(Call(c.prompt_ids, c.completion) for c in played.calls)
+    equal(trained(again), trained(Played(loaded.episode, calls)), "episode that is played again")
+
+
+# ---- evaluation ----------------------------------------------------------------------------------
+
+
+def result(score: float | None, status: Any) -> Played:
+    """An episode with a score; None: it failed."""
+    if score is None:
+        return Played(Episode(status, ()), (), EpisodeFailedError(status, "failed"))
+    completion = Completion("r", 0, (7,), (-1.0,), "stop", "4", (VersionSpan(0, 0, 1),))
+    said = {"role": "assistant", "content": "4"}
+    record = Episode("done", (), turns=(Turn(said, (), rewards={"right": score}),))
+    return Played(record, (Call((1,), completion),))
+
+
+class _Scores(EpisodeRunner):
+    """Plays episodes with given scores."""
+
+    def __init__(self, scores: Sequence[Sequence[float | None]], status: str) -> None:
+        self.scores, self.status, self.num_samples = scores, status, len(scores[0])
+        self.seed, self.dynamic = 0, None
+        self.rewards = RewardSet(
+            [(EpisodeReward("right", name="right"), 1.0)],
+            on_failure=FailurePolicy(),
+            shaping=ShapingConfig(),
+            generate_max_len=9,
+        )
+
+    def draw_all(self, prompts: Sequence[Prompt], *, least: int = 2) -> list[Any]:
+        return [
+            self._played(prompt, [result(s, self.status) for s in row], least=least)
+            for prompt, row in zip(prompts, self.scores, strict=True)
+        ]
+
+    def check(self, drawn: Any) -> None:
+        """Any share of episodes may fail."""
+
+
+@relation
+def failures_are_not_passed(draw: Draw) -> None:
+    """An evaluation with failed episodes has the numbers of one in which their scores are 0. 1e-12:
+    sums in another order."""
+    prompts, count = draw.one(prompts=range(1, 7)), draw.one(samples=range(1, 5))
+    scores = [[draw.rng.choice([None, 0.0, 1.0]) for _ in range(count)] for _ in range(prompts)]
+    scores[0][0] = draw.one(first=[0.0, 1.0])
+    draw.note(scores=scores)
+    config = EvalConfig(
+        data=PromptDataConfig(sources=["x.jsonl"]),
+        n_samples_per_prompt=count,
+        temperature=1.0,
+        pass_k=tuple(range(1, count + 1)),
+    )
+    given = [Prompt(f"p:{i}@0", (1,), "?") for i in range(prompts)]
+    found, wanted = (
+        Evaluator(config, {"": given}, _Scores(rows, status), lambda *_: None).evaluate(0)
+        for rows in (scores, [[score or 0.0 for score in row] for row in scores])
+        for status in [draw.one(status=FAILED)]
+    )
+    failed = sum(score is None for row in scores for score in row) / (prompts * count)
+    if not math.isclose(found.pop("eval/failed_frac"), failed, abs_tol=1e-12):
+        raise Broken(f"failed_frac is not {failed}")
+    wanted.pop("eval/failed_frac")
+    for name, value in wanted.items():
+        if not math.isclose(found[name], value, abs_tol=1e-12):
+            raise Broken(f"{name}: {found[name]} is not {value}")
+
+
+# ---- results of tools ----------------------------------------------------------------------------
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+class Plain:
+    """An object without a text."""
+
+
+Point = make_dataclass("Point", [("x", Any), ("y", Any)])
+LEAVES: tuple[Callable[[random.Random], Any], ...] = (
+    lambda rng: rng.choice([None, True, "text", "", 'quo"te', "\ud800"]),
+    lambda rng: rng.randint(-5, 5),
+    lambda rng: rng.random(),
+    lambda rng: rng.randbytes(3) if rng.random() < 0.5 else b"abc",
+    lambda rng: np.float32(rng.random()),
+    lambda rng: np.arange(rng.randint(0, 3)),
+    lambda rng: datetime.date(2026, 1, rng.randint(1, 28)),
+    lambda rng: Color.RED,
+    lambda rng: Plain(),
+    lambda rng: (i for i in range(3)),
+    lambda rng: print if rng.random() < 0.5 else (lambda: 0),
+    lambda rng: frozenset(rng.sample(["a", "b", "c", 1, 2.5], rng.randint(0, 5))),
+)
+
+
+def value_of(rng: random.Random, depth: int = 0) -> Any:
+    """A new value of a random type, with everything in it new."""
+    if depth > 2 or rng.random() < 0.5:
+        return rng.choice(LEAVES)(rng)
+    items = [value_of(rng, depth + 1) for _ in range(rng.randint(0, 3))]
+    kind = rng.randrange(6)
+    if kind == 0:
+        return {rng.choice(["a", 1, ("t", 2), Color.RED]): item for item in items}
+    if kind == 1:
+        return Point(items, rng.randint(0, 3))
+    if kind == 2:
+        return Counter(rng.choices("abc", k=3))
+    return (list, tuple, deque)[kind - 3](items)
+
+
+@relation
+def tool_results_have_one_text(draw: Draw) -> None:
+    """Two equal results of a tool, made anew, have the same text or the same error, without a
+    memory address. A JSON value has its own text. Exact."""
+    seed = draw.rng.getrandbits(32)
+    values = [value_of(random.Random(seed)) for _ in range(2)]
+    draw.note(type=type(values[0]).__name__)
+    texts = []
+    for value in values:  # both are alive, so they have different addresses
+        try:
+            texts.append(as_text(value))
+        except ToolResultError as error:
+            texts.append(f"error: {error}")
+    equal(texts[1], texts[0], "text")
+    if " at 0x" in texts[0].replace("at 0x...", ""):
+        raise Broken(f"a memory address: {texts[0]}")
+    plain = {"a": [draw.rng.randint(0, 9), None, {"b": draw.rng.random()}]}
+    equal(json.loads(as_text(plain)), plain, "JSON")

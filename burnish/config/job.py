@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any, ClassVar
 
@@ -64,6 +64,9 @@ class JobConfig(Node):
     in_order: ClassVar[tuple[str, ...]] = ()
     """Data sections whose rows are read in order, so that they can be streamed."""
 
+    without_effect: ClassVar[Mapping[str, str]] = {}
+    """Reason by dotted key, for keys that act in other jobs alone. Setting one is an error."""
+
     job: str
     """Job of the recipe."""
     run_dir: PathText = "runs/{job}"
@@ -92,10 +95,21 @@ class JobConfig(Node):
             *held_out_rules(self.paths_of(DataConfig), trains=isinstance(self, TrainingJob)),
             *split_rules(self.paths_of(DataConfig)),
         ]
-        problems += self._launch_rules()
+        problems += [*self._keys_of_other_jobs(), *self._launch_rules()]
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _keys_of_other_jobs(self) -> Iterator[str]:
+        """Yield an error for each key that only acts in other jobs and differs from its default."""
+        for dotted, reason in self.without_effect.items():
+            name, _, key = dotted.partition(".")
+            node = vars(self)[name]
+            if node.is_own(key):
+                yield (
+                    f"{name}: {key}={vars(node)[key]} has no effect in the job {self.job}, because "
+                    f"{reason}; remove it"
+                )
 
     def _launch_rules(self) -> Iterator[str]:
         """Yield an error if a launcher's ranks cannot run this job."""
@@ -208,6 +222,12 @@ class TrainingJob(JobConfig):
 
 class SupervisedJob(TrainingJob):
     """Fields of the jobs that train on given rows."""
+
+    without_effect: ClassVar[Mapping[str, str]] = {
+        "precision.rollout_dtype": "it samples no responses",
+        "observe.samples_per_step": "it samples no responses",
+        "observe.record_rollouts": "it samples no responses",
+    }
 
     train: TrainConfig
     """Batches, optimizer, schedule."""
@@ -411,6 +431,9 @@ class RowsJob(InferenceJob):
     """Fields of the jobs that write rows of data."""
 
     not_spmd: ClassVar[str | None] = "one process writes its output, in the order of the input"
+    without_effect: ClassVar[Mapping[str, str]] = {
+        "observe.record_rollouts": "only the job rl is replayed"
+    }
 
     output: PathText
     """Output file, ``.jsonl`` or ``.parquet``, written at the end; must not exist. ``{run_dir}`` is

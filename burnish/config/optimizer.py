@@ -215,12 +215,11 @@ class ScheduleConfig(Node):
                 f"lr_warmup_steps={self.lr_warmup_steps} and lr_warmup_ratio="
                 f"{self.lr_warmup_ratio:g} both set the length of the warm-up; remove one"
             )
-        needs = {"lr_power": "polynomial", "lr_decay_ratio": "wsd", "lr_decay_shape": "wsd"}
-        for name, scheduler in needs.items():
-            if self.lr_scheduler != scheduler and vars(self)[name] != _DEFAULTS[name]:
+        for name, schedulers in _SCHEDULERS_OF.items():
+            if self.lr_scheduler not in schedulers and self.is_own(name):
                 yield (
                     f"{name} has no effect with lr_scheduler={self.lr_scheduler}; remove it, or "
-                    f"use lr_scheduler={scheduler}"
+                    f"use lr_scheduler={' or '.join(schedulers)}"
                 )
         if self.lr_scheduler == "wsd" and self.lr_warmup_ratio + self.lr_decay_ratio > 1:
             yield (
@@ -229,4 +228,10 @@ class ScheduleConfig(Node):
             )
 
 
-_DEFAULTS = {name: field.default for name, field in ScheduleConfig.model_fields.items()}
+_SCHEDULERS_OF = {
+    "min_lr_ratio": ("cosine_with_min_lr", "polynomial", "wsd"),
+    "lr_power": ("polynomial",),
+    "lr_decay_ratio": ("wsd",),
+    "lr_decay_shape": ("wsd",),
+}
+"""Keys of one schedule or several, which have no effect with the others."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -53,6 +53,11 @@ class ResponseDataConfig(PromptDataConfig):
 
 class ScoreConfig(RowsJob):
     """``burnish score``: write the rewards of given responses as rows of a file."""
+
+    without_effect: ClassVar[Mapping[str, str]] = {
+        **RowsJob.without_effect,
+        "precision.rollout_dtype": "it samples no responses",
+    }
 
     job: Literal["score"] = "score"
     """Job of the recipe."""

@@ -258,3 +258,22 @@ def test_a_value_of_another_framework_is_translated(override: str, said: str) ->
     }
     with pytest.raises(ConfigError, match=said):
         load_config(tree, [override])
+
+
+@pytest.mark.parametrize(
+    ("job", "override"),
+    [
+        ("sft", "precision.rollout_dtype=bf16"),
+        ("preference", "observe.record_rollouts=true"),
+        ("rm", "observe.samples_per_step=3"),
+        ("generate", "observe.record_rollouts=true"),
+        ("score", "precision.rollout_dtype=bf16"),
+        ("sft", "train.min_lr_ratio=0.5"),
+        ("rl", "train.min_lr_ratio=0.5"),
+    ],
+)
+def test_a_key_that_only_acts_elsewhere_is_refused(job, override, recipes):
+    load_config(recipes[job])
+    with pytest.raises(ConfigError, match="has no effect") as caught:
+        load_config(recipes[job], [override])
+    assert override.split("=")[0].split(".")[1] in str(caught.value)

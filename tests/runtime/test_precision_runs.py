@@ -456,11 +456,8 @@ def test_precision_that_is_rarely_meant_is_warned_of_at_load_and_in_the_log(  # 
         ["precision.dtype=bf16", "precision.rollout_dtype=bf16"],
     ],
 )
-def test_nothing_is_said_about_ordinary_settings(
-    plain: list[str], rl: MakeConfig, supervised: Callable[..., JobConfig]
-) -> None:
+def test_nothing_is_said_about_ordinary_settings(plain: list[str], rl: MakeConfig) -> None:
     assert rl(*plain).warnings() == []
-    assert supervised("sft", *plain, "precision.rollout_dtype=bf16").warnings() == []
 
 
 def test_the_gap_of_two_formats_is_measured_and_said_once(

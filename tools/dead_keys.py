@@ -77,10 +77,7 @@ def main(argv: Sequence[str]) -> int:
         write_data(cases["data"])
         for name, base in cases["bases"].items():
             if options.job in (None, name.split("/")[0]) and fnmatchcase(name, options.base):
-                for verdict in examine(name, base, cases["values"], options.key):
-                    verdicts.append(verdict)
-                    if verdict.word == "dead":
-                        print(f"{name}: {verdict.path} = {' | '.join(verdict.tried)}", flush=True)
+                verdicts += examine(name, base, cases["values"], options.key)
     print(f"{len(verdicts)} keys, {time.monotonic() - begin:.0f} s:", end=" ")
     print(", ".join(f"{n} {word}" for word, n in Counter(v.word for v in verdicts).items()))
     problems = list(contradictions(verdicts, cases["without_effect"]))
@@ -109,7 +106,8 @@ def _matches(pattern: str, verdict: Verdict) -> bool:
 def examine(
     name: str, base: Mapping[str, Any], values: Mapping[str, Sequence[Any]], pattern: str = "*"
 ) -> Iterator[Verdict]:
-    """Yield the verdict of each key of a base recipe whose path matches ``pattern``."""
+    """Yield the verdict of each key of a base recipe whose path matches ``pattern``. Print the keys
+    without an effect."""
     config = load_config({**base["recipe"], "job": name.split("/")[0]})
     first, second = outcome(config), outcome(config)
     if "error" in first:
@@ -137,6 +135,8 @@ def examine(
                 verdict.word = "effect"
                 break
             verdict.word = "dead"
+        if verdict.word == "dead":
+            print(f"{name}: {path} = {' | '.join(verdict.tried)}", flush=True)
         yield verdict
 
 
@@ -185,9 +185,8 @@ def outcome(config: JobConfig) -> Outcome:
         if config.run_dir == "runs/{job}":
             config = config.model_copy(update={"run_dir": str(run_dir)})
         try:
-            with open(os.devnull, "w") as nowhere:
-                with redirect_stdout(nowhere), redirect_stderr(nowhere):
-                    run_dir = burnish.run(config).run_dir
+            with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
+                run_dir = burnish.run(config).run_dir
         except BurnishError as error:
             return {"error": f"{type(error).__name__}: {error}"}
         return dict(_produced(run_dir))

@@ -273,7 +273,7 @@ def test_the_nearest_train_batch_size_also_fits_the_micro_batches(rl_recipe):
         (("checkpoint.best_metric=eval/loss", "eval.data={sources: [x]}"), "is never measured"),
         (
             ("checkpoint.best_metric=eval/pass@4", "eval.data={sources: [x]}"),
-            "(nearest: eval/pass@1); use a metric of this job: eval/pass@1,",
+            "(nearest: eval/pass@1); use a metric of this job: eval/",
         ),
         (("checkpoint.best_metric=reward/functions",), "(nearest: reward/function)"),
         (("checkpoint.best_metric=reward/shaping", "checkpoint.best_mode=max"), "reward/mean"),

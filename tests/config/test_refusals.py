@@ -264,10 +264,9 @@ def test_a_value_of_another_framework_is_translated(override: str, said: str) ->
     ("job", "override"),
     [
         ("sft", "precision.rollout_dtype=bf16"),
-        ("preference", "observe.record_rollouts=true"),
+        ("sft", "observe.record_rollouts=true"),
         ("rm", "observe.samples_per_step=3"),
         ("generate", "observe.record_rollouts=true"),
-        ("score", "precision.rollout_dtype=bf16"),
         ("sft", "train.min_lr_ratio=0.5"),
         ("rl", "train.min_lr_ratio=0.5"),
     ],

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from burnish.chat_message import REASONING, Message, roles_of, without_flags
 from burnish.data.messages import as_messages, trained_flags
@@ -151,8 +152,8 @@ def _check_answers(
     for answer in answers:
         if answer["content"].strip() or answer.get("tool_calls"):
             continue
-        habits, reasoning = habits_of(tokenizer, tools), str(answer.get(REASONING[0], ""))
-        if not reasoning.strip() or (habits.reasoning_key is None and not habits.cuts_reasoning):
+        blank = not str(answer.get(REASONING[0], "")).strip()
+        if blank or habits_of(tokenizer, tools).ignores_reasoning_of(answer):
             empty_answer(refuse=refuse)
 
 
@@ -224,7 +225,7 @@ def _without_own_end(
     kept = list(messages)
     for turn, message in enumerate(messages):
         text = message["content"].rstrip() if message["role"] == "assistant" else ""
-        end = _special_end(tokenizer, text)
+        end = _special_end(tokenizer, text) if text else ""
         if not end:
             continue
         bare = {**message, "content": text.removesuffix(end)}
@@ -255,12 +256,22 @@ def encode_piece(
     check_embeddings(tokenizer, ids)
     if not follows or not text:
         return ids
-    probe = tokenizer.convert_ids_to_tokens(_plain_ids(tokenizer, "a"))
-    if not probe or not probe[0].startswith(_WORD_START):
+    if not _prepends_space(tokenizer):
         return ids
     newline = _plain_ids(tokenizer, "\n")
     behind = tokenize(tokenizer, "\n" + text)
     return behind[len(newline) :] if behind[: len(newline)] == newline else ids
+
+
+_spaces: WeakKeyDictionary[PreTrainedTokenizerBase, bool] = WeakKeyDictionary()
+
+
+def _prepends_space(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the tokenizer prepends a space to any text (SentencePiece)."""
+    if tokenizer not in _spaces:
+        probe = tokenizer.convert_ids_to_tokens(_plain_ids(tokenizer, "a"))
+        _spaces[tokenizer] = bool(probe) and probe[0].startswith(_WORD_START)
+    return _spaces[tokenizer]
 
 
 def _encode_with_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

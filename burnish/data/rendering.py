@@ -94,6 +94,11 @@ class Habits:
     ignored: Collection[tuple[str, str]]
     """(role, key) of names and call ids that are not rendered."""
 
+    def ignores_reasoning_of(self, message: Message) -> bool:
+        """Return whether the message has reasoning that the template never renders."""
+        ignores = self.reasoning_key is None and not self.cuts_reasoning
+        return ignores and REASONING[0] in message
+
     def adapted(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the messages in the form that the template reads."""
         moves = self.reasoning_key not in (None, REASONING[0])
@@ -302,7 +307,7 @@ def _note_ignored(habits: Habits, messages: Sequence[Message]) -> None:
     for message in messages:
         if len(message) == 2:
             continue
-        if REASONING[0] in message and habits.reasoning_key is None and not habits.cuts_reasoning:
+        if habits.ignores_reasoning_of(message):
             note(
                 "reasoning_ignored",
                 "the chat template does not render reasoning, so the model does not learn it; set "

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from burnish.config.data import SHAREGPT_KEY, DataConfig, PreferenceDataConfig, SFTDataConfig
 from burnish.config.explain import nearest
@@ -315,6 +316,9 @@ def encode_exchange(
     )
 
 
+_special_ids: WeakKeyDictionary[PreTrainedTokenizerBase, frozenset[int]] = WeakKeyDictionary()
+
+
 def note_unused_template(
     tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], config: DataConfig
 ) -> None:
@@ -322,7 +326,9 @@ def note_unused_template(
     prompt with special tokens, or one that a prompt_template formats, has a form of its own."""
     if tokenizer.chat_template is None or config.prompt_template is not None:
         return
-    if special_tokens(tokenizer).keys().isdisjoint(prompt_ids[1:]):
+    if tokenizer not in _special_ids:
+        _special_ids[tokenizer] = frozenset(special_tokens(tokenizer))
+    if _special_ids[tokenizer].isdisjoint(prompt_ids[1:]):
         note(
             "template_unused",
             "the prompt is plain text, so the chat template of the model is not used, and the "

@@ -59,13 +59,15 @@ def locate_turns(
     render = partial(render_text, tokenizer, tools=tools, today=datetime.now())
     last = trained[-1]
     prompt = render(messages[:last], add_generation_prompt=True)
-    turn = _last_turn(render, messages[: last + 1], prompt, habits_of(tokenizer, tools))
+    habits = habits_of(tokenizer, tools)
+    turn = _last_turn(render, messages[: last + 1], prompt, habits)
     place = _Place(tokenizer, render, messages[:last], prompt)
     turns = [place.of(number) for number in trained[:-1]]
     turns.append(Turn(len(prompt), len(prompt) + len(turn)))
     text = prompt + turn
     for number, located in zip(trained, turns, strict=True):
-        _note_lost_reasoning(messages[number], text[located.begin : located.end])
+        if not habits.ignores_reasoning_of(messages[number]):
+            _note_lost_reasoning(messages[number], text[located.begin : located.end])
     return text, turns
 
 

@@ -161,11 +161,13 @@ class _Probe:
         self._tokenizer, self._tools = tokenizer, tools
 
     def _text(self, *messages: Message) -> str | None:
-        """Return the text of a conversation, or None if the template rejects it."""
-        question = {"role": "user", "content": "Go."}
-        generate = messages[-1]["role"] != "assistant"
+        """Return the text of a question and the messages, or None if the template rejects it."""
+        return self._conversation({"role": "user", "content": "Go."}, *messages)
+
+    def _conversation(self, *messages: Message) -> str | None:
         try:
-            return _render(self._tokenizer, [question, *messages], generate, self._tools)
+            generate = messages[-1]["role"] != "assistant"
+            return _render(self._tokenizer, messages, generate, self._tools)
         except DataError:
             return None
 
@@ -214,11 +216,21 @@ class _Probe:
             if text is not None and text == self._text(call, {**result, key: other}):
                 ignored.append(("tool", key))
         for role in ("system", "user", "assistant"):
-            named = {"role": role, "content": _ANSWER, "name": "qznamezq"}
-            text = self._text(named)
-            if text is not None and text == self._text({**named, "name": "qzotherzq"}):
+            texts = [self._named(role, name) for name in ("qznamezq", "qzotherzq")]
+            if texts[0] is not None and texts[0] == texts[1]:
                 ignored.append((role, "name"))
         return ignored
+
+    def _named(self, role: str, name: str) -> str | None:
+        """Return the text of a conversation whose message of ``role`` has a name."""
+        roles = {
+            "system": ("system", "user"),
+            "user": ("user",),
+            "assistant": ("user", "assistant"),
+        }
+        messages = [{"role": each, "content": _ANSWER} for each in roles[role]]
+        named = [{**m, "name": name} if m["role"] == role else m for m in messages]
+        return self._conversation(*named)
 
 
 def _with_json_arguments(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import pytest
 from metamorphic import (
     relations_data,
     relations_episodes,
+    relations_messages,
     relations_models,
     relations_rules,
     relations_serving,
@@ -31,6 +32,7 @@ OTHERS = {
 ALL = (
     relations_data,
     relations_episodes,
+    relations_messages,
     relations_models,
     relations_rules,
     relations_serving,

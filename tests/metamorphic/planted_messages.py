@@ -1,0 +1,53 @@
+"""Mistakes for the relations of chat messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import burnish.chat_message as chat_message
+import burnish.data.rendering as rendering
+import burnish.data.rows as data_rows
+import burnish.data.turns as turns
+
+Patch = pytest.MonkeyPatch
+
+
+def the_last_part_wins(patch: Patch) -> None:
+    """Only the last text part of a content is read."""
+
+    def last(content: Any) -> str:
+        return content if isinstance(content, str) else str((content or [{"text": ""}])[-1])
+
+    patch.setattr(chat_message, "text_of", last)
+
+
+def arguments_stay_text(patch: Patch) -> None:
+    """Arguments given as JSON text are passed to the template as they are."""
+    patch.setattr(chat_message, "arguments_of", lambda value: value or {})
+
+
+def nulls_of_parquet_are_kept(patch: Patch) -> None:
+    """The nulls that Parquet fills in are read as arguments and keys."""
+    patch.setattr(data_rows, "without_nulls", lambda value: value)
+
+
+def nothing_is_noticed(patch: Patch) -> None:
+    """Names and reasoning that a template drops are not reported."""
+    patch.setattr(rendering, "note", lambda kind, text: None)
+
+
+def turns_are_found_in_the_final_text(patch: Patch) -> None:
+    """The prompt of a turn ends one character late."""
+    own = turns.Turn
+    patch.setattr(turns, "Turn", lambda begin, end: own(begin + 1, end))
+
+
+PLANTED: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "content_forms": (the_last_part_wins, tuple(range(8))),
+    "argument_forms": (arguments_stay_text, tuple(range(24))),
+    "message_files": (nulls_of_parquet_are_kept, tuple(range(24))),
+    "dropped_fields": (nothing_is_noticed, tuple(range(40))),
+    "trained_prompt": (turns_are_found_in_the_final_text, tuple(range(12))),
+}

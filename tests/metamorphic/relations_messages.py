@@ -1,0 +1,191 @@
+"""Relations of chat messages: forms of one message, files of one row, fields that a template drops,
+and the prompt before a trained turn."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from functools import cache
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from chat_templates import PUBLISHED, published_tokenizer
+from metamorphic.base import Broken, Draw, Refused, equal, relation
+from metamorphic.draw_text import text_of, write_rows
+from metamorphic.relations_data import rows_of
+
+from burnish.config.data import SFTDataConfig
+from burnish.data.chat import encode_conversation, encode_prompt
+from burnish.data.notices import collecting
+from burnish.data.sft import load_rows
+from burnish.data.sources import DataError
+
+Messages = list[dict[str, Any]]
+Row = dict[str, Any]
+_tokenizer = cache(published_tokenizer)
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "F.", "parameters": {}}}]
+
+
+def _family(draw: Draw) -> Any:
+    return _tokenizer(draw.one(family=list(PUBLISHED)))
+
+
+def _text(draw: Draw) -> str:
+    return "a" + text_of(draw).replace("<", "") + "z"
+
+
+def _conversation(draw: Draw, *, calls: bool) -> Messages:
+    """One to three questions with answers, some with reasoning, a tool call or a flag."""
+    messages: Messages = []
+    for turn in range(draw.rng.randint(1, 3)):
+        messages.append({"role": "user", "content": _text(draw)})
+        if calls and draw.rng.random() < 0.6:
+            number = draw.rng.randint(0, 9)
+            arguments = draw.rng.choice([{}, {"a": number}, {"a": {"b": [number, "c"]}}])
+            call_id = f"call{turn:05d}"
+            function = {"name": "f", "arguments": arguments}
+            call = {"id": call_id, "type": "function", "function": function}
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            result = {"role": "tool", "content": _text(draw), "tool_call_id": call_id, "name": "f"}
+            messages.append(result)
+        answer: dict[str, Any] = {"role": "assistant", "content": _text(draw)}
+        if draw.rng.random() < 0.3:
+            answer["reasoning_content"] = _text(draw)
+        if draw.rng.random() < 0.2:
+            answer["train"] = False
+        messages.append(answer)
+    draw.note(messages=messages)
+    return messages
+
+
+def _outcome(draw: Draw, row: Row, tokenizer: Any, name: str = "rows.jsonl", **options: Any) -> Any:
+    """Ids and mask of the row of a file, or the reason without the file's name."""
+    if name.endswith(".parquet"):
+        path = str(draw.folder / name)
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    else:
+        path = write_rows(draw, [row], name)
+    try:
+        return rows_of(load_rows(SFTDataConfig(sources=(path,), **options), tokenizer))
+    except DataError as error:
+        return re.sub(r"\S*rows\S*( row 0)?: ", "", str(error).replace(path, "rows"))
+
+
+@relation
+def content_forms(draw: Draw) -> None:
+    """Content as a string, as a list of text parts, and null beside tool calls give equal rows, or
+    the same refusal. Exact."""
+    tokenizer = _family(draw)
+    messages = _conversation(draw, calls=True)
+    other = copy.deepcopy(messages)
+    for message in other:
+        content = message["content"]
+        cut = draw.rng.randint(0, len(content))
+        parts = [{"type": "text", "text": part} for part in (content[:cut], content[cut:])]
+        if message.get("tool_calls"):
+            message["content"] = draw.rng.choice([None, "", []])
+        else:
+            message["content"] = draw.rng.choice([parts, [content], parts])
+        if "reasoning_content" in message:
+            key = draw.rng.choice(["reasoning", "thinking", "reasoning_content"])
+            message[key] = message.pop("reasoning_content")
+    row: Row = {"messages": messages, "tools": TOOLS}
+    expected = _outcome(draw, row, tokenizer)
+    equal(_outcome(draw, {**row, "messages": other}, tokenizer), expected, "the row of parts")
+
+
+@relation
+def argument_forms(draw: Draw) -> None:
+    """Arguments of tool calls as an object and as JSON text give equal rows. Exact."""
+    tokenizer = _tokenizer(draw.one(family=["qwen3", "mistral"]))
+    messages = _conversation(draw, calls=True)
+    other = copy.deepcopy(messages)
+    for message in other:
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            arguments = function["arguments"]
+            text = json.dumps(arguments, indent=draw.rng.choice([None, 1]))
+            function["arguments"] = text if arguments else draw.rng.choice(["", "{}", None])
+    row: Row = {"messages": messages, "tools": TOOLS}
+    expected = _outcome(draw, row, tokenizer, train_on_turns="last")
+    found = _outcome(draw, {**row, "messages": other}, tokenizer, train_on_turns="last")
+    equal(found, expected, "the row with arguments as text")
+
+
+@relation
+def message_files(draw: Draw) -> None:
+    """A row of JSON lines and the same row of Parquet, also with the messages as JSON text, are
+    equal, although Parquet fills every message with the keys of the others. Exact."""
+    tokenizer = _tokenizer(draw.one(family=["qwen3", "mistral", "chatml"]))
+    messages = _conversation(draw, calls=draw.rng.random() < 0.8)
+    for message in messages:
+        for call in message.get("tool_calls", ()):  # a column of Parquet has one type
+            call["function"]["arguments"] = {draw.rng.choice("ab"): draw.rng.randint(0, 9)}
+    row: Row = {"messages": messages}
+    expected = _outcome(draw, row, tokenizer)
+    text = {"messages": json.dumps(messages)}
+    for found in (
+        _outcome(draw, row, tokenizer, "rows.parquet"),
+        _outcome(draw, text, tokenizer, "text_rows.parquet"),
+    ):
+        equal(found, expected, "the row of Parquet")
+
+
+@relation
+def dropped_fields(draw: Draw) -> None:
+    """A mark in any field of a conversation is in the ids of its row, or the row is refused, or the
+    field is counted in a notice. Exact."""
+    tokenizer = _family(draw)
+    calls = draw.facts["family"] in ("qwen3", "mistral") or draw.rng.random() < 0.1
+    messages = _conversation(draw, calls=calls)
+    if draw.rng.random() < 0.3:
+        messages.insert(0, {"role": "system", "content": _text(draw)})
+    position = draw.rng.randrange(len(messages))
+    message = messages[position]
+    field = draw.rng.choice(
+        [key for key in message if key not in ("role", "train", "tool_call_id")] + ["name"]
+    )
+    mark = "qzmarkzq"
+    if field == "tool_calls":
+        message["tool_calls"][0]["function"]["arguments"] = {"a": mark}
+    elif field == "content" and message.get("tool_calls"):
+        message["content"] = mark
+    else:
+        message[field] = mark
+    draw.note(marked=(position, field))
+    with collecting() as notices:
+        try:
+            ids, _ = encode_conversation(tokenizer, messages, only_last=True, tools=TOOLS)
+        except DataError as error:
+            raise Refused(str(error)) from error
+    last = max(i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("train", 1))
+    text = "".join(tokenizer.decode(ids).split())
+    if mark in text or position > last:
+        return
+    earlier = field == "reasoning_content" and position < last  # dropped on purpose, not trained
+    kinds = {"name": {"name_ignored"}, "reasoning_content": {"reasoning_ignored"}}
+    if not earlier and not kinds.get(field, set()) & set(notices):
+        raise Broken(f"{field} of message {position} is neither in the row nor reported: {text}")
+
+
+@relation
+def trained_prompt(draw: Draw) -> None:
+    """The ids before the first trained turn of a conversation are those of the RL prompt of the
+    same history, and the text before each other one is its text. Exact; texts are compared without
+    white space, which SentencePiece tokenizers do not keep."""
+    tokenizer = _family(draw)
+    messages = _conversation(draw, calls=draw.facts["family"] in ("qwen3", "mistral"))
+    last = draw.one(only_last=[False, True])
+    ids, mask = encode_conversation(tokenizer, messages, only_last=last)
+    starts = [i for i in range(1, len(ids)) if mask[i] and not mask[i - 1]]
+    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"][-1 if last else 0 :]
+    turns = [i for i in turns if messages[i].get("train", True)]
+    equal(len(starts), len(turns), "the number of trained turns")
+    for start, turn in zip(starts, turns, strict=True):
+        _, prompt = encode_prompt(tokenizer, messages[:turn])
+        if turn == turns[0]:
+            equal(ids[:start], prompt, f"the prompt before message {turn}")
+        texts = ["".join(tokenizer.decode(part).split()) for part in (ids[:start], prompt)]
+        equal(texts[0], texts[1], f"the text before message {turn}")

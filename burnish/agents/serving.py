@@ -43,6 +43,7 @@ from burnish.episodes.parsing import ParsedMessage
 from burnish.episodes.play import call_seed, sample
 from burnish.episodes.renderer import ChatRenderer, TextCodec, TooLongError
 from burnish.episodes.streaming import before_stop
+from burnish.episodes.template import RendererError
 from burnish.episodes.token_texts import TokenPart
 from burnish.errors import BurnishError
 from burnish.rollout.base import Completion, Request, Sampling
@@ -82,7 +83,7 @@ class Renderers:
         try:
             self.find({})
         except BurnishError as error:
-            self.problem = str(error)
+            self.problem = error.for_server if isinstance(error, RendererError) else str(error)
 
     def find(self, variables: Mapping[str, Any]) -> ChatRenderer:
         """Return the renderer for the variables. Raises NoChatError, or BurnishError for unusable
@@ -290,6 +291,8 @@ class ServingBackend:
             raise self._too_long(str(error)) from error
         except CallError:
             raise
+        except RendererError as error:
+            raise invalid("messages", error.for_server) from error
         except BurnishError as error:
             raise invalid("messages", str(error)) from error
         return _Prompt(ids, renderer)

@@ -190,17 +190,23 @@ class ChatRenderer(TextCodec):
         if tools and not self.reads_tool_calls:
             raise RendererError(
                 "the environment offers tools, but the chat template writes tool calls in no known "
-                f"format, so calls could not be parsed. Set tool_format to {', '.join(FORMATS)} or "
-                "to a response template of transformers (tokenizer.response_template), and "
-                "describe that format in the system prompt if the template does not"
+                "format, so calls could not be parsed",
+                f"Set tool_format to {', '.join(FORMATS)} or to a response template of "
+                "transformers (tokenizer.response_template), and describe that format in the "
+                "system prompt if the template does not",
+                server_remedy="Start the server with --chat-template FILE, a template that writes "
+                "them, or with a model whose tokenizer has a response_template",
             )
         _check_tools(tools)
         names = [str(tool.get("function", tool)["name"]) for tool in tools]
         if names and not self._own_format and not any(name in text for name in names):
             raise RendererError(
                 f"the chat template does not render tools, so the policy would not see "
-                f"{', '.join(names)}. Set model.chat_template to one that does, or describe the "
-                "tools in the system prompt and set tool_format"
+                f"{', '.join(names)}",
+                "Set model.chat_template to one that does, or describe the tools in the system "
+                "prompt and set tool_format",
+                server_remedy="Start the server with --chat-template FILE, a template that does, "
+                "or describe the tools in the system prompt and omit them in the request",
             )
         return IntArray(self._encode(text, follows=False))
 
@@ -408,6 +414,6 @@ def _check_tools(tools: Tools) -> None:
         except Exception as error:  # also references that cannot be resolved
             raise RendererError(
                 f"the parameters of the tool {name!r} are not a JSON schema: "
-                f"{str(error).partition(chr(10))[0]}. Correct the environment's tools; a `$ref` "
-                "must refer to `$defs` in the same parameters"
+                f"{str(error).partition(chr(10))[0]}; a `$ref` must refer to `$defs` in the same "
+                "parameters"
             ) from error

@@ -29,6 +29,15 @@ if TYPE_CHECKING:
 
 Tools = Sequence[Mapping[str, Any]]
 _MARK = "qzanswerzq"
+_OPTIONS = {
+    "model.chat_template_kwargs": "chat_template_kwargs",
+    "set model.chat_template to": "start the server with --chat-template and",
+    "Set model.chat_template to": "Start the server with --chat-template and",
+    "model.chat_template": "--chat-template",
+    "model.tokenizer_path": "the tokenizer in the model folder",
+    "the environment offers tools": "the request has tools",
+}
+"""Words about recipes in messages -> words about servers."""
 _SHOWN, _BEFORE = 60, 20  # characters of a text shown after and before a difference
 _BEGIN, _END = "\U000f0000", "\U000f0001"  # private-use characters around literal text
 _LITERAL = Pattern(f"{_BEGIN}([^{_BEGIN}{_END}]*){_END}|[{_BEGIN}{_END}]")
@@ -36,7 +45,24 @@ _LITERAL = Pattern(f"{_BEGIN}([^{_BEGIN}{_END}]*){_END}|[{_BEGIN}{_END}]")
 
 class RendererError(BurnishError, ValueError):
     """A chat template cannot be used for episodes, or a message cannot be rendered. The message
-    contains the reason and the fix."""
+    contains the reason and the fix.
+
+    ``remedy``: the fix in a recipe. ``server_remedy``: the fix for ``burnish serve``, if it is
+    another one than a chat template.
+    """
+
+    def __init__(self, reason: str, remedy: str = "", *, server_remedy: str = "") -> None:
+        super().__init__(f"{reason}. {remedy}" if remedy else reason)
+        self._reason, self._server_remedy = reason, server_remedy
+
+    @property
+    def for_server(self) -> str:
+        """Return the message without keys of recipes, which a server does not have."""
+        remedy = f". {self._server_remedy}" if self._server_remedy else ""
+        text = f"{self._reason}{remedy}"
+        for key, option in _OPTIONS.items():
+            text = text.replace(key, option)
+        return text
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import httpx
-from agent_session import backend_of, says, tool_call, user, words
+import pytest
+from agent_session import backend_of, call, says, tool_call, user, words
+from chat_families import chat_tokenizer
 
 from burnish.agents.app import AgentApp
+from burnish.agents.calls import CallError
 from burnish.agents.serving import OneModel
+from burnish.episodes.renderer import ChatRenderer
 from burnish.serve.guard import Guard, Limits
 
 MESSAGES = [user("What is 2 + 2?")]
@@ -137,3 +141,29 @@ async def check_prompts(http: httpx.AsyncClient, prompts: list[Any]) -> None:
     for event in events:
         parts[event["choices"][0]["index"]] += event["choices"][0]["text"]
     assert parts == texts
+
+
+NO_TOOLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+NO_CALLS = NO_TOOLS + "{{ tools or '' }}"
+LAST_ONLY = "{{ messages[-1].content }}<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [NO_TOOLS, NO_CALLS, LAST_ONLY])
+def test_errors_of_a_server_name_no_keys_of_recipes(template: str) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    generate = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    tokenizer.chat_template = template + generate
+
+    async def scenario() -> None:
+        with backend_of(words, lambda _: ChatRenderer(tokenizer, history="template")) as backend:
+            tools = ({"type": "function", "function": ADD},)
+            with pytest.raises(CallError) as refused:
+                await backend.respond(call(*MESSAGES, tools=tools), digest=b"")
+            said = refused.value.message
+            assert refused.value.status == 400 and "--chat-template" in said
+            for word in ("tool_format", "model.", "history:", "environment"):
+                assert word not in said
+
+    asyncio.run(scenario())

@@ -75,7 +75,7 @@ class TextCodec:
     def encode(self, text: str, *, follows: bool = False, max_tokens: int | None = None) -> Ids:
         """Return the ids of text without the chat template. ``follows``: it continues other tokens,
         so no BOS token is added. ``max_tokens``: more are of no use. Raises TooLongError."""
-        _check_length(text, max_tokens)
+        _check_length(len(text), max_tokens)
         if follows:
             return IntArray(encode_piece(self._tokenizer, text, follows=True))
         return IntArray(encode_prompt(self._tokenizer, text)[1])
@@ -182,11 +182,12 @@ class ChatRenderer(TextCodec):
                     "the conversation ends with an assistant message, so there is nothing to "
                     "answer; end it with a user message or a tool result"
                 )
+            _check_length(_given_text(checked), max_tokens)
             check_rendering(self._tokenizer, checked, refused=REFUSED_IN_EPISODES)
             text = self._template.text(self._template.marked(checked), tools, generate=True)
         except DataError as error:
             raise RendererError(f"the conversation cannot be rendered: {error}") from error
-        _check_length(text, max_tokens)
+        _check_length(len(text), max_tokens)
         if tools and not self.reads_tool_calls:
             raise RendererError(
                 "the environment offers tools, but the chat template writes tool calls in no known "
@@ -236,11 +237,12 @@ class ChatRenderer(TextCodec):
                 "set history: keep"
             )
         try:
+            _check_length(_given_text(new_messages), max_tokens)
             new = self._identified(new_messages, sampled_ids, tools, prompt_ids)
             found = self._template.continuation(self._template.marked(new, follow=True), tools)
         except DataError as error:
             raise RendererError(f"the new messages cannot be rendered: {error}") from error
-        _check_length(found.rest, max_tokens)
+        _check_length(len(found.rest), max_tokens)
         before = IntArray(prompt_ids) + IntArray(sampled_ids)
         if not sampled_ids or sampled_ids[-1] not in self._closing_ids:
             text = found.before_end + found.end + found.rest
@@ -389,11 +391,18 @@ def _check_transformers(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _check_length(text: str, max_tokens: int | None) -> None:
+def _given_text(messages: Sequence[Message]) -> int:
+    """Return the number of characters that every template renders: those of questions and results.
+    (Of answers, many drop the reasoning.)"""
+    contents = [m.get("content") for m in messages if m.get("role") != "assistant"]
+    return sum(len(content) for content in contents if isinstance(content, str))
+
+
+def _check_length(num_chars: int, max_tokens: int | None) -> None:
     """Raise TooLongError if a text certainly has more tokens."""
-    if max_tokens is not None and len(text) > _TOKEN_CHARS * max_tokens:
+    if max_tokens is not None and num_chars > _TOKEN_CHARS * max_tokens:
         raise TooLongError(
-            f"the prompt has {len(text)} characters, more than {_TOKEN_CHARS} times the limit of "
+            f"the prompt has {num_chars} characters, more than {_TOKEN_CHARS} times the limit of "
             f"{max_tokens} tokens"
         )
 

@@ -40,6 +40,7 @@ from burnish.config.registry import REGISTRY, JobEntry
 from burnish.jobs.families import check_families
 from burnish.jobs.inputs import check_inputs, recorded_run, with_input_errors
 from burnish.messages import quiet_libraries
+from burnish.user_calls import exit_despite_abandoned_calls
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -54,7 +55,14 @@ app = typer.Typer(
 def main() -> None:
     """Run the command ``burnish``. Exits the process."""
     quiet_libraries()
-    app(prog_name="burnish")
+    code = 0
+    try:
+        app(prog_name="burnish")
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        raise
+    finally:
+        exit_despite_abandoned_calls(code)
 
 
 def _print_version(wanted: bool) -> None:

@@ -454,6 +454,14 @@ def _join(value: Tensor, spans: Sequence[tuple[int, int]], copy: bool) -> Tensor
 Number = float | int | Tensor
 
 
+def is_metric_name(name: Any) -> bool:
+    """Return whether a name given by the user's code or by a server may be part of a metric's name.
+
+    Control characters would rewrite the line of a console, a log or a table of a tracker.
+    """
+    return isinstance(name, str) and name.isprintable() and bool(name.strip())
+
+
 @dataclass(frozen=True)
 class Stats:
     """Measurements that add up exactly over micro-batches and ranks.

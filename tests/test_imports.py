@@ -18,6 +18,7 @@ BASE = MATHS | {
     *("chat_message", "config", "errors", "loop_thread", "messages", "oom", "secret", "shm"),
     *("model_text", "special_tokens", "templates", "vocabulary"),
 }
+BASE |= {"user_calls"}
 LOOPS = BASE | {
     *(
         "batches",
@@ -54,6 +55,8 @@ ALLOWED: dict[str, set[str]] = {
     "templates": {"errors"},
     "special_tokens": {"templates"},
     "shm": set(),
+    "user_calls": {"errors"},
+    "call_guard": set(),
     "vocabulary": set(),
     "tensors": set(),
     "algorithms": MATHS,

@@ -12,6 +12,7 @@ from burnish.agents.calls import Backend
 from burnish.agents.session import MODEL, TrainingSession
 from burnish.environments.pool import EpisodeFailedError
 from burnish.episodes.play import Limits, Played, Policy, Task
+from burnish.types import is_metric_name
 
 
 @dataclass(frozen=True)
@@ -124,11 +125,11 @@ def as_rewards(result: Any) -> dict[str, float]:
     if not isinstance(given, Mapping):
         given = {"reward": given}
     for name, value in given.items():
-        if not isinstance(name, str) or not _is_number(value):
+        if not is_metric_name(name) or not _is_number(value):
             raise EpisodeFailedError(
                 "env_error",
                 f"the agent returned {result!r:.80}; return None, a finite number, or a mapping of "
-                "names to finite numbers",
+                "names without control characters to finite numbers",
             )
     return {name: float(value) for name, value in given.items()}
 

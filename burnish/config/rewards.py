@@ -48,7 +48,11 @@ class FunctionReward(_Reward):
     kind: Literal["function"] = "function"
     function: str | None = None
     """``path/to/file.py:name`` or ``package.module:name``. None: a callable passed to
-    ``burnish.run``."""
+    ``burnish.run``. ``openrlhf:path/to/file.py``: the ``reward_func`` of a reward file of
+    OpenRLHF."""
+    timeout_s: float = Field(1800.0, gt=0)
+    """Maximum seconds of a call with all responses of a batch. A longer one is a failure
+    (``on_reward_failure``). After 30 s the console names the function."""
 
     def rules(self) -> Iterator[str]:
         if self.function is not None and (problem := code_problem(self.function)):
@@ -135,6 +139,8 @@ class EnvironmentReward(_Reward):
     """Score computed by the prompt's own environment."""
 
     kind: Literal["environment"] = "environment"
+    timeout_s: float = Field(1800.0, gt=0)
+    """Maximum seconds of the environment's steps for all responses of a batch."""
 
 
 class EpisodeReward(_Reward):

@@ -28,6 +28,7 @@ from burnish.environments.worker_set import (
     WorkerSet,
 )
 from burnish.errors import BurnishError
+from burnish.types import is_metric_name
 
 log = logging.getLogger("burnish")
 
@@ -265,9 +266,10 @@ def _numbers(value: Any, key: str) -> dict[str, float]:
     if not isinstance(value, dict):
         raise ValueError(f"step() returned {key}={value!r:.80}; expected a mapping name -> number")
     for name, number in value.items():
-        if not isinstance(name, str) or not _is_finite(number):
+        if not is_metric_name(name) or not _is_finite(number):
             raise ValueError(
-                f"step() returned {key}={{{name!r}: {number!r:.40}}}; expected finite numbers"
+                f"step() returned {key}={{{name!r:.80}: {number!r:.40}}}; expected finite numbers "
+                "by names without control characters"
             )
     return {name: float(number) for name, number in value.items()}
 

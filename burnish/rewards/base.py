@@ -7,6 +7,7 @@ becomes a silent 0.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,14 +25,15 @@ from burnish.rewards.interface import HasCounts as HasCounts
 from burnish.rewards.interface import HasLabelUse as HasLabelUse
 from burnish.rewards.interface import HasMeans as HasMeans
 from burnish.rewards.interface import HasTurnRewards as HasTurnRewards
+from burnish.rewards.interface import LateError, excerpt, named, what_to_do, without_drop
 from burnish.rewards.interface import Reward as Reward
 from burnish.rewards.interface import RewardInput as RewardInput
 from burnish.rewards.interface import SampleError as SampleError
 from burnish.rewards.interface import describe as describe
-from burnish.rewards.interface import excerpt, named, what_to_do, without_drop
 from burnish.rewards.shaping import clip, shaped
 from burnish.train.base import EngineLostError
 from burnish.types import Group, Number, Sample, Stats
+from burnish.user_calls import CallRaisedError
 
 _LARGEST = torch.finfo(torch.float32).max  # losses and advantages are computed in fp32
 
@@ -254,7 +256,7 @@ class RewardSet:
         answer = self._ask(reward, items)
         if isinstance(answer, list):
             column = answer
-        elif self._on_failure.then == "fail" or len(spans) == 1:
+        elif self._fails_entirely(answer) or len(spans) == 1:
             column = [answer] * len(items)
         else:  # call group by group, so that only the groups that fail are lost
             column = []
@@ -266,6 +268,11 @@ class RewardSet:
                 if isinstance(value, _Failure):
                     raise value.error()
         return column
+
+    def _fails_entirely(self, failure: _Failure) -> bool:
+        """Return whether a failed call is not repeated group by group. A late one is not: each
+        repetition may take as long."""
+        return self._on_failure.then == "fail" or isinstance(failure.cause, LateError)
 
     def _ask(self, reward: Reward, items: Sequence[RewardInput]) -> _Column | _Failure:
         """Call ``reward`` and check its result. Retry up to ``retries`` times on any failure."""
@@ -379,15 +386,21 @@ def _call(reward: Reward, items: Sequence[RewardInput]) -> _Column | _Failure:
         answer = _as_list(reward.score(items), len(items))
     except EngineLostError:
         raise
-    except (Exception, SystemExit) as error:  # becomes data: the policy decides
+    except _RAISED as error:  # becomes data: the policy decides
         if isinstance(error, SampleError):
             return _Failure(str(error), error)
         bad = isinstance(error, _BadAnswer)
-        what = str(error) if bad else f"raised {type(error).__name__}: {error}"
+        is_named = isinstance(error, CallRaisedError)  # (its text has the name of the error)
+        raised = str(error) if is_named else f"{type(error).__name__}: {error}"
+        what = str(error) if bad else f"raised {raised}"
         many = f" in a call with {len(items)} responses; the first one is" if items[1:] else ""
         message = f"{named(reward)} {what}{many}\n{describe(items[0])}\n  {what_to_do()}"
         return _Failure(message, None if bad else error)
     return [_number(reward, item, value) for item, value in zip(items, answer, strict=True)]
+
+
+_RAISED = (Exception, SystemExit, GeneratorExit, asyncio.CancelledError)
+"""What a reward may raise. A KeyboardInterrupt is the user's."""
 
 
 class _BadAnswer(Exception):

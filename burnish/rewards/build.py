@@ -16,6 +16,7 @@ from burnish.rewards.environment import EnvironmentReward
 from burnish.rewards.episode import EpisodeReward
 from burnish.rewards.function import FunctionReward
 from burnish.rewards.math import MathReward
+from burnish.rewards.openrlhf import PREFIX, OpenRLHFReward
 from burnish.rewards.python_code import PythonCodeReward
 from burnish.rewards.remote import RemoteReward
 
@@ -58,14 +59,18 @@ def _build(
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> Reward:
     if isinstance(entry, config.FunctionReward):
+        if given is None and (entry.function or "").startswith(PREFIX):
+            return OpenRLHFReward(
+                str(entry.function), name=name, tokenizer=tokenizer, timeout_s=entry.timeout_s
+            )
         function = _load(entry.function, name) if given is None else given
-        return FunctionReward(function, name=name)
+        return FunctionReward(function, name=name, timeout_s=entry.timeout_s)
     if isinstance(entry, config.MathReward):
         return MathReward(name=name, timeout_s=entry.timeout_s, num_workers=entry.num_workers)
     if isinstance(entry, config.PythonCodeReward):
         return PythonCodeReward(entry, name=name)
     if isinstance(entry, config.EnvironmentReward):
-        return EnvironmentReward(name=name)
+        return EnvironmentReward(name=name, timeout_s=entry.timeout_s)
     if isinstance(entry, config.EpisodeReward):
         return EpisodeReward(entry.reward, name=name, per_turn=entry.per_turn)
     if isinstance(entry, config.RemoteReward):

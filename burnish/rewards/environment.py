@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from burnish.environments.base import StepResult
 from burnish.environments.make import make_environment
 from burnish.rewards.base import RewardInput, SampleError
+from burnish.rewards.function import TIMEOUT_S
+from burnish.rewards.interface import late
+from burnish.user_calls import CallTimeoutError, UserCalls
 
 
 class EnvironmentReward:
@@ -16,8 +19,9 @@ class EnvironmentReward:
     by data sources of kind ``environment``. Only single-turn environments are supported.
     """
 
-    def __init__(self, *, name: str = "environment") -> None:
+    def __init__(self, *, name: str = "environment", timeout_s: float = TIMEOUT_S) -> None:
         self.name = name
+        self._calls = UserCalls(f"reward {name!r} (an environment's step)", limit_s=timeout_s)
 
     def score(self, items: Sequence[RewardInput]) -> list[float]:
         """Return one score per item.
@@ -25,10 +29,14 @@ class EnvironmentReward:
         Raises SampleError if a prompt has no environment, or if the environment raises or requests
         another turn.
         """
-        return [self._score_one(item) for item in items]
+        try:
+            return self._calls.run(lambda: [self._score_one(item) for item in items])
+        except CallTimeoutError as error:
+            raise late(self, items[0], len(items), error) from error
 
     def close(self) -> None:
-        """Do nothing, because environments are shared with the data sources."""
+        """End the thread of the calls. The environments are shared with the data sources."""
+        self._calls.close()
 
     def _score_one(self, item: RewardInput) -> float:
         origin = item.prompt.metadata.get("environment")
@@ -45,7 +53,7 @@ class EnvironmentReward:
                 origin["name"], origin["options"], size=origin["size"], seed=origin["seed"]
             )
             result = environment.step(origin["index"], item.sample.text)
-        except Exception as error:
+        except BaseException as error:
             what = f"raised {type(error).__name__}: {error} (environment {origin})"
             raise SampleError(self, item, what) from error
         if not isinstance(result, StepResult):

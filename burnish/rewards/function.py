@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from burnish.loop_thread import LoopThread
 from burnish.rewards.base import RewardError, RewardInput, SampleError
+from burnish.rewards.interface import late
+from burnish.user_calls import CallTimeoutError, UserCalls
 
+TIMEOUT_S = 1800.0
 _SINGLE: dict[str, Callable[[RewardInput], Any]] = {
     "prompt": lambda item: item.prompt.text,
     "response": lambda item: item.sample.text,
@@ -45,31 +49,44 @@ class FunctionReward:
     They therefore work inside a notebook, and a client object bound to an event loop can be reused
     across calls.
 
+    All calls run in one thread, at most ``timeout_s`` seconds for all responses of a call of
+    :meth:`score`.
+
     Raises RewardError if a parameter has another name or if the two kinds are mixed.
     """
 
-    def __init__(self, function: Callable[..., Any], *, name: str) -> None:
+    def __init__(
+        self, function: Callable[..., Any], *, name: str, timeout_s: float = TIMEOUT_S
+    ) -> None:
         self.name = name
-        self.location = _location(function)
+        self.location = location_of(function)
         self._function = function
         self._parameters = _parameters(function, f"reward {name!r} ({self.location})")
         self.takes_label = bool({"label", "labels"} & set(self._parameters))
         self._loop: LoopThread | None = None
+        self._calls = UserCalls(f"reward {name!r} ({self.location})", limit_s=timeout_s)
+        self._current: RewardInput | None = None
+        """The response of which the function is running."""
 
     def score(self, items: Sequence[RewardInput]) -> list[float]:
         """Return the unchecked results of the function.
 
-        Raises SampleError if a function of one response raised.
+        Raises SampleError if a function of one response raised, or if the function did not return
+        in time.
         """
+        self._current = None
+        try:
+            return self._calls.run(self._score, items)
+        except CallTimeoutError as error:
+            self._abandon_loop()
+            raise late(self, self._current or items[0], len(items), error) from error
+
+    def _score(self, items: Sequence[RewardInput]) -> list[float]:
         if "responses" in self._parameters:
             columns = {n: [_BATCH[n](item) for item in items] for n in self._parameters}
             (answer,) = self._finish([self._function(**columns)])
-            if isinstance(answer, Exception):
+            if isinstance(answer, BaseException):
                 raise answer
-            if isinstance(answer, BaseException):  # cancelled
-                raise RewardError(
-                    f"reward {self.name!r} ({self.location}) was cancelled"
-                ) from answer
             return answer  # type: ignore[no-any-return]  # RewardSet checks it
         answers = self._finish([self._start(item) for item in items])
         for item, answer in zip(items, answers, strict=True):
@@ -78,15 +95,23 @@ class FunctionReward:
         return answers
 
     def close(self) -> None:
-        """Stop the event loop's thread, if it was started."""
+        """Stop the threads that were started."""
+        self._calls.close()
         if self._loop is not None:
             self._loop.close()
             self._loop = None
 
+    def _abandon_loop(self) -> None:
+        """Stop the event loop in a thread of its own: a coroutine that blocks would block it."""
+        if self._loop is not None:
+            threading.Thread(target=self._loop.close, daemon=True, name="abandon").start()
+            self._loop = None
+
     def _start(self, item: RewardInput) -> Any:
+        self._current = item
         try:
             return self._function(**{n: _SINGLE[n](item) for n in self._parameters})
-        except (Exception, SystemExit) as error:  # exit() must not end a run
+        except BaseException as error:  # exit() must not end a run
             raise self._failed(item, error) from error
 
     def _failed(self, item: RewardInput, error: BaseException) -> SampleError:
@@ -94,6 +119,7 @@ class FunctionReward:
 
     def _finish(self, answers: list[Any]) -> list[Any]:
         """Return ``answers`` with each awaitable replaced by its result or its exception."""
+        self._current = None
         waiting = [i for i, answer in enumerate(answers) if inspect.isawaitable(answer)]
         if not waiting:
             return answers
@@ -110,7 +136,9 @@ async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
 async def _outcome(awaitable: Awaitable[Any]) -> Any:
     try:
         return await awaitable
-    except SystemExit as error:  # would stop the loop that runs the other awaitables
+    except asyncio.CancelledError:  # (gather returns it)
+        raise
+    except BaseException as error:  # SystemExit would stop the loop of the other awaitables
         return error
 
 
@@ -131,7 +159,9 @@ def _parameters(function: Callable[..., Any], named: str) -> tuple[str, ...]:
         if p.name not in _SINGLE and p.name not in _BATCH:
             raise RewardError(
                 f"{named}: unknown parameter {p.name!r}; {_ACCEPTED}. "
-                "Bind your own settings with functools.partial(f, setting=value)"
+                "Bind your own settings with functools.partial(f, setting=value). A reward file of "
+                "OpenRLHF, with reward_func(queries, prompts, labels), runs as it is: set function "
+                "to openrlhf:path/to/file.py"
             )
     names = tuple(p.name for p in free)
     if not any(set(names) <= set(kind) for kind in (_SINGLE, _BATCH)):
@@ -153,7 +183,7 @@ def conversation(item: RewardInput) -> list[Mapping[str, Any]]:
     return [*prompt, {"role": "assistant", "content": item.sample.text}]
 
 
-def _location(function: Any) -> str:
+def location_of(function: Any) -> str:
     """Return ``function f at rewards.py:12``, or name and module if the source is not available."""
     target = function.func if isinstance(function, functools.partial) else function
     target = inspect.unwrap(target)

@@ -29,6 +29,21 @@ class SampleError(RewardError):
         super().__init__(f"{named(reward)} {what}\n{describe(item)}\n  {what_to_do(advice)}")
 
 
+class LateError(SampleError):
+    """A reward that did not return in time. The call is not repeated for parts of its items."""
+
+
+def late(reward: Reward, item: RewardInput, count: int, error: Exception) -> LateError:
+    """Return the error for a call with ``count`` responses, in which ``item`` was the current or
+    the first one."""
+    many = f" in a call with {count} responses; one of them is" if count > 1 else ""
+    advice = (
+        "give requests and loops of the function a time limit of their own, or raise the reward's "
+        "timeout_s"
+    )
+    return LateError(reward, item, f"{error}{many}", advice=advice)
+
+
 class Reward(Protocol):
     """Scores responses."""
 

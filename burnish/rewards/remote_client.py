@@ -25,6 +25,7 @@ from tenacity import AsyncRetrying, RetryCallState, stop_after_attempt
 
 from burnish.config.rewards import RemoteReward
 from burnish.errors import BurnishError
+from burnish.types import is_metric_name
 
 log = logging.getLogger("burnish")
 
@@ -341,7 +342,15 @@ def read_reply(data: bytes, count: int) -> Reply:
     ValueError for any other error. Bad entries of ``extra_logs`` are left out and listed in
     ``bad_logs``.
     """
-    reply = json.loads(data.decode("utf-8"))
+    return checked_reply(json.loads(data.decode("utf-8")), count)
+
+
+def checked_reply(reply: Any, count: int) -> Reply:
+    """Return the checked form of a decoded reply to a request for ``count`` rewards.
+
+    Names of ``extra_logs`` are metrics, so they have at most 64 printable characters. Raises
+    ValueError if ``rewards`` is missing or has another length.
+    """
     if not isinstance(reply, dict) or "rewards" not in reply:
         raise _WrongShapeError("which has no 'rewards'")
     rewards = reply["rewards"]
@@ -351,7 +360,7 @@ def read_reply(data: bytes, count: int) -> Reply:
         raise _WrongShapeError("in which 'rewards' is not a list")
     if len(rewards) != count:
         raise _WrongShapeError(f"in which 'rewards' has {len(rewards)} entries")
-    checked = [float(v) if _is_number(v) else json.dumps(v) for v in rewards]
+    checked = [float(v) if _is_number(v) else json.dumps(v, default=repr) for v in rewards]
     given = reply.get("extra_logs")
     found: dict[str, Any] = given if isinstance(given, dict) else {}
     logs: dict[str, tuple[float, int]] = {}
@@ -359,8 +368,8 @@ def read_reply(data: bytes, count: int) -> Reply:
     scores = {} if reply.get("scores") is None else {"scores": reply["scores"]}
     for key, value in (scores | found).items():
         mean = _mean(value, count)
-        if not key or len(key) > _MAX_LOGS or key in COUNTS:
-            bad.append(f"extra_logs has the invalid name {key[: _MAX_LOGS + 1]!r}")
+        if not is_metric_name(key) or len(key) > _MAX_LOGS or key in COUNTS:
+            bad.append(f"extra_logs has the invalid name {str(key)[: _MAX_LOGS + 1]!r}")
         elif mean is None or len(logs) == _MAX_LOGS:
             what = f"neither a number nor a list of {count}, within fp32's range"
             bad.append(f"extra_logs[{key!r}] is {what}")

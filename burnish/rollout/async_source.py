@@ -352,9 +352,10 @@ class AsyncSource:
         try:
             drawn = await self.runner.draw(prompt, self.service)
             result = await self._scored(drawn)
-        except asyncio.CancelledError:
-            raise
         except BaseException as error:  # raised by the step that waits for the group
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # (the run ends; user code that raises it must not end this task silently)
             self._fail(error)
             return
         with self._changed:

@@ -219,7 +219,7 @@ class TrainingSession:
                 answer=answer,
                 prompt=None if continues else one.prompt.messages,
                 rewards=rewards if follower is None else {},
-                counts=self.counts if follower is None else {},
+                counts=dict(sorted(self.counts.items())) if follower is None else {},
                 problem=one.parsed.problem or "",
                 num_tokens=len(one.completion.token_ids),
                 num_prompt_tokens=len(one.prompt.ids),

@@ -40,7 +40,7 @@ def recipe(folder: Path, name: str, staleness: int) -> JobConfig:
             "n_samples_per_prompt": 2,
             "generate_max_len": 4,
             "max_staleness": staleness,
-            "engine": {"own_weights": True},
+            "engine": {"own_weights": True, "batch_invariant": True},
             "episodes": {"agent": f"{agent}:agent", "max_turns": 9, "max_tokens": 64, "workers": 2},
         },
         "rewards": [{"kind": "episode", "name": "low", "reward": "low"}],

@@ -131,12 +131,21 @@ def _check_code(place: str, spec: str, kind: type[BurnishError]) -> None:
 
 
 def _check_source(source: SourceConfig, data: DataConfig) -> None:
-    """Raise DataError if a source cannot be opened, or if one of its first rows is unusable."""
+    """Raise DataError if a source cannot be opened, or if all of its first rows are unusable. A
+    single one is reported with the other rows, unless the recipe does not check them."""
     strict = data.on_bad_row == "fail"
     rows = first_rows(source) if strict else first_rows(source, 1)
     form = form_of_row(rows[0], data) if rows else "columns"
+    errors = []
     for row in rows if strict else ():
-        _check_row(in_columns(row, form, data), data)
+        try:
+            _check_row(in_columns(row, form, data), data)
+        except DataError as error:
+            errors.append(error)
+    if errors and (len(errors) == len(rows) or data.validate == "off"):
+        many = len(rows) > 1 and len(errors) == len(rows)
+        also = f" (all of the first {len(rows)} rows are unusable)" if many else ""
+        raise DataError(f"{errors[0]}{also}") from errors[0]
 
 
 def _check_row(row: Row, data: DataConfig) -> None:

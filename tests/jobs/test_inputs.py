@@ -22,6 +22,7 @@ from burnish.config.sources import FileSource
 from burnish.data.sources import DataError, first_rows, open_source
 from burnish.environments.importing import LoadError, check_file
 from burnish.jobs.inputs import check_inputs
+from burnish.jobs.validate import check_launch
 from burnish.models.load import load_tokenizer
 from burnish.models.paths import ModelError
 from burnish.rewards.build import build_rewards
@@ -137,7 +138,24 @@ def test_an_unusable_first_row_is_refused_with_its_location(
 ) -> None:
     path = rows_file(tmp_path, PAIR, row) if job != "rl" else rows_file(tmp_path, row)
     with pytest.raises(DataError, match=rf"rows\.jsonl:{1 + (job != 'rl')}: .*{says}"):
-        check_inputs(load_config(recipe(job, path)))
+        check_inputs(load_config(recipe(job, path), ["data.validate=off"]))
+
+
+def test_bad_rows_among_the_first_are_left_to_the_check_of_all_rows(tmp_path: Path) -> None:
+    """Unless all of them are bad, as with a misspelled column."""
+    bad = {"prompt": "1", "response": None}
+    path = rows_file(tmp_path, PAIR | {"response": "2"}, bad, *[PAIR | {"response": "2"}] * 3, bad)
+    config = load_config(recipe("sft", path))
+    check_inputs(config)
+    with pytest.raises(DataError) as caught:
+        check_launch(config, say=print)
+    assert "data: 2 of 6 rows cannot be used (2 unusable)" in str(caught.value)
+    assert f"{path}:2: " in str(caught.value) and f"{path}:6: " in str(caught.value)
+    rows_file(tmp_path, *[bad] * 5)
+    with pytest.raises(
+        DataError, match=r"rows.jsonl:1: .* \(all of the first 3 rows are unusable\)"
+    ):
+        check_inputs(config)
 
 
 def write_parquet(path: Path) -> None:

@@ -4,7 +4,7 @@ the rules of both."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,13 @@ from burnish.config.sources import (
 from burnish.config.splits import FilesError
 
 EVAL_SECTIONS = ("eval_data", "eval_sets.", "eval.")
+
+
+def with_evaluation_sections(tree: Any, first: Sequence[str], sets: Sequence[str]) -> Any:
+    """Return the tree of a recipe with the evaluation section of ``data.held_out`` at ``first``,
+    and the keys of ``data`` in all evaluation sections. ``sets``: place of the mapping of further
+    sections."""
+    return with_held_out_section(with_data_keys(tree, first, sets), first)
 
 
 def with_held_out_section(tree: Any, path: Sequence[str]) -> Any:
@@ -45,6 +52,43 @@ def with_held_out_section(tree: Any, path: Sequence[str]) -> Any:
     same = {"sources": data.get("sources"), "held_out": data["held_out"], "part": "held_out"}
     parent = {**parent, last: {**data, **given, **same}}
     return parent if not outer else {**tree, outer[0]: parent}
+
+
+def with_data_keys(tree: Any, first: Sequence[str], sets: Sequence[str]) -> Any:
+    """Return the tree of a recipe whose evaluation sections at ``first`` and in the mapping at
+    ``sets`` have the keys of ``data`` that they do not set, except for its sources and its split.
+
+    A section of another ``kind`` is not changed.
+    """
+    if not isinstance(tree, dict) or not (data := _as_dict(tree.get("data"))):
+        return tree
+    keys = {key: value for key, value in data.items() if key not in _OWN_KEYS}
+
+    def filled(section: Any) -> Any:
+        is_own = not isinstance(section, dict) or "sources" not in section
+        if is_own or section.get("kind", data.get("kind")) != data.get("kind"):
+            return section
+        return {**keys, **section}
+
+    def all_filled(named: Any) -> Any:
+        return {n: filled(s) for n, s in named.items()} if isinstance(named, dict) else named
+
+    return _replaced(_replaced(tree, first, filled), sets, all_filled)
+
+
+_OWN_KEYS = ("sources", "held_out", "part")
+"""Keys of a data section that say which rows it has."""
+
+
+def _replaced(tree: dict[str, Any], path: Sequence[str], change: Callable[[Any], Any]) -> Any:
+    """Return the tree with ``change`` applied to the value at ``path``, if there is one."""
+    key, *rest = path
+    if tree.get(key) is None:
+        return tree
+    if not rest:
+        return {**tree, key: change(tree[key])}
+    inner = tree[key]
+    return {**tree, key: _replaced(inner, rest, change)} if isinstance(inner, dict) else tree
 
 
 def _as_dict(value: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from burnish.config.cluster import ClusterConfig, ClusterRole
 from burnish.config.data import DataConfig, PreferenceDataConfig, SFTDataConfig
 from burnish.config.early_stopping import EarlyStoppingConfig, early_stopping_rules
 from burnish.config.eval_sets import eval_set_rules
-from burnish.config.held_out import held_out_rules, split_rules, with_held_out_section
+from burnish.config.held_out import held_out_rules, split_rules, with_evaluation_sections
 from burnish.config.length import supervised_rules, table_rules
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.observe import ObserveConfig
@@ -251,7 +251,7 @@ class SupervisedJob(TrainingJob):
     @model_validator(mode="before")
     @classmethod
     def _held_out_section(cls, tree: Any) -> Any:
-        return with_held_out_section(tree, ("eval_data",))
+        return with_evaluation_sections(tree, ("eval_data",), ("eval_sets",))
 
     def batch_plan(self) -> BatchPlan:
         """Return the batch sizes after derivation. Raises BatchError."""

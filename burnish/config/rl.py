@@ -26,7 +26,7 @@ from burnish.config.best_metric import named_metric_rules
 from burnish.config.data import PromptDataConfig
 from burnish.config.early_stopping import early_stopping_rules
 from burnish.config.episodes import episode_data_rules, episode_rules, episodes_lines
-from burnish.config.held_out import with_held_out_section
+from burnish.config.held_out import with_evaluation_sections
 from burnish.config.job import TrainingJob, derived_batch, training_rules
 from burnish.config.length import step_rules
 from burnish.config.model import ReferenceConfig, lora_advice, random_reference_advice
@@ -122,7 +122,7 @@ class RLConfig(TrainingJob):
     @model_validator(mode="before")
     @classmethod
     def _held_out_section(cls, tree: Any) -> Any:
-        return with_held_out_section(tree, ("eval", "data"))
+        return with_evaluation_sections(tree, ("eval", "data"), ("eval", "sets"))
 
     def roles(self) -> tuple[Role, ...]:
         policy, rollout = self._policy(), self._rollout()

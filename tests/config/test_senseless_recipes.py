@@ -338,7 +338,7 @@ def test_several_errors_are_reported_together(every_job: Recipes, file: Callable
             "train.train_batch_size=3",
         ],
     )
-    assert [line.partition(" ")[0] for line in said].count("recipe:") == 4
+    assert [line.partition(" ")[0] for line in said].count("recipe:") == 5
     assert any(line.startswith("data: margin_key=by") for line in said)
     assert any(line.startswith("eval_data: label_key=liked") for line in said)
 
@@ -385,14 +385,6 @@ ODD = {
         ["rewards=[{kind: math, running_norm: mean_std}]"],
         "recipe: checkpoint.best_metric defaults to reward/mean",
     ),
-    "a system prompt for training only": (
-        "rl",
-        [
-            *("data.system_prompt=Be brief.", "data.apply_chat_template=true"),
-            "eval.data={sources: [x.jsonl], apply_chat_template: true}",
-        ],
-        "recipe: data.system_prompt is set but eval.data.system_prompt is not",
-    ),
     "a threshold that no sum of scores reaches": (
         "rl",
         [
@@ -404,13 +396,31 @@ ODD = {
 }
 
 
-def test_an_explicitly_different_evaluation_prompt_gives_no_warning(
-    every_job: Recipes, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("place", ["eval.data", "eval.sets.more"])
+def test_evaluation_sections_have_the_keys_of_data_that_they_do_not_set(
+    every_job: Recipes, caplog: pytest.LogCaptureFixture, place: str
 ) -> None:
-    prompt = "data.prompt_template=Q: {prompt}"
-    for own in ("eval.data.prompt_template=null", "eval.data.prompt_template=Q: {prompt}"):
-        load_config(every_job["rl"], [prompt, "eval.data={sources: [x.jsonl]}", own])
+    given = ["data.prompt_template=Q: {prompt}", "data.prompt_max_len=77", "data.shuffle=false"]
+    given += ["eval.data={sources: [x.jsonl]}"]
+    given += [f"{place}={{sources: [x.jsonl], label_key: answer}}"]
+    config: Any = load_config(every_job["rl"], given)
+    section = config.eval.sections[place]
+    assert (section.prompt_template, section.prompt_max_len) == ("Q: {prompt}", 77)
+    assert section.label_key == "answer" and config.data.label_key == "label"
+    assert [source.path for source in section.sources] == ["x.jsonl"]
+    assert load_config(config.model_dump(mode="json")) == config  # as a resumed run reads it
+    other: Any = load_config(every_job["rl"], [*given, f"{place}.prompt_template=null"])
+    assert other.eval.sections[place].prompt_template is None
     assert not caplog.records
+
+
+def test_held_out_data_of_supervised_jobs_have_the_keys_of_data(every_job: Recipes) -> None:
+    for job in ("sft", "rm", "preference"):
+        tree = every_job[job] | {"eval_data": {"sources": ["x.jsonl"]}}
+        tree |= {"eval_sets": {"more": {"sources": ["y.jsonl"], "max_len": 9}}}
+        config: Any = load_config(tree, ["data.max_len=77", "data.system_prompt=Be brief."])
+        assert [d.max_len for d in (config.eval_data, config.eval_sets["more"])] == [77, 9], job
+        assert config.eval_sets["more"].system_prompt == "Be brief."
 
 
 @pytest.mark.parametrize(

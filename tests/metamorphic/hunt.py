@@ -24,6 +24,7 @@ from metamorphic import (  # noqa: E402, F401
     relations_episodes,
     relations_messages,
     relations_models,
+    relations_rows,
     relations_rules,
     relations_serving,
 )

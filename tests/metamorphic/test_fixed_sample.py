@@ -8,6 +8,7 @@ from metamorphic import (
     relations_episodes,
     relations_messages,
     relations_models,
+    relations_rows,
     relations_rules,
     relations_serving,
 )
@@ -34,6 +35,7 @@ ALL = (
     relations_episodes,
     relations_messages,
     relations_models,
+    relations_rows,
     relations_rules,
     relations_serving,
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from metamorphic import hunt, planted_episodes, planted_messages, planted_serving
+from metamorphic import hunt, planted_episodes, planted_messages, planted_rows, planted_serving
 from metamorphic.base import RELATIONS, Broken, check
 
 import burnish.checkpoint.export as export_module
@@ -210,6 +210,7 @@ PLANTED: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
     "math_surroundings": (thoughts_count, tuple(range(12))),
     **planted_episodes.PLANTED,
     **planted_messages.PLANTED,
+    **planted_rows.PLANTED,
     **planted_serving.PLANTED,
 }
 

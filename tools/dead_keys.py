@@ -2,8 +2,8 @@
 
 Each base recipe of ``dead_keys.yaml`` runs for a few steps on a tiny model. Then every key of its
 resolved config gets another value, and the run is repeated. Equal weights, metrics, samples and
-files mean that the key has no effect. Such a key is a defect unless a rule refuses it or
-``dead_keys.yaml`` has the reason. Exit code 1 if there is an unexplained key, or a reason for a key
+files mean that the key has no effect. Such a key is a defect unless a rule refuses it, a warning
+names it, or ``dead_keys.yaml`` has the reason. Exit code 1 if there is an unexplained key, or a reason for a key
 that has an effect.
 
 Reading order: main, examine, alternatives, outcome."""
@@ -60,7 +60,7 @@ class Verdict:
 
     base: str
     path: str
-    word: Literal["effect", "dead", "refused", "untried"]
+    word: Literal["effect", "dead", "refused", "noticed", "untried"]
     tried: list[str] = field(default_factory=list)
 
 
@@ -119,7 +119,9 @@ def examine(
             continue
         verdict = Verdict(name, path, "untried")
         others = next((v for p, v in values.items() if fnmatchcase(path, p)), None)
-        for other in others or alternatives(owner.model_fields[key].annotation, value):
+        if others is None:
+            others = list(alternatives(type(owner).model_fields[key].annotation, value))
+        for other in others:
             override = f"{path}={json.dumps(other)}"
             try:
                 changed = changed_config(config, [override])
@@ -134,7 +136,8 @@ def examine(
             if any(first.get(key) != result.get(key) for key in names):
                 verdict.word = "effect"
                 break
-            verdict.word = "dead"
+            warned = set(changed.warnings()) - set(config.warnings())
+            verdict.word = "noticed" if any(key in text for text in warned) else "dead"
         if verdict.word == "dead":
             print(f"{name}: {path} = {' | '.join(verdict.tried)}", flush=True)
         yield verdict

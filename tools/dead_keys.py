@@ -3,8 +3,8 @@
 Each base recipe of ``dead_keys.yaml`` runs for a few steps on a tiny model. Then every key of its
 resolved config gets another value, and the run is repeated. Equal weights, metrics, samples and
 files mean that the key has no effect. Such a key is a defect unless a rule refuses it, a warning
-names it, or ``dead_keys.yaml`` has the reason. Exit code 1 if there is an unexplained key, or a reason for a key
-that has an effect.
+names it, or ``dead_keys.yaml`` has the reason. Exit code 1 if there is an unexplained key, or a
+reason for a key that has an effect.
 
 Reading order: main, examine, alternatives, outcome."""
 

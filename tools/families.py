@@ -1,8 +1,9 @@
 """Configs of the models that ``make models`` runs.
 
 There is one row for each type of causal language model that transformers maps, with its default
-config, and variants that differ in behavior. ``families.yaml`` contains the configs of types whose
-defaults cannot be built or disable a mechanism (a scale of 1, no window, one kind of layer)."""
+config, and variants that differ in behavior; and one for each composite type. ``families.yaml``
+contains the configs of types whose defaults cannot be built or disable a mechanism (a scale of 1,
+no window, one kind of layer)."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+from burnish.models.auto_class import language_model_class
 
 Fields = dict[str, Any]
 
@@ -27,6 +31,22 @@ def names() -> list[str]:
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         rows += [model_type, *(v for v in variants if model_type_of(v) == model_type)]
     return rows
+
+
+@cache
+def composite_names() -> list[str]:
+    """Return the types of text with images or sound whose language model is built from the entire
+    checkpoint."""
+    return [name for name in CONFIG_MAPPING if _is_built_whole(name)]
+
+
+def _is_built_whole(model_type: str) -> bool:
+    transformers_logging.set_verbosity_error()
+    try:
+        config = CONFIG_MAPPING[model_type]()
+        return language_model_class(config) is AutoModelForMultimodalLM
+    except Exception:  # a default config that transformers itself does not accept
+        return False
 
 
 def model_type_of(name: str) -> str:

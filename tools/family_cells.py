@@ -8,6 +8,7 @@ defects."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import traceback
 import warnings
@@ -19,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from burnish.checkpoint.export import export
@@ -27,11 +28,15 @@ from burnish.checkpoint.save import CheckpointStore
 from burnish.config.model import LoraConfig, ModelConfig
 from burnish.config.rollout import LocalEngine
 from burnish.config.train import TrainConfig
+from burnish.models.auto_class import language_model_class
 from burnish.models.load import ModelError, load_causal_lm, num_positions
 from burnish.models.lora_layers import merged_weights
+from burnish.models.scalar_model import is_own
 from burnish.models.scratch import scratch_tokenizer
 from burnish.models.shrink import SPECIAL, build, shrink
 from burnish.models.tensor_parallel import check_head_counts, shard_dims
+from burnish.models.value_head import load_scalar_model
+from burnish.rewards.model import load_reward_engine, score_rows
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.decoding import make_local_engine
 from burnish.train.base import Outputs
@@ -42,12 +47,17 @@ from burnish.types import Batch, Stats, rows_to_batch
 
 Layout = Literal["padded", "packed", "shared_prefix"]
 LAYOUTS: tuple[Layout, ...] = ("padded", "packed", "shared_prefix")
-CELLS = ("load", *LAYOUTS, "greedy", "sampled", "lora", "checkpoint", "export", "tensor_parallel")
+CELLS = (
+    *("load", *LAYOUTS, "greedy", "sampled", "lora", "checkpoint", "export", "reward_model"),
+    "tensor_parallel",
+)
 """Names of the cells, in column order."""
 
 TOLERANCE = 1e-4
 """Tolerance in nats, and relative to the largest gradient. Rounding in fp32 gives up to 3e-5; a
 token that reads another row gives 1e-3 and more."""
+SCORE_TOLERANCE = 1e-5
+"""Tolerance of fp32 scores, as a fraction of the largest score and at least 1."""
 STATES = ("exact", "plan", "refused", "WRONG", "failed", "not run")
 
 
@@ -106,6 +116,7 @@ def _measure(config: PretrainedConfig, folder: Path, shrunk: bool) -> list[tuple
         "lora": subject.lora,
         "checkpoint": subject.checkpoint,
         "export": subject.export,
+        "reward_model": subject.reward_model,
         "tensor_parallel": subject.tensor_parallel,
     }
     return [*cells, *((name, _cell(step)) for name, step in steps.items())]
@@ -319,6 +330,26 @@ class Subject:
             self.reference = kept
         return Cell("exact", _difference(found, wanted), f"{len(state)} keys")
 
+    def reward_model(self) -> Cell:
+        """Compare the scores of a reward model after one step with those of its export, loaded as
+        a reward."""
+        scalar = load_scalar_model(self.model, new_head="random", seed=1)
+        spec = EngineSpec("reward", TrainConfig(lr=1e-3), self.model, dropout=False)
+        engine = make_engine(scalar, spec, tokenizer=self.tokenizer)
+        engine.forward_backward(self.batch, _squared_scores)
+        engine.optim_step()
+        store = CheckpointStore(self.work / "rewards", keep_last=1, best_mode="max")
+        saved = store.save(1, lambda folder: engine.save(folder / "reward"))
+        path = str(export(saved, self.work / "reward", model="reward"))
+        again = load_reward_engine(ModelConfig(path=path), dtype="fp32", device="cpu")
+        ends = self.batch.offsets.tolist()
+        rows = [self.batch.tokens[a:b].tolist() for a, b in itertools.pairwise(ends)]
+        scores, found = (torch.tensor(score_rows(e, rows)) for e in (engine, again))
+        difference = _difference(found, scores) / max(1.0, float(scores.abs().max()))
+        own = is_own(AutoConfig.from_pretrained(path))
+        text = "computed in Burnish's form" if own else ""
+        return Cell("exact" if difference <= SCORE_TOLERANCE else "WRONG", difference, text)
+
     def tensor_parallel(self) -> Cell:
         """Check whether the layers can be split over two ranks."""
         model = load_causal_lm(self.model)
@@ -368,12 +399,18 @@ class _Weights:
 
 
 def _plain(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    auto = language_model_class(AutoConfig.from_pretrained(folder))
+    return auto.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def _mean_nll(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
     assert outputs.logprobs is not None
     return -outputs.logprobs.sum() / batch.num_tokens, Stats()
+
+
+def _squared_scores(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
+    assert outputs.values is not None
+    return (outputs.values[batch.offsets[1:] - 1] - 1).square().sum() / batch.num_rows, Stats()
 
 
 def _difference(one: Tensor, two: Tensor) -> float:

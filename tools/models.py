@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from families import config_of, model_type_of, names
+from families import composite_names, config_of, model_type_of, names
 from family_cells import CELLS, Cell, as_json, measure
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,8 +47,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--fresh", action="store_true", help="measure existing rows again")
     parser.add_argument("--out", type=Path, default=RESULTS.parent, help="folder of the results")
     options = parser.parse_args(arguments)
-    wanted = options.types.split(",") if options.types else names()
-    if unknown := sorted(set(wanted) - set(names())):
+    known = [*names(), *composite_names()]
+    wanted = options.types.split(",") if options.types else known
+    if unknown := sorted(set(wanted) - set(known)):
         print(
             f"unknown row {unknown[0]}; rows are model types, and variants of tools/families.yaml"
         )
@@ -84,7 +85,7 @@ class Store:
     def add(self, name: str, row: Row) -> None:
         """Store a row and write the file."""
         self.rows[name] = {**row, "code": self._code}
-        order = {known: i for i, known in enumerate(names())}
+        order = {known: i for i, known in enumerate([*names(), *composite_names()])}
         rows = dict(sorted(self.rows.items(), key=lambda item: order.get(item[0], len(order))))
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in rows.items()]
         body = ",\n".join(lines)
@@ -191,6 +192,7 @@ _TITLES = {
     "lora": "LoRA",
     "checkpoint": "checkpoint",
     "export": "export",
+    "reward_model": "reward model",
     "tensor_parallel": "tensor parallel",
 }
 _INTRODUCTION = """# Model families
@@ -215,6 +217,9 @@ Burnish uses padded rows for this model |
 | LoRA | log-probs with adapters and with merged weights |
 | checkpoint | log-probs after save and load, bit for bit |
 | export | every key, tensor and log-prob of the exported folder |
+| reward model | scores after one step, and of the export used as a reward; "in Burnish's form": \
+transformers has no classifier with these scores \
+([rewards.md](rewards.md#exports-of-reward-models)) |
 | tensor parallel | `plan`: the layers can be sharded over ranks |
 
 A number is the largest difference: in nats for log-probs, as a fraction of the largest entry for
@@ -233,19 +238,39 @@ model. Two rules follow from the config alone:
 """
 
 
+_COMPOSITE = """## Text-only training of composite checkpoints
+
+Checkpoints of text with images or sound that transformers maps as multimodal models, not as causal
+language models. Burnish builds all parts and computes and trains the decoder and the output
+projection, on text. The export has the layout of the checkpoint, with all other tensors and the
+processor files unchanged. Images in rows are refused.
+
+{summary}
+"""
+
+
 def page(rows: dict[str, Row], versions: dict[str, str]) -> str:
     """Return the text of docs/models.md."""
     notes: dict[str, int] = {}
+    causal = {name: rows[name] for name in names() if name in rows}
+    composite = {name: rows[name] for name in composite_names() if name in rows}
+    named = ", ".join(f"{name} {release}" for name, release in versions.items())
+    text = _INTRODUCTION.format(versions=named, summary=_summary(causal))
+    lines = [text, *_table(causal, notes)]
+    if composite:
+        lines += ["", _COMPOSITE.format(summary=_summary(composite)), *_table(composite, notes)]
+    reasons = [f"{number}. {note}" for note, number in notes.items()]
+    return "\n".join([*lines, "", "## Notes", "", *reasons, ""])
+
+
+def _table(rows: dict[str, Row], notes: dict[str, int]) -> list[str]:
     lines = ["| model | " + " | ".join(_TITLES[name] for name in CELLS) + " |"]
     lines.append("| --- |" + " --- |" * len(CELLS))
-    for name in (name for name in names() if name in rows):
-        cells = rows[name]["cells"]
+    for name, row in rows.items():
+        cells = row["cells"]
         shown = [_shown(cells.get(cell), model_type_of(name), notes) for cell in CELLS]
         lines.append(f"| {name} | " + " | ".join(shown) + " |")
-    named = ", ".join(f"{name} {release}" for name, release in versions.items())
-    text = _INTRODUCTION.format(versions=named, summary=_summary(rows))
-    reasons = [f"{number}. {note}" for note, number in notes.items()]
-    return "\n".join([text, *lines, "", "## Notes", "", *reasons, ""])
+    return lines
 
 
 def _summary(rows: dict[str, Row]) -> str:

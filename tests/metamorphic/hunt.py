@@ -22,6 +22,7 @@ sys.path[:0] = [*map(str, FOLDERS)]  # metamorphic.*, its support, and burnish o
 from metamorphic import (  # noqa: E402, F401
     relations_data,
     relations_episodes,
+    relations_heads,
     relations_messages,
     relations_models,
     relations_rows,

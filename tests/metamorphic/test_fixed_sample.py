@@ -6,6 +6,7 @@ import pytest
 from metamorphic import (
     relations_data,
     relations_episodes,
+    relations_heads,
     relations_messages,
     relations_models,
     relations_rows,
@@ -21,6 +22,7 @@ MODELS = {
     "sampler_is_trainer": (0, 3, 13, 19, 38),
     "requests_apart": (7, 8, 13, 17, 28),
     "exported_model": (4, 9, 14, 21, 34),
+    "exported_reward_model": (0, 1, 2, 3, 4, 5),
 }
 """Seeds that draw each of the usual families at least once."""
 OTHERS = {
@@ -33,6 +35,7 @@ OTHERS = {
 ALL = (
     relations_data,
     relations_episodes,
+    relations_heads,
     relations_messages,
     relations_models,
     relations_rows,

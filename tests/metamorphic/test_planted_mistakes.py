@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from metamorphic import hunt, planted_episodes, planted_messages, planted_rows, planted_serving
+from metamorphic import (
+    hunt,
+    planted_episodes,
+    planted_heads,
+    planted_messages,
+    planted_rows,
+    planted_serving,
+)
 from metamorphic.base import RELATIONS, Broken, check
 
 import burnish.checkpoint.export as export_module
@@ -119,8 +126,8 @@ def temperature_is_not_in_the_logprobs(patch: Patch) -> None:
 
     def sample(logits: Any, uniforms: Any, sampling: Any) -> Any:
         plain = logits.clone().log_softmax(-1)
-        tokens, _ = own(logits, uniforms, sampling)
-        return tokens, plain.gather(-1, tokens[:, None])[:, 0]
+        drawn = own(logits, uniforms, sampling)
+        return drawn._replace(logprobs=plain.gather(-1, drawn.tokens[:, None])[:, 0])
 
     patch.setattr(running_batch, "sample_tokens", sample)
 
@@ -209,6 +216,7 @@ PLANTED: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
     "override_is_file": (overrides_are_yaml, tuple(range(24))),
     "math_surroundings": (thoughts_count, tuple(range(12))),
     **planted_episodes.PLANTED,
+    **planted_heads.PLANTED,
     **planted_messages.PLANTED,
     **planted_rows.PLANTED,
     **planted_serving.PLANTED,

@@ -16,7 +16,7 @@ from burnish.models.shrink import build, shrink
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from families import config_of, names  # noqa: E402
+from families import composite_names, config_of, names  # noqa: E402
 from family_cells import CELLS, measure  # noqa: E402
 
 PACKED, PADDED, REFUSED = "packed", "padded", "refused"
@@ -36,6 +36,7 @@ MECHANISMS = {
     "phi3": PACKED,  # longrope
     "stablelm": PADDED,  # parallel residual, attention outside the interface
     "gemma3n_text": PACKED,  # layers that share keys and values
+    "qwen3_vl": PACKED,  # a composite checkpoint, trained on text
     "bert": REFUSED,  # attention in both directions
 }
 
@@ -91,7 +92,7 @@ def test_every_path_of_a_mechanism_is_exact_or_rejected(
     assert cells["load"].state == "exact"
     packed = cells["shared_prefix"]
     assert packed.text == ("" if MECHANISMS[name] == PACKED else "computed as padded")
-    for path in ("greedy", "sampled", "checkpoint", "export"):
+    for path in ("greedy", "sampled", "checkpoint", "export", "reward_model"):
         assert cells[path].state == "exact", (path, cells[path])
     refused = {path for path in CELLS if cells[path].state == "refused"}
     assert refused <= ({"lora", "tensor_parallel"} if name in NO_LORA else {"tensor_parallel"})
@@ -106,7 +107,7 @@ def test_the_page_was_generated_with_the_pinned_versions() -> None:
         pinned = re.search(rf"^{package}==([^+\s]+)", lock, re.MULTILINE)
         assert pinned is not None and version.partition("+")[0] == pinned[1]
         assert f"{package} {version}" in page
-    assert set(found["rows"]) == set(names())
+    assert set(found["rows"]) == {*names(), *composite_names()}
 
 
 def test_the_page_has_no_wrong_cell() -> None:

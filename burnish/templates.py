@@ -10,40 +10,51 @@ outside :func:`render_chat` have no budget and are unchanged.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
 from functools import cache
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
-from jinja2 import TemplateRuntimeError, nodes
+from jinja2 import nodes, pass_context
 from jinja2.meta import find_undeclared_variables
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from burnish.errors import BurnishError
+from burnish.template_charges import (
+    COMPARING_TESTS,
+    STEP,
+    TemplateLimitError,
+    charged_filter,
+    charged_test,
+    check_numbers,
+    check_product,
+    counted,
+    left_of_budget,
+    size,
+    spend,
+    spend_for,
+    spend_for_format,
+    spend_for_indent,
+    spend_for_replace,
+)
 
 if TYPE_CHECKING:  # recipes are checked without transformers
     from transformers import PreTrainedTokenizerBase
+
+__all__ = ["TemplateLimitError", "render_chat", "variables", "with_defaults"]
 
 MAX_TEMPLATE_CHARS = 1 << 20
 """Longest template. Published templates have up to about 30,000 characters."""
 MAX_WORK = 100_000_000
 """Budget of one rendering. Each character created costs 1, each loop iteration :data:`STEP`, each
 call 5 times :data:`STEP`. Spending all of it takes a few seconds."""
-STEP = 20
-MAX_WIDTH = 100_000
-"""Largest number that may be passed to a string method (widths, indents, repetitions)."""
 
-_left: ContextVar[list[int] | None] = ContextVar("work_left", default=None)
 _today: ContextVar[datetime | None] = ContextVar("today", default=None)
-_WIDE = re.compile(r"\*|\d{6,}")
+_SCALARS = frozenset({bool, int, float, type(None)})
 _UNBOUNDED = frozenset({"translate", "format_map"})
-
-
-class TemplateLimitError(BurnishError, TemplateRuntimeError):
-    """A template exceeds the limits on size, time or memory."""
 
 
 def render_chat(
@@ -67,13 +78,13 @@ def render_chat(
                 f"{MAX_TEMPLATE_CHARS}"
             )
     _use_bounded()
-    token, date = _left.set([MAX_WORK]), _today.set(today)
+    token, date = left_of_budget.set([MAX_WORK]), _today.set(today)
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except (MemoryError, RecursionError, OverflowError) as error:
         raise TemplateLimitError(f"{type(error).__name__}: {error}") from error
     finally:
-        _left.reset(token)
+        left_of_budget.reset(token)
         _today.reset(date)
 
 
@@ -112,83 +123,58 @@ def _strftime_now(pattern: str) -> str:
     return (_today.get() or datetime.now()).strftime(pattern)
 
 
-def _spend(amount: int) -> None:
-    left = _left.get()
-    if left is None:
-        return
-    left[0] -= amount
-    if left[0] < 0:
-        raise TemplateLimitError(
-            "it exceeds the limits on steps or characters, which no conversation needs"
-        )
-
-
-def _size(value: Any) -> int:
-    """Return the number of characters of a text, entries of a container or digits of a number."""
-    if isinstance(value, int):
-        return value.bit_length() // 3
-    return len(value) if isinstance(value, (str, bytes, list, tuple, dict)) else 1
-
-
-def _check_numbers(what: str, values: Any) -> None:
-    for value in values:
-        if isinstance(value, int) and abs(value) > MAX_WIDTH:
-            raise TemplateLimitError(
-                f"{what} has the argument {str(value)[:20]}, above {MAX_WIDTH}"
-            )
-
-
 def _check_text(name: str, text: str, given: Sequence[Any]) -> None:
     """Check a call of the string method ``name`` and charge for its result in advance."""
     if name in _UNBOUNDED:
         raise TemplateLimitError(f"{name} is not allowed")
-    if name == "format" and _WIDE.search(text):
-        raise TemplateLimitError("a width in a format is too large")
-    if name == "replace" and len(given) > 1 and isinstance(given[0], str):
-        _spend(text.count(given[0]) * len(str(given[1])))
-    if name == "indent":
-        _spend((text.count("\n") + 1) * max((_size_of_indent(g) for g in given), default=4))
-
-
-def _size_of_indent(value: Any) -> int:
-    return value if isinstance(value, int) else len(str(value))
-
-
-def _charge_join(separator: Any, parts: Any) -> None:
-    if isinstance(parts, (list, tuple)):
-        _spend(len(str(separator)) * len(parts) + sum(len(p) for p in parts if isinstance(p, str)))
-
-
-def _counted(iterable: Any, cost: int) -> Any:
-    """Wrap the iterable of a loop, so that every iteration is charged ``cost``."""
-    return iterable if _left.get() is None else _Counted(iterable, cost)
-
-
-class _Counted:
-    """The items of a loop. Each iteration is charged."""
-
-    def __init__(self, iterable: Any, cost: int) -> None:
-        self._iterable, self._cost = iterable, cost
-
-    def __iter__(self) -> Iterator[Any]:
-        for item in self._iterable:
-            _spend(self._cost)
-            yield item
-
-    def __len__(self) -> int:
-        return len(self._iterable)
+    spend(len(text) // STEP)
+    if name == "format":
+        spend_for_format(text, "{", given)
+    elif name == "replace" and len(given) > 1:
+        spend_for_replace(text, *given[:2])
+    elif name == "indent":
+        spend_for_indent(text, next(iter(given), 4))
+    elif name == "join" and given and isinstance(given[0], list | tuple):
+        spend(len(text) * len(given[0]) + sum(len(p) for p in given[0] if isinstance(p, str)))
 
 
 def _joined(parts: Sequence[Any]) -> str:
     """Evaluate ``a ~ b`` and charge for it."""
+    for part in parts:
+        if not isinstance(part, str):
+            spend_for(part)
     texts = [str(part) for part in parts]
-    _spend(sum(map(len, texts)))
+    spend(sum(map(len, texts)))
     return "".join(texts)
 
 
-def _shown(value: Any) -> Any:
-    """Charge for ``{{ value }}`` and return it."""
-    _spend(len(value) if isinstance(value, str) else 1)
+@pass_context  # so that Jinja does not compute it once, when it compiles the template
+def _shown(_context: Any, value: Any) -> Any:
+    """Charge for a value that is written out or compared, and return it."""
+    left = left_of_budget.get()
+    if left is None:
+        return value
+    kind = type(value)
+    if kind is str:
+        left[0] -= len(value)
+    elif kind in _SCALARS:
+        left[0] -= 1
+    else:
+        spend_for(value)
+    if left[0] < 0:
+        spend(0)
+    return value
+
+
+@pass_context
+def _searched(context: Any, value: Any) -> Any:
+    """Charge for a search in a value, and return it. One in a mapping takes one step."""
+    return value if isinstance(value, dict) else _shown(context, value)
+
+
+def _sliced(value: Any) -> Any:
+    """Charge for a part of a text or a list, and return it."""
+    spend(size(value))
     return value
 
 
@@ -199,6 +185,33 @@ class _AddCharges(NodeTransformer):
         self.generic_visit(node)
         text = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
         node.iter = _filtered(node.iter, "_counted", nodes.Const(STEP + text))
+        return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        """Charge for the operands, unless a constant bounds the work."""
+        self.generic_visit(node)
+        for operand in node.ops:
+            if _is_bounded(operand.expr):
+                continue
+            if operand.op in ("in", "notin"):
+                operand.expr = _filtered(operand.expr, "_searched")
+            elif not _is_bounded(node.expr):
+                operand.expr = _filtered(operand.expr, "_shown")
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return _filtered(node, "_sliced") if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        """Charge for a tuple, whose hash reads all that is in it."""
+        self.generic_visit(node)
+        return node if node.ctx != "load" or _is_bounded(node) else _filtered(node, "_shown")
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
+        self.generic_visit(node)
+        if not _is_bounded(node.key):
+            node.key = _filtered(node.key, "_shown")
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
@@ -215,8 +228,19 @@ class _AddCharges(NodeTransformer):
         return node
 
 
+def _is_bounded(node: nodes.Node) -> bool:
+    """Return whether an expression is a literal, also a list of literals, or true or false."""
+    if isinstance(node, nodes.List | nodes.Tuple):
+        return all(_is_bounded(item) for item in node.items)
+    return isinstance(node, nodes.Const | nodes.Compare | nodes.Not | nodes.Test)
+
+
 def _filtered(node: nodes.Node, name: str, *arguments: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(cast(nodes.Expr, node), name, list(arguments), [], None, None)
+
+
+_OWN_FILTERS = {"_counted": counted, "_joined": _joined, "_shown": _shown}
+_OWN_FILTERS |= {"_searched": _searched, "_sliced": _sliced}
 
 
 class Bounded(ImmutableSandboxedEnvironment):
@@ -226,7 +250,8 @@ class Bounded(ImmutableSandboxedEnvironment):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.filters |= {"_counted": _counted, "_joined": _joined, "_shown": _shown}
+        self.globals.pop("lipsum", None)
+        self._charged = False
         self.optimized = False  # no constant folding: constants must be charged to the budget too
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -237,35 +262,53 @@ class Bounded(ImmutableSandboxedEnvironment):
     def from_string(self, source: Any, *arguments: Any, **named: Any) -> Any:
         """Compile a template, in which the date is that given to :func:`render_chat`."""
         self.globals["strftime_now"] = _strftime_now
+        if not self._charged:  # transformers adds its own filters after the construction
+            self._charged = True
+            self.filters = {name: charged_filter(name, f) for name, f in self.filters.items()}
+            self.filters |= _OWN_FILTERS
+            self.tests |= {
+                name: charged_test(cast(Any, self.tests[name])) for name in COMPARING_TESTS
+            }
         return super().from_string(source, *arguments, **named)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Charge ``+``, ``*`` and ``%`` before computing them. Refuse ``**``."""
-        if _left.get() is not None:
+        left_over = left_of_budget.get()
+        if type(left) is str and type(right) is str and operator == "+" and left_over is not None:
+            left_over[0] -= len(left) + len(right)
+            if left_over[0] < 0:
+                spend(0)
+            return left + right
+        if left_over is not None:
             if operator == "**":
                 raise TemplateLimitError("powers are not allowed")
-            if operator == "%" and isinstance(left, str) and _WIDE.search(left):
-                raise TemplateLimitError("the width of a format is too large")
+            if operator == "%" and isinstance(left, str):
+                spend_for_format(left, "%", [right])
             if operator == "*":
+                check_product(left, right)
                 times = [v for v in (left, right) if isinstance(v, int)]
-                texts = [v for v in (left, right) if isinstance(v, (str, list, tuple))]
-                _spend(_size(texts[0]) * max(0, times[0]) if texts and times else 1)
-            _spend(_size(left) + _size(right))
+                texts = [v for v in (left, right) if isinstance(v, str | list | tuple)]
+                spend(size(texts[0]) * max(0, times[0]) if texts and times else 1)
+            spend(size(left) + size(right))
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, obj: Any, /, *arguments: Any, **named: Any) -> Any:
         """Call a function, macro or method, and charge for it."""
-        if _left.get() is None:
+        if left_of_budget.get() is None:
             return super().call(context, obj, *arguments, **named)
-        owner = vars(type(obj)).get("__self__") and obj.__self__
+        method = vars(obj).get("__wrapped__", obj) if type(obj) is FunctionType else obj
+        owner = vars(type(method)).get("__self__") and method.__self__  # (Jinja wraps str.format)
+        for value in arguments:
+            if type(value) is tuple:  # its hash reads all that is in it
+                spend_for(value)
         if isinstance(owner, str):
             given = [*arguments, *named.values()]
-            _check_numbers(f"{obj.__name__}()", given)
-            _check_text(obj.__name__, owner, given)
-            if obj.__name__ == "join" and given:
-                _charge_join(owner, given[0])
+            check_numbers(f"{method.__name__}()", given)
+            _check_text(method.__name__, owner, given)
+        elif isinstance(owner, (list, tuple, LoopContext)):  # count, index, changed: they compare
+            spend_for([*arguments, *([] if isinstance(owner, LoopContext) else owner)])
         result = super().call(context, obj, *arguments, **named)
-        _spend(5 * STEP + _size(result))
+        spend(5 * STEP + size(result))
         return result
 
 

@@ -15,6 +15,9 @@ from burnish.templates import MAX_TEMPLATE_CHARS, TemplateLimitError, render_cha
 LOOP = "{% for i in range(99999) %}"
 DOUBLE = "{% set n = namespace(x='ab') %}{% for i in range(60) %}"
 END = "{% endfor %}"
+NEST = "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}" + END
+TUPLE = NEST.replace("[1]", "(1,)").replace("[n.x, n.x]", "(n.x, n.x)")
+BIG = "{% set b = 'ab' * 1000000 %}"
 CHAT = [{"role": "user", "content": "a\nb"}, {"role": "assistant", "content": "c"}]
 
 
@@ -52,8 +55,44 @@ def rendered(tokenizer: Any, template: str) -> str:
         DOUBLE + "{% set n.x = n.x.join([n.x, n.x, n.x]) %}" + END + "{{ n.x }}",
         "{% macro m(n) %}{% if n %}{{ m(n - 1) ~ m(n - 1) }}{% endif %}{% endmacro %}{{ m(40) }}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        # filters
+        "{{ 'a'|center(2000000000) }}",
+        "{{ '%2000000000d'|format(1) }}",
+        "{{ [[1]]|tojson(indent=50000) }}",
+        "{{ [1]|tojson(separators=['x' * 100000, ':']) }}",
+        "{{ ([[1]] * 1000)|sum(start=[]) }}",
+        "{{ ('www.' * 300000)|urlize }}",
+        "{{ [1]|batch(2000000000, 'x')|list }}",
+        "{{ ('a' * 9000)|replace('', 'x' * 99999) }}",
+        "{{ ('%(a)s' * 9000)|format(a='x' * 90000) }}",
+        DOUBLE + "{% set n.x = [n.x, n.x]|join(n.x) %}" + END,
+        LOOP + "{% set x = range(99999)|list %}" + END,
+        BIG + LOOP + "{% set x = b|upper %}" + END,
+        LOOP + "{{ 'a'|center(90000) }}" + END,
+        LOOP + "{{ [1]|slice(99999)|list|length }}" + END,
+        *(NEST + "{{ n.x|" + name + " }}" for name in
+          ("string", "tojson", "tojson(indent=2)", "join", "upper", "e", "sort", "unique|list")),
+        # comparisons, formats and hashes of nested containers
+        NEST + "{{ n.x }}",
+        NEST + "{{ n }}",
+        NEST + "{{ n.x == n.x[0] }}",
+        NEST + "{{ n.x in [[n.x[0], n.x[1]]] }}",
+        NEST + "{{ n.x is eq(n.x[0]) }}",
+        NEST + "{{ [n.x].count([n.x[0], n.x[1]]) }}",
+        NEST + "{{ 'a' ~ n.x }}",
+        NEST + "{{ '%s' % (n.x,) }}",
+        NEST + "{{ '{}'.format(n.x) }}",
+        TUPLE + "{{ {n.x: 1} }}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1, varargs, varargs) }}{% else %}{{ {}.get(varargs) }}"
+        "{% endif %}{% endmacro %}{{ m(60, 1, 2) }}",
+        BIG + LOOP + "{% if b == b ~ 'a' %}{% endif %}" + END,
+        BIG + LOOP + "{% if 'zz' in b %}{% endif %}" + END,
+        BIG + LOOP + "{% set x = b[1:] %}" + END,
+        BIG + LOOP + "{% set x = b.count('zz') %}" + END,
+        # numbers
+        "{% set n = namespace(x=7) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
     ],
-)
+)  # fmt: skip
 def test_a_template_that_never_ends_is_rejected(template: str, tokenizer: Any) -> None:
     with pytest.raises(TemplateLimitError):
         rendered(tokenizer, template)

@@ -10,6 +10,7 @@ Notes on the command, all tested in tests/sandbox:
   standard input and output are ``/dev/null``, because programs can open ``/proc/1/fd``: two shells
   pass the real pipes to the program alone.
 - The root and ``/dev`` are tmpfs without a size limit, so they are remounted read-only.
+- ``--seccomp`` refuses system calls that namespaces do not separate (``seccomp.py``).
 - ``--die-with-parent`` ends process 1 of the sandbox, and so all its processes, once the process
   that Burnish started has ended.
 """
@@ -26,7 +27,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -49,6 +50,7 @@ from burnish.sandbox.process import (
     log,
     run_process,
 )
+from burnish.sandbox.seccomp import seccomp_filter
 
 DEFAULT_PYTHON = "/usr/bin/python3"
 NOBODY = 65534
@@ -124,7 +126,7 @@ class Bubblewrap:
     def __init__(self, config: BubblewrapSandbox) -> None:
         self._config = config
         self._slots = asyncio.Semaphore(config.max_concurrent or os.cpu_count() or 1)
-        self._tools = _tools()
+        self._tools, self._filter = _tools(), seccomp_filter()
         python = config.python or DEFAULT_PYTHON
         folders = () if python.startswith("/usr/") else _folders_of(python)
         self._python = os.path.abspath(python)
@@ -188,7 +190,9 @@ class Bubblewrap:
         with ExitStack() as stack:
             status = _StatusPipe(stack)
             files = {name: _memory_file(data, stack) for name, data in program.files.items()}
-            command = [*self._outer(status.fd), *self._inner(program, files, opening)]
+            calls = _memory_file(self._filter, stack)
+            limited = ["--seccomp", str(calls), *self._inner(program, files, opening)]
+            command = [*self._outer(status.fd), *limited]
             try:
                 raw = await run_process(
                     command,
@@ -197,7 +201,7 @@ class Bubblewrap:
                     output_bytes=self._config.output_bytes,
                     start={
                         "env": {"PATH": "/usr/bin:/bin"},
-                        "pass_fds": (status.fd, *files.values()),
+                        "pass_fds": (status.fd, calls, *files.values()),
                     },
                     last_stderr=opening is not None,
                     may_kill=status.begun,
@@ -273,6 +277,7 @@ class _StatusPipe:
         self._fd, self._text = read, b""
         self.begun = asyncio.Event()
         self._process: ProcessEnd | None = None
+        self._pid = 0
         os.set_blocking(read, False)
         loop = asyncio.get_running_loop()
         loop.add_reader(read, self._read)
@@ -285,7 +290,7 @@ class _StatusPipe:
             return
         pid = self._reports().get("child-pid")
         if self._process is None and pid is not None:
-            self._process = ProcessEnd(pid)
+            self._process, self._pid = ProcessEnd(pid), pid
             self.begun.set()
 
     def _reports(self) -> dict[str, Any]:
@@ -321,6 +326,8 @@ class _StatusPipe:
             log.warning("processes in a sandbox do not end although they were killed")
         finally:
             self._process.close()
+        with suppress(ChildProcessError):  # a child only if this is process 1 of a container
+            os.waitpid(self._pid, os.WNOHANG)
 
 
 def _opened(opening: Opening) -> list[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import platform
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,6 +19,7 @@ import pytest
 
 from burnish.config.sandbox import BubblewrapSandbox, UnsafeSubprocessSandbox
 from burnish.sandbox import bubblewrap as module
+from burnish.sandbox import seccomp
 from burnish.sandbox.base import Program, Result, SandboxError, python_program
 from burnish.sandbox.bubblewrap import Bubblewrap
 from burnish.sandbox.make import SyncSandbox, check_sandbox
@@ -442,3 +445,55 @@ def test_the_weaker_mode_limits_and_leaves_no_folder(
     finally:
         made.close()
     assert not list(tmp_path.glob("burnish-sandbox-*"))
+
+
+_CALLS = """
+import ctypes, errno, json, os, socket
+libc = ctypes.CDLL(None, use_errno=True)
+found = {}
+for number in NUMBERS:
+    ctypes.set_errno(0)
+    done = libc.syscall(number, 0, 0, 0, 0, 0)
+    found[number] = done < 0 and errno.errorcode.get(ctypes.get_errno())
+try:
+    socket.socket(40, socket.SOCK_STREAM).close()
+    found["vsock"] = None
+except OSError as error:
+    found["vsock"] = errno.errorcode[error.errno]
+socket.socketpair()[0].close()
+socket.socket().close()
+print(json.dumps(found))
+"""
+
+
+def test_keyrings_io_uring_and_the_host_of_a_virtual_machine_are_refused(python: Run) -> None:
+    """keyctl would otherwise read and write the keys of the run and of other sandboxes."""
+    (calls,) = [c for m, c in seccomp._CALLS.items() if m == platform.machine()]
+    found = said(python(_CALLS.replace("NUMBERS", str(calls.refused))))
+    assert found == {**{str(number): "EPERM" for number in calls.refused}, "vsock": "EPERM"}
+
+
+_PROCESS_1 = """
+import os, sys
+from burnish.config.sandbox import BubblewrapSandbox
+from burnish.sandbox.base import python_program
+from burnish.sandbox.make import SyncSandbox
+assert os.getpid() == 1
+sandbox = SyncSandbox(BubblewrapSandbox())
+for _ in range(4):
+    assert sandbox.run(python_program("print(1)")).exit_code == 0
+sandbox.close()
+states = [open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
+          for pid in os.listdir("/proc") if pid.isdigit()]
+print(states.count("Z"))
+"""
+
+
+def test_process_1_of_a_container_keeps_no_ended_programs(bubblewrap: None) -> None:
+    unshare = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("no PID namespaces for this user")
+    done = subprocess.run(
+        [*unshare, sys.executable, "-c", _PROCESS_1], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "0", done.stderr

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +32,7 @@ from burnish.checkpoint.errors import CheckpointError
 from burnish.checkpoint.manifest import verify
 from burnish.checkpoint.save import CheckpointStore
 from burnish.checkpoint.state import EXPORT_METADATA, load_state
+from burnish.checkpoint.untrusted import check_files, check_sizes, copy_tokenizer, reading
 from burnish.config.model import Dtype, ModelConfig
 from burnish.models.auto_class import language_model_class
 from burnish.models.buffers import BUFFERS, load_buffers, persistent_buffers, replace_buffers
@@ -89,7 +89,8 @@ def export(  # house: ok options of one command
     source = _engine_folder(folder, role)
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"the export folder {target} is not empty; choose a new one")
-    weights = _weights(source, kind or "master")
+    with reading(source):
+        weights = _weights(source, kind or "master")
     saved_role, config, computes_in = _read_engine(source, base, trust=trust_remote_code)
     scalar = saved_role in ("critic", "reward")
     outputs = weights["score.weight"].shape[0] if scalar else None
@@ -98,29 +99,35 @@ def export(  # house: ok options of one command
     wanted = DTYPES[dtype or "fp32"]
     if config.lora is not None:  # the checkpoint only contains the adapter, and the base's path
         network = _adapted_model(config, computes_in, outputs=outputs)
-        _load_weights(network, weights, source)
-        load_buffers(network, source)
-        weights = dict(merged_weights(network))
+        with reading(source):
+            _load_weights(network, weights, source)
+            load_buffers(network, source)
+            weights = dict(merged_weights(network))
     _check_range(weights, wanted)
     target.mkdir(parents=True, exist_ok=True)
     if lora == "adapter":
         _save_adapter(network, config, target, wanted)
     else:
-        made_of = _config(source, outputs=outputs, averaged=kind == "ema", trust=trust_remote_code)
-        shell, body = _shell(made_of, wanted, weights, source=source, trust=trust_remote_code)
-        if config.lora is None:
-            weights |= _buffers(shell, source, config, scalar=scalar)
-        if scalar and not isinstance(shell, ScalarModel):
-            weights = _renamed(shell, weights, body, source)
-        wide = fp32_names(shell, wanted)
-        written = {n: t if n in wide else _cast(t, wanted) for n, t in weights.items()}
-        if isinstance(shell, ScalarModel):
-            _save_scalar(shell, written, (source, target), shard=max_shard_size)
-        else:
-            _save_merged(shell, written, (source, target), shard=max_shard_size)
-    _copy_tokenizer(source / "hf", target)
-    if scalar:
-        _set_pad_token(target, trust=trust_remote_code)
+        with reading(source):
+            check_sizes(source, weights)
+            made_of = _config(
+                source, outputs=outputs, averaged=kind == "ema", trust=trust_remote_code
+            )
+            shell, body = _shell(made_of, wanted, weights, source=source, trust=trust_remote_code)
+            if config.lora is None:
+                weights |= _buffers(shell, source, config, scalar=scalar)
+            if scalar and not isinstance(shell, ScalarModel):
+                weights = _renamed(shell, weights, body, source)
+            wide = fp32_names(shell, wanted)
+            written = {n: t if n in wide else _cast(t, wanted) for n, t in weights.items()}
+            if isinstance(shell, ScalarModel):
+                _save_scalar(shell, written, (source, target), shard=max_shard_size)
+            else:
+                _save_merged(shell, written, (source, target), shard=max_shard_size)
+    with reading(source):
+        copy_tokenizer(source / "hf", target, trust=trust_remote_code)
+        if scalar:
+            _set_pad_token(target, trust=trust_remote_code)
     return target
 
 
@@ -132,32 +139,17 @@ def _checkpoint_folder(path: Path) -> Path:
                 f"the run {path} has no good checkpoint; resume it (--resume {path}) until it "
                 "saves one, or use another run"
             )
-        _check_links(newest)
+        check_files(newest)
         return newest
     if not path.is_dir():
         raise CheckpointError(
             f"the checkpoint {path} does not exist; give a run folder, or one of its checkpoints"
         )
-    _check_links(path)
+    check_files(path)
     problems = verify(path)
     if problems:
         raise CheckpointError(f"the checkpoint {path} is damaged: {problems[0]}; use another one")
     return path
-
-
-def _check_links(folder: Path) -> None:
-    """Raise CheckpointError if a symbolic link in ``folder`` points outside of it.
-
-    Its target, which may be any file of this machine, would be copied into the export.
-    """
-    inside = folder.resolve()
-    for path in sorted(folder.rglob("*")):
-        if path.is_symlink() and not path.resolve().is_relative_to(inside):
-            raise CheckpointError(
-                f"{path} is a symbolic link to {path.readlink()}, outside the checkpoint, and "
-                "its target would be copied into the export; if you trust the checkpoint, make a "
-                f"copy without links first: cp -rL {folder} COPY"
-            )
 
 
 def _read_engine(source: Path, base: str | None, *, trust: bool) -> tuple[str, ModelConfig, Dtype]:
@@ -490,11 +482,3 @@ def _set_pad_token(target: Path, *, trust: bool) -> None:
     if pad is not None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
         tokenizer.save_pretrained(target)
-
-
-def _copy_tokenizer(hf: Path, target: Path) -> None:
-    """Copy the tokenizer and the model's own generation config, which contains its end tokens."""
-    for file in sorted(hf.iterdir()):
-        written = file.name != "generation_config.json" and (target / file.name).exists()
-        if file.name != "config.json" and not written:
-            shutil.copy2(file, target / file.name)

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from burnish.checkpoint.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+_SCRATCH = f".{MANIFEST}.tmp"
 FORMAT_VERSION = 1
 
 
@@ -102,8 +103,10 @@ def rewrite_manifest(folder: Path, *, drop: Collection[str], extra: Mapping[str,
 
 def _replace(folder: Path, manifest: Manifest) -> Manifest:
     body = manifest.model_dump() | {"sha256": manifest.own_sha256()}
-    scratch = folder / f".{MANIFEST}.tmp"
-    with open(scratch, "w", encoding="utf-8") as file:
+    scratch = folder / _SCRATCH
+    scratch.unlink(missing_ok=True)  # in a folder of others it may be a link to any file
+    flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY
+    with open(os.open(scratch, flags, 0o666), "w", encoding="utf-8") as file:
         json.dump(body, file, indent=2, allow_nan=False)
         file.flush()
         os.fsync(file.fileno())
@@ -190,7 +193,8 @@ def fsync(path: Path) -> None:
 
 def _files_below(folder: Path) -> list[Path]:
     """Return every file below ``folder`` except its manifest, sorted by path."""
-    return sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST)
+    own = {folder / MANIFEST, folder / _SCRATCH}
+    return sorted(p for p in folder.rglob("*") if p.is_file() and p not in own)
 
 
 def _record(path: Path) -> FileRecord:

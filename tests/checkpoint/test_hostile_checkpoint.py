@@ -196,6 +196,78 @@ def test_an_engine_file_of_nonsense_is_a_checkpoint_error(
         export(folder, tmp_path / "out")
 
 
+def _set(**values: Any) -> Callable[[Path], None]:
+    def write(policy: Path) -> None:
+        path = policy / "hf" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return write
+
+
+def _file(name: str, data: bytes) -> Callable[[Path], None]:
+    return lambda policy: (policy / name).write_bytes(data) and None
+
+
+HOSTILE: dict[str, Callable[[Path], None]] = {
+    "a pipe": lambda policy: os.mkfifo(policy / "hf" / "vocab.txt"),
+    "a header that is too large": _file("master.safetensors", (1 << 62).to_bytes(8, "little")),
+    "an empty file of weights": _file("master.safetensors", b""),
+    "a header of nonsense": _file("master.safetensors", (4).to_bytes(8, "little") + b"[[[["),
+    "buffers of nonsense": _file("buffers.safetensors", b"12345678"),
+    "10^12 hidden units": _set(hidden_size=10**12),
+    "10^12 layers": _set(num_hidden_layers=10**12),
+    "10^12 tokens": _set(vocab_size=10**12),
+    "a negative size": _set(hidden_size=-8),
+    "no heads": _set(num_attention_heads=0),
+    "a text as a size": _set(hidden_size="many"),
+    "another type": _set(model_type="bert"),
+    "no type": _set(model_type=None),
+    "nested JSON": _file("hf/config.json", b"[" * 100_000),
+    "a list": _file("hf/config.json", b"[]"),
+    "a tokenizer of nonsense": _file("hf/config.json", b"\xff\xfe"),
+    "no config": lambda policy: (policy / "hf" / "config.json").unlink(),
+    "no folder": lambda policy: shutil.rmtree(policy / "hf"),
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE)
+def test_a_hostile_model_in_a_checkpoint_is_a_checkpoint_error(
+    change: str, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    folder = written(tmp_path, make_engine())
+    HOSTILE[change](folder / "policy")
+    if change != "a pipe":
+        write_manifest(folder, step=1, extra={"metric": None})
+    with pytest.raises(CheckpointError, match=str(folder)):
+        export(folder, tmp_path / "out")
+
+
+def test_an_export_copies_the_files_of_the_tokenizer_and_no_others(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    folder = written(tmp_path, make_engine())
+    hf = folder / "policy" / "hf"
+    for name in ("pytorch_model.bin", "model.safetensors.index.json", "evil.py", "x.pkl", "README"):
+        (hf / name).write_bytes(b"evil")
+    (hf / "vocab.txt").write_text("a")
+    (hf / "more").mkdir()
+    (hf / "more" / "training_args.bin").write_bytes(b"evil")
+    write_manifest(folder, step=1, extra={"metric": None})
+    found = {p.name for p in export(folder, tmp_path / "out").rglob("*")}
+    assert {"vocab.txt", "tokenizer.json", "tokenizer_config.json", "model.safetensors"} <= found
+    wrong = {"pytorch_model.bin", "model.safetensors.index.json", "evil.py", "x.pkl", "README"}
+    assert not found & {*wrong, "more", "training_args.bin"}
+
+
+def test_a_manifest_is_not_written_through_a_planted_link(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / ".manifest.json.tmp").symlink_to(tmp_path / "mine")
+    write_manifest(folder, step=1, extra={})
+    assert (tmp_path / "mine").read_text() == "precious" and verify(folder) == []
+
+
 def test_retention_does_not_delete_through_links(tmp_path: Path) -> None:
     """A link with the name of an old step goes; the folder that it names stays."""
     (tmp_path / "precious").mkdir()

@@ -1,0 +1,119 @@
+"""Files of a checkpoint from somebody else: what an export reads, copies and refuses."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from torch import Tensor
+
+from burnish.checkpoint.errors import CheckpointError
+from burnish.errors import BurnishError
+from burnish.messages import library_text
+
+log = logging.getLogger("burnish")
+
+_EXPORTED = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "*.spm", "sentencepiece*",
+    "spiece*", "tekken.json", "chat_template.json", "chat_template.jinja", "generation_config.json",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    "bpe.codes", "byte_maps.json", "dict.txt", "emoji.json", "entity_vocab.json", "normalizer.json",
+    "prophetnet.tokenizer", "target_vocab.json", "word_shape.json", "word_pronunciation.json",
+)  # fmt: skip
+"""Files of a checkpoint's ``hf`` folder that an export copies, in addition to the config. Python
+files only with ``trust_remote_code``."""
+_UNREADABLE = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError,
+    OSError, RuntimeError, SafetensorError, StrictDataclassError, TypeError, ValueError,
+)  # fmt: skip
+"""Errors of torch, transformers and safetensors for nonsense in the files of a checkpoint."""
+
+
+@contextmanager
+def reading(source: Path) -> Iterator[None]:
+    """Raise CheckpointError for an error that the files of ``source`` cause."""
+    try:
+        yield
+    except BurnishError:
+        raise
+    except _UNREADABLE as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS):
+            raise  # of the export folder
+        raise CheckpointError(
+            f"the model in {source} cannot be read ({type(error).__name__}: {library_text(error)});"
+            " use another checkpoint"
+        ) from error
+
+
+def check_files(folder: Path) -> None:
+    """Raise CheckpointError if a symbolic link in ``folder`` points outside of it, or if ``folder``
+    contains a pipe or a device, which may block a reader forever.
+
+    The target of a link, which may be any file of this machine, would be copied into the export.
+    """
+    inside = folder.resolve()
+    for path in sorted(folder.rglob("*")):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise CheckpointError(
+                f"{path} is neither a file nor a folder; remove it, or use another checkpoint"
+            )
+        if path.is_symlink() and not path.resolve().is_relative_to(inside):
+            raise CheckpointError(
+                f"{path} is a symbolic link to {path.readlink()}, outside the checkpoint, and "
+                "its target would be copied into the export; if you trust the checkpoint, make a "
+                f"copy without links first: cp -rL {folder} COPY"
+            )
+
+
+def check_sizes(source: Path, weights: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError if the config describes a model that is much larger than the weights,
+    which would be allocated first."""
+    config = json.loads((source / "hf" / "config.json").read_text(encoding="utf-8"))
+    largest = max((size for tensor in weights.values() for size in tensor.shape), default=0)
+    numbers = [("", config)]
+    while numbers:
+        key, value = numbers.pop()
+        if isinstance(value, dict):
+            numbers += value.items()
+        is_count = isinstance(value, int) and key.endswith(("_layers", "n_layer", "depth"))
+        is_size = isinstance(value, int) and key.endswith(("_size", "_dim", "_experts", "n_embd"))
+        if (is_count and value > len(weights)) or (is_size and value > 64 * max(largest, 1 << 14)):
+            raise CheckpointError(
+                f"{source / 'hf' / 'config.json'} has {key}={value}, but {len(weights)} weights of "
+                f"at most {largest} rows or columns; use another checkpoint"
+            )
+
+
+def copy_tokenizer(hf: Path, target: Path, *, trust: bool) -> None:
+    """Copy the files of the tokenizer, the model's own generation config, which contains its end
+    tokens, and its Python code. Other files of ``hf`` are not copied: loaders of other programs
+    would read them (a pickle, an index of weights)."""
+    left_out = []
+    for file in sorted(hf.iterdir()):
+        written = file.name != "generation_config.json" and (target / file.name).exists()
+        if file.name == "config.json" or written:
+            continue
+        if file.is_file() and (_is_exported(file.name) or (trust and file.suffix == ".py")):
+            shutil.copy2(file, target / file.name)
+        elif file.is_dir() and file.name == "additional_chat_templates":
+            (target / file.name).mkdir(exist_ok=True)
+            for template in sorted(file.glob("*.jinja")):
+                shutil.copy2(template, target / file.name / template.name)
+        else:
+            left_out.append(file.name)
+    if left_out:
+        log.warning("files of the checkpoint that are not exported: %s", ", ".join(left_out[:10]))
+
+
+def _is_exported(name: str) -> bool:
+    """Return whether a file of a checkpoint's ``hf`` folder belongs to an exported model."""
+    return any(fnmatchcase(name, pattern) for pattern in _EXPORTED)

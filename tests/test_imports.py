@@ -16,7 +16,7 @@ PACKAGE = Path(burnish.__file__).parent
 MATHS = {"types", "tensors", "transcript", "compact"}
 BASE = MATHS | {
     *("chat_message", "config", "errors", "loop_thread", "messages", "oom", "secret", "shm"),
-    *("model_text", "special_tokens", "templates", "vocabulary"),
+    *("model_text", "special_tokens", "template_charges", "templates", "vocabulary"),
 }
 BASE |= {"user_calls"}
 LOOPS = BASE | {
@@ -52,7 +52,8 @@ ALLOWED: dict[str, set[str]] = {
     "model_text": {"errors"},
     "oom": set(),
     "secret": set(),
-    "templates": {"errors"},
+    "template_charges": {"errors"},
+    "templates": {"errors", "template_charges"},
     "special_tokens": {"templates"},
     "shm": set(),
     "user_calls": {"errors"},

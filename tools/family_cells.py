@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from family_experts import TOP_K_OF_LOGITS, record, wrong_layers
+from family_half import HalfSubject
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from burnish.checkpoint.export import export
 from burnish.checkpoint.save import CheckpointStore
-from burnish.config.model import LoraConfig, ModelConfig
+from burnish.config.model import Dtype, LoraConfig, ModelConfig
 from burnish.config.rollout import LocalEngine
 from burnish.config.train import TrainConfig
 from burnish.models.auto_class import language_model_class
@@ -49,7 +51,7 @@ Layout = Literal["padded", "packed", "shared_prefix"]
 LAYOUTS: tuple[Layout, ...] = ("padded", "packed", "shared_prefix")
 CELLS = (
     *("load", *LAYOUTS, "greedy", "sampled", "lora", "checkpoint", "export", "reward_model"),
-    "tensor_parallel",
+    *("tensor_parallel", "bf16", "fp16", "experts"),
 )
 """Names of the cells, in column order."""
 
@@ -58,7 +60,7 @@ TOLERANCE = 1e-4
 token that reads another row gives 1e-3 and more."""
 SCORE_TOLERANCE = 1e-5
 """Tolerance of fp32 scores, as a fraction of the largest score and at least 1."""
-STATES = ("exact", "plan", "refused", "WRONG", "failed", "not run")
+STATES = ("exact", "rounded", "plan", "refused", "WRONG", "failed", "not run")
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,9 @@ def _measure(config: PretrainedConfig, folder: Path, shrunk: bool) -> list[tuple
         "export": subject.export,
         "reward_model": subject.reward_model,
         "tensor_parallel": subject.tensor_parallel,
+        "bf16": partial(subject.half, "bf16"),
+        "fp16": partial(subject.half, "fp16"),
+        "experts": subject.experts,
     }
     return [*cells, *((name, _cell(step)) for name, step in steps.items())]
 
@@ -356,6 +361,36 @@ class Subject:
         body = model.get_decoder()
         check_head_counts(body.config, 2)
         return Cell("plan", text=f"{len(shard_dims(body))} parameters")
+
+    def half(self, dtype: Dtype) -> Cell:
+        """Compare load, layouts, sampler and export in half precision with transformers' own."""
+        try:
+            half = HalfSubject(
+                self.model, self.tokenizer, dtype, rows=self.batch, reference=self.logprobs
+            )
+        except RuntimeError as error:  # of transformers' own pass
+            load_causal_lm(self.model, dtype=dtype)  # refuses it
+            raise Refusal(f"transformers' own pass fails in {dtype}: {error}") from error
+        work = self.work / dtype
+        work.mkdir()
+        problem = half.problem(work)
+        return Cell("WRONG" if problem else "rounded", half.worst, problem)
+
+    def experts(self) -> Cell:
+        """Compare the counted experts with those whose weights compute the tokens."""
+        ids = self.batch.tokens[None, : int(self.batch.offsets[1])]
+        try:
+            routing = record(self.reference, ids)
+        except ModelError as error:
+            if "has none" in str(error):
+                return Cell("not run")
+            raise
+        layers = len(routing.chosen)
+        if self.reference.config.model_type.startswith(TOP_K_OF_LOGITS):
+            return Cell("exact", 0.0, f"{layers} layers, the largest logits")
+        if wrong := wrong_layers(self.reference, ids, routing):
+            return Cell("WRONG", None, f"{len(wrong)} of {layers} layers count other experts")
+        return Cell("exact", 0.0, f"{layers} layers")
 
     # ---- parts -----------------------------------------------------------------------------
 

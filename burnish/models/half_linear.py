@@ -102,8 +102,8 @@ class _HalfLinear(torch.autograd.Function):
         want_input, want_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(inputs if want_weight else None, weight if want_input else None)
         flat = inputs.reshape(-1, weight.shape[1])
-        out = _wide_linear(flat, weight, bias).half()
-        return out.view(*inputs.shape[:-1], weight.shape[0])
+        out = _wide_linear(flat, weight, bias).view(*inputs.shape[:-1], weight.shape[0])
+        return out.half()  # no view, because models may change it in place
 
     @staticmethod
     @once_differentiable

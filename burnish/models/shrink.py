@@ -32,9 +32,9 @@ POSITIONS = 64
 ORIGINAL_POSITIONS = 8
 """``original_max_position_embeddings`` of a shrunk model, if its own rows can be several times as
 long. Longer rows exceed the length at which RoPE variants change."""
-SCALED_POSITIONS = 32
-"""Smallest ``max_position_embeddings`` of a shrunk model with scaled RoPE, so that the rows of an
-experiment fit. The original positions keep their ratio to it."""
+FEWEST_POSITIONS = 32
+"""Smallest number of positions of a shrunk model, so that the rows of an experiment fit. With
+scaled RoPE the original positions keep their ratio to it."""
 WINDOW = 4
 EXPERTS, EXPERTS_PER_TOKEN, EXPERT_GROUPS = 8, 2, 4
 
@@ -122,7 +122,6 @@ _KINDS: dict[str, tuple[str, ...]] = {
 _LIMITS = {
     "heads": HEADS,
     "vocabulary": VOCAB,
-    "positions": POSITIONS,
     "experts": EXPERTS,
     "experts_per_token": EXPERTS_PER_TOKEN,
     "groups": EXPERT_GROUPS,
@@ -227,6 +226,7 @@ class _Sizes:
             "inner": self._inner,
             "groups_per_token": self._groups_per_token,
             "window": self._window,
+            "positions": self._positions,
         }
 
     def small(self, name: str, value: Any) -> Any:
@@ -268,6 +268,9 @@ class _Sizes:
 
     def _inner(self, name: str, value: int) -> int:
         return 96 if value >= self.hidden else 32
+
+    def _positions(self, name: str, value: int) -> int:
+        return min(max(value, FEWEST_POSITIONS), POSITIONS)  # rows of the experiments fit
 
     def _window(self, name: str, value: int) -> int:
         longest = _first(self.old, _KINDS["positions"])
@@ -331,9 +334,9 @@ def _small_positions(old: Fields, origins: Sequence[int]) -> tuple[int, int]:
     RoPE variants may compute their factor from it. A ratio above 64 is reduced to 64."""
     longest = old.get("max_position_embeddings") or 0
     if not origins or longest <= 0 or origins[0] <= 0:
-        return ORIGINAL_POSITIONS, SCALED_POSITIONS
+        return ORIGINAL_POSITIONS, FEWEST_POSITIONS
     ratio = min(longest / origins[0], 64)
-    original = max(ORIGINAL_POSITIONS, round(SCALED_POSITIONS / ratio))
+    original = max(ORIGINAL_POSITIONS, round(FEWEST_POSITIONS / ratio))
     return original, round(original * ratio)
 
 

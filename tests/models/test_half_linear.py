@@ -257,3 +257,14 @@ def test_the_weight_gradient_of_the_head_is_summed_in_fp32_over_chunks() -> None
     log_p, _ = token_logprobs(hidden, torch.zeros(2050, dtype=torch.int64), head)
     (2 * log_p.sum()).backward()
     assert weight.grad.tolist() == [[2050.0], [-2050.0]]
+
+
+def test_the_output_may_be_changed_in_place() -> None:
+    """Gemma 3n adds to projections in place; autograd forbids that for views."""
+    layer = torch.nn.Linear(4, 3).half()
+    use_fp32_products(layer)
+    inputs = torch.ones(2, 2, 4, dtype=torch.float16, requires_grad=True)
+    out = layer(inputs)
+    out[..., 0] += 1
+    out.sum().backward()
+    assert torch.equal(inputs.grad, layer.weight.sum(0).expand(2, 2, 4))

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from burnish.models.load import ModelError
 from burnish.models.routing import RoutingRecorder
@@ -18,10 +14,9 @@ from burnish.models.shrink import build, shrink
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from families import config_of, names
+from family_experts import TOP_K_OF_LOGITS, record, wrong_layers
 
 IDS = torch.arange(5, 21)[None]
-TOP_K_OF_LOGITS = ("llama4", "jetmoe")
-"""Families whose experts receive no indices; their routers choose the largest logits."""
 
 WITHOUT_MIXTURE_LAYERS = ("doge", "nemotron_h")
 """Rows whose config counts experts but whose layers are all dense."""
@@ -42,62 +37,15 @@ def mixtures() -> list[str]:
     return found
 
 
-def computed_by(module: nn.Module, inputs: tuple[Any, ...], experts: int) -> Tensor:
-    """Return [M, E] bool: tokens whose output is NaN if all weights of an expert are NaN."""
-    stacked = [p for p in module.parameters() if p.ndim == 3]
-    if not stacked:  # DBRX: one matrix with the rows of all experts
-        stacked = [p.view(experts, -1, p.shape[-1]) for p in module.parameters()]
-    rows = []
-    for e in range(min(len(p) for p in stacked)):
-        kept = [p[e].clone() for p in stacked]
-        for p in stacked:
-            p[e] = torch.nan
-        rows.append(module(*inputs).flatten(0, -2).isnan().any(-1))
-        for p, before in zip(stacked, kept, strict=True):
-            p[e] = before
-    return torch.stack(rows, 1)
-
-
-def by_weights(model: PreTrainedModel, experts: int) -> list[Tensor]:
-    """Return [M, E] of every experts module of a pass over IDS, in the order of the calls."""
-    calls: list[tuple[nn.Module, tuple[Any, ...]]] = []
-    handles = [
-        m.register_forward_pre_hook(lambda m, args: calls.append((m, args)))
-        for m in model.modules()
-        if type(m).__name__.endswith("Experts")
-        and len(inspect.signature(type(m).forward).parameters) == 4
-    ]
-    model.get_decoder()(input_ids=IDS, use_cache=False)
-    for handle in handles:
-        handle.remove()
-    return [computed_by(*call, experts) for call in calls]
-
-
-def as_mask(chosen: Tensor, experts: int) -> Tensor:
-    """Return [M, E] bool of ids [M, k]. Ids from ``experts`` on compute nothing."""
-    mask = torch.zeros(chosen.shape[0], max(experts, int(chosen.max()) + 1), dtype=torch.bool)
-    return mask.scatter(1, chosen.long(), True)[:, :experts]
-
-
 @pytest.mark.slow
-@torch.no_grad()
 def test_every_mixture_counts_the_experts_that_compute_its_tokens() -> None:
     checked, wrong = [], []
     for name in mixtures():
         model = build(shrink(config_of(name)))
-        recorder = RoutingRecorder(model.get_decoder())
-        with recorder.recording():
-            model.get_decoder()(input_ids=IDS, use_cache=False)
-        routing = recorder.routing()
+        routing = record(model, IDS)
         assert routing.chosen.shape[1] == routing.logits.shape[1] == IDS.numel(), name
         checked.append(name)
-        if name.startswith(TOP_K_OF_LOGITS):
-            continue
-        wanted = by_weights(model, routing.logits.shape[-1])
-        masks = [as_mask(ids, wanted[0].shape[1]) for ids in routing.chosen]
-        # layers without a trained choice are recorded last, so compare sets of layers
-        same = all(any(torch.equal(mask, one) for one in wanted) for mask in masks)
-        if len(masks) != len(wanted) or not same:
+        if not name.startswith(TOP_K_OF_LOGITS) and wrong_layers(model, IDS, routing):
             wrong.append(name)
     assert not wrong
     assert len(checked) > 50 and {"deepseek_v4", "hy_v3", "gpt_oss", "dbrx"} <= set(checked)

@@ -25,6 +25,7 @@ from metamorphic import (  # noqa: E402, F401
     relations_heads,
     relations_messages,
     relations_models,
+    relations_numerics,
     relations_rows,
     relations_rules,
     relations_serving,

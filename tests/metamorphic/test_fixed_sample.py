@@ -9,6 +9,7 @@ from metamorphic import (
     relations_heads,
     relations_messages,
     relations_models,
+    relations_numerics,
     relations_rows,
     relations_rules,
     relations_serving,
@@ -30,6 +31,10 @@ OTHERS = {
     "rl_prompt_ids": (*range(20), 27, 47, 58, 72),
     "ends_are_not_doubled": (*range(20), 34, 39, 51, 125),
     "override_is_file": tuple(range(60)),
+    "peft_setting": tuple(range(12)),
+    "counted_experts": tuple(range(12)),
+    "half_precision": tuple(range(8)),
+    "odd_config": tuple(range(8)),
 }
 """Seeds of the others; without an entry: the first 24."""
 ALL = (
@@ -39,6 +44,7 @@ ALL = (
     relations_messages,
     relations_models,
     relations_rows,
+    relations_numerics,
     relations_rules,
     relations_serving,
 )

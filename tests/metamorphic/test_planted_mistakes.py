@@ -15,6 +15,8 @@ from metamorphic import (
     planted_episodes,
     planted_heads,
     planted_messages,
+    planted_mistake,
+    planted_numerics,
     planted_rows,
     planted_serving,
 )
@@ -219,6 +221,7 @@ PLANTED: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
     **planted_heads.PLANTED,
     **planted_messages.PLANTED,
     **planted_rows.PLANTED,
+    **planted_numerics.PLANTED,
     **planted_serving.PLANTED,
 }
 

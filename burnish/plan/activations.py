@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import PretrainedConfig, masking_utils
+from transformers.integrations import moe
 
 from burnish.config.model import Dtype, LoraConfig, PrecisionConfig
 from burnish.config.train import TrainConfig
@@ -167,18 +168,29 @@ def _trace(shape: ModelShape, depth: int, kinds: Sequence[str] | None, work: Pas
 @contextmanager
 def _without_value_checks() -> Iterator[None]:
     """Silence the warnings of transformers, and disable its search for packed rows in position ids,
-    which needs their values. Padded rows are not packed, and packed rows bring a plan."""
+    which needs their values (padded rows are not packed, and packed rows bring a plan). Products of
+    experts that are not in bf16 use transformers' own operator, because PyTorch's has no fake form
+    of them and logs a traceback."""
     level = logging.getLogger("transformers").level
     logging.getLogger("transformers").setLevel(logging.ERROR)
     look: Any = vars(masking_utils).get("find_packed_sequence_indices")
+    grouped: Any = vars(moe).get("_can_use_grouped_mm")
+
+    def has_fake_form(input: Tensor, weight: Tensor, offs: Tensor) -> bool:
+        return weight.dtype == torch.bfloat16 and bool(grouped(input, weight, offs))
+
     if look is not None:
         masking_utils.find_packed_sequence_indices = lambda *_: None  # type: ignore[assignment]
+    if grouped is not None:
+        moe._can_use_grouped_mm = has_fake_form
     try:
         yield
     finally:
         logging.getLogger("transformers").setLevel(level)
         if look is not None:
             masking_utils.find_packed_sequence_indices = look
+        if grouped is not None:
+            moe._can_use_grouped_mm = grouped
 
 
 class _Trace:

@@ -1,10 +1,12 @@
 """Peak memory of a train step: counted on real tensors and predicted from fake ones."""
 
 import itertools
+import logging
 from dataclasses import replace
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.train import TrainConfig
@@ -221,3 +223,16 @@ def test_the_counter_subtracts_freed_tensors():
         del z
         assert live.now == 0
     assert live.peak == 4_000_000
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_mixture_is_traced_without_a_traceback(dtype, caplog):
+    """PyTorch logs one if an operator has no fake form, also if the error is caught."""
+    config = CONFIG_MAPPING["qwen3_moe"](
+        hidden_size=32, num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, vocab_size=64
+    )
+    work = Pass(rows_of(2, 16, 8), dtype=dtype, checkpointing=False, accumulates=True)
+    for name in ("torch._subclasses.fake_tensor", "torch"):
+        logging.getLogger(name).propagate = True
+    assert _trace(shape_from_config(config, name="small", source="config"), 2, None, work).peak > 0
+    assert not caplog.records

@@ -224,9 +224,9 @@ Burnish uses padded rows for this model |
 transformers has no classifier with these scores \
 ([rewards.md](rewards.md#exports-of-reward-models)) |
 | tensor parallel | `plan`: the layers can be sharded over ranks |
-| bf16, fp16 | median error of the log-probs of the train engine against fp32, at most twice that of \
-transformers' own pass in the format; dtypes and bits of the weights after load, in the sampler \
-and in the export, with the weights that stay in fp32 |
+| bf16, fp16 | median error of the log-probs of the train engine against fp32, at most twice \
+that of transformers' own pass in the format; dtypes and bits of the weights after load, in the \
+sampler and in the export, with the weights that stay in fp32 |
 | experts | mixtures: the experts counted for every token are those whose weights compute it |
 
 A number is the largest difference: in nats for log-probs, as a fraction of the largest entry for

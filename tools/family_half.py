@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from burnish.checkpoint.export import export
 from burnish.checkpoint.save import CheckpointStore
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.rollout import LocalEngine
 from burnish.config.train import TrainConfig
+from burnish.models.auto_class import language_model_class
 from burnish.models.buffers import wanted_dtype
 from burnish.models.load import DTYPES, load_causal_lm
 from burnish.rollout.base import Request, Sampling
@@ -117,7 +118,8 @@ class HalfSubject:
 
 
 def _plain(folder: str, dtype: Any) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    auto = language_model_class(AutoConfig.from_pretrained(folder))
+    return auto.from_pretrained(folder, dtype=dtype).eval()
 
 
 def _odd(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:

@@ -15,7 +15,6 @@ from metamorphic import (
     planted_episodes,
     planted_heads,
     planted_messages,
-    planted_mistake,
     planted_numerics,
     planted_rows,
     planted_serving,

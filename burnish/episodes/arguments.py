@@ -21,6 +21,8 @@ from jsonschema_specifications import REGISTRY
 from referencing import Registry
 from referencing.jsonschema import DRAFT202012
 
+from burnish.errors import BurnishError
+
 MAX_STEPS = 100_000
 """Maximum steps of one comparison: keywords that are evaluated, and values that they contain."""
 MAX_SCHEMA_STEPS = 100_000
@@ -36,7 +38,7 @@ _DATA = ("enum", "const", "default", "examples")
 Keyword = Callable[[Any, Any, Any, Any], Iterable[ValidationError] | None]
 
 
-class UncheckableError(ValueError):
+class UncheckableError(BurnishError, ValueError):
     """A comparison that takes too many steps."""
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import zlib
 
+from burnish.errors import BurnishError
+
 COMPRESSED = ("gzip", "x-gzip", "deflate")
 """Values of Content-Encoding that :func:`decompressed` reads."""
 
 
-class CompressionError(ValueError):
+class CompressionError(BurnishError, ValueError):
     """Compressed data that is not well-formed."""
 
 

@@ -13,6 +13,8 @@ FORMS = (
     "or Python source with asserts or unit tests (docs/rewards.md)"
 )
 _FENCE = "```"
+_CALL_KEYS = ("testtype", "fn_name")
+"""Keys with which data sets mark a test of a function."""
 _PYTHON = ("", "python", "python3", "py")
 
 
@@ -60,6 +62,7 @@ def read_tests(label: Any, entry_point: Any = None) -> dict[str, Any]:
         if all(isinstance(test, str) for test in label):
             return _source("\n".join(label), entry_point)
         if all(isinstance(test, Mapping) and {"input", "output"} <= set(test) for test in label):
+            _refuse_calls(label)
             return {"programs": [[_text(t["input"]), _text(t["output"])] for t in label]}
     if isinstance(label, Mapping):
         if isinstance(label.get("source"), str):
@@ -85,6 +88,18 @@ def _source(text: str, entry_point: Any) -> dict[str, Any]:
     return {"source": text, "name": entry_point if isinstance(entry_point, str) else None}
 
 
+def _refuse_calls(tests: Sequence[Mapping[str, Any]]) -> None:
+    """Raise TestsError if tests of a function are written as those of a program."""
+    for test in tests:
+        key = next((key for key in _CALL_KEYS if test.get(key) not in (None, "", "stdin")), None)
+        if key is not None:
+            raise TestsError(
+                f"has a list of {{input, output}} with {key}: {test[key]!r:.60}, so it tests "
+                "a function, but a list is for programs; write {inputs, outputs, fn_name}, with "
+                "each input as a list of arguments"
+            )
+
+
 def _pairs(inputs: Any, outputs: Any, name: Any) -> dict[str, Any]:
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs:
         raise TestsError(
@@ -96,14 +111,16 @@ def _pairs(inputs: Any, outputs: Any, name: Any) -> dict[str, Any]:
             f"has {len(inputs)} inputs and {len(outputs)} outputs; write one output for each input"
         )
     pairs = list(zip(inputs, outputs, strict=True))
-    if name is None:
+    if name is not None and not isinstance(name, str):
+        raise TestsError(f"has a fn_name that is not text: {name!r:.60}; write the function's name")
+    if not name:
         return {"programs": [[_text(given), _text(wanted)] for given, wanted in pairs]}
     if not all(isinstance(given, list) for given in inputs):
         raise TestsError(
             "has a fn_name, and inputs that are not lists of arguments; write each input as a "
             "list, such as [1, 2] for f(1, 2)"
         )
-    return {"calls": [[given, wanted] for given, wanted in pairs], "name": str(name)}
+    return {"calls": [[given, wanted] for given, wanted in pairs], "name": name}
 
 
 def _text(value: Any) -> str:

@@ -317,6 +317,9 @@ def test_all_or_nothing_and_what_is_counted() -> None:
         ),
         ([{"input": 1, "output": "1"}], "not text: 1"),
         ([1], "none of the known forms"),
+        ([{"input": "1", "output": "1", "testtype": "functional"}], "tests a function"),
+        ([{"input": "1", "output": "1", "fn_name": "f"}], "tests a function"),
+        ({"inputs": [[1]], "outputs": [1], "fn_name": 5}, "fn_name that is not text"),
     ],
 )
 def test_a_bad_label_is_an_error_of_its_own_row(

@@ -34,6 +34,8 @@ PATTERNS_S = 0.5
 _SHOWN = 500  # characters of an error
 _DATA = ("enum", "const", "default", "examples")
 """Keywords whose values are no schemas."""
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose values are schemas by names of the user, which may be those of keywords."""
 
 Keyword = Callable[[Any, Any, Any, Any], Iterable[ValidationError] | None]
 
@@ -130,13 +132,20 @@ def _plain_schema(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     inner = {
-        key: value if key in _DATA else _plain_schema(value)
+        key: value if key in _DATA else _plain_value(key, value)
         for key, value in schema.items()
         if key != "nullable" and not (key == "$schema" and isinstance(value, str))
     }
     if schema.get("nullable") is True:
         return {"anyOf": [inner, {"type": "null"}]}
     return inner if schema.get("nullable") is None else {**inner, "nullable": schema["nullable"]}
+
+
+def _plain_value(key: str, value: Any) -> Any:
+    """Return the value of a keyword, with its schemas as :func:`_plain_schema` returns them."""
+    if key in _NAMED and isinstance(value, dict):
+        return {name: _plain_schema(schema) for name, schema in value.items()}
+    return _plain_schema(value)
 
 
 def _plain_registry() -> Registry:

@@ -334,6 +334,17 @@ def test_arguments_that_cannot_be_compared_do_not_match() -> None:
             {"ab": 1, "c": 2},
         ),
         ({"items": {"const": {"nullable": True}}}, [{"nullable": True}], [None]),
+        (
+            {"properties": {"default": {"type": "string", "nullable": True}}},
+            {"default": None},
+            {"default": 1},
+        ),
+        (
+            {"$defs": {"enum": {"type": "string", "nullable": True}}, "$ref": "#/$defs/enum"},
+            None,
+            1,
+        ),
+        ({"properties": {"nullable": True, "a": {"type": "string"}}}, {"a": "b"}, {"a": 1}),
         ({"properties": {"$schema": {"type": "string"}}}, {"$schema": "a"}, {"$schema": 1}),
         ({"required": ["a"], "properties": {"a": {"enum": [1, "b"]}}}, {"a": 1.0}, {"a": True}),
     ],

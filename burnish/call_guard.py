@@ -7,7 +7,8 @@ imported; only the standard library.
 It reads a line ``{"begin": number, "name", "limit_s"}`` when a call begins, ``{"end": number}``,
 and ``{}`` while the process is alive. After :data:`SILENCE_S` seconds without a line it names the
 open calls on stderr, one of which holds the lock. After the longest ``limit_s`` of them it kills
-its parent. The end of stdin ends it.
+its parent, whose process id is its argument. The end of stdin or of the parent ends it: a process
+that the parent forked may hold stdin open.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ POLL_S = 1.0
 
 
 def main() -> None:
-    """Watch until stdin is closed, which also happens when the parent ends."""
+    """Watch until stdin is closed or the parent ends."""
+    parent = int(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     calls: dict[int, dict[str, object]] = {}
     silence_s = 0.0  # polls, so that a pause of the machine or of both processes does not count
     buffer = b""
-    while True:
+    while os.getppid() == parent:  # a process that adopts this one is not killed
         if not select.select([0], [], [], POLL_S)[0]:
             silence_s += POLL_S
             act(list(calls.values()), silence_s)

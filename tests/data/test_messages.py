@@ -111,6 +111,58 @@ def test_a_default_tools_column_of_another_type_is_ignored(chars: Tok, jsonl: Js
         prompt_text(chars, jsonl([row]), tools_key="mine")
 
 
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [ADD, {"type": "web_search"}],
+        [ADD, "calculator"],
+        ADD,
+        json.dumps([ADD])[:-1],
+        str([ADD]),
+    ],
+)
+def test_tools_that_cannot_be_read_completely_are_refused(
+    tools: Any, chars: Tok, jsonl: Jsonl
+) -> None:
+    chars.chat_template = WITH_TOOLS
+    path = jsonl([{"prompt": [USER], "tools": tools}])
+    with pytest.raises(DataError, match=r"jsonl:1: .*tools"):
+        prompt_text(chars, path)
+    assert prompt_text(chars, path, tools_key=None) == RENDERED
+
+
+def test_tools_as_a_list_of_json_texts_are_tools(chars: Tok, jsonl: Jsonl) -> None:
+    chars.chat_template = WITH_TOOLS
+    texts = prompt_text(chars, jsonl([{"prompt": [USER], "tools": [json.dumps(ADD)]}]))
+    assert texts == prompt_text(chars, jsonl([{"prompt": [USER], "tools": [ADD]}], "objects.jsonl"))
+    assert texts != RENDERED
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2\ud83d", "response": "4"},
+        {"messages": [USER, {**ANSWER, "content": "4\udfff"}]},
+    ],
+)
+def test_half_of_a_surrogate_pair_is_an_error_of_its_row(
+    row: dict[str, Any], chars: Tok, jsonl: Jsonl
+) -> None:
+    with pytest.raises(DataError, match=r"jsonl:1: .*surrogate"):
+        rows(chars, jsonl([row]))
+    skipped = rows(
+        chars, jsonl([{"messages": [USER, ANSWER]}, row], "two.jsonl"), on_bad_row="skip"
+    )
+    assert skipped.num_rows == 1
+
+
+def test_empty_columns_of_tokens_do_not_replace_the_text(chars: Tok, jsonl: Jsonl) -> None:
+    row = {"messages": [USER, ANSWER]}
+    empty = {"tokens": [], "tokens_mask": [], "tokens_text": ""}
+    expected = text_of(chars, rows(chars, jsonl([row])))
+    assert text_of(chars, rows(chars, jsonl([row | empty], "empty.jsonl"))) == expected
+
+
 def test_a_template_that_ignores_tools_is_logged_once_and_counted(
     chars: Tok, jsonl: Jsonl, caplog: pytest.LogCaptureFixture
 ) -> None:

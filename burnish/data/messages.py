@@ -29,6 +29,8 @@ text."""
 
 _LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
 
+_LOOKS_LIKE_TOOLS = re.compile(r"""\s*(\[\s*)?\{\s*["'](type|name|function)["']\s*:""")
+
 
 def as_messages(
     value: str | Sequence[Message], *, system_prompt: str | None = None
@@ -105,19 +107,48 @@ def trained_flags(messages: Sequence[Message]) -> list[bool]:
 
 
 def as_tools(value: Any) -> list[dict[str, Any]] | None:
-    """Return tool descriptions given as a list or as JSON text; None if ``value`` is neither.
+    """Return tool descriptions given as a list or as JSON text; None if ``value`` contains none.
 
-    A tool description is an object with ``name`` or ``function``.
+    A tool description is an object with ``name`` or ``function``, or its JSON text. Raises
+    DataError if only some of the items are tool descriptions, or if there is one without a list.
     """
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return None
-    if not isinstance(value, list) or not value:
+    tools = _from_json(value)
+    if _is_tool(tools):
+        raise DataError(
+            f"the tools are one object, not a list: {repr(value)[:60]}; write a list with it, or "
+            "set tools_key: null to ignore it"
+        )
+    if not isinstance(tools, list) or not tools:
         return None
-    named = all(isinstance(tool, dict) and {"name", "function"} & set(tool) for tool in value)
-    return value if named else None
+    tools = [_from_json(tool) for tool in tools]
+    others = [number for number, tool in enumerate(tools) if not _is_tool(tool)]
+    if others and len(others) < len(tools):
+        raise DataError(
+            f"item {others[0]} of the tools is no description of a function (an object with name "
+            f"or function): {repr(tools[others[0]])[:60]}; correct or remove it, or set "
+            "tools_key: null to ignore all tools"
+        )
+    return None if others else tools
+
+
+def _is_tool(value: Any) -> bool:
+    return isinstance(value, dict) and bool({"name", "function"} & set(value))
+
+
+def _from_json(value: Any) -> Any:
+    """Return what JSON text contains; other values unchanged. Raises DataError for broken text of
+    tools."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        if _LOOKS_LIKE_TOOLS.match(value):
+            raise DataError(
+                f"the text {value[:60]!r} begins like tools but is not JSON ({error}); write the "
+                "tools as a list, or as JSON text (json.dumps, not str), or set tools_key: null"
+            ) from error
+        return value
 
 
 def _as_message(number: int, message: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from burnish.chat_message import MessageError, text_of
 from burnish.config.data import SHAREGPT_KEY, DataConfig, PreferenceDataConfig, SFTDataConfig
 from burnish.config.explain import nearest
 from burnish.config.forms import SYSTEMS
@@ -162,10 +163,11 @@ def system_of(row: Row, config: DataConfig, content: Any) -> str | None:
     recipe, or of the row's column ``system`` or ``system_prompt``.
 
     Return None if ``content`` begins with the same message. A column that ``prompt_template`` uses
-    is no system message. Raises DataError if there are two different system messages.
+    is no system message. Raises DataError if there are two different system messages, or one that
+    is no text.
     """
-    texts = {key: row.values.get(key) for key in SYSTEMS}
-    texts = {key: t for key, t in texts.items() if isinstance(t, str) and t.strip()}
+    texts = {key: _system_text(row.values.get(key), key) for key in SYSTEMS}
+    texts = {key: text for key, text in texts.items() if text.strip()}
     if texts and config.prompt_template is not None:
         texts = _not_in_template(texts, config)
     if not texts:
@@ -182,6 +184,20 @@ def system_of(row: Row, config: DataConfig, content: Any) -> str | None:
             "prompt_template with the column"
         )
     return None if "the first message" in places else next(iter(texts.values()))
+
+
+def _system_text(value: Any, key: str) -> str:
+    """Return the text of a system message: a text or a list of text parts; "" if there is none. A
+    number or a truth value is none."""
+    if not value or isinstance(value, bool | int | float):
+        return ""
+    try:
+        return text_of(value)
+    except MessageError as error:
+        raise DataError(
+            f"column {key!r} is no text: {repr(value)[:80]}; write the system message as text, or "
+            "rename the column if it is none"
+        ) from error
 
 
 def _not_in_template(texts: Mapping[str, Any], config: DataConfig) -> dict[str, Any]:
@@ -348,7 +364,7 @@ def sampled_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> TokenRow | None
         return None
     if not isinstance(ids, list | tuple) or not isinstance(mask, list | tuple):
         return None
-    usable = len(ids) == len(mask) and all(type(i) is int and i >= 0 for i in ids)
+    usable = 0 < len(ids) == len(mask) and all(type(i) is int and i >= 0 for i in ids)
     if usable and max(ids) < num_tokens(tokenizer) and str(tokenizer.decode(list(ids))) == text:
         return token_row(ids, [bool(m) for m in mask])
     note("other_tokens", _OTHER_TOKENS)

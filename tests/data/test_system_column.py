@@ -75,6 +75,22 @@ def test_the_column_is_the_system_message(
     assert "system" not in chars.decode(first_ids(none, chars))
 
 
+PARTS = [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]
+
+
+@pytest.mark.parametrize("column", ["system", "system_prompt"])
+def test_text_parts_are_a_system_message_and_other_objects_are_refused(
+    column: str, chars: Tok, jsonl: Jsonl
+) -> None:
+    row = {"messages": [USER, SAYS]}
+    parts = SFTDataConfig(sources=(jsonl([row | {column: PARTS}]),))
+    assert chars.decode(first_ids(parts, chars)).startswith(BEGIN)
+    for value in ({"role": "system", "content": "Be kind."}, [{"role": "system", "content": "x"}]):
+        config = SFTDataConfig(sources=(jsonl([row | {column: value}]),))
+        with pytest.raises(DataError, match=f"column '{column}' is no text"):
+            first_ids(config, chars)
+
+
 def test_two_system_messages_of_a_row_are_equal_or_refused(chars: Tok, jsonl: Jsonl) -> None:
     row = {"messages": [{"role": "system", "content": "Be kind."}, USER, SAYS]}
     config = SFTDataConfig(sources=(jsonl([row | {"system": "Be kind."}]),))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from burnish.chat_message import REASONING
 from burnish.config.columns import nested_value
 from burnish.config.comparisons import comparison_of, first_is_better
 from burnish.config.data import DataConfig, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
@@ -352,13 +353,21 @@ def _of_conversation(values: Values, turns: Messages, config: DataConfig, *, use
             raise DataError(f"column {used!r} does not end with an assistant message to score")
         return new
     answer = turns[last]
-    if answer.get("tool_calls") and not answer["content"]:
+    if answer.get("tool_calls"):
         if isinstance(config, _GIVEN):
             raise DataError(
                 f"column {used!r} ends with a tool call, and a response is a text; remove the row"
             )
         return new
+    if REASONING[0] in answer and isinstance(config, _GIVEN):
+        note("reasoning_ignored", _NO_REASONING)
     return new | _answer(answer["content"], values, config)
+
+
+_NO_REASONING = (
+    "the reasoning of the last answer is not part of the response, which is the text of the "
+    "answer; write it into the content (<think>...</think>) if it belongs to what is scored"
+)
 
 
 def _answer(text: str, values: Values, config: DataConfig) -> Values:

@@ -12,9 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.passes import total_rows
+from burnish.config.rated import ClassesDataConfig
 from burnish.config.score import ResponseDataConfig
 from burnish.data.forms import form_of_row, in_columns, open_rows
 from burnish.data.generation_prompts import OWN_COLUMNS, GenerationPrompts
+from burnish.data.notices import collecting
 from burnish.data.preference import load_pairs
 from burnish.data.prompts import load_prompts
 from burnish.data.responses import GivenResponses
@@ -266,6 +268,32 @@ def test_compressed_lines_are_read_like_plain_ones(
         open_rows(config)
     with pytest.raises(DataError, match="cannot be read"):
         first_rows(config.sources[0])
+
+
+@pytest.mark.parametrize("text", ["", "I look it up."])
+def test_a_tool_call_with_or_without_text_is_neither_a_response_nor_a_label(
+    text: str, tmp_path: Path
+) -> None:
+    call = {"function": {"name": "f", "arguments": {"x": 1}}}
+    answer = {"role": "assistant", "content": text, "tool_calls": [call]}
+    row = Row({"messages": [CHAT[0], answer]}, "rows.jsonl:1")
+    path = str(tmp_path / "rows.jsonl")
+    prompt = in_columns(row, "messages", PromptDataConfig(sources=(path,)))
+    assert "label" not in prompt.values
+    for config in (
+        ResponseDataConfig(sources=(path,)),
+        ClassesDataConfig(sources=(path,), kind="classes"),
+    ):
+        with pytest.raises(DataError, match=r"rows.jsonl:1: .*ends with a tool call"):
+            in_columns(row, "messages", config)
+
+
+def test_reasoning_that_is_not_in_a_response_is_counted(tmp_path: Path) -> None:
+    row = Row({"messages": [CHAT[0], CHAT[1] | {"reasoning": "2 and 2"}]}, "rows.jsonl:1")
+    config = ResponseDataConfig(sources=(str(tmp_path / "rows.jsonl"),))
+    with collecting() as notes:
+        assert in_columns(row, "messages", config).values["response"] == "4"
+    assert list(notes) == ["reasoning_ignored"]
 
 
 CHAT = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]

@@ -13,6 +13,7 @@ from burnish.config.data import PreferenceDataConfig
 from burnish.data.chat import check_tokenizer
 from burnish.data.encoded import EncodedStream, load_all
 from burnish.data.forms import open_rows
+from burnish.data.notices import note
 from burnish.data.repeated import RepeatedPrompts
 from burnish.data.rows import (
     TokenRow,
@@ -26,6 +27,10 @@ from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import RowRef
 from burnish.types import Batch, rows_to_batch
 
+_EQUAL = (
+    "chosen and rejected have the same tokens, so the pair prefers neither; drop it, or correct "
+    "the row (chat templates often strip white space, in which responses may differ)"
+)
 _MARGIN_FIX = "correct the row, or set margin_key to a column of numbers"
 
 
@@ -113,6 +118,8 @@ class PairEncoder:
             for one in (better, worse)
         )
         _check_shared_prompt(chosen, rejected)
+        if list(chosen.ids) == list(rejected.ids):
+            note("equal", _EQUAL)
         return Pair(chosen, rejected, self._margin(row))
 
     def length(self, item: Pair) -> int:

@@ -136,6 +136,13 @@ def test_pairs_that_are_equal_without_their_ends_are_dropped(chars: Tok, jsonl: 
     assert stream.counts["pairs_dropped"] == 1
 
 
+def test_pairs_of_equal_responses_are_counted(chars: Tok, jsonl: Jsonl) -> None:
+    pairs = [{"prompt": "2+2", "chosen": "4", "rejected": other} for other in ("5", "4", "4")]
+    stream = PreferenceStream(config(jsonl(pairs)), chars, seed=0)
+    stream.next(3)
+    assert stream.counts["pairs_equal"] == 2
+
+
 def test_a_pair_whose_response_alone_fills_the_limit_is_dropped(chars: Tok, jsonl: Jsonl) -> None:
     rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "12345"}, PAIRS[1]]
     data = config(jsonl(rows), max_len=6, shuffle=False, overlong="truncate_left")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 LARGEST_JSON = 16 << 20
 """Maximum bytes of a .json file, which is parsed as a unit; a larger one is not checked."""
+_LARGEST_FLOAT = (2 - 2**-23) * 2.0**127  # of single precision
 _MAX_DEPTH = 100
 """Maximum nesting of a row. Deeper ones exhaust the stack of later readers."""
 
@@ -41,6 +42,16 @@ def json_value(text: str) -> Any:
     if text.count("[") + text.count("{") > _MAX_DEPTH and _deeper_than(value, _MAX_DEPTH):
         raise ValueError(too_deep)
     return value
+
+
+def finite_number(value: Any) -> float | None:
+    """Return a number, or the number that a text contains; None for other values and for numbers
+    that are not finite in single precision, in which they are trained on."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if abs(number) <= _LARGEST_FLOAT else None
 
 
 def _deeper_than(value: Any, limit: int) -> bool:

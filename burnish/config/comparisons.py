@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from burnish.config.columns import finite_number
+
 Verdict = Literal["index", "sign", "first", "scores", "winner"]
 
 
@@ -53,9 +55,8 @@ def first_is_better(form: Comparison, row: Mapping[str, Any]) -> bool | None:
     values = [row.get(name) for name in form.by]
     if form.verdict == "winner":
         return {"model_a": True, "model_b": False}.get(str(values[0]))
-    try:
-        numbers = [float(value) for value in values]  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    numbers = [number for value in values if (number := finite_number(value)) is not None]
+    if len(numbers) < len(values):
         return None
     if form.verdict == "index":
         return {0.0: True, 1.0: False}.get(numbers[0])

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from burnish.config.columns import columns_of, first_row, missing_columns
+from burnish.config.columns import columns_of, finite_number, first_row, missing_columns
 from burnish.config.data import DataConfig
 from burnish.config.forms import Keys
 from burnish.config.templates import template_rules
@@ -289,13 +289,7 @@ def rated_rules(
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, bool):
-        return False
-    try:
-        float(value)
-    except (TypeError, ValueError):
-        return False
-    return True
+    return not isinstance(value, bool) and finite_number(value) is not None
 
 
 def _is_class(value: Any) -> bool:

@@ -185,6 +185,11 @@ def from_gsm8k(values: Values, config: DataConfig) -> Values:
     prompt = question if config.apply_chat_template else f"{question}\n"
     new = _others(values, config, QUESTION) | {config.prompt_key: prompt}
     label = answer.rpartition(FINAL)[2].strip()
+    if not label:
+        raise DataError(
+            f"column {ANSWER!r} has no final answer after {FINAL!r}: {answer[-60:]!r}; correct or "
+            "remove the row"
+        )
     if isinstance(config, PromptDataConfig) and config.label_pattern is not None:
         label = answer
     return new | _answer(answer, values, config) | _label(label, values, config)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from burnish.config.columns import finite_number
 from burnish.config.data import PreferenceDataConfig
 from burnish.data.chat import check_tokenizer
 from burnish.data.encoded import EncodedStream, load_all
@@ -151,15 +151,10 @@ class PairEncoder:
         if key is None:
             return None
         value = column(row, key, "margin_key")
-        try:
-            margin = float(value)
-        except (TypeError, ValueError) as error:
+        margin = finite_number(value)
+        if margin is None:
             raise DataError(
-                f"column {key!r} (margin_key) contains {value!r}, not a number; {_MARGIN_FIX}"
-            ) from error
-        if not math.isfinite(margin):
-            raise DataError(
-                f"column {key!r} (margin_key) contains {value!r}, not a finite number; "
+                f"column {key!r} (margin_key) contains {repr(value)[:60]}, not a finite number; "
                 + _MARGIN_FIX
             )
         return margin

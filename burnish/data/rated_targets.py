@@ -3,9 +3,9 @@ module imports no torch: the first rows are checked before it is loaded."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from burnish.config.columns import finite_number
 from burnish.config.rated import ClassesDataConfig, RatedDataConfig
 from burnish.data.rows import column
 from burnish.data.sources import DataError, Row
@@ -25,11 +25,8 @@ def target_of(row: Row, config: RatedDataConfig) -> tuple[float, ...] | int:
 
 
 def _score(value: Any, key: str) -> float:
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
+    number = None if isinstance(value, bool) else finite_number(value)
+    if number is None:
         raise DataError(
             f"column {key!r} (score_keys) contains {value!r}, not a finite number; correct or "
             "remove the row"

@@ -5,7 +5,6 @@ A batch has one row per solution, with a label on the last token of each step.""
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from burnish.config.columns import finite_number
 from burnish.config.steps import STEP_KEYS, StepsDataConfig
 from burnish.data.chat import check_tokenizer, encode_completion, encode_prompt
 from burnish.data.encoded import EncodedStream, load_all
@@ -163,11 +163,8 @@ def _label(value: Any, key: str, step: int) -> float:
     named = HARD_LABELS.get(str(value).strip().lower())
     if named is not None:
         return named
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not 0.0 <= number <= 1.0:
+    number = finite_number(value)
+    if number is None or not 0.0 <= number <= 1.0:
         raise DataError(
             f"column {key!r} (labels_key) holds {value!r} for step {step}; a label is true or "
             "false, 1 or 0, '+' or '-', good or bad, or a probability between 0 and 1"

@@ -167,6 +167,8 @@ class UnpairedEncoder:
 
 
 def _desirable_label(value: Any, config: PreferenceDataConfig) -> bool:
+    if isinstance(value, float) and value.is_integer():  # of a column with empty cells
+        value = int(value)
     found = DESIRABLE_LABELS.get(str(value).strip().lower())
     if found is None:
         raise DataError(

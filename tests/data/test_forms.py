@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from burnish.config.comparisons import comparison_of, first_is_better
 from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.passes import total_rows
 from burnish.config.rated import ClassesDataConfig
@@ -268,6 +269,21 @@ def test_compressed_lines_are_read_like_plain_ones(
         open_rows(config)
     with pytest.raises(DataError, match="cannot be read"):
         first_rows(config.sources[0])
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), 10**400, None])
+def test_a_comparison_without_a_finite_score_has_no_better_response(score: Any) -> None:
+    row = {"question": "Q", "answer_0": "a", "answer_1": "b", "score_0": score, "score_1": 1.0}
+    form = comparison_of(row)
+    assert form is not None and first_is_better(form, row) is None
+    assert first_is_better(form, row | {"score_0": 2}) is True
+
+
+def test_a_solution_without_a_final_answer_is_refused(tmp_path: Path) -> None:
+    config = PromptDataConfig(sources=(str(tmp_path / "rows.jsonl"),))
+    row = Row({"question": "1+1?", "answer": "It is 2.\n#### "}, "rows.jsonl:1")
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*no final answer"):
+        in_columns(row, "gsm8k", config)
 
 
 @pytest.mark.parametrize("text", ["", "I look it up."])

@@ -164,9 +164,11 @@ def test_dropped_pairs_are_counted(chars: Tok, jsonl: Jsonl) -> None:
         ({"rejected": None}, r"rows\.jsonl:1: column 'rejected' \(rejected_key\) is empty here"),
         (
             {"by": "much"},
-            r"rows\.jsonl:1: column 'by' \(margin_key\) contains 'much', not a number; correct",
+            r"rows\.jsonl:1: column 'by' \(margin_key\) contains 'much', not a finite",
         ),
         ({"by": "nan"}, r"rows\.jsonl:1: column 'by' \(margin_key\).*not a finite number"),
+        ({"by": 1e39}, r"rows\.jsonl:1: column 'by' \(margin_key\).*not a finite number"),
+        ({"by": 10**400}, r"rows\.jsonl:1: column 'by' \(margin_key\).*not a finite number"),
         ({"prompt": ""}, r"rows\.jsonl:1: the prompt is empty"),
     ],
 )

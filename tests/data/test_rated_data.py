@@ -121,6 +121,8 @@ def test_public_forms_with_a_score_are_read(row: dict[str, Any], jsonl: Jsonl) -
             r"rows\.jsonl:2.*'score' \(score_keys\) is em",
         ),
         ({"score": "high"}, {"score_keys": ["score"]}, "contains 'high', not a finite number"),
+        ({"score": 1e39}, {"score_keys": ["score"]}, r"rows\.jsonl:2.*not a finite number"),
+        ({"score": 10**400}, {"score_keys": ["score"]}, r"rows\.jsonl:2.*not a finite number"),
         ({"score": True}, {"score_keys": ["score"]}, "contains True, not a finite number"),
         ({"ok": 0.5}, {"kind": "classes", "label_key": "ok"}, "contains 0.5; a label is true or"),
         (

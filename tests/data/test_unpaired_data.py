@@ -72,6 +72,12 @@ def test_an_invalid_label_is_refused_with_its_location(
         load_unpaired(config(jsonl(rows), label_key="good"), chars)
 
 
+def test_whole_floats_are_labels(chars: Tok, jsonl: Jsonl) -> None:
+    rows = [{"prompt": "1", "response": "2", "good": value} for value in (1.0, 0.0)]
+    batch = load_unpaired(config(jsonl(rows), label_key="good"), chars)
+    assert batch.labels is not None and batch.labels.tolist() == [True, False]
+
+
 def test_a_missing_column_is_named(chars: Tok, jsonl: Jsonl) -> None:
     with pytest.raises(DataError, match="there is no column 'verdict'"):
         load_unpaired(config(jsonl(ROWS), label_key="verdict"), chars)

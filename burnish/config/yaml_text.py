@@ -124,6 +124,12 @@ def construct(loader: RecipeLoader, node: Any, annotation: Any, *, source: str) 
     return loader.construct_document(node)
 
 
+def load(text: str, *, name: str = "<text>") -> Any:
+    """Return the value of one document; None if it is empty. Raises YAMLError."""
+    loader, node = compose(text, name=name)
+    return None if node is None else loader.construct_document(node)
+
+
 def field_value(text: str, annotation: Any) -> Any:
     """Return the value of the right side of ``key=value`` for a field of type ``annotation``.
 

@@ -26,6 +26,7 @@ from burnish.jobs.errors import RunError
 from burnish.models.scalar_model import OWN_CLASS
 from burnish.observe.files import write_text
 from burnish.observe.metrics import read_metrics
+from burnish.observe.public_recipe import read_recipe
 from burnish.observe.report_catalog import CHARTS, LEARNING
 from burnish.secret import without_secret_values, without_secrets
 
@@ -56,15 +57,13 @@ def write_card(
         return None
     run_dir, step = _run_and_step(checkpoint)
     try:
-        text = (run_dir / "config.yaml").read_text(encoding="utf-8") if run_dir else "{}"
-        recipe = yaml.safe_load(text)
+        recipe = read_recipe(run_dir)[1] if run_dir else {}
         lines = read_metrics(run_dir) if run_dir else []
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         raise RunError(
             f"the model is in {folder}, but its model card cannot be written: {error}; correct the "
             "file, or write README.md yourself"
         ) from error
-    recipe = recipe if isinstance(recipe, dict) else {}
     until = [line for line in lines if step is None or line["step"] <= step]
     body = [
         _metadata(recipe, model, "peft" if lora == "adapter" else _library(folder)),

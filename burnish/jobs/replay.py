@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from burnish.checkpoint import CheckpointError, read_manifest, verify
 from burnish.config import RLConfig
 from burnish.config.placement import PlacementGroupSpec, placement_groups_for
@@ -33,6 +31,7 @@ from burnish.jobs.rollout_records import (
     sizes_of,
 )
 from burnish.observe.files import write_text
+from burnish.observe.public_recipe import read_recipe
 from burnish.observe.timeline import timed
 from burnish.rewards.base import NoRewards
 from burnish.rollout.runner import Rollout
@@ -71,11 +70,11 @@ def open_recording(run_dir: Path, config: RLConfig) -> Recording:
     saved = run_dir / "config.yaml"
     if not saved.is_file():
         raise RunError(f"{name}: there is no config.yaml, so this is not a run folder")
-    recipe = yaml.safe_load(saved.read_text(encoding="utf-8"))
-    if recipe["job"] != "rl":
+    recipe = read_recipe(run_dir)[1]
+    if recipe.get("job") != "rl":
         raise RunError(
-            f"{name}: this is a run of the job {recipe['job']!r}; only runs of the job 'rl' can "
-            "be replayed"
+            f"{name}: this is a run of the job {recipe.get('job')!r}; only runs of the job "
+            "'rl' can be replayed"
         )
     folders = rollout_folders(run_dir)
     if not folders:
@@ -92,7 +91,9 @@ def open_recording(run_dir: Path, config: RLConfig) -> Recording:
             f"{config.max_steps}; a replay needs all steps from 1. {_before(missing)}"
         )
     _check_steps(name, {step: folders[step] for step in steps}, config)
-    return Recording(run_dir, max(config.num_steps, recipe["max_steps"]))
+    planned = recipe.get("max_steps")
+    steps_of_run = planned if isinstance(planned, int) else 0
+    return Recording(run_dir, max(config.num_steps, steps_of_run))
 
 
 def _check_steps(name: str, folders: Mapping[int, Path], config: RLConfig) -> None:

@@ -41,7 +41,7 @@ from burnish.models.digest import weights_digest
 from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import read_metrics
 from burnish.observe.progress import Progress
-from burnish.observe.public_recipe import write_recipe
+from burnish.observe.public_recipe import read_recipe, write_recipe
 from burnish.observe.samples import drop_samples_after, write_samples
 from burnish.rewards.errors import RewardError
 from burnish.types import Group
@@ -172,8 +172,7 @@ def finished(config: RowsJob, run_dir: Path) -> Metrics | None:
 
 def check_same_recipe(config: RowsJob, run_dir: Path) -> None:
     """Raise RunError if a resumed run's recipe would produce different rows."""
-    saved = run_dir / "config.yaml"
-    then = yaml.safe_load(saved.read_text(encoding="utf-8"))
+    then = read_recipe(run_dir)[1]
     now = yaml.safe_load(dump_yaml(config))
     changes = changed_settings(then, now).items()
     changed = [f"{key}: {change}" for key, change in changes if not may_change(key)]

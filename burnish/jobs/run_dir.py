@@ -7,8 +7,6 @@ import os
 import time
 from pathlib import Path
 
-import yaml
-
 from burnish.config.job import JobConfig
 from burnish.config.registry import REGISTRY
 from burnish.jobs.data_digests import DIGESTS_FILE
@@ -16,6 +14,7 @@ from burnish.jobs.errors import RunError
 from burnish.jobs.inputs import REPLAY_FILE
 from burnish.jobs.memory_monitor import OOM_FILE
 from burnish.observe.metrics import METRICS_FILE
+from burnish.observe.public_recipe import read_recipe
 from burnish.observe.tensorboard import TENSORBOARD_DIR
 from burnish.observe.wandb import STATE_FILE, WANDB_DIR
 from burnish.plan.launch import PLAN_FILE
@@ -39,7 +38,7 @@ def prepare_run_dir(config: JobConfig, resume: Path | None) -> Path:
             raise RunError(
                 f"--resume {resume}: there is no config.yaml, so this is not a run folder"
             )
-        job = yaml.safe_load(saved.read_text(encoding="utf-8"))["job"]
+        job = read_recipe(resume)[1].get("job")
         if job != config.job:
             raise RunError(
                 f"--resume {resume}: this is a run of the job {job!r}, but the recipe is for "

@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-import yaml
-
 from burnish.checkpoint import CheckpointError
 from burnish.config.changes import changed_settings
 from burnish.config.job import TrainingJob
@@ -31,7 +29,7 @@ from burnish.observe.files import write_text
 from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import read_metrics
 from burnish.observe.progress import FILE_ONLY, Progress
-from burnish.observe.public_recipe import public_recipe, write_recipe
+from burnish.observe.public_recipe import public_recipe, read_recipe, write_recipe
 from burnish.observe.samples import drop_samples_after
 from burnish.observe.spikes import SpikeAlarm
 from burnish.rewards.base import RewardError
@@ -251,7 +249,7 @@ class Trainer(Driver[Loop]):
         saved = self.records_dir / "config.yaml"
         if self.checkpoints.saved_step < 0 or not saved.is_file():
             return
-        then = yaml.safe_load(saved.read_text(encoding="utf-8"))
+        then = read_recipe(self.records_dir)[1]
         changed = changed_settings(without_secret_values(then), public_recipe(self.config))
         changed.pop("run_dir", None)
         keys = [key for key in ("max_steps", "max_epochs") if vars(self.config)[key] is not None]

@@ -82,7 +82,8 @@ class MetricsLog:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of ``run_dir/metrics.jsonl`` in order, with null as NaN.
+    """Return the lines of ``run_dir/metrics.jsonl`` in order, with null and what is not a number as
+    NaN.
 
     A truncated last line is skipped; without the file, the list is empty. Raises ValueError with
     the line number if another line is invalid.
@@ -100,7 +101,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
                 f"{path}, line {number} is not a metrics line ({error}); delete that line to "
                 "continue without it"
             ) from None
-        read.append({k: math.nan if v is None else v for k, v in entry.items()})
+        read.append({k: _number(v) for k, v in entry.items()})
     return read
 
 
@@ -127,6 +128,15 @@ def _parse(line: str) -> dict[str, Any]:
 
 _END_OF_TIME = 2.0**36
 """Upper bound of ``time``, in seconds. datetime cannot represent times beyond it."""
+
+
+def _number(value: Any) -> float:
+    """Return a metric's value; NaN if it is not a number in the range of a float."""
+    try:
+        float(value if isinstance(value, int | float) else math.nan)
+    except OverflowError:
+        return math.nan
+    return value if isinstance(value, int | float) else math.nan
 
 
 def _is_step(value: Any) -> bool:

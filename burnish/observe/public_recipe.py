@@ -12,6 +12,8 @@ import yaml
 
 from burnish.config import dump_yaml
 from burnish.config.job import JobConfig
+from burnish.config.yaml_text import load
+from burnish.observe.errors import SavedRecipeError
 from burnish.observe.files import write_text
 from burnish.secret import secret_texts, without_secret_values
 
@@ -31,6 +33,25 @@ def write_recipe(config: JobConfig, run_dir: Path) -> None:
     """Write the resolved recipe to ``config.yaml`` of the run folder. Only this user can read the
     file if it contains secrets."""
     write_text(run_dir / "config.yaml", dump_yaml(config), private=bool(recipe_secrets(config)))
+
+
+def read_recipe(run_dir: Path) -> tuple[str, dict[str, Any]]:
+    """Return the saved recipe of a run folder, as text and as a tree. Its size and depth are
+    limited like those of a recipe. Raises SavedRecipeError if it cannot be read."""
+    path = run_dir / "config.yaml"
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        recipe = load(text)
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        raise SavedRecipeError(
+            f"{path} is not valid YAML ({error}); correct it, or move it away to continue without "
+            "it"
+        ) from error
+    if not isinstance(recipe, dict):
+        raise SavedRecipeError(
+            f"{path} must contain a mapping of keys to values, not {type(recipe).__name__}"
+        )
+    return text, recipe
 
 
 def public_yaml(recipe: dict[str, Any], text: str) -> str:

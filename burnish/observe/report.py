@@ -16,19 +16,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import yaml
 from plotly.offline import get_plotlyjs
 
 from burnish.errors import BurnishError
+from burnish.observe.errors import SavedRecipeError
 from burnish.observe.files import write_text
 from burnish.observe.metrics import METRICS_FILE, read_metrics
 from burnish.observe.progress import format_duration
-from burnish.observe.public_recipe import public_yaml
+from burnish.observe.public_recipe import public_yaml, read_recipe
 from burnish.observe.report_catalog import MORE, OMITTED_IF_ZERO, arrange
 from burnish.observe.report_figures import (
     Curve,
@@ -45,6 +45,8 @@ from burnish.observe.run_warnings import read_warnings
 
 REPORT_FILE = "report.html"
 CONFIG_FILE = "config.yaml"
+MAX_METRICS = 1000
+"""Different metrics that a report shows."""
 
 _JOBS = {
     "rl": "Reinforcement learning",
@@ -103,7 +105,7 @@ def build_report(run_dir: Path) -> Path:
     run_dir = Path(run_dir)
     config_text, config = _read_config(run_dir)
     try:
-        metrics = read_metrics(run_dir)
+        metrics, omitted = _with_fewer_names(read_metrics(run_dir))
     except ValueError as error:
         raise ReportError(str(error)) from error
     curves = curves_of(metrics)
@@ -119,7 +121,7 @@ def build_report(run_dir: Path) -> Path:
         times=timing,
         memory=memory_table(run_dir),
         samples=samples,
-        warnings=read_warnings(run_dir),
+        warnings=[*omitted, *read_warnings(run_dir)],
         config=public_yaml(config, config_text),
         css=_asset("report.css"),
         js=_asset("report.js"),
@@ -144,19 +146,28 @@ def _read_config(run_dir: Path) -> tuple[str, dict[str, Any]]:
             f"{run_dir} is not a run folder: it {what}; give the folder that a job wrote (run_dir "
             "in its recipe, printed when the job starts)"
         )
-    text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        config = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        why = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise ReportError(
-            f"{path} is not valid YAML ({why}); correct it, or move it away to report without it"
-        ) from error
-    if not isinstance(config, dict):
-        raise ReportError(
-            f"{path} must contain a mapping of keys to values, not {type(config).__name__}"
-        )
-    return text, config
+        return read_recipe(run_dir)
+    except SavedRecipeError as error:
+        raise ReportError(str(error)) from error
+
+
+def _with_fewer_names(
+    lines: Sequence[Mapping[str, Any]],
+) -> tuple[list[dict[str, Any]], list[tuple[str, int]]]:
+    """Return the lines with the first :data:`MAX_METRICS` metrics, and a warning with its count if
+    some were left out."""
+    names = dict.fromkeys(name for line in lines for name in line if name not in ("step", "time"))
+    drawn = {"step", "time", *islice(names, MAX_METRICS)}
+    kept = [{name: value for name, value in line.items() if name in drawn} for line in lines]
+    omitted = len(names) - MAX_METRICS
+    if omitted <= 0:
+        return kept, []
+    text = (
+        f"this report shows the first {MAX_METRICS:,} of {len(names):,} metrics; {METRICS_FILE} "
+        "has all of them"
+    )
+    return kept, [(text, 1)]
 
 
 def _title(config: Mapping[str, Any], run_dir: Path) -> str:

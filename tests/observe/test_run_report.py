@@ -17,7 +17,10 @@ from plotly.offline import get_plotlyjs
 from report_page import HOSTILE, PAYLOADS, Page
 
 from burnish.episodes.runner import episode_stats
+from burnish.errors import BurnishError
+from burnish.observe import report
 from burnish.observe.metrics import MetricsLog
+from burnish.observe.public_recipe import read_recipe
 from burnish.observe.report import ReportError, build_report
 from burnish.observe.report_catalog import CHARTS, EPISODES, LEARNING, MORE, arrange
 from burnish.observe.report_figures import curves_of, is_noisy, smooth, thin, time_splits
@@ -403,6 +406,38 @@ def test_a_value_that_is_not_a_number_is_not_drawn(value: str, tmp_path: Path) -
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines), encoding="utf-8")
     page = Page(build_report(tmp_path))
     assert ("Mean reward" in page.text) == (value == "true") and "A: b" in page.text
+
+
+@pytest.mark.parametrize("value", ['"x"', "[1]", "1" + "0" * 400])
+@pytest.mark.parametrize("name", ["time/step_s", "time/train_s", "time/a/wait_s"])
+def test_a_time_that_is_not_a_number_is_not_drawn(name: str, value: str, tmp_path: Path) -> None:
+    line = f'{{"step": 1, "time": 1, "time/rollout_s": 1, "{name}": {value}, "a/b": 1}}\n'
+    (tmp_path / "metrics.jsonl").write_text(line, encoding="utf-8")
+    assert "A: b" in Page(build_report(tmp_path)).text
+
+
+@pytest.mark.parametrize("name", ["x{}", "reward/r{}", "time/lane{}/wait_s", "time/p{}_s"])
+def test_a_run_with_thousands_of_metrics_has_a_report_with_a_warning(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "MAX_METRICS", 3)
+    line: dict[str, float] = {name.format(i): 1.0 for i in range(20_000)}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 1.0, **line}))
+    text = Page(build_report(tmp_path)).text
+    assert "20,000 metrics" in text
+    assert "Steps" in text and "19999" not in text
+
+
+def test_aliases_in_the_saved_recipe_of_a_run_are_not_expanded_without_limit(
+    tmp_path: Path,
+) -> None:
+    """30 levels of ten aliases each would be 10^30 values."""
+    levels = [f"k{i}: &k{i} [{', '.join([f'*k{i - 1}'] * 10)}]" for i in range(1, 30)]
+    text = "\n".join(["job: sft", "k0: &k0 [x]", *levels])
+    (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
+    for read in (build_report, read_recipe):
+        with pytest.raises(BurnishError, match=r"config\.yaml is not valid YAML"):
+            read(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "memory.json"])

@@ -13,6 +13,9 @@ START_TIMEOUT_S = 120.0
 """Time in which an actor must have started."""
 MARGIN_S = 30.0
 """Time that an actor may take in addition to the time limit of a call, which it enforces itself."""
+MAX_CALLS = 2**20
+"""Calls that an actor handles at once. Ray would let further ones wait, and their time limits with
+them: a worker has as many as its episodes, which one on this machine takes without a limit."""
 
 
 async def start_remote_worker(ray: Any, python: str | None) -> RemoteWorker:
@@ -25,7 +28,9 @@ async def start_remote_worker(ray: Any, python: str | None) -> RemoteWorker:
     """
     actor = (
         ray.remote(WorkerHost)
-        .options(num_cpus=0, max_restarts=0, scheduling_strategy="SPREAD", max_concurrency=1000)
+        .options(
+            num_cpus=0, max_restarts=0, scheduling_strategy="SPREAD", max_concurrency=MAX_CALLS
+        )
         .remote()
     )
     worker = RemoteWorker(ray, actor)

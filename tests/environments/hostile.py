@@ -66,6 +66,27 @@ class Async:
             file.write("closed\n")
 
 
+class Together:
+    """Finishes a step once ``size`` episodes are in theirs."""
+
+    inside = 0
+    full = None
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    async def reset(self, task, seed):
+        Together.full = Together.full or asyncio.Event()
+        return {"messages": [{"role": "user", "content": "?"}]}
+
+    async def step(self, message):
+        Together.inside += 1
+        if Together.inside >= self.size:
+            self.full.set()
+        await self.full.wait()
+        return {"done": True}
+
+
 class WithoutStep:
     """Lacks a method."""
 

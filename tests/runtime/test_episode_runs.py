@@ -238,6 +238,28 @@ def test_workers_on_ray_that_die_or_hang_are_replaced(ray_cluster: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_one_worker_on_ray_plays_all_episodes_of_a_rollout_at_once(ray_cluster: Any) -> None:
+    """1,024 episodes, the default rollout, whose steps all wait for the last one."""
+    size = 1024
+
+    async def play() -> list[bool]:
+        start = partial(start_remote_worker, ray_cluster)
+        spec = EnvironmentSpec(f"{HOSTILE}:Together", {"size": size})
+        pool = EnvironmentPool(spec, workers=1, start_worker=start)
+        await pool.start()
+        try:
+            episodes = [await pool.open({}, seed, timeout_s=60) for seed in range(size)]
+            steps = await asyncio.gather(*(e.step({}, timeout_s=60) for e in episodes))
+            await asyncio.gather(*(e.close() for e in episodes))
+        finally:
+            await pool.close()
+        return [step.done for step in steps]
+
+    assert asyncio.run(play()) == [True] * size
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("quick_vllm_starts")
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=INSTALL)
 def test_vllm_plays_episodes_with_the_weights_that_are_trained(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ class Judge:
             raise AssertionError("wrong output" if status == 0 else "ended with an error")
 
     def check_call(self, name: str, arguments: Sequence[Any], wanted: Any) -> None:
-        """Call the function ``name`` and compare its result. Tuples equal lists."""
+        """Call the function ``name`` and compare its result as JSON, the form of the tests."""
         function = self.names().get(name)
         if function is None and "Solution" in self.names():
             made = self.names()["Solution"]()
@@ -206,7 +206,7 @@ class Judge:
                 function = getattr(made, name)  # house: ok a test's name
         if not callable(function):
             raise AssertionError("there is no function " + name)
-        if as_lists(function(*arguments)) != as_lists(wanted):
+        if as_json(function(*arguments)) != as_json(wanted):
             raise AssertionError("wrong result")
 
     def names(self) -> dict[str, Any]:
@@ -482,13 +482,20 @@ def lines_of(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.splitlines()).rstrip()
 
 
-def as_lists(value: Any) -> Any:
-    """Replace tuples by lists."""
+def as_json(value: Any) -> Any:
+    """Replace tuples by lists, and keys that are numbers, booleans or None by their JSON text,
+    unless two keys become equal."""
     if isinstance(value, (list, tuple)):
-        return [as_lists(item) for item in value]
+        return [as_json(item) for item in value]
     if isinstance(value, dict):
-        return {key: as_lists(item) for key, item in value.items()}
+        plain = {json_key(key): as_json(item) for key, item in value.items()}
+        return plain if len(plain) == len(value) else value
     return value
+
+
+def json_key(key: Any) -> Any:
+    """Return a key of a mapping as JSON has it."""
+    return json.dumps(key) if key is None or isinstance(key, (int, float)) else key
 
 
 def status_is_timeout(status: int) -> bool:

@@ -104,6 +104,14 @@ def test_plain():
         (ADD, "def check(candidate):\n    assert candidate(1, 2) == 3", 1),
         (ADD, {"source": "def check(c):\n    assert c(1) == 1", "entry_point": "f"}, 0),
         (ADD, "def check(c):\n    assert c(1, 1) == 2\ncheck(f)", 1),
+        *(
+            (f"def f(x):\n    return {result}",
+             {"inputs": [[1]], "outputs": [{"1": [2], "null": 3}], "fn_name": "f"}, share)
+            for result, share in [
+                ("{x: (2,), None: 3}", 1), ("{'1': [2], 'null': 3}", 1), ("{x: [3], None: 3}", 0),
+                ("{x: [3], '1': [2], None: 3}", 0), ("{x: [3], '1': [2]}", 0),
+            ]
+        ),
         (ADD, {"inputs": [[1, 2], [[1], [2]]], "outputs": [3, [1, 2]], "fn_name": "f"}, 1),
         ("class Solution:\n    def f(self, a): return (a, a)",
          {"inputs": [[1]], "outputs": [[1, 1]], "fn_name": "f"}, 1),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from burnish.config.arithmetic import BatchPlan
 from burnish.config.job import JobConfig
-from burnish.config.load import ConfigError, load_config
+from burnish.config.load import ConfigError, changed_config
 from burnish.config.placement import placement_groups
 from burnish.config.roles import JobSpec, RolloutRole, TrainRole
 from burnish.config.rollout import LocalEngine, VllmEngine
@@ -66,8 +66,7 @@ def _valid_only(
     """Yield the stages whose recipe is valid, skipping batch sizes that do not divide."""
     for name, overrides in found:
         try:
-            tree = config.model_dump(mode="json")
-            smaller = load_config(tree, list(overrides), job=config.job)
+            smaller = changed_config(config, overrides)
         except ConfigError:
             continue
         role = smaller.resolve().trained

@@ -25,8 +25,8 @@ import torch
 from burnish.algorithms.distill import DIVERGENCES, SLOPES, forward_kl
 from burnish.config.distill import DistillConfig
 from burnish.config.job import JobConfig
-from burnish.config.load import load_config
 from burnish.config.model import ModelConfig
+from burnish.config.registry import JOBS
 from burnish.config.roles import JobSpec, RolloutRole, TrainRole
 from burnish.config.rollout import LocalEngine, VllmEngine
 from burnish.errors import BurnishError
@@ -68,7 +68,7 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         measure = probe_engine if task["engine_alone"] else probe
-        result = measure(load_config(task["config"], job=task["job"]), task)
+        result = measure(JOBS[task["job"]].model_validate(task["config"]), task)
     except BurnishError as error:  # such as a missing library: shown by the command
         result = {"refused": str(error)}
     except Exception as error:

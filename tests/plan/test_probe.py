@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 
 from burnish import cli
 from burnish.config import load_config
-from burnish.plan import probe_command
+from burnish.plan import probe_command, probe_worker
 from burnish.plan.hardware import this_machine
 from burnish.plan.probe_command import probe_recipe
 from burnish.plan.probe_stages import planned, probe_stages
@@ -61,6 +62,24 @@ def test_stages_grow_from_short_rows_and_one_row_to_the_recipe() -> None:
     assert sizes == [(8, 1), (16, 1), (32, 1), (32, 2), (32, 4)]
     peaks = [planned(r, this_machine())["forward/backward"].tensors for r in stages]
     assert peaks == sorted(peaks)
+
+
+def test_a_probe_does_not_repeat_the_warnings_of_the_recipe(
+    caplog: pytest.LogCaptureFixture, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for its stages nor in its processes."""
+    config = load_config(SFT, ["train.lr=0.5"])
+    assert "lr=0.5" in caplog.text
+    caplog.clear()
+    stage = probe_stages(config, this_machine())[-1]
+    task = {"config": stage.config.model_dump(mode="json"), "job": "sft", "engine_alone": False}
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(task) + "\n"))
+    monkeypatch.setattr(probe_worker, "_end_with_parent", lambda: None)
+    monkeypatch.setattr(probe_worker, "probe", lambda config, _: {"lr": config.train.lr})
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    probe_worker.main()
+    assert json.loads(capsys.readouterr().out) == {"lr": 0.5}
+    assert not caplog.records
 
 
 def test_stages_of_episodes_grow_from_short_conversations() -> None:

@@ -234,6 +234,40 @@ def suffix_of(path: Path) -> str:
     return Path(path.stem).suffix.lower() + last if last in COMPRESSED else last
 
 
+MAX_LINE_BYTES = 256 << 20
+"""Maximum size of one line of a compressed file, decompressed."""
+MAX_BLANK_BYTES = 16 << 20
+"""Maximum size of consecutive blank lines of a compressed file, decompressed."""
+_BLOCK = 1 << 18
+
+
+class _BoundedLines(io.RawIOBase):
+    """Decompressed lines, with a limit per line: a few kilobytes can decompress to gigabytes."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__()
+        self._stream = stream
+        self._line = self._blank = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Read up to a block. Raises OSError if a line or blank lines exceed their limit."""
+        data = self._stream.read(min(len(buffer), _BLOCK))
+        buffer[: len(data)] = data
+        end = data.rfind(b"\n") + 1
+        self._line = len(data) - end + (0 if end else self._line)
+        rest = len(data) - len(data.rstrip())
+        self._blank = rest + (self._blank if rest == len(data) else 0)
+        if self._line > MAX_LINE_BYTES:
+            raise OSError(f"a line decompresses to more than {MAX_LINE_BYTES >> 20} MiB")
+        if self._blank > MAX_BLANK_BYTES:
+            raise OSError(f"blank lines decompress to more than {MAX_BLANK_BYTES >> 20} MiB")
+        return len(data)
+
+
 @contextmanager
 def opened_lines(path: Path) -> Iterator[BinaryIO]:
     """Open a file of lines for reading bytes, decompressed if its suffix says so."""
@@ -246,7 +280,7 @@ def opened_lines(path: Path) -> Iterator[BinaryIO]:
 
     with (
         pa.CompressedInputStream(pa.OSFile(str(path)), compression) as stream,
-        io.BufferedReader(stream) as lines,
+        io.BufferedReader(_BoundedLines(stream), _BLOCK) as lines,
     ):
         yield cast(BinaryIO, lines)
 

@@ -104,7 +104,7 @@ def _measure(config: PretrainedConfig, folder: Path, shrunk: bool) -> list[tuple
     holder: list[Subject] = []
 
     def load() -> Cell:
-        holder.append(Subject(config if shrunk else shrink(config), folder))
+        holder.append(Subject(config if shrunk else _small(config), folder))
         return Cell("exact", holder[0].load())
 
     cells = [("load", _cell(load))]
@@ -125,6 +125,15 @@ def _measure(config: PretrainedConfig, folder: Path, shrunk: bool) -> list[tuple
         "experts": subject.experts,
     }
     return [*cells, *((name, _cell(step)) for name, step in steps.items())]
+
+
+def _small(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the small config. Raises Refusal if the family has none, as its check would."""
+    try:
+        return shrink(config)
+    except Exception as error:
+        why = _line(f"{type(error).__name__}: {error}", 160)
+        raise Refusal(f"no small copy of it can be configured ({why})") from error
 
 
 def _cell(step: Callable[[], Cell]) -> Cell:
@@ -154,6 +163,8 @@ class Subject:
             self.reference: Any = build(config)
             logits = self._logits(torch.arange(5, 9))
             self.vocabulary = int(logits.shape[-1])
+            if len(logits) != 4:
+                raise ValueError(f"{len(logits)} rows of logits for 4 tokens")
             logits.sum().backward()
         except Exception as error:
             raise Refusal(

@@ -21,6 +21,8 @@ from burnish.messages import library_text
 
 log = logging.getLogger("burnish")
 
+_MAX_LAYERS = 512
+"""Layers that a config may have without weights for them: a vision tower that was not read."""
 _EXPORTED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "*.spm", "sentencepiece*",
@@ -86,7 +88,7 @@ def check_sizes(source: Path, weights: Mapping[str, Tensor]) -> None:
             numbers += value.items()
         is_count = isinstance(value, int) and key.endswith(("_layers", "n_layer", "depth"))
         is_size = isinstance(value, int) and key.endswith(("_size", "_dim", "_experts", "n_embd"))
-        if (is_count and value > len(weights)) or (is_size and value > 64 * max(largest, 1 << 14)):
+        if (is_count and value > max(_MAX_LAYERS, len(weights))) or (is_size and value > 64 * max(largest, 1 << 14)):
             raise CheckpointError(
                 f"{source / 'hf' / 'config.json'} has {key}={value}, but {len(weights)} weights of "
                 f"at most {largest} rows or columns; use another checkpoint"

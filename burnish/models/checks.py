@@ -61,7 +61,7 @@ def check_compute_dtype(body: Any, name: str, *, backward: bool) -> None:
 
     def cut(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
         embeds.append(output.detach().requires_grad_(backward))
-        return embeds[-1]
+        return embeds[-1].clone()  # some models change it in place, which a leaf does not allow
 
     handle = embedding.register_forward_hook(cut)
     try:
@@ -105,7 +105,7 @@ def raise_if_mixed(error: Exception, dtype: torch.dtype, name: str) -> None:
     own code of the model does not run in ``dtype``."""
     said = str(error).splitlines()[0] if str(error) else ""
     if dtype == torch.float32 or not re.search(
-        r"same dtype|expected scalar type|(input|bias) type", said, re.IGNORECASE
+        r"same dtype|mixed dtype|expected scalar type|(input|bias) type", said, re.IGNORECASE
     ):
         return
     raise ModelError(

@@ -88,7 +88,8 @@ def check_sizes(source: Path, weights: Mapping[str, Tensor]) -> None:
             numbers += value.items()
         is_count = isinstance(value, int) and key.endswith(("_layers", "n_layer", "depth"))
         is_size = isinstance(value, int) and key.endswith(("_size", "_dim", "_experts", "n_embd"))
-        if (is_count and value > max(_MAX_LAYERS, len(weights))) or (is_size and value > 64 * max(largest, 1 << 14)):
+        most_layers, most_rows = max(_MAX_LAYERS, len(weights)), 64 * max(largest, 1 << 14)
+        if (is_count and value > most_layers) or (is_size and value > most_rows):
             raise CheckpointError(
                 f"{source / 'hf' / 'config.json'} has {key}={value}, but {len(weights)} weights of "
                 f"at most {largest} rows or columns; use another checkpoint"

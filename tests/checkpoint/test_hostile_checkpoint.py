@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -17,6 +18,7 @@ from burnish.checkpoint.errors import CheckpointError
 from burnish.checkpoint.export import export
 from burnish.checkpoint.manifest import verify, write_manifest
 from burnish.checkpoint.save import CheckpointStore
+from burnish.checkpoint.untrusted import check_sizes
 from burnish.cli import app
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
@@ -280,3 +282,14 @@ def test_retention_does_not_delete_through_links(tmp_path: Path) -> None:
     store.save(3, lambda folder: (folder / "state").write_text("x") and None)
     assert [path.name for path in store.all()] == ["step_000003"]
     assert (tmp_path / "precious" / "file").read_text() == "mine"
+
+
+def test_a_config_may_have_layers_of_a_tower_without_weights(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    config = {"num_hidden_layers": 2, "vision_config": {"depth": 27}}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    check_sizes(tmp_path, {"weight": torch.zeros(4, 4)})
+    config["vision_config"] = {"depth": 10**6}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="depth"):
+        check_sizes(tmp_path, {"weight": torch.zeros(4, 4)})

@@ -398,9 +398,9 @@ def test_a_chat_template_that_is_neither_a_file_nor_a_template_is_refused() -> N
         load_tokenizer(ModelConfig(scratch=ScratchConfig(), chat_template="missing.jinja"))
 
 
-@pytest.mark.parametrize("model_type", ["gemma4_text", "mamba", "qwen3_5_text"])
+@pytest.mark.parametrize("model_type", ["gemma4_text", "mamba", "qwen3_5_text", "ctrl"])
 def test_models_that_need_token_ids_are_tried_in_half_precision(model_type: str) -> None:
-    """Gemma 4 reads ids in addition to embeddings (per-layer inputs)."""
+    """Gemma 4 reads ids in addition to embeddings (per-layer inputs). CTRL scales them in place."""
     model = build(shrink(AutoConfig.for_model(model_type)))
     place(model, dtype="bf16", device="cpu")
     check_compute_dtype(model.get_decoder(), model_type, backward=True)

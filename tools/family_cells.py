@@ -293,8 +293,18 @@ class Subject:
             ids = torch.tensor([*prompt, *completion.token_ids])
             logprobs = self._logits(ids)[len(prompt) - 1 : -1].log_softmax(-1)
             wanted = logprobs.gather(1, ids[len(prompt) :, None])[:, 0]
-            worst = _worst(worst, _difference(torch.tensor(completion.logprobs), wanted))
+            end = self._before_media(completion.token_ids)
+            found = torch.tensor(completion.logprobs)
+            worst = _worst(worst, _difference(found[:end], wanted[:end]))
         return Cell("exact", worst, way)
+
+    def _before_media(self, ids: Sequence[int]) -> int:
+        """Return the number of sampled tokens up to the first that stands for an image or a sound:
+        the reference replaces its embedding, and text does not contain it."""
+        names = ("audio_token", "image_token", "video_token")
+        config = self.reference.config.to_dict()
+        media = {value for key, value in config.items() if key.startswith(names)}
+        return next((i + 1 for i, token in enumerate(ids) if token in media), len(ids))
 
     def lora(self) -> Cell:
         """Compare log-probs with adapters with the reference with merged weights."""
@@ -462,6 +472,8 @@ def _squared_scores(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
 def _difference(one: Tensor, two: Tensor) -> float:
     """Return the largest absolute difference, or infinity if a number is not finite."""
     found = (one.detach().float() - two.detach().float()).abs()
+    if not found.numel():
+        return 0.0
     return float(found.max()) if bool(found.isfinite().all()) else math.inf
 
 

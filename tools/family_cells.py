@@ -1,3 +1,4 @@
+# house: ok one subject with the cells of every path
 """Measure one small random model on every path of the project, against transformers' own forward
 pass of each single row.
 

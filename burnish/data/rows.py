@@ -307,10 +307,10 @@ def encode_exchange(
     the sampled ones, if the row has them. Raises DataError if the row cannot be encoded.
     """
     prompt, response = given.prompt, given.response
-    if isinstance(response, str):
-        check_text(tokenizer, response, refuse=not given.may_be_empty)
     as_chat = as_chat or config.apply_chat_template or not is_text(prompt, response)
     sampled = _sampled(tokenizer, given, config, as_chat=as_chat)
+    if isinstance(response, str):  # an empty one that was sampled is meant
+        check_text(tokenizer, response, refuse=not given.may_be_empty and sampled is None)
     if sampled is not None:
         return sampled
     if not as_chat:

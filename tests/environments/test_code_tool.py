@@ -141,7 +141,7 @@ def test_text_of_results() -> None:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"tools": ("phyton",)}, "nor the built-in tool python"),
+        ({"tools": ("phyton",)}, "the built-in tool is python"),
         ({"tools": ("a.py:f",), "sandbox": BubblewrapSandbox()}, "sandbox is for the tool python"),
         (
             {"tools": (), "environment": "a.py:E", "tool_result_chars": 5},

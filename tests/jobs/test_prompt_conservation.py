@@ -22,8 +22,10 @@ from burnish.jobs import rl_job as loop
 from burnish.models.scratch import scratch_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples
+from burnish.rewards.function import FunctionReward
 from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch
+from burnish.user_calls import UserCalls
 
 ALPHABET = "0123456789="
 TOKENIZER = scratch_tokenizer(ALPHABET)
@@ -33,6 +35,13 @@ PER_STEP, SAMPLES, PASSES = 4, 2, 2
 
 class Killed(BaseException):
     """Ends a run as abruptly as a signal: it is not caught, and no state is saved."""
+
+
+@pytest.fixture(autouse=True)
+def _rewards_can_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Killed end the run as a signal does: calls of the user's code make an error of it."""
+    monkeypatch.setattr(UserCalls, "run", lambda _, function, *arguments: function(*arguments))
+    monkeypatch.setattr(FunctionReward, "_failed", lambda _, __, error: error)
 
 
 @dataclass

@@ -31,6 +31,7 @@ from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples
 from burnish.rollout.runner import Rollout
 from burnish.types import Group, Prompt, Sample, Stats
+from burnish.user_calls import UserCalls
 
 ENVIRONMENT = str(Path(__file__).parents[2] / "recipes/environments/guess_number.py:GuessNumber")
 STEPS, SAVED_EVERY = 6, 2
@@ -81,6 +82,12 @@ EPISODES: dict[str, Any] = {
 
 class Killed(BaseException):
     """Ends a run as abruptly as a signal: it is not caught, and no state is saved."""
+
+
+@pytest.fixture(autouse=True)
+def _rewards_can_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Killed end the run as a signal does: calls of the user's code make an error of it."""
+    monkeypatch.setattr(UserCalls, "run", lambda _, function, *arguments: function(*arguments))
 
 
 def even(responses: Sequence[str]) -> list[float]:

@@ -21,7 +21,7 @@ import burnish
 from burnish.config import load_config
 from burnish.config.load import ConfigError
 from burnish.config.yaml_text import RecipeLoader
-from burnish.environments.base import EnvironmentSetupError
+from burnish.environments.importing import LoadError
 from burnish.observe.samples import read_samples
 from burnish.rollout.vllm import INSTALL
 from burnish.sandbox.base import SandboxError
@@ -217,7 +217,7 @@ def test_a_missing_agent_stops_before_the_model_is_loaded(
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr("burnish.runtime.inline.load_causal_lm", load)
-    with pytest.raises(EnvironmentSetupError, match="no file"):
+    with pytest.raises(LoadError, match="no file"):
         run(tmp_path, f"rollout.episodes={{agent: '{tmp_path}/none.py:f', max_tokens: 32}}")
 
 

@@ -18,6 +18,7 @@ from burnish.config import load_config
 from burnish.config.load import ConfigError
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.environments.base import EnvironmentSetupError
+from burnish.environments.importing import LoadError
 from burnish.environments.pool import EnvironmentPool, EnvironmentSpec, EpisodeFailedError
 from burnish.jobs.errors import RunError
 from burnish.models.load import load_causal_lm, load_tokenizer
@@ -285,7 +286,7 @@ def test_an_unusable_environment_stops_before_the_model_is_loaded(
 
     monkeypatch.setattr("burnish.runtime.inline.load_causal_lm", load)
     missing = f"rollout.episodes.environment={ENVIRONMENT}s"
-    with pytest.raises(EnvironmentSetupError, match="has no 'GuessNumbers'"):
+    with pytest.raises(LoadError, match="has no 'GuessNumbers'"):
         burnish.run(recipe(tmp_path, missing))
 
 
@@ -299,7 +300,7 @@ def test_an_unusable_environment_stops_before_the_model_is_loaded(
         ),
         (
             {"environment": f"{HOSTILE}:Async", "max_tokens": 6},
-            r"no result: none of 3 groups has 2 of its 2 episodes left: 6 of 6 episodes have no "
+            r"no result: none of 3 groups has 1 of its 2 episodes left: 6 of 6 episodes have no "
             r"result \(prompt_too_long 6\); raise episodes.max_tokens, or shorten",
         ),
     ],

@@ -212,6 +212,7 @@ def test_vllm_reads_no_weights_if_a_transfer_follows(
         return SimpleNamespace(load_weights=lambda version, tensors: loaded.append(version))
 
     monkeypatch.setattr(inline, "VllmRolloutEngine", engine)
+    monkeypatch.setattr(inline, "_check_weights", lambda *_: None)  # it samples
     runtime = InlineRuntime(
         load_tokenizer(scratch), precision=PrecisionConfig(), device="cpu", timeline=Timeline()
     )

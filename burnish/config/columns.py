@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from burnish.config.explain import nearest
-from burnish.config.splits import FilesError, Splits, splits_of
+from burnish.config.split_files import FilesError, Splits, splits_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

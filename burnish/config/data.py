@@ -31,7 +31,7 @@ from burnish.config.forms import (
 )
 from burnish.config.overlong import Overlong, overlong_rules
 from burnish.config.sources import FileSource, HubSource, SourceConfig
-from burnish.config.splits import FilesError
+from burnish.config.split_files import FilesError
 from burnish.config.templates import template_rules
 
 SHAREGPT_KEY = SHAREGPT

@@ -20,7 +20,7 @@ from burnish.config.sources import (
     SeedSource,
     SourceConfig,
 )
-from burnish.config.splits import FilesError
+from burnish.config.split_files import FilesError
 
 EVAL_SECTIONS = ("eval_data", "eval_sets.", "eval.")
 

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node, PathText
 from burnish.config.columns import default_name, splits_of_path
-from burnish.config.splits import FilesError, left_out_line
+from burnish.config.split_files import FilesError, left_out_line
 
 
 class _Source(Node):

@@ -29,7 +29,7 @@ from burnish.config.columns import (
 )
 from burnish.config.explain import nearest
 from burnish.config.sources import FileSource, SourceConfig
-from burnish.config.splits import FilesError
+from burnish.config.split_files import FilesError
 from burnish.data import tables
 from burnish.data.base import EMPTY, DataError, Row, Rows, Source
 

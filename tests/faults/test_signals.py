@@ -14,6 +14,7 @@ import pytest
 import burnish
 from burnish import cli
 from burnish.config import JobConfig, dump_yaml
+from burnish.user_calls import UserCalls
 
 Recipe = Callable[..., JobConfig]
 Measured = Callable[[Path], list[dict[str, Any]]]
@@ -83,7 +84,11 @@ def test_a_signal_during_the_first_evaluation_does_not_measure_it_twice(
     assert [line["step"] for line in measured(run_dir)] == [0, 1, 2]
 
 
-def test_a_second_ctrl_c_ends_at_once_and_leaves_older_checkpoints(recipe: Recipe) -> None:
+def test_a_second_ctrl_c_ends_at_once_and_leaves_older_checkpoints(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rewards are called in this thread: signals that another one sends at once arrive as one."""
+    monkeypatch.setattr(UserCalls, "run", lambda _, function, *arguments: function(*arguments))
     config = _without_function(recipe("grpo"))
     with pytest.raises(KeyboardInterrupt):
         burnish.run(config, rewards=_stopping(4, signal.SIGINT, times=2))

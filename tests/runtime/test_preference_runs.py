@@ -246,7 +246,7 @@ def test_kto_with_a_kept_reference_is_bit_equal_to_one_with_the_model(
     written = file.stat().st_mtime_ns
     burnish.run(kept, resume=tmp_path / "run")
     assert file.stat().st_mtime_ns == written
-    larger = ("max_steps=14", "train.train_batch_size=6")
+    larger = ("max_epochs=9", "max_steps=14", "train.train_batch_size=6")
     for folder, more in (("plain", []), ("run", ["reference.precompute=true"])):
         config = preference(f"run_dir={tmp_path / folder}", *options, *more, *larger)
         burnish.run(config, resume=tmp_path / folder)

@@ -232,7 +232,10 @@ def test_a_model_without_a_head_is_no_process_reward_model(tmp_path: Path) -> No
     [
         (("loss=bradley_terry",), "loss=bradley_terry compares two responses"),
         (("center_coef=0.1",), "center_coef applies to the two scores of a pair"),
-        (("eval_data={sources: [x.jsonl]}",), "eval_data.kind=pairs and data.kind=steps"),
+        (
+            ("eval_data={sources: [x.jsonl], kind: pairs}",),
+            "eval_data.kind=pairs and data.kind=steps",
+        ),
         (("data.margin_key=by",), "unknown key 'margin_key'"),
         (
             ("data.labels_key=completions", "data.steps_key=completions"),

@@ -258,8 +258,8 @@ def test_rows_that_fit_no_parquet_are_kept_and_go_to_json_lines(
     chat_template: str,
     rows_of: RowsOf,
 ) -> None:
-    """Prompts that are text in one row and messages in another."""
-    rows = [{"prompt": prompt} for prompt in ("1", [{"role": "user", "content": "1"}])]
+    """A field of a message that is text in one row and a list in another."""
+    rows = [{"prompt": [{"role": "user", "content": "1", "tag": tag}]} for tag in ("a", ["a"])]
     config = generate(
         f"data.sources=[{write_rows('two', rows)}]",
         f"model.chat_template={json.dumps(chat_template)}",

@@ -16,9 +16,9 @@ PACKAGE = Path(burnish.__file__).parent
 MATHS = {"types", "tensors", "transcript", "compact"}
 BASE = MATHS | {
     *("chat_message", "config", "errors", "loop_thread", "messages", "oom", "secret", "shm"),
-    *("model_text", "special_tokens", "template_charges", "templates", "vocabulary"),
+    *("model_text", "special_tokens", "template_charges", "templates"),
+    *("tool_arguments", "user_calls", "vocabulary"),
 }
-BASE |= {"user_calls"}
 LOOPS = BASE | {
     *(
         "batches",
@@ -56,6 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     "templates": {"errors", "template_charges"},
     "special_tokens": {"templates"},
     "shm": set(),
+    "tool_arguments": {"errors"},
     "user_calls": {"errors"},
     "call_guard": set(),
     "vocabulary": set(),

@@ -23,11 +23,8 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 import mcp_types as types
-from jsonschema.exceptions import best_match
-from jsonschema.validators import Draft202012Validator, validator_for
 from mcp import MCPError
 from pydantic import ValidationError
-from referencing import Registry
 
 from burnish.config.episodes import McpServerConfig
 from burnish.config.explain import nearest
@@ -40,6 +37,7 @@ from burnish.environments.mcp_connection import (
     reason_of,
 )
 from burnish.errors import BurnishError
+from burnish.tool_arguments import argument_problem, check_parameters
 
 T = TypeVar("T")
 
@@ -71,8 +69,6 @@ class McpTool:
     """Name at the server."""
     schema: Mapping[str, Any]
     """Description for the chat template, as of ``tools.Tool``."""
-    validator: Any
-    """Checks arguments against the JSON schema of the server. Remote references are not loaded."""
 
     @property
     def origin(self) -> str:
@@ -81,15 +77,9 @@ class McpTool:
 
     def validated(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments. Raises ToolError if they violate the schema."""
-        try:
-            error = best_match(self.validator.iter_errors(dict(arguments)))
-        except Exception as raised:  # a reference that cannot be resolved, a wrong pattern
-            raise ToolError(
-                f"the schema of {self.name} cannot be applied: {reason_of(raised)}"
-            ) from raised
-        if error is not None:
-            where = ".".join(map(str, error.absolute_path)) or "arguments"
-            raise ToolError(f"ValidationError: {where}: {error.message[:MAX_ERROR_CHARS]}")
+        problem = argument_problem(self.schema["function"]["parameters"], dict(arguments))
+        if problem is not None:
+            raise ToolError(f"ValidationError: {problem[:MAX_ERROR_CHARS]}")
         return dict(arguments)
 
 
@@ -259,8 +249,7 @@ def _make_tool(server: str, config: McpServerConfig, tool: types.Tool) -> McpToo
         )
     given = dict(tool.input_schema)
     try:
-        kind = validator_for(given, default=Draft202012Validator)
-        kind.check_schema(given)
+        check_parameters(given)
     except Exception as error:
         raise EnvironmentSetupError(
             f"{where} has an invalid JSON schema ({reason_of(error)}); {hint}"
@@ -274,7 +263,7 @@ def _make_tool(server: str, config: McpServerConfig, tool: types.Tool) -> McpToo
             "parameters": parameters,
         },
     }
-    return McpTool(name, server, tool.name, schema, kind(given, registry=Registry()))
+    return McpTool(name, server, tool.name, schema)
 
 
 class SharedServer:

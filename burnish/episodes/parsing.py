@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from burnish.chat_message import Message
-from burnish.episodes.arguments import argument_problem as argument_problem
 from burnish.episodes.formats import ToolFormat
 from burnish.episodes.regions import CALLS, Region, RegionScanner
 from burnish.episodes.streaming import REASONING, MessageText, without_long_spaces
 from burnish.episodes.tool_calls import MAX_CALLS, CallReader
+from burnish.tool_arguments import argument_problem as argument_problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

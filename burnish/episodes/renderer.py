@@ -22,7 +22,6 @@ from burnish.data.chat import encode_piece, encode_prompt, response_text
 from burnish.data.messages import as_messages
 from burnish.data.rendering import REFUSED_IN_EPISODES, check_rendering
 from burnish.data.sources import DataError
-from burnish.episodes.arguments import check_parameters
 from burnish.episodes.formats import FORMATS, FormatName, response_template
 from burnish.episodes.parsing import CallReading, ParsedMessage, ResponseParser
 from burnish.episodes.probing import call
@@ -36,6 +35,7 @@ from burnish.episodes.streaming import (
 )
 from burnish.episodes.template import ChatTemplate, RendererError, Tools, literal_parts
 from burnish.episodes.token_texts import TokenPart, token_parts
+from burnish.tool_arguments import check_parameters
 from burnish.types import Ids
 
 if TYPE_CHECKING:

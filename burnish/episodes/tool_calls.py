@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from burnish.episodes.arguments import argument_problem
+from burnish.tool_arguments import argument_problem
 
 MAX_CALLS = 64
 """Maximum tool calls of one response."""
@@ -76,10 +76,7 @@ class CallReader:
         if name not in functions:
             known = f"the tools are {', '.join(functions)}" if functions else "there are no tools"
             return f"names the tool {name!r}, which does not exist; {known}"
-        try:
-            problem = argument_problem(functions[name].get("parameters"), arguments)
-        except Exception:  # an invalid schema, which is the tool's mistake and not the policy's
-            return None
+        problem = argument_problem(functions[name].get("parameters"), arguments)
         return f"has arguments that {name} does not accept: {problem}" if problem else None
 
 

@@ -7,19 +7,21 @@ import json
 import os
 import select
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import mcp_types
 import pytest
 from chat_families import chat_tokenizer
 from mcp_played import calls, episode, http_server
 from scripted_engine import ScriptedEngine
 
-from burnish.config.episodes import EpisodesConfig
+from burnish.config.episodes import EpisodesConfig, McpServerConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.environments import mcp_servers
-from burnish.environments.base import EnvironmentSetupError, EpisodeInfraError
+from burnish.environments.base import EnvironmentSetupError, EpisodeInfraError, ToolError
 from burnish.environments.pool import EnvironmentPool, EpisodeFailedError, OpenEpisode
 from burnish.environments.tools import ToolEnvironment
 from burnish.episodes.runner import EpisodeRunner
@@ -60,7 +62,7 @@ def test_calls_of_a_stdio_server(monkeypatch: pytest.MonkeyPatch) -> None:
         assert schema["add"]["function"]["description"] == "Add two integers."
         assert schema["add"]["function"]["parameters"]["required"] == ["a", "b"]
         assert one("add", a=1, b=2) == "3"
-        assert one("add", a=1) == "error: ValidationError: arguments: 'b' is a required property"
+        assert one("add", a=1) == "error: ValidationError: 'b' is a required property"
         assert one("add", a=1, b="q").startswith("error: ValidationError: b: 'q' is not of type")
         assert one("nothing").startswith("error: UnknownToolError: there is no tool 'nothing'")
         assert one.counts == {
@@ -346,3 +348,26 @@ def test_rules_of_the_config() -> None:
     assert len(found) == len(words)
     for name, word, text in zip(wrong, words, found, strict=True):
         assert text.startswith(f"mcp.{name}: ") and word in text
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments"),
+    [
+        ({"properties": {"x": {"pattern": "^(a+)+$"}}}, {"x": "a" * 40 + "b"}),
+        ({"properties": {"x": {"uniqueItems": True}}}, {"x": [{"a": i} for i in range(3000)] * 2}),
+    ],
+)
+def test_arguments_of_the_policy_are_compared_in_bounded_time(schema: Any, arguments: Any) -> None:
+    tool = mcp_types.Tool(name="t", input_schema={"type": "object", **schema})
+    begin = time.process_time()
+    with pytest.raises(ToolError):
+        mcp_servers._make_tool("s", McpServerConfig(command=("x",)), tool).validated(arguments)
+    assert time.process_time() - begin < 5
+
+
+def test_a_reference_that_cannot_be_resolved_is_refused_at_the_start() -> None:
+    schema = {"type": "object", "properties": {"x": {"$ref": "#/$defs/none"}}}
+    with pytest.raises(EnvironmentSetupError, match="invalid JSON schema"):
+        mcp_servers._make_tool(
+            "s", McpServerConfig(command=("x",)), mcp_types.Tool(name="t", input_schema=schema)
+        )

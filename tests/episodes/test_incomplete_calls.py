@@ -13,15 +13,15 @@ from chat_families import chat_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.episodes.arguments import (
-    UncheckableError,
-    argument_problem,
-    check_parameters,
-)
 from burnish.episodes.formats import FORMATS, response_template
 from burnish.episodes.parsing import ParsedMessage, ResponseParser
 from burnish.episodes.probing import TOOLS
 from burnish.episodes.renderer import ChatRenderer
+from burnish.tool_arguments import (
+    UncheckableError,
+    argument_problem,
+    check_parameters,
+)
 
 TOKENIZER = chat_tokenizer("chatml")
 ONE: dict[str, Any] = {"key": "bob and", "limit": 1200}
@@ -343,6 +343,11 @@ def test_arguments_that_cannot_be_compared_do_not_match() -> None:
             {"$defs": {"enum": {"type": "string", "nullable": True}}, "$ref": "#/$defs/enum"},
             None,
             1,
+        ),
+        (
+            {"$defs": {"n": {"type": "number"}}, "nullable": True, "items": {"$ref": "#/$defs/n"}},
+            [1],
+            ["a"],
         ),
         ({"properties": {"nullable": True, "a": {"type": "string"}}}, {"a": "b"}, {"a": 1}),
         ({"properties": {"$schema": {"type": "string"}}}, {"$schema": "a"}, {"$schema": 1}),

@@ -21,7 +21,6 @@ from jsonschema import SchemaError
 from referencing.exceptions import Unresolvable
 from safetensors import SafetensorError
 
-from burnish.episodes.arguments import UncheckableError, argument_problem
 from burnish.episodes.formats import FORMATS, format_of, response_template
 from burnish.episodes.parsing import ResponseParser
 from burnish.episodes.probing import TOOLS
@@ -39,6 +38,7 @@ from burnish.rewards.math_text import (
 )
 from burnish.rewards.remote_client import read_reply
 from burnish.templates import render_chat
+from burnish.tool_arguments import UncheckableError, argument_problem
 
 Check = Callable[[Any], object]
 LONGEST = 40_000

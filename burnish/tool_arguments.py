@@ -18,7 +18,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, ValidationError, best_match
 from jsonschema.validators import extend
 from jsonschema_specifications import REGISTRY
-from referencing import Registry
+from referencing import Registry, Resource
 from referencing.jsonschema import DRAFT202012
 
 from burnish.errors import BurnishError
@@ -76,7 +76,9 @@ class _Schema:
         error = _first_error(_META_SCHEMA, self._schema, MAX_SCHEMA_STEPS)
         if error is not None:
             raise SchemaError.create_from(error)
-        self.problem({})  # resolves references
+        root = DRAFT202012.create_resource(self._schema)
+        _resolve_references(root, _REGISTRY.with_resource("", root).resolver())
+        self.problem({})  # a reference to itself
 
     def problem(self, arguments: Any) -> str | None:
         """Return why ``arguments`` do not match, or None if they do."""
@@ -121,6 +123,15 @@ def _first_error(schema: Any, value: Any, steps: int) -> ValidationError | None:
     return found
 
 
+def _resolve_references(schema: Resource[Any], resolver: Any) -> None:
+    """Raise Unresolvable if a reference of a schema, or of one inside of it, names nothing."""
+    reference = schema.contents.get("$ref") if isinstance(schema.contents, dict) else None
+    if isinstance(reference, str):
+        resolver.lookup(reference)
+    for inner in schema.subresources():
+        _resolve_references(inner, resolver.in_subresource(inner))
+
+
 # ---- schemas -----------------------------------------------------------------------------------
 
 
@@ -137,7 +148,8 @@ def _plain_schema(schema: Any) -> Any:
         if key != "nullable" and not (key == "$schema" and isinstance(value, str))
     }
     if schema.get("nullable") is True:
-        return {"anyOf": [inner, {"type": "null"}]}
+        outside = {key: inner.pop(key) for key in ("$defs", "definitions") if key in inner}
+        return {**outside, "anyOf": [inner, {"type": "null"}]}  # `#/$defs/x` stays valid
     return inner if schema.get("nullable") is None else {**inner, "nullable": schema["nullable"]}
 
 

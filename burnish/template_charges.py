@@ -33,7 +33,7 @@ _CONTAINERS = (list, tuple, set, frozenset)
 _MATERIAL = (str, list, tuple, dict)
 
 left_of_budget: ContextVar[list[int] | None] = ContextVar("left_of_budget", default=None)
-"""What is left of the budget of the rendering in progress, in a list of one; None: no budget."""
+"""Remaining budget of the rendering in progress, in a list of one; None: no budget."""
 
 FILTERS = frozenset(
     {

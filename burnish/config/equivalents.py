@@ -122,7 +122,7 @@ OTHER_VALUES = {
     "keep_start": "TRL's keep_start is truncate_right here.",
     "keep_end": "TRL's keep_end is truncate_left here.",
 }
-"""What to write instead of values from other frameworks, beside the notes of their flags."""
+"""Replacements of values from other frameworks, in addition to the notes of their flags."""
 
 _RENAMED_VALUE = re.compile(r"`(\w+)` is `([^`]+)`")
 """Form in which the note of a flag gives a value and the value that replaces it."""

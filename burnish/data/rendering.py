@@ -1,7 +1,7 @@
 """Render conversations with a chat template, and detect from renderings what it leaves out.
 
 Templates read messages in different forms: arguments of tool calls as an object or as JSON text,
-tool calls beside an empty content or without one, reasoning under one of three keys. The form that
+tool calls with an empty content or without one, reasoning under one of three keys. The form that
 a template renders is found by rendering short conversations with marks in their fields
 (:class:`Habits`), once per template, and messages are rendered in that form.
 
@@ -241,16 +241,16 @@ def _with_json_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 # --- fields that are left out
 
-Field = Literal["content", "text beside tool calls", "tool calls", "tools", "empty answer"]
+Field = Literal["content", "text with tool calls", "tool calls", "tools", "empty answer"]
 """Part of a message whose loss changes the meaning of a conversation. ``empty answer``: a trained
 answer without text and tool calls."""
 
 REFUSED: frozenset[Field] = frozenset(
-    {"content", "text beside tool calls", "tool calls", "empty answer"}
+    {"content", "text with tool calls", "tool calls", "empty answer"}
 )
 """Fields that may not be left out of training data."""
 REFUSED_IN_EPISODES: frozenset[Field] = frozenset({"content"})
-"""Fields that may not be left out of a running episode. The policy may write text beside tool
+"""Fields that may not be left out of a running episode. The policy may write text with tool
 calls, and a tool format may be described in the system prompt, with calls that the template does
 not render."""
 _Shape = tuple[str, bool, int, bool]
@@ -275,7 +275,7 @@ def check_rendering(
 
     The check renders marks in place of the contents, once for each sequence of message shapes
     (role and fields). ``refused``: the fields that are checked; messages of a running episode may
-    contain text that the policy wrote beside tool calls, which many templates leave out.
+    contain text that the policy wrote with tool calls, which many templates leave out.
     """
     for field, role in _fields_left_out(tokenizer, messages, tools):
         if field == "tools":
@@ -292,7 +292,7 @@ def _left_out_error(field: Field, role: str, system_prompt: str | None) -> DataE
             "would be trained on an answer without them. Set model.chat_template to a template "
             "that renders tool calls, or write the calls as text into the content"
         )
-    if field == "text beside tool calls":
+    if field == "text with tool calls":
         return DataError(
             f"the chat template leaves out the text of a message of the role {role!r} that has "
             "tool calls. Set model.chat_template to a template that renders both, or remove the "
@@ -372,7 +372,7 @@ def _find_left_out(
     for i, message in enumerate(messages):
         role, calls = str(message["role"]), message.get("tool_calls", ())
         if _has_prose(message) and f"marker{i}end" not in text:
-            left_out.append(("text beside tool calls" if calls else "content", role))
+            left_out.append(("text with tool calls" if calls else "content", role))
         marks = [f"{mark}{i}x{k}end" for k in range(len(calls)) for mark in ("name", "value")]
         if not all(mark in text for mark in marks):
             left_out.append(("tool calls", role))

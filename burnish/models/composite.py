@@ -44,7 +44,7 @@ PROCESSOR_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""Files beside the tokenizer with which transformers prepares images and sound."""
+"""Files next to the tokenizer with which transformers prepares images and sound."""
 
 
 def copy_processor(config: PretrainedConfig, model: ModelConfig, folder: Path) -> None:

@@ -400,7 +400,7 @@ def _call(reward: Reward, items: Sequence[RewardInput]) -> _Column | _Failure:
 
 
 _RAISED = (Exception, SystemExit, GeneratorExit, asyncio.CancelledError)
-"""What a reward may raise. A KeyboardInterrupt is the user's."""
+"""Exceptions that a reward may raise. A KeyboardInterrupt is the user's."""
 
 
 class _BadAnswer(Exception):

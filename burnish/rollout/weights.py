@@ -68,9 +68,9 @@ class Fingerprint(NamedTuple):
     """Two 64-bit hashes of a tensor."""
 
     values: int
-    """Of the values in any order."""
+    """Fingerprint of the values in any order."""
     placed: int
-    """Of the values at their rows and columns."""
+    """Fingerprint of the values at their rows and columns."""
 
 
 def fingerprint(tensor: Tensor, dtype: torch.dtype, *, row: int = 0, column: int = 0) -> Tensor:

@@ -67,7 +67,7 @@ class WeightStream:
         """Weights that vLLM stores as linear layers of torch do (GPT-2)."""
         self._fingerprints: dict[str, Tensor] = {}
         self._exact: dict[str, Tensor] = {}
-        """Fingerprints of buffers and weights that stay in fp32, which vLLM may keep in any format."""
+        """Fingerprints of buffers and weights that stay in fp32; vLLM may use any format."""
         self._error: Exception | None = None
         self._read_to_the_end = False
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from burnish.config.data import DataConfig
@@ -229,15 +229,22 @@ class EncodedTable(Generic[T]):
     """
 
     def __init__(
-        self, config: DataConfig, encoder: Encoder[T], *, limit: int | None = None
+        self,
+        config: DataConfig,
+        encoder: Encoder[T],
+        *,
+        limit: int | None = None,
+        problem_of: Callable[[T], str | None] = lambda item: None,
     ) -> None:
-        """``limit``: the most usable rows to keep. Raises DataError if rows are unusable.
+        """``limit``: the most usable rows to keep. ``problem_of``: reason why the job cannot use an
+        item. Raises DataError if rows are unusable.
 
         The message contains their number and the first few errors.
         """
         self.sources = open_rows(config)
         self._encoder = encoder
         self._config = config
+        self._problem_of = problem_of
         self._of, self._rows = array("H"), array("q")
         self.dropped = 0
         """Number of rows dropped because they exceed the length limit."""
@@ -273,9 +280,7 @@ class EncodedTable(Generic[T]):
             ref = RowRef(source.name, row, 0)
             fitted: Fitted[T] = fit(source, ref, self._encoder, self._config, notices=self._notices)
         except DataError as error:
-            self._num_bad += 1
-            if len(self._bad) < _SHOWN:
-                self._bad.append(str(error))
+            self._add_bad(str(error))
             return
         if fitted.bad is not None:
             self._skipped.append(fitted.bad)
@@ -283,8 +288,16 @@ class EncodedTable(Generic[T]):
         if fitted.item is None:
             self.dropped += 1
             return
+        if problem := self._problem_of(fitted.item):
+            self._add_bad(f"{source[row].where}: {problem}")
+            return
         self._of.append(number)
         self._rows.append(row)
+
+    def _add_bad(self, problem: str) -> None:
+        self._num_bad += 1
+        if len(self._bad) < _SHOWN:
+            self._bad.append(problem)
 
     def _encoded(self, number: int, row: int) -> T:
         source = self.sources[number]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,7 @@ class GenerationPrompt:
 class GenerationPrompts(EncodedTable[GenerationPrompt]):
     """All prompts of a recipe. Prompts that exceed the length limit are dropped."""
 
-    def __init__(
+    def __init__(  # house: ok the options of one table
         self,
         config: PromptDataConfig,
         tokenizer: PreTrainedTokenizerBase,
@@ -79,14 +79,18 @@ class GenerationPrompts(EncodedTable[GenerationPrompt]):
         condition: ConditionConfig | None = None,
         one_form: bool = False,
         own_columns: frozenset[str] = OWN_COLUMNS,
+        problem_of: Callable[[Prompt], str | None] = lambda prompt: None,
     ) -> None:
         """``one_form``: require all prompts to be texts or all to be messages, because a column of
         a Parquet file has one type. ``own_columns``: names of columns that are not copied.
+        ``problem_of``: reason why the rewards cannot use a prompt's label.
 
         Raises one DataError for all unusable prompts.
         """
         encoder = _GenerationPromptEncoder(config, tokenizer, condition, own_columns)
-        super().__init__(config, encoder, limit=limit)
+        super().__init__(
+            config, encoder, limit=limit, problem_of=lambda item: problem_of(item.prompt)
+        )
         check_label_key(config, self.sources)
         if one_form and len(encoder.forms) > 1:
             raise DataError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
@@ -38,10 +38,14 @@ class GivenResponses(EncodedTable[GivenResponse]):
         tokenizer: PreTrainedTokenizerBase,
         *,
         limit: int | None = None,
+        problem_of: Callable[[Prompt], str | None] = lambda prompt: None,
     ) -> None:
-        """Raises one DataError for all unusable rows."""
+        """``problem_of``: reason why the rewards cannot use a prompt's label. Raises one DataError
+        for all unusable rows."""
         encoder = ResponseEncoder(config, tokenizer)
-        super().__init__(config, encoder, limit=limit)
+        super().__init__(
+            config, encoder, limit=limit, problem_of=lambda item: problem_of(item.group.prompt)
+        )
         check_label_key(config, self.sources)
         self.digest = encoder.digest.hexdigest()
         """Digest of all rows. A resumed run must have the same digest."""

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from burnish.jobs.episodes import RunnerOptions, build_players, closed_on_error,
 from burnish.jobs.rows_run import StepRows, WritesRows, sums_of
 from burnish.observe.timeline import timed
 from burnish.rewards.base import NoGroupLeftError
+from burnish.rewards.labels import label_problem, label_readers
 from burnish.rollout.runner import Rollout, Runner
 from burnish.rollout.server_group import wait_for_servers
 from burnish.runtime.base import Runtime
@@ -178,6 +180,7 @@ def _build(
         condition=config.condition,
         one_form=not config.output.lower().endswith(".jsonl"),
         own_columns=OWN_COLUMNS if config.rollout.episodes is None else EPISODE_COLUMNS,
+        problem_of=partial(label_problem, label_readers(config.rewards, config.on_reward_failure)),
     )
     wait_for_servers(config.rollout.engine)
     rewards = reward_set(

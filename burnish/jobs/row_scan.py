@@ -24,9 +24,12 @@ from burnish.data.encoded import OverlongError, fit
 from burnish.data.encoders import encoder_of
 from burnish.data.forms import open_rows
 from burnish.data.notices import Notices
+from burnish.data.responses import GivenResponse
 from burnish.data.sources import DataError, Source
 from burnish.data.stream import RowRef
 from burnish.models.load import load_tokenizer
+from burnish.rewards.labels import label_problem
+from burnish.types import Prompt
 
 SHOWN = 20
 """Most bad rows listed in one error message."""
@@ -35,6 +38,9 @@ MOST_REASONS = 50
 """Most reasons that are counted apart."""
 OTHER_REASONS = "other errors"
 _PLACES = 6
+
+ERRORS = ("unusable", "too long", "bad label")
+"""Kinds of rows at which a run stops."""
 
 Span = tuple[int, int, int]
 """Number of a source, its first row, and the row after the last."""
@@ -51,6 +57,8 @@ class Section:
     """Model of the tokenizer."""
     num_rows: int | None = None
     """Rows that the job reads at most, in file order. None: all."""
+    label_readers: tuple[str, ...] = ()
+    """Kinds of the job's rewards that read labels (:mod:`burnish.rewards.labels`)."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the section as JSON."""
@@ -60,6 +68,7 @@ class Section:
             "data": self.data.model_dump(mode="json"),
             "model": self.model.model_dump(mode="json"),
             "num_rows": self.num_rows,
+            "label_readers": list(self.label_readers),
         }
 
     @classmethod
@@ -67,7 +76,7 @@ class Section:
         """Return the section that :meth:`to_json` wrote."""
         kind = next(k for k in _data_configs(DataConfig) if k.__name__ == body["class"])
         data, model = kind.model_validate(body["data"]), ModelConfig.model_validate(body["model"])
-        return cls(body["name"], data, model, body["num_rows"])
+        return cls(body["name"], data, model, body["num_rows"], tuple(body["label_readers"]))
 
 
 def _data_configs(base: type[DataConfig]) -> Iterator[type[DataConfig]]:
@@ -83,7 +92,7 @@ class Found:
 
     rows: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-    """Rows by kind: unusable, too long (both are errors), skipped, dropped, truncated."""
+    """Rows by kind: unusable, too long, bad label (all are errors), skipped, dropped, truncated."""
     problems: list[str] = field(default_factory=list)
     """The first errors, or the first skipped rows."""
     reasons: Counter[str] = field(default_factory=Counter)
@@ -102,7 +111,7 @@ class Found:
     @property
     def num_bad(self) -> int:
         """Number of rows at which the run would stop."""
-        return self.counts["unusable"] + self.counts["too long"]
+        return sum(self.counts[kind] for kind in ERRORS)
 
     def add(self, other: Found) -> None:
         """Add the result of a later span."""
@@ -153,9 +162,20 @@ def scan(
                 continue
             if fitted.bad is not None:
                 found.add_problem("skipped", fitted.bad)
-            elif fitted.item is None or fitted.truncated:
+                continue
+            if fitted.item is None or fitted.truncated:
                 found.counts["truncated" if fitted.truncated else "dropped"] += 1
+            if problem := _label_problem(section, fitted.item):
+                found.add_problem("bad label", f"{source[row].where}: {problem}")
         yield found
+
+
+def _label_problem(section: Section, item: Any) -> str | None:
+    """Return why the rewards cannot use the label of an encoded row, or None."""
+    prompt = item.group.prompt if isinstance(item, GivenResponse) else item
+    if not section.label_readers or not isinstance(prompt, Prompt):
+        return None
+    return label_problem(section.label_readers, prompt)
 
 
 def reason_of(problem: str) -> str:

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from burnish.jobs.degenerate import warn_without_labels
 from burnish.jobs.rows_run import StepRows, WritesRows, sums_of
 from burnish.observe.timeline import timed
 from burnish.rewards.base import NoGroupLeftError, RewardSet, Scored
+from burnish.rewards.labels import label_problem, label_readers
 from burnish.runtime.base import Runtime
 
 log = logging.getLogger("burnish")
@@ -114,7 +116,14 @@ class ScoreJob(WritesRows[ScoreConfig, Scoring]):
     def build(
         self, config: ScoreConfig, runtime: Runtime, *, run_dir: Path, functions: Functions
     ) -> Scoring:
-        responses = GivenResponses(config.data, runtime.tokenizer, limit=config.num_rows)
+        responses = GivenResponses(
+            config.data,
+            runtime.tokenizer,
+            limit=config.num_rows,
+            problem_of=partial(
+                label_problem, label_readers(config.rewards, config.on_reward_failure)
+            ),
+        )
         rewards = reward_set(
             weighted_rewards(config.rewards, runtime, functions),
             on_failure=config.on_reward_failure,

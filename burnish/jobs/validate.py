@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from burnish.config import DistillConfig, EvaluateConfig, GenerateConfig, JobConfig, RLConfig
 from burnish.config import rewards as config_rewards
 from burnish.config.columns import files_of
-from burnish.config.data import DataConfig
+from burnish.config.data import DataConfig, PromptDataConfig
 from burnish.config.job import RowsJob
 from burnish.config.rewards import FailurePolicy, RewardConfig, ShapingConfig
 from burnish.config.score import ScoreConfig
@@ -34,13 +34,14 @@ from burnish.data.stream import RowRef
 from burnish.data.streamed import StreamedRows, num_first
 from burnish.jobs.build import within_positions
 from burnish.jobs.errors import RunError
-from burnish.jobs.row_scan import Found, Section, Span, quiet, scan
+from burnish.jobs.row_scan import ERRORS, Found, Section, Span, quiet, scan
 from burnish.jobs.sampling_checks import sampling_problems
 from burnish.jobs.shared_prompts import num_shared_prompts
 from burnish.models.family import recall_json, store_json
 from burnish.models.load import load_tokenizer
 from burnish.rewards.base import RewardError, RewardSet
 from burnish.rewards.build import build_rewards
+from burnish.rewards.labels import label_readers
 from burnish.types import Group, Prompt, Sample
 from burnish.vocabulary import num_embeddings
 
@@ -113,7 +114,11 @@ def sections_of(config: JobConfig) -> list[Section]:
             num_rows = None if config.eval is None else config.eval.num_prompts
         elif isinstance(config, GenerateConfig):
             num_rows = config.num_prompts
-        sections.append(Section(name, limited, config.model, num_rows))
+        readers: tuple[str, ...] = ()
+        if isinstance(limited, PromptDataConfig):
+            rewards, _, policy = _rewards_of(config)
+            readers = label_readers(rewards, policy)
+        sections.append(Section(name, limited, config.model, num_rows, readers))
     return sections
 
 
@@ -178,11 +183,15 @@ def _listing(section: Section, found: Found) -> str:
     if found.num_bad == 1:
         skips = f"; correct or remove the row, or set {section.name}.on_bad_row=skip"
         return found.problems[0] + (skips if found.counts["unusable"] else "")
-    kinds = ", ".join(f"{found.counts[k]} {k}" for k in ("unusable", "too long") if found.counts[k])
+    kinds = ", ".join(f"{found.counts[kind]} {kind}" for kind in ERRORS if found.counts[kind])
+    ways = {
+        "unusable": f"{section.name}.on_bad_row=skip for unusable rows",
+        "too long": f"{section.name}.overlong=drop for long ones",
+    }
+    settings = " and ".join(way for kind, way in ways.items() if found.counts[kind])
     return (
         f"{section.name}: {found.num_bad} of {found.rows} rows cannot be used ({kinds}):"
-        f"{found.by_reason()}\nCorrect or remove the rows, or set {section.name}.on_bad_row=skip "
-        f"for unusable rows and {section.name}.overlong=drop for long ones"
+        f"{found.by_reason()}\nCorrect or remove the rows{', or set ' * bool(settings)}{settings}"
     )
 
 
@@ -325,7 +334,7 @@ def _key(section: Section, tokenizer: PreTrainedTokenizerBase) -> str | None:
             type(section.data).__name__,
             section.data.model_dump(mode="json"),
         ),
-        *(section.num_rows, num_embeddings(tokenizer)),
+        *(section.num_rows, num_embeddings(tokenizer), section.label_readers),
         *(type(tokenizer).__name__, str(tokenizer.chat_template)),
         *(tokenizer.special_tokens_map, tokenizer.backend_tokenizer.to_str()),
     ]
@@ -345,7 +354,8 @@ def _code() -> bytes:
     """Return a digest of the code that results depend on."""
     own = Path(__file__).parents[1]
     files = [own / "jobs" / "row_scan.py", *sorted(own.glob("*.py"))]
-    files += [*sorted((own / "data").glob("*.py")), *sorted((own / "config").glob("*.py"))]
+    for folder in ("data", "config", "rewards"):
+        files += sorted((own / folder).glob("*.py"))
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.read_bytes())

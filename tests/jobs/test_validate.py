@@ -187,3 +187,46 @@ def test_rows_are_grouped_by_reason_with_all_counts(tmp_path: Path) -> None:
     assert "101 of 103 rows" in str(caught.value) and len(listed) == 3
     assert listed[0].startswith(f"  - 70 rows: {path}:2: ") and "'image'" in listed[0]
     assert listed[1].startswith("  - 30 rows: ") and len(str(caught.value)) < 2500
+
+
+TESTS = json.dumps(["assert f(1) == 2"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "label", "bad"),
+    [
+        ("math", "2", None),
+        ("math", "2", ""),
+        ("math", "2", {"a": 1}),
+        ("python_code", TESTS, None),
+        ("python_code", TESTS, [1]),
+    ],
+)
+@pytest.mark.parametrize("job", ["rl", "evaluate", "generate", "score"])
+def test_labels_that_the_rewards_cannot_use_are_found_in_every_row(
+    job: str, kind: str, label: str, bad: Any, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"{i}+1=", "response": "2", "label": label} for i in range(4)]
+    good = rows_file(tmp_path, *rows, name="good.jsonl")
+    bad_rows = [*rows[:2], {**rows[2], "label": bad}, *rows[3:]]
+    path = rows_file(tmp_path, *bad_rows, name="bad.jsonl")
+    rewards = [{"kind": kind}]
+    if kind == "python_code":
+        rewards = [{"kind": kind, "sandbox": "unsafe_subprocess"}]
+
+    def tree(file: str) -> dict[str, Any]:
+        common = {**recipe(job, file), "rewards": rewards}
+        if job != "rl":
+            del common["train"]
+        if job == "evaluate":
+            common["eval"] = {"data": common.pop("data"), "generate_max_len": 4}
+        return common | {"run_dir": str(tmp_path / f"run-{Path(file).stem}")}
+
+    check(tree(good))
+    with pytest.raises(DataError, match=r"bad\.jsonl:3") as caught:
+        check(tree(path))
+    assert "1 of 4" in str(caught.value) or f"the reward {kind}" in str(caught.value)
+    with pytest.raises(DataError, match=r"bad\.jsonl:3"):
+        burnish.run(load_config(tree(path)))
+    if job != "evaluate":
+        check({**tree(path), "on_reward_failure": {"then": "drop_group"}})

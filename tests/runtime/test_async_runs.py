@@ -268,23 +268,30 @@ def test_episodes_continue_under_newer_weights(
     mode: str, tmp_path: Path, random_latency: None
 ) -> None:
     """Weights arrive between and within the turns of conversations whose cache is kept. Tokens of
-    the trained version have its log-probs, unless ``continue`` reads keys of older weights."""
+    the trained version have its log-probs, unless ``continue`` reads keys of older weights, which
+    needs weights that arrive within a conversation: five runs fail if none of them has such."""
     own = {"max_staleness": 2, "oversample": 1.5, "in_flight": mode, **OWN}
     tree = {**EPISODES, "algorithm": {"correction": {}}, "max_steps": 8}
-    burnish.run(recipe(tmp_path, "run", tree, **own))
-    lines = numbers(tmp_path / "run")
-    ages = [line["rollout/age_max"] for line in lines]
-    assert len(ages) == 8 and 1 <= max(ages) <= 2
-    assert max(line["episodes/turns"] for line in lines) > 1
-    kls = [(name, line[name]) for line in lines for name in line if name.endswith("behavior_kl")]
-    now = [kl for name, kl in kls if name == "train/age_0_behavior_kl"]
-    assert max(kl for name, kl in kls if name != "train/age_0_behavior_kl") > 1e-4
-    if mode == "continue":
-        assert max(now) > 1e-8  # otherwise no weights arrived within a conversation
+    for attempt in range(5):
+        burnish.run(recipe(tmp_path, f"run{attempt}", tree, **own))
+        lines = numbers(tmp_path / f"run{attempt}")
+        ages = [line["rollout/age_max"] for line in lines]
+        assert len(ages) == 8 and 1 <= max(ages) <= 2
+        assert max(line["episodes/turns"] for line in lines) > 1
+        kls = [
+            (name, line[name]) for line in lines for name in line if name.endswith("behavior_kl")
+        ]
+        now = max(kl for name, kl in kls if name == "train/age_0_behavior_kl")
+        assert max(kl for name, kl in kls if name != "train/age_0_behavior_kl") > 1e-4
+        steps = trained_prompts(tmp_path / f"run{attempt}")
+        assert len({name for ids in steps for name in ids}) == 4 * 8
+        if mode != "continue":
+            assert now < 1e-10  # half the square of an fp32 rounding error
+            break
+        if now > 1e-8:
+            break
     else:
-        assert max(now) < 1e-10  # half the square of an fp32 rounding error
-    steps = trained_prompts(tmp_path / "run")
-    assert len({name for ids in steps for name in ids}) == 4 * 8
+        pytest.fail("no run has log-probs from keys of older weights")
 
 
 @pytest.fixture

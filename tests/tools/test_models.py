@@ -48,8 +48,8 @@ NOT_BUILT = {
     "gemma3n": "timm",  # its vision tower is in another package
     "gemma4_assistant": "hidden_size_per_layer_input",  # a drafter: it has no default config
     "gemma4_unified_assistant": "layer types",  # a drafter: it reads another model's cache
-    "musicgen": "dropout",  # the config names three models
-    "musicgen_melody": "dropout",
+    "musicgen": "text configs",  # the config names three models
+    "musicgen_melody": "text configs",
 }
 """Types that transformers cannot build from a config of theirs, and a word of its error."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 _PARTS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
@@ -26,6 +27,7 @@ _TOKEN = re.compile(
 _SETTING = re.compile(r"(?P<name>[\w-]+)(?P<sign>=|:\s*)(?P<value>.+)", re.DOTALL)
 
 
+@lru_cache(maxsize=4096)
 def is_secret(name: str) -> bool:
     """Return whether a variable of this name may contain a secret, such as ``HF_TOKEN``."""
     return any(part in name.upper() for part in _PARTS)
@@ -59,7 +61,7 @@ def without_secrets(text: str) -> str:
     >>> without_secrets("http://me:password@10.0.0.5/score")
     'http://***@10.0.0.5/score'
     """
-    secrets = {v for k, v in os.environ.items() if is_secret(k) and len(v) >= _MIN_CHARS}
+    secrets = {v for k, v in os.environ.items() if len(v) >= _MIN_CHARS and is_secret(k)}
     for value in sorted(secrets, key=len, reverse=True):
         text = text.replace(value, "***")
     return _USER_IN_URL.sub("***@", text)

@@ -20,13 +20,13 @@ from burnish.secret import secret_texts, without_secret_values
 
 def public_recipe(config: JobConfig) -> dict[str, Any]:
     """Return the resolved recipe with its secrets replaced by ``***``."""
-    recipe: dict[str, Any] = without_secret_values(yaml.safe_load(dump_yaml(config)))
+    recipe: dict[str, Any] = without_secret_values(config.model_dump(mode="json"))
     return recipe
 
 
 def recipe_secrets(config: JobConfig) -> set[str]:
     """Return the texts that :func:`public_recipe` replaces."""
-    return secret_texts(yaml.safe_load(dump_yaml(config)))
+    return secret_texts(config.model_dump(mode="json"))
 
 
 def write_recipe(config: JobConfig, run_dir: Path) -> None:

@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from importlib import resources
 from itertools import groupby, islice
 from pathlib import Path
@@ -322,6 +323,7 @@ def _sections(curves: Mapping[str, Curve]) -> list[Section]:
     ]
 
 
+@cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import psutil
 import pytest
 
@@ -113,7 +114,7 @@ class Children:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["burnish.jobs.run", "transformers.models.llama"])
+        self._context.set_forkserver_preload(list(fork_server.PRELOADED))
 
     def start(
         self,

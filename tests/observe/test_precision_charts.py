@@ -6,16 +6,25 @@ import doctest
 import json
 import math
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import plotly.graph_objects as go
 import pytest
 
 from burnish.observe import report_figures
 from burnish.observe.metrics import MetricsLog
 from burnish.observe.report import build_report
 from burnish.observe.report_catalog import ROLLOUT, UPDATE, Chart, arrange
-from burnish.observe.report_figures import MAX_POINTS, Curve, Figure, curve_figure, step_points
+from burnish.observe.report_figures import (
+    MAX_POINTS,
+    Curve,
+    Figure,
+    curve_figure,
+    step_points,
+    time_splits,
+)
 
 SCALE = Chart(UPDATE, "Loss scale", "log scale", ("train/loss_scale",), log=True)
 
@@ -32,6 +41,22 @@ def drawn(figure: Figure) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 def scale_figure(values: list[float], chart: Chart = SCALE) -> tuple[list[Any], dict[str, Any]]:
     curve = Curve(list(range(1, len(values) + 1)), values)
     return drawn(curve_figure(chart, {name: curve for name in chart.names}))
+
+
+def test_figures_are_valid_in_plotlys_schema() -> None:
+    """``go.Figure`` refuses unknown properties and values. Each unit, range, number of lines and
+    length has its own layout; 50 noisy points also have a running mean."""
+    names = "train/loss", "train/kl", "<b>/x"
+    units, counts = ("", "fraction", "bytes", "tokens"), (3, 50, 2 * MAX_POINTS)
+    for count, top, unit, log in product(counts, (0.0, 1e-3, 1.0, 2.0**31), units, (False, True)):
+        curve = Curve([*range(1, count + 1)], [top * (step % 3) / 2 for step in range(count)])
+        chart = Chart(UPDATE, "", unit, names if log else names[:1], log=log)
+        data, layout = drawn(curve_figure(chart, dict.fromkeys(names, curve)))
+        assert len(go.Figure(data=data, layout=layout).data) >= len(chart.names)
+    for count in counts:
+        lines = [{"step": i, "time/step_s": 2.0, "time/a_s": 0.5} for i in range(1, count + 1)]
+        data, layout = drawn(time_splits(lines)[0].figure)
+        assert {trace.type for trace in go.Figure(data=data, layout=layout).data} == {"bar"}
 
 
 def test_every_metric_of_precision_has_its_chart_in_the_update_section() -> None:

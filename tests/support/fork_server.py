@@ -42,6 +42,9 @@ PRELOADED = (
     "burnish.runtime.worker",
     "burnish.runtime.rollout_worker",
     "burnish.jobs.run",
+    "burnish.jobs.rl_job",
+    "burnish.jobs.sft",
+    "burnish.observe.report",
     "burnish.train.fsdp",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
@@ -51,6 +54,7 @@ PRELOADED = (
     "grpc",
     "google.protobuf.descriptor_pb2",
     "peft",
+    "plotly.basedatatypes",
 )
 OTHER_PYTHON = b"exec\n"
 """Answer of the server: the request needs an interpreter with another environment."""

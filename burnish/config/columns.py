@@ -16,13 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
+from burnish.config import arrow_files
 from burnish.config.explain import nearest
 from burnish.config.split_files import FilesError, Splits, splits_of
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 LARGEST_JSON = 16 << 20
 """Maximum bytes of a .json file, which is parsed as a unit; a larger one is not checked."""
@@ -216,7 +214,7 @@ def _names_of(file: Path) -> frozenset[str] | None:
 
     try:
         return frozenset(pyarrow.parquet.read_schema(file).names)
-    except (OSError, ValueError):  # pyarrow's errors are ValueErrors
+    except arrow_files.READ_ERRORS:
         return None
 
 
@@ -234,7 +232,7 @@ def suffix_of(path: Path) -> str:
     return Path(path.stem).suffix.lower() + last if last in COMPRESSED else last
 
 
-MAX_LINE_BYTES = 256 << 20
+MAX_LINE_BYTES = arrow_files.MAX_ROW_BYTES
 """Maximum size of one line of a compressed file, decompressed."""
 MAX_BLANK_BYTES = 16 << 20
 """Maximum size of consecutive blank lines of a compressed file, decompressed."""
@@ -285,23 +283,6 @@ def opened_lines(path: Path) -> Iterator[BinaryIO]:
         yield cast(BinaryIO, lines)
 
 
-@contextmanager
-def arrow_batches(path: Path) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
-    """Open an Arrow IPC file, in the file format or in the stream format (of ``datasets``), for
-    reading its batches. They are memory-mapped, and stay valid after this context."""
-    import pyarrow as pa
-
-    with path.open("rb") as file:
-        is_file_format = file.read(6) == b"ARROW1"
-    source = pa.memory_map(str(path))
-    if is_file_format:
-        reader = pa.ipc.open_file(source)
-        yield reader.schema, map(reader.get_batch, range(reader.num_record_batches))
-    else:
-        with pa.ipc.open_stream(source) as stream:
-            yield stream.schema, iter(stream)
-
-
 # --- columns
 
 
@@ -345,7 +326,7 @@ def first_row(path: str) -> Mapping[str, Any] | None:
     file = Path(path)
     try:
         return _first_row(file, suffix_of(file))
-    except (OSError, ValueError, csv.Error):  # pyarrow's errors and json's are ValueErrors
+    except (*arrow_files.READ_ERRORS, csv.Error):  # (errors of JSON are ValueErrors)
         return None
 
 
@@ -383,12 +364,8 @@ def _hint(field: str, name: str, have: Sequence[str]) -> str:
 def _first_row(file: Path, suffix: str) -> Mapping[str, Any] | None:
     if not file.is_file():
         return None
-    if suffix == ".parquet":
-        return _first_of_parquet(file)
-    if suffix == ".arrow":
-        with arrow_batches(file) as (schema, batches):
-            full = next((batch for batch in batches if batch.num_rows), None)
-            return dict.fromkeys(schema.names) if full is None else full.slice(0, 1).to_pylist()[0]
+    if suffix in arrow_files.SUFFIXES:
+        return _first_of_table(file)
     if suffix == ".json":
         small = file.stat().st_size <= LARGEST_JSON
         rows = json_value(file.read_text(encoding="utf-8-sig")) if small else None
@@ -408,17 +385,14 @@ def _first_row(file: Path, suffix: str) -> Mapping[str, Any] | None:
         return {**dict.fromkeys(header), **dict(zip(header, cells, strict=False))} or None
 
 
+def _first_of_table(file: Path) -> Mapping[str, Any]:
+    for batch in arrow_files.record_batches(file, 1):
+        if batch.num_rows:
+            return arrow_files.row_values(batch, 0, 0)
+    with arrow_files.opened(file) as (schema, _):
+        return dict.fromkeys(schema.names)
+
+
 _PLAIN_LINES = (".jsonl", ".ndjson")
 LINES = (*_PLAIN_LINES, *(plain + more for plain in _PLAIN_LINES for more in COMPRESSED))
 """Suffixes of files with one JSON object per line."""
-
-
-def _first_of_parquet(file: Path) -> Mapping[str, Any]:
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(file) as table:
-        names: list[str] = table.schema_arrow.names
-        for batch in table.iter_batches(batch_size=1):
-            row: dict[str, Any] = batch.to_pylist()[0]
-            return row
-    return dict.fromkeys(names)

@@ -6,9 +6,9 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 
+from burnish.config import arrow_files
 from burnish.config.columns import (
     LINES,
-    arrow_batches,
     files_of,
     json_value,
     opened_lines,
@@ -47,7 +47,7 @@ def num_rows(source: SourceConfig) -> int | None:
         return None
     try:
         found = _rows_of_files(files_of(source.path))
-    except (OSError, ValueError, csv.Error):  # pyarrow's errors are ValueErrors
+    except (*arrow_files.READ_ERRORS, csv.Error):
         return None
     return found if found is None else min(found, source.max_samples or found)
 
@@ -158,7 +158,7 @@ def _name(source: SourceConfig) -> str:
 
 
 def _rows_of_files(paths: Sequence[Path]) -> int | None:
-    columnar = bool(paths) and suffix_of(paths[0]) in (".parquet", ".arrow")
+    columnar = bool(paths) and suffix_of(paths[0]) in arrow_files.SUFFIXES
     if not columnar and sum(path.stat().st_size for path in paths) > _LARGEST:
         return None
     sizes = [_rows_of_file(path) for path in paths]
@@ -172,7 +172,7 @@ def _rows_of_file(path: Path) -> int | None:
 
         return int(pyarrow.parquet.read_metadata(path).num_rows)
     if suffix == ".arrow":
-        with arrow_batches(path) as (_, batches):
+        with arrow_files.opened(path) as (_, batches):
             return sum(int(batch.num_rows) for batch in batches)
     if suffix in LINES:
         with opened_lines(path) as lines:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import hashlib
 import os
 import shutil
@@ -11,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeVar
+from tempfile import TemporaryDirectory, gettempdir
+from typing import Any, TypeVar
 
 import numpy as np
 
+from burnish.config.arrow_files import READ_ERRORS, ColumnarError
 from burnish.config.columns import (
     COMPRESSED,
     LARGEST_JSON,
@@ -32,9 +34,6 @@ from burnish.config.sources import FileSource, SourceConfig
 from burnish.config.split_files import FilesError
 from burnish.data import tables
 from burnish.data.base import EMPTY, DataError, Row, Rows, Source
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 R = TypeVar("R")
 
@@ -79,6 +78,7 @@ def _decompress(path: Path, target: Path) -> None:
         with opened_lines(path) as lines, target.open("wb") as file:
             shutil.copyfileobj(lines, file, 1 << 20)
     except OSError as error:
+        _check_space(path, error)
         raise DataError(
             f"{path}: the file cannot be decompressed: {error}. It may be truncated, or not be "
             f"{COMPRESSED[path.suffix.lower()]}; download or write it again"
@@ -157,8 +157,8 @@ def open_files(config: FileSource) -> Source:
     """Open the files of a source. Raises DataError if a file is missing, unreadable or of another
     kind than the others.
 
-    Each of several Parquet files is copied to a temporary Arrow file when it is first used. The
-    copies are memory-mapped, so they need not fit in memory.
+    Parquet files are copied to temporary Arrow files, each of several files when it is first used.
+    The copies are memory-mapped, so they need not fit in memory.
     """
     paths, name = _files_of(config), config.source_name
     if len(paths) == 1:
@@ -316,7 +316,7 @@ def _csv_row(header: Sequence[str], cells: Sequence[str], where: str) -> Row:
 
 def _columnar_rows(path: Path, name: str) -> Source:
     table = _columnar(path, lambda: tables.opened(path))
-    return _rows_of_table(path, name, table.num_rows, lambda: table)
+    return _rows_of_table(path, name, len(table), lambda: table)
 
 
 def _copied_rows(path: Path, name: str) -> Source:
@@ -324,22 +324,20 @@ def _copied_rows(path: Path, name: str) -> Source:
     import pyarrow.parquet as pq
 
     size = _columnar(path, lambda: int(pq.read_metadata(path).num_rows))
-    table = cache(lambda: _columnar(path, lambda: tables.copied(path)))
-    return _rows_of_table(path, name, size, table)
+
+    def copy() -> tables.Table:
+        table = tables.copied(path)
+        if len(table) != size:
+            raise OSError(f"it has {len(table)} rows, but its footer says {size}")
+        return table
+
+    return _rows_of_table(path, name, size, cache(lambda: _columnar(path, copy)))
 
 
-def _rows_of_table(path: Path, name: str, size: int, table: Callable[[], pa.Table]) -> Source:
-    import pyarrow as pa
-
+def _rows_of_table(path: Path, name: str, size: int, table: Callable[[], tables.Table]) -> Source:
     def read(i: int) -> Row:
-        where = f"{path} row {i}"
-        try:
-            return Row(table().slice(i, 1).to_pylist()[0], where, fills_nulls=True)
-        except (pa.ArrowException, ValueError, OverflowError) as error:
-            raise DataError(
-                f"{where}: the row cannot be read: {error}. Correct or remove it, and write the "
-                "file again"
-            ) from error
+        values = _columnar(path, lambda: table().row(i))
+        return Row(values, f"{path} row {i}", fills_nulls=True)
 
     return Rows(name, size, read)
 
@@ -348,11 +346,23 @@ def _columnar(path: Path, read: Callable[[], R]) -> R:
     """Call ``read``. Raises DataError if the file is not readable."""
     try:
         return read()
-    except (ValueError, OSError, OverflowError) as error:  # pyarrow's errors are ValueErrors
+    except ColumnarError as error:
+        raise DataError(f"{path}{error}") from error
+    except READ_ERRORS as error:
+        _check_space(path, error)
         kind = suffix_of(path).removeprefix(".")
         raise DataError(
             f"{path}: the file is not readable as {kind}: {error}. Write it again, or give it the "
             "extension of its format"
+        ) from error
+
+
+def _check_space(path: Path, error: BaseException) -> None:
+    """Raise DataError if ``error`` says that the temporary copy of a file does not fit."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        raise DataError(
+            f"{path}: the temporary copy of its rows does not fit into {gettempdir()} ({error}). "
+            "Set the environment variable TMPDIR to a folder with more space"
         ) from error
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from burnish.config.arrow_files import READ_ERRORS
 from burnish.config.columns import is_saved_dataset
 from burnish.config.explain import nearest
 from burnish.config.sources import (
@@ -110,7 +111,14 @@ def _open_dataset(config: HubSource) -> Source:
         )
 
     def read(i: int) -> Row:
-        return Row(dataset[i], f"{place} row {i}", fills_nulls=True)
+        where = f"{place} row {i}"
+        try:
+            return Row(dataset[i], where, fills_nulls=True)
+        except READ_ERRORS as error:
+            raise DataError(
+                f"{where}: the row cannot be read: {type(error).__name__}: {error}. Correct or "
+                "remove it, and write the data set again"
+            ) from error
 
     return Rows(name, len(dataset), read)
 

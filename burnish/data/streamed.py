@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from burnish.config.arrow_files import READ_ERRORS
 from burnish.data.base import DataError, Row, Source
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
-
-
-_READ_ERRORS = (OSError, ValueError, TypeError)  # pyarrow's are ValueErrors
 
 
 def _unchanged(row: Row) -> Row:
@@ -125,7 +123,7 @@ class StreamedRows:
         try:
             rows = list(islice(self._iterator, limit))
             self._next_state = self._dataset.state_dict()
-        except (*_READ_ERRORS, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
+        except (*READ_ERRORS, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
             self._restart(self._start)
             raise DataError(
                 f"{self._place}: the {limit} rows from row {begin} on cannot be streamed "

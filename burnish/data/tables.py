@@ -1,59 +1,79 @@
-"""Tables of columnar files: Parquet and Arrow IPC. Functions raise the errors of pyarrow."""
+"""Tables of columnar files: Parquet and Arrow IPC. Functions raise the errors of
+:mod:`burnish.config.arrow_files`."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterable
+from itertools import accumulate
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from burnish.config.columns import arrow_batches, suffix_of
+from burnish.config.arrow_files import (
+    SUFFIXES,
+    check_positions,
+    record_batches,
+    row_values,
+)
+from burnish.config.arrow_files import opened as opened_batches
+from burnish.config.columns import suffix_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-SUFFIXES = (".parquet", ".arrow")
-"""Suffixes of columnar files."""
-
-_BATCH_ROWS = 10_000
-"""Rows of Parquet that are decoded at a time."""
+__all__ = ["SUFFIXES", "Table", "copied", "first_rows", "opened"]
 
 
-def opened(path: Path) -> pa.Table:
-    """Return all rows of a file. Arrow files are memory-mapped; Parquet is decoded in memory."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+class Table:
+    """Rows of record batches, whose positions are checked when a batch is first read."""
 
+    def __init__(self, batches: Iterable[pa.RecordBatch]) -> None:
+        self._batches = [batch for batch in batches if batch.num_rows]
+        self._begins = list(accumulate((b.num_rows for b in self._batches), initial=0))
+        self._checked: set[int] = set()
+
+    def __len__(self) -> int:
+        return self._begins[-1]
+
+    def row(self, i: int) -> dict[str, Any]:
+        """Return the values of row ``i``. Raises ColumnarError if it cannot be read."""
+        number = bisect_right(self._begins, i) - 1
+        batch, first = self._batches[number], self._begins[number]
+        if number not in self._checked:
+            check_positions(batch)
+            self._checked.add(number)
+        return row_values(batch, i - first, i)
+
+
+def opened(path: Path) -> Table:
+    """Return all rows of a file, memory-mapped: of an Arrow file in place, of other files (Parquet,
+    compressed Arrow) from a temporary copy."""
     if suffix_of(path) == ".parquet":
-        return pq.read_table(path, memory_map=True)
-    with arrow_batches(path) as (schema, batches):
-        return pa.Table.from_batches(batches, schema)
+        return copied(path)
+    if sum(batch.nbytes for batch in record_batches(path)) > path.stat().st_size:
+        return copied(path)
+    with opened_batches(path) as (_, batches):
+        return Table(batches)
 
 
-def copied(path: Path) -> pa.Table:
-    """Return all rows of a Parquet file from a memory-mapped temporary copy, which is written one
-    batch at a time. The copy has no name, so it is freed together with the table."""
+def copied(path: Path) -> Table:
+    """Return all rows of a file from a memory-mapped temporary copy, which is written one batch at
+    a time. The copy has no name, so it is freed together with the table."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     with NamedTemporaryFile(prefix="burnish-data-", suffix=".arrow") as copy:
-        with pq.ParquetFile(path) as file, pa.ipc.new_stream(copy.name, file.schema_arrow) as out:
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+        with opened_batches(path) as (schema, _), pa.ipc.new_stream(copy.name, schema) as out:
+            for batch in record_batches(path):
                 out.write_batch(batch)
-        return opened(Path(copy.name))
+        with opened_batches(Path(copy.name)) as (_, batches):
+            return Table(batches)
 
 
 def first_rows(path: Path, count: int) -> list[dict[str, Any]]:
-    """Return the first ``count`` rows of a file without reading all of it."""
-    import pyarrow.parquet as pq
-
+    """Return the first ``count`` rows of a file without reading all of it. Raises ColumnarError for
+    a row that cannot be read."""
     rows: list[dict[str, Any]] = []
-    if suffix_of(path) == ".parquet":
-        with pq.ParquetFile(path) as file:
-            batch = next(file.iter_batches(batch_size=count), None)
-            return [] if batch is None else batch.to_pylist()
-    with arrow_batches(path) as (_, batches):
-        for batch in batches:
-            rows += batch.slice(0, count - len(rows)).to_pylist()
-            if len(rows) == count:
-                break
+    for batch in record_batches(path, count):
+        rows += [row_values(batch, i, len(rows) + i) for i in range(batch.num_rows)]
     return rows

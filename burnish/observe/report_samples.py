@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from burnish.config.arrow_files import READ_ERRORS
 from burnish.observe.report_episodes import read_conversation
 from burnish.observe.report_figures import is_finite
 from burnish.observe.samples import read_sample_file, sample_files
@@ -91,14 +92,14 @@ class _Files:
             try:
                 self._total += pq.read_metadata(path).num_rows
                 self.readable.append((step, path))
-            except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+            except READ_ERRORS as error:
                 self._leave_out(path, error)
 
     def rows(self, path: Path) -> list[dict[str, Any]]:
         """Return the rows of a file; empty if it cannot be read."""
         try:
             return read_sample_file(path)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except READ_ERRORS as error:
             self._leave_out(path, error)
             return []
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from burnish.compact import IntRuns
+from burnish.config.arrow_files import record_batches
 from burnish.observe.files import replacing
 from burnish.transcript import Turn
 from burnish.types import Group, Sample
@@ -108,8 +109,13 @@ def read_samples(run_dir: Path) -> list[dict[str, Any]]:
 
 def read_sample_file(path: Path, *, limit: int | None = None) -> list[dict[str, Any]]:
     """Return the rows of one sample file, or only the first ``limit``."""
-    table = pq.read_table(path, schema=SCHEMA)
-    rows: list[dict[str, Any]] = table.slice(0, limit).to_pylist()
+    rows: list[dict[str, Any]] = []
+    for batch in record_batches(path, limit):
+        table = pa.Table.from_batches([batch])
+        for field in SCHEMA:
+            if field.name not in table.column_names:
+                table = table.append_column(field, pa.nulls(len(table), field.type))
+        rows += table.select(SCHEMA.names).cast(SCHEMA).to_pylist()
     return rows
 
 

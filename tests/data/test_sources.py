@@ -13,12 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 from datasets.arrow_writer import ArrowWriter
 
-from burnish.config import ConfigError, load_config
+from burnish.config import ConfigError, arrow_files, load_config
 from burnish.config.columns import columns_of, first_file
 from burnish.config.data import DataConfig
 from burnish.config.passes import num_rows
 from burnish.config.sources import EnvironmentSource, FileSource, HubSource
-from burnish.data import tables
 from burnish.data.sources import DataError, Source, first_rows, open_source, open_sources
 
 ROWS = [{"prompt": "1+1=", "label": "2"}, {"prompt": "2+2=", "label": "4"}]
@@ -166,7 +165,7 @@ def test_files_that_are_no_source_are_refused_with_the_file_at_fault(
 def test_parquet_files_are_copied_in_batches_whose_dictionaries_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "_BATCH_ROWS", 2)
+    monkeypatch.setattr(arrow_files, "_BATCH_ROWS", 2)
     for shard in "ab":
         groups = [[f"{shard}{i}", f"{shard}{i + 1}"] for i in (0, 2, 4)]
         parts = [pa.table({"x": pa.array(group).dictionary_encode()}) for group in groups]

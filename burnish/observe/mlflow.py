@@ -6,6 +6,7 @@ run continues it, and sends only steps that are not recorded yet, because MLflow
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 STATE_FILE = "mlflow.json"
 _NOT_IN_NAMES = re.compile(r"[^\w\-. /]")
+_MAX_NAME_CHARS = 250
 _HTTP = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
 """Environment variables of MLflow's client, unless they are set. Its own values (7 retries, 120 s)
 exceed the time that a run waits for a tracker at its end, so that a server that refuses connections
@@ -56,7 +58,8 @@ class _State:
 
 class MlflowTracker:
     """A new or resumed run of MLflow. Samples are ignored. ``eval/pass@1`` becomes
-    ``eval/pass_1``, because MLflow does not allow ``@`` in names."""
+    ``eval/pass_1``, because MLflow does not allow ``@`` in names; names that would be equal get a
+    digest."""
 
     name = "mlflow"
 
@@ -75,8 +78,7 @@ class MlflowTracker:
         self._client = self._mlflow.MlflowClient(tracking_uri=self._config.tracking_uri)
         file = self._run_dir / STATE_FILE
         if file.is_file():
-            self._state = _State(**json.loads(file.read_text(encoding="utf-8")))
-            self._client.update_run(self._state.run_id, status="RUNNING")
+            self._continue(file)
             return
         experiment = self._client.get_experiment_by_name(self._config.experiment)
         number = (
@@ -95,13 +97,31 @@ class MlflowTracker:
             return
         now = int(1000 * time.time())
         values = [
-            self._mlflow.entities.Metric(_NOT_IN_NAMES.sub("_", name), float(value), now, step)
-            for name, value in metrics.items()
+            self._mlflow.entities.Metric(name, float(value), now, step)
+            for name, value in zip(_names(metrics), metrics.values(), strict=True)
         ]
         for begin in range(0, len(values), _PER_REQUEST):
             part = values[begin : begin + _PER_REQUEST]
             self._client.log_batch(self._state.run_id, metrics=part)
         self._keep(replace(self._state, step=step))
+
+    def _continue(self, file: Path) -> None:
+        """Continue the run of ``mlflow.json``. Raises TrackerError if that is not possible."""
+        try:
+            self._state = _State(**json.loads(file.read_text(encoding="utf-8")))
+            if not (isinstance(self._state.run_id, str) and isinstance(self._state.step, int)):
+                raise TypeError("run_id must be text, and step an integer")
+        except (ValueError, TypeError) as error:
+            raise TrackerError(
+                f"{file} cannot be read ({error}); remove it to start a new run of MLflow"
+            ) from error
+        try:
+            self._client.update_run(self._state.run_id, status="RUNNING")
+        except self._mlflow.MlflowException as error:
+            raise TrackerError(
+                f"the run {self._state.run_id} of {file} cannot be continued: {error}. If it was "
+                "deleted, or is in another store, remove the file to start a new run"
+            ) from error
 
     def rewind(self, step: int) -> int:
         """Return the last step that MLflow has, at most ``step``."""
@@ -116,3 +136,28 @@ class MlflowTracker:
     def _keep(self, state: _State) -> None:
         self._state = state
         write_text(self._run_dir / STATE_FILE, json.dumps(asdict(state)) + "\n")
+
+
+def _names(metrics: Mapping[str, float]) -> list[str]:
+    """Return a name that MLflow allows for each metric, and another one for each.
+
+    MLflow reads names as paths, and refuses all values of a request if one name is invalid.
+    """
+    names: dict[str, None] = {}
+    for metric in metrics:
+        name = _as_path(metric)
+        if name in names or (name != metric and name in metrics) or len(name) > _MAX_NAME_CHARS:
+            digest = hashlib.sha256(metric.encode("utf-8", "replace")).hexdigest()[:8]
+            name = f"{name[: _MAX_NAME_CHARS - 9]}_{digest}"
+        names[name] = None
+    return list(names)
+
+
+def _as_path(metric: str) -> str:
+    """Return a metric name as a relative path without the characters that MLflow refuses.
+
+    >>> _as_path("eval/pass@1"), _as_path("/a//../b:c")
+    ('eval/pass_1', '_/a/_/_/b_c')
+    """
+    parts = _NOT_IN_NAMES.sub("_", metric).split("/")
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)

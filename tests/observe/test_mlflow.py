@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import posixpath
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,6 +95,44 @@ def test_a_run_is_created_resumed_and_each_step_is_recorded_once(
         ("batch", "abc", [("eval/pass_1", 0.5, 3)]),
         ("end", "abc", "FAILED"),
     ]
+
+
+def test_names_that_mlflow_refuses_do_not_lose_the_other_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow 3.17 refuses the request of a step if a name is no relative path, has other characters
+    or more than 250."""
+    client = Client(tracking_uri=None)
+    entities = SimpleNamespace(Metric=lambda *values: values)
+    module = SimpleNamespace(MlflowClient=lambda **_: client, entities=entities)
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    odd = ["eval/pass@1", "eval/pass_1", "eval/pass:1", "../x", "/a", "a//b", "a/", ".", "", "ü "]
+    names = ["loss", *odd, "x" * 251, "x" * 250 + "y"]
+    tracker = MlflowTracker(MlflowConfig(), tmp_path, "job: sft")
+    tracker.start()
+    tracker.log(1, dict.fromkeys(names, 0.5), {})
+    (sent,) = [[name for name, *_ in call[2]] for call in client.calls if call[0] == "batch"]
+    assert len(set(sent)) == len(names) and {"loss", "eval/pass_1"} <= set(sent)
+    for name in sent:
+        assert re.fullmatch(r"[\w\-. /]{1,250}", name)
+        assert posixpath.normpath(name) == name and not name.startswith((".", "/"))
+
+
+@pytest.mark.parametrize(
+    "state", ["no json", "[]", '{"run_id": 5}', '{"run_id": "a", "x": 1}', '{"run_id": "gone"}']
+)
+def test_a_state_that_cannot_be_continued_names_its_file(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone(Client):
+        def update_run(self, run_id: str, *, status: str) -> None:
+            raise RuntimeError("not found")
+
+    module = SimpleNamespace(MlflowClient=Gone, MlflowException=RuntimeError)
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    (tmp_path / "mlflow.json").write_text(state)
+    with pytest.raises(TrackerError, match=r"mlflow\.json .* start a new run"):
+        MlflowTracker(MlflowConfig(), tmp_path, "job: sft").start()
 
 
 def test_a_missing_package_and_a_password_in_the_uri_are_refused(

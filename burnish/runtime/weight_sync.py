@@ -16,13 +16,16 @@ transfer refuses to sample."""
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from threading import Lock
 from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from burnish.config.model import Dtype
 from burnish.config.rollout import InFlight
@@ -36,7 +39,13 @@ from burnish.runtime.remote_train import RemoteTrainEngine
 from burnish.runtime.rollout_pool import Lost, Weights
 from burnish.runtime.server_sync import ServerSync
 from burnish.runtime.worker import TransferOptions
-from burnish.sync.base import Metrics, sync_metrics
+from burnish.sync.base import LinkError, Metrics, sync_metrics
+from burnish.sync.channel import connect_store, end_connection
+
+log = logging.getLogger("burnish")
+
+REACH_S = 10.0
+"""Time in which the controller must reach the store of a connection."""
 
 Call = tuple[Any, Any]
 """A worker, and the reference to the result of a call on it."""
@@ -190,6 +199,8 @@ class ConnectionSync:
         self._connected: list[Any] = []
         """Processes that the connection joins."""
         self._names = 0
+        self._store: Store | None = None
+        """Store of the connection, to end the waits of its processes. None: not reached."""
         self._sent: Weights | None = None
         """Weights of the last transfer to all workers."""
         self._in_use = Lock()
@@ -286,12 +297,13 @@ class ConnectionSync:
 
     def _connect(self, indices: Sequence[int]) -> Lost:
         """Open a new connection of the ranks and these workers. Return those that were lost."""
-        self._names += 1
-        name, count = f"weights-{self._names}", len(indices)
+        self._names, self._store = self._names + 1, None
+        name, count = self._name, len(indices)
         ranks, handles = self.policy.group.workers, self.rollout.workers
         serving = (ranks[0], ranks[0].serve_store.remote(self.config.timeout_s))
         self._wait([serving], [], indices)
         at = self.ray.get(serving[1])
+        self._store = _reach(at)
         opening = [(w, w.open_sender.remote(self.config, self.options, name, count)) for w in ranks]
         join = partial(_join, self.config, at, name, count)
         joining = [(handles[i], join(handles[i], rank)) for rank, i in enumerate(indices, 1)]
@@ -300,11 +312,10 @@ class ConnectionSync:
     def _wait(
         self, sending: Sequence[Call], receiving: Sequence[Call], indices: Sequence[int]
     ) -> Lost:
-        """Wait until every call is done or its worker is lost. Surviving processes give up on dead
-        ones after ``sync.timeout_s``. Return the lost receivers. Raises WorkerLostError if a sender
-        is lost, and any other error of a call."""
+        """Wait until every call is done or its worker is lost. Return the lost receivers. Raises
+        WorkerLostError if a sender is lost, and any other error of a call."""
         calls = [*sending, *receiving]
-        gone = self._gone(calls)
+        gone = self._gone(calls, len(sending))
         ranks = [i for i in gone if i < len(sending)]
         if ranks:
             workers = [calls[i][0] for i in ranks]
@@ -317,9 +328,10 @@ class ConnectionSync:
                 raise error
         return {}
 
-    def _gone(self, calls: Sequence[Call]) -> Lost:
-        """Wait for all calls. Return those whose workers died or hang, by their index in
-        ``calls``."""
+    def _gone(self, calls: Sequence[Call], num_senders: int) -> Lost:
+        """Wait for all calls. Return those whose workers died or hang, by their index in ``calls``.
+        Once one is lost, the waits of the others end within seconds. Once a sender is lost, the
+        other senders are not waited for: their group restarts."""
         cluster = self.rollout.cluster
         limit = cluster.config.call_timeout_s
         waiting = dict(enumerate(calls))
@@ -336,9 +348,42 @@ class ConnectionSync:
                     gone[index] = cluster.unresponsive_reason
                 elif ref not in ready and late:
                     gone[index] = f"did not respond within {limit:g} s (cluster.call_timeout_s)"
-                if ref in ready or index in gone:
+                if ref in ready:
                     del waiting[index]
+                elif index in gone:
+                    del waiting[index]
+                    self.ray.kill(worker)  # others wait for its part of a broadcast
+            if gone:
+                self._end_waits(calls, gone)
+            if any(index < num_senders for index in gone):
+                waiting = {index: call for index, call in waiting.items() if index >= num_senders}
         return gone
+
+    def _end_waits(self, calls: Sequence[Call], gone: Lost) -> None:
+        """Tell the processes that wait in the connection that others are lost. If the store is lost
+        too, their waits have ended."""
+        names, store = self.rollout.cluster.monitor, self._store
+        reason = ", ".join(f"{names.name(calls[i][0])} {why}" for i, why in gone.items())
+        if store is not None:
+            with suppress(LinkError):
+                end_connection(store, self._name, reason)
+
+    @property
+    def _name(self) -> str:
+        return f"weights-{self._names}"
+
+
+def _reach(at: tuple[str, int]) -> Store | None:
+    """Connect to the store at (host, port)."""
+    try:
+        return connect_store(*at, timeout_s=REACH_S)
+    except LinkError as error:
+        log.warning(
+            "the controller cannot reach the store of the weight transfer (%s): if a worker dies "
+            "during a transfer, the others wait for sync.timeout_s",
+            error,
+        )
+        return None
 
 
 def _join(

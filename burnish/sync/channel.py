@@ -4,14 +4,19 @@ answers.
 The store is a TCPStore that the sender serves, or a file. Weights are never sent through it. A
 store is used instead of a process group for two reasons. A wait on it can time out without side
 effects, and it identifies the processes that did not respond.
+
+A process that is lost writes nothing. Any other process that learns of the loss ends the connection
+with a reason (:func:`end_connection`), and every wait of the others raises it within seconds.
 """
 
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import NoReturn
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -57,6 +62,28 @@ def _tcp_store(host: str, port: int, *, listener: int | None, timeout_s: float) 
         ) from error
 
 
+LOOK_S = 1.0
+"""Seconds between two looks of a waiting process for the end of the connection."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1e-4, 0.02
+"""Pauses between two looks for a key, which grow by a quarter. (The store itself waits for all keys,
+not for any, and a wait of it that times out prints warnings.)"""
+_ENDED = "ended"
+
+
+def end_connection(store: Store, name: str, reason: str) -> None:
+    """End connection ``name``: every wait of its processes for something that is missing raises
+    LinkError with ``reason``, within :data:`LOOK_S`. The caller need not belong to the connection.
+    Raises LinkError if the store is gone."""
+    try:
+        PrefixStore(_prefix(name), store).set(_ENDED, reason.encode())  # type: ignore[arg-type]
+    except (DistError, RuntimeError) as error:
+        raise LinkError(f"the store of connection {name!r} is lost ({error})") from error
+
+
+def _prefix(name: str) -> str:
+    return f"burnish-sync/{name}"
+
+
 class Channel:
     """One connection on a store: rank 0 sends, ranks 1 to ``num_receivers`` receive.
 
@@ -68,7 +95,7 @@ class Channel:
     ) -> None:
         if not 0 <= rank <= num_receivers:
             raise SyncError(f"rank {rank} is not in 0 (the sender) to {num_receivers}")
-        self.store = PrefixStore(f"burnish-sync/{name}", store)
+        self.store = PrefixStore(_prefix(name), store)
         self.name, self.rank, self.timeout_s = name, rank, timeout_s
         self.receivers = range(1, num_receivers + 1)
         self._next = self._forgotten = 0
@@ -100,24 +127,61 @@ class Channel:
             return bytes(self.store.get(key))
 
     def wait(self, keys: Mapping[int, str], what: str) -> None:
-        """Wait for the key of every rank. Raises LinkError with the ranks whose key is missing
-        after the timeout: "receiver 1 ``what`` within 5 s"."""
+        """Wait for the key of every rank. Raises LinkError with the reason if the connection is
+        ended, and with the ranks whose key is missing after the timeout: "receiver 1 ``what``
+        within 5 s"."""
         if not keys:
             return
-        try:
-            self.store.wait(list(keys.values()), timedelta(seconds=self.timeout_s))
-        except (DistError, RuntimeError) as error:
-            missing = [r for r, key in keys.items() if not self.has(key)]
-            names = ", ".join(self.who(r) for r in missing) or "somebody"
+        names, waited, pause, looked = list(keys.values()), 0.0, FIRST_PAUSE_S, 0.0
+        while not self._have(names):
+            if waited - looked >= LOOK_S:
+                self.check_not_ended()
+                looked = waited
+            if waited >= self.timeout_s:
+                self._raise_missing(keys, what)
+            time.sleep(pause)
+            waited, pause = waited + pause, min(pause * 1.25, LONGEST_PAUSE_S)
+
+    def _raise_missing(self, keys: Mapping[int, str], what: str) -> NoReturn:
+        """Raise the error of a wait that has timed out."""
+        missing = [r for r, key in keys.items() if not self.has(key)]
+        names = ", ".join(self.who(r) for r in missing) or "somebody"
+        raise LinkError(
+            f"{names} {what} within {self.timeout_s:g} s (connection {self.name!r}); check "
+            "whether that process is running and its log, or raise sync.timeout_s"
+        )
+
+    def parts_s(self) -> Iterator[float]:
+        """Yield the parts of the timeout after which a waiting process has to call
+        :meth:`check_not_ended`."""
+        left = self.timeout_s
+        while left > 0:
+            yield min(LOOK_S, left)
+            left -= LOOK_S
+
+    def end(self, reason: str) -> None:
+        """End the connection for all processes; see :func:`end_connection`. Does nothing if it is
+        ended, or if the store is gone, which ends it too."""
+        with suppress(LinkError):
+            if not self.has(_ENDED):
+                self.set(_ENDED, reason.encode())
+
+    def check_not_ended(self) -> None:
+        """Raise LinkError with the reason if the connection is ended."""
+        if self.has(_ENDED):
+            with self._alive():
+                reason = bytes(self.store.get(_ENDED)).decode(errors="replace")
             raise LinkError(
-                f"{names} {what} within {self.timeout_s:g} s (connection {self.name!r}); check "
-                "whether that process is running and its log, or raise sync.timeout_s"
-            ) from error
+                f"connection {self.name!r} has ended: {reason}; make a new one on both sides"
+            )
 
     def has(self, key: str) -> bool:
         """Return whether a key exists now."""
+        return self._have([key])
+
+    def _have(self, keys: list[str]) -> bool:
         with self._alive():
-            return bool(self.store.check([key]))
+            return bool(self.store.check(keys))
 
     def forget(self, keys: Iterable[str]) -> None:
         """Delete keys that are no longer read."""

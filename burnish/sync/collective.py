@@ -12,8 +12,10 @@ packed. A receiver receives the next bucket while it verifies and loads the prev
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
+from threading import Thread
 from typing import Any, Unpack
 
 import torch
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burnish.sync.base import LinkError
-from burnish.sync.channel import Channel
+from burnish.sync.channel import LOOK_S, Channel
 from burnish.sync.links import ChannelSender, ChannelSource, split_frame
 from burnish.sync.source import Checks
 
@@ -57,18 +59,22 @@ class CollectiveSender(ChannelSender):
             number, work = self._works[slot][0]
             try:
                 self._group.wait(work)
+            except LinkError as error:
+                raise self._lost(str(error)) from error
             except RuntimeError as error:
-                self._dead = f"a broadcast failed: {error}"
                 late = [
                     r for r in self.channel.receivers if not self.channel.has(f"done/{number}/{r}")
                 ]
                 names = ", ".join(self.channel.who(r) for r in late) or "all receivers"
-                raise LinkError(
-                    f"a bucket did not reach {names} within {self.channel.timeout_s:g} s "
-                    f"({error}); check whether that process is running, then make a new "
-                    "connection"
-                ) from error
+                raise self._lost(f"a bucket did not reach {names} ({error})") from error
             self._works[slot].pop(0)
+
+    def _lost(self, reason: str) -> LinkError:
+        """Return the error of a failed broadcast, after ending the connection of all processes."""
+        self.channel.end(reason)
+        self._dead, self._works = f"a broadcast failed: {reason}", [[], []]
+        self._group.close()
+        return LinkError(f"{reason}; check that process and its log, then make a new connection")
 
 
 class CollectiveSource(ChannelSource):
@@ -127,15 +133,47 @@ class CollectiveSource(ChannelSource):
                     self._group.wait(work)
             except RuntimeError as error:
                 self._dead = f"a broadcast failed: {error}"
+                self._group.close()
+                if isinstance(error, LinkError):
+                    raise
+                reason = f"{num_bytes} announced bytes did not arrive ({error})"
+                self.channel.end(f"{self.channel.who(self.channel.rank)}: {reason}")
                 raise LinkError(
-                    f"{num_bytes} announced bytes did not arrive within "
-                    f"{self.channel.timeout_s:g} s ({error}); check whether the sender is "
-                    "running, then make a new connection"
+                    f"{reason}; check whether the sender is running, then make a new connection"
                 ) from error
             self.channel.mark(number)
             return header, payload
 
         return finish
+
+
+def _connected(channel: Channel, *, on_cpu: bool) -> Any:
+    """Return a new process group. Raises LinkError if the connection is ended meanwhile.
+
+    A gloo group connects in a thread, with its own connection to the store, because it may wait for
+    a process that was lost after the rendezvous. A NCCL group connects in its first broadcast.
+    """
+    size, limit = len(channel.receivers) + 1, timedelta(seconds=channel.timeout_s)
+    store = dist.PrefixStore("group", channel.store.clone())  # type: ignore[attr-defined]
+    if not on_cpu:  # not run
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return dist.ProcessGroupNCCL(store, channel.rank, size, options)
+    group: Future[Any] = Future()
+
+    def connect() -> None:
+        try:
+            group.set_result(dist.ProcessGroupGloo(store, channel.rank, size, limit))
+        except Exception as error:
+            group.set_exception(error)
+
+    Thread(target=connect, name="burnish-connect", daemon=True).start()
+    while not wait([group], timeout=LOOK_S).done:
+        channel.check_not_ended()
+    try:
+        return group.result()
+    except RuntimeError as error:
+        raise LinkError(f"connection {channel.name!r} was not made: {error}") from error
 
 
 class _Group:
@@ -144,15 +182,9 @@ class _Group:
     def __init__(self, channel: Channel, device: torch.device) -> None:
         channel.rendezvous()
         self._channel, self._on_cpu = channel, device.type != "cuda"
-        size, limit = len(channel.receivers) + 1, timedelta(seconds=channel.timeout_s)
-        store = dist.PrefixStore("group", channel.store)  # type: ignore[attr-defined]
-        self._group: Any
-        if self._on_cpu:
-            self._group = dist.ProcessGroupGloo(store, channel.rank, size, limit)
-        else:  # not run
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = limit
-            self._group = dist.ProcessGroupNCCL(store, channel.rank, size, options)
+        self._group: Any = _connected(channel, on_cpu=self._on_cpu)
+        self._open: list[Any] = []
+        """Broadcasts that may be in progress (on the CPU)."""
         self._options = dist.BroadcastOptions()
         self._options.rootRank = self._options.rootTensor = 0
 
@@ -160,23 +192,51 @@ class _Group:
         """Start to send (rank 0) or receive (other ranks) a tensor; return a handle for
         :meth:`wait`."""
         try:
-            return self._group.broadcast([payload], self._options)
+            work = self._group.broadcast([payload], self._options)
         except RuntimeError as error:
             raise LinkError(f"a broadcast could not be started: {error}") from error
+        if self._on_cpu:
+            self._open = [work, *(other for other in self._open if not other.is_completed())]
+        return work
 
     def wait(self, work: Any) -> None:
-        """Wait until a broadcast is complete. Raises RuntimeError if it fails or times out.
+        """Wait until a broadcast is complete. Raises RuntimeError if it fails or times out, or if
+        the connection is ended.
 
         On CUDA, the current stream waits for the broadcast; the host does not.
         """
-        if self._on_cpu:
-            work.wait(timedelta(seconds=self._channel.timeout_s))
-        else:
+        if not self._on_cpu:
             work.wait()
+            return
+        for part_s in self._channel.parts_s():
+            with suppress(RuntimeError):
+                work.wait(timedelta(seconds=part_s))
+            if work.is_completed():
+                work.wait()  # raises its error
+                return
+            self._channel.check_not_ended()
+        raise RuntimeError(f"not within {self._channel.timeout_s:g} s")
 
     def close(self) -> None:
-        """Close the connections. May be called twice."""
+        """Close the connections. May be called twice.
+
+        A gloo group cannot be destroyed while a broadcast is in progress: that would block the
+        interpreter until the group's timeout. Such a group is kept until a later call.
+        """
+        _UNFINISHED[:] = [group for group in _UNFINISHED if group.is_busy]
+        if self.is_busy:
+            _UNFINISHED[:] = {*_UNFINISHED, self}
+            return
         group, self._group = self._group, None
         if group is not None:
             with suppress(RuntimeError):
                 group.shutdown()
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a broadcast is in progress."""
+        return any(not work.is_completed() for work in self._open)
+
+
+_UNFINISHED: list[_Group] = []
+"""Closed groups whose last broadcasts were in progress."""

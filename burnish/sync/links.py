@@ -45,7 +45,9 @@ class ChannelSender(ABC):
         """Start to send ``payload``, a prefix of the buffer returned last. Raises LinkError if the
         connection is closed or lost."""
         self._check_alive()
-        slot = next(i for i, b in enumerate(self._buffers) if b.data_ptr() == payload.data_ptr())
+        places = [buffer.data_ptr() for buffer in self._buffers]
+        place = payload.data_ptr()  # 0 if only tensors without elements are in the bucket
+        slot = places.index(place) if place in places else self._turn
         self._before(payload)
         data = b"%d %d " % (payload.numel(), slot) + encode(bucket)
         self._after(slot, payload, self.channel.post(data))

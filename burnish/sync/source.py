@@ -254,4 +254,7 @@ def _tensor_bytes(entry: BucketEntry, where: str = "") -> int:
 
 
 def _as_tensor(data: Tensor, entry: BucketEntry) -> Tensor:
-    return data.view(vars(torch)[entry.dtype]).view(entry.shape)
+    dtype: torch.dtype = vars(torch)[entry.dtype]
+    if not data.numel():  # an array of no bytes has no strides that could be viewed
+        return data.new_empty(entry.shape, dtype=dtype)
+    return data.view(dtype).view(entry.shape)

@@ -128,8 +128,9 @@ def _read(
     path = Path(recipe)
     if not path.is_file():
         siblings = [str(p) for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-        what = "is a folder, not a file" if path.is_dir() else "does not exist"
-        hint = "" if path.is_dir() else nearest(str(path), siblings)
+        what, hint = "does not exist", nearest(str(path), siblings)
+        if path.exists():
+            what, hint = f"is {'a folder' if path.is_dir() else 'a pipe or device'}, not a file", ""
         raise ConfigError(f"recipe {path} {what}{hint}")
     if path.suffix in (".sh", ".py", ".toml", ".jsonl"):
         raise ConfigError(

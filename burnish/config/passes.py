@@ -158,6 +158,8 @@ def _name(source: SourceConfig) -> str:
 
 
 def _rows_of_files(paths: Sequence[Path]) -> int | None:
+    if not all(path.is_file() for path in paths):  # a pipe has no end
+        return None
     columnar = bool(paths) and suffix_of(paths[0]) in arrow_files.SUFFIXES
     if not columnar and sum(path.stat().st_size for path in paths) > _LARGEST:
         return None

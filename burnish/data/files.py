@@ -228,6 +228,11 @@ def _reader_of(path: Path) -> Callable[[Path, str], Source]:
         raise DataError(
             f"{path} is a folder written by save_to_disk; use {{kind: dataset, path: {path}}}"
         )
+    if not path.is_file():
+        raise DataError(
+            f"{path} is not a regular file (but a pipe, a socket or a device), which rows cannot be "
+            "read from more than once; write its content to a file"
+        )
     if reader is None:
         raise DataError(
             f"{path}: unknown file type {suffix_of(path)!r}; known are "

@@ -24,6 +24,8 @@ _TOKEN = re.compile(
     r"\b(?P<secret>(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abp]-|AKIA)[\w-]{16,})"
 )
 """Tokens of the hub, of OpenAI and Anthropic, of GitHub, GitLab, Slack and AWS."""
+_ASSIGNMENT = re.compile(r"\b(?P<name>[A-Z0-9_]++)=[\"']?(?P<secret>[^\s\"';&|]{8,})")
+"""Environment variables that a shell command sets."""
 _SETTING = re.compile(r"(?P<name>[\w-]+)(?P<sign>=|:\s*)(?P<value>.+)", re.DOTALL)
 
 
@@ -92,7 +94,7 @@ def secret_texts(node: Any) -> set[str]:
     _hidden(node, found)
     parts = {part for text in found for part in re.split("[&;]", text)}
     values = {value for part in parts for _, _, value in [part.partition("=")] if value}
-    found |= parts
+    found |= parts | {match["secret"] for text in found for match in _SCHEME.finditer(text)}
     return {text for text in found | values if len(text) >= _MIN_HIDDEN}
 
 
@@ -117,10 +119,12 @@ def _text(text: str, found: set[str]) -> str:
     """Return a text with the secrets in it replaced."""
 
     def hide(match: re.Match[str]) -> str:
+        if match.re is _ASSIGNMENT and not is_secret(match["name"]):
+            return match[0]
         found.add(match["secret"])
         return match[0].replace(match["secret"], "***")
 
-    for pattern in (_QUERY, _OPTION, _SCHEME, _TOKEN):
+    for pattern in (_QUERY, _OPTION, _SCHEME, _TOKEN, _ASSIGNMENT):
         text = pattern.sub(hide, text)
     return without_secrets(text)
 
@@ -152,7 +156,7 @@ def _argument(value: Any, previous: Any, found: set[str]) -> Any:
         return _all_of(value, found)
     match = _SETTING.fullmatch(value)
     if match is not None and _names(match["name"]):
-        found.add(match["value"])
+        found.update((match["value"], *match["value"].split()[:1]))
         return f"{match['name']}{match['sign']}***"
     return _hidden(value, found)
 

@@ -20,6 +20,7 @@ FOLDERS = (HERE.parent, HERE.parent / "support", HERE.parents[1])
 sys.path[:0] = [*map(str, FOLDERS)]  # metamorphic.*, its support, and burnish of this tree
 
 from metamorphic import (  # noqa: E402, F401
+    relations_cluster,
     relations_data,
     relations_episodes,
     relations_heads,

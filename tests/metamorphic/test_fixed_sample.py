@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from metamorphic import (
+    relations_cluster,
     relations_data,
     relations_episodes,
     relations_heads,
@@ -35,9 +36,12 @@ OTHERS = {
     "counted_experts": tuple(range(12)),
     "half_precision": tuple(range(8)),
     "odd_config": tuple(range(8)),
+    "death_ends_the_wait": tuple(range(16)),
+    "secrets_stay_in_the_recipe": tuple(range(12)),
 }
 """Seeds of the others; without an entry: the first 24."""
 ALL = (
+    relations_cluster,
     relations_data,
     relations_episodes,
     relations_heads,

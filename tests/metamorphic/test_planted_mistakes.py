@@ -12,6 +12,7 @@ import torch
 import yaml
 from metamorphic import (
     hunt,
+    planted_cluster,
     planted_episodes,
     planted_heads,
     planted_messages,
@@ -216,6 +217,7 @@ PLANTED: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
     "dumped_config": (a_dump_forgets_a_key, tuple(range(12))),
     "override_is_file": (overrides_are_yaml, tuple(range(24))),
     "math_surroundings": (thoughts_count, tuple(range(12))),
+    **planted_cluster.PLANTED,
     **planted_episodes.PLANTED,
     **planted_heads.PLANTED,
     **planted_messages.PLANTED,

@@ -230,8 +230,8 @@ def _reader_of(path: Path) -> Callable[[Path, str], Source]:
         )
     if not path.is_file():
         raise DataError(
-            f"{path} is not a regular file (but a pipe, a socket or a device), which rows cannot be "
-            "read from more than once; write its content to a file"
+            f"{path} is not a regular file (but a pipe, a socket or a device), from which rows "
+            "cannot be read more than once; write its content to a file"
         )
     if reader is None:
         raise DataError(

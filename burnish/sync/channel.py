@@ -65,8 +65,8 @@ def _tcp_store(host: str, port: int, *, listener: int | None, timeout_s: float) 
 LOOK_S = 1.0
 """Seconds between two looks of a waiting process for the end of the connection."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1e-4, 0.02
-"""Pauses between two looks for a key, which grow by a quarter. (The store itself waits for all keys,
-not for any, and a wait of it that times out prints warnings.)"""
+"""Pauses between two looks for a key, which grow by a quarter. (The store itself waits for all
+keys, not for any, and a wait of it that times out prints warnings.)"""
 _ENDED = "ended"
 
 

@@ -26,6 +26,9 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 ROLES = {"developer": "system", "function": "tool"}
 """Role in newer or older APIs -> canonical role."""
 
+USUAL_ROLES = frozenset({"system", "user", "assistant", "tool"})
+"""Canonical roles, which chat templates render without naming all of them."""
+
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 _MEDIA = ("image", "images", "audio", "video", "videos", "file", "files")
 _OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs")

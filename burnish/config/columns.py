@@ -13,7 +13,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from glob import glob
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -30,16 +30,37 @@ _MAX_DEPTH = 100
 
 
 def json_value(text: str) -> Any:
-    """Parse JSON. Raises ValueError for invalid JSON, nesting deeper than 100 levels, or an integer
-    with more digits than Python converts."""
+    """Parse JSON. Raises ValueError for invalid JSON, a key that an object has twice, nesting
+    deeper than 100 levels, or an integer with more digits than Python converts."""
     too_deep = f"it is nested deeper than {_MAX_DEPTH} levels"
     try:
-        value = json.loads(text)
+        value = _decoder.decode(text)
     except RecursionError:
         raise ValueError(too_deep) from None
     if text.count("[") + text.count("{") > _MAX_DEPTH and _deeper_than(value, _MAX_DEPTH):
         raise ValueError(too_deep)
     return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"an object has the key {key[:60]!r} twice")
+    return value
+
+
+_decoder = json.JSONDecoder(object_pairs_hook=_object)
+
+
+def decoded(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row, with bytes that are UTF-8 as text: some writers of Parquet store
+    texts in binary columns. Other bytes (images) are kept."""
+    for key, value in values.items():
+        if type(value) is bytes:
+            with suppress(UnicodeDecodeError):
+                values[key] = value.decode()
+    return values
 
 
 def finite_number(value: Any) -> float | None:
@@ -388,7 +409,7 @@ def _first_row(file: Path, suffix: str) -> Mapping[str, Any] | None:
 def _first_of_table(file: Path) -> Mapping[str, Any]:
     for batch in arrow_files.record_batches(file, 1):
         if batch.num_rows:
-            return arrow_files.row_values(batch, 0, 0)
+            return decoded(arrow_files.row_values(batch, 0, 0))
     with arrow_files.opened(file) as (schema, _):
         return dict.fromkeys(schema.names)
 

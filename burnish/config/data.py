@@ -29,7 +29,7 @@ from burnish.config.forms import (
     Reading,
     form_of,
 )
-from burnish.config.overlong import Overlong, overlong_rules
+from burnish.config.overlong import Overlong, overlong_rules, shortenings
 from burnish.config.sources import FileSource, HubSource, SourceConfig
 from burnish.config.split_files import FilesError
 from burnish.config.templates import template_rules
@@ -48,6 +48,8 @@ Validate = Literal["all", "head", "off"]
 class DataConfig(Node):
     """Fields common to all kinds of data."""
 
+    can_lose_start: ClassVar[bool] = True
+    """True if rows without their first tokens can be used."""
     can_lose_end: ClassVar[bool] = False
     """True if rows without their last tokens can be trained on."""
 
@@ -104,6 +106,11 @@ class DataConfig(Node):
     def streamed(self) -> list[HubSource]:
         """The sources that are streamed."""
         return [s for s in self.sources if isinstance(s, HubSource) and s.streaming]
+
+    @property
+    def shortenings(self) -> tuple[Overlong, ...]:
+        """Settings of ``overlong`` that this data accepts in place of an error."""
+        return shortenings(can_lose_start=self.can_lose_start, can_lose_end=self.can_lose_end)
 
     @property
     def may_lose_rows(self) -> bool:
@@ -171,7 +178,7 @@ class DataConfig(Node):
                 yield str(error)
 
     def rules(self) -> Iterator[str]:
-        yield from overlong_rules(self.overlong, can_lose_end=self.can_lose_end)
+        yield from overlong_rules(self.overlong, self.shortenings)
         yield from self._files_rules()
         yield from self._form_rules()
         weighted = [source.weight for source in self.sources if source.weight != 1.0]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -110,6 +110,12 @@ class ConditionConfig(Node):
                 yield f"template {self.template!r} has no {{{name}}}; {example}"
 
 
+class GenerationDataConfig(PromptDataConfig):
+    """Prompts that are copied to the output."""
+
+    can_lose_start: ClassVar[bool] = False
+
+
 class GenerateConfig(RowsJob):
     """``burnish generate``: sample responses to a file of prompts, and write all, or those chosen
     by reward, as rows for the next job.
@@ -119,7 +125,7 @@ class GenerateConfig(RowsJob):
 
     job: Literal["generate"] = "generate"
     """Job of the recipe."""
-    data: PromptDataConfig
+    data: GenerationDataConfig
     """Prompts. Read once, in order; source weights are ignored."""
     num_prompts: int | None = Field(None, ge=1)
     """Use only the first this many prompts. None: all."""
@@ -186,11 +192,6 @@ class GenerateConfig(RowsJob):
             yield (
                 f"mode={kind} writes one response per prompt, and rollout.episodes makes "
                 "conversations; use mode all or best_of_n"
-            )
-        if self.data.overlong == "truncate_left":
-            yield (
-                "data.overlong=truncate_left would sample from prompts that differ from those in "
-                "the output; use drop, or raise data.prompt_max_len"
             )
         yield from self._condition_rules(kind)
 

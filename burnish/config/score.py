@@ -25,6 +25,8 @@ from burnish.config.roles import RowLengths
 class ResponseDataConfig(PromptDataConfig):
     """Prompts with a response each, such as the rows written by ``generate``."""
 
+    can_lose_start: ClassVar[bool] = False
+
     response_key: str = "response"
     """Column with the response, a string."""
     finish_reason_key: str | None = "finish_reason"
@@ -44,11 +46,6 @@ class ResponseDataConfig(PromptDataConfig):
         if self.is_own("finish_reason_key"):
             wanted["finish_reason_key"] = self.finish_reason_key
         yield from missing_columns(self.files, wanted)
-        if self.overlong == "truncate_left":
-            yield (
-                "overlong=truncate_left would score responses to prompts that differ from those "
-                "in the output; use drop, or raise prompt_max_len"
-            )
 
 
 class ScoreConfig(RowsJob):

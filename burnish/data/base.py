@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from burnish.config.columns import decoded
 from burnish.errors import BurnishError
 
 
@@ -37,6 +38,11 @@ class Row:
     def columns(self) -> Mapping[str, Any]:
         """Columns of the row as they are in its file."""
         return self.values if self.original is None else self.original
+
+
+def columnar_row(values: dict[str, Any], where: str) -> Row:
+    """Return a row of a columnar format (Parquet, Arrow, Hugging Face datasets)."""
+    return Row(decoded(values), where, fills_nulls=True)
 
 
 class Source(Protocol):

@@ -8,6 +8,7 @@ merge characters across the boundary. Training tokens would then differ from gen
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -25,7 +26,7 @@ from burnish.data.rendering import (
 )
 from burnish.data.sources import DataError
 from burnish.data.turns import locate_turns
-from burnish.special_tokens import special_tokens, turn_length
+from burnish.special_tokens import end_token_ids, special_tokens, turn_end_ids, turn_length
 from burnish.vocabulary import beyond_embeddings, num_embeddings
 
 if TYPE_CHECKING:
@@ -66,11 +67,7 @@ def encode_prompt(
     """
     if not isinstance(prompt, str) or apply_chat_template:
         messages = as_messages(prompt, system_prompt=system_prompt)
-        if messages[-1]["role"] == "assistant":
-            raise DataError(
-                "the prompt ends with an assistant message, so there is no response to generate; "
-                "remove the last assistant message from the prompt column"
-            )
+        check_prompt(messages)
         check_rendering(tokenizer, messages, tools, system_prompt=system_prompt)
         text = render_text(tokenizer, messages, add_generation_prompt=True, tools=tools)
         return text, encode_piece(tokenizer, text)
@@ -81,6 +78,17 @@ def encode_prompt(
             "apply_chat_template: true, or use prompt_template with its text or column"
         )
     return prompt, _encode_with_prefix(tokenizer, prompt)
+
+
+def check_prompt(messages: Sequence[Message]) -> None:
+    """Raise DataError if a prompt ends with an assistant message: a response to it would be a
+    second assistant turn, which generation never renders."""
+    if messages[-1]["role"] == "assistant":
+        raise DataError(
+            "the prompt ends with an assistant message, so a response would be a second assistant "
+            "turn; remove the message from the prompt column. If it is the beginning of the "
+            "response, move its text there"
+        )
 
 
 def encode_conversation(
@@ -99,7 +107,8 @@ def encode_conversation(
     the last assistant message.
 
     The mask includes the end token of an assistant turn, but no template text after it (usually a
-    newline). Turns before message ``trained_from`` count as prompt. The ids before a trained turn
+    newline). Turns before message ``trained_from`` count as prompt (0: the messages are a
+    demonstration). The ids before a trained turn
     are those of the prompt that :func:`encode_prompt` returns for the same history.
 
     ``refused``: as in :func:`burnish.data.rendering.check_rendering`. Raises DataError if there is
@@ -111,8 +120,7 @@ def encode_conversation(
     if not turns:
         raise DataError(
             "the conversation has no assistant message to train on (roles: "
-            f"{roles_of(messages)}); add one, or "
-            "drop the row"
+            f"{roles_of(messages)}); add one, or drop the row"
         )
     if turns[0] == 0:
         raise DataError(
@@ -131,14 +139,14 @@ def encode_conversation(
     bare = _without_own_end(tokenizer, bare, tools)
     answers = [bare[turn] for turn in learned]
     _check_answers(tokenizer, answers, tools, refuse="empty answer" in refused)
-    text, located = locate_turns(tokenizer, bare, learned, tools)
+    text, located = locate_turns(tokenizer, bare, learned, tools, may_choose=not trained_from)
     ids: list[int] = []
     mask: list[bool] = []
     done = 0  # number of characters of `text` tokenized so far
-    for turn in located:
+    for number, turn in zip(learned, located, strict=True):
         before = encode_piece(tokenizer, text[done : turn.begin], follows=bool(ids))
         answer = encode_piece(tokenizer, text[turn.begin : turn.end], follows=True)
-        trained = _trained_length(tokenizer, answer)
+        trained = _trained_length(tokenizer, answer, bare[number])
         ids += before + answer
         mask += [False] * len(before) + [True] * trained + [False] * (len(answer) - trained)
         done = turn.end
@@ -185,7 +193,8 @@ def encode_completion(
     *,
     add_eos: bool = True,
 ) -> tuple[list[int], list[bool]]:
-    """Return (ids, mask) of prompt, response and end token. The mask is False for the prompt."""
+    """Return (ids, mask) of prompt, response and end token. The mask is False for the prompt, and
+    for text behind an end token inside the response (recorded as a notice)."""
     if add_eos:
         check_tokenizer(tokenizer)
         ended = response.rstrip()
@@ -193,7 +202,12 @@ def encode_completion(
     piece = encode_piece(tokenizer, response, follows=bool(prompt_ids))
     if add_eos and piece[-1:] != [tokenizer.eos_token_id]:
         piece.append(tokenizer.eos_token_id)
-    return [*prompt_ids, *piece], [False] * len(prompt_ids) + [True] * len(piece)
+    trained = len(piece)
+    if tokenizer.eos_token_id in piece[:-1]:
+        trained = piece.index(int(tokenizer.eos_token_id)) + 1
+        _note_text_after_end(str(tokenizer.eos_token))
+    mask = [True] * trained + [False] * (len(piece) - trained)
+    return [*prompt_ids, *piece], [False] * len(prompt_ids) + mask
 
 
 def response_text(
@@ -335,9 +349,20 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> list
     return list(encoded["input_ids"])
 
 
-def _trained_length(tokenizer: PreTrainedTokenizerBase, answer: Sequence[int]) -> int:
+def _trained_length(
+    tokenizer: PreTrainedTokenizerBase, answer: Sequence[int], message: Message
+) -> int:
     """Return the number of tokens of an assistant piece up to and including its end token. Without
-    an end token, all tokens count."""
+    an end token, all tokens count.
+
+    Text behind an end token that ``message`` contains is not trained, because sampling stops at
+    the token.
+    """
+    inner = _end_inside(tokenizer, message)
+    if inner is not None:
+        _note_text_after_end(inner)
+        ends = _ends_of(tokenizer)
+        return next((i + 1 for i, token in enumerate(answer) if token in ends), len(answer))
     length = turn_length(tokenizer, answer)
     if length is not None:
         return length
@@ -347,3 +372,35 @@ def _trained_length(tokenizer: PreTrainedTokenizerBase, answer: Sequence[int]) -
         "learn to stop; set model.chat_template to one that does",
     )
     return len(answer)
+
+
+_ends: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[str, dict[int, str]]] = WeakKeyDictionary()
+
+
+def _ends_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Return id -> text of the tokens at which the sampling of a turn stops."""
+    template = str(tokenizer.chat_template)
+    known = _ends.get(tokenizer)
+    if known is None or known[0] != template:
+        ids = end_token_ids(tokenizer, None) | turn_end_ids(tokenizer)
+        known = (template, {i: str(tokenizer.convert_ids_to_tokens(i)) for i in ids})
+        _ends[tokenizer] = known
+    return known[1]
+
+
+def _end_inside(tokenizer: PreTrainedTokenizerBase, message: Message) -> str | None:
+    """Return an end token that text or tool calls of an answer follow; None if there is none."""
+    calls = json.dumps(message["tool_calls"], ensure_ascii=False) if "tool_calls" in message else ""
+    text = f"{message.get(REASONING[0], '')}{message['content']}{calls}"
+    for end in _ends_of(tokenizer).values():
+        if text.partition(end)[2].strip():
+            return end
+    return None
+
+
+def _note_text_after_end(end: str) -> None:
+    note(
+        "text_after_end",
+        f"an answer contains the end token {end!r} before its end, and the text behind it is not "
+        "trained, because sampling stops at the token; remove the token from the data",
+    )

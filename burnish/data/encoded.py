@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from burnish.config.data import DataConfig
-from burnish.config.overlong import Overlong
 from burnish.data.files import files_digests
 from burnish.data.forms import open_rows
 from burnish.data.notices import Notices, collecting
+from burnish.data.rows import note_marks
 from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import IndexStream, RowRef
 from burnish.data.streamed import StreamedRows
@@ -166,7 +166,7 @@ class EncodedStream(Generic[T]):
         if self._dropped_in_a_row[source] >= limit:
             if fitted.bad is not None:
                 raise _all_bad(f"source {source!r}", fitted.bad)
-            raise _all_dropped(f"source {source!r}", self._encoder, self._config.overlong)
+            raise _all_dropped(f"source {source!r}", self._encoder, self._config)
 
 
 def load_all(
@@ -204,7 +204,7 @@ def load_all(
     if not items and not dropped and bad:
         raise _all_bad(section, bad[0])
     if not items and dropped:
-        raise _all_dropped(section, encoder, config.overlong)
+        raise _all_dropped(section, encoder, config)
     if dropped or truncated:
         _log.warning(
             "%s: %d %ss dropped and %d truncated because they exceed %s=%d (%d kept)",
@@ -264,7 +264,7 @@ class EncodedTable(Generic[T]):
         if not len(self):
             if self._skipped and not self.dropped:
                 raise _all_bad("the data", self._skipped[0])
-            raise _all_dropped("the data", encoder, config.overlong)
+            raise _all_dropped("the data", encoder, config)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -334,7 +334,7 @@ def fit(
     and OverlongError if the row is over the limit and ``overlong`` is ``error``.
     """
     try:
-        item, where = _encoded(source, ref, encoder, notices)
+        item, where = _encoded(source, ref, encoder, config, notices)
     except DataError as error:
         if config.on_bad_row == "fail":
             raise
@@ -346,21 +346,22 @@ def fit(
         raise OverlongError(
             f"{where}: the {encoder.unit} has {length} tokens, but {encoder.limit_name} is "
             f"{encoder.limit}. Raise {encoder.limit_name} (if the model has enough positions), or "
-            "set overlong: truncate_left"
-            + (", truncate_right" if config.can_lose_end else "")
-            + " or drop"
+            f"set overlong: {' or '.join(config.shortenings)}"
         )
     shorter = None if config.overlong == "drop" else encoder.truncate(item)
     return Fitted(shorter, shorter is not None)
 
 
-def _encoded(source: Source, ref: RowRef, encoder: Encoder[T], notices: Notices) -> tuple[T, str]:
+def _encoded(
+    source: Source, ref: RowRef, encoder: Encoder[T], config: DataConfig, notices: Notices
+) -> tuple[T, str]:
     """Return the item of row ``ref`` and the row's position."""
     with collecting() as found:
         row = source[ref.row]
     try:
         with collecting() as more:
             item = encoder.encode(row, ref)
+            note_marks(row, config)
     except DataError as error:
         raise DataError(f"{row.where}: {error}") from error
     notices.add(found | more, row.where)
@@ -382,8 +383,10 @@ def _all_bad(what: str, first: str) -> DataError:
     )
 
 
-def _all_dropped(what: str, encoder: Encoder[Any], overlong: Overlong) -> DataError:
-    other = ", or set overlong: truncate_left" if overlong == "drop" else ""
+def _all_dropped(what: str, encoder: Encoder[Any], config: DataConfig) -> DataError:
+    shorter = [setting for setting in config.shortenings if setting != "drop"]
+    truncates = config.overlong == "drop" and bool(shorter)
+    other = f", or set overlong: {' or '.join(shorter)}" if truncates else ""
     return DataError(
         f"every {encoder.unit} of {what} exceeds {encoder.limit_name}={encoder.limit} tokens and "
         f"is dropped, so no data is left. Raise {encoder.limit_name} (if the model has enough "

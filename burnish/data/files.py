@@ -33,7 +33,7 @@ from burnish.config.explain import nearest
 from burnish.config.sources import FileSource, SourceConfig
 from burnish.config.split_files import FilesError
 from burnish.data import tables
-from burnish.data.base import EMPTY, DataError, Row, Rows, Source
+from burnish.data.base import EMPTY, DataError, Row, Rows, Source, columnar_row
 
 R = TypeVar("R")
 
@@ -134,7 +134,7 @@ def _first_of(path: Path, count: int) -> list[Row]:
     suffix = suffix_of(path)
     if suffix in tables.SUFFIXES:
         values = _columnar(path, lambda: tables.first_rows(path, count))
-        return [Row(row, f"{path} row {i}", fills_nulls=True) for i, row in enumerate(values)]
+        return [columnar_row(row, f"{path} row {i}") for i, row in enumerate(values)]
     if suffix == ".csv":
         return _csv_rows(path, count)
     if suffix == ".json":
@@ -342,7 +342,7 @@ def _copied_rows(path: Path, name: str) -> Source:
 def _rows_of_table(path: Path, name: str, size: int, table: Callable[[], tables.Table]) -> Source:
     def read(i: int) -> Row:
         values = _columnar(path, lambda: table().row(i))
-        return Row(values, f"{path} row {i}", fills_nulls=True)
+        return columnar_row(values, f"{path} row {i}")
 
     return Rows(name, size, read)
 

@@ -41,7 +41,7 @@ from burnish.config.forms import (
 from burnish.config.rated import RatedDataConfig
 from burnish.config.score import ResponseDataConfig
 from burnish.data.held_out import part_of
-from burnish.data.messages import as_messages, parsed, without_nulls
+from burnish.data.messages import as_messages, parsed, with_sharegpt_role, without_nulls
 from burnish.data.notices import note
 from burnish.data.sources import DataError, Row, Source, open_sources
 from burnish.data.streamed import StreamedRows
@@ -420,6 +420,8 @@ def _turns(values: Values, key: str) -> Messages:
     value = _in_column(key, lambda: parsed(_filled(values, key)))
     if isinstance(value, str):
         raise DataError(f"column {key!r} contains a string, not a list of messages")
+    if key in CONVERSATIONS and isinstance(value, list):
+        value = [with_sharegpt_role(turn) for turn in value]
     return _in_column(key, lambda: as_messages(value))
 
 

@@ -13,6 +13,7 @@ from burnish.chat_message import (
     canonical,
     trained_flag,
 )
+from burnish.config.columns import json_value
 from burnish.data.sources import DataError
 
 SHAREGPT_ROLES = {
@@ -66,8 +67,8 @@ def parsed(value: Any) -> Any:
     if not isinstance(value, str) or not _LOOKS_LIKE_MESSAGES.match(value):
         return value
     try:
-        found = json.loads(value)
-    except (ValueError, RecursionError) as error:
+        found = json_value(value)
+    except ValueError as error:
         raise DataError(
             f"the text {value[:60]!r} begins like a list of chat messages but is not JSON "
             f"({error}); write the messages as a list, or as JSON text (json.dumps, not str)"
@@ -107,7 +108,8 @@ def trained_flags(messages: Sequence[Message]) -> list[bool]:
 
 
 def as_tools(value: Any) -> list[dict[str, Any]] | None:
-    """Return tool descriptions given as a list or as JSON text; None if ``value`` contains none.
+    """Return tool descriptions given as a list or as JSON text, in the form of
+    :func:`wrapped_tool`; None if ``value`` contains none.
 
     A tool description is an object with ``name`` or ``function``, or its JSON text. Raises
     DataError if only some of the items are tool descriptions, or if there is one without a list.
@@ -128,7 +130,22 @@ def as_tools(value: Any) -> list[dict[str, Any]] | None:
             f"or function): {repr(tools[others[0]])[:60]}; correct or remove it, or set "
             "tools_key: null to ignore all tools"
         )
-    return None if others else tools
+    return None if others else [wrapped_tool(tool) for tool in tools]
+
+
+def wrapped_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a description of a function in OpenAI's form, which chat templates expect. A
+    description of another type is unchanged.
+
+    >>> wrapped_tool({"name": "f", "parameters": {}})
+    {'type': 'function', 'function': {'name': 'f', 'parameters': {}}}
+    """
+    if tool.get("type", "function") != "function":
+        return dict(tool)
+    rest = {key: value for key, value in tool.items() if key not in ("type", "function")}
+    if isinstance(tool.get("function"), Mapping):
+        return {"type": "function", "function": tool["function"], **rest}
+    return {"type": "function", "function": rest} if "function" not in tool else dict(tool)
 
 
 def _is_tool(value: Any) -> bool:
@@ -141,8 +158,8 @@ def _from_json(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
+        return json_value(value)
+    except ValueError as error:
         if _LOOKS_LIKE_TOOLS.match(value):
             raise DataError(
                 f"the text {value[:60]!r} begins like tools but is not JSON ({error}); write the "
@@ -175,6 +192,15 @@ def _from_sharegpt(turn: Message) -> dict[str, Any]:
         )
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
     return {"role": role, "content": turn.get("value"), **rest}
+
+
+def with_sharegpt_role(turn: Any) -> Any:
+    """Return a turn of ShareGPT that has the key ``role`` in place of ``from`` with its canonical
+    role; any other value unchanged."""
+    if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+        return turn
+    role = SHAREGPT_ROLES.get(turn["role"].lower())
+    return turn if role is None else {**turn, "role": role}
 
 
 def _tool_calls(value: Any) -> list[dict[str, Any]]:

@@ -101,10 +101,6 @@ class PairEncoder:
     def encode(self, row: Row, ref: RowRef) -> Pair:
         config = self._config
         prompt = prompt_column(row, config.prompt_key, config.prompt_template)
-        if prompt in ("", []):
-            raise DataError(
-                "the prompt is empty, but a pair compares two responses to a prompt; add a prompt"
-            )
         better = exchange(row, prompt, config, key=config.chosen_key, field="chosen_key")
         worse = exchange(row, prompt, config, key=config.rejected_key, field="rejected_key")
         worse = replace(worse, may_be_empty=True)

@@ -120,6 +120,11 @@ def label_of(row: Row, config: PromptDataConfig) -> Any:
     Raises DataError if ``label_pattern`` is set and does not match.
     """
     value = row.values.get(config.label_key)
+    if isinstance(value, bytes):
+        raise DataError(
+            f"column {config.label_key!r} (label_key) has bytes that are not UTF-8; write the "
+            "label as text or a number"
+        )
     if config.label_pattern is None:
         return value
     pattern = Pattern(config.label_pattern, is_own=False)

@@ -17,7 +17,7 @@ from burnish.data.preference import to_last_trained
 from burnish.data.rated_targets import target_of
 from burnish.data.repeated import RepeatedPrompts
 from burnish.data.rows import TokenRow, encode_exchange, exchange, prompt_column
-from burnish.data.sources import DataError, Row, Source
+from burnish.data.sources import Row, Source
 from burnish.data.stream import RowRef
 from burnish.types import Batch, rows_to_batch
 
@@ -77,8 +77,6 @@ class RatedEncoder:
     def encode(self, row: Row, ref: RowRef) -> RatedExample:
         config = self._config
         prompt = prompt_column(row, config.prompt_key, config.prompt_template)
-        if prompt in ("", []):
-            raise DataError("the prompt is empty; add the prompt that the response answers")
         given = exchange(row, prompt, config, key=config.response_key, field="response_key")
         given = replace(given, may_be_empty=True)
         given = self._repeated.strip(ref.source, given)

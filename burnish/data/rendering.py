@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
 
-from burnish.chat_message import REASONING, Message, roles_of
+from burnish.chat_message import REASONING, USUAL_ROLES, Message, roles_of
 from burnish.data.notices import note
 from burnish.data.sources import DataError
 from burnish.templates import render_chat
@@ -47,8 +47,11 @@ def render_text(
 
     Raises DataError if there is no chat template, or if it rejects the conversation.
     """
-    if any("tool_calls" in m or REASONING[0] in m for m in messages):
-        messages = habits_of(tokenizer, tools).adapted(messages)
+    if tools or any("tool_calls" in m or REASONING[0] in m for m in messages):
+        habits = habits_of(tokenizer, tools)
+        messages = habits.adapted(messages)
+        if tools and habits.bare_tools:
+            tools = [tool.get("function", tool) for tool in tools]
     return _render(tokenizer, messages, add_generation_prompt, tools, today)
 
 
@@ -93,6 +96,8 @@ class Habits:
     """Reasoning inside the text of the last answer is not rendered (DeepSeek-R1, QwQ)."""
     ignored: Collection[tuple[str, str]]
     """(role, key) of names and call ids that are not rendered."""
+    bare_tools: bool = False
+    """Tools are rendered only as ``{"name", "parameters"}`` without OpenAI's wrapper."""
 
     def ignores_reasoning_of(self, message: Message) -> bool:
         """Return whether the message has reasoning that the template never renders."""
@@ -137,6 +142,7 @@ def habits_of(tokenizer: PreTrainedTokenizerBase, tools: Tools = None) -> Habits
             reasoning_key=probe.reasoning_key(),
             cuts_reasoning=probe.cuts_reasoning(),
             ignored=frozenset(probe.ignored(json_arguments, without_content)),
+            bare_tools=bool(tools) and probe.bare_tools(),
         )
     return known[key]
 
@@ -221,6 +227,14 @@ class _Probe:
                 ignored.append((role, "name"))
         return ignored
 
+    def bare_tools(self) -> bool:
+        """Return whether the name of a tool is rendered only without OpenAI's wrapper."""
+        user = {"role": "user", "content": "Go."}
+        assert self._tools is not None
+        bare = _Probe(self._tokenizer, [tool["function"] for tool in self._tools])
+        wrapped = "qznamezq" in (self._conversation(user) or "")
+        return not wrapped and "qznamezq" in (bare._conversation(user) or "")
+
     def _named(self, role: str, name: str) -> str | None:
         """Return the text of a conversation whose message of ``role`` has a name."""
         roles = {
@@ -271,7 +285,7 @@ def check_rendering(
     refused: Collection[Field] = REFUSED,
 ) -> None:
     """Raise DataError if the chat template leaves out text or tool calls. Record a notice if it
-    leaves out tools, reasoning, names or ids of calls.
+    leaves out tools, reasoning, names or ids of calls, and for unknown roles.
 
     The check renders marks in place of the contents, once for each sequence of message shapes
     (role and fields). ``refused``: the fields that are checked; messages of a running episode may
@@ -282,6 +296,7 @@ def check_rendering(
             note("tools_ignored", _TOOLS_IGNORED)
         elif field in refused:
             raise _left_out_error(field, role, system_prompt)
+    _note_unknown_roles(str(tokenizer.chat_template), messages)
     _note_ignored(habits_of(tokenizer, tools), messages)
 
 
@@ -312,6 +327,19 @@ _TOOLS_IGNORED = (
     "the chat template does not render tools, so the model does not see those in the column "
     "tools_key; set model.chat_template to one that does, or tools_key: null"
 )
+
+
+def _note_unknown_roles(template: str, messages: Sequence[Message]) -> None:
+    """Record a notice for a role that is neither a usual one nor named in the template: it is
+    rendered in a form that no training data of the model has."""
+    for role in {message["role"] for message in messages} - USUAL_ROLES:
+        if f"'{role}'" not in template and f'"{role}"' not in template:
+            note(
+                "unknown_role",
+                f"the chat template does not name the role {role!r}, but renders its messages, in "
+                "a form that the model does not know; rename the role to one of "
+                f"{', '.join(sorted(USUAL_ROLES))}",
+            )
 
 
 def _note_ignored(habits: Habits, messages: Sequence[Message]) -> None:

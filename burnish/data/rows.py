@@ -9,12 +9,19 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from burnish.chat_message import MessageError, text_of
-from burnish.config.data import SHAREGPT_KEY, DataConfig, PreferenceDataConfig, SFTDataConfig
+from burnish.config.data import (
+    SHAREGPT_KEY,
+    DataConfig,
+    PreferenceDataConfig,
+    PromptDataConfig,
+    SFTDataConfig,
+)
 from burnish.config.explain import nearest
 from burnish.config.forms import SYSTEMS
 from burnish.config.rated import RatedDataConfig
 from burnish.config.templates import TemplateError, fields_of
 from burnish.data.chat import (
+    check_prompt,
     check_text,
     encode_completion,
     encode_conversation,
@@ -121,7 +128,20 @@ def content_column(row: Row, key: str, field: str) -> Any:
 
 
 def prompt_column(row: Row, key: str, template: str | None) -> Any:
-    """Return the prompt of a row: ``template`` filled with its columns, or column ``key``."""
+    """Return the prompt of a row: ``template`` filled with its columns, or column ``key``.
+
+    Raises DataError if the prompt is a blank text, as an empty cell of a CSV file is."""
+    prompt = _raw_prompt(row, key, template)
+    if isinstance(prompt, str) and not prompt.strip():
+        source = f"column {key!r} (prompt_key)" if template is None else "prompt_template"
+        raise DataError(
+            f"the prompt is empty ({source} gives a blank text), so a response would follow "
+            "nothing; fill it, drop the row, or set on_bad_row: skip"
+        )
+    return prompt
+
+
+def _raw_prompt(row: Row, key: str, template: str | None) -> Any:
     if template is None:
         return content_column(row, key, "prompt_key")
     try:
@@ -318,6 +338,7 @@ def encode_exchange(
         note_unused_template(tokenizer, prompt_ids, config)
         return token_row(*encode_completion(tokenizer, prompt_ids, response))
     own = as_messages(prompt)
+    check_prompt(own)
     answer = _answer(response, own)
     before = as_messages(own, system_prompt=given.system)
     check_rendering(tokenizer, before, given.tools, system_prompt=given.system)
@@ -326,6 +347,7 @@ def encode_exchange(
             tokenizer,
             [*before, *answer],
             trained_from=len(before),
+            only_last=isinstance(config, SFTDataConfig) and config.train_on_turns == "last",
             tools=given.tools,
             refused=REFUSED - {"empty answer"} if given.may_be_empty else REFUSED,
         )
@@ -351,6 +373,42 @@ def note_unused_template(
             "response follows the prompt without a separator; set data.apply_chat_template: true "
             "to train and sample in the form in which chat models are served",
         )
+
+
+MARKS = frozenset(
+    {
+        *("weight", "weights", "loss_weight", "sample_weight", "train"),
+        *("mask", "loss_mask", "completion_mask", "assistant_masks", "attention_mask"),
+    }
+)
+"""Columns with which other tools weight rows or leave tokens out of the loss."""
+
+
+def note_marks(row: Row, config: DataConfig) -> None:
+    """Record a notice if the row has a column in :data:`MARKS` that would change its loss, and that
+    nothing reads. Rewards read all columns of prompts."""
+    if MARKS.isdisjoint(row.columns) or isinstance(config, PromptDataConfig):
+        return
+    used = {value for name, value in config if name.endswith("_key")}
+    for names in (value for name, value in config if name.endswith("_keys")):
+        used |= set(names or ())
+    used |= set(fields_of(config.prompt_template)) if config.prompt_template else set()
+    for key in MARKS.intersection(row.columns) - used:
+        if _weighs(row.columns[key]):
+            note(
+                "column_unread",
+                f"the column {key!r} is {repr(row.columns[key])[:40]} here, but no column weights "
+                "a row or leaves it out, so the row is trained like others; remove the rows that "
+                "should not be trained (a message of a conversation can have train: false), or "
+                "the column",
+            )
+
+
+def _weighs(value: Any) -> bool:
+    """Return whether a mark differs from 1 or true, or a list has such an entry."""
+    if isinstance(value, list | tuple):
+        return any(map(_weighs, value))
+    return value is not None and str(value).lower() not in ("", "1", "1.0", "true")
 
 
 def sampled_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> TokenRow | None:

@@ -141,7 +141,12 @@ class SFTEncoder:
                 "a string"
             )
         check_text(self._tokenizer, text, refuse=True)
-        _, ids = encode_prompt(self._tokenizer, text, system_prompt=self._config.system_prompt)
+        if self._config.system_prompt is not None:
+            raise DataError(
+                f"system_prompt is set, but text (column {self._config.text_key!r}, text_key) is "
+                "used unchanged; remove system_prompt, or use rows of messages"
+            )
+        _, ids = encode_prompt(self._tokenizer, text)
         if ids[-1:] == [self._tokenizer.eos_token_id]:
             note("double_eos", "the text already ends with the end token; it is kept once")
         else:

@@ -22,7 +22,7 @@ from burnish.config.sources import (
     SourceConfig,
 )
 from burnish.data import files
-from burnish.data.base import EMPTY, DataError, Row, Rows, Source
+from burnish.data.base import EMPTY, DataError, Row, Rows, Source, columnar_row
 from burnish.data.files import missing_file, open_files
 from burnish.data.streamed import StreamedRows, num_first
 
@@ -113,7 +113,7 @@ def _open_dataset(config: HubSource) -> Source:
     def read(i: int) -> Row:
         where = f"{place} row {i}"
         try:
-            return Row(dataset[i], where, fills_nulls=True)
+            return columnar_row(dataset[i], where)
         except READ_ERRORS as error:
             raise DataError(
                 f"{where}: the row cannot be read: {type(error).__name__}: {error}. Correct or "

@@ -86,8 +86,6 @@ class StepsEncoder:
     def encode(self, row: Row, ref: RowRef) -> Solution:
         config, tokenizer = self._config, self._tokenizer
         prompt = prompt_column(row, config.prompt_key, config.prompt_template)
-        if prompt in ("", []):
-            raise DataError("the prompt is empty; add the problem that the steps solve")
         steps, labels = self._steps(row), self._labels(row)
         if len(steps) != len(labels):
             raise DataError(

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.arrow_files import READ_ERRORS
-from burnish.data.base import DataError, Row, Source
+from burnish.data.base import DataError, Row, Source, columnar_row
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -54,7 +54,7 @@ class StreamedRows:
         if i - begin >= self.load(begin):
             raise IndexError(f"{self._place} has no row {i}")
         values = self._rows[i - begin]
-        return self._convert(Row(values, f"{self._place} row {i}", fills_nulls=True))
+        return self._convert(columnar_row(values, f"{self._place} row {i}"))
 
     def converted(self, convert: Callable[[Row], Row]) -> StreamedRows:
         """Return this source with ``convert`` applied to each of its rows."""

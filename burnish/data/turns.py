@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 _MARK = "qzplacezq"
 _SHOWN = 40  # characters of a text in an error
 _ONE_ANSWER = (
-    "Set data.train_on_turns: last, or train: false on the earlier answers, or split the "
-    "conversation into one row per answer, or set model.chat_template to one that only appends"
+    "train: false on the earlier answers, or split the conversation into one row per answer, or "
+    "set model.chat_template to one that only appends"
 )
 _AS_TEXT = (
     "Set model.chat_template to one that only appends, or give the rendered prompt and the "
-    "response as text (data.prompt_key and data.response_key)"
+    "response as columns of text"
 )
 
 
@@ -50,10 +50,13 @@ def locate_turns(
     messages: Sequence[Message],
     trained: Sequence[int],
     tools: Tools = None,
+    *,
+    may_choose: bool = False,
 ) -> tuple[str, list[Turn]]:
     """Return the text up to the last trained turn, and the trained turns in it.
 
-    ``trained``: indices of messages, in order. Raises DataError if the prompt that generation
+    ``trained``: indices of messages, in order. ``may_choose``: the data has the option
+    ``train_on_turns``, for messages. Raises DataError if the prompt that generation
     renders for a turn is not a beginning of the text, because training would not match generation.
     """
     render = partial(render_text, tokenizer, tools=tools, today=datetime.now())
@@ -61,13 +64,14 @@ def locate_turns(
     prompt = render(messages[:last], add_generation_prompt=True)
     habits = habits_of(tokenizer, tools)
     turn = _last_turn(render, messages[: last + 1], prompt, habits)
-    place = _Place(tokenizer, render, messages[:last], prompt)
+    choice = "Set data.train_on_turns: last, or set " if may_choose else "Set "
+    place = _Place(tokenizer, render, messages[:last], prompt, choice + _ONE_ANSWER)
     turns = [place.of(number) for number in trained[:-1]]
     turns.append(Turn(len(prompt), len(prompt) + len(turn)))
     text = prompt + turn
     for number, located in zip(trained, turns, strict=True):
         if not habits.ignores_reasoning_of(messages[number]):
-            _note_lost_reasoning(messages[number], text[located.begin : located.end])
+            _note_lost_reasoning(messages[number], text[located.begin : located.end], choice)
     return text, turns
 
 
@@ -118,7 +122,8 @@ def _reasoning_of(message: Message) -> tuple[str, str]:
 class _Place:
     """Places of earlier turns in the prompt of the last one.
 
-    ``text``: the prompt for the answer to ``messages``.
+    ``text``: the prompt for the answer to ``messages``. ``advice``: ways out of a turn that cannot
+    be located.
     """
 
     def __init__(
@@ -127,16 +132,17 @@ class _Place:
         render: Render,
         messages: Sequence[Message],
         text: str,
+        advice: str,
     ) -> None:
         self._tokenizer, self._render = tokenizer, render
-        self._messages, self._text = messages, text
+        self._messages, self._text, self._advice = messages, text, advice
 
     def of(self, turn: int) -> Turn:
         """Return the span of message ``turn``. Raises DataError if it cannot be located."""
         messages, text = self._messages, self._text
         prompt = self._render(messages[:turn], add_generation_prompt=True)
         if not text.startswith(prompt):
-            raise _moved(prompt, text, f"message {turn}")
+            raise _moved(prompt, text, f"message {turn}", self._advice)
         alone = self._render(messages[: turn + 1], add_generation_prompt=False)
         if text.startswith(alone) and len(alone) > len(prompt):
             return Turn(len(prompt), len(alone))
@@ -147,7 +153,7 @@ class _Place:
             raise DataError(
                 f"the end of message {turn} cannot be located: the chat template writes "
                 f"{alone[-_SHOWN:]!r} at the end if it is the last message, and "
-                f"{region[-_SHOWN:]!r} if more follow. {_ONE_ANSWER}"
+                f"{region[-_SHOWN:]!r} if more follow. {self._advice}"
             )
         return Turn(len(prompt), len(prompt) + length + len(end))
 
@@ -167,22 +173,22 @@ class _Place:
         marked = [*messages[: turn + 1], following, *messages[turn + 2 :]]
         head, mark, _ = self._render(marked, add_generation_prompt=True).partition(_MARK)
         if not mark or not text.startswith(head):
-            raise _moved(head, text, f"the message after message {turn}")
+            raise _moved(head, text, f"the message after message {turn}", self._advice)
         return len(head)
 
 
-def _note_lost_reasoning(message: Message, turn: str) -> None:
+def _note_lost_reasoning(message: Message, turn: str, choice: str) -> None:
     reasoning, _ = _reasoning_of(message)
     if reasoning.strip() and reasoning.strip() not in turn:
         note(
             "reasoning_dropped",
             "the chat template removes the reasoning of an earlier answer that is trained, so the "
-            "model learns to give this answer without reasoning; set data.train_on_turns: last, or "
-            "split the conversation into one row per answer",
+            f"model learns to give this answer without reasoning. {choice}train: false on the "
+            "earlier answers, or split the conversation into one row per answer",
         )
 
 
-def _moved(prompt: str, text: str, subject: str, advice: str = _ONE_ANSWER) -> DataError:
+def _moved(prompt: str, text: str, subject: str, advice: str) -> DataError:
     same = next(
         (i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(text)
     )

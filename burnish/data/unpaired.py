@@ -143,8 +143,6 @@ class UnpairedEncoder:
     def encode(self, row: Row, ref: RowRef) -> UnpairedExample:
         config = self._config
         prompt = prompt_column(row, config.prompt_key, config.prompt_template)
-        if prompt in ("", []):
-            raise DataError("the prompt is empty; add the prompt that the response answers")
         given = exchange(row, prompt, config, key=config.response_key, field="response_key")
         assert config.label_key is not None
         desirable = _desirable_label(column(row, config.label_key, "label_key"), config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import logging
@@ -23,8 +24,8 @@ Rows = Iterable[Mapping[str, Any]]
 def json_line(row: Mapping[str, Any]) -> bytes:
     """Return a row as one line of strict JSON in UTF-8, with a line feed.
 
-    Non-finite numbers become null. Values without a JSON type (dates, bytes) become text. A lone
-    surrogate, which UTF-8 cannot encode, stays an escape.
+    Non-finite numbers become null. Values without a JSON type become text: dates in ISO form, bytes
+    in base64. A lone surrogate, which UTF-8 cannot encode, stays an escape.
     """
     plain = _plain(row)
     try:
@@ -92,6 +93,8 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
     return str(value)
 
 

@@ -15,6 +15,7 @@ from burnish.data.chat import (
     encode_prompt,
 )
 from burnish.data.messages import as_messages
+from burnish.data.notices import collecting
 from burnish.data.sources import DataError
 
 Tok = PreTrainedTokenizerFast
@@ -101,6 +102,34 @@ def test_a_turn_is_trained_up_to_another_special_end_token(chars: Tok) -> None:
     ids, mask = encode_conversation(chars, [user("1+1"), assistant("2")])
     assert trained_text(chars, ids, mask) == ["2<|eot|>"]
     assert not mask[-1] and chars.decode(ids[-1:]) == "\n"
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|eot|>"])  # the second one is not EOS
+@pytest.mark.parametrize(
+    ("answer", "trained", "counted"),
+    [
+        ("2{end}3", "2{end}", True),
+        ("2{end} {end}3", "2{end}", True),
+        ("2{end}", "2{end}", False),
+        ("2{end} \n", "2{end}", False),
+        ("2 3", "2 3{end}", False),
+    ],
+)
+def test_text_behind_an_end_token_inside_an_answer_is_counted_and_not_trained(
+    chars: Tok, end: str, answer: str, trained: str, counted: bool
+) -> None:
+    """Sampling stops at the token, so the text behind it is never part of a response."""
+    chars.chat_template = chars.chat_template.replace("<|im_end|>", end)
+    text = answer.format(end=end)
+    with collecting() as notices:
+        ids, mask = encode_conversation(chars, [user("1+1"), assistant(text)])
+    assert trained_text(chars, ids, mask) == [trained.format(end=end)]
+    assert ("text_after_end" in notices) == counted
+    if end == chars.eos_token:
+        with collecting() as notices:
+            ids, mask = encode_completion(chars, plain(chars, "1+1="), text)
+        assert trained_text(chars, ids, mask) == [trained.format(end=end)]
+        assert ("text_after_end" in notices) == counted
 
 
 def test_a_continuation_gets_no_leading_space(metaspace: Tok) -> None:

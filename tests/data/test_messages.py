@@ -101,6 +101,30 @@ def test_tools_reach_the_chat_template(chars: Tok, jsonl: Jsonl) -> None:
     assert text_of(chars, load_pairs(data, chars)).count(expected) == 2
 
 
+@pytest.mark.parametrize("reads", ["{{ t | tojson }}", "{{ t.function.name }}", "{{ t.name }}"])
+def test_the_forms_of_a_tool_give_equal_tokens(chars: Tok, jsonl: Jsonl, reads: str) -> None:
+    """The template gets OpenAI's form, or the bare one if it renders only that."""
+    chars.chat_template = WITH_TOOLS.replace("{{ t | tojson }}", reads)
+    function = ADD["function"]
+    forms = [ADD, function, {"type": "function", **function}, {"function": function}]
+    forms += [json.dumps(function), {"function": function, "type": "function"}]
+    texts = {prompt_text(chars, jsonl([{"prompt": [USER], "tools": [form]}])) for form in forms}
+    expected = json.dumps(ADD) if "tojson" in reads else "add"
+    assert texts == {f"tools: {expected};{RENDERED}"}
+    other = {"type": "web_search", "name": "add"}
+    if "tojson" in reads:
+        text = prompt_text(chars, jsonl([{"prompt": [USER], "tools": [other]}]))
+        assert json.dumps(other) in text
+
+
+def test_roles_of_sharegpt_in_openai_messages_are_read_in_its_columns(
+    chars: Tok, jsonl: Jsonl
+) -> None:
+    turns = [{"role": "Human", "content": "1+1"}, {"role": "gpt", "content": "2"}]
+    expected = text_of(chars, rows(chars, jsonl([{"messages": [USER, ANSWER]}])))
+    assert text_of(chars, rows(chars, jsonl([{"conversations": turns}]))) == expected
+
+
 def test_a_default_tools_column_of_another_type_is_ignored(chars: Tok, jsonl: Jsonl) -> None:
     chars.chat_template = WITH_TOOLS
     row = {"prompt": [USER], "tools": ["calculator"], "mine": ["calculator"]}

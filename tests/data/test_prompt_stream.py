@@ -3,6 +3,7 @@ rows."""
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 from collections.abc import Callable
@@ -16,11 +17,21 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from burnish.config import ConfigError, dump_yaml, load_config
-from burnish.config.data import PromptDataConfig
+from burnish.config.data import (
+    DataConfig,
+    PreferenceDataConfig,
+    PromptDataConfig,
+    SFTDataConfig,
+)
+from burnish.config.rated import ScoresDataConfig
+from burnish.config.score import ResponseDataConfig
 from burnish.config.sources import FileSource
 from burnish.data import sources
+from burnish.data.encoders import encoder_of
+from burnish.data.forms import open_rows
 from burnish.data.prompts import PromptStream, load_prompts
 from burnish.data.sources import DataError, Row
+from burnish.data.stream import RowRef
 
 Tok = PreTrainedTokenizerFast
 Jsonl = Callable[..., str]
@@ -248,9 +259,27 @@ def test_an_unusable_prompt_is_refused_with_its_location(
         stream.next(2)
 
 
-def test_a_prompt_without_tokens_is_refused(bpe: Tok, jsonl: Jsonl) -> None:
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: the prompt has no tokens"):
-        PromptStream(config(jsonl([{"prompt": ""}])), bpe, seed=0).next(1)
+@pytest.mark.parametrize(("suffix", "prompt"), [("jsonl", " \n"), ("csv", "")])
+@pytest.mark.parametrize(
+    "kind",
+    [PromptDataConfig, ResponseDataConfig, SFTDataConfig, PreferenceDataConfig, ScoresDataConfig],
+)
+def test_an_empty_prompt_is_refused_in_every_job(
+    kind: type[DataConfig], suffix: str, prompt: str, chars: Tok, tmp_path: Path
+) -> None:
+    """A CSV file has an empty cell for a missing prompt: the response would be trained alone."""
+    row = {"prompt": prompt, "response": "a", "chosen": "a", "rejected": "b", "score": "1"}
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "csv":
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([list(row), list(row.values())])
+    else:
+        path.write_text(json.dumps(row))
+    options = {"kind": "scores", "score_keys": ["score"]} if kind is ScoresDataConfig else {}
+    rows = kind.model_validate({"sources": [str(path)], **options})
+    opened = open_rows(rows)
+    with pytest.raises(DataError, match=r"the prompt is empty .*on_bad_row: skip"):
+        encoder_of(rows, chars, opened).encode(opened[0][0], RowRef("rows", 0, 0))
 
 
 def test_a_tokenizer_without_end_token_is_refused_at_the_start(chars: Tok, jsonl: Jsonl) -> None:

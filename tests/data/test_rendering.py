@@ -10,6 +10,7 @@ import pytest
 from chat_families import chat_tokenizer
 from chat_templates import published_tokenizer
 
+from burnish.chat_message import canonical
 from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.data.notices import collecting
 from burnish.data.preference import load_pairs
@@ -35,6 +36,29 @@ def tokenizer_of(family: str) -> Any:
     if family in tokenizers:
         return chat_tokenizer(tokenizers[family])
     return published_tokenizer(family)
+
+
+@pytest.mark.parametrize(
+    ("family", "role", "noticed"),
+    [
+        ("chatml", "human", True),
+        ("chatml", "critic", True),
+        ("smollm2", "observation", True),
+        ("episodes_llama3", "User", True),
+        ("chatml", "user", False),
+        ("chatml", "developer", False),  # canonical messages have the role system
+        ("chatml", "tool", False),
+        ("harmony", "tool", False),
+        ("llama3", "ipython", True),
+    ],
+)
+def test_a_role_that_a_template_writes_without_naming_it_is_noticed(
+    family: str, role: str, noticed: bool
+) -> None:
+    messages = [canonical({"role": role, "content": "Be brief."}), USER, ANSWER]
+    with collecting() as notices:
+        check_rendering(tokenizer_of(family), messages)
+    assert ("unknown_role" in notices) == noticed
 
 
 @pytest.mark.parametrize(

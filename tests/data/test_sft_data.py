@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from burnish.config import ConfigError, load_config
-from burnish.config.data import SFTDataConfig
+from burnish.config.data import PromptDataConfig, SFTDataConfig
 from burnish.data.chat import encode_prompt
+from burnish.data.prompts import PromptStream
 from burnish.data.sft import SFTStream, load_rows
 from burnish.data.sources import DataError
 from burnish.types import Batch
@@ -275,6 +276,36 @@ def test_a_template_without_end_token_is_logged_once_and_counted(
     assert "3 rows in all: no end token" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("column", "counted"),
+    [
+        ({"weight": 0.5}, 1),
+        ({"train": False}, 1),
+        ({"loss_mask": [1, 0]}, 1),
+        ({"weight": "0"}, 1),
+        ({"weight": 1.0, "train": True, "mask": [1, 1]}, 0),
+        ({"weight": None}, 0),
+        ({"level": 0.5}, 0),
+    ],
+)
+def test_columns_that_should_weight_a_row_are_counted(
+    chars: Tok, jsonl: Jsonl, column: dict[str, Any], counted: int
+) -> None:
+    path = jsonl([{"prompt": "1+1=", "response": "2", "label": "2", **column}])
+    stream = SFTStream(SFTDataConfig(sources=(path,)), chars, seed=0)
+    stream.next(1)
+    assert stream.counts.get("rows_column_unread", 0) == counted
+    template = "{prompt}" + "".join(f"{{{name}}}" for name in column)
+    used = SFTDataConfig(sources=(path,), prompt_template=template)
+    prompts = PromptStream(PromptDataConfig(sources=(path,)), chars, seed=0)
+    prompts.next(1)  # a reward reads all columns
+    assert "prompts_column_unread" not in prompts.counts
+    if all(isinstance(value, int | float | str) for value in column.values()):
+        stream = SFTStream(used, chars, seed=0)
+        stream.next(1)
+        assert "rows_column_unread" not in stream.counts
+
+
 def test_a_limit_stops_the_loading_of_rows(chars: Tok, jsonl: Jsonl) -> None:
     path = jsonl([{"text": "ab"}, {"text": "cd"}, {"text": "ef"}])
     batch = load_rows(SFTDataConfig(sources=(path,)), chars, limit=2)
@@ -342,6 +373,10 @@ def test_flags_and_last_turn_choose_the_trained_answers(flags, options, trained,
     batch = load_rows(rows, chars)
     tokens = batch.tokens.tolist()
     assert tokens == load_rows(plain, chars).tokens.tolist()[: len(tokens)]
+    assert chars.decode(batch.tokens[batch.action_mask].tolist()) == trained
+    split = {"prompt": messages[:1], "response": messages[1:]}
+    rows = SFTDataConfig(sources=(jsonl([split], "split.jsonl"),), **options)
+    batch = load_rows(rows, chars)
     assert chars.decode(batch.tokens[batch.action_mask].tolist()) == trained
 
 

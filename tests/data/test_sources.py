@@ -14,11 +14,13 @@ import pytest
 from datasets.arrow_writer import ArrowWriter
 
 from burnish.config import ConfigError, arrow_files, load_config
-from burnish.config.columns import columns_of, first_file
-from burnish.config.data import DataConfig
+from burnish.config.columns import columns_of, first_file, first_row
+from burnish.config.data import DataConfig, PromptDataConfig
 from burnish.config.passes import num_rows
 from burnish.config.sources import EnvironmentSource, FileSource, HubSource
-from burnish.data.sources import DataError, Source, first_rows, open_source, open_sources
+from burnish.data.prompts import label_of
+from burnish.data.sources import DataError, Row, Source, first_rows, open_source, open_sources
+from burnish.data.write import json_line
 
 ROWS = [{"prompt": "1+1=", "label": "2"}, {"prompt": "2+2=", "label": "4"}]
 
@@ -334,8 +336,10 @@ LONG = "1" * 5000
         (DEEP, "nested deeper than 100 levels"),
         ("[" * 101 + "]" * 101, "nested deeper than 100 levels"),
         (LONG, "4300 digits"),
+        ('1, "b": {}, "a": 2', "the key 'a' twice"),
+        ('[{"role": "user", "content": "a", "content": "b"}]', "the key 'content' twice"),
     ],
-    ids=["deep", "a little deep", "long"],
+    ids=["deep", "a little deep", "long", "twice", "twice inside"],
 )
 def test_deep_and_long_json_is_a_data_error_with_its_location(
     tmp_path: Path, name: str, value: str, says: str
@@ -350,6 +354,25 @@ def test_deep_and_long_json_is_a_data_error_with_its_location(
     flat = json.dumps({"a": [{"b": i} for i in range(200)]})
     path.write_text(flat if name.endswith("l") else f"[{flat}]")
     assert len(open_file(path)[0].values["a"]) == 200
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_binary_column_of_texts_is_text_and_other_bytes_are_written_in_base64(
+    tmp_path: Path, suffix: str
+) -> None:
+    values = {"prompt": "2+2=é".encode(), "image": b"\xff\x00", "label": b"4"}
+    path, table = tmp_path / f"rows.{suffix}", pa.Table.from_pylist([values])
+    if suffix == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    row = open_file(path)[0].values
+    assert row == {"prompt": "2+2=é", "image": b"\xff\x00", "label": "4"}
+    assert first_row(str(path)) == row
+    assert json.loads(json_line(row))["image"] == "/wA="
+    with pytest.raises(DataError, match=r"'image' \(label_key\) has bytes"):
+        label_of(Row(row, "rows"), PromptDataConfig(sources=(str(path),), label_key="image"))
 
 
 @pytest.mark.parametrize(

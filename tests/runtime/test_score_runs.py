@@ -202,7 +202,7 @@ def test_a_row_that_cannot_be_scored_is_refused_before_anything_is(
         ("shaping.overlong_buffer_len=4", "is counted from generate_max_len, which is not set"),
         ("generate_max_len=8", "has no effect without shaping.overlong_buffer_len"),
         ("output=rows.csv", r"output=rows.csv must end in \.jsonl or \.parquet"),
-        ("data.overlong=truncate_left", "would score responses to prompts that differ from those"),
+        ("data.overlong=truncate_left", "would use prompts that differ from those"),
     ],
 )
 def test_a_recipe_that_makes_no_sense_is_refused(

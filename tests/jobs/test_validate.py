@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 from typer.testing import CliRunner
 
@@ -146,6 +148,7 @@ def test_several_processes_find_the_same_rows(
     tree = recipe("sft", path)
     with pytest.raises(DataError) as alone:
         check(tree)
+    monkeypatch.setattr(sys, "executable", fork_server.interpreter())
     monkeypatch.setattr(validate, "PARALLEL_ROWS", 2)
     monkeypatch.setattr(validate, "_SPAN_ROWS", 3)
     monkeypatch.setattr(validate, "_num_workers", lambda: 2)
@@ -193,16 +196,16 @@ TESTS = json.dumps(["assert f(1) == 2"])
 
 
 @pytest.mark.parametrize(
-    ("kind", "label", "bad"),
+    ("job", "kind", "label", "bad"),
     [
-        ("math", "2", None),
-        ("math", "2", ""),
-        ("math", "2", {"a": 1}),
-        ("python_code", TESTS, None),
-        ("python_code", TESTS, [1]),
+        ("rl", "math", "2", {"a": 1}),
+        ("rl", "python_code", TESTS, [1]),
+        ("evaluate", "math", "2", ""),
+        ("evaluate", "python_code", TESTS, None),
+        ("generate", "math", "2", None),
+        ("score", "python_code", TESTS, [1]),
     ],
 )
-@pytest.mark.parametrize("job", ["rl", "evaluate", "generate", "score"])
 def test_labels_that_the_rewards_cannot_use_are_found_in_every_row(
     job: str, kind: str, label: str, bad: Any, tmp_path: Path
 ) -> None:

@@ -102,8 +102,9 @@ def close_at_the_end() -> Iterator[None]:
         _kept.popitem()[1].close()
 
 
-@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def tied(request: pytest.FixtureRequest) -> bool:
+    """(The module's scope groups the tests of an engine.)"""
     return bool(request.param)
 
 
@@ -284,16 +285,6 @@ def test_a_larger_n_begins_with_the_same_samples(loaded: VllmRolloutEngine) -> N
     assert len({c.token_ids for c in five.values()}) == 5
 
 
-def test_another_engine_with_the_same_weights_samples_the_same(loaded: VllmRolloutEngine) -> None:
-    """As after a resume, with another number of places."""
-    requests = requests_for(PROMPTS, n=3)
-    before = by_sample(loaded.generate(requests, Sampling(20)))
-    with closing(start(config_of(tied=False), max_num_seqs=4)) as other:
-        other.load_weights(1, lively(config_of(tied=False)).named_parameters())
-        after = by_sample(other.generate(requests[::-1], Sampling(20)))
-    assert {k: c.token_ids for k, c in after.items()} == {k: c.token_ids for k, c in before.items()}
-
-
 def test_the_samples_of_a_prompt_share_its_prefill_but_for_its_last_block(
     loaded: VllmRolloutEngine,
 ) -> None:
@@ -313,20 +304,6 @@ def test_a_stop_string_ends_a_response_as_in_the_local_engine(
     cut = next(k for k in range(1, 31) if stop in "".join(pieces[:k]))
     assert c.finish_reason == "stop" and c.token_ids == free.token_ids[:cut]
     assert len(c.logprobs) == cut
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 0.25), ("fp16", 0.03)])
-def test_half_precision_loads_weights_and_is_close_to_fp32(dtype: str, tolerance: float) -> None:
-    """Logits here are about 3 and hidden states about 10: some tens of roundings of 2^-9 (bf16) or
-    2^-12 (fp16) of them."""
-    model = lively(config_of(tied=True))
-    with closing(start(config_of(tied=True), dtype=dtype)) as engine:
-        engine.load_weights(4, model.named_parameters())
-        for c in engine.generate([Request("r", LONG, n=4, seed=1)], Sampling(20)):
-            expected = plain_logprobs(model, LONG, c, 1.0)
-            assert c.version == 4
-            gap = float((torch.tensor(c.logprobs) - expected).abs().max())
-            assert 1e-5 < gap < tolerance
 
 
 # ---- new weights -----------------------------------------------------------------------------
@@ -544,52 +521,6 @@ def test_a_trainer_that_fails_in_the_middle_leaves_an_engine_that_refuses(
     refused(loaded, 1)
 
 
-def test_the_copy_that_vllm_packs_of_a_tied_head_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own form for the embedding and the head, ours for all other layers: every tensor
-    loads, every parameter has the loaded values, but the head still computes with its copy of the
-    old ones."""
-    from vllm.model_executor.layers import utils
-
-    theirs = pristine_dispatch()
-
-    def packs_the_head(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-        if not remove_weight:
-            theirs(layer, remove_weight)
-
-    def mend() -> None:
-        monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", packs_the_head)
-
-    monkeypatch.setattr(ours, "use_plain_linear", mend)
-    model = lively(config_of(tied=True))
-    with closing(start(config_of(tied=True))) as engine:
-        with pytest.raises(StaleWeightsError, match="lm_head computes with a copy of its weight"):
-            engine.load_weights(1, model.named_parameters())
-        refused(engine, 0)
-        # With the guard taken out nothing else notices, and the tokens are wrong.
-        monkeypatch.setattr(weights_side, "_not_live", lambda *_: [])
-        engine.load_weights(1, model.named_parameters())
-        with pytest.raises(AssertionError):
-            check_greedy(engine, model)
-
-
-def test_unmodified_vllm_packs_all_layers_and_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from vllm.model_executor.layers import utils
-
-    theirs = pristine_dispatch()
-    monkeypatch.setattr(
-        ours,
-        "use_plain_linear",
-        lambda: monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", theirs),
-    )
-    with closing(start(config_of(tied=False))) as engine:
-        with pytest.raises(StaleWeightsError, match="its loader failed"):
-            engine.load_weights(1, lively(config_of(tied=False)).named_parameters())
-        refused(engine, 0)
-
-
 def pristine_dispatch() -> Callable[[Any, bool], None]:
     """vLLM's own function, which an earlier engine of this process replaced."""
     from vllm.model_executor.layers import utils
@@ -695,25 +626,6 @@ def test_a_step_that_vllm_has_begun_is_of_the_old_weights(
             torch.testing.assert_close(torch.tensor(c.logprobs[1:]), rest, atol=3e-5, rtol=0)
 
 
-def test_global_generators_and_threads_are_unchanged() -> None:
-    torch.manual_seed(11)
-    random.seed(11)
-    np.random.seed(11)
-    expected = torch.rand(3).tolist(), random.random(), np.random.rand()
-    threads = torch.set_num_threads
-    torch.manual_seed(11)
-    random.seed(11)
-    np.random.seed(11)
-    with closing(start(config_of(tied=True))) as engine:
-        assert torch.set_num_threads is threads
-        engine.load_weights(0, lively(config_of(tied=True)).named_parameters())
-        done = engine.generate(requests_for(PROMPTS, n=2), Sampling(6))
-        next(done)
-        assert torch.is_grad_enabled()
-        list(done)
-    assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == expected
-
-
 def test_weights_are_dropped_before_new_ones_and_the_cache_is_restored_last(
     loaded: VllmRolloutEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -745,25 +657,6 @@ def test_on_cpu_sleep_has_no_effect_at_any_level(loaded: VllmRolloutEngine) -> N
         assert {k: c.token_ids for k, c in after.items()} == {
             k: c.token_ids for k, c in before.items()
         }
-
-
-def test_a_group_that_a_trainer_made_outlives_the_engine(tmp_path: Path) -> None:
-    while _kept:
-        _kept.popitem()[1].close()
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        passed = {"distributed_timeout_seconds": 77}
-        with closing(start(config_of(tied=True), engine_args=passed)) as engine:
-            config = engine._llm.vllm_config.parallel_config
-            assert config.distributed_timeout_seconds == 77
-            engine.load_weights(0, lively(config_of(tied=True)).named_parameters())
-            assert len(list(engine.generate(requests_for(PROMPTS), Sampling(3)))) == 5
-        x = torch.ones(2)
-        torch.distributed.all_reduce(x)
-        assert x.tolist() == [1.0, 1.0]
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_an_argument_that_is_set_on_this_machine_is_refused(loaded: VllmRolloutEngine) -> None:
@@ -830,27 +723,6 @@ def test_two_processes_share_the_model_load_weights_and_end_cleanly(
     assert not torch.distributed.is_initialized()
 
 
-def test_a_model_without_a_number_of_key_value_heads_is_sampled_from() -> None:
-    """GPT-2: as many as heads, and a table of positions, which is no linear layer."""
-    while _kept:
-        _kept.popitem()[1].close()
-    sizes = {"n_embd": 64, "n_head": 2, "n_layer": 2, "n_positions": 256}
-    config = AutoConfig.for_model(
-        "gpt2", vocab_size=64, bos_token_id=1, eos_token_id=1, attn_pdrop=0.0, **sizes
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(6)
-    engine = VllmRolloutEngine(model, TOKENIZER, VllmEngine(kind="vllm"), max_model_len=256)
-    with closing(engine):
-        engine.load_weights(1, model.named_parameters())
-        (c,) = engine.generate([Request("r", (7, 8, 9))], Sampling(8, 0.0))
-        assert list(c.token_ids) == transformers_greedy(model, (7, 8, 9), 8)
-
-
 # ---- what is refused ---------------------------------------------------------------------------
 
 
@@ -898,6 +770,138 @@ def test_no_request_exceeds_the_engines_max_length(loaded: VllmRolloutEngine) ->
         next(loaded.generate([Request("r", (7,) * 250)], Sampling(8)))
     (c,) = loaded.generate([Request("r", (7,) * 250, seed=2)], Sampling(6))
     assert len(c.token_ids) == 6 or c.finish_reason == "stop"
+
+
+# ---- engines of their own: each start closes the shared one --------------------------------------
+
+
+def test_another_engine_with_the_same_weights_samples_the_same(loaded: VllmRolloutEngine) -> None:
+    """As after a resume, with another number of places."""
+    requests = requests_for(PROMPTS, n=3)
+    before = by_sample(loaded.generate(requests, Sampling(20)))
+    with closing(start(config_of(tied=False), max_num_seqs=4)) as other:
+        other.load_weights(1, lively(config_of(tied=False)).named_parameters())
+        after = by_sample(other.generate(requests[::-1], Sampling(20)))
+    assert {k: c.token_ids for k, c in after.items()} == {k: c.token_ids for k, c in before.items()}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 0.25), ("fp16", 0.03)])
+def test_half_precision_loads_weights_and_is_close_to_fp32(dtype: str, tolerance: float) -> None:
+    """Logits here are about 3 and hidden states about 10: some tens of roundings of 2^-9 (bf16) or
+    2^-12 (fp16) of them."""
+    model = lively(config_of(tied=True))
+    with closing(start(config_of(tied=True), dtype=dtype)) as engine:
+        engine.load_weights(4, model.named_parameters())
+        for c in engine.generate([Request("r", LONG, n=4, seed=1)], Sampling(20)):
+            expected = plain_logprobs(model, LONG, c, 1.0)
+            assert c.version == 4
+            gap = float((torch.tensor(c.logprobs) - expected).abs().max())
+            assert 1e-5 < gap < tolerance
+
+
+def test_the_copy_that_vllm_packs_of_a_tied_head_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own form for the embedding and the head, ours for all other layers: every tensor
+    loads, every parameter has the loaded values, but the head still computes with its copy of the
+    old ones."""
+    from vllm.model_executor.layers import utils
+
+    theirs = pristine_dispatch()
+
+    def packs_the_head(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+        if not remove_weight:
+            theirs(layer, remove_weight)
+
+    def mend() -> None:
+        monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", packs_the_head)
+
+    monkeypatch.setattr(ours, "use_plain_linear", mend)
+    model = lively(config_of(tied=True))
+    with closing(start(config_of(tied=True))) as engine:
+        with pytest.raises(StaleWeightsError, match="lm_head computes with a copy of its weight"):
+            engine.load_weights(1, model.named_parameters())
+        refused(engine, 0)
+        # With the guard taken out nothing else notices, and the tokens are wrong.
+        monkeypatch.setattr(weights_side, "_not_live", lambda *_: [])
+        engine.load_weights(1, model.named_parameters())
+        with pytest.raises(AssertionError):
+            check_greedy(engine, model)
+
+
+def test_unmodified_vllm_packs_all_layers_and_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.model_executor.layers import utils
+
+    theirs = pristine_dispatch()
+    monkeypatch.setattr(
+        ours,
+        "use_plain_linear",
+        lambda: monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", theirs),
+    )
+    with closing(start(config_of(tied=False))) as engine:
+        with pytest.raises(StaleWeightsError, match="its loader failed"):
+            engine.load_weights(1, lively(config_of(tied=False)).named_parameters())
+        refused(engine, 0)
+
+
+def test_global_generators_and_threads_are_unchanged() -> None:
+    torch.manual_seed(11)
+    random.seed(11)
+    np.random.seed(11)
+    expected = torch.rand(3).tolist(), random.random(), np.random.rand()
+    threads = torch.set_num_threads
+    torch.manual_seed(11)
+    random.seed(11)
+    np.random.seed(11)
+    with closing(start(config_of(tied=True))) as engine:
+        assert torch.set_num_threads is threads
+        engine.load_weights(0, lively(config_of(tied=True)).named_parameters())
+        done = engine.generate(requests_for(PROMPTS, n=2), Sampling(6))
+        next(done)
+        assert torch.is_grad_enabled()
+        list(done)
+    assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == expected
+
+
+def test_a_group_that_a_trainer_made_outlives_the_engine(tmp_path: Path) -> None:
+    while _kept:
+        _kept.popitem()[1].close()
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        passed = {"distributed_timeout_seconds": 77}
+        with closing(start(config_of(tied=True), engine_args=passed)) as engine:
+            config = engine._llm.vllm_config.parallel_config
+            assert config.distributed_timeout_seconds == 77
+            engine.load_weights(0, lively(config_of(tied=True)).named_parameters())
+            assert len(list(engine.generate(requests_for(PROMPTS), Sampling(3)))) == 5
+        x = torch.ones(2)
+        torch.distributed.all_reduce(x)
+        assert x.tolist() == [1.0, 1.0]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_model_without_a_number_of_key_value_heads_is_sampled_from() -> None:
+    """GPT-2: as many as heads, and a table of positions, which is no linear layer."""
+    while _kept:
+        _kept.popitem()[1].close()
+    sizes = {"n_embd": 64, "n_head": 2, "n_layer": 2, "n_positions": 256}
+    config = AutoConfig.for_model(
+        "gpt2", vocab_size=64, bos_token_id=1, eos_token_id=1, attn_pdrop=0.0, **sizes
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(6)
+    engine = VllmRolloutEngine(model, TOKENIZER, VllmEngine(kind="vllm"), max_model_len=256)
+    with closing(engine):
+        engine.load_weights(1, model.named_parameters())
+        (c,) = engine.generate([Request("r", (7, 8, 9))], Sampling(8, 0.0))
+        assert list(c.token_ids) == transformers_greedy(model, (7, 8, 9), 8)
 
 
 def test_an_engine_without_weights_or_closed_samples_nothing() -> None:

@@ -7,12 +7,12 @@ import importlib.util
 import json
 import os
 import re
-import sys
 import tempfile
 from pathlib import Path
 from socket import AF_INET
 from typing import Any
 
+import fork_server
 import psutil
 import pytest
 import yaml
@@ -33,7 +33,7 @@ ENVIRONMENT = ROOT / "recipes/environments/guess_number.py"
 PLAYED_BY = {
     "environment": f"{{environment: '{ENVIRONMENT}:GuessNumber', max_turns: 3, max_tokens: 32}}",
     "agent": f"{{agent: '{AGENT}:agent', workers: 2, max_turns: 3, max_tokens: 32}}",
-    "command": f"{{command: [{sys.executable}, '{AGENT}'], max_turns: 3, max_tokens: 32}}",
+    "command": f"{{command: [PYTHON, '{AGENT}'], max_turns: 3, max_tokens: 32}}",
 }
 
 
@@ -66,7 +66,10 @@ def test_an_openai_client_gives_the_curve_of_the_environment(tmp_path: Path) -> 
     process per episode. A response that is cut ends an episode of the environment; the agent sees
     it and ends by itself."""
     curves = {
-        kind: run(tmp_path / kind, f"rollout.episodes={episodes}")
+        kind: run(
+            tmp_path / kind,
+            "rollout.episodes=" + episodes.replace("PYTHON", fork_server.interpreter()),
+        )
         for kind, episodes in PLAYED_BY.items()
     }
     same = ("reward/", "train/loss", "train/grad_norm", "episodes/turns", "episodes/tokens")

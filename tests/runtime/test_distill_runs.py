@@ -361,12 +361,11 @@ def test_the_teacher_is_placed_as_the_reference_is(
 @pytest.mark.parametrize(
     "engine",
     [
-        [],
+        ["teacher.dtype=bf16"],
         ["train.engine.sharding=full"],
         ["train.engine.sequence_parallel_size=2"],
         ["train.engine.tensor_parallel_size=2"],
         ["train.engine={kind: deepspeed, zero_stage: 3}"],
-        ["teacher.dtype=bf16"],
     ],
 )
 def test_two_ranks_on_ray_find_the_numbers_of_one_process(

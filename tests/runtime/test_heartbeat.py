@@ -228,7 +228,7 @@ def ray() -> Iterator[Any]:
 
 @pytest.mark.slow
 def test_hung_processes_are_reported_and_busy_ones_are_not(ray: Any) -> None:
-    """Four workers at a time-out of 5 s: one computes and one waits for 12 s, both well; one holds
+    """Four workers at a time-out of 5 s: one computes and one waits for 9 s, both well; one holds
     its interpreter's lock and one is stopped."""
     registry = ray.remote(HeartbeatRegistry).options(num_cpus=0).remote()
     monitor = HeartbeatMonitor(ray, registry, timeout_s=5.0)
@@ -237,7 +237,7 @@ def test_hung_processes_are_reported_and_busy_ones_are_not(ray: Any) -> None:
         heartbeat = monitor.add(worker, f"worker {i}")
         monitor.mark_started(worker, ray.get(worker.heartbeat.remote(heartbeat, monitor.every_s)))
     computes, waits, holds, stopped = workers
-    results = [computes.compute.remote(12), waits.wait_for_a_lock.remote(12)]
+    results = [computes.compute.remote(9), waits.wait_for_a_lock.remote(9)]
     results += [holds.hold_the_interpreter.remote(30), stopped.wait_for_a_lock.remote(30)]
     pid = int(monitor.name(stopped).split("pid ")[1].rstrip(")"))
     os.kill(pid, signal.SIGSTOP)

@@ -53,8 +53,10 @@ PRELOADED = (
     "torch._dynamo",
     "grpc",
     "google.protobuf.descriptor_pb2",
+    "openai",
     "peft",
     "plotly.basedatatypes",
+    "requests",
 )
 OTHER_PYTHON = b"exec\n"
 """Answer of the server: the request needs an interpreter with another environment."""

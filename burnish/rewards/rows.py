@@ -1,6 +1,6 @@
 """Encode a prompt and a response as the token row that ``burnish rm`` would train on.
 
-Used for reward models whose tokenizer differs from the policy's.
+Used for reward models whose tokenizer, end token or chat template differs from the policy's.
 """
 
 from __future__ import annotations
@@ -28,6 +28,15 @@ def sampled_ids(item: RewardInput) -> Pair:
     """Return the policy's own token ids: (prompt ids, response ids). Of an episode, they are those
     of its last row: the conversation up to the last response."""
     return item.sample.prompt_ids, item.sample.response_ids
+
+
+def same_rows(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> bool:
+    """Return whether a reward model with the tokenizer ``own`` reads the token ids of ``policy`` as
+    the rows that it was trained on: both have the same vocabulary, end token and chat template. A
+    reward model without a template reads any markup of the policy."""
+    if own.chat_template is not None and own.chat_template != policy.chat_template:
+        return False
+    return own.eos_token_id == policy.eos_token_id and own.get_vocab() == policy.get_vocab()
 
 
 def encode_text(

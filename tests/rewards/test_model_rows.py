@@ -6,16 +6,20 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from burnish.config.data import PreferenceDataConfig
+from burnish.config.model import ModelConfig
+from burnish.config.rewards import ModelReward
 from burnish.data.preference import load_pairs
 from burnish.rewards.base import RewardError, RewardInput
-from burnish.rewards.rows import RowEncoder, encode_text
+from burnish.rewards.model import load_model_reward
+from burnish.rewards.rows import RowEncoder, encode_text, sampled_ids
 from burnish.serve.base import ServeOptions
 from burnish.serve.scorer import TextScorer
 from burnish.transcript import Episode, Turn
@@ -133,3 +137,24 @@ def test_a_server_encodes_a_query_as_its_model_was_trained(
     assert list(row.ids) == [*prompt, *response]
     templated = scorer.encode("<s>what is a?about ab", "<s>what is a?").ids
     assert templated.count(own.bos_token_id) == 1 and own.eos_token_id not in templated
+
+
+@pytest.mark.parametrize(
+    ("changes", "read_as_sampled"),
+    [
+        ({}, True),
+        ({"chat_template": CHATML.replace("</s>", "<s>")}, False),
+        ({"eos_token": "<s>"}, False),
+        ({"chat_template": None}, False),
+    ],
+)
+def test_token_ids_of_a_policy_are_scored_only_if_the_models_rows_have_its_form(
+    changes: dict[str, Any], read_as_sampled: bool, own: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    own.save_pretrained(tmp_path)
+    LlamaConfig(vocab_size=64, hidden_size=8, num_attention_heads=1).save_pretrained(tmp_path)
+    for name, value in changes.items():
+        setattr(own, name, value)
+    entry = ModelReward(model=ModelConfig(path=str(tmp_path)))
+    reward = load_model_reward(entry, own, lambda spec: SimpleNamespace(spec=spec))  # type: ignore[arg-type, return-value]
+    assert (reward.encode is sampled_ids) == read_as_sampled

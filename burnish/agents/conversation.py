@@ -164,20 +164,23 @@ def arguments_of(node: Json) -> Mapping[str, Any]:
     return value
 
 
-def function_tool(function: Json, schema_key: str) -> dict[str, Any]:
-    """Return a tool in the form of chat templates. ``schema_key``: key of the JSON schema of the
-    arguments."""
-    schema = function.get(schema_key)
-    return {
-        "type": "function",
-        "function": {
-            "name": function.need("name").name(),
-            "description": function.read("description", Json.text, ""),
-            "parameters": dict(schema.mapping())
-            if schema
-            else {"type": "object", "properties": {}},
-        },
+def function_tool(function: Json, schema_key: str, *, others: bool = False) -> dict[str, Any]:
+    """Return a tool in the form of chat templates. What the client leaves out or sends as null is
+    left out, so that a row of data with the same tool has the same prompt.
+
+    ``schema_key``: key of the JSON schema of the arguments. ``others``: keep the keys besides name,
+    description and schema, as templates render them.
+    """
+    name = function.need("name").name()
+    function.read("description", Json.text, None)
+    function.read(schema_key, Json.mapping, None)
+    names = {"name": "name", "description": "description", schema_key: "parameters"}
+    entries = {
+        names.get(key, key): value
+        for key, value in function.mapping().items()
+        if value is not None and (others or key in names)
     }
+    return {"type": "function", "function": {**entries, "name": name}}
 
 
 def checked_tools(tools: list[dict[str, Any]], path: str) -> tuple[Mapping[str, Any], ...]:

@@ -244,7 +244,7 @@ def _read_tools(node: Json) -> tuple[Any, ...]:
         kind = tool.need("type")
         if kind.value != "function":
             raise kind.wrong("'function'")
-        tools.append(function_tool(tool.need("function"), "parameters"))
+        tools.append(function_tool(tool.need("function"), "parameters", others=True))
     return checked_tools(tools, node.path)
 
 

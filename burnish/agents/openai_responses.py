@@ -282,7 +282,10 @@ def _response(
     status: str,
     output: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    tools = [{"type": "function", **tool["function"], "strict": False} for tool in call.tools]
+    tools = [
+        {"type": "function", "parameters": None, **tool["function"], "strict": False}
+        for tool in call.tools
+    ]
     return {
         "id": f"resp_{reply.reply_id}",
         "object": "response",

@@ -11,7 +11,9 @@ Reading order: render_text, Habits, check_rendering.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import product
@@ -98,6 +100,8 @@ class Habits:
     """(role, key) of names and call ids that are not rendered."""
     bare_tools: bool = False
     """Tools are rendered only as ``{"name", "parameters"}`` without OpenAI's wrapper."""
+    marks_others: bool = False
+    """Blocks ``{% generation %}`` of the template are not the answers, each from its beginning."""
 
     def ignores_reasoning_of(self, message: Message) -> bool:
         """Return whether the message has reasoning that the template never renders."""
@@ -143,10 +147,12 @@ def habits_of(tokenizer: PreTrainedTokenizerBase, tools: Tools = None) -> Habits
             cuts_reasoning=probe.cuts_reasoning(),
             ignored=frozenset(probe.ignored(json_arguments, without_content)),
             bare_tools=bool(tools) and probe.bare_tools(),
+            marks_others=probe.marks_others(),
         )
     return known[key]
 
 
+_GENERATION = re.compile(r"\{%(-?)\s*(end|)generation\s*(-?)%\}")
 _ANSWER, _THOUGHT = "qzanswerzq", "qzthoughtzq"
 _TOOLS: Tools = (
     {
@@ -234,6 +240,31 @@ class _Probe:
         bare = _Probe(self._tokenizer, [tool["function"] for tool in self._tools])
         wrapped = "qznamezq" in (self._conversation(user) or "")
         return not wrapped and "qznamezq" in (bare._conversation(user) or "")
+
+    def marks_others(self) -> bool:
+        """Return whether the blocks ``{% generation %}`` are other texts than the answers."""
+        template = str(self._tokenizer.chat_template)
+        marked = copy(self._tokenizer)
+        marked.chat_template = _GENERATION.sub(
+            r"{%\1 if true %}{{ 'qz\2generation' }}{% endif \3%}", template
+        )
+        if marked.chat_template == template:
+            return False
+        turns = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": _ANSWER}] * 2
+        text = _Probe(marked, self._tools)._conversation(*turns) or ""
+        before, *blocks = text.split("qzgeneration")
+        begins = []
+        for block in blocks:
+            answer, _, behind = block.partition("qzendgeneration")
+            begins += [before] * answer.count(_ANSWER)
+            before += answer + behind
+        prompts = [self._conversation(*turns[:end]) or "" for end in (1, 3)]
+        skipped = (
+            b.removeprefix(p).strip()
+            for b, p in zip(begins, prompts, strict=False)
+            if b.startswith(p)
+        )
+        return before.count(_ANSWER) == 2 and (len(begins) != 2 or any(skipped))
 
     def _named(self, role: str, name: str) -> str | None:
         """Return the text of a conversation whose message of ``role`` has a name."""
@@ -343,7 +374,15 @@ def _note_unknown_roles(template: str, messages: Sequence[Message]) -> None:
 
 
 def _note_ignored(habits: Habits, messages: Sequence[Message]) -> None:
-    """Record notices for fields of the messages that the template does not render."""
+    """Record notices for fields of the messages that the template does not render, and for blocks
+    of the template that have no effect."""
+    if habits.marks_others and any(message["role"] == "assistant" for message in messages):
+        note(
+            "generation_blocks_ignored",
+            "the chat template marks other texts than entire answers with {% generation %}, but "
+            "all answers are trained, each from its beginning to its end token; set "
+            "data.train_on_turns, or train: false in messages, to train some answers only",
+        )
     for message in messages:
         if len(message) == 2:
             continue

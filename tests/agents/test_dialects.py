@@ -9,15 +9,12 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import anthropic
 import httpx2
 import openai
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from burnish.agents.anthropic_messages import Messages
 from burnish.agents.calls import (
@@ -423,71 +420,3 @@ def test_the_clients_raise_an_error_within_a_stream() -> None:
         responses_turn(Server(TOOLS_REPLY, in_stream=error), START[1:], stream=True)
     with pytest.raises(anthropic.APIStatusError, match="The engine failed"):
         messages_turn(Server(TOOLS_REPLY, in_stream=error), START[1:], stream=True)
-
-
-# ---- neutral -> API -> neutral -----------------------------------------------------------------
-
-TEXT = st.text(max_size=8)
-JSON = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), TEXT).filter(
-        lambda value: value not in (float("inf"), -float("inf"))
-    ),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXT, inner, max_size=3)),
-    max_leaves=6,
-)
-
-
-@st.composite
-def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Conversations of user, assistant and tool messages, with ids that are unique."""
-    messages: list[dict[str, Any]] = []
-    if draw(st.booleans()):
-        messages.append({"role": "system", "content": draw(TEXT)})
-    num_calls = 0
-    for _ in range(draw(st.integers(1, 4))):
-        messages.append({"role": "user", "content": draw(TEXT)})
-        made: dict[str, Any] = {"role": "assistant", "content": draw(TEXT)}
-        if reasoning := draw(TEXT):
-            made["reasoning_content"] = reasoning
-        results = []
-        for arguments in draw(st.lists(st.dictionaries(TEXT, JSON, max_size=3), max_size=3)):
-            name, call_id = draw(st.sampled_from(["a", "b-1"])), f"id{num_calls}"
-            num_calls += 1
-            function = {"name": name, "arguments": arguments}
-            made.setdefault("tool_calls", []).append(
-                {"id": call_id, "type": "function", "function": function}
-            )
-            result = {"role": "tool", "content": draw(TEXT), "tool_call_id": call_id, "name": name}
-            results.append(result)
-        messages += [made, *results]
-    return [*messages, {"role": "user", "content": "end"}]
-
-
-def sent_by_client(dialect: Any, message: Mapping[str, Any]) -> list[Any]:
-    """Return what a client appends to its conversation for a neutral message."""
-    if message["role"] == "assistant":
-        call = ModelCall("m", show_reasoning=True)
-        written = json.loads(json.dumps(dialect.write(call, reply(Choice(message, "stop")))))
-        if dialect is CHAT:
-            return [written["choices"][0]["message"]]
-        if dialect is RESPONSES:
-            return list(written["output"])
-        return [{"role": "assistant", "content": written["content"]}]
-    if message["role"] == "tool" and dialect is RESPONSES:
-        call_id, output = message["tool_call_id"], message["content"]
-        return [{"type": "function_call_output", "call_id": call_id, "output": output}]
-    if message["role"] == "tool" and dialect is MESSAGES:
-        call_id, result = message["tool_call_id"], message["content"]
-        block = {"type": "tool_result", "tool_use_id": call_id, "content": result}
-        return [{"role": "user", "content": [block]}]
-    return [{key: value for key, value in message.items() if key != "name"}]
-
-
-@settings(max_examples=150, deadline=None)
-@given(messages=conversations())
-@pytest.mark.parametrize("dialect", [CHAT, RESPONSES, MESSAGES])
-def test_messages_survive_every_api(dialect: Any, messages: list[dict[str, Any]]) -> None:
-    key = "input" if dialect is RESPONSES else "messages"
-    sent = [part for message in messages for part in sent_by_client(dialect, message)]
-    body = {"model": "m", "max_tokens": 5, key: json.loads(json.dumps(sent))}
-    assert list(dialect.read(body, max_messages=100).messages) == messages

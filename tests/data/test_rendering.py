@@ -115,6 +115,35 @@ def test_other_fields_that_a_template_drops_are_noticed(
     assert set(found) == notices
 
 
+@pytest.mark.parametrize(
+    ("answer", "noticed"),
+    [
+        ("{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n", False),
+        ("{%- generation -%}{{ m.content }}{%- endgeneration -%}<|im_end|>\n", False),
+        ("Yes. {% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n", True),
+        (
+            "{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}"
+            "{% else %}{{ m.content }}{% endif %}<|im_end|>\n",
+            True,
+        ),
+        ("{{ m.content }}<|im_end|>\n", False),
+    ],
+)
+def test_generation_blocks_of_a_template_that_are_not_the_answers_are_noticed(
+    answer: str, noticed: bool
+) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        + answer
+        + "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with collecting() as notices:
+        check_rendering(tokenizer, [USER, ANSWER])
+    assert set(notices) == ({"generation_blocks_ignored"} if noticed else set())
+
+
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}, {"content": []}])
 def test_tool_calls_without_text_are_refused_in_every_kind_of_data(
     content: dict[str, Any], jsonl: Jsonl

@@ -77,15 +77,17 @@ class Case:
 def _cases() -> list[Case]:
     cases: list[Case] = []
     for stage in range(4):
-        cases += [
+        some = [
             Case("sft", stage, model=UNTIED, train={"layout": "packed"}),
             Case("policy", stage, "policy, sequence_mean", micro=1),
             Case("budget", stage, train={"max_tokens_per_micro_batch": 24, "layout": "padded"}),
             Case("reward", stage, "reward model", micro=1, train={"layout": "packed"}),
-            Case("critic", stage, "critic", train={"max_tokens_per_micro_batch": 70}),
-            Case("one row", stage, "policy, sequence_mean", rows=1, micro=1),
             Case("lora", stage, model=ADAPTED, micro=2),
+            Case("critic", stage, "critic", train={"max_tokens_per_micro_batch": 70}),
         ]
+        # Stage 3 has all of them; the others, which differ less, have them in turn.
+        cases += some if stage == 3 else some[stage % 2 :: 2]
+        cases.append(Case("one row", stage, "policy, sequence_mean", rows=1, micro=1))
     schedule = {"lr_scheduler": "cosine", "lr_warmup_ratio": 0.3, "weight_decay": 0.5}
     recompute = {"gradient_checkpointing": True}
     offload, both = {"adam_offload": True}, {"adam_offload": True, "param_offload": True}
@@ -100,7 +102,7 @@ def _cases() -> list[Case]:
         Case("parameter offload", 3, micro=2, engine=both),
         Case("hpz", 3, micro=2, engine={"zero_hpz_partition_size": 2}),
         Case("ema", 3, micro=2, train={"ema_decay": 0.5}),
-        *(Case("muon", stage, micro=2, train=MUON) for stage in range(4)),
+        *(Case("muon", stage, micro=2, train=MUON) for stage in (0, 1, 3)),
         Case("muon and lora", 3, micro=2, model=ADAPTED, train=MUON),
         Case("muon offload", 2, micro=2, engine=offload, train=MUON),
         Case("default persistence", 3, micro=2, engine={"param_persistence_threshold": 100_000}),

@@ -105,10 +105,9 @@ def skips(ranks: RankGroup, case: Case, folder: Path) -> dict[str, Any]:
 
 
 SKIP_CASES = [
-    Case("fp32", 0),
-    *[Case("fp32", stage) for stage in (1, 2, 3)],
-    *[Case("bf16", stage, precision=HALF["bf16"]) for stage in (1, 2, 3)],
-    *[Case("fp16", stage, precision=HALF["fp16"]) for stage in (1, 2, 3)],
+    *[Case("fp32", stage) for stage in (0, 3)],
+    *[Case("bf16", stage, precision=HALF["bf16"]) for stage in (1, 2)],
+    *[Case("fp16", stage, precision=HALF["fp16"]) for stage in (1, 3)],
     Case("fp16 constant", 2, precision=PrecisionConfig(dtype="fp16", loss_scale=64)),
     Case("fp32 offload", 2, engine={"adam_offload": True}),
     Case("fp16 offload", 3, engine={"adam_offload": True}, precision=HALF["fp16"]),
@@ -213,19 +212,26 @@ FROM_TORCH = {
     "tensor parallel": {"sharding": "none", "tensor_parallel_size": 2},
 }
 """Engines whose ranks each write their own files."""
-TO_ZERO = [
-    Case("fp32", 1, micro=3, train={"ema_decay": 0.9}),
-    Case("bf16", 2, micro=3, precision=HALF["bf16"], train={"ema_decay": 0.9}),
-    Case("fp32", 3, micro=3, train={"ema_decay": 0.9}),
-    *[Case("lora", stage, micro=3, model=ADAPTED) for stage in (1, 2, 3)],
-]
+TO_ZERO = {
+    "fsdp2": [
+        Case("fp32", 1, micro=3, train={"ema_decay": 0.9}),
+        Case("lora", 2, micro=3, model=ADAPTED),
+        Case("fp32", 3, micro=3, train={"ema_decay": 0.9}),
+    ],
+    "tensor parallel": [
+        Case("lora", 1, micro=3, model=ADAPTED),
+        Case("bf16", 2, micro=3, precision=HALF["bf16"], train={"ema_decay": 0.9}),
+        Case("lora", 3, micro=3, model=ADAPTED),
+    ],
+}
+"""Every stage resumes from both."""
 
 
 def from_torch(ranks: RankGroup, name: str, folder: Path) -> dict[str, Any]:
     """Two steps of torch on several ranks, saved there and again by one rank; then every ZeRO stage
     loads both and takes a step from each."""
     found = {}
-    for case in TO_ZERO:
+    for case in TO_ZERO[name]:
         place = folder / name / case.key
         _save_torch(ranks, case, FROM_TORCH[name], place)
         found[case.key] = from_both(ranks, case, place)

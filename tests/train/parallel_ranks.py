@@ -68,12 +68,12 @@ ENGINES: dict[int, dict[str, dict[str, Any]]] = {
 
 
 def cases_of(size: int, name: str) -> list[Any]:
-    """Return the cases of an engine: losses, layouts and options. Each engine of four ranks
-    runs every second loss on rows for one micro-batch only."""
+    """Return the cases of an engine: losses, layouts and options. Each engine runs every second
+    loss on rows for one micro-batch only."""
     engine = ENGINES[size][name]
     losses = itertools.product(two_ranks.NAMES, LAYOUTS)
     place = list(ENGINES[size]).index(name)
-    few = two_ranks.NAMES if size == 2 else two_ranks.NAMES[place % 2 :: 2]
+    few = two_ranks.NAMES[place % 2 :: 2]
     some = [
         *(Case(loss, "micro 1", rows=2 if "reward" in loss else 1) for loss in few),
         Case("policy, sequence_mean", "budget 24", "untied"),
@@ -196,20 +196,34 @@ def overflow(ranks: RankGroup, engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def bf16(ranks: RankGroup, engine: dict[str, Any]) -> list[float]:
-    """Log-probs after 8 steps."""
+    """Log-probs after 4 steps."""
     precision = two_ranks.PRECISIONS["bf16"]
     made = cases.make_engine(ranks, Case(engine=engine), precision=precision)
-    cases.train(made, 8)
+    cases.train(made, 4)
     after: list[float] = made.logprobs(two_ranks.ragged()).tolist()
     return after
 
 
-SAVED = {
+SAVED: dict[str, Any] = {
     "tied": Case(train={"ema_decay": 0.9, "lr": 1e-2}),
     "lora": Case(model="lora"),
     "critic": Case("critic"),
     "adafactor": Case(model="untied", train={"optimizer": "adafactor"}),
 }
+
+
+SAVED_BY = {
+    "sp2": ("tied", "critic"),
+    "sp2 sharded": ("lora", "adafactor"),
+    "tp2": ("lora", "critic"),
+    "tp2 sharded": ("tied", "adafactor"),
+    "sp4": ("tied",),
+    "sp2 x 2": ("lora",),
+    "sp2 x 2 sharded": ("adafactor",),
+    "tp2 x 2": ("tied",),
+    "tp2 x 2 sharded": ("lora", "adafactor"),
+}
+"""States that each engine saves. Both kinds of parallelism have every state."""
 
 
 KINDS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}
@@ -295,11 +309,13 @@ def failing_save(ranks: RankGroup, engine: dict[str, Any], folder: Path) -> list
     return [*told, str((folder / "failed" / "engine.json").exists())]
 
 
-def save_and_resume(ranks: RankGroup, engine: dict[str, Any], folder: Path) -> dict[str, Any]:
+def save_and_resume(
+    ranks: RankGroup, engine: dict[str, Any], names: tuple[str, ...], folder: Path
+) -> dict[str, Any]:
     """Three steps, saved; then two more here, in a new engine from the checkpoint, and from the
     checkpoint of a rank alone."""
     found: dict[str, Any] = {}
-    for name in SAVED if ranks.size == 2 else ["tied", "lora", "adafactor"]:
+    for name in names:
         case = replace(SAVED[name], engine=engine)
         first = cases.make_engine(ranks, case)
         cases.steps_of(case, first, 3)
@@ -386,7 +402,7 @@ def main(folder: Path, rank: int, size: int) -> None:
         for case in cases_of(size, name):
             own, found["cases"][case.key] = cases.run_case(case, ranks)
             tensors |= {f"{case.key}|{key}": tensor.clone() for key, tensor in own.items()}
-        found[name] = {"resumed": save_and_resume(ranks, engine, folder / name)}
+        found[name] = {"resumed": save_and_resume(ranks, engine, SAVED_BY[name], folder / name)}
         if size == 2:
             found[name] |= {key: run(ranks, engine) for key, run in OTHERS.items()}
             found[name]["folders"] = from_folder(ranks, engine, folder)

@@ -300,8 +300,14 @@ def test_a_run_can_change_its_engine_both_ways(case: Any, state: Reports, tmp_pa
 
 
 @two_processes
-@pytest.mark.parametrize("case", script.TO_ZERO, ids=lambda case: case.key)
-@pytest.mark.parametrize("name", script.FROM_TORCH)
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(name, case, id=f"{name}, {case.key}")
+        for name, cases in script.TO_ZERO.items()
+        for case in cases
+    ],
+)
 def test_what_several_ranks_of_torch_saved_is_read_as_from_one(
     name: str, case: Any, state: Reports
 ) -> None:

@@ -107,9 +107,9 @@ def assert_as_alone(case: Any, reports: Reports) -> None:
 @pytest.mark.parametrize("layout", fsdp.two_ranks.accumulation.LAYOUTS)
 @pytest.mark.parametrize("loss", fsdp.two_ranks.NAMES)
 def test_steps_over_two_ranks_are_those_of_one(loss: str, layout: str, two: Reports) -> None:
-    """For every split, ragged rows, and with rows for one rank only."""
+    """One of the splits, ragged rows, and with rows for one rank only."""
     cases = [c for c in fsdp.CASES if c.loss == loss and c.train.get("layout", layout) == layout]
-    assert len(cases) == len(fsdp.SPLITS) + 1
+    assert len(cases) == 2
     for case in cases:
         assert_as_alone(case, two)
 
@@ -122,7 +122,7 @@ def test_no_option_changes_the_numbers(case: Any, two: Reports) -> None:
 
 
 def test_one_rank_with_a_process_group_is_one_rank(one: Reports) -> None:
-    for case in [*fsdp.CASES[::9], *fsdp.OPTIONS[:4]]:
+    for case in [*fsdp.CASES[::4], *fsdp.OPTIONS[:4]]:
         assert_as_alone(case, one)
 
 

@@ -43,6 +43,7 @@ from burnish.models.lora_layers import merged_weights
 from burnish.models.scalar_model import ScalarModel, check_names, empty_scalar, save_own
 from burnish.models.scalar_support import classifier_weights, require_scalar
 from burnish.models.tensor_files import tensor_sets
+from burnish.models.untrusted import refuse_kernels
 from burnish.models.value_head import load_scalar_model
 from burnish.special_tokens import padding_id
 
@@ -295,6 +296,8 @@ def _config(source: Path, *, outputs: int | None, averaged: bool, trust: bool) -
         config: PretrainedConfig = AutoConfig.from_pretrained(
             source / "hf", trust_remote_code=trust
         )
+    if not trust:
+        refuse_kernels(config, str(source))
     config.use_cache = True
     if outputs is not None:
         config.num_labels = outputs

@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor
 
 from burnish.checkpoint.errors import CheckpointError
 from burnish.errors import BurnishError
 from burnish.messages import library_text
+from burnish.models.untrusted import UNREADABLE
 
 log = logging.getLogger("burnish")
 
@@ -33,11 +32,6 @@ _EXPORTED = (
 )  # fmt: skip
 """Files of a checkpoint's ``hf`` folder that an export copies, in addition to the config. Python
 files only with ``trust_remote_code``."""
-_UNREADABLE = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError,
-    OSError, RuntimeError, SafetensorError, StrictDataclassError, TypeError, ValueError,
-)  # fmt: skip
-"""Errors of torch, transformers and safetensors for nonsense in the files of a checkpoint."""
 
 
 @contextmanager
@@ -47,7 +41,7 @@ def reading(source: Path) -> Iterator[None]:
         yield
     except BurnishError:
         raise
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS):
             raise  # of the export folder
         raise CheckpointError(

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from jinja2 import TemplateError
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -45,6 +44,8 @@ from burnish.models.paths import check_path, check_tokenizer_path
 from burnish.models.quantized import check_unquantized
 from burnish.models.scratch import scratch_model, scratch_tokenizer
 from burnish.models.support import model_support, row_limit, runs_own_code
+from burnish.models.untrusted import UNREADABLE, check_folder, refuse_kernels
+from burnish.oom import is_out_of_memory
 from burnish.special_tokens import end_token_ids, special_tokens, turn_end_ids
 from burnish.templates import TemplateLimitError, variables, with_defaults
 from burnish.vocabulary import set_embeddings
@@ -341,18 +342,23 @@ def hf_config(config: ModelConfig) -> PretrainedConfig | None:
     """Return the model's HuggingFace config without reading its weights.
 
     Returns None if it cannot be read alone: for GGUF files, models built from scratch, and models
-    that cannot be loaded (loading them raises the reason).
+    that cannot be loaded (loading them raises the reason). Raises ModelError for a folder or config
+    that is not safe to load (``untrusted.py``).
     """
     if config.path is None or config.gguf_file is not None:
         return None
+    if Path(config.path).is_dir():
+        check_folder(Path(config.path))
     try:
         found: PretrainedConfig = AutoConfig.from_pretrained(
             config.path,
             revision=config.revision or "main",
             trust_remote_code=config.trust_remote_code,
         )
-    except (OSError, ValueError):
+    except UNREADABLE:
         return None
+    if not config.trust_remote_code:
+        refuse_kernels(found, describe(config))
     return found
 
 
@@ -362,7 +368,12 @@ def without_weights(auto_class: Any, config: ModelConfig, dtype: Dtype) -> Any |
     found = hf_config(config)
     if found is None:  # a GGUF file, or built from scratch
         return None
-    return empty_model(auto_class, config, found, dtype=DTYPES[dtype])
+    try:
+        return empty_model(auto_class, config, found, dtype=DTYPES[dtype])
+    except UNREADABLE as error:
+        if isinstance(error, ModelError) or is_out_of_memory(error):
+            raise
+        raise ModelError(f"cannot load the model {describe(config)}: {_why(error)}") from error
 
 
 def num_positions(config: ModelConfig) -> int | None:
@@ -401,7 +412,9 @@ def from_pretrained(auto_class: Any, config: ModelConfig, dtype: torch.dtype) ->
             output_loading_info=True,
             **options,
         )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except UNREADABLE as error:
+        if is_out_of_memory(error):
+            raise
         raise ModelError(f"cannot load the model {describe(config)}: {_why(error)}") from error
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
@@ -427,6 +440,10 @@ def _forget_quantization(model: Any) -> None:
 
 def _why(error: BaseException) -> str:
     text = library_text(error)
+    if "ignore_mismatched_sizes" in text:
+        return "its weights have other shapes than its config says; download or export it again"
+    if not isinstance(error, OSError | ValueError):
+        text = f"{type(error).__name__}: {text}"
     if "trust_remote_code" in text:
         return f"{text} (model.trust_remote_code=true would run that code)"
     if "offline" in text or "connect" in text.lower() or "not a local folder" in text:
@@ -449,7 +466,7 @@ def _tokenizer_from_pretrained(config: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(
             source, trust_remote_code=config.trust_remote_code, **options
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # tokenizers raises plain Exceptions
         raise ModelError(f"cannot load the tokenizer {source}: {_why(error)}") from error
     if gguf:
         _restore_digit_splitting(tokenizer, Path(str(config.path)) / gguf)

@@ -25,8 +25,11 @@ class MemoryTable:
 
 def memory_table(run_dir: Path) -> MemoryTable | None:
     """Return the table of a run; None if nothing was measured or the file cannot be read."""
+    file = run_dir / MEMORY_JSON
+    if not file.is_file():  # (a pipe would be waited for)
+        return None
     try:
-        tree = json.loads((run_dir / MEMORY_JSON).read_text(encoding="utf-8"))
+        tree = json.loads(file.read_text(encoding="utf-8"))
         lines = list(tree["lines"])
         on_gpu = any(line["allocated"] is not None for line in lines)
         columns = _GPU if on_gpu else _CPU

@@ -88,7 +88,7 @@ def sample_files(run_dir: Path) -> list[tuple[int, Path]]:
     """Return (step, file) of every sample file, oldest step first."""
     folder = Path(run_dir) / SAMPLES_DIR
     found = ((_FILE_NAME.fullmatch(path.name), path) for path in folder.glob("*.parquet"))
-    return sorted((int(match["step"]), path) for match, path in found if match)
+    return sorted((int(match["step"]), path) for match, path in found if match and path.is_file())
 
 
 def samples_of_step(run_dir: Path, step: int) -> dict[str, Path]:

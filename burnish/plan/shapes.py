@@ -35,6 +35,7 @@ from burnish.models.nf4 import layers_to_quantize
 from burnish.models.scalar_model import head_width
 from burnish.models.scratch import scratch_tokenizer
 from burnish.models.units import gathered_modules
+from burnish.models.untrusted import refuse_kernels
 
 _ENDINGS = re.compile(r"-(instruct|it|chat|base|hf|v0\.3|sft|dpo|\d{4})$")
 
@@ -258,6 +259,8 @@ def find_config(model: ModelConfig) -> tuple[PretrainedConfig, str]:
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         return _from_table(path, error)
+    if not model.trust_remote_code:
+        refuse_kernels(found, path)
     is_folder = Path(path).is_dir()
     return (
         found,

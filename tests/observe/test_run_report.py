@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from itertools import groupby
 from pathlib import Path
@@ -450,3 +451,12 @@ def test_deeply_nested_files_are_refused_or_omitted(name: str, tmp_path: Path) -
             build_report(tmp_path)
     else:
         build_report(tmp_path)
+
+
+def test_pipes_in_place_of_files_are_not_read(tmp_path: Path) -> None:
+    _rl_metrics(tmp_path)
+    for name in ("config.yaml", "memory.json", "timeline.json", "run.log"):
+        os.mkfifo(tmp_path / name)
+    (tmp_path / "samples").mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / "samples" / "extra_000001.parquet")
+    build_report(tmp_path)

@@ -1,15 +1,16 @@
 """A worker process behind a cluster actor: the part of the actor that is not Ray.
 
-Failures are returned as values, because an exception would be wrapped by the transport.
+Failures are returned as values, because an exception would be wrapped by the transport. Requests
+and results are JSON text, because the transport cannot pickle deeply nested values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from dataclasses import dataclass
 from typing import Any
 
-from burnish.environments.process import WorkerProcess, start_process
+from burnish.environments.process import TOO_DEEP, WorkerProcess, start_process
 from burnish.errors import BurnishError
 
 
@@ -17,14 +18,15 @@ from burnish.errors import BurnishError
 class Outcome:
     """Result of a call, or its error."""
 
-    value: Any = None
+    value: str = "null"
+    """The result as JSON text."""
     error: Exception | None = None
 
     def unwrap(self) -> Any:
-        """Return the value, or raise the error."""
+        """Return the result, or raise the error."""
         if self.error is not None:
             raise self.error
-        return self.value
+        return json.loads(self.value)
 
 
 class WorkerHost:
@@ -47,10 +49,13 @@ class WorkerHost:
             return Outcome(error=error)
         return Outcome()
 
-    async def call(self, timeout_s: float, request: Mapping[str, Any]) -> Outcome:
-        """Return the outcome of a call of the worker."""
+    async def call(self, timeout_s: float, request: str) -> Outcome:
+        """Return the outcome of a call of the worker. ``request``: its arguments as JSON text."""
         try:
-            return Outcome(await self.process.call(timeout_s, **request))
+            arguments = json.loads(request)
+            return Outcome(json.dumps(await self.process.call(timeout_s, **arguments)))
+        except RecursionError:
+            return Outcome(error=ValueError(TOO_DEEP))
         except (BurnishError, TimeoutError, TypeError, ValueError) as error:
             return Outcome(error=error)
 

@@ -64,9 +64,7 @@ class EnvironmentSpec:
 
     def with_absolute_paths(self) -> EnvironmentSpec:
         """Return the spec with absolute paths, for processes with another working directory."""
-        python = self.python and (
-            os.path.abspath(self.python) if os.sep in self.python else self.python
-        )
+        python = self.python and absolute_program(self.python)
         return replace(self, spec=absolute_path(self.spec), python=python)
 
 
@@ -74,6 +72,18 @@ def absolute_path(spec: str) -> str:
     """Return ``path/to/file.py:name`` with an absolute path, and other names unchanged."""
     where, _, name = spec.rpartition(":")
     return f"{os.path.abspath(where)}:{name}" if where.endswith(".py") else spec
+
+
+def absolute_program(program: str) -> str:
+    """Return the path of a program as an absolute path, and a name on PATH unchanged."""
+    return os.path.abspath(program) if os.sep in program else program
+
+
+def absolute_argument(argument: str) -> str:
+    """Return an argument that names a file of this machine, such as ``tools/server.py``, as an
+    absolute path, and others unchanged."""
+    is_path = os.sep in argument or os.path.splitext(argument)[1]
+    return os.path.abspath(argument) if is_path and os.path.isfile(argument) else argument
 
 
 StartWorker = Callable[[str | None], Awaitable[Worker]]

@@ -10,6 +10,7 @@ import secrets
 import signal
 import sys
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -59,6 +60,17 @@ class ProcessPipes(asyncio.subprocess.SubprocessStreamProtocol):
         self.exited.set()
 
 
+TOO_DEEP = "it is nested too deeply for JSON"
+
+
+def as_json(request: Mapping[str, Any]) -> str:
+    """Return a request as JSON text. Raises TypeError or ValueError if it is not JSON."""
+    try:
+        return json.dumps(request)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+
+
 class WorkerProcess:
     """A worker process. Implements :class:`~burnish.environments.worker_set.Worker`."""
 
@@ -86,7 +98,7 @@ class WorkerProcess:
     async def call(self, timeout_s: float, **request: Any) -> Any:
         """Return the content of a reply. See :meth:`worker_set.Worker.call`."""
         number = next(self._ids)
-        line = json.dumps({"id": number, **request}).encode() + b"\n"
+        line = as_json({"id": number, **request}).encode() + b"\n"
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             if not self.alive:
@@ -138,7 +150,7 @@ class WorkerProcess:
                     )
                 else:
                     future.set_result(reply["ok"])
-        except ValueError as error:  # a line over the limit, or not JSON
+        except (ValueError, RecursionError) as error:  # a line over the limit, or not JSON
             reason = f"a reply cannot be read ({error}); at most {MAX_MESSAGE_BYTES >> 20} MiB"
             self.kill()
         finally:

@@ -62,6 +62,10 @@ END_S = 2.0
 """Time after the end of stdin in which user code may still react to its cancellation."""
 
 
+MAX_DEPTH = 200
+"""Maximum nesting of a result. The parent could not parse a much deeper one."""
+
+
 class Episode:
     """One environment object and the thread in which its sync methods run."""
 
@@ -105,6 +109,17 @@ class Episode:
     def end(self) -> None:
         """End the thread after its current call."""
         self._calls.put(None)
+
+
+def is_too_deep(value: Any) -> bool:
+    """Return whether a value is nested deeper than :data:`MAX_DEPTH` levels."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inside = (item for v in level for item in (v.values() if isinstance(v, dict) else v))
+        level = [item for item in inside if isinstance(item, (dict, list, tuple))]
+        if not level:
+            return False
+    return True
 
 
 def _finish(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
@@ -302,6 +317,8 @@ async def serve(requests: Any, out: Any) -> None:
                     f"the result has {len(line)} bytes as JSON; at most {MAX_REPLY_BYTES} can be "
                     "sent"
                 )
+            if is_too_deep(reply):
+                raise ValueError(f"the result is nested deeper than {MAX_DEPTH} levels")
         except BaseException as error:  # every failure becomes a reply
             line = json.dumps({"id": request["id"], "error": describe(error)})
         write(line)

@@ -15,10 +15,16 @@ from burnish.agents.episodes import AgentPlayer
 from burnish.agents.functions import FunctionAgents
 from burnish.agents.sandboxed import SandboxedCommands, SandboxedFunctions
 from burnish.agents.server import EpisodeServer
-from burnish.config.episodes import TOOLS_FRAC, EpisodesConfig
+from burnish.config.episodes import TOOLS_FRAC, EpisodesConfig, McpServerConfig
 from burnish.config.model import ModelConfig
-from burnish.config.sandbox import BubblewrapSandbox
-from burnish.environments.pool import EnvironmentPool, EnvironmentSpec, absolute_path
+from burnish.config.sandbox import AnySandbox, BubblewrapSandbox, ServiceSandbox
+from burnish.environments.pool import (
+    EnvironmentPool,
+    EnvironmentSpec,
+    absolute_argument,
+    absolute_path,
+    absolute_program,
+)
 from burnish.environments.process import start_process
 from burnish.episodes.play import EnvironmentPlayer, EpisodePlayer
 from burnish.episodes.renderer import ChatRenderer
@@ -133,10 +139,27 @@ def environment_spec(config: EpisodesConfig) -> EnvironmentSpec:
         "max_result_chars": config.tool_result_chars,
     }
     if config.sandbox is not None:
-        options["sandbox"] = config.sandbox.model_dump(mode="json")
+        options["sandbox"] = _sandbox_options(config.sandbox)
     if config.mcp:
-        options["mcp"] = {name: one.model_dump(mode="json") for name, one in config.mcp.items()}
+        options["mcp"] = {name: _mcp_options(server) for name, server in config.mcp.items()}
     return EnvironmentSpec(TOOL_ENVIRONMENT, options, config.python)
+
+
+def _sandbox_options(sandbox: AnySandbox) -> dict[str, Any]:
+    """Return a sandbox as JSON, with absolute paths of this machine."""
+    options = sandbox.model_dump(mode="json")
+    if options["python"] is not None and not isinstance(sandbox, ServiceSandbox):
+        options["python"] = absolute_program(options["python"])
+    if isinstance(sandbox, BubblewrapSandbox):
+        options["read_only_paths"] = [os.path.abspath(path) for path in sandbox.read_only_paths]
+    return options
+
+
+def _mcp_options(server: McpServerConfig) -> dict[str, Any]:
+    """Return an MCP server as JSON, with absolute paths of this machine in its command."""
+    command = [*map(absolute_program, server.command[:1])]
+    command += [absolute_argument(argument) for argument in server.command[1:]]
+    return {**server.model_dump(mode="json"), "command": command}
 
 
 def agent_spec(config: EpisodesConfig, model: ModelConfig) -> EnvironmentSpec:
@@ -148,7 +171,8 @@ def agent_spec(config: EpisodesConfig, model: ModelConfig) -> EnvironmentSpec:
     file = Path(agents.__file__).with_name(f"{adapter}.py")
     options: dict[str, Any] = {AGENT_ADAPTERS[adapter]: rest}
     if adapter == "openrlhf":
-        options = {"path": os.path.abspath(rest), "tokenizer": model.tokenizer_path or model.path}
+        placed = model.with_absolute_paths()
+        options = {"path": os.path.abspath(rest), "tokenizer": placed.tokenizer_path or placed.path}
     return EnvironmentSpec(
         f"{file}:agent", {**options, **config.options}, config.python, role="agent"
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -44,8 +45,10 @@ def build_rewards(
     given = functions or {}
     chosen = _match(configs, given)
     names = _allowed_names(configs)
+    listed = {c.reward for c in configs if isinstance(c, config.EpisodeReward)} - {None}
+    build = partial(_build, model_reward=model_reward, tokenizer=tokenizer, listed=listed)
     return [
-        (_build(c, name, chosen.get(i), model_reward=model_reward, tokenizer=tokenizer), c.weight)
+        (build(c, name, chosen.get(i)), c.weight)
         for i, (c, name) in enumerate(zip(configs, names, strict=True))
     ]
 
@@ -57,6 +60,7 @@ def _build(
     *,
     model_reward: Callable[[config.ModelReward], Reward] | None,
     tokenizer: PreTrainedTokenizerBase | None,
+    listed: Collection[str],
 ) -> Reward:
     if isinstance(entry, config.FunctionReward):
         if given is None and (entry.function or "").startswith(PREFIX):
@@ -72,7 +76,7 @@ def _build(
     if isinstance(entry, config.EnvironmentReward):
         return EnvironmentReward(name=name, timeout_s=entry.timeout_s)
     if isinstance(entry, config.EpisodeReward):
-        return EpisodeReward(entry.reward, name=name, per_turn=entry.per_turn)
+        return EpisodeReward(entry.reward, name=name, per_turn=entry.per_turn, listed=listed)
     if isinstance(entry, config.RemoteReward):
         return RemoteReward(entry, name=name, tokenizer=tokenizer)
     if model_reward is None:

@@ -2,14 +2,15 @@
 
 An episode that ended by itself (``done``) must have the reward in one of its turns: 0 would hide a
 wrong name, or an agent without a result. An episode that a limit ended may lack it, because nobody
-could judge it: its score is 0. It is counted if it has rewards of other names only.
+could judge it: its score is 0. It is counted if it has rewards of other names only. Names that no
+entry of the recipe has are logged once: they may be misspelled.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from burnish.config.explain import nearest
 from burnish.rewards.base import RewardInput, SampleError
@@ -21,19 +22,32 @@ MISSING = "missing"
 """Count of the episodes that a limit ended and that have rewards of other names only."""
 
 
+_MOST_NAMES = 50
+"""Names after which further ones are not logged."""
+
+
 class EpisodeReward:
     """The sum of an environment's rewards over the turns of an episode."""
 
-    def __init__(self, reward: str | None, *, name: str, per_turn: bool = False) -> None:
+    def __init__(
+        self,
+        reward: str | None,
+        *,
+        name: str,
+        per_turn: bool = False,
+        listed: Collection[str] = (),
+    ) -> None:
         """``reward``: name of one of the environment's rewards. None: the sum of all. ``per_turn``:
-        credit each turn with its own part."""
+        credit each turn with its own part. ``listed``: names that other entries count."""
         self.reward, self.name, self.per_turn = reward, name, per_turn
+        self._names = {*listed, *(() if reward is None else (reward,))}
         self._counts: Counter[str] = Counter()
         self._has_warned = False
 
     def score(self, items: Sequence[RewardInput]) -> list[float | SampleError]:
         """Return one score per episode; a SampleError for an episode that ended by itself without
         this reward, and for a single-turn response."""
+        self._note_names(items)
         return [self._score(item) for item in items]
 
     def of_turns(self, item: RewardInput) -> tuple[float, ...]:
@@ -91,6 +105,34 @@ class EpisodeReward:
             what,
             advice="set `reward` of this entry to a name that exists; give the reward in every "
             "episode that ends, also if it is 0.0; or use another kind of reward",
+        )
+
+    def _note_names(self, items: Sequence[RewardInput]) -> None:
+        """Log each name once that no entry of the recipe has. The only name of a sum is expected:
+        further ones are not."""
+        episodes = [item.sample.episode for item in items if item.sample.episode is not None]
+        turns = [
+            turn
+            for episode in episodes
+            for turn in episode.turns
+            if self.reward is None or any(map(self._is_in, episode.turns))  # else it is missing
+        ]
+        new = dict.fromkeys(name for turn in turns for name in turn.rewards)
+        new = {name: None for name in new if name not in self._names}
+        is_first = self.reward is None and not self._names
+        if not new or len(self._names) >= _MOST_NAMES:
+            return
+        hint = nearest(next(iter(new)), self._names)
+        self._names |= set(new)
+        if is_first and len(new) == 1:
+            return
+        what = "which no entry of rewards names, so they do not count"
+        if self.reward is None:
+            what = "all of which are summed" if is_first else "which are added to the sum"
+        log.warning(
+            "reward %r: episodes have the rewards %s%s, %s. Set `reward` of this entry to the name "
+            "that counts, and add an entry for each other one that does (logged once)",
+            *(self.name, ", ".join(new), hint, what),
         )
 
     def _count(self, episode: Episode, names: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from burnish.environments.host import Outcome, WorkerHost
+from burnish.environments.process import as_json
 from burnish.environments.worker_set import WorkerEndedError
 
 START_TIMEOUT_S = 120.0
@@ -64,7 +65,8 @@ class RemoteWorker:
         """Return the content of a reply. See ``environments.worker_set.Worker.call``."""
         if self._lost:
             raise WorkerEndedError("its worker process died")
-        return await self._outcome(self._actor.call.remote(timeout_s, request), timeout_s)
+        line = as_json(request)
+        return await self._outcome(self._actor.call.remote(timeout_s, line), timeout_s)
 
     async def _outcome(self, ref: Any, timeout_s: float) -> Any:
         try:

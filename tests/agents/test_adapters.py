@@ -173,6 +173,38 @@ def test_sync_methods_of_trl_do_not_block_and_only_text_is_accepted() -> None:
         asyncio.run(play(TrlEnvironment(factory=f"{__file__}:Images"), task, [said]))
 
 
+def test_workers_elsewhere_get_absolute_paths_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker on another node of a cluster has another working directory."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("model", "tools"):
+        Path(folder).mkdir()
+    for name in ("tools/server.py", "serve", "own.py"):
+        Path(name).touch()
+    agent = EpisodesConfig(agent="openrlhf:own.py", max_tokens=99)
+    options = agent_spec(agent, ModelConfig(path="model")).options
+    assert options == {"path": f"{tmp_path}/own.py", "tokenizer": f"{tmp_path}/model"}
+    hub = agent_spec(agent, ModelConfig(path="model", tokenizer_path="org/name")).options
+    assert hub["tokenizer"] == "org/name"
+    servers = {
+        "a": {"command": ["python", "tools/server.py", "serve", "-m", "tools", "--to=x"]},
+        "b": {"command": ["./serve", "own.py", "missing.py"]},
+        "c": {"url": "http://127.0.0.1:1/mcp"},
+    }
+    sandbox = {"python": "env/bin/python", "read_only_paths": ["tools"]}
+    tools = {"tools": ["python", "own.py:f"], "mcp": servers, "sandbox": sandbox, "max_tokens": 99}
+    options = environment_spec(EpisodesConfig.model_validate(tools)).options
+    assert options["tools"] == ["python", f"{tmp_path}/own.py:f"]
+    assert [server["command"] for server in options["mcp"].values()] == [
+        ["python", f"{tmp_path}/tools/server.py", "serve", "-m", "tools", "--to=x"],
+        [f"{tmp_path}/serve", f"{tmp_path}/own.py", "missing.py"],
+        [],
+    ]
+    shown = options["sandbox"]["python"], options["sandbox"]["read_only_paths"]
+    assert shown == (f"{tmp_path}/env/bin/python", [f"{tmp_path}/tools"])
+
+
 def test_environments_and_tools_of_trl_in_a_recipe() -> None:
     config = EpisodesConfig(environment=f"trl:{__file__}:Counter", max_tokens=99)
     spec = environment_spec(config)

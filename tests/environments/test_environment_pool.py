@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -17,6 +19,7 @@ import pytest
 
 from burnish.environments import worker_set
 from burnish.environments.base import EnvironmentSetupError
+from burnish.environments.host import WorkerHost
 from burnish.environments.pool import (
     EnvironmentPool,
     EnvironmentSpec,
@@ -24,6 +27,8 @@ from burnish.environments.pool import (
     OpenEpisode,
     check_start,
 )
+from burnish.environments.process import start_process
+from burnish.runtime.remote_workers import RemoteWorker
 
 HOSTILE = str(Path(__file__).with_name("hostile.py"))
 SAY = {"role": "assistant", "content": "abc"}
@@ -128,7 +133,7 @@ def test_an_interpreter_that_does_not_start_is_refused(python: str) -> None:
         asyncio.run(play())
 
 
-GOOD = {"start": [{"role": "user", "content": "a"}], "step": {"done": True}}
+GOOD: dict[str, Any] = {"start": [{"role": "user", "content": "a"}], "step": {"done": True}}
 
 
 @pytest.mark.parametrize(
@@ -158,6 +163,68 @@ def test_invalid_results_are_errors_of_the_environment(
     with pytest.raises(EpisodeFailedError, match=message) as failed:
         asyncio.run(play())
     assert failed.value.status == "env_error"
+
+
+class Actor:
+    """A worker behind a transport that pickles arguments and results, as Ray's actors do."""
+
+    def __init__(self) -> None:
+        self.host = WorkerHost()
+
+    def __getattr__(self, method: str) -> Any:
+        async def remote(*arguments: Any) -> Any:
+            try:
+                given = pickle.loads(pickle.dumps(arguments))
+                return pickle.loads(pickle.dumps(await getattr(self.host, method)(*given)))
+            except Exception as error:
+                raise ConnectionError("the transport failed") from error
+
+        return SimpleNamespace(remote=remote)
+
+
+async def behind_an_actor(python: str | None) -> RemoteWorker:
+    ray = SimpleNamespace(exceptions=SimpleNamespace(RayError=ConnectionError), kill=lambda _: None)
+    worker = RemoteWorker(ray, Actor())
+    await worker.start(python)
+    return worker
+
+
+def nested(levels: int) -> Any:
+    value: Any = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("start_worker", [start_process, behind_an_actor])
+def test_deeply_nested_values_are_errors_of_the_environment_and_not_of_its_worker(
+    start_worker: Any,
+) -> None:
+    """What user code sent or returned does not end the other episodes of the worker."""
+
+    async def play() -> list[str]:
+        spec = EnvironmentSpec(f"{HOSTILE}:Fixed", {})
+        environments = EnvironmentPool(spec, workers=1, start_worker=start_worker)
+        await environments.start()
+        try:
+            other = await environments.open(GOOD, 0, timeout_s=30)
+            found = [await attempt(environments, levels) for levels in (100, 300, 900, 100_000)]
+            await other.step(SAY, timeout_s=30)
+            return found
+        finally:
+            await environments.close()
+
+    async def attempt(environments: EnvironmentPool, levels: int) -> str:
+        start = [{**GOOD["start"][0], "extra": nested(levels)}]
+        try:
+            episode = await environments.open({**GOOD, "start": start}, 0, timeout_s=30)
+        except EpisodeFailedError as failed:
+            return failed.status
+        await episode.close()
+        assert episode.start.messages[0]["extra"] == start[0]["extra"]
+        return "played"
+
+    assert asyncio.run(play()) == ["played", "env_error", "env_error", "env_error"]
 
 
 async def odd_step(environments: EnvironmentPool, kind: str, timeout_s: float = 20.0) -> str:

@@ -85,6 +85,33 @@ def test_an_episode_that_a_limit_ended_may_lack_its_reward(
     assert "'right'" in warning and "rigth" in warning and "reward/r/missing" in warning
 
 
+@pytest.mark.parametrize(
+    ("reward", "listed", "episodes", "logged"),
+    [
+        (None, (), [{"right": 1.0}, {"right": 0.5}], []),
+        (None, (), [{"right": 1.0}, {"rigth": 0.5}], ["rigth (nearest: right)"]),
+        (None, (), [{"right": 1.0, "format": 0.5}] * 2, ["right, format"]),
+        (None, ("format",), [{"right": 1.0, "format": 0.5}], ["right"]),
+        ("right", (), [{"right": 1.0}, {"right": 1.0, "format": 0.5}], ["format"]),
+        ("right", ("format",), [{"right": 1.0, "format": 0.5}], []),
+    ],
+)
+def test_names_that_no_entry_lists_are_logged_once(
+    reward: str | None,
+    listed: tuple[str, ...],
+    episodes: list[dict[str, float]],
+    logged: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A misspelled name is in the sum of all rewards, or in none."""
+    scorer = EpisodeReward(reward, name="r", listed=listed)
+    with caplog.at_level(logging.WARNING):
+        for rewards in [*episodes, *episodes]:
+            score(scorer, [sample(rewards)])
+    assert [f"have the rewards {names}, " in text for names, text in zip(
+        logged, caplog.messages, strict=True)] == [True] * len(logged)  # fmt: skip
+
+
 @pytest.mark.parametrize("cut", [False, True])
 def test_only_two_statuses_are_truncations(cut: bool) -> None:
     """The last call of an agent may be cut at its own limit, as that of a classifier is."""

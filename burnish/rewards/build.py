@@ -45,7 +45,8 @@ def build_rewards(
     given = functions or {}
     chosen = _match(configs, given)
     names = _allowed_names(configs)
-    listed = {c.reward for c in configs if isinstance(c, config.EpisodeReward)} - {None}
+    entries = [c for c in configs if isinstance(c, config.EpisodeReward)]
+    listed = [c.reward for c in entries if c.reward is not None]
     build = partial(_build, model_reward=model_reward, tokenizer=tokenizer, listed=listed)
     return [
         (build(c, name, chosen.get(i)), c.weight)

@@ -123,6 +123,34 @@ def form_of(row: Mapping[str, Any], keys: Keys) -> Reading:
     return candidates[0] if candidates else Reading("columns")
 
 
+def unread_form(row: Mapping[str, Any]) -> str:
+    """Return how to rewrite a row of a public form that is not read, as the end of an error; ""
+    for other rows.
+
+    >>> unread_form({"conversation": [{"input": "Hi", "output": "Hello"}]})[:43]
+    ". Column 'conversation' has pairs of input "
+    """
+    for key, value in row.items():
+        items = _as_list(value)
+        names = set(items[0]) if items and isinstance(items[0], Mapping) else set()
+        if {"input", "output"} <= names:
+            return (
+                f". Column {key!r} has pairs of input and output; write each pair as two messages "
+                '({"role": "user", ...}, {"role": "assistant", ...}) of a column messages'
+            )
+        if {"answer", "rank"} <= names:
+            return (
+                f". Column {key!r} has ranked answers; write pairs of them as the columns prompt, "
+                "chosen (the better rank) and rejected"
+            )
+        if isinstance(value, str) and value.lstrip().startswith("USER:"):
+            return (
+                f". Column {key!r} is a transcript with USER: and ASSISTANT:; write its turns as "
+                "messages of a column messages, without the names and end tokens"
+            )
+    return ""
+
+
 def without_pair(row: Mapping[str, Any], keys: Keys) -> bool:
     """Return whether a row lacks the two responses of a pair."""
     return any(row.get(key) is None for key in keys.pair)

@@ -17,7 +17,7 @@ from burnish.config.data import (
     SFTDataConfig,
 )
 from burnish.config.explain import nearest
-from burnish.config.forms import SYSTEMS
+from burnish.config.forms import SYSTEMS, unread_form
 from burnish.config.rated import RatedDataConfig
 from burnish.config.templates import TemplateError, fields_of
 from burnish.data.chat import (
@@ -107,7 +107,8 @@ def column(row: Row, key: str, field: str) -> Any:
     if key not in row.values:
         raise DataError(
             f"there is no column {key!r} ({field}); the columns are "
-            f"{', '.join(row.values)}{nearest(key, row.values)}. Set {field}, or rename the column"
+            f"{', '.join(row.values)}{nearest(key, row.values)}"
+            + (unread_form(row.values) or f". Set {field}, or rename the column")
         )
     value = row.values[key]
     if value is None:
@@ -258,7 +259,7 @@ def demonstration_key(row: Row, config: SFTDataConfig) -> str:
     raise DataError(
         "nothing to learn from: none of the columns "
         f"{', '.join(f'{v!r} ({k})' for k, v in keys.items())} has a value; the columns are "
-        f"{', '.join(row.values)}{next(filter(None, hints), '')}"
+        f"{', '.join(row.values)}{next(filter(None, hints), '') or unread_form(row.values)}"
     )
 
 

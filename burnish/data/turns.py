@@ -31,6 +31,10 @@ _ONE_ANSWER = (
     "train: false on the earlier answers, or split the conversation into one row per answer, or "
     "set model.chat_template to one that only appends"
 )
+_CLOSED = (
+    "The generation prompt closes reasoning, but the answer has some: remove it, or the variable "
+    "of model.chat_template_kwargs that closes it. "
+)
 _AS_TEXT = (
     "Set model.chat_template to one that only appends, or give the rendered prompt and the "
     "response as columns of text"
@@ -105,7 +109,9 @@ def _last_turn(render: Render, messages: Sequence[Message], prompt: str, habits:
             )
         line = "" if prompt.endswith("\n") else "\n"
         return f"{line}{reasoning}\n{THINK_END}{gap}{answer.lstrip()}"
-    raise _moved(prompt, full, "the last trained answer", _AS_TEXT)
+    closed = bool(reasoning) and opened.endswith(THINK_END)
+    advice = f"{_CLOSED if closed else ''}{_AS_TEXT}"
+    raise _moved(prompt, full, "the last trained answer", advice)
 
 
 def _reasoning_of(message: Message) -> tuple[str, str]:

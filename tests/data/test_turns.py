@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 import pytest
+from chat_families import chat_tokenizer
 from chat_templates import PUBLISHED, published_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from burnish.data.notices import collecting
 from burnish.data.preference import load_pairs
 from burnish.data.sft import load_rows
 from burnish.data.sources import DataError
+from burnish.templates import with_defaults
 
 Jsonl = Callable[..., str]
 Messages = list[dict[str, Any]]
@@ -213,6 +215,51 @@ def test_advice_for_a_turn_that_cannot_be_located_works(jsonl: Jsonl) -> None:
         assert last.tokens.tolist() == by_flag.tokens.tolist()
         assert split.num_rows == len(ends)
         assert split.tokens.tolist()[-len(last.tokens) :] == last.tokens.tolist()
+
+
+CALLED = ' to=functions.f<|channel|>commentary json<|message|>{"a": 2}<|call|>'
+FINAL = "<|channel|>final<|message|>{}<|return|>"
+THOUGHT = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant"
+BARE = [THOUGHTS[0], {**THOUGHTS[1], "train": False}, *TURNS[2:]]
+
+
+@pytest.mark.parametrize(
+    ("family", "messages", "options", "expected"),
+    [
+        ("harmony", TURNS, {}, None),  # an earlier answer ends with <|end|>, not with <|return|>
+        ("harmony", TURNS, {"only_last": True}, [FINAL.format("6")]),
+        ("harmony", LOOP, {}, [CALLED, FINAL.format("It is 4.")]),
+        ("harmony", THOUGHTS, {}, None),
+        ("harmony", THOUGHTS, {"only_last": True},
+         [THOUGHT.format("three and three") + FINAL.format("6")]),
+        ("qwen3 without thinking", TURNS, {}, None),  # only the last answer has an empty <think>
+        ("qwen3 without thinking", TURNS, {"only_last": True}, ["6<|im_end|>"]),
+        ("qwen3 without thinking", TURNS[:2], {}, ["4<|im_end|>"]),
+        ("qwen3 without thinking", LOOP, {}, None),
+        ("qwen3 without thinking", LOOP, {"only_last": True}, ["It is 4.<|im_end|>"]),
+        ("qwen3 without thinking", THOUGHTS, {"only_last": True}, None),
+        ("qwen3 without thinking", BARE, {}, ["6<|im_end|>"]),
+    ],
+)  # fmt: skip
+def test_templates_that_render_earlier_turns_otherwise_are_refused_or_trained_as_generated(
+    family: str, messages: Messages, options: dict[str, Any], expected: list[str] | None
+) -> None:
+    if family == "harmony":
+        tokenizer = chat_tokenizer(family)
+    else:
+        tokenizer = published_tokenizer("qwen3")
+        tokenizer.chat_template = with_defaults(tokenizer.chat_template, {"enable_thinking": False})
+    if expected is None:
+        with pytest.raises(DataError, match=r"cannot be located|would not match generation"):
+            encode_conversation(tokenizer, messages, **options)
+        return
+    ids, mask = encode_conversation(tokenizer, messages, **options)
+    runs = groupby(zip(ids, mask, strict=True), lambda pair: pair[1])
+    texts = [tokenizer.decode([i for i, _ in run]) for is_trained, run in runs if is_trained]
+    assert texts == expected
+    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    learned = [i for i in turns if messages[i].get("train", True)]
+    check_prompts(tokenizer, messages, learned[-len(expected) :], **options)
 
 
 def test_pairs_may_differ_before_the_last_turn(jsonl: Jsonl) -> None:

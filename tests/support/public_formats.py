@@ -118,7 +118,10 @@ DEMONSTRATIONS = [
     Format("nested keys", SFT, {"messages_key": "sample.turns.0"}, {"sample": {"turns": [[HI,
            HELLO]]}}, {"sample.turns.0": [HI, HELLO]}),
     Format("glaive function calling", SFT, {}, {"system": "SYSTEM: You ...", "chat":
-           "USER: Hi\n\n\nASSISTANT: Hello <|endoftext|>"}, "nothing to learn from"),
+           "USER: Hi\n\n\nASSISTANT: Hello <|endoftext|>"},
+           "nothing to learn from.*turns as messages"),
+    Format("glaive function calling as messages", SFT, {}, {"system": "You ..."} | CONVERSATION,
+           CONVERSATION),
     Format("toolace", SFT, {}, {"system": "Be kind.", "conversations": turns("Hi", "Hello",
            names=("user", "assistant"))}, {"messages": [told("Be kind."), HI, HELLO]}),
     Format("APIGen-MT", SFT, {}, {"system": "Be kind.", "tools": [TOOL], "conversations": [
@@ -129,7 +132,8 @@ DEMONSTRATIONS = [
                {"type": "function", "function": CALL}]}, {"role": "tool", "content": "20"},
                HELLO]}),
     Format("Capybara", SFT, {}, {"source": "x", "conversation": [{"input": "Hi", "output":
-           "Hello"}]}, "nothing to learn from"),
+           "Hello"}]}, "nothing to learn from.*pair as two messages"),
+    Format("Capybara as messages", SFT, {}, {"source": "x"} | CONVERSATION, CONVERSATION),
 ]  # fmt: skip
 
 PROMPTS = [
@@ -171,6 +175,11 @@ PROMPTS = [
            {"id": 1, "query": "Hi", "answers": '[{"name": "weather"}]', "tools":
            '[{"name": "weather", "parameters": {}}]'},
            {"query": "Hi", "answers": '[{"name": "weather"}]'}),
+    Format("ORZ", RL, CHAT | {"prompt_key": "0.value", "label_key": "1.ground_truth.value"},
+           {"0": {"from": "human", "value": "1+1?"}, "1": {"from": "assistant", "ground_truth":
+           {"value": "2"}}}, {"0.value": "1+1?", "1.ground_truth.value": "2"}),
+    Format("ORZ", RL, CHAT, {"0": {"from": "human", "value": "1+1?"}, "1": {"from": "assistant"}},
+           "no such column; its columns are 0, 1"),
     Format("messages", RL, {}, CONVERSATION, {"prompt": [HI], "label": "Hello"}),
     Format("API log", RL, {}, {"request": {"messages": [HI]}, "response": {"choices": [{"message":
            HELLO}]}}, {"prompt": [HI], "label": "Hello"}),
@@ -229,7 +238,9 @@ PREFERENCES = [
     Format("TRL kto-mix", PAIRS, {"label_key": "label"}, {"prompt": [HI], "completion": [HELLO],
            "label": True}, {"prompt": [HI], "response": [HELLO], "label": True}),
     Format("nectar", PAIRS, {}, {"prompt": f"{HH} ", "answers": [{"answer": "Hello", "rank": 1.0},
-           {"answer": "No", "rank": 2.0}]}, "there is no column 'chosen'"),
+           {"answer": "No", "rank": 2.0}]}, "there is no column 'chosen'.*ranked answers"),
+    Format("nectar as pairs", PAIRS, {}, {"prompt": f"{HH} ", "chosen": "Hello", "rejected": "No"},
+           {"prompt": f"{HH} ", "chosen": "Hello"}),
 ]  # fmt: skip
 
 FORMATS = [*DEMONSTRATIONS, *PROMPTS, *PREFERENCES]

@@ -14,6 +14,7 @@ from burnish.config.base import Node, PathText
 from burnish.config.data import PromptDataConfig
 from burnish.config.episodes import episode_rules, episodes_lines
 from burnish.config.job import RowsJob
+from burnish.config.overlong import Overlong
 from burnish.config.rewards import FailurePolicy, RewardConfig, running_norm_rules, weigh_nothing
 from burnish.config.roles import RolloutRole, RowLengths, sampled_lengths
 from burnish.config.rollout import PromptsRollout
@@ -114,6 +115,10 @@ class GenerationDataConfig(PromptDataConfig):
     """Prompts that are copied to the output."""
 
     can_lose_start: ClassVar[bool] = False
+
+    overlong: Overlong = "error"
+    """Prompt over the length limit: stop with an error, or drop it (counted). The output contains
+    the prompts, so they are not truncated."""
 
 
 class GenerateConfig(RowsJob):

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 import burnish.chat_message as chat_message
+import burnish.data.chat as chat
+import burnish.data.messages as messages
 import burnish.data.rendering as rendering
 import burnish.data.rows as data_rows
 import burnish.data.turns as turns
@@ -44,9 +46,21 @@ def turns_are_found_in_the_final_text(patch: Patch) -> None:
     patch.setattr(turns, "Turn", lambda begin, end: own(begin + 1, end))
 
 
+def tools_stay_as_they_are(patch: Patch) -> None:
+    """Tools are passed to the template in the form of the data."""
+    patch.setattr(messages, "wrapped_tool", dict)
+
+
+def all_tokens_of_an_answer_are_trained(patch: Patch) -> None:
+    """Text behind an end token is trained."""
+    patch.setattr(chat, "_trained_length", lambda tokenizer, answer, message: len(answer))
+
+
 PLANTED: dict[str, tuple[Any, tuple[int, ...]]] = {
     "content_forms": (the_last_part_wins, tuple(range(8))),
     "argument_forms": (arguments_stay_text, tuple(range(24))),
+    "tool_forms": (tools_stay_as_they_are, tuple(range(12))),
+    "text_behind_end": (all_tokens_of_an_answer_are_trained, tuple(range(6))),
     "message_files": (nulls_of_parquet_are_kept, tuple(range(24))),
     "dropped_fields": (nothing_is_noticed, tuple(range(40))),
     "trained_prompt": (turns_are_found_in_the_final_text, tuple(range(12))),

@@ -115,6 +115,44 @@ def argument_forms(draw: Draw) -> None:
 
 
 @relation
+def tool_forms(draw: Draw) -> None:
+    """Tools with OpenAI's wrapper and without it, as objects and as JSON text, give equal rows.
+    Exact."""
+    tokenizer = _tokenizer(draw.one(family=["qwen3", "mistral", "llama3"]))
+    names = draw.rng.sample(["f", "g", "h"], draw.rng.randint(1, 3))
+    tools = [{"name": name, "parameters": {"type": "object"}} for name in names]
+    draw.note(tools=tools)
+    wrapped = [{"type": "function", "function": tool} for tool in tools]
+    forms: list[Any] = [
+        draw.rng.choice([tool, {"function": tool}, {"type": "function", **tool}, json.dumps(tool)])
+        for tool in tools
+    ]
+    other: Any = forms if draw.rng.random() < 0.5 else json.dumps(forms)
+    row: Row = {"messages": _conversation(draw, calls=False)}
+    expected = _outcome(draw, {**row, "tools": wrapped}, tokenizer)
+    equal(_outcome(draw, {**row, "tools": other}, tokenizer), expected, "the row of other tools")
+
+
+@relation
+def text_behind_end(draw: Draw) -> None:
+    """An end token and text after the last answer leave the trained tokens as they are, and are
+    counted. Exact."""
+    family = draw.one(family=[f for f in PUBLISHED if f not in ("deepseek_r1", "qwq")])
+    tokenizer = _tokenizer(family)
+    end = "<end_of_turn>" if family == "gemma" else PUBLISHED[family][1]
+    messages = _conversation(draw, calls=False)[-2:]
+    answer = {"role": "assistant", "content": messages[-1]["content"]}
+    longer = {**answer, "content": f"{answer['content']}{end}{_text(draw)}"}
+    trained = []
+    for content in (answer, longer):
+        with collecting() as notices:
+            ids, mask = encode_conversation(tokenizer, [messages[0], content])
+        trained.append([i for i, is_trained in zip(ids, mask, strict=True) if is_trained])
+        equal("text_after_end" in notices, content is longer, "the notice")
+    equal(trained[1], trained[0], "the trained tokens")
+
+
+@relation
 def message_files(draw: Draw) -> None:
     """A row of JSON lines and the same row of Parquet, also with the messages as JSON text, are
     equal, although Parquet fills every message with the keys of the others. Exact."""

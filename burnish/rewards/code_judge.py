@@ -38,6 +38,7 @@ import contextlib
 import ctypes
 import io
 import json
+import keyword
 import operator
 import os
 import select
@@ -46,7 +47,9 @@ import socket
 import struct
 import sys
 import types
+from collections import Counter, OrderedDict, deque, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NoReturn
@@ -56,6 +59,10 @@ MAX_WHY_CHARS = 120
 MAX_MESSAGE_BYTES = 32 << 20
 PR_SET_DUMPABLE = 4
 LITERALS: dict[str, Any] = {"Decimal": Decimal, "bytes": bytes.fromhex}
+COPIED: dict[str, Any] = {
+    kind.__name__: kind for kind in (range, date, datetime, time, timedelta, Counter, OrderedDict)
+}
+"""Classes of the standard library whose objects (not those of subclasses) are copied."""
 
 
 class OutOfTime(BaseException):
@@ -112,6 +119,7 @@ class Judge:
         self.broken: str | None = None
         self.tested = 0
         self.is_timed = self.is_late = self.is_stop_named = False
+        self.on_start: Callable[[Solution], None] = lambda solution: None
         signal.signal(signal.SIGALRM, self._alarm)
 
     def _alarm(self, number: int, frame: Any) -> None:
@@ -218,6 +226,7 @@ class Judge:
             try:
                 self.solution = Solution(self.starter, self.task)
                 self.solution.is_stop_named = self.is_stop_named
+                self.on_start(self.solution)
             except BaseException as error:
                 self.broken = describe(error)
                 raise
@@ -264,7 +273,9 @@ class SourceTests:
             for node in ast.walk(part)
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         }
-        self.judge.is_stop_named = "StopIteration" in names_in(self.body)
+        self.used = names_in(self.body)
+        self.judge.is_stop_named = "StopIteration" in self.used
+        self.judge.on_start = self.watch
         if "unittest" in source:
             import unittest
 
@@ -317,15 +328,34 @@ class SourceTests:
         them."""
         names = self.judge.names()
         module = types.ModuleType("solution")
-        vars(module).update(names)
+        vars(module).update({n: None if v is MODULE else v for n, v in names.items()})
         sys.modules["solution"] = module
         for name, value in names.items():
             if name in self.own and self.own[name] is not self.given.get(name):
                 continue
             if name != self.name and name in self.modules:
                 value = __import__(name)
-            elif value is None or (name in vars(builtins) and name != self.name):
+            elif value is MODULE or (name in vars(builtins) and name != self.name):
                 continue
+            self.own[name] = self.given[name] = value
+
+    def watch(self, solution: Solution) -> None:
+        """Let a new process of the code report changes of its plain globals that the tests use."""
+        known = solution.names
+        solution.watched = [
+            name
+            for name in usable_names(dict.fromkeys(self.used - bound_names(self.body)))
+            if not isinstance(known.get(name), Reference)
+            and known.get(name) is not MODULE
+            and (name in known or name not in vars(builtins))
+            and name not in self.modules
+        ]
+        solution.on_change = self.renew
+
+    def renew(self, name: str, value: Any) -> None:
+        """Give a name its new value, unless the tests define it."""
+        vars(sys.modules["solution"])[name] = value
+        if name not in self.own or self.own[name] is self.given.get(name, self):
             self.own[name] = self.given[name] = value
 
     def call(self, node: Any) -> None:
@@ -366,6 +396,7 @@ class SourceTests:
 
 
 FUNCTIONS_OF_TESTS = (ast.FunctionDef, ast.AsyncFunctionDef)
+NAMED = (*FUNCTIONS_OF_TESTS, ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
 BLOCKS = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Try, ast.Match)
 
 
@@ -389,6 +420,19 @@ def names_in(body: Sequence[ast.stmt]) -> set[str]:
     """Return all names that statements use."""
     nodes = [node for part in body for node in ast.walk(part)]
     return {node.id for node in nodes if isinstance(node, ast.Name)}
+
+
+def bound_names(body: Sequence[ast.stmt]) -> set[str]:
+    """Return all names that statements bind, anywhere in them."""
+    bound = set()
+    for node in (node for part in body for node in ast.walk(part)):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            bound.add(node.id)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, NAMED):
+            bound.add(str(node.name))
+    return bound
 
 
 def checks_something(node: ast.stmt, defined: set[str]) -> bool:
@@ -512,6 +556,10 @@ class Codec:
     Subclasses of list, dict, ... are sent as plain data, so no method of theirs is called by the
     judge."""
 
+    def __init__(self) -> None:
+        self.classes: dict[tuple[str, tuple[str, ...]], type[tuple[Any, ...]]] = {}
+        """Classes of named tuples by name and fields. (Their objects compare as tuples.)"""
+
     def refer(self, value: Any) -> dict[str, Any]:
         """Encode an object that is not plain data."""
         raise NotImplementedError
@@ -534,6 +582,13 @@ class Codec:
             return {"complex": [complex(value).real, complex(value).imag]}
         if isinstance(value, (bytes, bytearray)):
             return {"bytes": bytes(value).hex()}
+        if type(value) in (deque, *COPIED.values()) and (content := parts_of(value)) is not None:
+            return {type(value).__name__: self.encode(content)}
+        fields = fields_of(type(value)) if isinstance(value, tuple) else None
+        if fields is not None and len(fields) == tuple.__len__(value):
+            self.classes.setdefault((type(value).__name__, fields), type(value))
+            cells = [self.encode(item) for item in tuple.__iter__(value)]
+            return {"namedtuple": [type(value).__name__, list(fields), cells]}
         for kind in (list, tuple, set, frozenset):
             if isinstance(value, kind):
                 items = kind.__iter__(value)  # type: ignore[arg-type]  # (not a subclass's)
@@ -563,9 +618,61 @@ class Codec:
         if kind in ("list", "tuple", "set", "frozenset"):
             make: Callable[[Any], Any] = vars(builtins)[kind]
             return make(self.decode(item) for item in content)
+        if kind == "namedtuple":
+            return self.row(str(content[0]), tuple(content[1]), content[2])
+        if kind == "deque" or kind in COPIED:
+            return whole(kind, self.decode(content))
         if kind == "dict":
             return {self.decode(key): self.decode(value) for key, value in content}
         return self.resolve(kind, content)
+
+    def row(self, name: str, fields: tuple[str, ...], items: Sequence[Any]) -> Any:
+        """Return a named tuple. Raises ValueError if its names are not those of one."""
+        if (name, fields) not in self.classes:
+            self.classes[name, fields] = namedtuple(name, fields)  # type: ignore[misc]
+        if len(items) != len(fields):
+            raise ValueError("a named tuple of another length")
+        return tuple.__new__(self.classes[name, fields], map(self.decode, items))
+
+
+def fields_of(kind: type) -> tuple[str, ...] | None:
+    """Return the names of the fields of a class of named tuples, or None for other classes."""
+    found = (vars(base).get("_fields") for base in kind.__mro__)
+    fields = next((fields for fields in found if type(fields) is tuple and fields), ())
+    names = (kind.__name__, *fields)
+    are_usable = fields and all(type(name) is str and name.isidentifier() for name in names)
+    if not are_usable or len(set(fields)) < len(fields):
+        return None
+    return None if any(n.startswith("_") or keyword.iskeyword(n) for n in names) else fields
+
+
+DAY, CLOCK = ("year", "month", "day"), ("hour", "minute", "second", "microsecond")
+PARTS_OF_TIME: dict[type, tuple[str, ...]] = {date: DAY, time: CLOCK, datetime: DAY + CLOCK}
+
+
+def parts_of(value: Any) -> Any:
+    """Return plain data from which ``whole`` makes an object of COPIED or a deque, or None if there
+    is none, as for times with a time zone."""
+    if isinstance(value, range):
+        return [value.start, value.stop, value.step]
+    if isinstance(value, timedelta):
+        return [value.days, value.seconds, value.microseconds]
+    if isinstance(value, (datetime, time)) and value.tzinfo is not None:
+        return None
+    if isinstance(value, (date, time)):
+        return list(operator.attrgetter(*PARTS_OF_TIME[type(value)])(value))
+    if isinstance(value, deque):
+        return [list(value), value.maxlen]
+    return list(value.items())
+
+
+def whole(kind: str, parts: Any) -> Any:
+    """Return the object of ``parts_of``."""
+    if kind == "deque":
+        return deque(*parts)
+    if kind in ("Counter", "OrderedDict"):
+        return COPIED[kind](dict(parts))
+    return COPIED[kind](*parts)
 
 
 class Lines:
@@ -601,8 +708,13 @@ class Solution(Codec):
     """The judge's side of a process that serves the code."""
 
     def __init__(self, starter: Starter, task: Mapping[str, Any]) -> None:
+        super().__init__()
         self.starter = starter
         self.ended = self.is_stop_named = False
+        self.watched: list[str] = []
+        """Plain globals of the code that the tests use and do not bind: they may change with each
+        call."""
+        self.on_change: Callable[[str, Any], None] = lambda name, value: None
         self.callbacks: dict[int, Callable[..., Any]] = {}
         self.errors: dict[int, type[BaseException]] = {}
         mine, other = socket.socketpair()
@@ -623,6 +735,7 @@ class Solution(Codec):
                 "apply": function,
                 "arguments": [self.encode(value) for value in arguments],
                 "named": {name: self.encode(value) for name, value in named.items()},
+                "watched": self.watched,
             }
         )
         return self.exchange(arguments, function)
@@ -642,6 +755,8 @@ class Solution(Codec):
                 if "call" in reply:
                     self.send(self.called(reply))
                     continue
+                for name, content in reply.get("names", ()):
+                    self.renew(name, self.decode(content))
                 if "error" in reply:
                     raise self.error_of(reply["error"], function)
                 for index, content in reply.get("changed", ()):
@@ -652,6 +767,17 @@ class Solution(Codec):
             except Exception:
                 self.ended = True  # (a reply that is not valid: forged)
                 raise Ended("the code ended its process") from None
+
+    def renew(self, name: str, value: Any) -> None:
+        """Give a watched name of the code its new value, a container in place."""
+        if name not in self.watched:
+            raise ValueError("a name that is not watched")
+        old = self.names.get(name)
+        if type(value) is type(old) and isinstance(old, (list, dict, set, deque)):
+            update(old, value)
+            return
+        self.names[name] = value
+        self.on_change(name, value)
 
     def called(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Call a function of the tests for the solution, and return the message with its result."""
@@ -703,6 +829,8 @@ class Solution(Codec):
         """Decode an object of the solution."""
         if kind == "error_class":
             return self.error_class(content)
+        if kind == "module":
+            return MODULE
         return Reference(self, int(content))
 
     def close(self) -> int:
@@ -711,6 +839,9 @@ class Solution(Codec):
         self.lines.connection.close()
         return self.starter.end(self.pid)
 
+
+MODULE = object()
+"""Stands for a module among the names of the solution."""
 
 SEVERAL_ARGUMENTS = (
     *("UnicodeDecodeError", "UnicodeEncodeError", "UnicodeTranslateError", "ExceptionGroup"),
@@ -750,6 +881,9 @@ def update(container: Any, value: Any) -> None:
     elif isinstance(container, (dict, set)):
         container.clear()
         container.update(value)
+    elif isinstance(container, deque):
+        container.clear()
+        container.extend(value)
 
 
 class Reference:
@@ -992,8 +1126,26 @@ class Service(Codec):
     """The solution's side: executes the code and applies functions to its objects."""
 
     def __init__(self, connection: socket.socket) -> None:
+        super().__init__()
         self.lines = Lines(connection)
         self.objects: list[Any] = []
+        self.module: dict[str, Any] = {}
+        self.sent: dict[str, Any] = {}
+        """JSON of the module's names, as the tests know them."""
+
+    def plain(self, value: Any) -> Any:
+        """Encode a value, by reference if it contains itself."""
+        try:
+            return self.encode(value)
+        except RecursionError:
+            return self.refer(value)
+
+    def changed_names(self, names: Sequence[str]) -> list[Any]:
+        """Return (name, JSON) of those names of the module that changed since they were sent."""
+        now = {name: self.plain(self.module[name]) for name in names if name in self.module}
+        changed = [[name, tree] for name, tree in now.items() if self.sent.get(name, ...) != tree]
+        self.sent |= dict(changed)
+        return changed
 
     def refer(self, value: Any) -> dict[str, Any]:
         """Encode an object by reference."""
@@ -1035,22 +1187,38 @@ class Service(Codec):
                 changed.append([index, new])
         return {"value": value, "changed": changed}
 
+    def reply(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the reply to a message, also of a call that raised, with the changed names."""
+        try:
+            reply = self.answer(message)
+        except BaseException as error:  # becomes data
+            reply = self.failed(error)
+        return {**reply, "names": self.changed_names(message["watched"])}
+
+    def failed(self, error: BaseException) -> dict[str, Any]:
+        """Return the reply of a call that raised."""
+        return {"error": {**self.class_of(type(error)), "text": describe(error)}}
+
 
 def mutable_json(tree: Any) -> Any:
     """Return the JSON of a list, dict or set, and None for others."""
-    return tree if isinstance(tree, dict) and {"list", "dict", "set"} & set(tree) else None
+    return tree if isinstance(tree, dict) and not MUTABLE.isdisjoint(tree) else None
+
+
+MUTABLE = {"list", "dict", "set", "deque", "Counter", "OrderedDict"}
 
 
 def serve(code: str, connection: socket.socket, test_s: float) -> NoReturn:
     """Execute the code, then answer messages until the judge ends the process."""
     service = Service(connection)
-    module = namespace("solution")
+    module = service.module = namespace("solution")
 
     def start(message: Any) -> dict[str, Any]:
         exec(compile(code, "solution.py", "exec"), module)
         found = [(n, v) for n, v in module.items() if not n.startswith("__")]
-        pairs = [[n, service.encode(v)] for n, v in found if not isinstance(v, types.ModuleType)]
-        modules = [[n, None] for n, v in found if isinstance(v, types.ModuleType)]
+        pairs = [[n, service.plain(v)] for n, v in found if not isinstance(v, types.ModuleType)]
+        service.sent = dict(pairs)
+        modules = [[n, {"module": n}] for n, v in found if isinstance(v, types.ModuleType)]
         return {"value": {"dict": pairs + modules}}
 
     handle, message = start, None
@@ -1059,10 +1227,10 @@ def serve(code: str, connection: socket.socket, test_s: float) -> NoReturn:
         try:
             reply = handle(message)
         except BaseException as error:
-            reply = {"error": {**service.class_of(type(error)), "text": describe(error)}}
+            reply = service.failed(error)
         signal.setitimer(signal.ITIMER_PROF, 0)
         service.lines.send(reply)
-        message, handle = service.lines.receive(), service.answer
+        message, handle = service.lines.receive(), service.reply
 
 
 add_operators()

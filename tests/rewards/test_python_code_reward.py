@@ -132,7 +132,20 @@ def test_plain():
         ("def sum(a, b): return a + b",
          {"source": "assert sum(1, 2) == 3", "entry_point": "sum"}, 1),
         ("from collections import Counter\ndef f(x): return Counter(x)",
-         "assert f('aa') == {'a': 2}", 1),
+         "assert f('aa') == {'a': 2}\nassert f('aab').most_common(1) == [('a', 2)]", 1),
+        ("n, seen = 0, []\ndef f(x):\n    global n\n    n += x\n    seen.append(x)\n    return n",
+         "a = seen\ndef test():\n    assert f(2) == n == 3 and a == seen == [1, 2]\n"
+         "assert n == 0\nf(1)\nassert n == 1 and a == [1]", 1),
+        ("n = 3\ndef f(x):\n    global n\n    n = x\n    return x",
+         "n = 3 * 1\nassert f(1) == n", 0),
+        ("from collections import namedtuple\nP = namedtuple('P', 'x y')\n"
+         "def f(x): return P(x, 2)\ndef g(p): return p.y",
+         "assert f(1).x == 1\nassert f(1) == (1, 2) == P(1, 2)\nassert g(f(1)) == 2", 1),
+        ("import datetime\ndef f(d): return d + datetime.timedelta(1)",
+         "import datetime\nassert f(datetime.date(2024, 2, 28)) == datetime.date(2024, 2, 29)", 1),
+        ("def f(d):\n    d.rotate(1)\n    return d",
+         "from collections import deque\nd = deque([1, 2])\nassert f(d) == d == deque([2, 1])", 1),
+        ("a = []\na.append(a)\ndef f(): return range(3)", "assert f() == range(3)", 1),
     ],
 )  # fmt: skip
 def test_every_form_of_tests(share: Score, code: str, label: Any, wanted: float) -> None:

@@ -35,6 +35,9 @@ class MathReward:
     The last answer is searched after the last ``</think>``: the last box, the line after ``####``,
     or the quantity after "answer is". If nothing is marked, it is the last formula or number.
 
+    A number with its base as a subscript (``1010_2``) equals numbers with the same digits and base.
+    An answer may leave out the base of a label, but a label without a base equals no other base.
+
     A label is an answer, not a sentence: ``1/2``, ``$\\frac{1}{2}$``, ``6,000``, ``1e5``,
     ``5 cm``, ``x^2+1``, or the text after ``####``. Words and dates are compared as text; word
     labels are logged once. A label that is missing, has several values, is a sentence, or cannot

@@ -2,7 +2,7 @@
 
 Supported are separators, fractions, percentages and units: ``6,000``, ``6 000``, ``$6{,}000``,
 ``6\\,000``, ``1e5``, ``1.5 \\times 10^{3}``, ``1 1/2``, ``\\frac{3}{4}``, ``12%``, ``18 dollars``,
-``5 \\text{ cm}``. Values are exact fractions.
+``5 \\text{ cm}``, ``1010_2``. Values are exact fractions.
 """
 
 from __future__ import annotations
@@ -49,6 +49,16 @@ _FORMS = [
         rf"(?P<number>{_NUMBER})(?![\d])",
     )
 ]
+BASED = (
+    r"\d[0-9A-Fa-f]*+(?:\.[0-9A-Fa-f]++)?\s*+_\s*+(?:\{\s*+)?(?:\\text\s*+\{\s*+)?"
+    r"(?:\d\d?|[a-z]{3,7})(?![A-Za-z0-9])(?:\s*+\})*+"
+)
+"""A number with its base as a subscript. Words and braces are checked by :func:`_based`."""
+_BASED = Form(
+    r"(?P<sign>[+-]?)\s*+\(?(?P<digits>\d[0-9A-Fa-f]*+)(?:\.(?P<after>[0-9A-Fa-f]++))?\)?\s*+_"
+    r"\s*+(?:\{\s*+)?\(?(?P<base>\d\d?|[a-z]{3,7})\)?(?:\s*+\})?"
+)
+_BASES = {"two": 2, "three": 3, "eight": 8, "ten": 10, "sixteen": 16}
 _STYLE = Pattern(r"\\(?:text|mbox|mathrm|textbf|textit|mathbf|operatorname)\s*\{([^{}]*)\}")
 _SIZE = Pattern(r"\\(?:left|right|displaystyle|big|Big)(?![A-Za-z])")
 _FRAC = Pattern(r"\\[dtc]frac")
@@ -103,6 +113,10 @@ class Quantity:
     percent: bool = False
     unit: str = ""
     """The canonical name for units in ``_UNITS``; the words as written for other units."""
+    base: int = 0
+    """Base that is written as a subscript. 0: none, or 10."""
+    digits: str = ""
+    """Number as written, with its sign, if it has a base."""
 
 
 def bare(text: str) -> str:
@@ -134,12 +148,31 @@ def read_quantity(text: str) -> Quantity | None:
     if len(text) > _LONGEST:  # signs became words
         return None
     text, money = _without_currency(text.strip())
+    if (match := _BASED.fullmatch(text)) is not None:
+        return _based(match)
     for form in _FORMS:
         match = form.fullmatch(text)
         found = None if match is None else _quantity(match, money)
         if found is not None:
             return found
     return None
+
+
+def _based(match: Match) -> Quantity | None:
+    """Return a number with a base, or None if the base or a digit does not exist."""
+    name, digits, after = match["base"], match["digits"].upper(), (match["after"] or "").upper()
+    base = int(name) if name.isdecimal() else _BASES.get(name, 0)
+    try:
+        value = Fraction(int(digits + after, base), base ** len(after)) if base > 1 else None
+    except ValueError:
+        value = None
+    if value is None:
+        return None
+    sign, point = match["sign"].strip("+"), "." if after else ""
+    value = -value if sign else value
+    if base == 10:
+        return Quantity(value, decimal=bool(after))
+    return Quantity(value, base=base, digits=f"{sign}{digits.lstrip('0')}{point}{after}")
 
 
 def _without_currency(text: str) -> tuple[str, str]:
@@ -213,10 +246,14 @@ def _rest(text: str) -> tuple[bool, str] | None:
 def quantities_equal(one: Quantity, other: Quantity) -> bool:
     """Return whether two numbers are the same answer.
 
-    Units matter only if both are known and differ. ``12%`` equals 0.12 and also 12. If either
+    A number with a base as a subscript equals only numbers with the same base: otherwise a number
+    that the task asks to convert would be the answer. Units matter only if both are known and
+    differ. ``12%`` equals 0.12 and also 12. If either
     number has a decimal point, they may differ by rounding to six decimals, as long as five
     significant digits agree.
     """
+    if one.base != other.base:
+        return False
     known = set(_UNITS.values())
     if one.unit != other.unit and {one.unit, other.unit} <= known:
         return False
@@ -233,7 +270,11 @@ def _close(a: Fraction, b: Fraction) -> bool:
 
 
 def spell(quantity: Quantity) -> str:
-    """Return the number in a form that math-verify parses: a decimal or a fraction of integers."""
+    """Return the number in a form that math-verify parses: a decimal or a fraction of integers. A
+    number with a base becomes a symbol, because math-verify ignores subscripts of numbers."""
+    if quantity.base:
+        sign, digits = "-" if quantity.value < 0 else "", quantity.digits.lstrip("-")
+        return f"{sign}N_{{{quantity.base}n{digits.replace('.', 'p')}}}"
     value, mark = quantity.value, r"\%" if quantity.percent else ""
     under, decimals = value.denominator, 0
     while under % 10 == 0 or under % 2 == 0 or under % 5 == 0:

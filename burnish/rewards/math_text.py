@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 from burnish.errors import BurnishError
 from burnish.model_text import DOTALL, IGNORECASE, Form, Match, Pattern
 from burnish.rewards.math_numbers import (
+    BASED,
     LARGEST_EXPONENT,
     SPACES,
     VULGAR,
@@ -200,8 +201,14 @@ def _boxes(text: str) -> list[_Box]:
                 continue
             while found and found[-1].begin > box[0]:
                 found.pop()
-            found.append(_Box(box[0], match.end(), text[box[1] : match.start()].strip()))
+            content, end = text[box[1] : match.start()].strip(), match.end()
+            if subscript := _SUBSCRIPT.match(text, end):  # \boxed{10}_2
+                content, end = content + subscript.group(), subscript.end()
+            found.append(_Box(box[0], end, content))
     return found
+
+
+_SUBSCRIPT = Form(r"\s?_\s?(?:\d|\{[^{}]{1,20}\})")
 
 
 def _belong_together(between: str) -> bool:
@@ -267,7 +274,7 @@ def _understood(text: str) -> Label:
                 "answer; reduce it to the answer, or use a reward of kind function"
             )
         return Label("words", words)
-    return Label("math", _symbols(text))
+    return Label("math", _symbols(_BASED_NUMBER.sub(_spelled, text)))
 
 
 def _is_words(text: str, words: str) -> bool:
@@ -321,6 +328,13 @@ def judge(label: Label, response: str) -> bool | Ask:
         found = read_date(_words(text if answer is None else answer.text))
         return found is not None and found[0] == label.text
     quantity = None if answer is None else read_quantity(answer.text)
+    if label.quantity is not None and label.quantity.base:
+        said = text if answer is None else answer.text
+        based = quantity if quantity is not None and quantity.base else _last_based(said)
+        if based is not None:
+            return quantities_equal(label.quantity, based)
+        plain = read_quantity(label.quantity.digits)  # like a unit, the base may be left out
+        label = label if plain is None else Label("number", spell(plain), plain)
     if quantity is not None and label.quantity is not None:
         return quantities_equal(label.quantity, quantity)
     if quantity is not None:
@@ -334,6 +348,12 @@ def judge(label: Label, response: str) -> bool | Ask:
         return False
     text = _PERIOD.sub("", answer.text)  # the period that ends a sentence
     return Ask(label.text, f"\\boxed{{{_symbols(_readable(text))}}}")
+
+
+def _last_based(text: str) -> Quantity | None:
+    """Return the last number with a base in ``text``, or None."""
+    matches = _BASED_NUMBER.finditer(text)
+    return read_quantity(matches[-1].group()) if matches else None
 
 
 def _claims_others(said: str, label: Label) -> bool:
@@ -414,7 +434,9 @@ def _readable(text: str) -> str:
     return text
 
 
+_BASED_NUMBER = Pattern(r"(?<![\w.\\])" + BASED)
 _MISREAD = (
+    _BASED_NUMBER,
     Pattern(r"(?<![\w./])\d+(?:\.\d+)?[eE][+-]?\d{1,3}(?!\w)"),
     Pattern(r"(?<![\w./^)}])\d+ \d+/\d+(?![\w/])"),
     Pattern(r"(?<![\w./^)}])\d+\s*\\[dt]?frac\{\d+\}\{\d+\}"),

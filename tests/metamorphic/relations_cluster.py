@@ -27,7 +27,7 @@ from burnish.models.load import DTYPES, load_tokenizer
 from burnish.observe.public_recipe import public_recipe, recipe_secrets
 from burnish.secret import without_texts
 from burnish.sync import channel, collective
-from burnish.sync.base import LinkError, encode
+from burnish.sync.base import SyncError, encode
 from burnish.sync.buckets import messages
 from burnish.sync.channel import Channel, connect_store, end_connection, serve_store
 from burnish.sync.collective import CollectiveSender, CollectiveSource
@@ -145,11 +145,6 @@ class Mortal(Channel):
             raise Died
         return super()._alive()
 
-    def wait(self, *arguments: Any) -> None:
-        """Wait, unless dead."""
-        with self._alive():
-            super().wait(*arguments)
-
 
 def _run_end(chan: Mortal, kind: str, policy: Policy, results: dict[int, Any]) -> None:
     """One process: its end of a connection and one transfer."""
@@ -164,7 +159,7 @@ def _run_end(chan: Mortal, kind: str, policy: Policy, results: dict[int, Any]) -
         results[chan.rank] = (
             _received(link) if chan.rank else WeightSender(policy, link).push() and None
         )
-    except (Died, LinkError) as error:
+    except (Died, SyncError) as error:
         results[chan.rank] = error
         if kind == "collective":
             _KEPT.append((time.monotonic(), (link, chan, error)))
@@ -200,7 +195,7 @@ def death_ends_the_wait(draw: Draw) -> None:
             thread.join(PATIENCE_S / 2)
     equal([t.name for t in threads if t.is_alive()], [], "processes that still wait")
     if not isinstance(results[victim], Died):
-        equal([r for r, end in results.items() if isinstance(end, LinkError)], [], "failures")
+        equal([r for r, end in results.items() if isinstance(end, SyncError)], [], "failures")
     for tensors in results.values():
         if isinstance(tensors, dict):
             equal(_bits(tensors), _bits(policy.tensors), "weights of a receiver")

@@ -11,6 +11,7 @@ from metamorphic import (
     relations_messages,
     relations_models,
     relations_numerics,
+    relations_rewards,
     relations_rows,
     relations_rules,
     relations_serving,
@@ -37,6 +38,7 @@ OTHERS = {
     "half_precision": tuple(range(8)),
     "odd_config": tuple(range(8)),
     "death_ends_the_wait": tuple(range(16)),
+    "code_surroundings": tuple(range(10)),
     "secrets_stay_in_the_recipe": tuple(range(12)),
 }
 """Seeds of the others; without an entry: the first 24."""
@@ -47,6 +49,7 @@ ALL = (
     relations_heads,
     relations_messages,
     relations_models,
+    relations_rewards,
     relations_rows,
     relations_numerics,
     relations_rules,

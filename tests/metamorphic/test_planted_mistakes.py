@@ -17,6 +17,7 @@ from metamorphic import (
     planted_heads,
     planted_messages,
     planted_numerics,
+    planted_rewards,
     planted_rows,
     planted_serving,
 )
@@ -221,6 +222,7 @@ PLANTED: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
     **planted_episodes.PLANTED,
     **planted_heads.PLANTED,
     **planted_messages.PLANTED,
+    **planted_rewards.PLANTED,
     **planted_rows.PLANTED,
     **planted_numerics.PLANTED,
     **planted_serving.PLANTED,

@@ -1,0 +1,62 @@
+"""Mistakes for the relations of rewards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from metamorphic import relations_rewards
+
+import burnish.rewards.labels as labels
+import burnish.rewards.math_text as math_text
+import burnish.rewards.python_code as python_code
+from burnish.config.rewards import FailurePolicy
+from burnish.rewards.base import RewardSet
+
+Patch = pytest.MonkeyPatch
+
+
+def bases_are_ignored(patch: Patch) -> None:
+    """The subscript of a number is no part of it."""
+    patch.setattr(math_text, "quantities_equal", lambda a, b: a.digits == b.digits)
+
+
+def the_first_block_is_the_code(patch: Patch) -> None:
+    """The code is taken from the first block, also of the thoughts."""
+    patch.setattr(python_code, "read_code", lambda text, _: text.split("```")[1].partition("\n")[2])
+
+
+def boxes_are_searched_from_every_place(patch: Patch) -> None:
+    """Each position of the text is searched to its end."""
+    own = math_text._last_boxes
+
+    def boxes(text: str) -> Any:
+        sum(text[place:].count("}") for place in range(len(text)))
+        return own(text)
+
+    patch.setattr(math_text, "_last_boxes", boxes)
+    patch.setattr(relations_rewards, "CPU_S", 0.2)
+
+
+def every_label_is_usable(patch: Patch) -> None:
+    """The check of the data accepts all labels."""
+    patch.setitem(labels._READERS, "math", lambda prompt: None)
+
+
+def failures_always_drop_their_group(patch: Patch) -> None:
+    """A run whose policy is to fail continues."""
+    own = RewardSet.__init__
+
+    def init(self: RewardSet, rewards: Any, **options: Any) -> None:
+        own(self, rewards, **options | {"on_failure": FailurePolicy(then="drop_group")})
+
+    patch.setattr(RewardSet, "__init__", init)
+
+
+PLANTED = {
+    "numbers_are_their_values": (bases_are_ignored, tuple(range(12))),
+    "code_surroundings": (the_first_block_is_the_code, tuple(range(12))),
+    "answers_are_found_in_bounded_time": (boxes_are_searched_from_every_place, (0, 1)),
+    "labels_are_refused_before_the_run": (every_label_is_usable, tuple(range(12))),
+    "failures_follow_their_policy": (failures_always_drop_their_group, tuple(range(12))),
+}

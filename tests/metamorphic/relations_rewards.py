@@ -1,0 +1,253 @@
+"""Relations of rewards: numbers are equal by value, code is judged whatever stands around it, the
+check of the data finds the labels that a run refuses, and failures follow their policy."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+from metamorphic.base import CLOSERS, Broken, Draw, equal, relation
+from metamorphic.draw_text import text_of
+from metamorphic.relations_rules import _item, math_reward
+
+from burnish.config.rewards import FailurePolicy, PythonCodeReward, ShapingConfig
+from burnish.config.sandbox import UnsafeSubprocessSandbox
+from burnish.rewards import python_code
+from burnish.rewards.base import NoGroupLeftError, RewardError, RewardSet, SampleError
+from burnish.rewards.function import FunctionReward
+from burnish.rewards.labels import label_problem
+from burnish.rewards.math_text import judge, read_label
+from burnish.types import Group
+
+# ---- numbers -------------------------------------------------------------------------------------
+
+
+def _forms(value: Fraction) -> list[str]:
+    """Ways to write a number without a base."""
+    sign, size = "-" * (value < 0), abs(value)
+    over, under = size.numerator, size.denominator
+    forms = [f"{sign}\\frac{{{over}}}{{{under}}}", f"{sign}{2 * over}/{2 * under}"]
+    if under == 1:
+        forms += [f"{sign}{over}", f"{sign}{over:,}", f"{sign}{over}.00", f"{sign}{over} apples"]
+        forms += [f"{sign}{over}e0", f"{sign}{over / 10} \\times 10^{{1}}"]
+    if under in (2, 4, 5):
+        forms += [f"{sign}{float(size)}", f"{sign}{float(size)}0", f"${sign}{float(size)}$"]
+    if over > under > 1:
+        forms.append(f"{sign}{over // under} {over % under}/{under}")
+    return forms
+
+
+def _in_base(number: int, base: int) -> str:
+    digits = ""
+    while number:
+        number, digit = divmod(number, base)
+        digits = f"{digit}{digits}"
+    return digits
+
+
+@relation
+def numbers_are_their_values(draw: Draw) -> None:
+    """A label and an answer that are numbers are equal if and only if their values are, in every
+    form of both. Numbers with a base are equal if their digits and bases are; the answer may leave
+    the base out. Exact."""
+    rng = draw.rng
+
+    def value() -> Fraction:
+        number = rng.choice([rng.randint(1, 30), rng.randint(1000, 99999)])
+        return Fraction(number * rng.choice([1, -1]), rng.choice([1, 1, 2, 3, 4, 5, 7]))
+
+    if draw.one(based=[False, False, True]):
+        number, base = rng.randint(2, 5000), rng.choice([2, 3, 8])
+        digits = _in_base(number, base)
+        forms = [f"{digits}_{base}", f"{digits}_{{{base}}}", f"0{digits}_\\text{{{base}}}"]
+        pairs = [(rng.choice(forms), rng.choice(forms), True), (rng.choice(forms), digits, True)]
+        pairs.append((rng.choice(forms), str(number), str(number) == digits))
+        pairs.append((digits, rng.choice(forms), False))
+        pairs.append((rng.choice(forms), f"{digits}_{base + 1}", False))
+    else:
+        one, other = value(), value()
+        pairs = [(rng.choice(_forms(one)), rng.choice(_forms(x)), one == x) for x in (one, other)]
+    draw.note(pairs=pairs)
+    items = [_item(label, f"So it is \\boxed{{{text}}}.") for label, text, _ in pairs]
+    equal(math_reward().score(items), [float(same) for _, _, same in pairs], "scores")
+
+
+# ---- code ----------------------------------------------------------------------------------------
+
+PROGRAMS = {
+    "def f(x):\n    return 3 * x": ["assert f(7) == 21", "assert f('a') == 'aaa'"],
+    "class S:\n    def __init__(self):\n        self.n = []\n    def f(self, x):\n"
+    "        self.n.append(x)\n        return sum(self.n)": [
+        "s = S()\ns.f(1)\nassert s.f(2) == 3",
+        "assert S().f(5) == 5",
+    ],
+    "total = 0\ndef f(x):\n    global total\n    total += x": ["f(2)\nf(3)\nassert total == 5"],
+}
+"""Right programs and their tests."""
+HARMLESS = (
+    *("import math", "# def f(x): return 0", "_unused = [1, 2]", '"""f(x)."""', "print('hello')"),
+    *("def helper(y):\n    return y", "class Other: pass", "loop = []\nloop.append(loop)"),
+    "import collections\nRow = collections.namedtuple('Row', 'a b')\nrow = Row(1, 2)",
+)
+AROUND = (
+    ("", ""),
+    ("Here it is.\n\n", "\n\nIt works."),
+    ("<think>\n```python\nraise SystemExit\n```\n</think>\n", ""),
+    ("First try:\n```python\ndef f(x): return None\n```\nBetter:\n", ""),
+    ("Run it:\n```bash\npython f.py\n```\n", "\n```text\n21\n```\n"),
+)
+_CODE: list[python_code.PythonCodeReward] = []
+
+
+def _code_reward() -> python_code.PythonCodeReward:
+    if not _CODE:
+        sandbox = UnsafeSubprocessSandbox(kind="unsafe_subprocess")
+        _CODE.append(python_code.PythonCodeReward(PythonCodeReward(sandbox=sandbox)))
+        CLOSERS.append(lambda: _CODE.pop().close() if _CODE else None)
+    return _CODE[0]
+
+
+@relation
+def code_surroundings(draw: Draw) -> None:
+    """The score of a program does not depend on text, thoughts and blocks around it, its fence, or
+    on harmless lines in it; one that returns something else fails. Exact."""
+    rng = draw.rng
+    program = draw.one(program=list(PROGRAMS))
+    right = draw.one(right=[True, True, False])
+    lines = [program if right else program.replace("3 * x", "x").replace("+= x", "+= 1")]
+    if not right:
+        lines[0] = lines[0].replace("sum(self.n)", "len(self.n)")
+    for line in rng.sample(HARMLESS, rng.randint(0, 3)):
+        lines.insert(rng.choice([0, len(lines)]), line)
+    before, after = rng.choice(AROUND)
+    fence, indent = rng.choice(["python", "py", "", "Python"]), rng.choice(["", " \t"])
+    text = f"{before}```{fence}{indent}\n" + "\n".join(lines) + f"\n```{after}"
+    draw.note(text=text)
+    equal(_code_reward().score([_item(PROGRAMS[program], text)]), [float(right)], "score")
+
+
+# ---- bounded work --------------------------------------------------------------------------------
+
+PIECES = (
+    *("\\boxed{", "}", "{", "<think>", "</think>", "####", "answer is ", "```python\n", "```\n"),
+    *(
+        "1",
+        "10_",
+        "1,",
+        "a",
+        " ",
+        "\n",
+        "_",
+        "\\frac{1}",
+        "(",
+        "<answer>",
+        "=",
+        "and ",
+        "\\boxed{1}",
+    ),
+)
+CPU_S = 5.0
+
+
+@relation
+def answers_are_found_in_bounded_time(draw: Draw) -> None:
+    """Looking for the answer and the code in 40,000 characters takes at most 5 s of CPU time, 1e-1
+    times of which is usual."""
+    rng = draw.rng
+    unit = "".join(rng.choices(PIECES, k=rng.randint(1, 3)))
+    text = rng.choice(["", "\\boxed{3} "]) + unit * (40_000 // len(unit))
+    draw.note(unit=unit)
+    begun = time.process_time()
+    judge(read_label("42"), text)
+    python_code.read_code(text, "last_block")
+    if (seconds := time.process_time() - begun) > CPU_S:
+        raise Broken(f"it took {seconds:.1f} s of CPU time")
+
+
+# ---- labels and failures -------------------------------------------------------------------------
+
+LABELS: tuple[Any, ...] = (
+    *(None, "", " ", "nan", "N/A", float("nan"), float("inf"), 3, 2.5, True, [1], [1, 2], {}, "[]"),
+    *("####", "#### 5", "\\boxed{}", "\\boxed{7}", "Paris", "10_2", "1/0", "a sentence " * 9),
+    *("2024-05-06", "1e999", 10**500, "x^2", "(C)", "None", "<answer></answer>"),
+)
+
+
+@relation
+def labels_are_refused_before_the_run(draw: Draw) -> None:
+    """A label that the check of the data refuses raises SampleError in the reward, and one that the
+    reward does not understand was refused by the check. Exact."""
+    label = draw.rng.choice(LABELS)
+    label = text_of(draw) if draw.rng.random() < 0.3 else label
+    draw.note(label=label)
+    item = _item(label, "\\boxed{5}")
+    problem = label_problem(("math",), item.prompt)
+    error = ""
+    try:
+        math_reward().score([item])
+    except SampleError as raised:
+        error = str(raised)
+    if "cannot parse the label as mathematics" not in error:  # only math-verify knows
+        equal(problem is not None, bool(error), f"the check says {problem}, the reward {error}")
+
+
+def _bad(kind: str, released: threading.Event) -> Any:
+    if kind == "raises":
+        raise ValueError("no score")
+    if kind == "exits":
+        raise SystemExit(3)
+    if kind == "hangs":
+        released.wait(30)
+    return {"none": None, "nan": float("nan"), "text": "1"}.get(kind, [1.0])
+
+
+@relation
+def failures_follow_their_policy(draw: Draw) -> None:
+    """A function that fails for some responses stops the run, or drops their groups and changes no
+    other: then the rest has the rewards of a run without them. Exact."""
+    rng, released = draw.rng, threading.Event()
+    kind = draw.one(kind=["raises", "exits", "none", "nan", "text", "list", "hangs"])
+    bad = {f"{g}.{s}" for g in range(4) for s in range(2) if rng.random() < 0.2}
+    then = draw.one(then=["fail", "drop_group"])
+
+    def score(response: str) -> Any:
+        return _bad(kind, released) if response in bad else float(response)
+
+    def group(number: int) -> Group:
+        items = [_item("1", f"{number}.{i}") for i in range(2)]
+        prompt = replace(items[0].prompt, id=f"q:{number}")
+        samples = [
+            replace(x.sample, prompt_id=prompt.id, sample_id=f"{prompt.id}/{i}", group_id=number)
+            for i, x in enumerate(items)
+        ]
+        return Group(group_id=number, prompt=prompt, samples=tuple(samples))
+
+    reward = FunctionReward(score, name="r", timeout_s=0.05 if kind == "hangs" else 30.0)
+    rewards = RewardSet(
+        [(reward, 1.0)],
+        on_failure=FailurePolicy(then=then),
+        shaping=ShapingConfig(),
+        generate_max_len=4,
+    )
+    lost = {int(name[0]) for name in bad}
+    if kind == "hangs" and lost:  # one call scores all groups, and none of them returned
+        lost = {0, 1, 2, 3}
+    draw.note(bad=sorted(bad))
+    try:
+        kept = {
+            g.group_id: [s.reward for s in g.samples]
+            for g in rewards.score([group(number) for number in range(4)]).groups
+        }
+    except (RewardError, NoGroupLeftError):
+        equal(then == "drop_group" and len(lost) < 4, False, "the run is stopped")
+        equal(bool(lost), True, "a failure")
+        return
+    finally:
+        released.set()
+        reward.close()
+    wanted = {n: [float(f"{n}.{i}") for i in range(2)] for n in range(4) if n not in lost}
+    equal(kept, wanted, "rewards of the groups that are left")
+    equal(then == "drop_group" or not lost, True, "the run continues")

@@ -400,7 +400,8 @@ class Open(Bubblewrap):
 
 
 def test_a_bubblewrap_that_does_not_isolate_is_refused(bubblewrap: None) -> None:
-    with pytest.raises(SandboxError, match=r"could connect to a port.*write to .*allocate more"):
+    writes = ".*write to " if os.geteuid() == 0 else ""  # others may not in any case
+    with pytest.raises(SandboxError, match=f"could connect to a port{writes}.*allocate more"):
         asyncio.run(Open(BubblewrapSandbox()).check())
     assert not Path("burnish-probe").exists()
 

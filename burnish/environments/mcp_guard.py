@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import glob
+import json
 import os
 import signal
 import subprocess
@@ -69,7 +70,7 @@ class Guard:
                     log(f"a message of the server has more than {self._limit} bytes".encode())
                     break
                 if line.lstrip()[:1] in (b"{", b"["):
-                    out.write(line)
+                    out.write(well_formed(line))
                     out.flush()
                 else:
                     log(line)
@@ -103,6 +104,21 @@ def children() -> list[int]:
         with suppress(OSError), open(path) as file:
             found += [int(pid) for pid in file.read().split()]
     return found
+
+
+def well_formed(line: bytes) -> bytes:
+    r"""Return a message whose lone surrogates (``\ud800``) are U+FFFD.
+
+    Python's JSON writes them, and the reader of the client discards the message, so that its call
+    would wait for the timeout.
+    """
+    if b"\\ud" not in line and b"\\uD" not in line:
+        return line
+    try:
+        text = json.dumps(json.loads(line), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return line
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode() + b"\n"
 
 
 def log(line: bytes) -> None:

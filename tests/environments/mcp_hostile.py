@@ -38,6 +38,10 @@ def garbage() -> str:
     return "printed"
 
 
+def surrogates() -> str:
+    return "a\ud800 \U0001f600"
+
+
 def spawn() -> str:
     """Start processes in other sessions, one of them without a parent; return all ids."""
     sleep = ["sleep", "1000"]
@@ -51,7 +55,7 @@ def wrong() -> dict:
     return {"content": [{"type": "text", "text": 7}]}
 
 
-TINY = (hang, die, pid, huge, long, garbage, spawn, wrong)
+TINY = (hang, die, pid, huge, long, garbage, surrogates, spawn, wrong)
 
 
 def tiny(schema: dict) -> None:

@@ -102,6 +102,7 @@ def test_a_hostile_server_only_costs_calls() -> None:
     """Hanging, printing what is no message, long and invalid results."""
     with episode(mcp={"tiny": TINY}, timeout_s=20, max_result_chars=100) as played:
         assert played("garbage") == "printed"
+        assert played("surrogates") == "a\ufffd \U0001f600"
         assert played("long").endswith("(cut: 30000 characters in total)")
         assert played("wrong").startswith("error: MCP server tiny returned an invalid result")
         assert played("pid").isdigit()

@@ -10,7 +10,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, get_token
+from huggingface_hub import HfApi, constants, get_session, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.errors import HTTPError as ConnectionFailure  # type: ignore[attr-defined]
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -21,6 +21,11 @@ from burnish.secret import without_secrets
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 """Files of an earlier upload that would be loaded together with, or in place of, the new ones."""
+
+
+SILENCE_S = 300.0
+"""Time in which the hub must answer, or take or send more bytes. Transient failures are retried by
+``huggingface_hub``."""
 
 
 class HubError(BurnishError, RuntimeError):
@@ -85,6 +90,8 @@ def push(folder: Path, destination: Destination) -> str:
     created if needed, weight files of an earlier upload are deleted, and an existing model card is
     kept. Raises HubError if the hub refuses or cannot be reached; the folder is unchanged.
     """
+    session = get_session()
+    before, session.timeout = session.timeout, SILENCE_S  # huggingface_hub would wait forever
     try:
         return _push(HfApi(), folder, destination)
     except (HfHubHTTPError, ConnectionFailure, OSError, ValueError, RuntimeError) as error:
@@ -94,6 +101,8 @@ def push(folder: Path, destination: Destination) -> str:
             f"{_cause(error, destination)}. The exported model is in {folder}; upload it without "
             f"another export: {destination.upload_command(folder)}"
         ) from error
+    finally:
+        session.timeout = before
 
 
 def _push(api: HfApi, folder: Path, destination: Destination) -> str:

@@ -39,7 +39,8 @@ class Hub(ThreadingHTTPServer):
         self.repos: dict[str, dict[str, Any]] = {}
         self.blobs: dict[str, bytes] = {}
         self.status: dict[str, int] = {}
-        """Status to return for paths that contain the key."""
+        """Status to return for paths that contain the key. 0: no answer."""
+        self.silent = threading.Event()
 
     def answer(self, method: str, path: str, body: bytes) -> Any:
         if path == "/api/repos/create":
@@ -120,6 +121,9 @@ class _Handler(BaseHTTPRequestHandler):
         refused = [status for part, status in self.server.status.items() if part in path]
         if not path.startswith("/blob/") and self.headers["Authorization"] != f"Bearer {TOKEN}":
             status, answer = 401, {"error": "Invalid username or password."}
+        elif refused == [0]:
+            self.server.silent.wait()
+            return
         elif refused:
             status, answer = refused[0], {"error": "Refused."}
         else:
@@ -296,6 +300,7 @@ def test_a_push_that_cannot_succeed_is_refused_before_the_export(
         ("taken", (), "exists, and nothing in it was changed"),
         ("taken", ("--private", "--revision", "main"), "is public, so --private has no effect"),
         ("down", (), "could not be reached"),
+        ("/commit/ 0", (), "could not be reached, or the upload to me/sums broke off"),
     ],
 )
 def test_a_failed_push_says_why_and_keeps_the_folder(  # house: ok fixtures
@@ -313,6 +318,8 @@ def test_a_failed_push_says_why_and_keeps_the_folder(  # house: ok fixtures
     (folder / "README.md").write_text("---\ntags: [a]\n---\n")
     (folder / "model.safetensors").write_bytes(b"weights")
     before = contents(folder)
+    if trouble.endswith(" 0"):
+        monkeypatch.setattr("burnish.jobs.hub.SILENCE_S", 2.0)
     if trouble == "token":
         monkeypatch.setenv("HF_TOKEN", "hf_another_token_of_somebody")
     elif trouble == "taken":

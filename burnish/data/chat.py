@@ -374,6 +374,8 @@ def _trained_length(
     return len(answer)
 
 
+_AS_TEXT: dict[str, Any] = {"ensure_ascii": False, "default": str}
+"""Options of JSON in which a text is searched."""
 _ends: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[str, dict[int, str]]] = WeakKeyDictionary()
 
 
@@ -390,7 +392,7 @@ def _ends_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 
 def _end_inside(tokenizer: PreTrainedTokenizerBase, message: Message) -> str | None:
     """Return an end token that text or tool calls of an answer follow; None if there is none."""
-    calls = json.dumps(message["tool_calls"], ensure_ascii=False) if "tool_calls" in message else ""
+    calls = json.dumps(message["tool_calls"], **_AS_TEXT) if "tool_calls" in message else ""
     text = f"{message.get(REASONING[0], '')}{message['content']}{calls}"
     for end in _ends_of(tokenizer).values():
         if text.partition(end)[2].strip():

@@ -142,10 +142,11 @@ def wrapped_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """
     if tool.get("type", "function") != "function":
         return dict(tool)
+    function = tool.get("function")
     rest = {key: value for key, value in tool.items() if key not in ("type", "function")}
-    if isinstance(tool.get("function"), Mapping):
-        return {"type": "function", "function": tool["function"], **rest}
-    return {"type": "function", "function": rest} if "function" not in tool else dict(tool)
+    if isinstance(function, Mapping):
+        return {"type": "function", "function": function, **rest}
+    return {"type": "function", "function": rest} if function is None else dict(tool)
 
 
 def _is_tool(value: Any) -> bool:

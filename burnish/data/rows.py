@@ -196,7 +196,8 @@ def system_of(row: Row, config: DataConfig, content: Any) -> str | None:
     places = dict(texts)
     if config.system_prompt is not None:
         places["the key system_prompt of the recipe"] = config.system_prompt
-    begins = None if isinstance(content, str) else as_messages(list(content)[:1])[0]
+    first = content[:1] if isinstance(content, list | tuple) else content
+    begins = None if isinstance(content, str) else as_messages(first)[0]
     if begins is not None and begins["role"] == "system":
         places["the first message"] = begins["content"]
     if len(set(places.values())) > 1:

@@ -108,6 +108,7 @@ def test_the_forms_of_a_tool_give_equal_tokens(chars: Tok, jsonl: Jsonl, reads: 
     function = ADD["function"]
     forms = [ADD, function, {"type": "function", **function}, {"function": function}]
     forms += [json.dumps(function), {"function": function, "type": "function"}]
+    forms += [{**function, "function": None}]
     texts = {prompt_text(chars, jsonl([{"prompt": [USER], "tools": [form]}])) for form in forms}
     expected = json.dumps(ADD) if "tojson" in reads else "add"
     assert texts == {f"tools: {expected};{RENDERED}"}

@@ -249,6 +249,7 @@ def test_a_missing_column_is_named_with_location_and_nearest_name(
             r"rows\.jsonl:2: expected a string or a non-empty list of chat messages.*int 12",
         ),
         ({"prompt": []}, r"rows\.jsonl:2: expected a string or a non-empty list of chat messages"),
+        ({"prompt": 5, "system": "Be kind."}, r"rows\.jsonl:2: expected a string or a non-empty"),
     ],
 )
 def test_an_unusable_prompt_is_refused_with_its_location(

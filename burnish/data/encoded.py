@@ -15,10 +15,10 @@ from burnish.config.data import DataConfig
 from burnish.data.files import files_digests
 from burnish.data.forms import open_rows
 from burnish.data.notices import Notices, collecting
-from burnish.data.rows import note_marks
 from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import IndexStream, RowRef
 from burnish.data.streamed import StreamedRows
+from burnish.data.unread import note_marks
 
 _log = logging.getLogger(__name__)
 

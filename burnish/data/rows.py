@@ -13,7 +13,6 @@ from burnish.config.data import (
     SHAREGPT_KEY,
     DataConfig,
     PreferenceDataConfig,
-    PromptDataConfig,
     SFTDataConfig,
 )
 from burnish.config.explain import nearest
@@ -375,42 +374,6 @@ def note_unused_template(
             "response follows the prompt without a separator; set data.apply_chat_template: true "
             "to train and sample in the form in which chat models are served",
         )
-
-
-MARKS = frozenset(
-    {
-        *("weight", "weights", "loss_weight", "sample_weight", "train"),
-        *("mask", "loss_mask", "completion_mask", "assistant_masks", "attention_mask"),
-    }
-)
-"""Columns with which other tools weight rows or leave tokens out of the loss."""
-
-
-def note_marks(row: Row, config: DataConfig) -> None:
-    """Record a notice if the row has a column in :data:`MARKS` that would change its loss, and that
-    nothing reads. Rewards read all columns of prompts."""
-    if MARKS.isdisjoint(row.columns) or isinstance(config, PromptDataConfig):
-        return
-    used = {value for name, value in config if name.endswith("_key")}
-    for names in (value for name, value in config if name.endswith("_keys")):
-        used |= set(names or ())
-    used |= set(fields_of(config.prompt_template)) if config.prompt_template else set()
-    for key in MARKS.intersection(row.columns) - used:
-        if _weighs(row.columns[key]):
-            note(
-                "column_unread",
-                f"the column {key!r} is {repr(row.columns[key])[:40]} here, but no column weights "
-                "a row or leaves it out, so the row is trained like others; remove the rows that "
-                "should not be trained (a message of a conversation can have train: false), or "
-                "the column",
-            )
-
-
-def _weighs(value: Any) -> bool:
-    """Return whether a mark differs from 1 or true, or a list has such an entry."""
-    if isinstance(value, list | tuple):
-        return any(map(_weighs, value))
-    return value is not None and str(value).lower() not in ("", "1", "1.0", "true")
 
 
 def sampled_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> TokenRow | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.resources
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import yaml
@@ -52,6 +53,7 @@ class Framework(NamedTuple):
         return {flag: row for table in tables for row in table for flag in (*row.flags, *row.new)}
 
 
+@cache
 def equivalents() -> dict[str, Framework]:
     """Return the flags of every framework, from the package's ``equivalents.yaml``."""
     file = importlib.resources.files("burnish.config") / "equivalents.yaml"

@@ -18,9 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import yaml
-
-from burnish.config import dump_yaml
 from burnish.config.changes import changed_settings
 from burnish.config.job import RowsJob
 from burnish.config.model import ModelConfig
@@ -173,7 +170,7 @@ def finished(config: RowsJob, run_dir: Path) -> Metrics | None:
 def check_same_recipe(config: RowsJob, run_dir: Path) -> None:
     """Raise RunError if a resumed run's recipe would produce different rows."""
     then = read_recipe(run_dir)[1]
-    now = yaml.safe_load(dump_yaml(config))
+    now = config.model_dump(mode="json")
     changes = changed_settings(then, now).items()
     changed = [f"{key}: {change}" for key, change in changes if not may_change(key)]
     if changed:

@@ -47,7 +47,9 @@ def with_held_out_section(tree: Any, path: Sequence[str]) -> Any:
     parent = tree if not outer else _as_dict(tree.get(outer[0]))
     own = parent.get(last)
     given = _as_dict(own)
-    if own is not None and (not given or ("sources" in given and given.get("part") != "held_out")):
+    if own is not None and not isinstance(own, dict):
+        return tree
+    if "sources" in given and given.get("part") != "held_out":
         return tree
     same = {"sources": data.get("sources"), "held_out": data["held_out"], "part": "held_out"}
     parent = {**parent, last: {**data, **given, **same}}

@@ -278,7 +278,7 @@ class ReferenceConfig(Node):
     """Model that the KL term measures the distance from."""
 
     model: ModelConfig | None = None
-    """Reference model. None: the policy at the start of the run."""
+    """Reference model. None: the policy at the start of the run (with LoRA: its base)."""
     sync_every_n_steps: int = Field(0, ge=0)
     """Steps between updates of the reference with the policy's weights. 0: it is frozen."""
     mixup_alpha: float = Field(0.6, gt=0, le=1)

@@ -107,7 +107,7 @@ class RLConfig(TrainingJob):
     ptx: PtxConfig | None = None
     """Pre-training rows mixed into every update (PPO-ptx). None: none."""
     reference: ReferenceConfig | None = None
-    """Reference model of the KL term. None: the policy at the start."""
+    """Reference model of the KL term. None: the policy at the start (with LoRA: its base)."""
     teacher: TeacherConfig | None = None
     """Model to learn from, for ``advantage: on_policy_distill`` only."""
     train: RLTrainConfig

@@ -173,7 +173,8 @@ def _check_shared_prompt(chosen: TokenRow, rejected: TokenRow) -> None:
         raise DataError(
             f"the two responses follow different prompts ({len(begins[0])} and {len(begins[1])} "
             "tokens), but a pair must share one prompt; give both responses as text, or as "
-            "messages that follow the same conversation"
+            "messages that follow the same conversation. A message with train: false before the "
+            "first trained answer is part of the prompt, so both responses need it"
         )
 
 

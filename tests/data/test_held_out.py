@@ -66,9 +66,10 @@ def test_the_parts_are_disjoint_and_together_all_rows(
         {"path": rows_file(tmp_path, 30, "a"), "max_samples": 12, "weight": 3},
         {"path": rows_file(tmp_path, 11, "b", first=100)},
     ]
-    config: Any = load_config(
-        recipe(job, "") | {"data": {"sources": sources, "held_out": held_out}}
-    )
+    tree = recipe(job, "") | {"data": {"sources": sources, "held_out": held_out}}
+    config: Any = load_config(tree)
+    empty = {"eval": {"data": {}}} if job == "rl" else {"eval_data": {}}
+    assert load_config(tree | empty) == config
     other = config.eval.data if job == "rl" else config.eval_data
     train, held = where(config.data), where(other)
     assert len(train) == 18 and Counter("a.jsonl" in row for row in held) == {True: 3, False: 2}

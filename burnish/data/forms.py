@@ -275,7 +275,8 @@ def from_api_log(values: Values, config: DataConfig) -> Values:
     the first choice."""
     request, response = (as_object(values.get(key)) for key in (REQUEST, RESPONSE))
     choices = response.get("choices")
-    message = choices[0].get("message") if isinstance(choices, list) and choices else None
+    choice = as_object(choices[0] if isinstance(choices, list) and choices else None)
+    message = choice.get("message")
     if not isinstance(message, Mapping) or not isinstance(request.get(MESSAGES), list):
         raise DataError(
             f"column {RESPONSE!r} has no choices with a message, or {REQUEST!r} no messages, as "
@@ -284,6 +285,7 @@ def from_api_log(values: Values, config: DataConfig) -> Values:
     turns = _in_column(REQUEST, lambda: as_messages([*request[MESSAGES], without_nulls(message)]))
     rest = {key: value for key, value in values.items() if key not in (REQUEST, RESPONSE)}
     new = _of_conversation(rest, turns, config, used=REQUEST)
+    new = {"finish_reason": choice.get("finish_reason")} | new
     tools = request.get("tools")
     return new if tools is None or config.tools_key is None else new | {config.tools_key: tools}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -296,6 +296,8 @@ class Exchange:
     """System message before the prompt."""
     may_be_empty: bool = False
     """True if the model does not learn to give this response: a rejected or a rated one."""
+    is_cut: bool = False
+    """The response ends at a length limit, not where the model ended it."""
 
 
 def exchange(row: Row, prompt: Any, config: ExchangeData, *, key: str, field: str) -> Exchange:
@@ -310,7 +312,29 @@ def exchange(row: Row, prompt: Any, config: ExchangeData, *, key: str, field: st
         tools_column(row, config),
         list(ids or ()) if usable else None,
         system_of(row, config, prompt),
+        is_cut=is_cut(row, key),
     )
+
+
+_CUT = ("length", "max_tokens", "content_filter", "aborted")
+"""Reasons for the end of a response that its model did not end."""
+
+
+def is_cut(row: Row, key: str) -> bool:
+    """Return whether the column ``key_finish_reason`` or ``finish_reason`` says that the response
+    in column ``key`` was cut."""
+    values = row.values
+    return values.get(f"{key}_finish_reason", values.get("finish_reason")) in _CUT
+
+
+def without_end(tokenizer: PreTrainedTokenizerBase, row: TokenRow) -> TokenRow:
+    """Return the tokens of a response that was cut: without the end token and what follows it, so
+    that a model does not learn to stop in mid-sentence."""
+    end = len(row.mask) - row.mask[::-1].index(True) if any(row.mask) else 0
+    if not end or row.ids[end - 1] not in special_tokens(tokenizer):
+        return row
+    note("cut", "the response was cut (finish_reason), so it is trained without an end token")
+    return replace(row, ids=row.ids[: end - 1], mask=row.mask[: end - 1])
 
 
 def encode_exchange(
@@ -337,10 +361,19 @@ def encode_exchange(
     if not as_chat:
         _, prompt_ids = encode_prompt(tokenizer, prompt, system_prompt=given.system)
         note_unused_template(tokenizer, prompt_ids, config)
-        return token_row(*encode_completion(tokenizer, prompt_ids, response))
-    own = as_messages(prompt)
+        encoded = token_row(*encode_completion(tokenizer, prompt_ids, response))
+    else:
+        encoded = _encode_messages(tokenizer, given, config)
+    return without_end(tokenizer, encoded) if given.is_cut else encoded
+
+
+def _encode_messages(
+    tokenizer: PreTrainedTokenizerBase, given: Exchange, config: ExchangeData
+) -> TokenRow:
+    """Encode a prompt and a response, rendered by the chat template."""
+    own = as_messages(given.prompt)
     check_prompt(own)
-    answer = _answer(response, own)
+    answer = _answer(given.response, own)
     before = as_messages(own, system_prompt=given.system)
     check_rendering(tokenizer, before, given.tools, system_prompt=given.system)
     return token_row(

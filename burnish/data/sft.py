@@ -26,11 +26,13 @@ from burnish.data.rows import (
     demonstration_key,
     encode_exchange,
     exchange,
+    is_cut,
     prompt_column,
     sampled_row,
     system_of,
     token_row,
     tools_column,
+    without_end,
 )
 from burnish.data.sources import DataError, Row
 from burnish.data.stream import RowRef
@@ -132,6 +134,8 @@ class SFTEncoder:
             )
         last = config.train_on_turns == "last"
         encoded = token_row(*encode_conversation(tokenizer, messages, only_last=last, tools=tools))
+        if is_cut(row, kind):
+            encoded = without_end(tokenizer, encoded)
         return replace(encoded, answers=encoded.mask)
 
     def _encode_text(self, text: str) -> TokenRow:

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from burnish.config import ConfigError, load_config
-from burnish.config.data import PromptDataConfig, SFTDataConfig
+from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.data.chat import encode_prompt
+from burnish.data.preference import load_pairs
 from burnish.data.prompts import PromptStream
 from burnish.data.sft import SFTStream, load_rows
 from burnish.data.sources import DataError
@@ -58,6 +59,32 @@ def test_a_prompt_and_a_response_are_trained_on_the_response_and_its_end(
     assert batch.action_mask.tolist() == [False] * 5 + [True] * 2
     assert batch.prompt_lens.tolist() == [5]
     assert (batch.num_tokens, batch.num_sequences, batch.rows_per_unit) == (2, 1, 1)
+
+
+@pytest.mark.parametrize("reason", ["length", "content_filter", "stop", "tool_calls", None])
+@pytest.mark.parametrize("form", ["plain", "chat", "messages", "api_log"])
+def test_a_response_that_was_cut_is_trained_without_an_end_token(
+    form: str, reason: str | None, chars: Tok, jsonl: Jsonl
+) -> None:
+    choice = {"message": CHAT[1], "finish_reason": reason}
+    row: dict[str, Any] = {
+        "plain": {"prompt": "1+1=", "response": "2", "finish_reason": reason},
+        "chat": {"prompt": CHAT[:1], "response": "2", "finish_reason": reason},
+        "messages": {"messages": CHAT[:2], "finish_reason": reason},
+        "api_log": {"request": {"messages": CHAT[:1]}, "response": {"choices": [choice]}},
+    }[form]
+    text = trained(chars, one_row(chars, jsonl([row])))
+    assert text == ("2" if reason in ("length", "content_filter") else "2<|im_end|>")
+
+
+@pytest.mark.parametrize("column", ["finish_reason", "rejected_finish_reason"])
+def test_a_response_of_a_pair_that_was_cut_has_no_end_token(
+    column: str, chars: Tok, jsonl: Jsonl
+) -> None:
+    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3", column: "length"}
+    config = PreferenceDataConfig(sources=(jsonl([row]),))  # type: ignore[arg-type]
+    chosen = "2" if column == "finish_reason" else "2<|im_end|>"
+    assert trained(chars, load_pairs(config, chars)) == chosen + "3"
 
 
 @pytest.mark.parametrize(

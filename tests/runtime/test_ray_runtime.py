@@ -80,10 +80,12 @@ MASKED = ["rollout.top_p=0.9", "rollout.top_k=9", "algorithm.correction={}"]
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(["algorithm.kl.init_kl_coef=0.1"], id="grpo with a reference"),
+        pytest.param(
+            ["algorithm.kl.init_kl_coef=0.1", "train.max_tokens_per_micro_batch=40", *MASKED],
+            id="grpo with a reference, a token budget and masks",
+        ),
         pytest.param(GAE, id="ppo with critic and reference"),
         pytest.param(["precision.dtype=bf16"], id="bf16"),
-        pytest.param(["train.max_tokens_per_micro_batch=40", *MASKED], id="token budget, masked"),
     ],
 )
 def test_rl_matches_one_process(

@@ -184,7 +184,7 @@ def outcome(config: JobConfig) -> Outcome:
     """Run a recipe in a new folder and return what it produced."""
     with tempfile.TemporaryDirectory(dir=".", prefix="run-") as folder:
         run_dir = Path(folder) / "run"
-        if config.run_dir == "runs/{job}":
+        if config.run_dir.startswith("runs/"):  # the default
             config = config.model_copy(update={"run_dir": str(run_dir)})
         try:
             with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):

@@ -74,6 +74,7 @@ class EvaluateConfig(InferenceJob):
         )
 
     def rules(self) -> Iterator[str]:
+        yield from super().rules()
         if self.eval.generate_max_len is None:
             yield (
                 "eval.generate_max_len is not set, and this job has no rollout to inherit it "

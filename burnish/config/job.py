@@ -403,6 +403,13 @@ class InferenceJob(JobConfig):
     def rows_per_step(self) -> int:
         """Number of responses per step."""
 
+    def rules(self) -> Iterator[str]:
+        if self.model.lora is not None and self.model.lora.path is None:
+            yield (
+                f"model.lora has no effect in the job {self.job}, which trains no adapter; remove "
+                "it, or set model.lora.path to a trained one"
+            )
+
     def roles(self) -> tuple[Role, ...]:
         rollout = self.rollout_role()
         rewards = reward_roles(
@@ -432,7 +439,10 @@ class RowsJob(InferenceJob):
 
     not_spmd: ClassVar[str | None] = "one process writes its output, in the order of the input"
     without_effect: ClassVar[Mapping[str, str]] = {
-        "observe.record_rollouts": "only the job rl is replayed"
+        "observe.record_rollouts": "only the job rl is replayed",
+        "data.shuffle": "it reads all rows in order",
+        "data.mix": "it reads all rows in order",
+        "data.validate": "it encodes all rows before it starts",
     }
 
     output: PathText
@@ -442,6 +452,7 @@ class RowsJob(InferenceJob):
     """Other files and progress output of the run."""
 
     def rules(self) -> Iterator[str]:
+        yield from super().rules()
         if PurePath(self.output).suffix.lower() not in OUTPUT_KINDS:
             yield (
                 f"output={self.output} must end in {' or '.join(OUTPUT_KINDS)}, which sets the "

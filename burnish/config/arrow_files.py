@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from burnish.errors import BurnishError
+
 if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -38,7 +40,7 @@ READ_ERRORS = (
 """Errors of pyarrow for unreadable files and values."""
 
 
-class ColumnarError(ValueError):
+class ColumnarError(BurnishError, ValueError):
     """Rows or a column of a file cannot be used. The message follows the path of the file."""
 
     def __init__(self, problem: str, rows: str = "") -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from burnish.config.explain import nearest
+from burnish.config.train import CheckpointConfig
 
 PREFIXES = ("train/", "data/", "time/", "memory/", "observe/")
 """Beginnings of metrics that every training job writes. The rest of such a name is not checked: it
@@ -41,6 +42,20 @@ def named_metric_rules(
         yield (
             f"{key}={metric} is never measured{nearest(metric, known)}; use a metric of this job: "
             f"{listed}"
+        )
+
+
+def best_metric_advice(checkpoint: CheckpointConfig, eval_every: int) -> Iterator[str]:
+    """Warn if the weights of some evaluations are not saved, so that the best of them may be lost.
+    ``eval_every``: steps between evaluations; 0: only the first and the last step."""
+    metric, every = checkpoint.best_metric, checkpoint.every_n_steps
+    if not (metric or "").startswith("eval/") or not eval_every:
+        return
+    if not every or eval_every % every:
+        yield (
+            f"checkpoint.best_metric={metric} is measured every {eval_every} steps, but weights "
+            f"are saved {f'every {every} steps' if every else 'at the end alone'}, so the best may "
+            f"be lost; set checkpoint.every_n_steps to {eval_every} or a divisor of it"
         )
 
 

@@ -59,6 +59,7 @@ class DistillConfig(SupervisedJob):
         return student, replace(teacher, precision=precision, returns_states=True)
 
     def advice(self) -> Iterator[str]:
+        yield from super().advice()
         if self.teacher.model == self.model:
             yield (
                 "teacher.model is the student's own model, so the distillation loss is 0; set "

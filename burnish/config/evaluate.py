@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from burnish.config.base import PathText
 from burnish.config.episodes import EpisodesConfig, episode_rules, episodes_lines
 from burnish.config.job import InferenceJob
+from burnish.config.model import new_adapter_rules
 from burnish.config.observe import TrackersConfig
 from burnish.config.rewards import (
     FunctionReward,
@@ -32,6 +33,12 @@ class EvaluateConfig(InferenceJob):
     """``burnish evaluate``: pass@1 and pass@k of a model on held-out prompts.
 
     ``eval.generate_max_len`` is required, because there is no ``rollout`` to take it from."""
+
+    without_effect: ClassVar[Mapping[str, str]] = {
+        "eval.every_n_steps": "it evaluates once",
+        "eval.delay_steps": "it evaluates once",
+        "eval.training_groups": "it trains on no groups",
+    }
 
     job: Literal["evaluate"] = "evaluate"
     """Job of the recipe."""
@@ -74,7 +81,7 @@ class EvaluateConfig(InferenceJob):
         )
 
     def rules(self) -> Iterator[str]:
-        yield from super().rules()
+        yield from new_adapter_rules(self.model, self.job)
         if self.eval.generate_max_len is None:
             yield (
                 "eval.generate_max_len is not set, and this job has no rollout to inherit it "

@@ -12,14 +12,14 @@ from pydantic import Field, ValidationInfo, model_validator
 from burnish.config.arithmetic import BatchError, BatchPlan, batch_table, derive_batch
 from burnish.config.attention import attention_rules
 from burnish.config.base import Node, PathText
-from burnish.config.best_metric import named_metric_rules
+from burnish.config.best_metric import best_metric_advice, named_metric_rules
 from burnish.config.cluster import ClusterConfig, ClusterRole
 from burnish.config.data import DataConfig, PreferenceDataConfig, SFTDataConfig
 from burnish.config.early_stopping import EarlyStoppingConfig, early_stopping_rules
 from burnish.config.eval_sets import eval_set_rules
 from burnish.config.held_out import held_out_rules, split_rules, with_evaluation_sections
 from burnish.config.length import supervised_rules, table_rules
-from burnish.config.model import ModelConfig, PrecisionConfig
+from burnish.config.model import ModelConfig, PrecisionConfig, new_adapter_rules
 from burnish.config.observe import ObserveConfig
 from burnish.config.offload import offload_rules
 from burnish.config.passes import held_out_line, passes_lines, total_rows
@@ -375,6 +375,9 @@ class SupervisedJob(TrainingJob):
                 "set data.mix=size, or drop_last=true"
             )
 
+    def advice(self) -> Iterator[str]:
+        yield from best_metric_advice(self.checkpoint, self.eval_every_n_steps)
+
 
 class InferenceJob(JobConfig):
     """Fields of every job without gradient steps."""
@@ -402,13 +405,6 @@ class InferenceJob(JobConfig):
     @abstractmethod
     def rows_per_step(self) -> int:
         """Number of responses per step."""
-
-    def rules(self) -> Iterator[str]:
-        if self.model.lora is not None and self.model.lora.path is None:
-            yield (
-                f"model.lora has no effect in the job {self.job}, which trains no adapter; remove "
-                "it, or set model.lora.path to a trained one"
-            )
 
     def roles(self) -> tuple[Role, ...]:
         rollout = self.rollout_role()
@@ -452,7 +448,7 @@ class RowsJob(InferenceJob):
     """Other files and progress output of the run."""
 
     def rules(self) -> Iterator[str]:
-        yield from super().rules()
+        yield from new_adapter_rules(self.model, self.job)
         if PurePath(self.output).suffix.lower() not in OUTPUT_KINDS:
             yield (
                 f"output={self.output} must end in {' or '.join(OUTPUT_KINDS)}, which sets the "

@@ -274,6 +274,15 @@ def lora_advice(model: ModelConfig, *, holds_reference: bool = False) -> Iterato
         )
 
 
+def new_adapter_rules(model: ModelConfig, job: str) -> Iterator[str]:
+    """Yield an error for new adapters in a job that does not train them."""
+    if model.lora is not None and model.lora.path is None:
+        yield (
+            f"model.lora has no effect in the job {job}, which trains no adapter; remove it, or "
+            "set model.lora.path to a trained one"
+        )
+
+
 class ReferenceConfig(Node):
     """Model that the KL term measures the distance from."""
 

@@ -247,6 +247,7 @@ class PreferenceConfig(SupervisedJob):
             )
 
     def advice(self) -> Iterator[str]:
+        yield from super().advice()
         for name, data in self.eval_sections.items():
             yield from held_out_advice(self.data, data, name)
         own = self.reference is not None and self.reference.model is not None

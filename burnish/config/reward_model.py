@@ -140,6 +140,7 @@ class RewardModelConfig(SupervisedJob):
             yield f"huber_delta={self.huber_delta:g} has no effect without loss=huber; set it"
 
     def advice(self) -> Iterator[str]:
+        yield from super().advice()
         for name, data in self.eval_sections.items():
             yield from held_out_advice(self.data, data, name)
         if isinstance(self.data, ClassesDataConfig) and self.weight_of_outputs is None:

@@ -22,7 +22,7 @@ from burnish.config.arithmetic import (
     critic_table,
 )
 from burnish.config.asynchronous import asynchronous_advice, asynchronous_rules
-from burnish.config.best_metric import named_metric_rules
+from burnish.config.best_metric import best_metric_advice, named_metric_rules
 from burnish.config.data import PromptDataConfig
 from burnish.config.early_stopping import early_stopping_rules
 from burnish.config.episodes import episode_data_rules, episode_rules, episodes_lines
@@ -343,14 +343,14 @@ class RLConfig(TrainingJob):
         yield from reference_sync_advice(self.reference, self.precision)
         yield from lora_advice(self.model, holds_reference=self.holds_reference)
         if self.eval is not None:
+            yield from best_metric_advice(self.checkpoint, self.eval.every_n_steps)
             yield from eval_advice(self.eval, self.data, self.rewards)
         trainer, sampler = self.precision.dtype, self.precision.sampler_dtype
         if sampler != trainer:
             yield (
-                f"precision.rollout_dtype: the trainer computes in {trainer} but the rollout "
-                f"engine in {sampler}, so their log-probs differ for the same weights, and the "
-                "update treats the difference as a change of the policy; remove rollout_dtype to "
-                "use one format (every step measures the gap: train/mismatch_*)"
+                f"precision.rollout_dtype: the trainer computes in {trainer} but the sampler in "
+                f"{sampler}, so their log-probs differ for the same weights, as if the policy had "
+                "changed; remove rollout_dtype to use one format (train/mismatch_* is the gap)"
             )
         own = self.reference is not None and self.reference.model is not None
         if self.algorithm.kl.init_kl_coef and not own and self.model.scratch is not None:

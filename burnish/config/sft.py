@@ -55,5 +55,6 @@ class SFTConfig(SupervisedJob):
             )
 
     def advice(self) -> Iterator[str]:
+        yield from super().advice()
         for name, data in self.eval_sections.items():
             yield from held_out_advice(self.data, data, name)

@@ -230,8 +230,9 @@ class CheckpointConfig(Node):
     copies its state to CPU memory, which must have room. A checkpoint is valid at the first end of
     a step after it is complete; until then a crash resumes from the previous one."""
     best_metric: str | None = None
-    """Also keep the best checkpoint by this metric, e.g. ``eval/pass@1``. A metric that the job
-    does not measure is an error at load. None: the job's default."""
+    """Also keep the checkpoint that is the best by this metric, e.g. ``eval/pass@1``, among those
+    that are saved at a step that measures it. A metric that the job does not measure is an error
+    at load. None: the job's default."""
     best_mode: Literal["max", "min"] | None = None
     """Direction in which ``best_metric`` improves. None: by name, and logged (min: losses,
     kl, nll, lengths, truncated and skipped shares, mismatches, times; max: rewards, pass@k,

@@ -23,16 +23,21 @@ from burnish.data.unpaired import UnpairedEncoder
 
 
 def encoder_of(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source]
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Sequence[Source],
+    *,
+    in_episodes: bool = False,
 ) -> Encoder[Any]:
     """Return the encoder that jobs use for the rows of ``config``. ``sources``: its open sources.
+    ``in_episodes``: prompts start episodes.
 
     Raises DataError if the tokenizer cannot be used.
     """
     if isinstance(config, ResponseDataConfig):
         return ResponseEncoder(config, tokenizer)
     if isinstance(config, PromptDataConfig):
-        return PromptEncoder(config, tokenizer)
+        return PromptEncoder(config, tokenizer, in_episodes=in_episodes)
     if isinstance(config, SFTDataConfig):
         return SFTEncoder(config, tokenizer)
     if isinstance(config, StepsDataConfig):

@@ -78,16 +78,16 @@ class GenerationPrompts(EncodedTable[GenerationPrompt]):
         limit: int | None = None,
         condition: ConditionConfig | None = None,
         one_form: bool = False,
-        own_columns: frozenset[str] = OWN_COLUMNS,
+        in_episodes: bool = False,
         problem_of: Callable[[Prompt], str | None] = lambda prompt: None,
     ) -> None:
         """``one_form``: require all prompts to be texts or all to be messages, because a column of
-        a Parquet file has one type. ``own_columns``: names of columns that are not copied.
+        a Parquet file has one type. ``in_episodes``: the prompts start episodes.
         ``problem_of``: reason why the rewards cannot use a prompt's label.
 
         Raises one DataError for all unusable prompts.
         """
-        encoder = _GenerationPromptEncoder(config, tokenizer, condition, own_columns)
+        encoder = _GenerationPromptEncoder(config, tokenizer, condition, in_episodes=in_episodes)
         super().__init__(
             config, encoder, limit=limit, problem_of=lambda item: problem_of(item.prompt)
         )
@@ -102,7 +102,7 @@ class GenerationPrompts(EncodedTable[GenerationPrompt]):
         """Digest of all prompt ids, tokens, labels and other columns. A resumed run must have the
         same digest."""
         self.left_out = sorted(encoder.left_out)
-        """Columns of the data that are not copied to the output (``own_columns``)."""
+        """Columns of the data that are not copied to the output (:data:`OWN_COLUMNS`)."""
         encoder.scanned = True
 
 
@@ -135,16 +135,17 @@ class _GenerationPromptEncoder:
         config: PromptDataConfig,
         tokenizer: PreTrainedTokenizerBase,
         condition: ConditionConfig | None,
-        own_columns: frozenset[str],
+        *,
+        in_episodes: bool,
     ) -> None:
         self.limit = config.prompt_max_len
-        self.own_columns = own_columns
+        self.own_columns = EPISODE_COLUMNS if in_episodes else OWN_COLUMNS
         self.digest = hashlib.sha256()
         self.left_out: set[str] = set()
         self.forms: set[bool] = set()
         self.scanned = False
         self._config, self._condition = config, condition
-        self._of_text = PromptEncoder(config, tokenizer)
+        self._of_text = PromptEncoder(config, tokenizer, in_episodes=in_episodes)
         complete = config.model_copy(update={"system_prompt": None, "apply_chat_template": False})
         self._of_messages = PromptEncoder(complete, tokenizer)
 

@@ -26,10 +26,17 @@ class PromptStream(EncodedStream[Prompt]):
     prompt."""
 
     def __init__(
-        self, config: PromptDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
+        self,
+        config: PromptDataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int,
+        in_episodes: bool = False,
     ) -> None:
-        """Raises DataError if a source, the tokenizer or ``label_key`` cannot be used."""
-        super().__init__(config, PromptEncoder(config, tokenizer), seed=seed)
+        """``in_episodes``: the prompts start episodes. Raises DataError if a source, the tokenizer
+        or ``label_key`` cannot be used."""
+        encoder = PromptEncoder(config, tokenizer, in_episodes=in_episodes)
+        super().__init__(config, encoder, seed=seed)
         check_label_key(config, self.sources.values())
 
     def next(self, num: int) -> list[Prompt]:
@@ -43,14 +50,16 @@ def load_prompts(
     *,
     limit: int | None = None,
     section: str = "data",
+    in_episodes: bool = False,
 ) -> list[Prompt]:
-    """Return all prompts once, in file order, at most ``limit``.
+    """Return all prompts once, in file order, at most ``limit``. ``in_episodes``: they start
+    episodes.
 
     Raises DataError as the stream does.
     """
     sources = open_rows(config)
     check_label_key(config, sources)
-    encoder = PromptEncoder(config, tokenizer)
+    encoder = PromptEncoder(config, tokenizer, in_episodes=in_episodes)
     return load_all(sources, config, encoder, limit=limit, section=section)
 
 
@@ -60,9 +69,17 @@ class PromptEncoder:
     unit = "prompt"
     limit_name = "prompt_max_len"
 
-    def __init__(self, config: PromptDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        config: PromptDataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        in_episodes: bool = False,
+    ) -> None:
+        """``in_episodes``: the prompts start episodes, which render texts as messages."""
         check_tokenizer(tokenizer)
         self.limit = config.prompt_max_len
+        self._in_episodes = in_episodes
         self._config, self._tokenizer = config, tokenizer
 
     def encode(self, row: Row, ref: RowRef) -> Prompt:
@@ -83,7 +100,8 @@ class PromptEncoder:
         )
         messages = None
         if isinstance(content, str) and not config.apply_chat_template:
-            note_unused_template(self._tokenizer, ids, config)
+            if not self._in_episodes:
+                note_unused_template(self._tokenizer, ids, config)
         else:
             messages = tuple(as_messages(content, system_prompt=system))
         if not ids:

@@ -147,10 +147,16 @@ def _mean_of_all(scores: Sequence[float], total: int) -> float:
 
 
 def held_out_prompts(
-    config: EvalConfig | None, job: JobConfig, tokenizer: PreTrainedTokenizerBase, new_tokens: int
+    config: EvalConfig | None,
+    job: JobConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    new_tokens: int,
+    *,
+    in_episodes: bool,
 ) -> dict[str, Sequence[Prompt]]:
     """Load the prompts of an evaluation by the name of their set; empty if there is no evaluation.
-    ``new_tokens``: response length if the evaluation sets none."""
+    ``new_tokens``: response length if the evaluation sets none. ``in_episodes``: the prompts start
+    episodes."""
     found: dict[str, Sequence[Prompt]] = {}
     if config is None:
         return found
@@ -158,7 +164,9 @@ def held_out_prompts(
     for key, data in config.sections.items():
         limited = within_positions(data, job.model, new_tokens=new_tokens, field=key)
         name = key.removeprefix("eval.sets.") if key != "eval.data" else ""
-        found[name] = load_prompts(limited, tokenizer, limit=config.num_prompts, section=key)
+        found[name] = load_prompts(
+            limited, tokenizer, limit=config.num_prompts, section=key, in_episodes=in_episodes
+        )
     return found
 
 
@@ -229,7 +237,9 @@ def _build(
 ) -> Evaluator:
     assert config.eval.generate_max_len is not None
     new_tokens = config.row_lengths.rest
-    held_out = held_out_prompts(config.eval, config, runtime.tokenizer, new_tokens)
+    held_out = held_out_prompts(
+        config.eval, config, runtime.tokenizer, new_tokens, in_episodes=players is not None
+    )
     wait_for_servers(config.engine)
     scores = weighted_rewards(config.rewards, runtime, functions)
     longest = config.eval.prompt_max_len + new_tokens

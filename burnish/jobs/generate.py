@@ -19,8 +19,6 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config import GenerateConfig
 from burnish.config.model import ModelConfig
 from burnish.data.generation_prompts import (
-    EPISODE_COLUMNS,
-    OWN_COLUMNS,
     GenerationPrompt,
     GenerationPrompts,
 )
@@ -179,7 +177,7 @@ def _build(
         limit=config.num_prompts,
         condition=config.condition,
         one_form=not config.output.lower().endswith(".jsonl"),
-        own_columns=OWN_COLUMNS if config.rollout.episodes is None else EPISODE_COLUMNS,
+        in_episodes=config.rollout.episodes is not None,
         problem_of=partial(label_problem, label_readers(config.rewards, config.on_reward_failure)),
     )
     wait_for_servers(config.rollout.engine)

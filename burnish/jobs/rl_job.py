@@ -142,8 +142,11 @@ def _build(
 ) -> tuple[RL, Evaluator | None]:
     new_tokens = config.row_lengths.rest
     data = within_positions(config.data, config.model, new_tokens=new_tokens)
-    prompts = PromptStream(data, runtime.tokenizer, seed=config.seed)
-    held_out = held_out_prompts(config.eval, config, runtime.tokenizer, new_tokens)
+    in_episodes = players is not None
+    prompts = PromptStream(data, runtime.tokenizer, seed=config.seed, in_episodes=in_episodes)
+    held_out = held_out_prompts(
+        config.eval, config, runtime.tokenizer, new_tokens, in_episodes=in_episodes
+    )
     ptx = make_ptx(config, runtime)
     wait_for_servers(config.rollout.engine)
     scores = weighted_rewards(

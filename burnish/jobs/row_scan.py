@@ -59,6 +59,8 @@ class Section:
     """Rows that the job reads at most, in file order. None: all."""
     label_readers: tuple[str, ...] = ()
     """Kinds of the job's rewards that read labels (:mod:`burnish.rewards.labels`)."""
+    in_episodes: bool = False
+    """The prompts start episodes."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the section as JSON."""
@@ -69,6 +71,7 @@ class Section:
             "model": self.model.model_dump(mode="json"),
             "num_rows": self.num_rows,
             "label_readers": list(self.label_readers),
+            "in_episodes": self.in_episodes,
         }
 
     @classmethod
@@ -76,7 +79,8 @@ class Section:
         """Return the section that :meth:`to_json` wrote."""
         kind = next(k for k in _data_configs(DataConfig) if k.__name__ == body["class"])
         data, model = kind.model_validate(body["data"]), ModelConfig.model_validate(body["model"])
-        return cls(body["name"], data, model, body["num_rows"], tuple(body["label_readers"]))
+        readers = tuple(body["label_readers"])
+        return cls(body["name"], data, model, body["num_rows"], readers, body["in_episodes"])
 
 
 def _data_configs(base: type[DataConfig]) -> Iterator[type[DataConfig]]:
@@ -148,7 +152,7 @@ def scan(
     spans: Iterable[Span],
 ) -> Iterator[Found]:
     """Yield the result of each span. Raises DataError if the tokenizer cannot be used."""
-    encoder = encoder_of(section.data, tokenizer, sources)
+    encoder = encoder_of(section.data, tokenizer, sources, in_episodes=section.in_episodes)
     notices = Notices()
     for number, start, stop in spans:
         found, source = Found(rows=stop - start), sources[number]

@@ -115,10 +115,10 @@ def sections_of(config: JobConfig) -> list[Section]:
         elif isinstance(config, GenerateConfig):
             num_rows = config.num_prompts
         readers: tuple[str, ...] = ()
+        rewards, in_episodes, policy = _rewards_of(config)
         if isinstance(limited, PromptDataConfig):
-            rewards, _, policy = _rewards_of(config)
             readers = label_readers(rewards, policy)
-        sections.append(Section(name, limited, config.model, num_rows, readers))
+        sections.append(Section(name, limited, config.model, num_rows, readers, in_episodes))
     return sections
 
 
@@ -335,6 +335,7 @@ def _key(section: Section, tokenizer: PreTrainedTokenizerBase) -> str | None:
             section.data.model_dump(mode="json"),
         ),
         *(section.num_rows, num_embeddings(tokenizer), section.label_readers),
+        section.in_episodes,
         *(type(tokenizer).__name__, str(tokenizer.chat_template)),
         *(tokenizer.special_tokens_map, tokenizer.backend_tokenizer.to_str()),
     ]
@@ -459,7 +460,7 @@ def _one_prompt(config: JobConfig) -> Prompt | None:
     if section is None:
         return None
     tokenizer, sources = load_tokenizer(config.model), open_rows(section.data)
-    encoder = encoder_of(section.data, tokenizer, sources)
+    encoder = encoder_of(section.data, tokenizer, sources, in_episodes=section.in_episodes)
     for i in range(num_first(sources[0], 100)):
         try:
             item = encoder.encode(sources[0][i], RowRef(sources[0].name, i, 0))

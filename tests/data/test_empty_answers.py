@@ -141,6 +141,13 @@ def test_plain_prompts_of_a_chat_model_are_noticed(
     assert not any("template_unused" in key for key in stream.counts)
 
 
+def test_plain_prompts_that_start_episodes_are_rendered(chars: Tok, jsonl: Jsonl) -> None:
+    config = PromptDataConfig(sources=(jsonl([{"prompt": "1+1"}]),))  # type: ignore[arg-type]
+    stream = PromptStream(config, chars, seed=0, in_episodes=True)
+    stream.next(1)
+    assert not any("template_unused" in key for key in stream.counts)
+
+
 @pytest.mark.parametrize(
     "row",
     [

@@ -12,7 +12,7 @@ import burnish
 from burnish.config import load_config
 from burnish.config.data import PromptDataConfig, SFTDataConfig
 from burnish.config.model import ModelConfig, ScratchConfig
-from burnish.data.generation_prompts import EPISODE_COLUMNS, GenerationPrompts
+from burnish.data.generation_prompts import GenerationPrompts
 from burnish.data.sft import SFTStream
 from burnish.models.load import load_tokenizer
 
@@ -51,7 +51,7 @@ def test_columns_of_the_data_do_not_become_those_of_episodes(tmp_path: Path) -> 
     (tmp_path / "data.jsonl").write_text(json.dumps(data))
     config = PromptDataConfig(sources=[str(tmp_path / "data.jsonl")], prompt_max_len=8)
     tokenizer = load_tokenizer(ModelConfig(scratch=ScratchConfig(**SCRATCH)))
-    found = GenerationPrompts(config, tokenizer, own_columns=EPISODE_COLUMNS)
+    found = GenerationPrompts(config, tokenizer, in_episodes=True)
     assert found.take(0, 1)[0].columns == {"level": 3}
     assert found.left_out == ["status", "tokens", "tools"]
 

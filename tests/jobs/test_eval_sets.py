@@ -143,3 +143,22 @@ def test_held_out_rows_may_be_the_first_of_several_sets(tmp_path: Path) -> None:
     tree["data"]["held_out"] = 2
     config: Any = load_config(tree)
     assert config.eval_data.part == "held_out" and set(config.eval_sets) == {"same", "long"}
+
+
+@pytest.mark.parametrize(
+    ("save_every", "eval_every", "warned"),
+    [(7, 5, True), (8, 4, True), (0, 5, True), (5, 5, False), (2, 4, False), (7, 0, False)],
+)
+@pytest.mark.parametrize("job", ["sft", "rl"])
+def test_evaluations_whose_weights_are_not_saved_are_a_warning(
+    job: str, save_every: int, eval_every: int, warned: bool, tmp_path: Path
+) -> None:
+    tree = recipe(job, tmp_path)
+    metric = "eval/loss" if job == "sft" else "eval/pass@1"
+    tree["checkpoint"] = {"every_n_steps": save_every, "best_metric": metric}
+    if job == "rl":
+        tree["eval"]["every_n_steps"] = eval_every
+    else:
+        tree["eval_every_n_steps"] = eval_every
+    said = [text for text in load_config(tree).warnings() if "checkpoint.best_metric" in text]
+    assert len(said) == warned

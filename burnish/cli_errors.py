@@ -19,6 +19,7 @@ from burnish.config import JOBS, ConfigError
 from burnish.config.equivalents import advice_on, command_of
 from burnish.config.launch import LaunchError, launched_rank
 from burnish.errors import BurnishError
+from burnish.messages import visible
 
 
 class CommandGroup(TyperGroup):
@@ -47,7 +48,7 @@ class CommandGroup(TyperGroup):
             command = ctx.invoked_subcommand
             text = error.text_for(command if command in JOBS else "rl")
             if text:
-                typer.echo(_rank_prefix() + text, err=True)
+                typer.echo(_rank_prefix() + visible(text), err=True)
             if ctx.params.get("debug"):
                 raise
             raise typer.Exit(error.exit_code) from None

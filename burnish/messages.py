@@ -1,4 +1,5 @@
-"""Texts of other libraries: shorten their errors for use in messages, and silence their noise."""
+"""Texts of other libraries and of servers: shorten their errors for use in messages, escape what a
+terminal would obey, and silence their noise."""
 
 from __future__ import annotations
 
@@ -10,6 +11,10 @@ _LINES = 6
 """Lines kept at each end of a long text."""
 _CHARS = 240
 """Characters kept at each end of a long line."""
+_CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
+_ESCAPES = {code: f"\\x{code:02x}" for code in _CONTROLS if chr(code) not in "\t\n"}
+_ESCAPES |= {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}
+"""Characters that terminals obey (such as ESC, which begins their commands) or cannot encode."""
 
 
 def library_text(error: BaseException | str) -> str:
@@ -30,6 +35,16 @@ def library_text(error: BaseException | str) -> str:
     if left_out > 1:
         lines = [*lines[:_LINES], f"[... {left_out} lines ...]", *lines[-_LINES:]]
     return " ".join(map(_shortened, lines))
+
+
+def visible(text: str) -> str:
+    """Return text for a terminal or a log. Control characters other than tabs and line breaks, and
+    unpaired surrogates, are escaped.
+
+    >>> visible("\\x1b[2J done")
+    '\\\\x1b[2J done'
+    """
+    return text.translate(_ESCAPES)
 
 
 def _shortened(line: str) -> str:

@@ -26,6 +26,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
+from burnish.messages import visible
 from burnish.secret import without_texts
 
 LOG_FILE = "run.log"
@@ -132,7 +133,7 @@ def tell(text: str, console: Console | None = None) -> None:
 
 
 def _print(text: str, console: Console) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True, emoji=False)
+    console.print(visible(text), markup=False, highlight=False, soft_wrap=True, emoji=False)
 
 
 def describe_step(metrics: Mapping[str, float], *, eta_s: float | None) -> list[str]:
@@ -209,14 +210,14 @@ def time_lanes(metrics: Mapping[str, float]) -> list[str]:
 
 
 class _WithoutSecrets(logging.Formatter):
-    """Formats a record, traceback included, without some texts."""
+    """Formats a record, traceback included, without some texts and without control characters."""
 
     def __init__(self, form: str, hidden: Collection[str]) -> None:
         super().__init__(form)
         self._hidden = hidden
 
     def format(self, record: logging.LogRecord) -> str:
-        return without_texts(super().format(record), self._hidden)
+        return visible(without_texts(super().format(record), self._hidden))
 
 
 def setup_logging(run_dir: Path, *, hidden: Collection[str] = ()) -> None:
@@ -312,7 +313,7 @@ class _StderrHandler(logging.Handler):
         if self.discards or "file_only" in vars(record):
             return
         try:
-            text = self.format(record)
+            text = visible(self.format(record))
             if (count := self._count(text)) > 1:
                 if count not in _SHOWN_REPEATS:
                     return

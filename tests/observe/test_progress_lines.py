@@ -17,6 +17,7 @@ from burnish.observe.progress import (
     describe_step,
     format_duration,
     setup_logging,
+    tell,
 )
 
 METRICS = {
@@ -146,6 +147,21 @@ def test_warnings_of_any_part_reach_the_log_and_stderr(
     assert capsys.readouterr().err == "WARNING: dropped a line\n"
     log = (tmp_path / "run.log").read_text()
     assert "WARNING dropped a line" in log and "only in the file" in log
+
+
+def test_control_characters_reach_neither_terminal_nor_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Texts of servers and models may contain commands of terminals, and unpaired surrogates."""
+    text = "a\x1b[2J\x9b1A\r\x00\ud800b\nc"
+    shown = r"a\x1b[2J\x9b1A\x0d\x00\ud800b" + "\nc\n"
+    setup_logging(tmp_path)
+    logging.getLogger("burnish.part").warning("%s", text)
+    console, out = _plain()
+    tell(text, console)
+    close_logging()
+    assert capsys.readouterr().err == f"WARNING: {shown}" and out.getvalue() == shown
+    assert (tmp_path / "run.log").read_text().count(shown) == 2
 
 
 def test_logging_moves_to_the_next_run_appends_on_resume_and_closes(tmp_path: Path) -> None:

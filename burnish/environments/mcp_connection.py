@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shutil
 import sys
@@ -26,15 +27,22 @@ from mcp.client.streamable_http import streamable_http_client
 from burnish.config.episodes import McpServerConfig
 from burnish.environments.base import EnvironmentSetupError
 from burnish.errors import BurnishError
+from burnish.messages import visible
 
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 10.0
-"""Time in which a closed connection must have ended its server."""
+"""Time in which a closed connection must have ended its server. The connection is then dropped."""
 MAX_MESSAGE_BYTES = 16 << 20
 """Maximum size of one message of a server."""
 MAX_TOOLS, MAX_PAGES = 1000, 100
 MAX_ERROR_CHARS = 500
+RECONNECT_S = 0.2
+"""Minimum time between two streams of a connection that the server ended. A server may ask for
+less, down to 0, which would keep the thread of MCP busy."""
+
+# The package logs each invalid message with a traceback; the call's error has the reason.
+logging.getLogger("mcp").addHandler(logging.NullHandler())
 
 _GUARD = str(Path(__file__).with_name("mcp_guard.py"))
 
@@ -147,12 +155,14 @@ class Connection:
     async def _run(self) -> None:
         reason = "ended during its start"
         try:
-            async with AsyncExitStack() as stack:
+            async with asyncio.timeout(None) as limit, AsyncExitStack() as stack:
                 transport = await self._transport(stack)
                 client = Client(transport, cache=None)
                 await stack.enter_async_context(client)
                 self._client.set_result(client)
                 await self._closing.wait()
+                # A server may never answer the end of its session.
+                limit.reschedule(asyncio.get_running_loop().time() + CLOSE_TIMEOUT_S)
         except Exception as error:  # the failure of a server, reported by ready() or as a loss
             reason = f"cannot be used: {reason_of(error)}"
             self._said.append(reason_of(error))
@@ -214,7 +224,7 @@ class Connection:
             while chunk := await reader.read(1 << 16):
                 for line in chunk.decode(errors="replace").splitlines():
                     self._said.append(line[:MAX_ERROR_CHARS])
-                    print(f"MCP server {self._name}: {line}", file=sys.stderr)
+                    print(f"MCP server {self._name}: {visible(line)}", file=sys.stderr)
         finally:
             transport.close()
 
@@ -254,9 +264,17 @@ _running: set[asyncio.Task[None]] = set()
 
 
 class _LimitedTransport(httpx2.AsyncHTTPTransport):
-    """HTTP whose JSON replies are limited to MAX_MESSAGE_BYTES. (The package limits events.)"""
+    """HTTP whose JSON replies are limited to MAX_MESSAGE_BYTES, and whose streams are opened again
+    after RECONNECT_S at the earliest. (The package limits events.)"""
+
+    _next_stream_at = 0.0
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        if request.method == "GET":
+            now = asyncio.get_running_loop().time()
+            begin = max(now, self._next_stream_at)
+            self._next_stream_at = begin + RECONNECT_S
+            await asyncio.sleep(begin - now)
         response = await super().handle_async_request(request)
         if response.headers.get("content-encoding", "identity") != "identity":
             await response.aclose()

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mcp_http_hostile import hostile_server
 from mcp_played import Played, calls, episode, http_server
 
-from burnish.environments import mcp_servers
+from burnish.environments import mcp_connection, mcp_servers
 from burnish.environments.base import EpisodeInfraError
 
 
@@ -106,3 +107,58 @@ def test_a_server_that_does_not_work_ends_episodes_and_a_refusal_does_not(
         odd.unlink()
         assert one("add", a=1, b=2) == "3"
         end_shared(one, "s")
+
+
+WAITS = ("silent", "drip", "comments", "flood", "wrong_id", "reconnect")
+"""Replies that never end, or that answer another call."""
+REFUSED = {
+    "huge": "more than 16777216 bytes",
+    "garbage": "Failed to parse JSON",
+    "garbage_event": "Failed to parse SSE",
+    "nested": "Failed to parse JSON",
+    "surrogate": "Failed to parse JSON",
+    "wrong": "returned an invalid result",
+    "error": "Server returned an error",
+    "long_error": "xxx",
+    "ansi": "red",
+}
+"""Replies that are an error for the policy. The session continues."""
+LOST = ("accepted", "line", "kind", "redirect", "no_http", "unfinished")
+"""Replies that end the session."""
+
+
+def test_hostile_replies_over_http_cost_at_most_the_timeout(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing but the result reaches the terminal, streams are not opened again and again, and a
+    connection ends although the server never answers the end of its session."""
+    monkeypatch.setattr(mcp_connection, "CLOSE_TIMEOUT_S", 0.2)
+    with hostile_server() as server:
+        mcp = {"h": {"url": server.url}}
+        with episode(mcp=mcp, timeout_s=20, max_result_chars=600) as one:
+            found = {name: one(name) for name in REFUSED}
+            assert one("good") == "good"
+        for name, said in REFUSED.items():
+            assert found[name].startswith("error: ") and said in found[name], name
+            assert len(found[name]) < 700
+        for name in LOST:
+            lost = pytest.raises(EpisodeInfraError, match="MCP server h")
+            with episode(mcp=mcp, timeout_s=20) as one, lost:
+                one(name)
+        with episode(mcp=mcp, timeout_s=0.5) as one:
+            for name in WAITS:
+                assert one(name).startswith("error: TimeoutError"), name
+            assert one("good") == "good"
+        assert server.requests["GET"] < 60
+        running = set(mcp_connection._running)
+        assert not asyncio.run(still_running(running))
+    assert capfd.readouterr() == ("", "")
+
+
+async def still_running(tasks: set[asyncio.Task[None]]) -> list[asyncio.Task[None]]:
+    """Return the tasks of another loop that do not end within 10 s."""
+    for _ in range(100):
+        if all(task.done() for task in tasks):
+            return []
+        await asyncio.sleep(0.1)
+    return [task for task in tasks if not task.done()]

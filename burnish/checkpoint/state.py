@@ -36,6 +36,9 @@ EXPORT_METADATA = "facts"
 _NUMPY_KINDS = "biufcmMSU"
 logger = logging.getLogger("burnish")
 
+UNFITTING = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+"""Errors of readers of a loaded state that has other keys, types or sizes than they wrote."""
+
 
 def save_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
     """Write ``state`` as ``<name>.json`` and ``<name>.safetensors`` into ``folder``.
@@ -78,6 +81,9 @@ def load_state(folder: Path, name: str) -> dict[str, Any]:
     """
     path = folder / f"{name}.safetensors"
     try:
+        for part in (path, folder / f"{name}.json"):
+            if part.exists() and not part.is_file():  # reading a pipe or a device may block forever
+                raise ValueError(f"{part.name} is not a regular file")
         # copied from the memory-mapped file, which retention may delete while tensors are in use
         tensors = {key: tensor.clone() for key, tensor in load_file(path).items()}
         path = folder / f"{name}.json"
@@ -94,7 +100,7 @@ def load_state(folder: Path, name: str) -> dict[str, Any]:
         )
     try:
         state = _decode(document["state"], tensors)
-    except (KeyError, TypeError, ValueError, struct.error) as error:
+    except (*UNFITTING, struct.error, SyntaxError) as error:
         raise CheckpointError(f"{path} is corrupted ({error!r}): use another checkpoint") from error
     if not isinstance(state, dict):
         raise CheckpointError(
@@ -278,4 +284,6 @@ def _array(data: bytes, dtype: str, shape: Any) -> np.ndarray:
     kind = np.dtype(dtype)
     if kind.kind not in _NUMPY_KINDS:
         raise ValueError(f"numpy dtype {dtype!r} is not allowed")
+    if any(size < 0 for size in shape):
+        raise ValueError(f"the shape {shape!r} is negative")
     return np.ndarray(tuple(shape), kind, data)

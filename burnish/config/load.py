@@ -20,7 +20,7 @@ from burnish.config.job import WITHOUT_RULES, JobConfig
 from burnish.config.launch import launched_rank, use_launched_ranks
 from burnish.config.overrides import OverrideError, apply_override
 from burnish.config.registry import JOBS
-from burnish.config.yaml_text import compose, construct, dump
+from burnish.config.yaml_text import compose, construct, dump, read_text
 from burnish.errors import BurnishError
 
 _log = logging.getLogger("burnish")
@@ -139,7 +139,7 @@ def _read(
             "flags of OpenRLHF's and TRL's scripts"
         )
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         loader, node = compose(text, name=str(path))
         cls = JobConfig
         if isinstance(node, yaml.MappingNode):

@@ -9,6 +9,7 @@ file takes long to read."""
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -100,6 +101,20 @@ class _RecipeDumper(yaml.SafeDumper):
 
 
 _RecipeDumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
+
+
+def read_text(path: Path, *, errors: str = "strict") -> str:
+    """Return the text of a file. Raises YAMLError, before it is read, for a pipe or device, or a
+    file that is larger than any recipe; OSError or UnicodeDecodeError."""
+    if path.exists() and not path.is_file():
+        raise yaml.YAMLError("it is not a regular file")
+    size = path.stat().st_size
+    if size > 4 * _MAX_CHARACTERS:  # bytes of a character
+        raise yaml.YAMLError(
+            f"it has {size} bytes, but a recipe has at most {_MAX_CHARACTERS} characters; is it a "
+            "data file?"
+        )
+    return path.read_text(encoding="utf-8", errors=errors)
 
 
 def compose(text: str, *, name: str = "<text>") -> tuple[RecipeLoader, Any]:

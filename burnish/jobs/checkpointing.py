@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 from burnish.checkpoint import CheckpointError, CheckpointStore, PendingCheckpoint
 from burnish.checkpoint.save import PendingSave
-from burnish.checkpoint.state import capture_rng, load_state, restore_rng, save_state
+from burnish.checkpoint.state import UNFITTING, capture_rng, load_state, restore_rng, save_state
 from burnish.config.job import TrainingJob
 from burnish.config.train import better
 from burnish.jobs.base import Metrics, State
@@ -221,17 +221,35 @@ class Checkpointing:
             return None
         try:
             state.load(newest)
-        except ValueError as error:
+        except UNFITTING as error:
+            known = isinstance(error, ValueError)
+            reason = str(error) if known else f"{type(error).__name__}: {error}"
             raise RunError(
-                f"the checkpoint {newest} does not match this recipe: {error}"
+                f"the checkpoint {newest} does not match this recipe: {reason}"
             ) from error
-        saved = load_state(newest, "session")
-        run.step = self.saved_step = saved["step"]
-        run.evaluated_step = saved.get("evaluated_step", -1)
-        run.last = dict(saved["last"])
-        run.stop_counters = StopCounters.of_state(saved.get("stop_counters", {}))
-        restore_rng(saved["rng"])
+        self._restore_session(newest, run)
+        self.saved_step = run.step
         return newest
+
+    def _restore_session(self, folder: Path, run: RunPosition) -> None:
+        """Restore ``run`` and the random generators from a checkpoint. Raises RunError if it
+        belongs to another step than its folder's name, or does not contain a session."""
+        saved = load_state(folder, "session")
+        try:
+            if folder.name.rpartition("_")[2] != f"{saved['step']:06d}":
+                raise ValueError(f"it was saved at step {saved['step']}")
+            run.step = saved["step"]
+            run.evaluated_step = saved.get("evaluated_step", -1)
+            run.last = dict(saved["last"])
+            if not all(isinstance(value, int | float) for value in run.last.values()):
+                raise TypeError("its metrics are not numbers")
+            run.stop_counters = StopCounters.of_state(saved.get("stop_counters", {}))
+            restore_rng(saved["rng"])
+        except (*UNFITTING, RuntimeError) as error:
+            raise RunError(
+                f"the checkpoint {folder} does not contain the session of its step "
+                f"({type(error).__name__}: {error}); move it away to resume from an earlier one"
+            ) from error
 
 
 def _raise(reason: str) -> NoReturn:

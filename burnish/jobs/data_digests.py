@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 from burnish.config.columns import files_of
 from burnish.config.data import DataConfig
@@ -27,7 +28,7 @@ def check_same_rows(config: TrainingJob, run_dir: Path, *, resumed: bool, force:
     compared."""
     now, file = _digests(config), run_dir / DIGESTS_FILE
     if resumed and file.is_file():
-        then = json.loads(file.read_text(encoding="utf-8"))
+        then = _saved(file)
         changed = [source for source in then if source in now and then[source] != now[source]]
         what = f"the rows of {', '.join(changed)} changed since the run {run_dir} was started"
         if changed and not force:
@@ -39,6 +40,20 @@ def check_same_rows(config: TrainingJob, run_dir: Path, *, resumed: bool, force:
         if changed:
             log.warning("%s; the run continues with the new rows (--force)", what)
     write_text(file, json.dumps(now, indent=1) + "\n")
+
+
+def _saved(file: Path) -> dict[str, Any]:
+    """Return the digests of an earlier start. Raises RunError."""
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(saved, dict):
+            raise TypeError("it is not a JSON object")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise RunError(
+            f"{file} cannot be read ({error}), so rows that changed would not be noticed; remove "
+            "it to resume without this comparison"
+        ) from error
+    return saved
 
 
 def _digests(config: TrainingJob) -> dict[str, str]:

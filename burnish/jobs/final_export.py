@@ -93,4 +93,8 @@ def _own(folder: Path, run_dir: Path) -> bool:
     record = run_dir / RECORD
     if not record.is_file():
         return False
-    return bool(json.loads(record.read_text(encoding="utf-8"))["folder"] == str(folder.resolve()))
+    try:
+        written = json.loads(record.read_text(encoding="utf-8"))["folder"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return False  # a damaged record proves nothing
+    return bool(written == str(folder.resolve()))

@@ -38,11 +38,25 @@ REPLAY_FILE = "replay.json"
 
 
 def recorded_run(run_dir: Path) -> Path | None:
-    """Return the run that the run in ``run_dir`` replays; None if it is not a replay."""
+    """Return the run that the run in ``run_dir`` replays; None if it is not a replay. Raises
+    RunError if the file that names it cannot be read."""
     path = run_dir / REPLAY_FILE
     if not path.is_file():
         return None
-    return Path(json.loads(path.read_text(encoding="utf-8"))["run"])
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["run"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise RunError(_no_recorded_run(path, repr(error))) from error
+    if not isinstance(found, str) or not found or "\0" in found:
+        raise RunError(_no_recorded_run(path, f"its run is {found!r:.80}, which is no path"))
+    return Path(found)
+
+
+def _no_recorded_run(path: Path, reason: str) -> str:
+    return (
+        f"{path} does not name the recorded run ({reason}); write it again, as the JSON object "
+        '{"run": FOLDER} with the absolute path of that run'
+    )
 
 
 def check_inputs(config: JobConfig, *, resumed: bool = False) -> None:

@@ -69,7 +69,7 @@ class OutputShards:
             return None
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RunError(f"{path} is corrupt: not JSON ({error}); start a new run") from error
         if not isinstance(found, dict):
             raise RunError(f"{path} is corrupt: not a JSON object; start a new run")
@@ -139,7 +139,11 @@ class OutputShards:
         try:
             info = ShardInfo(**json.loads(head))
             complete = hashlib.sha256(body).hexdigest() == info.sha256
-        except (ValueError, TypeError):
+            complete &= all(
+                isinstance(number, int | float)
+                for number in (info.rows, *info.dropped.values(), *info.sums.values())
+            )
+        except (ValueError, TypeError, AttributeError, RecursionError):
             complete, info = False, None
         if info is None or not complete or (info.step, info.prompts) != (step, prompts_of(step)):
             log.warning("%s is incomplete; this step and later ones are run again", path)

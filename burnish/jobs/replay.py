@@ -25,6 +25,7 @@ from burnish.jobs.rl import RL
 from burnish.jobs.rl_job import RLJob, RLLoop, make_policy, make_ptx, make_rl
 from burnish.jobs.rollout_records import (
     ROLLOUTS_DIR,
+    SIZES,
     Recorded,
     read_rollout,
     rollout_folders,
@@ -101,9 +102,7 @@ def _check_steps(name: str, folders: Mapping[int, Path], config: RLConfig) -> No
     between steps."""
     digests: dict[str, int] = {}
     for step, folder in folders.items():
-        if problems := verify(folder, checksums=False):
-            raise RunError(f"{name}: {'; '.join(problems)}. {_before(step)}")
-        facts = read_manifest(folder).extra
+        facts = _facts(name, folder, step)
         digests.setdefault(facts["settings"], step)
         for key, size in sizes_of(config).items():
             if facts[key] != size:
@@ -118,6 +117,24 @@ def _check_steps(name: str, folders: Mapping[int, Path], config: RLConfig) -> No
             name,
             ", ".join(str(step) for step in sorted(digests.values())[1:]),
         )
+
+
+def _facts(name: str, folder: Path, step: int) -> dict[str, Any]:
+    """Return the facts in the manifest of a step. Raises RunError if its files are incomplete, if
+    it is the recording of another step, or if a fact is missing."""
+    if problems := verify(folder, checksums=False):
+        raise RunError(f"{name}: {'; '.join(problems)}. {_before(step)}")
+    manifest = read_manifest(folder)
+    if manifest.step != step:
+        raise RunError(
+            f"{name}: {folder} contains the rollout of step {manifest.step}. {_before(step)}"
+        )
+    for key, kind in {"settings": str, **dict.fromkeys(SIZES, int)}.items():
+        if not isinstance(manifest.extra.get(key), kind):
+            raise RunError(
+                f"{name}: the manifest of {folder} does not contain {key}. {_before(step)}"
+            )
+    return manifest.extra
 
 
 def _before(step: int) -> str:

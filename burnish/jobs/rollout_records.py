@@ -18,6 +18,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ import numpy as np
 
 from burnish.checkpoint import CheckpointError, load_state, save_state, verify, write_manifest
 from burnish.checkpoint.manifest import fsync, sync_tree
+from burnish.checkpoint.state import UNFITTING
 from burnish.config import RLConfig
+from burnish.jobs.errors import RunError
 from burnish.observe.files import write_text
 from burnish.observe.timeline import Timeline
 from burnish.rollout.runner import Rollout
@@ -35,6 +38,9 @@ from burnish.types import Group, Prompt, Stats, TokenRow
 
 ROLLOUTS_DIR = "rollouts"
 GROUPS_FILE = "groups.jsonl"
+
+SIZES = ("rollout.rollout_batch_size", "rollout.n_samples_per_prompt")
+"""Keys of the sizes of a rollout."""
 
 _STATE = "groups"
 _STEP = re.compile(r"step_(\d{6,})")
@@ -102,7 +108,14 @@ def read_rollout(run_dir: Path, step: int) -> Recorded:
         raise CheckpointError(
             f"{'; '.join(problems)}. Replay the steps before it, or record the run again"
         )
-    return _from_plain(load_state(folder, _STATE))
+    plain = load_state(folder, _STATE)
+    try:
+        return _from_plain(plain)
+    except UNFITTING as error:
+        raise CheckpointError(
+            f"{folder} does not contain a rollout ({type(error).__name__}: {error}). Replay the "
+            "steps before it, or record the run again"
+        ) from error
 
 
 def rollout_folders(run_dir: Path) -> dict[int, Path]:
@@ -123,10 +136,8 @@ def facts_of(config: RLConfig) -> dict[str, Any]:
 
 def sizes_of(config: RLConfig) -> dict[str, int]:
     """Return the sizes of a rollout by their keys."""
-    return {
-        "rollout.rollout_batch_size": config.rollout.rollout_batch_size,
-        "rollout.n_samples_per_prompt": config.rollout.n_samples_per_prompt,
-    }
+    rollout = config.rollout
+    return dict(zip(SIZES, (rollout.rollout_batch_size, rollout.n_samples_per_prompt), strict=True))
 
 
 def _to_plain(recorded: Recorded) -> dict[str, Any]:
@@ -161,12 +172,24 @@ def _from_plain(plain: Mapping[str, Any]) -> Recorded:
     for number, own in enumerate(plain["prompts"]):
         fields = {k: v for k, v in own.items() if k not in ("token_ids", "samples")}
         prompt = Prompt(**fields, token_ids=tuple(own["token_ids"]))
-        members = tuple(next(samples) for _ in range(own["samples"]))
+        members = tuple(islice(samples, own["samples"]))
+        if len(members) != own["samples"]:
+            raise ValueError(f"prompt {number} has {len(members)} of {own['samples']} samples")
         groups.append(Group(number, prompt, members))
-    means = {name: (num, den) for name, (num, den) in plain["means"].items()}
-    stats = Stats(means, plain["maxima"], plain["sums"])
-    rollout = Rollout(tuple(groups), stats, ages=plain["ages"], lost=plain["lost"])
-    return Recorded(rollout, plain["counts"])
+    if next(samples, None) is not None:
+        raise ValueError("it has more samples than its prompts count")
+    means = {name: (float(num), float(den)) for name, (num, den) in plain["means"].items()}
+    stats = Stats(means, _of(float | int, plain["maxima"]), _of(float | int, plain["sums"]))
+    ages = None if plain["ages"] is None else _of(int, plain["ages"])
+    rollout = Rollout(tuple(groups), stats, ages=ages, lost=_of(str, plain["lost"]))
+    return Recorded(rollout, _of(int, plain["counts"]))
+
+
+def _of(kind: Any, mapping: Any) -> Any:
+    """Return ``mapping``. Raises TypeError if it is not a mapping to values of ``kind``."""
+    if not isinstance(mapping, dict) or not all(isinstance(v, kind) for v in mapping.values()):
+        raise TypeError(f"{mapping!r:.80} is not a mapping to values of {kind}")
+    return mapping
 
 
 # ---- the log of groups ---------------------------------------------------------------------------
@@ -213,14 +236,28 @@ def _sampled_by(row: TokenRow) -> list[int]:
 
 def read_group_log(run_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of ``groups.jsonl``, without a last line that a kill has truncated. Empty if
-    the run has none."""
+    the run has none. Raises RunError for another line that is invalid."""
     return list(_complete_lines(run_dir / GROUPS_FILE))
 
 
 def _complete_lines(path: Path) -> Iterator[dict[str, Any]]:
     if path.is_file():
         for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
-            yield json.loads(line)
+            yield _entry(path, line)
+
+
+def _entry(path: Path, line: str) -> dict[str, Any]:
+    """Return a line of the log. Raises RunError."""
+    try:
+        entry = json.loads(line)
+        if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
+            raise TypeError("it is not a JSON object with an integer 'step'")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RunError(
+            f"{path} has an invalid line, {line:.80!r} ({error}); remove that line, or move the "
+            "file away"
+        ) from error
+    return entry
 
 
 # ---- resuming ------------------------------------------------------------------------------------

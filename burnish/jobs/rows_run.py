@@ -152,8 +152,14 @@ def finished(config: RowsJob, run_dir: Path) -> Metrics | None:
     state = parts.state() or {}
     if "finished" not in state:
         return None
-    output = Path(state["output"].replace("{run_dir}", str(run_dir)))
-    if config.output != state["output"]:
+    written, totals = state.get("output"), state["finished"]
+    if not isinstance(written, str) or not _are_numbers(totals):
+        raise RunError(
+            f"{parts.state_file} does not contain the output and the totals of a finished run; "
+            "start a new run"
+        )
+    output = Path(written.replace("{run_dir}", str(run_dir)))
+    if config.output != written:
         raise RunError(
             f"the run {run_dir} is finished, and its rows are in {output}; copy that file, or "
             "start a new run"
@@ -164,7 +170,11 @@ def finished(config: RowsJob, run_dir: Path) -> Metrics | None:
             "run"
         )
     parts.remove()  # left by a run killed before it removed them
-    return _as_metrics(state["finished"])
+    return _as_metrics(totals)
+
+
+def _are_numbers(totals: Any) -> bool:
+    return isinstance(totals, dict) and all(isinstance(x, int | float) for x in totals.values())
 
 
 def check_same_recipe(config: RowsJob, run_dir: Path) -> None:

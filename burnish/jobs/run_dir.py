@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import stat
 import time
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def prepare_run_dir(config: JobConfig, resume: Path | None) -> Path:
                 "--resume to start a new run"
             )
         _check_writable(resume)
+        _check_kinds(resume)
         return resume
     stamp = time.strftime("%Y%m%d-%H%M%S")
     run_dir = Path(config.run_dir.replace("{job}", config.job).replace("{time}", stamp))
@@ -77,6 +79,14 @@ def _check_writable(run_dir: Path) -> None:
             f"the run folder {run_dir} is not writable for user {getpass.getuser()}; change its "
             "permissions, or choose another one with run_dir=..."
         )
+
+
+def _check_kinds(run_dir: Path) -> None:
+    """Raise RunError if the folder contains a pipe or a device: opening it may block forever."""
+    for path in sorted(run_dir.iterdir()):
+        mode = path.stat().st_mode if path.exists() else 0
+        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+            raise RunError(f"{path} is a pipe or a device, not a file; remove it to resume the run")
 
 
 def _holds_something(folder: Path) -> bool:

@@ -111,7 +111,7 @@ class MlflowTracker:
             self._state = _State(**json.loads(file.read_text(encoding="utf-8")))
             if not (isinstance(self._state.run_id, str) and isinstance(self._state.step, int)):
                 raise TypeError("run_id must be text, and step an integer")
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise TrackerError(
                 f"{file} cannot be read ({error}); remove it to start a new run of MLflow"
             ) from error

@@ -12,7 +12,7 @@ import yaml
 
 from burnish.config import dump_yaml
 from burnish.config.job import JobConfig
-from burnish.config.yaml_text import load
+from burnish.config.yaml_text import load, read_text
 from burnish.observe.errors import SavedRecipeError
 from burnish.observe.files import write_text
 from burnish.secret import secret_texts, without_secret_values
@@ -40,7 +40,7 @@ def read_recipe(run_dir: Path) -> tuple[str, dict[str, Any]]:
     limited like those of a recipe. Raises SavedRecipeError if it cannot be read."""
     path = run_dir / "config.yaml"
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_text(path, errors="replace")
         recipe = load(text)
     except (OSError, yaml.YAMLError, ValueError) as error:
         raise SavedRecipeError(

@@ -248,7 +248,9 @@ class WandbTracker:
             return new
         try:
             saved = _State(**json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
+            if not (isinstance(saved.id, str) and isinstance(saved.step, int)):
+                raise TypeError("id must be text, and step an integer")
+        except (ValueError, TypeError, RecursionError) as error:
             raise TrackerError(
                 f"{path} cannot be read ({error}); remove it to start a new run of Weights & Biases"
             ) from error

@@ -34,7 +34,11 @@ def measured_rates(run_dir: Path, hardware: Hardware) -> Rates:
             f"--rates {run_dir} is not a run folder: it has no config.yaml; give the folder of a "
             "run that made some steps"
         )
-    steps = [line for line in read_metrics(run_dir) if line.get("time/step_s")]
+    try:
+        lines = read_metrics(run_dir)
+    except ValueError as error:
+        raise PlanError(f"--rates {run_dir}: {error}") from error
+    steps = [line for line in lines if line.get("time/step_s", 0) > 0]
     steps = steps[1:] or steps
     if not steps:
         raise PlanError(

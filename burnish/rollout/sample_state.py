@@ -7,7 +7,7 @@ arrays however many samples it has. Every value survives exactly.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Any
 
 import numpy as np
@@ -59,11 +59,14 @@ def samples_to_plain(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def samples_from_plain(state: Mapping[str, Any]) -> list[Sample]:
-    """Return the samples of :func:`samples_to_plain`."""
+    """Return the samples of :func:`samples_to_plain`. Raises ValueError, LookupError, TypeError or
+    AttributeError if ``state`` is not one of its results."""
     rows = _rows(state)
-    samples = []
+    samples: list[Sample] = []
     for count, own in zip(state["rows_per_sample"].tolist(), state["samples"], strict=True):
-        mine = [next(rows) for _ in range(count)]
+        mine = list(islice(rows, count))
+        if not mine or len(mine) != count:
+            raise ValueError(f"sample {len(samples)} has {len(mine)} of {count} rows")
         last = mine[-1]
         values = {k: v for k, v in own.items() if k not in ("has_turns", "episode")}
         found = own["episode"]
@@ -81,6 +84,8 @@ def samples_from_plain(state: Mapping[str, Any]) -> list[Sample]:
                 episode=None if found is None else episode_from_plain(found),
             )
         )
+    if next(rows, None) is not None:
+        raise ValueError("there are more rows than its samples count")
     return samples
 
 
@@ -133,6 +138,8 @@ def _logprobs(parts: Sequence[Logprobs]) -> np.ndarray[Any, Any]:
 
 
 def _split(flat: np.ndarray[Any, Any], lens: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    if flat.ndim != 1 or lens.sum() != len(flat) or (lens < 0).any():
+        raise ValueError(f"an array of shape {flat.shape} is not {len(lens)} rows of these lengths")
     return np.split(flat, np.cumsum(lens)[:-1])
 
 

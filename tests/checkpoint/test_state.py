@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 import random
 import struct
@@ -279,6 +280,12 @@ def test_a_malicious_pickle_in_place_of_a_file_is_refused_and_never_run(tmp_path
         '{"format": 1, "state": {"a": {"$float": "00"}}}',
         '{"format": 1, "state": {"a": {"$int": 5}}}',
         '{"format": 1, "state": {"a": {"$dict": [1]}}}',
+        '{"format": 1, "state": {"a": {"$dict": [[[1], 1]]}}}',
+        '{"format": 1, "state": {"a": {"$ndarray": ["x", "<f8", [-1]]}}}',
+        '{"format": 1, "state": {"a": {"$ndarray": ["x", "<f8", [9999999999999999999, 0]]}}}',
+        '{"format": 1, "state": {"a": {"$ndarray": ["x", "(2,", [1]]}}}',
+        '{"format": 1, "state": {"a": {"$ndarray": ["x", {"names": 5}, [1]]}}}',
+        '{"format": 1, "state": ' + "[" * 900 + "]" * 900 + "}",
         "[" * 100_000,
     ],
 )
@@ -286,6 +293,15 @@ def test_corrupt_json_is_an_error_that_names_the_file(tmp_path, text):
     save_state(tmp_path, "state", {"x": torch.ones(2)})
     (tmp_path / "state.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"state\.json"):
+        load_state(tmp_path, "state")
+
+
+@pytest.mark.parametrize("name", ["state.json", "state.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_not_opened(tmp_path, name):
+    save_state(tmp_path, "state", {"x": torch.ones(2)})
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
         load_state(tmp_path, "state")
 
 

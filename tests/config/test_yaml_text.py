@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.config import ConfigError, JobConfig, dump_yaml, load_config
+from burnish.observe.errors import SavedRecipeError
+from burnish.observe.public_recipe import read_recipe
 
 LOOKS_LIKE_MORE = ["010", "1:00", "1e-6", "yes", "off", "2020-01-01", "0x1f", "1_000", ".inf"]
 
@@ -123,6 +125,16 @@ def bomb(levels: int = 9) -> str:
 def test_a_hostile_recipe_is_rejected_quickly(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         loaded(written(tmp_path, more=text))
+
+
+def test_a_file_larger_than_any_recipe_is_not_read(tmp_path: Path) -> None:
+    """A sparse file of a tebibyte would end the process for its memory."""
+    with (tmp_path / "config.yaml").open("w") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ConfigError, match="is it a data file"):
+        load_config(tmp_path / "config.yaml")
+    with pytest.raises(SavedRecipeError, match="is it a data file"):
+        read_recipe(tmp_path)
 
 
 def test_an_alias_is_a_copy_of_its_target(tmp_path: Path) -> None:

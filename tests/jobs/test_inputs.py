@@ -21,7 +21,8 @@ from burnish.config.model import ModelConfig
 from burnish.config.sources import FileSource
 from burnish.data.sources import DataError, first_rows, open_source
 from burnish.environments.importing import LoadError, check_file
-from burnish.jobs.inputs import check_inputs
+from burnish.jobs.errors import RunError
+from burnish.jobs.inputs import check_inputs, recorded_run
 from burnish.jobs.validate import check_launch
 from burnish.models.load import load_tokenizer
 from burnish.models.paths import ModelError
@@ -186,6 +187,16 @@ def test_the_first_rows_are_those_of_the_open_source(
         path.write_bytes(content)
         with pytest.raises(DataError, match=name):
             first_rows(config)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"run": 5}', '{"run": ""}', '{"run": "a\\u0000"}', "\udcff", "[" * 100_000],
+)
+def test_a_replay_without_the_name_of_its_run_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "replay.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(RunError, match=r"replay\.json does not name the recorded run"):
+        recorded_run(tmp_path)
 
 
 def test_a_finished_generate_run_needs_no_input(tmp_path: Path) -> None:

@@ -4,21 +4,26 @@ bit; the log of groups accounts for every prompt. Both survive kills."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import burnish
-from burnish.checkpoint import save_state
+from burnish.checkpoint import CheckpointError, capture_rng, load_state, save_state, write_manifest
 from burnish.cli import app
 from burnish.config import load_config
+from burnish.jobs.checkpointing import Checkpointing, RunPosition
 from burnish.jobs.errors import RunError
 from burnish.jobs.rollout_records import (
     drop_records_after,
@@ -29,6 +34,7 @@ from burnish.jobs.rollout_records import (
 )
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples
+from burnish.observe.timeline import Timeline
 from burnish.rollout.runner import Rollout
 from burnish.types import Group, Prompt, Sample, Stats
 from burnish.user_calls import UserCalls
@@ -286,6 +292,37 @@ def test_a_kill_leaves_complete_steps_and_lines_and_a_resume_drops_the_later_one
     assert found.counts == {"prompts_seen": 3}
 
 
+REMOVED = object()
+WRONG: tuple[Any, ...] = (
+    None, 5, -1, "x", [], [[1]], {}, {"a": None}, np.zeros(3), np.array([9, -4]),
+)  # fmt: skip
+
+
+def test_a_rollout_of_other_keys_types_or_sizes_is_a_checkpoint_error(tmp_path: Path) -> None:
+    """Every value at the first two levels is removed and replaced. A manifest with valid checksums
+    does not prove who wrote it."""
+    from burnish.jobs import rollout_records as records
+
+    folder = records.write_rollout(tmp_path, 1, records.Recorded(rollout(1), {}), {})
+    plain = load_state(folder, "groups")
+    places: list[tuple[str, ...]] = [(key,) for key in plain]
+    places += [("samples", key) for key in plain["samples"]]
+    for path in places:
+        for value in (REMOVED, *WRONG):
+            state = {**plain, "samples": dict(plain["samples"])}
+            parent = state if len(path) == 1 else state["samples"]
+            parent[path[-1]] = value
+            if value is REMOVED:
+                del parent[path[-1]]
+            save_state(folder, "groups", state)
+            write_manifest(folder, step=1, extra={})
+            fits = isinstance(value, np.ndarray) and len(value) == 2  # tokens of the one row
+            fits |= value is None and path[-1] in ("ages", "turns")
+            fits |= isinstance(value, dict) and not value  # no statistics
+            with suppress(CheckpointError) if fits else pytest.raises(CheckpointError):
+                read_rollout(tmp_path, 1)
+
+
 # ---- errors --------------------------------------------------------------------------------------
 
 
@@ -316,6 +353,15 @@ def rename_job(run: Path) -> None:
     file.write_text(file.read_text().replace("job: rl", "job: sft"))
 
 
+def copy_step(run: Path) -> None:
+    shutil.rmtree(run / "rollouts/step_000002")
+    shutil.copytree(run / "rollouts/step_000001", run / "rollouts/step_000002")
+
+
+def forget_sizes(run: Path) -> None:
+    write_manifest(run / "rollouts/step_000002", step=2, extra={"settings": ""})
+
+
 ERRORS: dict[str, tuple[Callable[[Path], object], Sequence[str], str]] = {
     "no run": (lambda run: (run / "config.yaml").unlink(), (), "not a run folder"),
     "another job": (rename_job, (), "a run of the job 'sft'"),
@@ -332,6 +378,12 @@ ERRORS: dict[str, tuple[Callable[[Path], object], Sequence[str], str]] = {
     "truncated": (truncate, (), r"groups.safetensors has \d+ bytes, but .*max_steps=1"),
     "no manifest": (
         lambda run: (run / "rollouts/step_000001/manifest.json").unlink(), (), "Record the run",
+    ),
+    "rollout of another step": (
+        copy_step, (), r"step_000002 contains the rollout of step 1.*max_steps=1",
+    ),
+    "no sizes": (
+        forget_sizes, (), r"step_000002 does not contain rollout.rollout_batch_size.*max_steps=1",
     ),
     "prompts per step": (
         damage_nothing, ("rollout.rollout_batch_size=10",),
@@ -367,6 +419,53 @@ def test_a_changed_byte_ends_the_replay_at_its_step(recorded: Path, tmp_path: Pa
     with pytest.raises(RunError, match=r"SHA-256 differs.*; To replay .* max_steps=1"):
         burnish.run(config, replay=run)
     assert [line["step"] for line in read_metrics(tmp_path / "replay")] == [1]
+
+
+def resumed_elsewhere(run: Path) -> Mapping[str, Any]:
+    os.rename(run / "checkpoints/step_000003", run / "checkpoints/step_000004")
+    return {}
+
+
+SESSIONS: dict[str, tuple[Callable[[Path], Mapping[str, Any]], str]] = {
+    "another step": (resumed_elsewhere, "ValueError: it was saved at step 3"),
+    "negative step": (lambda run: {"step": -3}, "it was saved at step -3"),
+    "huge step": (lambda run: {"step": 10**30}, "it was saved at step 1000"),
+    "text as step": (lambda run: {"step": "3"}, "ValueError"),
+    "list as step": (lambda run: {"step": [3]}, "TypeError"),
+    "no metrics": (lambda run: {"last": 5}, "TypeError"),
+    "text as metric": (lambda run: {"last": {"eval/loss": "x"}}, "not numbers"),
+    "counters": (lambda run: {"stop_counters": {"x": 1}}, "TypeError"),
+    "generators": (lambda run: {"rng": {}}, "KeyError"),
+    "state of torch": (
+        lambda run: {"rng": {**capture_rng(), "torch": torch.zeros(3)}}, "(Type|Runtime)Error",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SESSIONS)
+def test_a_checkpoint_without_the_session_of_its_step_is_refused(
+    name: str, recorded: Path, tmp_path: Path
+) -> None:
+    """Also with valid checksums: a manifest does not prove who wrote it."""
+    change, message = SESSIONS[name]
+    folder = tmp_path / "checkpoints/step_000003"
+    shutil.copytree(recorded / "checkpoints" / folder.name, folder)
+    more = change(tmp_path)
+    folder = next(folder.parent.iterdir())
+    save_state(folder, "session", {**load_state(folder, "session"), **more})
+    write_manifest(folder, step=3, extra={})
+    config, state = load_config(recorded / "config.yaml"), SimpleNamespace(load=lambda folder: None)
+    checkpoints = Checkpointing(config, tmp_path, Timeline(), best_metric="reward/mean")
+    with pytest.raises(RunError, match=rf"{folder} does not contain the session .*{message}"):
+        checkpoints.restore(state, RunPosition())
+
+
+def test_a_pipe_in_a_run_folder_is_not_opened(recorded: Path, tmp_path: Path) -> None:
+    shutil.copytree(recorded, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "metrics.jsonl").unlink()
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(RunError, match=r"metrics\.jsonl is a pipe"):
+        burnish.run(load_config(tmp_path / "config.yaml"), resume=tmp_path)
 
 
 def test_settings_that_a_resume_changed_are_reported(

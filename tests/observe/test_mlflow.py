@@ -119,7 +119,15 @@ def test_names_that_mlflow_refuses_do_not_lose_the_other_values(
 
 
 @pytest.mark.parametrize(
-    "state", ["no json", "[]", '{"run_id": 5}', '{"run_id": "a", "x": 1}', '{"run_id": "gone"}']
+    "state",
+    [
+        "no json",
+        "[" * 100_000,
+        "[]",
+        '{"run_id": 5}',
+        '{"run_id": "a", "x": 1}',
+        '{"run_id": "gone"}',
+    ],
 )
 def test_a_state_that_cannot_be_continued_names_its_file(
     state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

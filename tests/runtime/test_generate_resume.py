@@ -133,6 +133,12 @@ def test_a_finished_run_stays_as_it_is(generate: MakeConfig, reward: Reward) -> 
     again = burnish.run(config, rewards=_stopping(1, _crash), resume=first.run_dir)
     assert (output.read_bytes(), output.stat().st_mtime_ns) == before
     assert again.metrics["total/rows"] == 88
+    state, saved = first.run_dir / "generate.json", (first.run_dir / "generate.json").read_text()
+    for damage in ({"output": None}, {"finished": 5}, {"finished": {"rows": "88"}}):
+        state.write_text(json.dumps(json.loads(saved) | damage))
+        with pytest.raises(RunError, match=r"generate\.json does not contain"):
+            burnish.run(config, rewards=reward, resume=first.run_dir)
+    state.write_text(saved)
     output.unlink()
     with pytest.raises(RunError, match=r"its output .* no longer exists"):
         burnish.run(config, rewards=reward, resume=first.run_dir)

@@ -241,9 +241,11 @@ def test_another_project_is_another_run(tmp_path: Path) -> None:
     for other in ({"project": "p"}, {"entity": "e"}):
         run_id, step = state(**other)
         assert run_id != "abc" and step == -1
-    (tmp_path / "wandb.json").write_text("{")
-    with pytest.raises(TrackerError, match=r"wandb\.json cannot be read .*remove it"):
-        state()
+    for damaged in ("{", "[" * 100_000, *({**saved, key: [1]} for key in ("id", "step"))):
+        text = damaged if isinstance(damaged, str) else json.dumps(damaged)
+        (tmp_path / "wandb.json").write_text(text)
+        with pytest.raises(TrackerError, match=r"wandb\.json cannot be read .*remove it"):
+            state()
 
 
 @pytest.fixture

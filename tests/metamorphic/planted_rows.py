@@ -9,7 +9,7 @@ from metamorphic import relations_rows
 
 import burnish.config.held_out as held_out
 import burnish.data.files as files
-from burnish.data.base import Row
+from burnish.data.base import Row, columnar_row
 from burnish.jobs.base import Usable
 
 Patch = pytest.MonkeyPatch
@@ -26,13 +26,13 @@ def splits_are_not_compared(patch: Patch) -> None:
 
 
 def cells_lose_a_character(patch: Patch) -> None:
-    """Cells of CSV and Parquet are stripped of a character."""
+    """Cells of Parquet are stripped of a character."""
 
-    def shortened(values: Any, *more: Any, **options: Any) -> Row:
-        cut = {k: v[1:] if isinstance(v, str) and options else v for k, v in values.items()}
-        return Row(cut, *more, **options)
+    def shortened(values: Any, where: str) -> Row:
+        cut = {k: v[1:] if isinstance(v, str) else v for k, v in values.items()}
+        return columnar_row(cut, where)
 
-    patch.setattr(files, "Row", shortened)
+    patch.setattr(files, "columnar_row", shortened)
 
 
 PLANTED = {

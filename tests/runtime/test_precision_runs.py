@@ -416,7 +416,7 @@ def test_precision_that_makes_no_sense_is_refused(
         ),
         (
             ["precision.rollout_dtype=fp16"],
-            "the trainer computes in fp32 but the rollout engine in fp16",
+            "the trainer computes in fp32 but the sampler in fp16",
         ),
     ],
 )

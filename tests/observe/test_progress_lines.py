@@ -150,9 +150,11 @@ def test_warnings_of_any_part_reach_the_log_and_stderr(
 
 
 def test_control_characters_reach_neither_terminal_nor_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Texts of servers and models may contain commands of terminals, and unpaired surrogates."""
+    # pytest's own handlers would keep the record, which pytest-xdist cannot send
+    monkeypatch.setattr(logging.getLogger("burnish"), "propagate", False)
     text = "a\x1b[2J\x9b1A\r\x00\ud800b\nc"
     shown = r"a\x1b[2J\x9b1A\x0d\x00\ud800b" + "\nc\n"
     setup_logging(tmp_path)

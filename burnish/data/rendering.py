@@ -260,9 +260,9 @@ class _Probe:
             before += answer + behind
         prompts = [self._conversation(*turns[:end]) or "" for end in (1, 3)]
         skipped = (
-            b.removeprefix(p).strip()
-            for b, p in zip(begins, prompts, strict=False)
-            if b.startswith(p)
+            begin.removeprefix(prompt).strip()
+            for begin, prompt in zip(begins, prompts, strict=False)
+            if begin.startswith(prompt)
         )
         return before.count(_ANSWER) == 2 and (len(begins) != 2 or any(skipped))
 

@@ -30,13 +30,18 @@ def sampled_ids(item: RewardInput) -> Pair:
     return item.sample.prompt_ids, item.sample.response_ids
 
 
-def same_rows(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> bool:
-    """Return whether a reward model with the tokenizer ``own`` reads the token ids of ``policy`` as
-    the rows that it was trained on: both have the same vocabulary, end token and chat template. A
-    reward model without a template reads any markup of the policy."""
-    if own.chat_template is not None and own.chat_template != policy.chat_template:
+def same_rows(
+    reward_tokenizer: PreTrainedTokenizerBase, policy_tokenizer: PreTrainedTokenizerBase
+) -> bool:
+    """Return whether a reward model reads the policy's token ids as the rows that it was trained
+    on: both tokenizers have the same vocabulary, end token and chat template. A reward model
+    without a template reads any markup of the policy."""
+    template = reward_tokenizer.chat_template
+    if template is not None and template != policy_tokenizer.chat_template:
         return False
-    return own.eos_token_id == policy.eos_token_id and own.get_vocab() == policy.get_vocab()
+    if reward_tokenizer.eos_token_id != policy_tokenizer.eos_token_id:
+        return False
+    return reward_tokenizer.get_vocab() == policy_tokenizer.get_vocab()
 
 
 def encode_text(

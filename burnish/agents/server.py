@@ -117,8 +117,8 @@ class EpisodeServer:
             from burnish.serve.guard import Guard, Limits, listener, make_server
         except ImportError as error:
             raise ServeError(
-                f"agents need the package {error.name}; install it with: pip install "
-                "'burnish[serve]'"
+                f"agents need the packages of burnish[serve], and importing them failed ({error}); "
+                "install them with: pip install 'burnish[serve]'"
             ) from error
         _allow_open_files()
         limits = Limits(max_connections=MAX_CONNECTIONS, max_per_address=MAX_CONNECTIONS)

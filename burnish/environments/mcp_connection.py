@@ -13,8 +13,8 @@ import os
 import shutil
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ import mcp_types as types
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
+from mcp.shared.message import SessionMessage
 
 from burnish.config.episodes import McpServerConfig
 from burnish.environments.base import EnvironmentSetupError
@@ -40,6 +41,16 @@ MAX_ERROR_CHARS = 500
 RECONNECT_S = 0.2
 """Minimum time between two streams of a connection that the server ended. A server may ask for
 less, down to 0, which would keep the thread of MCP busy."""
+
+_ENDS = {
+    types.CONNECTION_CLOSED: ("SSE stream ",),
+    types.INVALID_REQUEST: (
+        "server answered a request with 202", "Redirect to ", "Session terminated",
+        "Unexpected content type",
+    ),
+}  # fmt: skip
+"""Code -> beginnings of the messages with which the package itself answers a request, because the
+server's reply over HTTP is the end of the session."""
 
 # The package logs each invalid message with a traceback; the call's error has the reason.
 logging.getLogger("mcp").addHandler(logging.NullHandler())
@@ -157,7 +168,7 @@ class Connection:
         try:
             async with asyncio.timeout(None) as limit, AsyncExitStack() as stack:
                 transport = await self._transport(stack)
-                client = Client(transport, cache=None)
+                client = Client(self._with_refusals(transport), cache=None)
                 await stack.enter_async_context(client)
                 self._client.set_result(client)
                 await self._closing.wait()
@@ -170,6 +181,26 @@ class Connection:
             if not self._client.done():
                 self._client.set_exception(self._lost(reason))
                 self._client.exception()  # (read, or asyncio reports it as forgotten)
+
+    @asynccontextmanager
+    async def _with_refusals(self, transport: Any) -> AsyncIterator[tuple[Any, Any]]:
+        """Enter a transport and return its streams."""
+        async with transport as (incoming, outgoing):
+            yield _Incoming(incoming, self._refusal), outgoing
+
+    def _refusal(self, item: Any) -> Any:
+        """Return a message, with the code of an internal error if it is an error of the server.
+
+        The package gives the end of a connection codes that servers send for failed calls, too.
+        (Before the session has started, the package reads the code.)
+        """
+        message = item.message if isinstance(item, SessionMessage) else None
+        if isinstance(message, types.JSONRPCError) and self._client.done():
+            error = message.error
+            ends = _ENDS.get(error.code, ()) if self._config.url is not None else ()
+            if error.code in _ENDS and not error.message.startswith(ends):
+                message.error = error.model_copy(update={"code": types.INTERNAL_ERROR})
+        return item
 
     async def _transport(self, stack: AsyncExitStack) -> Any:
         """Return the transport to the server, which is not connected."""
@@ -257,6 +288,32 @@ async def _is_about_session(response: httpx2.Response) -> bool:
         return error["code"] == SESSION_NOT_FOUND or "session" in error["message"].lower()
     except (httpx2.StreamError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return False
+
+
+class _Incoming:
+    """The messages of a server, each changed by ``change``, for the package."""
+
+    def __init__(self, stream: Any, change: Callable[[Any], Any]) -> None:
+        self._stream, self._change = stream, change
+
+    async def receive(self) -> Any:
+        return self._change(await self._stream.receive())
+
+    def __aiter__(self) -> _Incoming:
+        return self
+
+    async def __anext__(self) -> Any:
+        return self._change(await self._stream.__anext__())
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    async def __aenter__(self) -> _Incoming:
+        await self._stream.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        return bool(await self._stream.__aexit__(*error))
 
 
 _running: set[asyncio.Task[None]] = set()

@@ -316,7 +316,8 @@ def _mcp_calls(mcp: Mapping[str, Any]) -> tuple[McpCalls, Sequence[McpTool]]:
         from burnish.environments.mcp_servers import McpCalls, open_servers
     except ImportError as error:
         raise EnvironmentSetupError(
-            f"mcp needs the package {error.name}; install it with: pip install 'burnish[mcp]'"
+            f"episodes.mcp needs the package mcp, and importing it failed ({error}); install it "
+            "with: pip install 'burnish[mcp]'"
         ) from error
     servers = open_servers(mcp)
     return McpCalls(servers), servers.tools

@@ -55,7 +55,11 @@ def wrong() -> dict:
     return {"content": [{"type": "text", "text": 7}]}
 
 
-TINY = (hang, die, pid, huge, long, garbage, surrogates, spawn, wrong)
+def refuse(code: int, message: str) -> None:
+    """Answer with an error of the protocol."""
+
+
+TINY = (hang, die, pid, huge, long, garbage, surrogates, spawn, wrong, refuse)
 
 
 def tiny(schema: dict) -> None:
@@ -74,6 +78,8 @@ def tiny(schema: dict) -> None:
             case "tools/list":
                 listed = [{"name": name, "inputSchema": schema} for name in tools]
                 reply["result"] = {"tools": listed}
+            case "tools/call" if request["params"]["name"] == "refuse":
+                reply["error"] = request["params"]["arguments"]
             case "tools/call":
                 found = tools[request["params"]["name"]]()
                 made = {"content": [{"type": "text", "text": found}]}

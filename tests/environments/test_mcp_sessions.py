@@ -121,6 +121,9 @@ REFUSED = {
     "error": "Server returned an error",
     "long_error": "xxx",
     "ansi": "red",
+    "server_error": "Connection closed",
+    "server_event": "busy",
+    "status": "no row",
 }
 """Replies that are an error for the policy. The session continues."""
 LOST = ("accepted", "line", "kind", "redirect", "no_http", "unfinished")

@@ -9,6 +9,7 @@ import select
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import mcp_types
@@ -105,6 +106,9 @@ def test_a_hostile_server_only_costs_calls() -> None:
         assert played("surrogates") == "a\ufffd \U0001f600"
         assert played("long").endswith("(cut: 30000 characters in total)")
         assert played("wrong").startswith("error: MCP server tiny returned an invalid result")
+        for code in (-32000, -32001, -32002, -32050, -32600, -32601, -32602, -32603, -32700, 0, 1):
+            for said in ("Connection closed", "SSE stream failed: x", "database is locked"):
+                assert played("refuse", code=code, message=said) == f"error: {said}"
         assert played("pid").isdigit()
     with episode(mcp={"tiny": TINY}, timeout_s=0.5) as played:
         assert played("hang") == "error: TimeoutError: the call took longer than 0.5 s"
@@ -315,6 +319,9 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.Monke
     monkeypatch.delitem(sys.modules, "burnish.environments.mcp_servers")
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(EnvironmentSetupError, match=r"pip install 'burnish\[mcp\]'"):
+        ToolEnvironment(mcp={"a": TINY})
+    monkeypatch.setitem(sys.modules, "mcp", ModuleType("mcp"))  # of another version
+    with pytest.raises(EnvironmentSetupError, match="cannot import name .* from 'mcp'"):
         ToolEnvironment(mcp={"a": TINY})
 
 

@@ -156,5 +156,17 @@ BEHAVIORS: dict[str, Any] = {
     "long_error": lambda s, i: s._json(
         {"id": i, "error": {"code": -32050, "message": "\x1b[2J" + "x" * 100_000}}
     ),
+    "server_error": lambda s, i: s._json(
+        {"id": i, "error": {"code": -32000, "message": "Connection closed"}}
+    ),
+    "server_event": lambda s, i: s._reply(
+        EVENTS,
+        b'data: {"jsonrpc": "2.0", "id": %d, "error": {"code": -32600, "message": "busy"}}\n\n' % i,
+    ),
+    "status": lambda s, i: s._reply(
+        JSON,
+        b'{"jsonrpc": "2.0", "id": null, "error": {"code": -32000, "message": "no row"}}',
+        status=500,
+    ),
     "ansi": lambda s, i: s._text(i, "\x1b[2Jred", isError=True),
 }  # fmt: skip

@@ -8,11 +8,11 @@ Other keys are passed on unchanged. A tool call is ``{"id": ..., "type": "functi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from burnish.errors import BurnishError
+from burnish.json_text import json_value
 
 Message = Mapping[str, Any]
 """``{"role": "user", "content": "..."}``."""
@@ -105,11 +105,11 @@ def arguments_of(value: Any) -> dict[str, Any]:
     parsed = value
     if isinstance(value, str):
         try:
-            parsed = json.loads(value) if value.strip() else {}
-        except (ValueError, RecursionError) as error:
+            parsed = json_value(value) if value.strip() else {}
+        except ValueError as error:
             raise MessageError(
-                f"the `arguments` of a tool call are the text {value[:60]!r}, which is not JSON "
-                f"({error}); write an object, or its JSON text"
+                f"the `arguments` of a tool call are the text {value[:60]!r}, which is not valid "
+                f"JSON ({error}); write an object, or its JSON text"
             ) from error
     if not isinstance(parsed, Mapping):
         raise MessageError(
@@ -186,8 +186,8 @@ def _calls_of(calls: Any, function_call: Any) -> list[dict[str, Any]]:
     form."""
     if isinstance(calls, str):
         try:
-            calls = json.loads(calls) if calls.strip() else []
-        except (ValueError, RecursionError) as error:
+            calls = json_value(calls) if calls.strip() else []
+        except ValueError as error:
             raise MessageError(
                 f"`tool_calls` is the text {calls[:60]!r}, which is not JSON ({error}); write a "
                 "list, or its JSON text"

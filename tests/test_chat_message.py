@@ -98,6 +98,7 @@ def test_roles_of_other_apis_are_mapped_and_other_keys_kept() -> None:
         ({"role": "assistant", "tool_calls": [3]}, "int 3"),
         ({"role": "assistant", "tool_calls": "[x"}, "not JSON"),
         ({"role": "assistant", "tool_calls": {"a": 1}}, "not a list"),
+        ({"role": "assistant", "tool_calls": '[{"name": "f", "name": "g"}]'}, "twice"),
         ({"role": "assistant", "tool_calls": [{"type": "custom", "name": "f"}]}, "'custom'"),
         ({"role": "assistant", "tool_calls": [{"name": "f", "input": {"a": 1}}]}, "'input'"),
         ({"role": "assistant", "tool_calls": [CALL], "function_call": {"name": "f"}}, "keep one"),
@@ -110,7 +111,13 @@ def test_a_message_that_is_not_text_is_refused_with_the_part(message: Any, names
         canonical(message)
 
 
-@pytest.mark.parametrize("value", ["[1]", "4", "null", "{a: 1}", "x", [1], 4, True, "[" * 100_000])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("[1]", "4", "null", "{a: 1}", "x", [1], 4, True, "[" * 100_000),
+        *('{"a": 1, "a": 1}', '{"b": [{"a": 1, "a": 2}]}'),
+    ],
+)
 def test_arguments_that_are_not_an_object_are_refused(value: Any) -> None:
     with pytest.raises(MessageError, match="arguments"):
         arguments_of(value)

@@ -16,7 +16,17 @@ PACKAGE = Path(burnish.__file__).parent
 
 MATHS = {"types", "tensors", "transcript", "compact"}
 BASE = MATHS | {
-    *("chat_message", "config", "errors", "loop_thread", "messages", "oom", "secret", "shm"),
+    *(
+        "chat_message",
+        "config",
+        "errors",
+        "json_text",
+        "loop_thread",
+        "messages",
+        "oom",
+        "secret",
+        "shm",
+    ),
     *("model_text", "special_tokens", "template_charges", "templates"),
     *("tool_arguments", "user_calls", "vocabulary"),
 }
@@ -46,8 +56,9 @@ ALLOWED: dict[str, set[str]] = {
     "compact": set(),
     "transcript": set(),
     "batches": {"types", "compact"},
-    "chat_message": {"errors"},
+    "chat_message": {"errors", "json_text"},
     "errors": set(),
+    "json_text": set(),
     "loop_thread": set(),
     "messages": set(),
     "model_text": {"errors"},
@@ -63,7 +74,7 @@ ALLOWED: dict[str, set[str]] = {
     "vocabulary": set(),
     "tensors": set(),
     "algorithms": MATHS,
-    "config": {"errors"},
+    "config": {"errors", "json_text"},
     # engines and what feeds them; neighbours only where one is made of the other
     "models": BASE,
     "sandbox": BASE,

@@ -37,6 +37,7 @@ from burnish.agents.calls import (
 )
 from burnish.agents.openai_chat import ChatCompletions, Completions
 from burnish.agents.openai_responses import Responses
+from burnish.json_text import json_object
 from burnish.serve.guard import Guard, while_connected
 
 MAX_MESSAGES = 10_000
@@ -388,11 +389,17 @@ async def _until_none(
 
 def parse_json(body: bytes) -> Any:
     """Return the value of a request body. Raises CallError (400) if it is not JSON, contains a
-    number that is not finite, or is nested deeper than :data:`MAX_DEPTH`."""
+    number that is not finite or an object with a key twice, or is nested deeper than
+    :data:`MAX_DEPTH`."""
     try:
-        value = json.loads(body, parse_constant=_not_finite, parse_float=_finite)
+        value = json.loads(
+            body,
+            parse_constant=_not_finite,
+            parse_float=_finite,
+            object_pairs_hook=json_object,
+        )
     except (ValueError, RecursionError) as error:
-        raise _not_json(f"the request is not JSON: {error}") from error
+        raise _not_json(f"the request is not valid JSON: {error}") from error
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH):
         level = [item for node in level for item in _children(node)]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from burnish.agents.calls import CallError, Message, ToolChoice, invalid
 from burnish.agents.reading import Json, checked_value
 from burnish.chat_message import text_of
+from burnish.json_text import json_value
 
 _MEDIA = ("image", "audio", "video", "file", "document")
 
@@ -148,15 +148,16 @@ def arguments_of(node: Json) -> Mapping[str, Any]:
     """Return the arguments of a tool call, given as JSON text or as an object.
 
     Empty text means no arguments. Numbers that are not finite become None: the model may have
-    written them. Raises CallError if the text is not a JSON object.
+    written them. Raises CallError if the text is not a JSON object, or has a key twice.
     """
     value = node.value
     if isinstance(value, str):
         try:
-            value = json.loads(value) if value.strip() else {}
-        except (ValueError, RecursionError) as error:
+            value = json_value(value) if value.strip() else {}
+        except ValueError as error:
             raise invalid(
-                node.path, f"{node.path} is not JSON text ({error}); send a JSON object as text"
+                node.path,
+                f"{node.path} is not valid JSON text ({error}); send a JSON object as text",
             ) from error
         value = checked_value(value, node.path, finite=False)
     if not isinstance(value, Mapping):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 import re
 from collections import Counter
@@ -21,36 +20,11 @@ from typing import Any, BinaryIO, cast
 from burnish.config import arrow_files
 from burnish.config.explain import nearest
 from burnish.config.split_files import FilesError, Splits, splits_of
+from burnish.json_text import json_value
 
 LARGEST_JSON = 16 << 20
 """Maximum bytes of a .json file, which is parsed as a unit; a larger one is not checked."""
 _LARGEST_FLOAT = (2 - 2**-23) * 2.0**127  # of single precision
-_MAX_DEPTH = 100
-"""Maximum nesting of a row. Deeper ones exhaust the stack of later readers."""
-
-
-def json_value(text: str) -> Any:
-    """Parse JSON. Raises ValueError for invalid JSON, a key that an object has twice, nesting
-    deeper than 100 levels, or an integer with more digits than Python converts."""
-    too_deep = f"it is nested deeper than {_MAX_DEPTH} levels"
-    try:
-        value = _decoder.decode(text)
-    except RecursionError:
-        raise ValueError(too_deep) from None
-    if text.count("[") + text.count("{") > _MAX_DEPTH and _deeper_than(value, _MAX_DEPTH):
-        raise ValueError(too_deep)
-    return value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"an object has the key {key[:60]!r} twice")
-    return value
-
-
-_decoder = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def decoded(values: dict[str, Any]) -> dict[str, Any]:
@@ -71,20 +45,6 @@ def finite_number(value: Any) -> float | None:
     except (TypeError, ValueError, OverflowError):
         return None
     return number if abs(number) <= _LARGEST_FLOAT else None
-
-
-def _deeper_than(value: Any, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit + 1):
-        inside = [v.values() if isinstance(v, dict) else v for v in level if _is_nested(v)]
-        if not inside:
-            return False
-        level = [item for items in inside for item in items]
-    return True
-
-
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, (dict, list))
 
 
 # --- files

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from burnish.config.columns import json_value
 from burnish.config.comparisons import COMPARISONS, comparison_of
 from burnish.errors import BurnishError
+from burnish.json_text import json_value
 
 Form = Literal[
     "columns",

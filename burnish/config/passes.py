@@ -10,7 +10,6 @@ from burnish.config import arrow_files
 from burnish.config.columns import (
     LINES,
     files_of,
-    json_value,
     opened_lines,
     suffix_of,
 )
@@ -22,6 +21,7 @@ from burnish.config.sources import (
     SeedSource,
     SourceConfig,
 )
+from burnish.json_text import json_value
 
 _LARGEST = 2 << 30
 """Text files with more bytes than this are not counted before a run."""

@@ -25,7 +25,6 @@ from burnish.config.columns import (
     check_columns,
     files_of,
     is_glob,
-    json_value,
     opened_lines,
     suffix_of,
 )
@@ -34,6 +33,7 @@ from burnish.config.sources import FileSource, SourceConfig
 from burnish.config.split_files import FilesError
 from burnish.data import tables
 from burnish.data.base import EMPTY, DataError, Row, Rows, Source, columnar_row
+from burnish.json_text import json_value
 
 R = TypeVar("R")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,8 +12,8 @@ from burnish.chat_message import (
     canonical,
     trained_flag,
 )
-from burnish.config.columns import json_value
 from burnish.data.sources import DataError
+from burnish.json_text import json_value
 
 SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -206,16 +205,17 @@ def with_sharegpt_role(turn: Any) -> Any:
 
 def _tool_calls(value: Any) -> list[dict[str, Any]]:
     """Return the tool calls of a ShareGPT turn: one call or a list of calls, usually JSON text."""
+    reason = ""
     try:
-        given = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        given = None
+        given = json_value(value) if isinstance(value, str) else value
+    except ValueError as error:
+        given, reason = None, f" ({error})"
     calls = given if isinstance(given, list) else [given]
     for call in calls:
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
             raise DataError(
                 f"a ShareGPT turn from {FUNCTION_CALL!r} must contain the JSON text of "
-                f'{{"name": ..., "arguments": {{...}}}}, got {_short(value)}'
+                f'{{"name": ..., "arguments": {{...}}}}, got {_short(value)}{reason}'
             )
     return calls
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import math
 import re  # house: ok names of the user's functions
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -45,6 +44,7 @@ from burnish.environments.importing import LoadError, load_object
 from burnish.environments.multi_turn import Message, Start, Step
 from burnish.environments.results import as_text, without_addresses
 from burnish.errors import BurnishError
+from burnish.json_text import json_value
 from burnish.sandbox.base import SandboxError
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ class ToolEnvironment:
         if tool is None:
             known = ", ".join(self._tools)
             raise _UnknownToolError(f"there is no tool {name!r}; the tools are {known}")
-        given = json.loads(arguments) if isinstance(arguments, str) else arguments
+        given = json_value(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(given, Mapping):
             raise TypeError(f"the arguments of {name} must be a JSON object, not {given!r:.80}")
         named = tool.validated(given)

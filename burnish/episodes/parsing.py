@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from burnish.chat_message import Message
 from burnish.episodes.formats import ToolFormat
 from burnish.episodes.regions import CALLS, Region, RegionScanner
+from burnish.episodes.repeated_keys import repeated_key
 from burnish.episodes.streaming import REASONING, MessageText, without_long_spaces
-from burnish.episodes.tool_calls import MAX_CALLS, CallReader
+from burnish.episodes.tool_calls import MAX_CALLS, CallReader, read_call
 from burnish.tool_arguments import argument_problem as argument_problem
 
 if TYPE_CHECKING:
@@ -199,12 +200,15 @@ class ResponseParser:
         """Read the calls in order. Return the place of the first one that is malformed, else None.
         ``values``: those of each region, as far as they can be parsed."""
         for span, found in zip(spans, values, strict=False):
-            if not reader.read(found, self._problem(text, span, has_ended=bool(end))):
+            problem = self._problem(text, span, found, has_ended=bool(end))
+            if not reader.read(found, problem):
                 return span.begin
         return None
 
-    def _problem(self, text: str, span: Region, *, has_ended: bool) -> str | None:
-        """Return why a region is no call, as far as its text shows it.
+    def _problem(
+        self, text: str, span: Region, values: Sequence[Any], *, has_ended: bool
+    ) -> str | None:
+        """Return why a region is no call, as far as its text shows it. ``values``: those in it.
 
         The end of a JSON value shows that it is complete. ``has_ended``: the policy ended the
         response.
@@ -214,7 +218,12 @@ class ResponseParser:
             return f"is not closed by {form.closing!r}"
         if not span.is_closed and form is None and not self._is_json and not has_ended:
             return "is not complete"
-        return form.body_problem(text[slice(*span.body)]) if form is not None else None
+        body = text[slice(*span.body)]
+        if form is not None and (problem := form.body_problem(body)):
+            return problem
+        call = read_call(values[0]) if values else ""
+        arguments = {} if isinstance(call, str) else call[1]
+        return repeated_key(body, self._loaded[True].fields[CALLS], arguments)
 
     def _stray(self, text: str, regions: Sequence[Region]) -> int | None:
         """Return the first place outside of all regions at which a call begins that the format

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
+from burnish.json_text import json_value
 from burnish.tool_arguments import argument_problem
 
 MAX_CALLS = 64
@@ -90,8 +91,8 @@ def read_call(value: Any) -> tuple[str, dict[str, Any], str] | str:
     """Return (name, arguments, id or an empty string), or the reason why ``value`` is no call."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+            value = json_value(value)
+        except ValueError as error:
             return f"is not valid JSON ({error}): {value.strip()[:_SHOWN]}"
     if not isinstance(value, Mapping):
         return f"is not a JSON object: {json.dumps(value)[:_SHOWN]}"
@@ -104,8 +105,8 @@ def read_call(value: Any) -> tuple[str, dict[str, Any], str] | str:
     arguments = _arguments(function)
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
+            arguments = json_value(arguments)
+        except ValueError as error:
             return f"has arguments that are not valid JSON ({error}): {arguments[:_SHOWN]}"
     if arguments is None:
         return f'has no "arguments": {json.dumps(function)[:_SHOWN]}'

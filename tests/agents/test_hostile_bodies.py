@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.agents.anthropic_messages import Messages
+from burnish.agents.app import parse_json
 from burnish.agents.calls import CallError, check_supported, well_formed
 from burnish.agents.openai_chat import ChatCompletions, Completions
 from burnish.agents.openai_responses import Responses
@@ -179,6 +180,18 @@ UNREAD = [
 ]
 """Values without a type: arguments may be an object as well, unsupported parameters are refused
 later, and the others are not used."""
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 1}', '{"b": [{"a": 1, "a": 2}]}'])
+def test_arguments_with_the_same_key_twice_are_refused_in_every_dialect(text: str) -> None:
+    """As JSON text of a call, and as an object of the body."""
+    with pytest.raises(CallError, match="twice"):
+        parse_json(f'{{"messages": [{{"input": {text}}}]}}'.encode())
+    places = [(url, path) for url, path in PLACES if path[-1:] == ("arguments",)]
+    assert len(places) == 2
+    for url, path in places:
+        with pytest.raises(CallError, match="twice"):
+            DIALECTS[url].read(replaced(BODIES[url], path, text), max_messages=100)
 
 
 def test_the_bodies_are_valid_and_every_wrong_type_is_named() -> None:

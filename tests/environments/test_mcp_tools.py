@@ -321,7 +321,7 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.Monke
     with pytest.raises(EnvironmentSetupError, match=r"pip install 'burnish\[mcp\]'"):
         ToolEnvironment(mcp={"a": TINY})
     monkeypatch.setitem(sys.modules, "mcp", ModuleType("mcp"))  # of another version
-    with pytest.raises(EnvironmentSetupError, match="cannot import name .* from 'mcp'"):
+    with pytest.raises(EnvironmentSetupError, match=r"cannot import name .* from 'mcp'"):
         ToolEnvironment(mcp={"a": TINY})
 
 

@@ -196,6 +196,69 @@ def test_a_malformed_call_is_described(family: str, text: str, problem: str) -> 
     assert found.problem.endswith(f"\nWrite a tool call as:\n{example}")
 
 
+OWN: Mapping[str, Mapping[str, Any]] = {
+    "json": {"content": "json"},
+    "quotes": {
+        "content": "json",
+        "content_args": {"unquoted_keys": True, "string_delims": [["<<", ">>"]]},
+    },
+    "lines": {"content": "kv-lines"},
+    "tags": {
+        "content": "xml-inline",
+        "content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>[^<]*)</>"},
+    },
+}
+"""Response templates of tokenizers: fields of a call."""
+TWICE = {
+    "chatml": '<tool_call>{"name": "look_up", "arguments": {"key": "a", "key": "a"}}</tool_call>',
+    "chatml name": '<tool_call>{"name": "measure", "name": "look_up", "arguments": {}}</tool_call>',
+    "chatml text": '<tool_call>{"name": "look_up", "arguments": "{\\"key\\": 1, \\"key\\": 2}"}'
+    "</tool_call>",
+    "llama3": '{"name": "look_up", "parameters": {"key": "a", "more": [{"b": 1, "b": 2}]}}',
+    "mistral": '[TOOL_CALLS][{"name": "look_up", "arguments": {"key": "a", "key": "b"}}]',
+    "harmony": "<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>"
+    '{"key": "a", "key": "b"}<|call|>',
+    "xml": "<tool_call>\n<function=look_up>\n<parameter=key>\na\n</parameter>\n"
+    "<parameter=key>\nb\n</parameter>\n</function>\n</tool_call>",
+    "xml nested": "<tool_call>\n<function=nested>\n<parameter=more>\n"
+    '{"a": 1, "a": 2}\n</parameter>\n</function>\n</tool_call>',
+    "own json": 'CALL look_up {"key": "a", "key": "b"};',
+    "own quotes": "CALL look_up {key: <<{>>,key: <<b>>};",
+    "own lines": "CALL look_up key: a\nkey: b;",
+    "own tags": "CALL look_up <key>a</><key>b</>;",
+}
+
+
+@pytest.mark.parametrize("form", TWICE)
+def test_a_call_with_the_same_argument_twice_is_malformed_in_every_format(form: str) -> None:
+    """Without the repetition it is a call, and text that only looks like one is a value."""
+    family, _, kind = form.partition(" ")
+    nested = {"name": "nested", "parameters": {"properties": {"more": {"type": "object"}}}}
+    tools = [*TOOLS, {"type": "function", "function": nested}]
+
+    def read(text: str) -> ParsedMessage:
+        if family != "own":
+            return parsed(family, text, tools)
+        call = {"open_pattern": r"CALL (?P<name>\w+) ", "close": ";", "repeats": True, **OWN[kind]}
+        call["transform"] = {"function": {"name": "{name}", "arguments": "{content}"}}
+        template = {"defaults": {"role": "assistant"}, "fields": {"tool_calls": call}}
+        template["start_anchor"] = "\0"
+        _, tokenizer = RENDERERS["chatml"]
+        return ResponseParser(tokenizer, template, is_own=True).parse(text, tools, end="<|im_end|>")
+
+    found = read(TWICE[form])
+    assert functions(found) == []
+    text = TWICE[form].replace("S][", "S] [").removesuffix("<|call|>")  # as tokens decode
+    assert found.message["content"].split() == text.split()
+    assert found.problem is not None and ("twice" in found.problem or "once" in found.problem)
+    if kind in ("", "json", "quotes", "lines", "tags"):
+        once = TWICE[form].replace("key", "limit", 1).replace('"b": 1', '"c": 1')
+        assert len(functions(read(once))) == 1
+    if kind == "nested":
+        text = TWICE[form].replace("=nested", "=measure")
+        assert functions(read(text)) == [("measure", {"more": '{"a": 1, "a": 2}'})]
+
+
 def test_the_second_of_two_calls_is_named() -> None:
     good = '<tool_call>\n{"name": "measure", "arguments": {"key": "a"}}\n</tool_call>'
     found = parsed("chatml", good + "\n<tool_call>\n{]\n</tool_call>")

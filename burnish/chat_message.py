@@ -60,8 +60,11 @@ def canonical(message: Any) -> dict[str, Any]:
     calls = _calls_of(rest.pop("tool_calls", None), rest.pop("function_call", None))
     reasoning = _reasoning_of(rest)
     content = rest.pop("content", None)
-    if content is None:  # OpenAI's form of a refusal
-        content = rest.pop("refusal", None)
+    refusal = rest.pop("refusal", None)
+    if refusal and refusal != content:
+        if content:
+            raise MessageError("a message has `content` and `refusal`, which differ; keep one")
+        content = refusal
     if content is None and not (calls or reasoning):
         raise MessageError(f"a chat message has no `content`: {_short(message)}")
     result: dict[str, Any] = {"role": role, "content": "" if content is None else text_of(content)}
@@ -73,6 +76,18 @@ def canonical(message: Any) -> dict[str, Any]:
         if rest.get(key) == "":
             del rest[key]
     return result | rest
+
+
+def is_refusal(message: Any) -> bool:
+    """Return whether the text of a message, before :func:`canonical`, is a refusal in OpenAI's
+    form: in the key ``refusal``, or in a part of that type."""
+    if not isinstance(message, Mapping):
+        return False
+    content = message.get("content")
+    parts = content if isinstance(content, list | tuple) else ()
+    return bool(message.get("refusal")) or any(
+        isinstance(part, Mapping) and part.get("type") == "refusal" for part in parts
+    )
 
 
 def text_of(content: Any) -> str:
@@ -223,6 +238,8 @@ def _part_text(number: int, part: Any) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if isinstance(part, Mapping) and kind == "refusal" and isinstance(part.get("refusal"), str):
+        return str(part["refusal"])
     if isinstance(part, Mapping) and kind in _TEXT_PARTS and isinstance(part.get("text"), str):
         return str(part["text"])
     raise MessageError(

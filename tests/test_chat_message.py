@@ -78,8 +78,6 @@ def test_roles_of_other_apis_are_mapped_and_other_keys_kept() -> None:
     result = canonical({"role": "function", "name": "f", "content": "x", "tool_call_id": ""})
     assert result == {"role": "tool", "name": "f", "content": "x"}
     assert canonical({"role": "user", "content": "x", "custom": 3})["custom"] == 3
-    refusal = {"role": "assistant", "content": None, "refusal": "No."}
-    assert canonical(refusal) == {"role": "assistant", "content": "No."}
 
 
 @pytest.mark.parametrize(

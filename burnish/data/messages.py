@@ -10,8 +10,10 @@ from burnish.chat_message import (
     Message,
     MessageError,
     canonical,
+    is_refusal,
     trained_flag,
 )
+from burnish.data.notices import note
 from burnish.data.sources import DataError
 from burnish.json_text import json_value
 
@@ -28,6 +30,11 @@ FUNCTION_CALL = "function_call"
 text."""
 
 _LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
+
+_REFUSAL = (
+    "a message contains a `refusal` of the API's model, which is read as the text of the message, "
+    "and trained as an answer if that is one; remove such rows if the model is not to refuse"
+)
 
 _LOOKS_LIKE_TOOLS = re.compile(r"""\s*(\[\s*)?\{\s*["'](type|name|function)["']\s*:""")
 
@@ -172,6 +179,8 @@ def _as_message(number: int, message: Any) -> dict[str, Any]:
     if isinstance(message, Mapping) and "role" not in message and "from" in message:
         message = _from_sharegpt(message)
     try:
+        if is_refusal(message):
+            note("refusal", _REFUSAL)
         return canonical(message)
     except MessageError as error:
         role = f" ({message['role']})" if isinstance(message, Mapping) and "role" in message else ""

@@ -77,6 +77,36 @@ def test_a_response_that_was_cut_is_trained_without_an_end_token(
     assert text == ("2" if reason in ("length", "content_filter") else "2<|im_end|>")
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"content": None, "refusal": "2"},
+        {"content": "", "refusal": "2"},
+        {"content": [{"type": "refusal", "refusal": "2"}]},
+        {"content": "2", "refusal": None},
+    ],
+)
+@pytest.mark.parametrize("form", ["messages", "api_log"])
+def test_a_refusal_of_an_api_is_the_answer_and_counted(
+    form: str, answer: dict[str, Any], chars: Tok, jsonl: Jsonl
+) -> None:
+    message = {"role": "assistant", **answer}
+    row: dict[str, Any] = {
+        "messages": {"messages": [*CHAT[:1], message]},
+        "api_log": {
+            "request": {"messages": CHAT[:1]},
+            "response": {"choices": [{"message": message, "finish_reason": "stop"}]},
+        },
+    }[form]
+    stream = SFTStream(SFTDataConfig(sources=(jsonl([row] * 2),)), chars, seed=0)
+    assert trained(chars, stream.next(1)) == "2<|im_end|>"
+    is_refusal = answer["content"] != "2"
+    assert stream.counts.get("rows_refusal", 0) == int(is_refusal)
+    both = {**message, "content": "3", "refusal": "2"}
+    with pytest.raises(DataError, match="differ"):
+        one_row(chars, jsonl([{"messages": [*CHAT[:1], both]}]))
+
+
 @pytest.mark.parametrize("column", ["finish_reason", "rejected_finish_reason"])
 def test_a_response_of_a_pair_that_was_cut_has_no_end_token(
     column: str, chars: Tok, jsonl: Jsonl

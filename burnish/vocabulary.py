@@ -27,6 +27,11 @@ def num_embeddings(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return _embeddings.get(tokenizer)
 
 
+def num_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of ids that the tokenizer and the model know."""
+    return num_embeddings(tokenizer) or len(tokenizer)
+
+
 def beyond_embeddings(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> int | None:
     """Return the first id that has no embedding, or None."""
     num = _embeddings.get(tokenizer)

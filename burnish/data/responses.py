@@ -14,10 +14,11 @@ from burnish.data.chat import encode_completion, response_text
 from burnish.data.encoded import EncodedTable
 from burnish.data.generation_prompts import OWN_COLUMNS
 from burnish.data.prompts import PromptEncoder, check_label_key
-from burnish.data.rows import column, num_tokens
+from burnish.data.rows import column
 from burnish.data.sources import DataError, Row
 from burnish.data.stream import RowRef
 from burnish.types import FinishReason, Group, Prompt, Sample
+from burnish.vocabulary import num_tokens
 
 
 @dataclass(frozen=True)

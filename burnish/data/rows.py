@@ -32,7 +32,7 @@ from burnish.data.notices import note
 from burnish.data.rendering import REFUSED, check_rendering
 from burnish.data.sources import DataError, Row
 from burnish.special_tokens import special_tokens
-from burnish.vocabulary import num_embeddings
+from burnish.vocabulary import num_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -431,11 +431,6 @@ _OTHER_TOKENS = (
     "the row's token ids do not decode to its text with this tokenizer (another model's, or the "
     "text was changed), so the text is tokenized again; use_tokens: false does so silently"
 )
-
-
-def num_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of ids that the tokenizer and the model know."""
-    return num_embeddings(tokenizer) or len(tokenizer)
 
 
 def is_text(*values: Any) -> bool:

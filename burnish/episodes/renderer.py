@@ -37,6 +37,7 @@ from burnish.episodes.template import ChatTemplate, RendererError, Tools, litera
 from burnish.episodes.token_texts import TokenPart, token_parts
 from burnish.tool_arguments import check_parameters
 from burnish.types import Ids
+from burnish.vocabulary import num_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,8 +63,8 @@ class TextCodec:
 
     @property
     def num_tokens(self) -> int:
-        """Return the size of the vocabulary."""
-        return len(self._tokenizer)
+        """Return the number of ids that the tokenizer and the model know."""
+        return num_tokens(self._tokenizer)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -74,11 +75,15 @@ class TextCodec:
 
     def encode(self, text: str, *, follows: bool = False, max_tokens: int | None = None) -> Ids:
         """Return the ids of text without the chat template. ``follows``: it continues other tokens,
-        so no BOS token is added. ``max_tokens``: more are of no use. Raises TooLongError."""
+        so no BOS token is added. ``max_tokens``: more are of no use. Raises TooLongError, or
+        RendererError for a token that the model does not have."""
         _check_length(len(text), max_tokens)
-        if follows:
-            return IntArray(encode_piece(self._tokenizer, text, follows=True))
-        return IntArray(encode_prompt(self._tokenizer, text)[1])
+        try:
+            if follows:
+                return IntArray(encode_piece(self._tokenizer, text, follows=True))
+            return IntArray(encode_prompt(self._tokenizer, text)[1])
+        except DataError as error:
+            raise RendererError(f"the text cannot be read: {error}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, with special tokens."""
@@ -302,7 +307,10 @@ class ChatRenderer(TextCodec):
         text = text.encode("utf-8", "replace").decode()  # tokenizers reject lone surrogates
         for part, literal in literal_parts(text):
             follow = follows or bool(ids)
-            ids += encode_piece(self._tokenizer, part, follows=follow, literal=literal)
+            try:
+                ids += encode_piece(self._tokenizer, part, follows=follow, literal=literal)
+            except DataError as error:
+                raise RendererError(f"the messages cannot be read: {error}") from error
         return ids
 
     def _decode(self, sampled_ids: Sequence[int], prompt_ids: Sequence[int]) -> tuple[str, str]:

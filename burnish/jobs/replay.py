@@ -31,6 +31,7 @@ from burnish.jobs.rollout_records import (
     rollout_folders,
     sizes_of,
 )
+from burnish.jobs.sampling_checks import vocab_size_of
 from burnish.observe.files import write_text
 from burnish.observe.public_recipe import read_recipe
 from burnish.observe.timeline import timed
@@ -39,6 +40,9 @@ from burnish.rollout.runner import Rollout
 from burnish.runtime.base import Runtime
 
 log = logging.getLogger("burnish")
+
+_MANY_STEPS = 50
+"""Steps of a recording that take a while to read: 0.25 s per million tokens."""
 
 
 # ---- the recording -------------------------------------------------------------------------------
@@ -51,11 +55,13 @@ class Recording:
     run_dir: Path
     max_steps: int
     """RL steps of the recorded run, which its learning-rate schedule covers."""
+    vocab_size: int | None
+    """Number of token ids of the model; None: unknown."""
 
     def rollout(self, step: int) -> Recorded:
         """Return the rollout of a step, after verifying its checksums. Raises RunError."""
         try:
-            return read_rollout(self.run_dir, step)
+            return read_rollout(self.run_dir, step, vocab_size=self.vocab_size)
         except CheckpointError as error:
             raise RunError(f"--replay {self.run_dir}: {error}; {_before(step)}") from error
 
@@ -64,8 +70,8 @@ def open_recording(run_dir: Path, config: RLConfig) -> Recording:
     """Return the recording of a run, for a replay by ``config``.
 
     Raises RunError if ``run_dir`` is not a run of the job ``rl``, has no recording, or has no
-    complete recording of the steps 1 to ``max_steps`` with the sizes of ``config``. Files are
-    compared by name and size; checksums are verified when a step is read.
+    complete recording of the steps 1 to ``max_steps`` with the sizes and token ids of ``config``.
+    All of these steps are read.
     """
     name = f"--replay {run_dir}"
     saved = run_dir / "config.yaml"
@@ -94,7 +100,12 @@ def open_recording(run_dir: Path, config: RLConfig) -> Recording:
     _check_steps(name, {step: folders[step] for step in steps}, config)
     planned = recipe.get("max_steps")
     steps_of_run = planned if isinstance(planned, int) else 0
-    return Recording(run_dir, max(config.num_steps, steps_of_run))
+    recording = Recording(run_dir, max(config.num_steps, steps_of_run), vocab_size_of(config.model))
+    if len(steps) > _MANY_STEPS:
+        log.info("%s: reading all %d recorded steps first", name, len(steps))
+    for step in steps:  # rather than after hours of training
+        recording.rollout(step)
+    return recording
 
 
 def _check_steps(name: str, folders: Mapping[int, Path], config: RLConfig) -> None:

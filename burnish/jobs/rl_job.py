@@ -46,6 +46,7 @@ from burnish.jobs.objectives import policy_objective, value_objective, with_expe
 from burnish.jobs.ptx import Ptx, ptx_objective
 from burnish.jobs.rl import RL, RLState, rl_step
 from burnish.jobs.rollout_records import Recorder
+from burnish.jobs.sampling_checks import vocab_size_of
 from burnish.jobs.trainer import Trainer
 from burnish.jobs.usable import usable_prompts
 from burnish.observe.samples import write_samples
@@ -252,6 +253,7 @@ def _source(
         in_flight=rollout.in_flight,
         overlaps=rollout.overlaps,
         evaluation="continue" if config.eval is None else config.eval.training_groups,
+        vocab_size=vocab_size_of(config.model),
     )
     source = AsyncSource(prompts, runner, service, sync, lambda: policy.version, options)
     shared = cast(RolloutEngine, ServiceEngine(service))

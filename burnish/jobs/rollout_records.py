@@ -100,9 +100,9 @@ def write_rollout(run_dir: Path, step: int, recorded: Recorded, facts: Mapping[s
     return final
 
 
-def read_rollout(run_dir: Path, step: int) -> Recorded:
-    """Return what :func:`write_rollout` wrote. Raises CheckpointError if it is missing or
-    corrupted."""
+def read_rollout(run_dir: Path, step: int, *, vocab_size: int | None = None) -> Recorded:
+    """Return what :func:`write_rollout` wrote. Raises CheckpointError if it is missing, corrupted,
+    without any token to train, or has token ids not below ``vocab_size`` (None: unknown)."""
     folder = run_dir / ROLLOUTS_DIR / f"step_{step:06d}"
     if problems := verify(folder):
         raise CheckpointError(
@@ -110,11 +110,12 @@ def read_rollout(run_dir: Path, step: int) -> Recorded:
         )
     plain = load_state(folder, _STATE)
     try:
-        return _from_plain(plain)
+        return _from_plain(plain, vocab_size)
     except UNFITTING as error:
         raise CheckpointError(
-            f"{folder} does not contain a rollout ({type(error).__name__}: {error}). Replay the "
-            "steps before it, or record the run again"
+            f"{folder / f'{_STATE}.safetensors'} does not contain a rollout of this model "
+            f"({type(error).__name__}: {error}). Replay the steps before it, or record the run "
+            "again"
         ) from error
 
 
@@ -166,8 +167,10 @@ def _to_plain(recorded: Recorded) -> dict[str, Any]:
     }
 
 
-def _from_plain(plain: Mapping[str, Any]) -> Recorded:
-    samples = iter(samples_from_plain(plain["samples"]))
+def _from_plain(plain: Mapping[str, Any], vocab_size: int | None) -> Recorded:
+    samples = iter(samples_from_plain(plain["samples"], vocab_size=vocab_size))
+    if not plain["samples"]["action_mask"].any():
+        raise ValueError("no token of any row is an action token, so there is nothing to train")
     groups = []
     for number, own in enumerate(plain["prompts"]):
         fields = {k: v for k, v in own.items() if k not in ("token_ids", "samples")}

@@ -64,6 +64,8 @@ class AsyncOptions:
     updated."""
     evaluation: Literal["continue", "wait"] = "continue"
     """Groups for training during an evaluation."""
+    vocab_size: int | None = None
+    """Number of token ids of the policy; None: unknown. Groups of a checkpoint are checked."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,9 @@ class AsyncSource:
                     mapping.pop(group)
         if kept:
             for group, plain in saved["results"].items():
-                self._results[int(group)] = _result_of(plain, self._prompt_of[int(group)])
+                self._results[int(group)] = _result_of(
+                    plain, self._prompt_of[int(group)], self.options.vocab_size
+                )
 
     def close(self) -> None:
         """End all groups, and close service, runner and engine."""
@@ -435,9 +439,10 @@ def _result_to_plain(result: Result) -> dict[str, Any]:
     }
 
 
-def _result_of(plain: Mapping[str, Any], prompt: Prompt) -> Result:
-    """Return the ready group of :func:`_result_to_plain`."""
-    group = Group(0, prompt, tuple(samples_from_plain(plain["samples"])))
+def _result_of(plain: Mapping[str, Any], prompt: Prompt, vocab_size: int | None) -> Result:
+    """Return the ready group of :func:`_result_to_plain`. Raises as ``samples_from_plain`` does."""
+    samples = samples_from_plain(plain["samples"], vocab_size=vocab_size)
+    group = Group(0, prompt, tuple(samples))
     episodes = tuple(episode_from_plain(episode) for episode in plain["episodes"])
     return Result(Drawn(prompt, group, episodes), Measured(group, plain["scores"]), "ready")
 

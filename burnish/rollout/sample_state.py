@@ -58,11 +58,13 @@ def samples_to_plain(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def samples_from_plain(state: Mapping[str, Any]) -> list[Sample]:
-    """Return the samples of :func:`samples_to_plain`. Raises ValueError, LookupError, TypeError or
-    AttributeError if ``state`` is not one of its results."""
-    if any((state[name] < 0).any() for name in ("prompt_ids", "response_ids")):
-        raise ValueError("a token id is negative")
+def samples_from_plain(state: Mapping[str, Any], *, vocab_size: int | None = None) -> list[Sample]:
+    """Return the samples of :func:`samples_to_plain`.
+
+    Raises ValueError, LookupError, TypeError or AttributeError if ``state`` is not one of its
+    results, or contains a token id that is negative or not below ``vocab_size`` (None: unknown).
+    """
+    _check_ids(state, vocab_size)
     rows = _rows(state)
     samples: list[Sample] = []
     for count, own in zip(state["rows_per_sample"].tolist(), state["samples"], strict=True):
@@ -89,6 +91,23 @@ def samples_from_plain(state: Mapping[str, Any]) -> list[Sample]:
     if next(rows, None) is not None:
         raise ValueError("there are more rows than its samples count")
     return samples
+
+
+def _check_ids(state: Mapping[str, Any], vocab_size: int | None) -> None:
+    """Raise ValueError with the row of the first token id that a model does not have."""
+    for kind in ("prompt", "response"):
+        ids = state[f"{kind}_ids"]
+        wrong = ids < 0 if vocab_size is None else (ids < 0) | (ids >= vocab_size)
+        if wrong.any():
+            ends, place = np.cumsum(state[f"{kind}_lens"]), int(wrong.argmax())
+            raise ValueError(
+                f"row {int(np.searchsorted(ends, place, side='right'))}: the {kind} contains the "
+                f"token id {int(ids[place])}, which the model does not have"
+                + (f" (it has {vocab_size} token ids)" if vocab_size is not None else "")
+            )
+    kept = state.get("kept_ids")
+    if kept is not None and ((kept < 0) | (kept >= (vocab_size or np.inf))).any():
+        raise ValueError("the sampling mask (kept_ids) contains token ids that the model lacks")
 
 
 def episode_to_plain(episode: Episode) -> dict[str, Any]:

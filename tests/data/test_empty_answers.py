@@ -9,6 +9,8 @@ import pytest
 from chat_templates import published_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from burnish.agents.calls import CallError
+from burnish.agents.replies import checked_ids
 from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.rated import ScoresDataConfig
 from burnish.data.preference import PreferenceStream, load_pairs
@@ -17,6 +19,7 @@ from burnish.data.rated import RatedStream
 from burnish.data.sft import SFTStream, load_rows
 from burnish.data.sources import DataError
 from burnish.data.unpaired import UnpairedStream
+from burnish.episodes.renderer import ChatRenderer, RendererError
 from burnish.vocabulary import set_embeddings
 
 Tok = PreTrainedTokenizerFast
@@ -172,6 +175,26 @@ def test_a_token_without_an_embedding_is_found_with_its_row(
     set_embeddings(chars, size)
     with pytest.raises(DataError, match=rf"rows\.jsonl:1: the token '<extra>' has the id {size}"):
         stream_of(row, chars, path).next(1)
+
+
+def test_prompts_of_clients_and_environments_have_embeddings(chars: Tok) -> None:
+    """As ids, as text, and in messages: an engine would fail with an index error."""
+    size = len(chars)
+    chars.add_tokens(["<extra>"])
+    set_embeddings(chars, size)
+    renderer = ChatRenderer(chars, history="keep")
+    with pytest.raises(CallError, match=f"ids below {size}"):
+        checked_ids((size,), renderer)
+    user = {"role": "user", "content": "1+1"}
+    prompt, extra = renderer.render([user]), {"role": "user", "content": "<extra>"}
+    for read in (
+        lambda: renderer.encode("<extra>"),
+        lambda: renderer.encode("<extra>", follows=True),
+        lambda: renderer.render([extra]),
+        lambda: renderer.bridge(prompt, renderer.encode("2", follows=True), [extra]),
+    ):
+        with pytest.raises(RendererError, match=f"'<extra>' has the id {size}"):
+            read()
 
 
 def test_sampled_ids_without_an_embedding_are_not_used(chars: Tok, jsonl: Jsonl) -> None:

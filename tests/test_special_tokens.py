@@ -122,6 +122,24 @@ def test_only_tokens_that_end_a_turn_are_stop_tokens(name: str) -> None:
     assert turn_end_ids(tokenizer) == ends
 
 
+@pytest.mark.parametrize(
+    ("stop", "texts", "stops"),
+    [
+        ("im", ["x", "<|im_start|>"], False),  # the text of the completion is "x"
+        ("xy", ["x", *["<|im_start|>"] * 9, "y"], True),
+        ("<|im_start|>", ["x", "<|im_start|>"], True),
+    ],
+)
+def test_a_stop_string_is_searched_in_the_text_that_is_returned(
+    stop: str, texts: list[str], stops: bool
+) -> None:
+    """It has no special tokens, unless a stop string names one."""
+    tokenizer = tokenizer_of("chatml, base")
+    rule = StopRule(tokenizer, Sampling(max_tokens=99, stop=(stop,)), ())
+    ids = [i for text in texts for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    assert (rule.finished(ids, 99) == "stop") is stops
+
+
 def test_a_model_stops_and_is_exported_with_the_end_of_turn_it_was_trained_on(
     tmp_path: Path,
 ) -> None:

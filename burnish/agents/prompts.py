@@ -150,8 +150,11 @@ class Prompts:
             return Prompt(checked_ids(ids, renderer), (_said(text),), text=text)
         known, parent = max(found, key=lambda pair: (len(pair[0]), pair[1].number))
         new = text[len(known) :]
-        more = await in_renderer(renderer.encode, new, follows=True, max_tokens=self._max_tokens)
-        ids = parent.prompt.ids + parent.completion.token_ids + more
+        known_ids = parent.prompt.ids + parent.completion.token_ids
+        more = await in_renderer(
+            renderer.encode, new, after=known_ids[-1:], max_tokens=self._max_tokens
+        )
+        ids = known_ids + more
         before = (*parent.prompt.messages, parent.parsed.message)
         return Prompt(ids, (*before, _said(new)), parent, len(before), text=text)
 

@@ -37,7 +37,8 @@ class SamplingConfig(Node):
     """Sample from tokens whose probability is at least min_p times the largest one (arXiv
     2407.01082). 0: all."""
     stop: tuple[StopText, ...] = ()
-    """Strings that end a response. The response includes them."""
+    """Strings that end a response. The response includes them. They are searched in the text
+    without special tokens, unless one of them names a special token."""
     stop_token_ids: tuple[TokenId, ...] = ()
     """Token ids that end a response, in addition to the end token."""
 

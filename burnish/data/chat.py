@@ -9,8 +9,9 @@ merge characters across the boundary. Training tokens would then differ from gen
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from burnish.chat_message import REASONING, Message, roles_of, without_flags
@@ -32,6 +33,7 @@ from burnish.vocabulary import beyond_embeddings, num_embeddings
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # one byte of a character without a token
 _WORD_START = "\u2581"  # SentencePiece-style tokenizers replace a space with this
 
 
@@ -107,9 +109,8 @@ def encode_conversation(
     the last assistant message.
 
     The mask includes the end token of an assistant turn, but no template text after it (usually a
-    newline). Turns before message ``trained_from`` count as prompt (0: the messages are a
-    demonstration). The ids before a trained turn
-    are those of the prompt that :func:`encode_prompt` returns for the same history.
+    newline). Turns before message ``trained_from`` count as prompt (0: a demonstration). The ids
+    before a trained turn are those that :func:`encode_prompt` returns for the same history.
 
     ``refused``: as in :func:`burnish.data.rendering.check_rendering`. Raises DataError if there is
     no assistant turn to train on, or if one cannot be located
@@ -144,11 +145,12 @@ def encode_conversation(
     mask: list[bool] = []
     done = 0  # number of characters of `text` tokenized so far
     for number, turn in zip(learned, located, strict=True):
-        before = encode_piece(tokenizer, text[done : turn.begin], follows=bool(ids))
-        answer = encode_piece(tokenizer, text[turn.begin : turn.end], follows=True)
+        ids += encode_piece(tokenizer, text[done : turn.begin], after=ids[-1:])
+        answer = encode_piece(tokenizer, text[turn.begin : turn.end], after=ids[-1:])
         trained = _trained_length(tokenizer, answer, bare[number])
-        ids += before + answer
-        mask += [False] * len(before) + [True] * trained + [False] * (len(answer) - trained)
+        mask += [False] * (len(ids) - len(mask)) + [True] * trained
+        ids += answer
+        mask += [False] * (len(ids) - len(mask))
         done = turn.end
     return ids, mask
 
@@ -199,7 +201,7 @@ def encode_completion(
         check_tokenizer(tokenizer)
         ended = response.rstrip()
         response = ended if ended.endswith(str(tokenizer.eos_token)) else response
-    piece = encode_piece(tokenizer, response, follows=bool(prompt_ids))
+    piece = encode_piece(tokenizer, response, after=prompt_ids[-1:])
     if add_eos and piece[-1:] != [tokenizer.eos_token_id]:
         piece.append(tokenizer.eos_token_id)
     trained = len(piece)
@@ -257,35 +259,64 @@ def _without_own_end(
 
 
 def encode_piece(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, follows: bool = False, literal: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    after: Sequence[int] = (),
+    literal: bool = False,
 ) -> list[int]:
-    """Tokenize ``text`` without adding special tokens. ``follows``: other tokens precede it.
-    ``literal``: special tokens in it are tokenized as ordinary text.
+    """Tokenize ``text`` without adding special tokens. ``after``: the token that precedes it, if
+    any. ``literal``: special tokens in it are tokenized as ordinary text.
 
     SentencePiece-style tokenizers prepend a space to any text, even if it continues a line. For
-    them the piece is tokenized after a newline, and the newline's ids are removed.
+    them the piece is tokenized after a newline, and the newline's ids are removed. Some of them
+    also prepend a space to the text after a special token, in the middle of a text: there the
+    piece has it as well.
     """
     tokenize = _literal_ids if literal else _plain_ids
     ids = tokenize(tokenizer, text)
     check_embeddings(tokenizer, ids)
-    if not follows or not text:
+    if not after or not text:
         return ids
-    if not _prepends_space(tokenizer):
+    spaces = _spaces_of(tokenizer)
+    if not spaces.prepends or after[-1] in spaces.after:
         return ids
     newline = _plain_ids(tokenizer, "\n")
     behind = tokenize(tokenizer, "\n" + text)
     return behind[len(newline) :] if behind[: len(newline)] == newline else ids
 
 
-_spaces: WeakKeyDictionary[PreTrainedTokenizerBase, bool] = WeakKeyDictionary()
+class _Spaces(NamedTuple):
+    """Spaces that a tokenizer prepends (SentencePiece)."""
+
+    prepends: bool
+    """It prepends one to any text."""
+    after: Collection[int]
+    """Ids of the tokens after which it prepends one within a text."""
 
 
-def _prepends_space(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the tokenizer prepends a space to any text (SentencePiece)."""
+_spaces: WeakKeyDictionary[PreTrainedTokenizerBase, _Spaces] = WeakKeyDictionary()
+
+
+def _spaces_of(tokenizer: PreTrainedTokenizerBase) -> _Spaces:
     if tokenizer not in _spaces:
-        probe = tokenizer.convert_ids_to_tokens(_plain_ids(tokenizer, "a"))
-        _spaces[tokenizer] = bool(probe) and probe[0].startswith(_WORD_START)
+        pieces = tokenizer.convert_ids_to_tokens(_plain_ids(tokenizer, "a"))
+        prepends = bool(pieces) and pieces[0].startswith(_WORD_START)
+        added = tokenizer.added_tokens_decoder if prepends else {}
+        texts = {number: str(token) for number, token in added.items()}
+        after = {
+            number
+            for number, text in texts.items()
+            if not _BYTE.fullmatch(text) and _parts_text(tokenizer, text)
+        }
+        _spaces[tokenizer] = _Spaces(prepends, frozenset(after))
     return _spaces[tokenizer]
+
+
+def _parts_text(tokenizer: PreTrainedTokenizerBase, token: str) -> bool:
+    """Return whether a space is prepended to the text after ``token``."""
+    pieces = tokenizer.convert_ids_to_tokens(_plain_ids(tokenizer, f"{token}a"))
+    return len(pieces) == 1 + len(_plain_ids(tokenizer, "a")) and pieces[1].startswith(_WORD_START)
 
 
 def _encode_with_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

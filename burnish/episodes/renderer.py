@@ -73,14 +73,14 @@ class TextCodec:
         named = {int(token) for token in self._tokenizer.all_special_ids}
         return frozenset({number for number, token in added if token.special} | named)
 
-    def encode(self, text: str, *, follows: bool = False, max_tokens: int | None = None) -> Ids:
-        """Return the ids of text without the chat template. ``follows``: it continues other tokens,
-        so no BOS token is added. ``max_tokens``: more are of no use. Raises TooLongError, or
-        RendererError for a token that the model does not have."""
+    def encode(self, text: str, *, after: Sequence[int] = (), max_tokens: int | None = None) -> Ids:
+        """Return the ids of text without the chat template. ``after``: the tokens that it
+        continues, if any; then no BOS token is added. ``max_tokens``: more are of no use. Raises
+        TooLongError, or RendererError for a token that the model does not have."""
         _check_length(len(text), max_tokens)
         try:
-            if follows:
-                return IntArray(encode_piece(self._tokenizer, text, follows=True))
+            if after:
+                return IntArray(encode_piece(self._tokenizer, text, after=after))
             return IntArray(encode_prompt(self._tokenizer, text)[1])
         except DataError as error:
             raise RendererError(f"the text cannot be read: {error}") from error
@@ -214,7 +214,7 @@ class ChatRenderer(TextCodec):
                 server_remedy="Start the server with --chat-template FILE, a template that does, "
                 "or describe the tools in the system prompt and omit them in the request",
             )
-        return IntArray(self._encode(text, follows=False))
+        return IntArray(self._encode(text))
 
     def bridge(
         self,
@@ -251,8 +251,8 @@ class ChatRenderer(TextCodec):
         before = IntArray(prompt_ids) + IntArray(sampled_ids)
         if not sampled_ids or sampled_ids[-1] not in self._closing_ids:
             text = found.before_end + found.end + found.rest
-            return before + IntArray(self._encode(text))
-        added = self._encode(found.end + found.rest)
+            return before + IntArray(self._encode(text, after=before[-1:]))
+        added = self._encode(found.end + found.rest, after=before[-1:])
         if found.end or added[:1] == [sampled_ids[-1]]:
             added = added[1:]  # the sampled end token
         return before + IntArray(added)
@@ -302,13 +302,12 @@ class ChatRenderer(TextCodec):
         message = self._parser.stream(with_calls=has_tools)
         return MessageStream(text, StopHold(stops), message)
 
-    def _encode(self, text: str, *, follows: bool = True) -> list[int]:
+    def _encode(self, text: str, *, after: Sequence[int] = ()) -> list[int]:
         ids: list[int] = []
         text = text.encode("utf-8", "replace").decode()  # tokenizers reject lone surrogates
         for part, literal in literal_parts(text):
-            follow = follows or bool(ids)
             try:
-                ids += encode_piece(self._tokenizer, part, follows=follow, literal=literal)
+                ids += encode_piece(self._tokenizer, part, after=ids[-1:] or after, literal=literal)
             except DataError as error:
                 raise RendererError(f"the messages cannot be read: {error}") from error
         return ids

@@ -4,11 +4,12 @@ stop conditions."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from burnish.rollout.base import Request, Sampling
-from burnish.special_tokens import end_token_ids
+from burnish.special_tokens import end_token_ids, special_tokens
 from burnish.types import FinishReason
 
 
@@ -125,7 +126,9 @@ def end_tokens(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBa
 class StopRule:
     """Stop conditions of responses: an end or stop token, a stop string, or the length limit.
 
-    Stop tokens and stop strings remain in the response.
+    Stop tokens and stop strings remain in the response. Stop strings are searched in the text
+    without special tokens, which is the text of a completion, unless one of them names a special
+    token.
     """
 
     def __init__(
@@ -135,13 +138,18 @@ class StopRule:
         self.tokens = set(ends) | set(sampling.stop_token_ids)
         # Every token has at least one byte, so a stop string spans at most this many tokens.
         self._window = max((len(s.encode()) for s in sampling.stop), default=0) + 4
+        hidden = special_tokens(tokenizer) if sampling.stop else {}
+        named = any(text in string for text in hidden.values() if text for string in sampling.stop)
+        self._hidden: Collection[int] = () if named else hidden.keys()
 
     def finished(self, tokens: Sequence[int], limit: int) -> FinishReason | None:
         """Return why the response ``tokens`` ends with its last token; None if it continues."""
         if tokens[-1] in self.tokens:
             return "stop"
         if self.strings:
-            tail = str(self.tokenizer.decode(list(tokens[-self._window :])))
+            shown = (token for token in reversed(tokens) if token not in self._hidden)
+            last = list(islice(shown, self._window))
+            tail = str(self.tokenizer.decode(last[::-1]))
             if any(string in tail for string in self.strings):
                 return "stop"
         return "length" if len(tokens) >= limit else None

@@ -144,6 +144,36 @@ def test_a_continuation_gets_no_leading_space(metaspace: Tok) -> None:
     assert metaspace.convert_ids_to_tokens(spaced)[3:] == ["\u2581a", "b", "c", "</s>"]
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}[{{ m['role'] }}]\n{{ m['content'] }}</s>\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]\n{% else %}</s>{% endif %}",
+        "{% for m in messages %}{% if m['role'] == 'user' %}x: {{ m['content'] }} c:"
+        "{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}",
+        "{% for m in messages %}[{{ m['role'] }}]\n"
+        "{% if loop.last and m['role'] == 'assistant' %}a\n\n{% endif %}"
+        "{{ m['content'] }}</s>\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]\n{% endif %}",
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}",
+    ],
+    ids=["text behind the last turn", "nothing behind turns", "begin of the last turn", "no lines"],
+)
+def test_the_text_between_turns_has_the_tokens_of_the_prompt(metaspace: Tok, template: str) -> None:
+    """Also for tokenizers that prepend a space to the text after each special token, and whatever
+    the template writes after a turn. The first answer after a special token has that space."""
+    metaspace.add_special_tokens({"additional_special_tokens": ["[user]", "[assistant]"]})
+    metaspace.chat_template = template
+    messages = [user("ab"), assistant("a"), user("b"), assistant("ac")]
+    ids, mask = encode_conversation(metaspace, messages)
+    _, prompt = encode_prompt(metaspace, messages[:3], apply_chat_template=True)
+    assert ids[: len(prompt)] == prompt
+    assert not any(mask[len(prompt) - 1 : len(prompt)]) and mask[len(prompt)]
+    whole = metaspace.apply_chat_template(messages, tokenize=False)
+    assert ids == plain(metaspace, whole)[: len(ids)]
+
+
 def test_a_plain_prompt_has_special_tokens_only_at_its_start(chars: Tok) -> None:
     text, ids = encode_prompt(chars, "1+1=")
     assert (text, ids) == ("1+1=", [chars.bos_token_id, *plain(chars, "1+1=")])

@@ -189,9 +189,9 @@ def test_prompts_of_clients_and_environments_have_embeddings(chars: Tok) -> None
     prompt, extra = renderer.render([user]), {"role": "user", "content": "<extra>"}
     for read in (
         lambda: renderer.encode("<extra>"),
-        lambda: renderer.encode("<extra>", follows=True),
+        lambda: renderer.encode("<extra>", after=prompt),
         lambda: renderer.render([extra]),
-        lambda: renderer.bridge(prompt, renderer.encode("2", follows=True), [extra]),
+        lambda: renderer.bridge(prompt, renderer.encode("2", after=prompt), [extra]),
     ):
         with pytest.raises(RendererError, match=f"'<extra>' has the id {size}"):
             read()

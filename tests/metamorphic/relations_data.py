@@ -95,7 +95,8 @@ def rl_prompt_ids(draw: Draw) -> None:
 @relation
 def sft_mask_and_text(draw: Draw) -> None:
     """An SFT row says what the template renders, begins as the RL prompt of the same conversation
-    does, and is trained on exactly the assistant's messages with their end tokens.
+    does, and is trained on exactly the assistant's messages with their end tokens: of an earlier
+    message, on what the template leaves of it (a notice says so).
 
     Exact. Texts are compared without white space if the tokenizer does not keep it (characters
     outside of its vocabulary are not drawn for those)."""
@@ -115,6 +116,8 @@ def sft_mask_and_text(draw: Draw) -> None:
     spans = [[i for i, _ in run] for trained, run in groupby(zip(ids, mask, strict=True), _trained)
              if trained]  # fmt: skip
     answers = [m["content"] for m in messages if m["role"] == "assistant"]
+    if draw.facts["template"] == "strips reasoning":
+        answers[:-1] = [answer.split("</think>")[-1] for answer in answers[:-1]]
     found = [_said(tokenizer, span, skip_special_tokens=True).strip() for span in spans]
     wanted = [_said(tokenizer, plain, skip_special_tokens=True).strip() for plain in
               (tokenizer(a, add_special_tokens=False)["input_ids"] for a in answers)]  # fmt: skip
@@ -150,7 +153,8 @@ def pair_rows(draw: Draw) -> None:
     row = {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}
     draw.note(row=row)
     wrap = {"apply_chat_template": chat == "wrapped"}
-    pairs = load_pairs(PreferenceDataConfig(sources=(write_rows(draw, [row]),), **wrap), tokenizer)
+    data = PreferenceDataConfig(sources=(write_rows(draw, [row]),), repeated_prompt="keep", **wrap)
+    pairs = load_pairs(data, tokenizer)
     path = write_rows(draw, [{"prompt": prompt}], "prompt.jsonl")
     (asked,) = load_prompts(PromptDataConfig(sources=(path,), **wrap), tokenizer)
     demos = [{"prompt": prompt, "response": answer} for answer in answers]

@@ -45,6 +45,7 @@ from burnish.models.scalar_support import classifier_weights, require_scalar
 from burnish.models.tensor_files import tensor_sets
 from burnish.models.untrusted import refuse_kernels
 from burnish.models.value_head import load_scalar_model
+from burnish.small_files import read_small
 from burnish.special_tokens import padding_id
 
 log = logging.getLogger("burnish")
@@ -161,7 +162,7 @@ def _read_engine(source: Path, base: str | None, *, trust: bool) -> tuple[str, M
     ``trust_remote_code`` is ignored: its author must not decide which code runs here.
     """
     try:
-        state = json.loads((source / "engine.json").read_text(encoding="utf-8"))
+        state = json.loads(read_small(source / "engine.json"))
         saved, role = ModelConfig.model_validate(state["model"]), str(state["role"])
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(

@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from burnish.checkpoint.errors import CheckpointError
+from burnish.small_files import read_small
 
 MANIFEST = "manifest.json"
 _SCRATCH = f".{MANIFEST}.tmp"
@@ -125,7 +126,7 @@ def read_manifest(folder: Path) -> Manifest:
 def _read(path: Path, *, advice: str) -> Manifest:
     """Return a manifest. ``advice``: end of the messages of errors that another folder solves."""
     try:
-        body = json.loads(path.read_bytes(), parse_constant=_no_constant)
+        body = json.loads(read_small(path), parse_constant=_no_constant)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing: the folder is incomplete{advice}") from error
     except (OSError, ValueError, RecursionError) as error:

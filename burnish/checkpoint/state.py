@@ -29,11 +29,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from burnish.checkpoint.errors import CheckpointError, UnstorableError
+from burnish.small_files import read_small
 
 FORMAT_VERSION = 1
 EXPORT_METADATA = "facts"
 """Name of the state in a checkpoint that exports copy into the model's config."""
 _NUMPY_KINDS = "biufcmMSU"
+_LARGEST_STATE = 16 << 30
+"""Bytes of the JSON of a state: recorded rollouts contain their texts."""
 logger = logging.getLogger("burnish")
 
 UNFITTING = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
@@ -87,7 +90,7 @@ def load_state(folder: Path, name: str) -> dict[str, Any]:
         # copied from the memory-mapped file, which retention may delete while tensors are in use
         tensors = {key: tensor.clone() for key, tensor in load_file(path).items()}
         path = folder / f"{name}.json"
-        document = json.loads(path.read_bytes())
+        document = json.loads(read_small(path, limit=_LARGEST_STATE))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing: use another checkpoint") from error
     except (OSError, ValueError, RecursionError, SafetensorError) as error:

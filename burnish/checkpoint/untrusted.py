@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from os.path import realpath
 from pathlib import Path
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from burnish.checkpoint.errors import CheckpointError
 from burnish.errors import BurnishError
 from burnish.messages import library_text
 from burnish.models.untrusted import UNREADABLE
+from burnish.small_files import read_small
 
 log = logging.getLogger("burnish")
 
@@ -58,11 +60,12 @@ def check_files(folder: Path) -> None:
     """
     inside = folder.resolve()
     for path in sorted(folder.rglob("*")):
-        if path.exists() and not path.is_file() and not path.is_dir():
+        is_outside = path.is_symlink() and not Path(realpath(path)).is_relative_to(inside)
+        if not is_outside and not path.is_file() and not path.is_dir():  # also a link to nothing
             raise CheckpointError(
                 f"{path} is neither a file nor a folder; remove it, or use another checkpoint"
             )
-        if path.is_symlink() and not path.resolve().is_relative_to(inside):
+        if is_outside:
             raise CheckpointError(
                 f"{path} is a symbolic link to {path.readlink()}, outside the checkpoint, and "
                 "its target would be copied into the export; if you trust the checkpoint, make a "
@@ -73,7 +76,7 @@ def check_files(folder: Path) -> None:
 def check_sizes(source: Path, weights: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError if the config describes a model that is much larger than the weights,
     which would be allocated first."""
-    config = json.loads((source / "hf" / "config.json").read_text(encoding="utf-8"))
+    config = json.loads(read_small(source / "hf" / "config.json"))
     largest = max((size for tensor in weights.values() for size in tensor.shape), default=0)
     numbers = [("", config)]
     while numbers:

@@ -15,6 +15,7 @@ from burnish.config.sources import FileSource
 from burnish.data.files import content_digest
 from burnish.jobs.errors import RunError
 from burnish.observe.files import write_text
+from burnish.small_files import read_small
 
 log = logging.getLogger("burnish")
 
@@ -45,7 +46,7 @@ def check_same_rows(config: TrainingJob, run_dir: Path, *, resumed: bool, force:
 def _saved(file: Path) -> dict[str, Any]:
     """Return the digests of an earlier start. Raises RunError."""
     try:
-        saved = json.loads(file.read_text(encoding="utf-8"))
+        saved = json.loads(read_small(file))
         if not isinstance(saved, dict):
             raise TypeError("it is not a JSON object")
     except (OSError, ValueError, TypeError, RecursionError) as error:

@@ -18,6 +18,7 @@ from burnish.checkpoint.export import export
 from burnish.config.job import TrainingJob
 from burnish.jobs.errors import RunError
 from burnish.observe.files import write_text
+from burnish.small_files import read_small
 
 log = logging.getLogger("burnish")
 
@@ -94,7 +95,7 @@ def _own(folder: Path, run_dir: Path) -> bool:
     if not record.is_file():
         return False
     try:
-        written = json.loads(record.read_text(encoding="utf-8"))["folder"]
+        written = json.loads(read_small(record))["folder"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return False  # a damaged record proves nothing
     return bool(written == str(folder.resolve()))

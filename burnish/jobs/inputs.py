@@ -32,6 +32,7 @@ from burnish.jobs.errors import RunError
 from burnish.models.paths import ModelError, check_path
 from burnish.observe.trackers import check_trackers
 from burnish.rewards.errors import RewardError
+from burnish.small_files import read_small
 
 REPLAY_FILE = "replay.json"
 """File in the folder of a replay, with the folder of the recorded run."""
@@ -44,7 +45,7 @@ def recorded_run(run_dir: Path) -> Path | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["run"]
+        found = json.loads(read_small(path))["run"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise RunError(_no_recorded_run(path, repr(error))) from error
     if not isinstance(found, str) or not found or "\0" in found:

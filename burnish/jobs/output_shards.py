@@ -28,6 +28,7 @@ from burnish.data.generation_prompts import OWN_COLUMNS
 from burnish.data.write import ColumnError, json_line, read_lines, write_parquet
 from burnish.jobs.errors import RunError
 from burnish.observe.files import create_new, replacing, write_text
+from burnish.small_files import read_small
 
 log = logging.getLogger("burnish")
 
@@ -68,7 +69,7 @@ class OutputShards:
         if not path.is_file():
             return None
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(read_small(path))
         except (ValueError, RecursionError) as error:
             raise RunError(f"{path} is corrupt: not JSON ({error}); start a new run") from error
         if not isinstance(found, dict):

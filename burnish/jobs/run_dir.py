@@ -81,9 +81,17 @@ def _check_writable(run_dir: Path) -> None:
         )
 
 
+_FILES = (".json", ".jsonl", ".yaml", ".html", ".log", ".txt")
+"""Suffixes of the files that a run writes."""
+
+
 def _check_kinds(run_dir: Path) -> None:
-    """Raise RunError if the folder contains a pipe or a device: opening it may block forever."""
+    """Raise RunError if the folder contains a pipe or a device, which opening may block forever, or
+    a folder or a link to nothing in place of a file."""
     for path in sorted(run_dir.iterdir()):
+        is_link_to_nothing = path.is_symlink() and not path.exists()
+        if is_link_to_nothing or (path.is_dir() and path.suffix in _FILES):
+            raise RunError(f"{path} is not a file; move it away to resume the run")
         mode = path.stat().st_mode if path.exists() else 0
         if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
             raise RunError(f"{path} is a pipe or a device, not a file; remove it to resume the run")

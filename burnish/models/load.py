@@ -24,7 +24,6 @@ from transformers.utils.hub import cached_file
 
 from burnish.config.explain import nearest
 from burnish.config.model import TEMPLATE_INPUTS, Dtype, LoraConfig, ModelConfig
-from burnish.messages import library_text
 from burnish.models.attn_implementation import (
     check_attention,
     require_flash_attention,
@@ -44,7 +43,13 @@ from burnish.models.paths import check_path, check_tokenizer_path
 from burnish.models.quantized import check_unquantized
 from burnish.models.scratch import scratch_model, scratch_tokenizer
 from burnish.models.support import model_support, row_limit, runs_own_code
-from burnish.models.untrusted import UNREADABLE, check_folder, refuse_kernels
+from burnish.models.untrusted import (
+    UNREADABLE,
+    check_folder,
+    check_kinds,
+    refuse_kernels,
+    unloadable,
+)
 from burnish.oom import is_out_of_memory
 from burnish.special_tokens import end_token_ids, special_tokens, turn_end_ids
 from burnish.templates import TemplateLimitError, variables, with_defaults
@@ -373,7 +378,7 @@ def without_weights(auto_class: Any, config: ModelConfig, dtype: Dtype) -> Any |
     except UNREADABLE as error:
         if isinstance(error, ModelError) or is_out_of_memory(error):
             raise
-        raise ModelError(f"cannot load the model {describe(config)}: {_why(error)}") from error
+        raise unloadable("model", describe(config), error) from error
 
 
 def num_positions(config: ModelConfig) -> int | None:
@@ -415,7 +420,7 @@ def from_pretrained(auto_class: Any, config: ModelConfig, dtype: torch.dtype) ->
     except UNREADABLE as error:
         if is_out_of_memory(error):
             raise
-        raise ModelError(f"cannot load the model {describe(config)}: {_why(error)}") from error
+        raise unloadable("model", describe(config), error) from error
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
             f"{describe(config)} has no weights for {len(missing)} parameters of a "
@@ -438,27 +443,14 @@ def _forget_quantization(model: Any) -> None:
         del model.config.quantization_config
 
 
-def _why(error: BaseException) -> str:
-    text = library_text(error)
-    if "ignore_mismatched_sizes" in text:
-        return "its weights have other shapes than its config says; download or export it again"
-    if not isinstance(error, OSError | ValueError):
-        text = f"{type(error).__name__}: {text}"
-    if "trust_remote_code" in text:
-        return f"{text} (model.trust_remote_code=true would run that code)"
-    if "offline" in text or "connect" in text.lower() or "not a local folder" in text:
-        return (
-            f"{text} (it is not a local folder, and the hub does not have it or was not reachable)"
-        )
-    return text
-
-
 def _tokenizer_from_pretrained(config: ModelConfig) -> PreTrainedTokenizerBase:
     source = config.tokenizer_path or config.path
     gguf = config.gguf_file if config.tokenizer_path is None else None
     check_tokenizer_path(config)
     if config.tokenizer_path is None:
         check_path(config, warn=True)
+    if Path(str(source)).is_dir():
+        check_kinds(Path(str(source)))
     options = {"gguf_file": gguf} if gguf else {}
     if config.tokenizer_path is None and config.revision:
         options["revision"] = config.revision
@@ -467,7 +459,7 @@ def _tokenizer_from_pretrained(config: ModelConfig) -> PreTrainedTokenizerBase:
             source, trust_remote_code=config.trust_remote_code, **options
         )
     except Exception as error:  # tokenizers raises plain Exceptions
-        raise ModelError(f"cannot load the tokenizer {source}: {_why(error)}") from error
+        raise unloadable("tokenizer", str(source), error) from error
     if gguf:
         _restore_digit_splitting(tokenizer, Path(str(config.path)) / gguf)
     return tokenizer

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 
 from burnish.config.adapters import ADAPTER_CONFIG
+from burnish.messages import library_text
 from burnish.models.paths import ModelError
+from burnish.small_files import read_small
 
 UNREADABLE = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError,
@@ -28,9 +30,7 @@ _MAX_DEPTH = 8
 def check_folder(folder: Path) -> None:
     """Raise ModelError if a reader of the model folder would wait for a pipe or a device, read
     weights from outside of it, or load another base model."""
-    for path in sorted(folder.iterdir()):
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise ModelError(f"{path} is neither a file nor a folder; remove it")
+    check_kinds(folder)
     for index in sorted(folder.glob("*.index.json")):
         _check_index(index)
     if (folder / ADAPTER_CONFIG).is_file():
@@ -41,9 +41,79 @@ def check_folder(folder: Path) -> None:
         )
 
 
+def check_kinds(folder: Path) -> None:
+    """Raise ModelError for a pipe or a device, for a folder or a link to nothing in place of a
+    file, which readers would treat as missing, and for text that would exhaust the memory."""
+    for path in sorted(folder.iterdir()):
+        is_file = path.is_file()
+        if not is_file and not path.is_dir():
+            raise ModelError(f"{path} is neither a file nor a folder; remove it")
+        if path.suffix not in _TEXTS:
+            continue
+        if not is_file:
+            raise ModelError(f"{path} is a folder, not a file; remove it")
+        if (size := path.stat().st_size) > _LARGEST_TEXT:
+            raise ModelError(
+                f"{path} has {size} bytes, more than any file of a model with this suffix; "
+                "download or export the model again"
+            )
+
+
+def unloadable(part: str, source: str, error: BaseException) -> ModelError:
+    """Return the error of a model or tokenizer that cannot be loaded."""
+    broken = _broken_file(Path(source)) if Path(source).is_dir() else None
+    why = _why(error) if broken is None else f"{broken}; download or export it again"
+    return ModelError(f"cannot load the {part} {source}: {why}")
+
+
+def _why(error: BaseException) -> str:
+    text = library_text(error)
+    if "ignore_mismatched_sizes" in text:
+        return "its weights have other shapes than its config says; download or export it again"
+    if not isinstance(error, OSError | ValueError):
+        text = f"{type(error).__name__}: {text}"
+    if "trust_remote_code" in text:
+        return f"{text} (model.trust_remote_code=true would run that code)"
+    if "offline" in text or "connect" in text.lower() or "not a local folder" in text:
+        return (
+            f"{text} (it is not a local folder, and the hub does not have it or was not reachable)"
+        )
+    return text
+
+
+def _broken_file(folder: Path) -> str | None:
+    """Return which file of a model folder is broken, and why; None if all have their form."""
+    for path in sorted(folder.iterdir()):
+        try:
+            _parse(path)
+        except (OSError, ValueError, RecursionError, SafetensorError) as error:
+            return f"{path.name} is broken ({type(error).__name__}: {error})"
+    return None
+
+
+def _parse(path: Path) -> None:
+    if path.suffix == ".jinja":
+        path.read_text(encoding="utf-8")
+    elif path.suffix == ".safetensors":
+        with safe_open(path, "pt"):
+            pass
+    elif path.suffix == ".json":
+        value = json.loads(path.read_bytes())
+        if path.name in _OBJECTS and not isinstance(value, dict):
+            raise ValueError("it is not a JSON object")
+
+
+_TEXTS = (".json", ".jinja", ".txt", ".model")
+_LARGEST_TEXT = 1 << 30
+_OBJECTS = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json",
+)  # fmt: skip
+
+
 def _check_index(index: Path) -> None:
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(json.loads(read_small(index))["weight_map"].values())
         outside = [name for name in names if Path(name).name != name or name in ("", ".", "..")]
     except (*UNREADABLE, RecursionError) as error:
         raise ModelError(

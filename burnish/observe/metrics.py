@@ -19,8 +19,11 @@ from typing import Any
 
 from burnish.observe.files import write_text
 from burnish.observe.tracker import Trackers
+from burnish.small_files import read_small
 
 METRICS_FILE = "metrics.jsonl"
+_LARGEST_LOG = 8 << 30
+"""Bytes of a log of millions of steps."""
 
 _log = logging.getLogger("burnish.metrics")
 
@@ -156,7 +159,8 @@ def _lines(path: Path) -> Iterator[str]:
     if not path.is_file():
         return
     # Not splitlines(): only "\n" ends a line. A killed write can leave a partial UTF-8 character.
-    for line in path.read_bytes().decode("utf-8", errors="replace").split("\n"):
+    data = read_small(path, limit=_LARGEST_LOG)
+    for line in data.decode("utf-8", errors="replace").split("\n"):
         if line.strip():
             yield line
 
@@ -165,7 +169,7 @@ def _drop_incomplete_line(path: Path) -> None:
     """Remove a last line without a newline, so that the next line is not appended to it."""
     if not path.is_file():
         return
-    data = path.read_bytes()
+    data = read_small(path, limit=_LARGEST_LOG)
     if data and not data.endswith(b"\n"):
         _log.warning("%s: dropped an incomplete last line of an earlier run", path)
         write_text(path, data[: data.rfind(b"\n") + 1].decode("utf-8", errors="replace"))

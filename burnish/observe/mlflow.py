@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from burnish.config.observe import MlflowConfig
 from burnish.observe.errors import TrackerError
 from burnish.observe.files import write_text
+from burnish.small_files import read_small
 
 if TYPE_CHECKING:
     from burnish.observe.tracker import Samples
@@ -108,7 +109,7 @@ class MlflowTracker:
     def _continue(self, file: Path) -> None:
         """Continue the run of ``mlflow.json``. Raises TrackerError if that is not possible."""
         try:
-            self._state = _State(**json.loads(file.read_text(encoding="utf-8")))
+            self._state = _State(**json.loads(read_small(file)))
             if not (isinstance(self._state.run_id, str) and isinstance(self._state.step, int)):
                 raise TypeError("run_id must be text, and step an integer")
         except (ValueError, TypeError, RecursionError) as error:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from burnish.small_files import read_small
+
 MEMORY_JSON = "memory.json"
 """File of the run with the bytes of every process and phase."""
 
@@ -29,7 +31,7 @@ def memory_table(run_dir: Path) -> MemoryTable | None:
     if not file.is_file():  # (a pipe would be waited for)
         return None
     try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
+        tree = json.loads(read_small(file))
         lines = list(tree["lines"])
         on_gpu = any(line["allocated"] is not None for line in lines)
         columns = _GPU if on_gpu else _CPU

@@ -26,6 +26,7 @@ from burnish.observe.errors import TrackerError
 from burnish.observe.files import write_text
 from burnish.observe.progress import tell
 from burnish.secret import without_secrets, without_texts
+from burnish.small_files import read_small
 
 if TYPE_CHECKING:
     from wandb import Run, Table
@@ -247,7 +248,7 @@ class WandbTracker:
         if not path.is_file():
             return new
         try:
-            saved = _State(**json.loads(path.read_text(encoding="utf-8")))
+            saved = _State(**json.loads(read_small(path)))
             if not (isinstance(saved.id, str) and isinstance(saved.step, int)):
                 raise TypeError("id must be text, and step an integer")
         except (ValueError, TypeError, RecursionError) as error:

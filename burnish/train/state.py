@@ -39,6 +39,7 @@ from burnish.config.model import ModelConfig
 from burnish.models.buffers import BUFFERS
 from burnish.models.composite import copy_processor
 from burnish.models.tensor_files import TensorFiles, tensor_sets
+from burnish.small_files import read_small
 from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 
@@ -366,7 +367,7 @@ def read_description(folder: Path, spec: EngineSpec) -> dict[str, Any]:
     role = spec.role
     if not (folder / "engine.json").is_file():
         raise ValueError(f"{folder.parent} contains no {role}; resume with the recipe of that run")
-    state: dict[str, Any] = json.loads((folder / "engine.json").read_text())
+    state: dict[str, Any] = json.loads(read_small(folder / "engine.json"))
     if state["role"] != role:
         raise ValueError(
             f"{folder} is a checkpoint of a {state['role']}, not of a {role}; resume "

@@ -23,6 +23,7 @@ from metamorphic import (  # noqa: E402, F401
     relations_cluster,
     relations_data,
     relations_episodes,
+    relations_folders,
     relations_heads,
     relations_messages,
     relations_models,

@@ -7,6 +7,7 @@ from metamorphic import (
     relations_cluster,
     relations_data,
     relations_episodes,
+    relations_folders,
     relations_heads,
     relations_messages,
     relations_models,
@@ -39,6 +40,7 @@ OTHERS = {
     "odd_config": tuple(range(8)),
     "death_ends_the_wait": tuple(range(16)),
     "code_surroundings": tuple(range(10)),
+    "damaged_folder": tuple(range(20)),
     "secrets_stay_in_the_recipe": tuple(range(12)),
 }
 """Seeds of the others; without an entry: the first 24."""
@@ -46,6 +48,7 @@ ALL = (
     relations_cluster,
     relations_data,
     relations_episodes,
+    relations_folders,
     relations_heads,
     relations_messages,
     relations_models,

@@ -180,15 +180,15 @@ def _types_in(annotation: Any) -> list[Any]:
 # --- what a run produces
 
 
-def outcome(config: JobConfig) -> Outcome:
-    """Run a recipe in a new folder and return what it produced."""
+def outcome(config: JobConfig, resume: Path | None = None) -> Outcome:
+    """Run a recipe in a new folder, or resume a run, and return what it produced."""
     with tempfile.TemporaryDirectory(dir=".", prefix="run-") as folder:
         run_dir = Path(folder) / "run"
         if config.run_dir.startswith("runs/"):  # the default
             config = config.model_copy(update={"run_dir": str(run_dir)})
         try:
             with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
-                run_dir = burnish.run(config).run_dir
+                run_dir = burnish.run(config, resume=resume).run_dir
         except BurnishError as error:
             return {"error": f"{type(error).__name__}: {error}"}
         return dict(_produced(run_dir))

@@ -43,8 +43,8 @@ def test_a_key_that_is_not_read_is_found_and_needs_a_reason(
 ) -> None:
     run = dead_keys.burnish.run
 
-    def without_seed(config):
-        return run(config.model_copy(update={"seed": 0}))
+    def without_seed(config, **options):
+        return run(config.model_copy(update={"seed": 0}), **options)
 
     monkeypatch.setattr(dead_keys.burnish, "run", without_seed)
     assert verdicts(base, ["seed"]) == {"seed": "dead"}

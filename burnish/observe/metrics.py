@@ -46,8 +46,9 @@ class MetricsLog:
         """Append ``{"step": step, "time": <unix seconds>, **metrics}`` and queue the numbers for
         the trackers.
 
-        NaN and infinity are written as null. Raises ValueError if a metric is named ``step`` or
-        ``time``.
+        NaN and infinity are written as null. Lone surrogates in names, which come from servers and
+        recipes, are escaped: no file and no tracker takes them, and one such name would cost all
+        numbers of its step. Raises ValueError if a metric is named ``step`` or ``time``.
         """
         taken = {"step", "time"} & set(metrics)
         if taken:
@@ -55,7 +56,7 @@ class MetricsLog:
                 f"metric name {sorted(taken)[0]!r} is reserved for the log line itself; add a "
                 "group, such as 'train/step'"
             )
-        numbers = {name: float(value) for name, value in metrics.items()}
+        numbers = {_encodable(name): float(value) for name, value in metrics.items()}
         numbers |= self._trackers.metrics()
         line: dict[str, Any] = {"step": int(step), "time": round(time.time(), 3)}
         line.update((name, x if math.isfinite(x) else None) for name, x in numbers.items())
@@ -82,6 +83,15 @@ class MetricsLog:
         """Close the file and the trackers (:meth:`Trackers.close`). May be called twice."""
         self._file.close()
         self._trackers.close(ended_by=ended_by)
+
+
+def _encodable(name: str) -> str:
+    """Return a name that UTF-8 can encode.
+
+    >>> _encodable("reward/\\ud800")
+    'reward/\\\\ud800'
+    """
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -113,7 +123,7 @@ def _numbers(line: str) -> tuple[int, dict[str, float]]:
     entry = _parse(line)
     step = entry.pop("step")
     del entry["time"]
-    return step, {k: math.nan if v is None else v for k, v in entry.items()}
+    return step, {_encodable(k): math.nan if v is None else v for k, v in entry.items()}
 
 
 def _parse(line: str) -> dict[str, Any]:

@@ -313,6 +313,36 @@ def test_tensorboard_receives_the_same_metrics_and_drops_rewound_steps(
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1.0), (2, 20.0)]
 
 
+def test_no_name_or_number_costs_the_other_metrics_of_its_step(tmp_path: Path) -> None:
+    """Names of rewards come from recipes, files and servers."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    names = [
+        "",
+        "\ud800x",
+        "a\x00\x1b[2J\nb",
+        "/a//b/../",
+        "reward/x" * 999,
+        "$x {}",
+        "_step",
+        "é.",
+    ]
+    numbers = [math.nan, math.inf, -math.inf, 1e308, 1e-320, 0.5, -0.0, 10**30]
+    queue = TrackerQueue(TensorBoardTracker(tmp_path), tmp_path, LIMITS)
+    log = MetricsLog(tmp_path, Trackers([queue]))
+    log.start_trackers()
+    metrics = dict(zip(names, numbers, strict=True))
+    log.log(1, metrics)
+    log.close()
+    assert queue.dropped == 0
+    (first,) = read_metrics(tmp_path)
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    assert set(events.Tags()["scalars"]) >= {*names, "\\ud800x"} - {"\ud800x"}
+    assert set(first) >= {*names, "\\ud800x"} - {"\ud800x"}
+
+
 def test_a_missing_tensorboard_is_named_before_anything_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,6 +165,13 @@ def test_numbers_that_are_not_finite_and_long_texts_are_recorded(tmp_path: Path)
     tracker = WandbTracker(WandbConfig(mode="offline"), tmp_path, {"job": "rl"})
     tracker.start()
     numbers = {"a/b/c": math.nan, "a/b": math.inf, "a": -math.inf, "train/pass@1": 1e300}
+    numbers |= {
+        "a\x00\x1b[2J\nb": 1.5,
+        "/a//b/../": 2.5,
+        "a.b.": 3.5,
+        "$x {}": 4.5,
+        "x" * 5000: 5.5,
+    }
     row = {
         "split": "train",
         "prompt": "é" * (MAX_TEXT_CHARS + 5),

@@ -36,7 +36,7 @@ LIMIT_S = 60
 def _written() -> Path:
     """Return a folder with a run of two RL steps, recorded, and its exported model."""
     folder = Path(tempfile.mkdtemp(prefix="metamorphic-"))
-    CLOSERS.append(lambda: shutil.rmtree(folder, ignore_errors=True))
+    CLOSERS.append(_forget)
     prompts, rewards = folder / "prompts.jsonl", folder / "rewards.py"
     prompts.write_text("".join(json.dumps({"prompt": f"{i}+{i % 7}="}) + "\n" for i in range(20)))
     rewards.write_text(
@@ -58,6 +58,13 @@ def _written() -> Path:
         burnish.run(load_config(tree))
     export(folder / "run", folder / "model")
     return folder
+
+
+def _forget() -> None:
+    """Remove the folder."""
+    if _written.cache_info().currsize:
+        shutil.rmtree(_written(), ignore_errors=True)
+    _written.cache_clear()
 
 
 # ---- commands ------------------------------------------------------------------------------------

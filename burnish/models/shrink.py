@@ -174,7 +174,7 @@ def build(config: PretrainedConfig, seed: int = 0, *, trust: bool = False) -> Pr
     if its config refers to some (``auto_map``).
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # (torch.manual_seed would also seed GPUs)
         model = language_model_class(config).from_config(
             config, dtype=torch.float32, trust_remote_code=trust
         )

@@ -63,6 +63,7 @@ def cached_result(
     """Return the result of ``run`` for a shrunk config, from the cache if present.
 
     ``kind`` is the result's type, a JSON-serializable dataclass. Refusals are not written to disk.
+    The random state of torch does not change, whether or not the result is cached.
     """
     key = key_of(kind, tiny.model_type, [_content(tiny), str(trust).encode()])
     found = _IN_MEMORY.get(key)
@@ -71,7 +72,7 @@ def cached_result(
     use_disk = use_disk and not _is_remote(tiny)
     result = recall(kind, key) if use_disk else None
     if result is None:
-        with plain_torch():
+        with plain_torch(), torch.random.fork_rng(devices=[]):  # a cached result draws nothing
             result = run()
         if use_disk and not result.refusal:  # a refusal may be due to a temporary lack of memory
             keep(key, result)

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig, Phi3Config, PretrainedConfig, Qwen3Config
+from transformers import (
+    AutoConfig,
+    GPT2Config,
+    LlamaConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
 import burnish.models.attention as attention
 import burnish.models.family_check as family_check
@@ -20,6 +27,7 @@ from burnish.models.family_check import check_family, largest_difference
 from burnish.models.load import ModelError, choose_attention
 from burnish.models.logit_scaling import LogitScaling, logit_scaling
 from burnish.models.logprobs import Head, token_logprobs
+from burnish.models.scalar_support import scalar_support
 from burnish.models.shrink import build, shrink
 from burnish.models.support import below_rope_border, model_support, row_limit
 from burnish.rollout.decoding import decoding_support
@@ -176,6 +184,23 @@ def test_the_result_is_cached_on_disk_and_recomputed_if_the_file_is_invalid(
     monkeypatch.setattr(support_module, "_IN_MEMORY", {})
     assert model_support(LlamaConfig()) == first
     assert isinstance(first, ModelSupport)
+
+
+@pytest.mark.parametrize("support", [model_support, decoding_support, scalar_support])
+def test_a_check_draws_no_random_numbers_of_the_run(
+    support: Callable[[PretrainedConfig], Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run whose family is checked for the first time must train as later runs do, whose dropout
+    draws from the same generators."""
+    seeds: list[int] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(support_module, "_IN_MEMORY", {})
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    before = torch.get_rng_state()
+    assert not support(GPT2Config()).refusal
+    assert any((tmp_path / "burnish" / "families").iterdir())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not seeds
 
 
 def test_rows_are_limited_to_the_length_at_which_the_rotary_embedding_changes() -> None:

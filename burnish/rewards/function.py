@@ -12,16 +12,19 @@ from typing import Any
 from burnish.loop_thread import LoopThread
 from burnish.rewards.base import RewardError, RewardInput, SampleError
 from burnish.rewards.interface import late
+from burnish.transcript import plain
 from burnish.user_calls import CallTimeoutError, UserCalls
 
 TIMEOUT_S = 1800.0
 _SINGLE: dict[str, Callable[[RewardInput], Any]] = {
     "prompt": lambda item: item.prompt.text,
     "response": lambda item: item.sample.text,
-    "label": lambda item: item.prompt.label,
-    "metadata": lambda item: item.prompt.metadata,
-    "messages": lambda item: conversation(item),
+    "label": lambda item: plain(item.prompt.label),
+    "metadata": lambda item: plain(item.prompt.metadata),
+    "messages": lambda item: [plain(message) for message in conversation(item)],
 }
+"""Parameter -> argument. Each call gets copies: a function may change them in place, and its prompt
+is shared by all samples of the group, by other rewards and by the written rows."""
 _BATCH = {
     "prompts": _SINGLE["prompt"],
     "responses": _SINGLE["response"],

@@ -23,6 +23,7 @@ from burnish.rewards.function import TIMEOUT_S, location_of
 from burnish.rewards.interface import late
 from burnish.rewards.remote import prompt_and_query
 from burnish.rewards.remote_client import Reply, checked_reply
+from burnish.transcript import plain
 from burnish.user_calls import CallTimeoutError, UserCalls
 
 log = logging.getLogger("burnish")
@@ -66,7 +67,7 @@ class OpenRLHFReward:
         RewardError if its result has another form."""
         texts = [prompt_and_query(item, self._tokenizer) for item in items]
         queries, prompts = [query for _, query in texts], [prompt for prompt, _ in texts]
-        labels = ["" if item.prompt.label is None else item.prompt.label for item in items]
+        labels = ["" if i.prompt.label is None else plain(i.prompt.label) for i in items]
         try:
             result = self._calls.run(self._call, queries, prompts, labels)
         except CallTimeoutError as error:

@@ -7,12 +7,15 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from burnish.rewards.base import RewardError, RewardInput, _call, _Failure
 from burnish.rewards.function import FunctionReward
+from burnish.rewards.openrlhf import OpenRLHFReward
+from burnish.transcript import Episode, Turn
 from burnish.types import Group
 
 MakeGroup = Callable[..., Group]
@@ -47,6 +50,64 @@ def test_a_batch_function_gets_all_in_one_call(items: list[RewardInput]) -> None
         return [len(response) for response in responses]
 
     assert _score(f, items) == [1, 2]
+
+
+def _change(*arguments: Any) -> None:
+    """Change each argument in place, as far as it can be changed."""
+    for value in arguments:
+        if isinstance(value, dict):
+            _change(*value.values())
+            value["role"] = value["new"] = "changed"
+        elif isinstance(value, list):
+            _change(*value)
+            value.append("changed")
+
+
+def _changes(prompt: str, response: str, label: Any, metadata: Any, messages: Any) -> float:
+    score = float(str((label, metadata, messages)).count("changed"))
+    _change(label, metadata, messages)
+    return score
+
+
+def _changes_all(responses: Any, labels: Any, metadatas: Any, conversations: Any) -> list[float]:
+    given = list(zip([""] * 2, responses, labels, metadatas, conversations, strict=True))
+    return [_changes(*one) for one in given]
+
+
+def reward_func(queries: Any, prompts: Any, labels: Any) -> list[float]:
+    return [
+        _changes(query, "", label, {}, []) for query, label in zip(queries, labels, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "function", [_changes, _changes_all, None], ids=["one", "batch", "openrlhf"]
+)
+def test_what_a_function_changes_reaches_nothing_else(
+    function: Callable[..., Any] | None, make_group: MakeGroup
+) -> None:
+    """Samples share their prompt, and so do rewards and the rows that a job writes."""
+    group = make_group(
+        *(0, ["a", "bb"]),
+        label=["x", {"y": ["z"]}],
+        metadata={"level": 3, "tests": [{"in": [1]}]},
+        messages=({"role": "user", "content": [{"type": "text", "text": "hi"}]},),
+    )
+    turn = Turn({"role": "assistant", "content": "a"}, ({"role": "tool", "content": "b"},))
+    played = replace(
+        group.samples[1], episode=Episode("done", group.prompt.messages, turns=(turn,))
+    )
+    items = [RewardInput(group.prompt, sample) for sample in (group.samples[0], played)]
+    before = repr(items)
+    if function is not None:
+        assert _score(function, items) == [0, 0]
+    else:
+        items = [replace(item, sample=replace(item.sample, episode=None)) for item in items]
+        before = repr(items)
+        reward = OpenRLHFReward(f"openrlhf:{__file__}", name="f", tokenizer=None)
+        assert reward.score(items) == [0, 0]
+        reward.close()
+    assert repr(items) == before
 
 
 def test_async_single_calls_wait_for_each_other_so_they_run_together(

@@ -27,6 +27,7 @@ from burnish.data.rendering import (
 )
 from burnish.data.sources import DataError
 from burnish.data.turns import locate_turns
+from burnish.data.unread import note_flags
 from burnish.special_tokens import end_token_ids, special_tokens, turn_end_ids, turn_length
 from burnish.vocabulary import beyond_embeddings, num_embeddings
 
@@ -113,8 +114,7 @@ def encode_conversation(
     before a trained turn are those that :func:`encode_prompt` returns for the same history.
 
     ``refused``: as in :func:`burnish.data.rendering.check_rendering`. Raises DataError if there is
-    no assistant turn to train on, or if one cannot be located
-    (:func:`burnish.data.turns.locate_turns`).
+    no assistant turn to train on, or one that :func:`burnish.data.turns.locate_turns` refuses.
     """
     messages = as_messages(messages)
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= trained_from]
@@ -135,6 +135,7 @@ def encode_conversation(
             "every assistant message that could be trained on has train: false or weight: 0; drop "
             "the row"
         )
+    note_flags(messages, learned)
     bare = [without_flags(message) for message in messages]
     check_rendering(tokenizer, bare, tools, refused=refused)
     bare = _without_own_end(tokenizer, bare, tools)

@@ -36,6 +36,7 @@ from burnish.data.rows import (
 )
 from burnish.data.sources import DataError, Row
 from burnish.data.stream import RowRef
+from burnish.data.unread import note_flags, note_other_roles
 from burnish.types import Batch, rows_to_batch
 
 
@@ -132,6 +133,10 @@ class SFTEncoder:
                 "a message has train: false or weight: 0, but train_on_prompt=true trains on all "
                 "tokens; remove the flag, or set train_on_prompt: false"
             )
+        if config.train_on_prompt:
+            note_flags(messages, range(len(messages)))
+        else:
+            note_other_roles(messages)
         last = config.train_on_turns == "last"
         encoded = token_row(*encode_conversation(tokenizer, messages, only_last=last, tools=tools))
         if is_cut(row, kind):

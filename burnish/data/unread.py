@@ -1,9 +1,12 @@
-"""Columns that other tools read as weights or masks of a row, and that nothing reads here."""
+"""Columns of rows and keys of messages that other tools read as weights or masks, and that nothing
+reads here."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from burnish.chat_message import TRAIN_FLAGS
 from burnish.config.data import DataConfig, PromptDataConfig
 from burnish.config.templates import fields_of
 from burnish.data.base import Row
@@ -13,22 +16,29 @@ MARKS = frozenset(
     {
         *("weight", "weights", "loss_weight", "sample_weight", "train"),
         *("mask", "loss_mask", "completion_mask", "assistant_masks", "attention_mask"),
+        *("trainable", "training", "train_on", "train_detail"),
     }
 )
-"""Columns with which other tools weight rows or leave tokens out of the loss."""
+"""Names with which other tools weight rows or leave tokens out of the loss. 1 or true: trained."""
+EXCLUSIONS = frozenset({"masked", "exclude", "excluded"})
+"""Names with which other tools leave rows or messages out of the loss. 1 or true: not trained."""
+_FLAGS = (MARKS | EXCLUSIONS).difference(TRAIN_FLAGS)
+_PER_ROLE = ("train", "loss", "loss_mask")
+"""Flags of messages with which other tools also train messages of users."""
 
 
 def note_marks(row: Row, config: DataConfig) -> None:
-    """Record a notice if the row has a column in :data:`MARKS` that would change its loss, and that
-    nothing reads. Rewards read all columns of prompts."""
-    if MARKS.isdisjoint(row.columns) or isinstance(config, PromptDataConfig):
+    """Record a notice if the row has a column in :data:`MARKS` or :data:`EXCLUSIONS` that would
+    change its loss, and that nothing reads. Rewards read all columns of prompts."""
+    marks = row.columns.keys() & (MARKS | EXCLUSIONS)
+    if not marks or isinstance(config, PromptDataConfig):
         return
     used = {value for name, value in config if name.endswith("_key")}
     for names in (value for name, value in config if name.endswith("_keys")):
         used |= set(names or ())
     used |= set(fields_of(config.prompt_template)) if config.prompt_template else set()
-    for key in MARKS.intersection(row.columns) - used:
-        if _weighs(row.columns[key]):
+    for key in sorted(marks - used):
+        if _weighs(key, row.columns[key]):
             note(
                 "column_unread",
                 f"the column {key!r} is {repr(row.columns[key])[:40]} here, but no column weights "
@@ -38,8 +48,38 @@ def note_marks(row: Row, config: DataConfig) -> None:
             )
 
 
-def _weighs(value: Any) -> bool:
-    """Return whether a mark differs from 1 or true, or a list has such an entry."""
+def note_flags(messages: Sequence[Mapping[str, Any]], trained: Iterable[int]) -> None:
+    """Record a notice if a trained message has a key in :data:`MARKS` or :data:`EXCLUSIONS` that
+    would change its loss, other than those that are read. ``trained``: indices of messages."""
+    for i in trained:
+        if _FLAGS.isdisjoint(messages[i]):
+            continue
+        for key in sorted(_FLAGS.intersection(messages[i])):
+            if _weighs(key, value := messages[i][key]):
+                note(
+                    "message_flag_unread",
+                    f"message {i} ({messages[i]['role']}) has {key}: {repr(value)[:40]}, which is "
+                    "not read, so the message is trained like others; write train: false (or "
+                    "weight, loss or loss_mask: 0) in messages that should not be trained",
+                )
+
+
+def note_other_roles(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Record a notice if the flags of a message that is not the assistant's would train it."""
+    for i, message in enumerate(messages):
+        flags = [key for key in _PER_ROLE if message.get(key)]
+        if flags and message["role"] != "assistant":
+            note(
+                "message_flag_unread",
+                f"message {i} ({message['role']}) has {flags[0]}: {message[flags[0]]!r}, but only "
+                "messages of the assistant are trained; remove the flag, or set "
+                "data.train_on_prompt: true to train on all tokens",
+            )
+
+
+def _weighs(name: str, value: Any) -> bool:
+    """Return whether a mark does not mean to train, or a list has such an entry."""
     if isinstance(value, list | tuple):
-        return any(map(_weighs, value))
-    return value is not None and str(value).lower() not in ("", "1", "1.0", "true")
+        return any(_weighs(name, item) for item in value)
+    trains = ("", "0", "0.0", "false") if name in EXCLUSIONS else ("", "1", "1.0", "true")
+    return value is not None and str(value).lower() not in trains

@@ -340,6 +340,8 @@ def test_a_template_without_end_token_is_logged_once_and_counted(
         ({"train": False}, 1),
         ({"loss_mask": [1, 0]}, 1),
         ({"weight": "0"}, 1),
+        ({"exclude": True}, 1),
+        ({"exclude": 0, "trainable": True}, 0),
         ({"weight": 1.0, "train": True, "mask": [1, 1]}, 0),
         ({"weight": None}, 0),
         ({"level": 0.5}, 0),
@@ -361,6 +363,36 @@ def test_columns_that_should_weight_a_row_are_counted(
         stream = SFTStream(used, chars, seed=0)
         stream.next(1)
         assert "rows_column_unread" not in stream.counts
+
+
+@pytest.mark.parametrize(
+    ("place", "flag", "counted"),
+    [
+        (1, {"masked": True}, (1, 1)),
+        (1, {"mask": 0}, (1, 1)),
+        (1, {"trainable": "false"}, (1, 1)),
+        (1, {"masked": False, "mask": 1, "exclude": None, "name": "masked"}, (0, 0)),
+        (1, {"train": True}, (0, 0)),
+        (0, {"masked": True}, (0, 1)),  # trained only with the prompt
+        (0, {"train": True}, (1, 0)),
+        (0, {"loss": 0}, (0, None)),  # refused with train_on_prompt
+    ],
+)
+def test_flags_of_messages_that_nothing_reads_are_counted(
+    chars: Tok, jsonl: Jsonl, place: int, flag: dict[str, Any], counted: tuple[int, int | None]
+) -> None:
+    messages = [dict(message) for message in CHAT[:2]]
+    messages[place] |= flag
+    path = jsonl([{"messages": messages}])
+    for train_on_prompt, count in zip((False, True), counted, strict=True):
+        config = SFTDataConfig(sources=(path,), train_on_prompt=train_on_prompt)
+        if count is None:
+            with pytest.raises(DataError, match="train_on_prompt"):
+                one_row(chars, path, train_on_prompt=True)
+            continue
+        rows = SFTStream(config, chars, seed=0)
+        rows.next(1)
+        assert rows.counts.get("rows_message_flag_unread", 0) == count
 
 
 def test_a_limit_stops_the_loading_of_rows(chars: Tok, jsonl: Jsonl) -> None:

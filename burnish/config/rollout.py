@@ -373,8 +373,8 @@ class EvalConfig(Node):
     """Values of k of pass@k (unbiased estimator, arXiv 2107.03374), at most
     n_samples_per_prompt."""
     pass_threshold: float = 1.0
-    """Minimum reward to pass: the unweighted score if only one reward has a nonzero weight,
-    else the weighted sum."""
+    """Minimum reward to pass: the unweighted score if only one reward has a nonzero weight and that
+    is positive, else the weighted sum."""
     temperature: float = Field(0.0, ge=0)
     """Softmax temperature. 0: greedy."""
     generate_max_len: int | None = Field(None, ge=1)
@@ -430,13 +430,14 @@ def eval_advice(
 
 
 def pass_advice(config: EvalConfig, rewards: Sequence[RewardConfig]) -> Iterator[str]:
-    """Yield one sentence if the sum of the positive weights of several rewards is below the
-    threshold. No response can then pass, unless a score is above 1."""
+    """Yield one sentence if the sum of the positive weights is below the threshold, unless a single
+    reward counts unweighted. No response can then pass, unless a score is above 1 or negative."""
     weights = [entry.weight for entry in rewards if entry.weight]
     most = sum(weight for weight in weights if weight > 0)
-    if len(weights) > 1 and most < config.pass_threshold - 1e-9:
+    is_unweighted = len(weights) == 1 and most > 0
+    if weights and not is_unweighted and most < config.pass_threshold - 1e-9:
         yield (
             f"eval.pass_threshold={config.pass_threshold:g} is above the sum of the positive "
-            f"weights ({most:g}): if scores are at most 1, no response passes and eval/pass@1 "
+            f"weights ({most:g}): if scores are from 0 to 1, no response passes and eval/pass@1 "
             f"stays 0; set eval.pass_threshold={most:g} or less"
         )

@@ -210,8 +210,8 @@ class RewardSet:
     def to_pass(self, sample: Sample) -> float:
         """Return the number that decides whether a sample passes.
 
-        With a single reward of positive weight, this is its unweighted score. With several rewards
-        it is their weighted sum.
+        If only one reward has a nonzero weight and that is positive, this is its unweighted score.
+        Else it is the weighted sum: with a negative weight, a lower score is better.
         """
         counted = [(reward.name, weight) for reward, weight in self._rewards if weight]
         if len(counted) == 1 and counted[0][1] > 0:

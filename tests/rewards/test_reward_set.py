@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from burnish.config.data import PromptDataConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
+from burnish.config.rewards import FunctionReward as FunctionConfig
+from burnish.config.rollout import EvalConfig, pass_advice
 from burnish.rewards.base import Reward, RewardError, RewardSet
 from burnish.rewards.episode import EpisodeReward
 from burnish.rewards.function import FunctionReward
@@ -33,6 +37,10 @@ def _set(
 
 def _reward(function: Callable[..., Any], name: str = "r") -> FunctionReward:
     return FunctionReward(function, name=name)
+
+
+def _constant(response: str, score: float) -> float:
+    return score
 
 
 def _raise() -> Any:
@@ -203,6 +211,26 @@ def test_the_total_is_the_weighted_sum_and_parts_are_unweighted(make_group: Make
     stats = scored.stats.floats()
     assert (stats["reward/len"], stats["reward/four"], stats["reward/mean"]) == (1.5, 4.0, 5.0)
     assert (stats["reward/truncated_frac"], stats["reward/groups_dropped"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("weights", "compared"),
+    [((2.0,), 3), ((0.5, 0.0), 3), ((-2.0,), -6), ((-1.0, 0.0), -3), ((2.0, -1.0), 3.0 * 2 - 4)],
+)
+def test_a_response_passes_by_the_plain_score_of_the_only_positive_weight(
+    weights: tuple[float, ...], compared: float, make_group: MakeGroup
+) -> None:
+    """Scores 3 and 4; with a negative weight, a lower score is better."""
+    rewards = [
+        (_reward(partial(_constant, score=score), name=f"r{score}"), weight)
+        for score, weight in zip((3.0, 4.0), weights, strict=False)
+    ]
+    scorer = _set(*rewards)
+    (group,) = scorer.score([make_group(0, ["a"])]).groups
+    assert scorer.to_pass(group.samples[0]) == compared
+    configs = [FunctionConfig(weight=weight) for weight in weights]
+    section = EvalConfig(data=PromptDataConfig(sources=("x.jsonl",)), pass_threshold=1)
+    assert any(pass_advice(section, configs)) == (max(weights) <= 0)
 
 
 def test_shaping_is_a_separate_part(make_group: MakeGroup) -> None:

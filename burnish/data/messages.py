@@ -36,6 +36,9 @@ _REFUSAL = (
     "and trained as an answer if that is one; remove such rows if the model is not to refuse"
 )
 
+_OTHER_SCHEMAS = ("input_schema", "inputSchema")
+"""Keys of the schema of a tool's arguments in Anthropic's API and in MCP."""
+
 _LOOKS_LIKE_TOOLS = re.compile(r"""\s*(\[\s*)?\{\s*["'](type|name|function)["']\s*:""")
 
 
@@ -45,7 +48,8 @@ def as_messages(
     """Return a list of messages in the form of :func:`burnish.chat_message.canonical`.
 
     A string becomes one user message. ShareGPT turns (``from``, ``value``) become messages. Raises
-    DataError if ``value`` is not a list of messages, or if there would be two system messages.
+    DataError if ``value`` is not a list of messages, or if it begins with another system message
+    than ``system_prompt``.
     """
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
@@ -54,12 +58,13 @@ def as_messages(
             f"expected a string or a non-empty list of chat messages, got {_short(value)}"
         )
     messages = [_as_message(number, message) for number, message in enumerate(value)]
-    if system_prompt is None:
+    first = messages[0]
+    if system_prompt is None or (first["role"] == "system" and first["content"] == system_prompt):
         return messages
-    if messages[0]["role"] == "system":
+    if first["role"] == "system":
         raise DataError(
-            "system_prompt is set, but the conversation already begins with a system message; "
-            "unset system_prompt, or remove the message from the data"
+            "system_prompt is set, but the conversation already begins with a system message that "
+            "differs; unset system_prompt, or remove the message from the data"
         )
     return [{"role": "system", "content": system_prompt}, *messages]
 
@@ -140,12 +145,19 @@ def as_tools(value: Any) -> list[dict[str, Any]] | None:
 
 
 def wrapped_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a description of a function in OpenAI's form, which chat templates expect. A
-    description of another type is unchanged.
+    """Return a description of a function in OpenAI's form, which chat templates expect. Of the
+    forms of Anthropic's API and of MCP, name, description and schema are kept, as in requests to
+    servers. A description of another type is unchanged.
 
-    >>> wrapped_tool({"name": "f", "parameters": {}})
+    >>> wrapped_tool({"name": "f", "input_schema": {}})
     {'type': 'function', 'function': {'name': 'f', 'parameters': {}}}
     """
+    schema = next((key for key in _OTHER_SCHEMAS if isinstance(tool.get(key), Mapping)), None)
+    is_bare = not {"parameters", "function"} & set(tool)
+    if schema and is_bare and tool.get("type") in (None, "custom", "function"):
+        names = {"name": "name", "description": "description", schema: "parameters"}
+        entries = {names[k]: v for k, v in tool.items() if k in names and v is not None}
+        return {"type": "function", "function": entries}
     if tool.get("type", "function") != "function":
         return dict(tool)
     function = tool.get("function")

@@ -281,6 +281,12 @@ def test_a_prompt_without_room_for_a_system_prompt_is_refused_with_the_reason(
         encode_prompt(chars, prompt, system_prompt="be brief")
 
 
+def test_a_system_prompt_that_the_messages_begin_with_is_rendered_once(chars: Tok) -> None:
+    begun = encode_prompt(chars, [{"role": "system", "content": "x"}, user("hi")])
+    for begin in ([], [{"role": "system", "content": [{"type": "text", "text": "x"}]}]):
+        assert encode_prompt(chars, [*begin, user("hi")], system_prompt="x") == begun
+
+
 @pytest.mark.parametrize("text", ["1+1=", "<s>1+1=", ""])
 def test_special_tokens_after_a_prompt_are_dropped(chars: Tok, text: str) -> None:
     """The tokenizer appends ``<|eot|>``, which is not its ``eos_token``: a prompt that ended with

@@ -116,15 +116,21 @@ def argument_forms(draw: Draw) -> None:
 
 @relation
 def tool_forms(draw: Draw) -> None:
-    """Tools with OpenAI's wrapper and without it, as objects and as JSON text, give equal rows.
-    Exact."""
+    """Tools with OpenAI's wrapper and without it, in the forms of Anthropic and MCP, as objects and
+    as JSON text, give equal rows. Exact."""
     tokenizer = _tokenizer(draw.one(family=["qwen3", "mistral", "llama3"]))
     names = draw.rng.sample(["f", "g", "h"], draw.rng.randint(1, 3))
     tools = [{"name": name, "parameters": {"type": "object"}} for name in names]
     draw.note(tools=tools)
     wrapped = [{"type": "function", "function": tool} for tool in tools]
     forms: list[Any] = [
-        draw.rng.choice([tool, {"function": tool}, {"type": "function", **tool}, json.dumps(tool)])
+        draw.rng.choice(
+            [tool, {"function": tool}, {"type": "function", **tool}, json.dumps(tool)]
+            + [
+                {"name": tool["name"], key: tool["parameters"]}
+                for key in ("input_schema", "inputSchema")
+            ]
+        )
         for tool in tools
     ]
     other: Any = forms if draw.rng.random() < 0.5 else json.dumps(forms)

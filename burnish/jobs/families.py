@@ -14,6 +14,7 @@ from burnish.config.model import ModelConfig
 from burnish.config.parallelism import models_of
 from burnish.config.rollout import LocalEngine
 from burnish.models.family import DecodingSupport, ModelSupport, keep, key_of, recall
+from burnish.small_files import read_small
 
 
 def check_families(config: JobConfig, *, download: bool) -> list[str]:
@@ -80,7 +81,7 @@ def _content(model: ModelConfig) -> list[bytes]:
     file = Path(model.path or "") / "config.json"
     if model.trust_remote_code or model.gguf_file or not file.is_file():
         return []
-    return [hashlib.sha256(file.read_bytes()).digest()]
+    return [hashlib.sha256(read_small(file)).digest()]
 
 
 def _samples_locally(config: JobConfig) -> bool:

@@ -104,6 +104,8 @@ def build_report(run_dir: Path) -> Path:
     of the two cannot be read.
     """
     run_dir = Path(run_dir)
+    if (run_dir / REPORT_FILE).is_dir():
+        raise ReportError(f"{run_dir / REPORT_FILE} is a folder; move it away")
     config_text, config = _read_config(run_dir)
     try:
         metrics, omitted = _with_fewer_names(read_metrics(run_dir))

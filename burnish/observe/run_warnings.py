@@ -11,6 +11,8 @@ from burnish.observe.progress import LOG_FILE
 MAX_WARNINGS = 50
 """Different warnings that a report shows."""
 _MAX_CHARS = 2000
+_LARGEST = 1 << 30
+"""Bytes of a log of any run; one line of a larger one may exhaust the memory."""
 _RECORD = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ([A-Z]+) +")
 """Beginning of a record in run.log. Lines without it continue the record above."""
 
@@ -21,6 +23,8 @@ def read_warnings(run_dir: Path) -> list[tuple[str, int]]:
     path = run_dir / LOG_FILE
     if not path.is_file():
         return []
+    if (size := path.stat().st_size) > _LARGEST:
+        return [(f"{LOG_FILE} has {size} bytes, so its warnings are omitted", 1)]
     counts: Counter[str] = Counter()
     lines: list[str] = []
     with open(path, encoding="utf-8", errors="replace") as file:

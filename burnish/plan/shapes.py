@@ -35,7 +35,7 @@ from burnish.models.nf4 import layers_to_quantize
 from burnish.models.scalar_model import head_width
 from burnish.models.scratch import scratch_tokenizer
 from burnish.models.units import gathered_modules
-from burnish.models.untrusted import refuse_kernels
+from burnish.models.untrusted import UNREADABLE, check_kinds, refuse_kernels
 
 _ENDINGS = re.compile(r"-(instruct|it|chat|base|hf|v0\.3|sft|dpo|\d{4})$")
 
@@ -244,11 +244,14 @@ def _is_target(name: str, targets: str | tuple[str, ...]) -> bool:
 
 
 def find_config(model: ModelConfig) -> tuple[PretrainedConfig, str]:
-    """Return the HuggingFace config of a model and its origin. Raises PlanError."""
+    """Return the HuggingFace config of a model and its origin. Raises PlanError, or
+    ModelError for a folder that is not safe to read."""
     if model.scratch is not None:
         return _scratch_config(model.scratch), "model.scratch"
     path = str(model.path)
     options: dict[str, Any] = {"gguf_file": model.gguf_file} if model.gguf_file else {}
+    if Path(path).is_dir():
+        check_kinds(Path(path))
     try:
         found = AutoConfig.from_pretrained(
             path,
@@ -257,7 +260,7 @@ def find_config(model: ModelConfig) -> tuple[PretrainedConfig, str]:
             local_files_only=True,
             **options,
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except UNREADABLE as error:
         return _from_table(path, error)
     if not model.trust_remote_code:
         refuse_kernels(found, path)

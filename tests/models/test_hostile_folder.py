@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.errors import BurnishError
 from burnish.models.load import ModelError, load_causal_lm, load_tokenizer
 from burnish.plan.shapes import find_config
 
@@ -93,6 +94,19 @@ def test_plan_refuses_kernels_of_the_hub_without_trust(folder: Path) -> None:
     with pytest.raises(ModelError, match="owner/kernel"):
         find_config(ModelConfig(path=str(folder)))
     find_config(ModelConfig(path=str(folder), trust_remote_code=True))
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[" * 100_000, "{", "[]", '{"model_type": "llama", "num_attention_heads": {}}', None],
+)
+def test_plan_and_doctor_refuse_a_config_of_nonsense(content: str | None, folder: Path) -> None:
+    if content is None:
+        os.truncate(folder / "config.json", 1 << 40)
+    else:
+        (folder / "config.json").write_text(content)
+    with pytest.raises(BurnishError, match=r"config\.json"):
+        find_config(ModelConfig(path=str(folder)))
 
 
 @pytest.mark.parametrize(

@@ -453,6 +453,18 @@ def test_deeply_nested_files_are_refused_or_omitted(name: str, tmp_path: Path) -
         build_report(tmp_path)
 
 
+def test_a_log_that_exhausts_the_memory_is_named_and_a_folder_refused(tmp_path: Path) -> None:
+    _rl_metrics(tmp_path)
+    with (tmp_path / "run.log").open("w") as file:
+        file.truncate(1 << 40)
+    page = build_report(tmp_path)
+    assert "run.log has 1099511627776 bytes" in page.read_text(encoding="utf-8")
+    page.unlink()
+    page.mkdir()
+    with pytest.raises(ReportError, match=r"report\.html is a folder"):
+        build_report(tmp_path)
+
+
 def test_pipes_in_place_of_files_are_not_read(tmp_path: Path) -> None:
     _rl_metrics(tmp_path)
     for name in ("config.yaml", "memory.json", "timeline.json", "run.log"):

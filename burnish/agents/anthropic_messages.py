@@ -38,6 +38,7 @@ from burnish.agents.reading import (
     ignored_parameters,
     sampling_parameters,
     stop_texts,
+    unread_parameters,
     unsupported_parameters,
 )
 from burnish.agents.writing import compact, event, rest_of, shown
@@ -133,8 +134,8 @@ def _read(root: Json, max_messages: int, max_tokens: int | None) -> ModelCall:
         stream_usage=True,
         show_reasoning=thinks,
         unsupported={**unsupported_parameters(root, _PARAMETERS), **unsupported},
-        ignored=(*ignored_parameters(root, _NO_EFFECT), *ignored),
         **sampling_parameters(root),
+        ignored=(*ignored_parameters(root, _NO_EFFECT), *ignored, *unread_parameters(root)),
     )
 
 
@@ -142,6 +143,7 @@ def _thinks(node: Json | None) -> bool:
     """Return whether the reply contains the reasoning."""
     if node is None or node.need("type").name() == "disabled":
         return False
+    node.get("budget_tokens")  # the call names the entire parameter as one without effect
     display = node.get("display")
     return display is None or display.value != "omitted"
 

@@ -38,6 +38,7 @@ from burnish.agents.reading import (
     ignored_parameters,
     sampling_parameters,
     stop_texts,
+    unread_parameters,
     unsupported_parameters,
 )
 from burnish.agents.writing import (
@@ -60,6 +61,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _RENAMED = {"developer": "system", "function": "tool"}
 _SCALED = "it changes the distribution that log-probs describe"
 _CONSTRAINED = "constrained sampling is not supported; describe the format in the prompt"
+_ECHO = "the prompt is not returned; it is known to the client"
+_SUFFIX = "the model continues text; it does not fill gaps"
 _SHARED = {
     "logit_bias": Parameter(_SCALED, ({},)),
     "presence_penalty": Parameter(_SCALED, (0,)),
@@ -69,6 +72,12 @@ _SHARED = {
     "min_tokens": Parameter(_SCALED, (0,)),
     "ignore_eos": Parameter(_SCALED, (False,)),
     "bad_words": Parameter(_SCALED, ([],)),
+    "allowed_token_ids": Parameter(_SCALED),
+    "logits_processors": Parameter(_SCALED, ([],)),
+    "typical_p": Parameter(_SCALED, (1,)),
+    "truncate_prompt_tokens": Parameter("prompts are not cut; send a shorter one"),
+    "include_stop_str_in_output": Parameter("a reply ends before the stop text", (False,)),
+    "skip_special_tokens": Parameter("replies have none; use `return_token_ids`", (True,)),
     "use_beam_search": Parameter("responses are sampled", (False,)),
     "stop_token_ids": Parameter("use `stop`", ([],)),
     "prompt_logprobs": Parameter("log-probs are those of sampled tokens", (False,)),
@@ -78,6 +87,9 @@ _SHARED = {
     "guided_regex": Parameter(_CONSTRAINED),
     "guided_choice": Parameter(_CONSTRAINED),
     "guided_grammar": Parameter(_CONSTRAINED),
+    "json_schema": Parameter(_CONSTRAINED),
+    "regex": Parameter(_CONSTRAINED),
+    "ebnf": Parameter(_CONSTRAINED),
     "response_format": Parameter(_CONSTRAINED, ({"type": "text"},)),
 }
 _CHAT = {
@@ -88,14 +100,19 @@ _CHAT = {
     "modalities": Parameter("the model writes text only", (["text"],)),
     "audio": Parameter("the model writes text only"),
     "web_search_options": Parameter("the server has no tools of its own; use `tools`"),
+    "documents": Parameter("they are not rendered; send them in a message", ([],)),
+    "echo": Parameter(_ECHO, (False,)),
+    "suffix": Parameter(_SUFFIX, ("",)),
+    "add_special_tokens": Parameter("the chat template adds them", (False,)),
     "chat_template": Parameter("the server's chat template is used"),
     "continue_final_message": Parameter("a response cannot be begun by the client", (False,)),
     "add_generation_prompt": Parameter("a prompt without it is not answered", (True,)),
 }
 _COMPLETION = {
     **_SHARED,
-    "echo": Parameter("the prompt is not returned; it is known to the client", (False,)),
-    "suffix": Parameter("the model continues text; it does not fill gaps", ("",)),
+    "echo": Parameter(_ECHO, (False,)),
+    "suffix": Parameter(_SUFFIX, ("",)),
+    "add_special_tokens": Parameter("they are added; send token ids for other prompts", (True,)),
     "logprobs": Parameter("only log-probs of sampled tokens are known; use 0", (0,)),
 }
 _NO_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -103,6 +120,14 @@ _NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "verbosity": (),
     "prediction": (),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+}
+_NO_TEMPLATE: dict[str, tuple[Any, ...]] = {
+    "chat_template_kwargs": ({},),
+    "include_reasoning": (True,),
 }
 
 
@@ -129,8 +154,8 @@ class ChatCompletions:
             logprobs=root.read("logprobs", Json.boolean, False),
             show_reasoning=root.read("include_reasoning", Json.boolean, True),
             unsupported=unsupported_parameters(root, _CHAT),
-            ignored=ignored_parameters(root, _NO_EFFECT) + _strict(root),
             **_shared(root),
+            ignored=ignored_parameters(root, _NO_EFFECT) + _strict(root) + unread_parameters(root),
         )
 
     def write(self, call: ModelCall, reply: ModelReply) -> dict[str, Any]:
@@ -183,8 +208,8 @@ class Completions:
             max_tokens=root.read("max_tokens", _positive, None),
             logprobs=root.get("logprobs") is not None,
             unsupported=unsupported_parameters(root, _COMPLETION),
-            ignored=ignored_parameters(root, _NO_EFFECT),
             **_shared(root),
+            ignored=ignored_parameters(root, _NO_EFFECT | _NO_TEMPLATE) + unread_parameters(root),
         )
 
     def write(self, call: ModelCall, reply: ModelReply) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from burnish.agents.reading import (
     checked_body,
     ignored_parameters,
     sampling_parameters,
+    unread_parameters,
     unsupported_parameters,
 )
 from burnish.agents.writing import ShownCall, event, openai_error, rest_of, shown, token_logprobs
@@ -34,6 +35,7 @@ from burnish.agents.writing import ShownCall, event, openai_error, rest_of, show
 _TEXT = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _THOUGHT = {"reasoning_text": "text", "summary_text": "text", "text": "text"}
 _ROLES = ("system", "developer", "user", "assistant")
+_LOGPROBS = "message.output_text.logprobs"
 _STATELESS = "the server stores no responses; send the whole conversation in `input`"
 _PARAMETERS = {
     "previous_response_id": Parameter(_STATELESS),
@@ -62,6 +64,7 @@ class Responses:
         tools = root.read("tools", _read_tools, ())
         include = [node.text() for node in root.read("include", Json.items, [])]
         unsupported, ignored = _text_and_reasoning(root)
+        ignored += ("include",) * (not {_LOGPROBS}.issuperset(include))
         return ModelCall(
             model=root.need("model").name(),
             messages=_Input(max_messages).read(root),
@@ -70,11 +73,14 @@ class Responses:
                 root.get("tool_choice"), tools, lambda choice: choice.need("name")
             ),
             max_tokens=root.read("max_output_tokens", lambda node: node.integer(1), None),
-            logprobs="message.output_text.logprobs" in include,
+            logprobs=_LOGPROBS in include,
             stream_usage=True,
             unsupported={**unsupported_parameters(root, _PARAMETERS), **unsupported},
-            ignored=ignored_parameters(root, _NO_EFFECT) + ignored + _strict(root),
             **sampling_parameters(root),
+            ignored=(
+                *(*ignored_parameters(root, _NO_EFFECT), *ignored, *_strict(root)),
+                *unread_parameters(root),
+            ),
         )
 
     def write(self, call: ModelCall, reply: ModelReply) -> dict[str, Any]:
@@ -226,8 +232,8 @@ def _text_and_reasoning(root: Json) -> tuple[dict[str, str], tuple[str, ...]]:
         if text.get("verbosity") is not None:
             ignored.append("text.verbosity")
     if reasoning := root.get("reasoning"):
-        given = reasoning.mapping()
-        ignored += [f"reasoning.{key}" for key in ("effort", "summary") if given.get(key)]
+        keys = ("effort", "summary", "generate_summary")
+        ignored += [f"reasoning.{key}" for key in keys if reasoning.get(key) is not None]
     return unsupported, tuple(ignored)
 
 

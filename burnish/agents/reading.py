@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from burnish.agents.calls import CallError, invalid, well_formed
@@ -20,8 +20,20 @@ MAX_VALUES = 1_000_000
 """Maximum values in a body: texts, numbers, lists and objects."""
 MAX_STOP = 16
 """Maximum stop texts of a call."""
+MAX_UNREAD = 16
+"""Maximum parameters that a call names as unread."""
+NO_INFLUENCE = frozenset(
+    {
+        *("user", "metadata", "safety_identifier", "request_id", "service_tier", "priority"),
+        *("store", "prompt_cache_key", "prompt_cache_retention", "cache_salt", "cache_control"),
+        *("betas", "anthropic_beta", "anthropic_version"),
+    }
+)
+"""Parameters that name the client or the call, or are about storage, caches and scheduling. No
+response depends on them."""
 _INT64 = 2**63
 _MIN_TOP_P = 1e-6
+_NO_PUNCTUATION = str.maketrans("", "", "_-.")
 _SHOWN = 60  # characters of a wrong value that an error contains
 
 T = TypeVar("T")
@@ -37,6 +49,8 @@ class Json:
 
     value: Any
     path: str
+    seen: set[str] | None = field(default=None, repr=False, compare=False)
+    """Paths of the values that were read, without those in lists. None: not recorded."""
 
     @property
     def label(self) -> str:
@@ -52,7 +66,9 @@ class Json:
     def child(self, key: str) -> Json:
         """Return the value of a key, None if it is missing."""
         path = f"{self.path}.{key}" if self.path else key
-        return Json(self.mapping().get(key), path)
+        if self.seen is not None:
+            self.seen.add(path)
+        return Json(self.mapping().get(key), path, self.seen)
 
     def get(self, key: str) -> Json | None:
         """Return the value of a key, or None if it is missing or null."""
@@ -140,7 +156,7 @@ def checked_body(body: Any) -> Json:
     Raises CallError (400) if the body is no object, is nested more than MAX_DEPTH deep, has more
     than MAX_VALUES values, or contains a number that is not finite.
     """
-    root = Json(checked_value(body, ""), "")
+    root = Json(checked_value(body, ""), "", set())
     root.mapping()
     return root
 
@@ -162,7 +178,7 @@ def unsupported_parameters(root: Json, known: Mapping[str, Parameter]) -> dict[s
     return {
         name: parameter.reason
         for name, parameter in known.items()
-        if (value := root.value.get(name)) is not None and value not in parameter.neutral
+        if (node := root.get(name)) is not None and node.value not in parameter.neutral
     }
 
 
@@ -172,8 +188,34 @@ def ignored_parameters(root: Json, known: Mapping[str, tuple[Any, ...]]) -> tupl
     return tuple(
         name
         for name, neutral in known.items()
-        if (value := root.value.get(name)) is not None and value not in neutral
+        if (node := root.get(name)) is not None and node.value not in neutral
     )
+
+
+def unread_parameters(root: Json) -> tuple[str, ...]:
+    """Return the parameters of a body that nothing has read and that are not neutral, also those in
+    objects of which something was read (``stream_options.name``). Call it last.
+
+    Names that are no names of parameters are returned as ``other``, as are those after
+    MAX_UNREAD.
+    """
+    seen = root.seen or set()
+    names = [
+        name for name in _given(root.value, "") if name not in seen and name not in NO_INFLUENCE
+    ]
+    for key in sorted({path.partition(".")[0] for path in seen if "." in path}):
+        if isinstance(value := root.value.get(key), dict):
+            names += [name for name in _given(value, f"{key}.") if name not in seen]
+    usable = [
+        name for name in names if name.isascii() and name.translate(_NO_PUNCTUATION).isalnum()
+    ]
+    usable = [name for name in usable if len(name) <= _SHOWN][:MAX_UNREAD]
+    return (*usable, *["other"] * (len(usable) < len(names)))
+
+
+def _given(mapping: Mapping[str, Any], prefix: str) -> list[str]:
+    """Return the names of the values that are not null."""
+    return [f"{prefix}{key}" for key, value in mapping.items() if value is not None]
 
 
 def stop_texts(node: Json) -> tuple[str, ...]:

@@ -350,6 +350,49 @@ def test_parameters_that_change_the_distribution_are_refused_by_name(
     assert all(f"{name}: " in found.value.message for name in fields)
 
 
+PARAMETERS: list[tuple[Any, str]] = [
+    (2, "truncate_prompt_tokens length_penalty thinking_token_budget n best_of max_tokens"),
+    (2, "max_completion_tokens max_tool_calls max_output_tokens seed top_k top_logprobs logprobs"),
+    (True, "include_stop_str_in_output echo early_stopping continue_final_message background"),
+    (True, "return_token_ids use_beam_search ignore_eos made_up"),
+    (False, "skip_special_tokens spaces_between_special_tokens parallel_tool_calls"),
+    (False, "include_reasoning add_generation_prompt"),
+    ("x", "stop suffix reasoning_effort verbosity truncation system instructions chat_template"),
+    ("x", "previous_response_id regex ebnf guided_regex"),
+    (["x"], "stop_sequences modalities allowed_token_ids documents bad_words functions include"),
+    (0.5, "temperature top_p min_p typical_p repetition_penalty presence_penalty"),
+    ({"b": 1}, "logit_bias structured_outputs response_format chat_template_kwargs prediction"),
+    ({"b": 1}, "stream_options text reasoning output_config thinking context_management"),
+]
+"""Values and parameters of OpenAI's and Anthropic's APIs, of vLLM and of SGLang."""
+
+
+@pytest.mark.parametrize("url", DIALECTS)
+def test_every_parameter_changes_the_call_or_is_refused_or_named(url: str) -> None:
+    key = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(url, "messages")
+    body = {"model": "m", key: "u" if key == "prompt" else [{"role": "user", "content": "u"}]}
+    body |= {"max_tokens": 5} if url == "/v1/messages" else {}
+    plain = DIALECTS[url].read(body, max_messages=9)
+    assert (plain.unsupported, plain.ignored) == ({}, ())
+    for value, names in PARAMETERS:
+        for name in names.split():
+            try:
+                assert DIALECTS[url].read({**body, name: value}, max_messages=9) != plain, name
+            except CallError as error:
+                assert name in str(error)
+
+
+@pytest.mark.parametrize("url", DIALECTS)
+def test_the_names_of_ignored_parameters_fit_into_a_header(url: str) -> None:
+    odd = ["a\r\nb: c", "a, b", "ü", "", "x" * 500, "\ud800"]
+    before = DIALECTS[url].read(BODIES[url], max_messages=100).ignored
+    body = {**BODIES[url], **dict.fromkeys(odd, 1), "made.up-1_": 1, "nothing": None}
+    assert DIALECTS[url].read(body, max_messages=100).ignored == (*before, "made.up-1_", "other")
+    many = {**BODIES[url], **{f"p{i}": 1 for i in range(1000)}}
+    found = DIALECTS[url].read(many, max_messages=100).ignored
+    assert len(found) <= len(before) + 17 and found[-1] == "other"
+
+
 def test_neutral_values_and_unknown_fields_are_accepted() -> None:
     """And structured output of Responses and Anthropic is found in its object."""
     neutral = {"logit_bias": {}, "presence_penalty": 0.0, "response_format": {"type": "text"}}

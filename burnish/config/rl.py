@@ -204,7 +204,7 @@ class RLConfig(TrainingJob):
     def inputs_of_replay(self) -> RLConfig:
         """Return a config without the inputs that a replay does not read: prompts, rewards and
         held-out data. It is only for checks of inputs and roles."""
-        data = self.data.model_copy(update={"sources": ()})
+        data = self.data.model_copy(update={"sources": (), "held_out": None})
         return self.model_copy(update={"data": data, "rewards": (), "eval": None})
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -103,6 +104,7 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
         )
     own = adapter_tensors(model)
     given = {name.removeprefix(_PEFT_PREFIX): t for name, t in load_file(file).items()}
+    given = _without_base_weights(given, model, folder)
     if odd := sorted(own.keys() ^ given.keys()):
         where = "only the adapter has" if odd[0] in given else "only this model has"
         raise ValueError(
@@ -125,6 +127,27 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(given[name])
+
+
+def _without_base_weights(
+    given: Mapping[str, Tensor], model: nn.Module, folder: Path
+) -> dict[str, Tensor]:
+    """Return an adapter without copies of weights of the base. peft saves those of an embedding or
+    head that has an adapter.
+
+    Raises ValueError if one of them is not equal to the weight of ``model``.
+    """
+    base = {name: p for name, p in model.named_parameters() if not is_adapter(name)}
+    for name in base.keys() & given.keys():
+        weight = base[name]
+        if weight.is_meta or not torch.equal(given[name].to(weight), weight):
+            raise ValueError(
+                f"model.lora.path: the adapter {folder} has a {name} of its own, which is not that "
+                "of this model, but an adapter cannot replace weights of its base; merge it into "
+                "its base with peft (merge_and_unload, save_pretrained), and set model.path to the "
+                "result"
+            )
+    return {name: tensor for name, tensor in given.items() if name not in base}
 
 
 ADAPTER_FILE = "adapter_model.safetensors"

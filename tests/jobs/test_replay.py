@@ -62,6 +62,7 @@ PPO: dict[str, Any] = {
 }  # fmt: skip
 FILTERED: dict[str, Any] = {
     **TEXT,
+    "data": {**TEXT["data"], "held_out": 2},
     "model": {**TEXT["model"], "lora": {"lora_rank": 4}},
     "rollout": {**TEXT["rollout"], "dynamic_sampling": {"max_refills": 2, "above": 0.2}},
     "train": {**TEXT["train"], "epochs_per_rollout": 2},
@@ -212,7 +213,8 @@ def test_a_replay_reaches_the_weights_and_metrics_of_its_run(
     check_equal(run, replay)
     assert not rollout_folders(replay) and not read_group_log(replay)
     told = (replay / "run.log").read_text(encoding="utf-8")
-    assert told.count("eval is skipped") == (2 if "eval" in tree else 0), "once per process"
+    evaluates = "eval" in tree or "held_out" in tree["data"]
+    assert told.count("eval is skipped") == 2 * evaluates, "once per process"
 
 
 def test_the_log_of_an_asynchronous_run_accounts_for_every_prompt_through_a_kill(

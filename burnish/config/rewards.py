@@ -34,8 +34,9 @@ class _Reward(Node):
     running_norm: Literal["mean_std", "std"] | None = None
     """Normalize before the weight by mean and standard deviation of all scores of the run so far,
     this step's included. mean_std: (score - mean) / std. std: score / std, which keeps the sign.
-    Saved in checkpoints. Metrics, samples, dynamic sampling's bounds and evaluation use the plain
-    score. Refused in generate and score. None: off."""
+    Saved in checkpoints. The metric ``reward/<name>``, the column ``reward_parts`` of samples,
+    dynamic sampling's bounds and evaluation use the plain score; ``reward/mean``, ``reward/std``
+    and the column ``reward`` the normalized one. Refused in generate and score. None: off."""
 
 
 class FunctionReward(_Reward):
@@ -96,7 +97,8 @@ class ModelReward(_Reward):
 class MathReward(_Reward):
     """1 if the response's last answer equals the label mathematically (math-verify), else 0.
     Answers are searched for after the last ``</think>``: the last box, ``<answer>``, ``####`` or
-    text after "answer is"; else the last formula or number. Labels that are words or dates are
+    text after "answer is"; else the last formula or number. Boxes with only spaces, punctuation,
+    "and" or "or" between them are one answer, a list. Labels that are words or dates are
     compared as text. Missing labels, lists of several and sentences are data errors."""
 
     kind: Literal["math"] = "math"

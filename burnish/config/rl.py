@@ -34,7 +34,7 @@ from burnish.config.off_policy import max_kept_ids, off_policy_advice, off_polic
 from burnish.config.passes import passes_lines, total_rows
 from burnish.config.ptx import PtxConfig, ptx_rules
 from burnish.config.reference_sync import reference_sync_advice, reference_sync_rules
-from burnish.config.reward_advantages import each_reward_rules
+from burnish.config.reward_advantages import each_reward_rules, running_norm_advice
 from burnish.config.rewards import (
     RESERVED_NAMES,
     EpisodeReward,
@@ -355,13 +355,10 @@ class RLConfig(TrainingJob):
         own = self.reference is not None and self.reference.model is not None
         if self.algorithm.kl.init_kl_coef and not own and self.model.scratch is not None:
             yield random_reference_advice("algorithm.kl")
-        normed = [entry.name or entry.kind for entry in self.rewards if entry.running_norm]
-        if normed and self.eval is None and self.checkpoint.best_metric is None:
-            yield (
-                "checkpoint.best_metric defaults to reward/mean without eval, but running_norm "
-                f"normalizes {', '.join(normed)} by a mean that changes, so the best checkpoint "
-                f"would mean little; set checkpoint.best_metric=reward/{normed[0]} (the raw score)"
-            )
+        watched = dict(self.named_metrics)
+        if self.eval is None and self.checkpoint.best_metric is None:
+            watched["checkpoint.best_metric"] = "reward/mean"
+        yield from running_norm_advice(self.rewards, watched)
 
 
 def _field_rules(config: RLConfig) -> Iterator[str]:

@@ -382,8 +382,8 @@ ODD = {
     ),
     "a best checkpoint by a reward without a scale": (
         "rl",
-        ["rewards=[{kind: math, running_norm: mean_std}]"],
-        "recipe: checkpoint.best_metric defaults to reward/mean",
+        ["rewards=[{kind: math, running_norm: mean_std}]", "early_stopping.metric=reward/math"],
+        "recipe: checkpoint.best_metric=reward/mean is normalized by running statistics",
     ),
     "a threshold that no sum of scores reaches": (
         "rl",

@@ -45,7 +45,8 @@ class Node(BaseModel):
     def is_own(self, field: str) -> bool:
         """Return whether a field differs from its default. Unlike ``model_fields_set``, this
         survives a dump, which writes every field."""
-        return bool(vars(self)[field] != type(self).model_fields[field].default)
+        default = type(self).model_fields[field].get_default(call_default_factory=True)
+        return bool(vars(self)[field] != default)
 
     def rules(self) -> Iterator[str]:
         """Yield one sentence for each broken rule between fields of this node (what, why, what to

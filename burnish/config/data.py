@@ -408,6 +408,14 @@ class PreferenceDataConfig(DataConfig):
             "response_key": self.response_key if self.label_key is not None else None,
         }
         yield from missing_columns(self.files, wanted)
+        for key in ("response_key",) if self.label_key is None else ("chosen_key", "rejected_key"):
+            if self.is_own(key):
+                rows = "pairs" if self.label_key is None else "single responses with a label"
+                yield (
+                    f"{key}={vars(self)[key]!r} has no effect, because the rows are {rows} "
+                    f"(label_key={'null' if self.label_key is None else self.label_key}); remove "
+                    "it, or change label_key"
+                )
 
     def missing_pairs(self, name: str) -> Iterator[str]:
         """Yield an error for each file without the columns of pairs, for readers that accept only

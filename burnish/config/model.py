@@ -240,6 +240,8 @@ class ModelConfig(Node):
             )
         if self.gguf_file and not self.path:
             yield "gguf_file is a file inside path, but path is not set; set both"
+        if self.revision and not self.path:
+            yield "revision is a version of path on the hub, but path is not set; set both"
         for name, value in self.chat_template_kwargs.items():
             if not (value is None or isinstance(value, bool | int | float | str)) or (
                 isinstance(value, float) and not math.isfinite(value)

@@ -27,6 +27,12 @@ class TeacherConfig(Node):
     def rules(self) -> Iterator[str]:
         if self.model.lora is not None:
             yield "model.lora trains adapters, but a teacher is not trained; remove it"
+        for key in ("chat_template", "chat_template_kwargs", "eos_token"):
+            if self.model.is_own(key):
+                yield (
+                    f"model.{key} has no effect: the teacher reads the tokens of the student's "
+                    "rows; remove it, or set it in the section model"
+                )
 
 
 class ForwardKlLoss(Node):

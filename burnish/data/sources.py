@@ -140,8 +140,13 @@ def _choose_split(saved: Any, config: HubSource) -> Any:
                 f"{', '.join(splits)}{nearest(wanted, splits)}"
             )
         return saved[wanted]
-    if config.split is not None and saved.split is not None and str(saved.split) != config.split:
-        raise DataError(f"{config.path} is the split {str(saved.split)!r}, not {config.split!r}")
+    split = str(saved.split or _SPLIT)
+    if config.split not in (None, split):
+        raise DataError(
+            f"{config.path} is the split {split!r}, not {config.split!r}. Remove split to read all "
+            "of it; to read a part, save that part as a folder (Dataset.select), or set "
+            "data.held_out to evaluate on rows that are not trained"
+        )
     return saved
 
 

@@ -106,7 +106,10 @@ FORMATS: Mapping[str, ToolFormat] = {
     "llama3_json": ToolFormat(
         "llama3_json",
         '{"name": "NAME", "parameters": {"KEY": VALUE}}',
-        _calls(open_pattern=r'\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type)")', **_LAX_JSON),
+        _calls(
+            open_pattern=r'\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type|parameters)")',
+            **_LAX_JSON,
+        ),
     ),
     "mistral": ToolFormat(
         "mistral",

@@ -140,6 +140,11 @@ def talk(chat: Chat) -> None:
             _loop(chat)
         else:
             _answer(chat, sys.stdin.read().strip(), show_reasoning=False)
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise ServeError(
+            f"standard input is not UTF-8 text ({error.reason}); convert it: "
+            "iconv -f LATIN1 -t UTF-8 FILE | ..."
+        ) from error
     finally:
         chat.close()
 
@@ -173,6 +178,7 @@ def _answer(chat: Chat, text: str, *, show_reasoning: bool) -> None:
     """Print the response to one message."""
     if not text:
         raise ServeError("standard input is empty; write a question to it: echo QUESTION | ...")
+    text.encode()  # in the locale C, bytes that are not UTF-8 are lone surrogates
     was_reasoning = False
     parts = chat.ask(text)
     try:

@@ -407,6 +407,8 @@ def test_chat_answers_one_question_from_standard_input(folder: Path, url: str, c
     assert there.exit_code == 0 and there.stdout == expected + "\n"
     here = run("chat", folder, *options, "--device", "cpu", question="Why?\n")
     assert here.exit_code == 0 and here.stdout == expected + "\n"
+    binary = run("chat", folder, question=b"Why\xff?\n")
+    assert binary.exit_code == 2 and "UTF-8" in binary.stderr
     refused = run("chat", root, question="Why?\n")
     assert refused.exit_code == 2 and "name its token with --token-env" in refused.stderr
 

@@ -27,6 +27,13 @@ _RECIPES: dict[str, dict[str, Any]] = {
         "data": {"sources": ["pairs.jsonl"]},
         "train": {"train_batch_size": 8},
     },
+    "distill": {
+        "job": "distill",
+        "model": _MODEL,
+        "teacher": {"model": _MODEL},
+        "data": {"sources": ["demos.jsonl"]},
+        "train": {"train_batch_size": 8},
+    },
     "evaluate": {
         "job": "evaluate",
         "model": _MODEL,

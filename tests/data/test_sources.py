@@ -229,6 +229,12 @@ def test_the_only_split_of_a_folder_needs_no_key_also_in_a_resumed_run(tmp_path:
         assert open_source(each)[0].where == f"{folder}[test] row 0"
     with pytest.raises(DataError, match="is the split 'test', not 'train'"):
         open_source(HubSource(path=folder, split="train"))
+    unnamed = str(tmp_path / "unnamed")
+    datasets.Dataset.from_list(ROWS).save_to_disk(unnamed)
+    assert len(open_source(HubSource(path=unnamed, split="train"))) == len(ROWS)
+    for split in ("test", "train[:2]", "train[:1]+train[2:]"):
+        with pytest.raises(DataError, match="is the split 'train', not"):
+            open_source(HubSource(path=unnamed, split=split))
 
 
 def test_a_dataset_is_loaded_by_name_subset_and_split(monkeypatch: pytest.MonkeyPatch) -> None:

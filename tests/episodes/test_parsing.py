@@ -48,9 +48,12 @@ WELL_FORMED = {
 }
 
 
-@pytest.mark.parametrize("family", WELL_FORMED)
-def test_a_call_is_read(family: str) -> None:
-    found = parsed(family, WELL_FORMED[family])
+PARAMETERS_FIRST = '{"parameters": {"key": "a b", "limit": 2}, "name": "look_up"}<|eot_id|>'
+
+
+@pytest.mark.parametrize(("family", "text"), [*WELL_FORMED.items(), ("llama3", PARAMETERS_FIRST)])
+def test_a_call_is_read(family: str, text: str) -> None:
+    found = parsed(family, text)
     assert found.problem is None
     assert functions(found) == [LOOK_UP]
     assert found.message["content"] == ""

@@ -77,7 +77,6 @@ _SHARED = {
     "typical_p": Parameter(_SCALED, (1,)),
     "truncate_prompt_tokens": Parameter("prompts are not cut; send a shorter one"),
     "include_stop_str_in_output": Parameter("a reply ends before the stop text", (False,)),
-    "skip_special_tokens": Parameter("replies have none; use `return_token_ids`", (True,)),
     "use_beam_search": Parameter("responses are sampled", (False,)),
     "stop_token_ids": Parameter("use `stop`", ([],)),
     "prompt_logprobs": Parameter("log-probs are those of sampled tokens", (False,)),
@@ -122,6 +121,7 @@ _NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "length_penalty": (1,),
     "early_stopping": (False,),
+    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),
 }

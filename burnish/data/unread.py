@@ -22,7 +22,8 @@ MARKS = frozenset(
 """Names with which other tools weight rows or leave tokens out of the loss. 1 or true: trained."""
 EXCLUSIONS = frozenset({"masked", "exclude", "excluded"})
 """Names with which other tools leave rows or messages out of the loss. 1 or true: not trained."""
-_FLAGS = (MARKS | EXCLUSIONS).difference(TRAIN_FLAGS)
+_COLUMNS = MARKS | EXCLUSIONS
+_FLAGS = _COLUMNS.difference(TRAIN_FLAGS)
 _PER_ROLE = ("train", "loss", "loss_mask")
 """Flags of messages with which other tools also train messages of users."""
 
@@ -30,14 +31,13 @@ _PER_ROLE = ("train", "loss", "loss_mask")
 def note_marks(row: Row, config: DataConfig) -> None:
     """Record a notice if the row has a column in :data:`MARKS` or :data:`EXCLUSIONS` that would
     change its loss, and that nothing reads. Rewards read all columns of prompts."""
-    marks = row.columns.keys() & (MARKS | EXCLUSIONS)
-    if not marks or isinstance(config, PromptDataConfig):
+    if _COLUMNS.isdisjoint(row.columns) or isinstance(config, PromptDataConfig):
         return
     used = {value for name, value in config if name.endswith("_key")}
     for names in (value for name, value in config if name.endswith("_keys")):
         used |= set(names or ())
     used |= set(fields_of(config.prompt_template)) if config.prompt_template else set()
-    for key in sorted(marks - used):
+    for key in sorted(_COLUMNS.intersection(row.columns) - used):
         if _weighs(key, row.columns[key]):
             note(
                 "column_unread",

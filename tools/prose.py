@@ -1,9 +1,11 @@
-"""Count words in the docstrings of each package that the style guide replaces. A report, not a
-check.
+"""Count words that the style guide replaces in the docstrings of each package, and identifiers
+that do not name what they hold. A report, not a check.
 
 ``python tools/prose.py [ROOT]`` prints a Markdown table for the repository at ROOT (this one by
 default). Docstrings are those of modules, classes, functions and fields; code in backquotes is not
-counted. Figures are per 1,000 words, except for those of ``WORDS``, which are counts."""
+counted. Figures are per 1,000 words, except for those of ``WORDS``, which are counts. The last
+column is the share of bindings (assigned variables, parameters, loop variables) named with one of
+``FILLERS``."""
 
 from __future__ import annotations
 
@@ -24,6 +26,23 @@ WORDS = (
     "whole", "cut", "mended", "anew", "beside", "told", "goes on", "all the same", "in line with",
     "stands", "atomic",
 )  # fmt: skip
+FILLERS = frozenset(
+    (
+        "found",
+        "own",
+        "given",
+        "made",
+        "wanted",
+        "kept",
+        "one",
+        "here",
+        "what",
+        "how",
+        "told",
+        "said",
+    )
+)
+"""Names that say nothing about the value."""
 _CODE = re.compile(r"``?[^`]*``?")
 
 
@@ -36,6 +55,9 @@ class Figures(NamedTuple):
     """Per 1,000 words, for each name in ``PER_1000``."""
     counts: dict[str, int]
     """For each of ``WORDS``."""
+    bindings: int
+    fillers: int
+    """Bindings named with one of ``FILLERS``."""
 
 
 def docstrings(tree: ast.Module) -> Iterator[str]:
@@ -50,37 +72,50 @@ def docstrings(tree: ast.Module) -> Iterator[str]:
                 yield value.value
 
 
-def measure(package: str, texts: list[str]) -> Figures:
-    """Count over the docstrings of one package."""
+def bindings(tree: ast.AST) -> Iterator[str]:
+    """Yield the name of each assigned variable and parameter."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.arg) and node.arg not in ("self", "cls"):
+            yield node.arg
+
+
+def measure(package: str, trees: list[ast.Module]) -> Figures:
+    """Count over the modules of one package."""
+    texts = [text for tree in trees for text in docstrings(tree)]
+    names = [name for tree in trees for name in bindings(tree)]
     prose = " ".join(_CODE.sub("", text) for text in texts)
     words = len(re.findall(r"[A-Za-z][\w'-]*", prose))
     found = {name: len(pattern.findall(prose)) for name, pattern in PER_1000.items()}
     counts = {word: len(re.findall(rf"\b{word}\b", prose, flags=re.IGNORECASE)) for word in WORDS}
     rates = {name: 1000 * count / max(1, words) for name, count in found.items()}
-    return Figures(package, words, rates, counts)
+    fillers = sum(name.strip("_") in FILLERS for name in names)
+    return Figures(package, words, rates, counts, len(names), fillers)
 
 
 def report(root: Path) -> list[Figures]:
     """Return the figures of every package below ``root``/burnish, and of all together."""
-    texts: dict[str, list[str]] = {}
+    trees: dict[str, list[ast.Module]] = {}
     for file in sorted((root / "burnish").rglob("*.py")):
         parts = file.relative_to(root / "burnish").parts
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        texts.setdefault(parts[0] if len(parts) > 1 else "burnish", []).extend(docstrings(tree))
-    rows = [measure(name, found) for name, found in sorted(texts.items())]
-    return [*rows, measure("all", [text for found in texts.values() for text in found])]
+        package = parts[0] if len(parts) > 1 else "burnish"
+        trees.setdefault(package, []).append(ast.parse(file.read_text(encoding="utf-8")))
+    rows = [measure(name, package) for name, package in sorted(trees.items())]
+    return [*rows, measure("all", [tree for package in trees.values() for tree in package])]
 
 
 def table(rows: list[Figures]) -> str:
     """Return the figures as a Markdown table."""
     lines = [
-        "| package | words | " + " | ".join([*PER_1000, *WORDS]) + " |",
-        "| --- |" + " ---: |" * (1 + len(PER_1000) + len(WORDS)),
+        "| package | words | " + " | ".join([*PER_1000, *WORDS]) + " | fillers |",
+        "| --- |" + " ---: |" * (2 + len(PER_1000) + len(WORDS)),
     ]
     for row in rows:
         rates = [f"{row.rates[name]:.1f}" for name in PER_1000]
         counts = [str(row.counts[word]) for word in WORDS]
-        lines.append(f"| {row.package} | {row.words:,} | {' | '.join([*rates, *counts])} |")
+        share = f"{100 * row.fillers / max(1, row.bindings):.1f}%"
+        lines.append(f"| {row.package} | {row.words:,} | {' | '.join([*rates, *counts, share])} |")
     return "\n".join(lines)
 
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from imports import find_cycle, own_modules, private_names
+from prose import FILLERS, bindings
 
 KEYS = (
     "tensor_parallel_size",
@@ -25,6 +27,8 @@ KEYS = (
     "init_kl_coef",
 )
 """Keys that different layers read."""
+KINDS = ("VllmServers", "Muon")
+"""Config classes of two kinds: a rollout engine and an optimizer."""
 
 
 def config_classes(modules: Mapping[str, ast.Module]) -> set[str]:
@@ -79,6 +83,75 @@ def _identifiers(tree: ast.Module) -> Iterator[str]:
                 yield name
 
 
+def private_functions_used_once(modules: Mapping[str, ast.Module]) -> int:
+    """Count private functions of burnish that their module names once beside the definition."""
+    count = 0
+    for name, tree in modules.items():
+        if name.startswith("burnish"):
+            uses = Counter(_identifiers(tree))
+            count += sum(uses[function.name] == 1 for function in _functions(tree, private=True))
+    return count
+
+
+def code_lines_per_function(root: Path) -> float:
+    """Return the mean number of lines of functions of burnish, without docstrings, comments and
+    blank lines."""
+    count = num_functions = 0
+    for path in sorted((root / "burnish").rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        code = [
+            bool(line.strip()) and not line.strip().startswith("#") for line in text.split("\n")
+        ]
+        for function in _functions(ast.parse(text)):
+            first = function.body[0]
+            lines = sum(code[function.lineno - 1 : function.end_lineno])
+            if ast.get_docstring(function) is not None:
+                lines -= sum(code[first.lineno - 1 : first.end_lineno])
+            count, num_functions = count + lines, num_functions + 1
+    return count / max(1, num_functions)
+
+
+def _functions(tree: ast.Module, *, private: bool = False) -> Iterator[ast.FunctionDef]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        if not private or (node.name.startswith("_") and not node.name.endswith("__")):
+            yield node
+
+
+def lines_per_config_field(root: Path, modules: Mapping[str, ast.Module]) -> float:
+    """Return the lines of burnish.config per annotated field of its classes."""
+    fields = sum(
+        isinstance(statement, ast.AnnAssign)
+        for name, tree in modules.items()
+        if name.startswith("burnish.config")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for statement in node.body
+    )
+    lines = sum(count for package, _, count in sizes(root) if package == "config")
+    return lines / max(1, fields)
+
+
+def hidden_getattrs(modules: Mapping[str, ast.Module]) -> int:
+    """Count ``vars(x)[name]`` in burnish."""
+    return sum(
+        isinstance(node, ast.Subscript)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Name)
+        and node.value.func.id == "vars"
+        for name, tree in modules.items()
+        if name.startswith("burnish")
+        for node in ast.walk(tree)
+    )
+
+
+def filler_bindings(modules: Mapping[str, ast.Module]) -> float:
+    """Return the share of bindings in burnish with a name that does not name their value."""
+    names = [n for m, t in modules.items() if m.startswith("burnish") for n in bindings(t)]
+    return sum(name.strip("_") in FILLERS for name in names) / max(1, len(names))
+
+
 def sizes(root: Path) -> list[tuple[str, int, int]]:
     """Return (package, files, lines) of each package of burnish, and of its top level."""
     found: dict[str, tuple[int, int]] = {}
@@ -99,12 +172,20 @@ def report(root: Path) -> str:
         ("lines of burnish", sum(lines for _, _, lines in packages)),
         ("`config: Any`", any_configs(modules)),
         ("`isinstance` on config classes", isinstance_checks(modules, config_classes(modules))),
+        ("`vars(x)[name]`", hidden_getattrs(modules)),
+        ("private functions used once", private_functions_used_once(modules)),
+        *((f"modules that name `{kind}`", len(passed_by(kind, modules))) for kind in KINDS),
         ("modules in an import cycle", max(0, len(find_cycle(modules)) - 1)),
         ("imports of private names", sum(len(list(private_names(t))) for t in modules.values())),
         *((f"modules that name `{key}`", len(passed_by(key, modules))) for key in KEYS),
     ]
     lines = ["| measure | value |", "| --- | --- |"]
     lines += [f"| {name} | {value:,} |" for name, value in rows]
+    lines += [
+        f"| code lines per function | {code_lines_per_function(root):.1f} |",
+        f"| lines of burnish.config per field | {lines_per_config_field(root, modules):.1f} |",
+        f"| filler identifiers | {100 * filler_bindings(modules):.1f}% |",
+    ]
     lines += ["", "| package | files | lines |", "| --- | --- | --- |"]
     lines += [f"| {package} | {files} | {count:,} |" for package, files, count in packages]
     return "\n".join(lines)

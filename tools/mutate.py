@@ -234,7 +234,7 @@ def install(module: ModuleType, source: str) -> None:
     from it. Functions keep their identity and get new code, and dicts get new entries. Other values
     are replaced under the same name wherever they occur."""
     new: dict[str, Any] = {"__name__": module.__name__, "__package__": module.__package__}
-    exec(compile(source, str(module.__file__), "exec"), new)
+    exec(compile(source, str(module.__file__), "exec", dont_inherit=True), new)
     old = vars(module)
     twins = {id(new[name]): value for name, value in old.items() if name in new}
     for name, value in new.items():

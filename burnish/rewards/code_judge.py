@@ -32,6 +32,7 @@ Reading order: main, Judge, Solution, Reference; Starter; serve (in the solution
 
 from __future__ import annotations
 
+import __future__
 import ast
 import builtins
 import contextlib
@@ -248,6 +249,7 @@ class SourceTests:
             self.body = ast.parse(source).body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise BadTests("the tests are not Python source: " + describe(error)) from None
+        self.futures = future_flags(self.body)
         functions = [n for n in self.body if isinstance(n, FUNCTIONS_OF_TESTS)]
         self.defined = {node.name for node in functions}
         called = {name for node in self.body for name in called_names(node)} & self.defined
@@ -313,10 +315,11 @@ class SourceTests:
         self.refresh()
         try:
             if isinstance(node, ast.Expr) and is_claim(node.value, self.defined):
-                code = compile(ast.Expression(node.value), "tests.py", "eval")
+                code = compile(ast.Expression(node.value), "tests.py", "eval", self.futures, True)
                 refuse_false(eval(code, self.own), is_or(node.value))
             else:
-                exec(compile(ast.Module([node], []), "tests.py", "exec"), self.own)
+                module = ast.Module([node], [])
+                exec(compile(module, "tests.py", "exec", self.futures, True), self.own)
         except ImportError as error:
             blame(error)
         except SystemExit as error:
@@ -414,6 +417,17 @@ def called_names(node: ast.AST) -> set[str]:
     """Return the names of the functions that a statement calls."""
     calls = [part for part in parts_run_by(node) if isinstance(part, ast.Call)]
     return {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+
+
+def future_flags(body: Sequence[ast.stmt]) -> int:
+    """Return the flags for ``compile`` of the features that tests import from ``__future__``."""
+    flags = 0
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__":
+            for alias in node.names:
+                feature = vars(__future__).get(alias.name)
+                flags |= feature.compiler_flag if feature is not None else 0
+    return flags
 
 
 def names_in(body: Sequence[ast.stmt]) -> set[str]:
@@ -1104,7 +1118,7 @@ def run_program(code: str) -> NoReturn:
     sys.argv = ["program.py"]
     status = 0
     try:
-        exec(compile(code, "program.py", "exec"), namespace("__main__"))
+        exec(compile(code, "program.py", "exec", dont_inherit=True), namespace("__main__"))
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
@@ -1214,7 +1228,7 @@ def serve(code: str, connection: socket.socket, test_s: float) -> NoReturn:
     module = service.module = namespace("solution")
 
     def start(message: Any) -> dict[str, Any]:
-        exec(compile(code, "solution.py", "exec"), module)
+        exec(compile(code, "solution.py", "exec", dont_inherit=True), module)
         found = [(n, v) for n, v in module.items() if not n.startswith("__")]
         pairs = [[n, service.plain(v)] for n, v in found if not isinstance(v, types.ModuleType)]
         service.sent = dict(pairs)

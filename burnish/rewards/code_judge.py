@@ -31,15 +31,18 @@ Reading order: main, Judge, Solution, Reference; Starter; serve (in the solution
 """
 
 from __future__ import annotations
-
 import __future__
+
 import ast
 import builtins
 import contextlib
+import copy
 import ctypes
+import importlib
 import io
 import json
 import keyword
+import math
 import operator
 import os
 import select
@@ -47,13 +50,17 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import types
 from collections import Counter, OrderedDict, deque, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    import inspect
 
 WALL = 3
 MAX_WHY_CHARS = 120
@@ -64,6 +71,13 @@ COPIED: dict[str, Any] = {
     kind.__name__: kind for kind in (range, date, datetime, time, timedelta, Counter, OrderedDict)
 }
 """Classes of the standard library whose objects (not those of subclasses) are copied."""
+
+
+AS_JSON = frozenset((bool, str, float))
+PLAIN = frozenset((int, list, tuple, dict, set, frozenset, bytes, complex))
+"""Classes whose objects are plain data."""
+KNOWN: dict[str, Any] = {**COPIED, "Decimal": Decimal, "Fraction": Fraction, "deque": deque}
+"""Classes of the standard library that the code and the tests share."""
 
 
 class OutOfTime(BaseException):
@@ -119,7 +133,8 @@ class Judge:
         self.solution: Solution | None = None
         self.broken: str | None = None
         self.tested = 0
-        self.is_timed = self.is_late = self.is_stop_named = False
+        self.is_timed = self.is_late = False
+        self.trust = Trust()
         self.on_start: Callable[[Solution], None] = lambda solution: None
         signal.signal(signal.SIGALRM, self._alarm)
 
@@ -211,7 +226,7 @@ class Judge:
         function = self.names().get(name)
         if function is None and "Solution" in self.names():
             made = self.names()["Solution"]()
-            if isinstance(made, Reference):
+            if is_remote(made):
                 function = getattr(made, name)  # house: ok a test's name
         if not callable(function):
             raise AssertionError("there is no function " + name)
@@ -225,8 +240,8 @@ class Judge:
         if self.solution is None or self.solution.ended:
             self.drop_solution()
             try:
-                self.solution = Solution(self.starter, self.task)
-                self.solution.is_stop_named = self.is_stop_named
+                self.trust.classes.clear()
+                self.solution = Solution(self.starter, self.task, self.trust)
                 self.on_start(self.solution)
             except BaseException as error:
                 self.broken = describe(error)
@@ -276,7 +291,10 @@ class SourceTests:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         }
         self.used = names_in(self.body)
-        self.judge.is_stop_named = "StopIteration" in self.used
+        trust = judge.trust
+        trust.is_stop_named, trust.namespace = "StopIteration" in self.used, self.own
+        trust.used = self.used | {name or ""} | imported_names(self.body)
+        trust.modules = imported_modules(self.body)
         self.judge.on_start = self.watch
         if "unittest" in source:
             import unittest
@@ -323,7 +341,8 @@ class SourceTests:
         except ImportError as error:
             blame(error)
         except SystemExit as error:
-            if isinstance(error, RemoteError) or error.code or not is_last:
+            is_of_code = any(error is other for other in ERRORS_OF_CODE)
+            if is_of_code or error.code or not is_last:
                 raise AssertionError("the tests or the code called exit") from None
 
     def refresh(self) -> None:
@@ -348,7 +367,7 @@ class SourceTests:
         solution.watched = [
             name
             for name in usable_names(dict.fromkeys(self.used - bound_names(self.body)))
-            if not isinstance(known.get(name), Reference)
+            if not is_remote(known.get(name))
             and known.get(name) is not MODULE
             and (name in known or name not in vars(builtins))
             and name not in self.modules
@@ -374,7 +393,7 @@ class SourceTests:
     def candidate(self) -> Any:
         """Return the function to test."""
         names = self.judge.names()
-        functions = [n for n, value in names.items() if isinstance(value, Reference)]
+        functions = [n for n, v in names.items() if is_remote(v) and not is_error_class(v)]
         name = self.name or next(reversed(functions), None)
         if name not in names:
             raise AssertionError("there is no function " + str(name))
@@ -411,6 +430,30 @@ def parts_run_by(node: ast.AST) -> Iterator[ast.AST]:
         yield part
         if not isinstance(part, (*FUNCTIONS_OF_TESTS, ast.ClassDef, ast.Lambda)):
             left += ast.iter_child_nodes(part)
+
+
+def imported_names(body: Sequence[ast.stmt]) -> set[str]:
+    """Return the names that statements import from the code, or read as its attributes."""
+    nodes = [node for part in body for node in ast.walk(part)]
+    names = {n.name for node in nodes if isinstance(node, ast.ImportFrom) for n in node.names}
+    return names | {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "solution"
+    }
+
+
+def imported_modules(body: Sequence[ast.stmt]) -> set[str]:
+    """Return the modules of the standard library that statements import anywhere."""
+    names = set()
+    for node in (node for part in body for node in ast.walk(part)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names & sys.stdlib_module_names
 
 
 def called_names(node: ast.AST) -> set[str]:
@@ -522,7 +565,8 @@ def refuse_false(value: Any, must_be_true: bool = False) -> None:
 def blame(error: ImportError) -> NoReturn:
     """Raise the error of an import again: the code's if it lacks a name or raised it, else
     BadTests, because the tests need a module that is not installed."""
-    if isinstance(error, RemoteError) or (error.name or "").partition(".")[0] == "solution":
+    is_of_code = any(error is other for other in ERRORS_OF_CODE)
+    if is_of_code or (error.name or "").partition(".")[0] == "solution":
         raise error
     raise BadTests("the tests cannot import: " + str(error)) from None
 
@@ -574,6 +618,11 @@ class Codec:
         self.classes: dict[tuple[str, tuple[str, ...]], type[tuple[Any, ...]]] = {}
         """Classes of named tuples by name and fields. (Their objects compare as tuples.)"""
 
+    def is_reference(self, value: Any) -> bool:
+        """Return whether an object is encoded by reference although its class derives from one of
+        plain data."""
+        raise NotImplementedError
+
     def refer(self, value: Any) -> dict[str, Any]:
         """Encode an object that is not plain data."""
         raise NotImplementedError
@@ -584,8 +633,15 @@ class Codec:
 
     def encode(self, value: Any) -> Any:
         """Return JSON of a value."""
-        if value is None or value is True or value is False:
+        kind = type(value)
+        if value is None or kind in AS_JSON:
             return value
+        if kind not in PLAIN and self.is_reference(value):
+            return self.refer(value)
+        return self.encode_plain(value)
+
+    def encode_plain(self, value: Any) -> Any:
+        """Return JSON of a value, also of an object of a subclass of plain data as plain data."""
         if isinstance(value, str):
             return str.__str__(value)
         if isinstance(value, int):
@@ -610,6 +666,8 @@ class Codec:
         if isinstance(value, dict):
             pairs = [[self.encode(k), self.encode(v)] for k, v in dict.items(value)]
             return {"dict": pairs}
+        if type(value) is types.MappingProxyType:
+            return self.encode_plain(dict(value))
         if type(value) is Decimal:
             return {"Decimal": str(value)}
         if type(value) is Fraction:
@@ -721,16 +779,22 @@ class Lines:
 class Solution(Codec):
     """The judge's side of a process that serves the code."""
 
-    def __init__(self, starter: Starter, task: Mapping[str, Any]) -> None:
+    def __init__(self, starter: Starter, task: Mapping[str, Any], trust: Trust) -> None:
         super().__init__()
-        self.starter = starter
-        self.ended = self.is_stop_named = False
+        self.starter, self.trust = starter, trust
+        self.ended = False
         self.watched: list[str] = []
         """Plain globals of the code that the tests use and do not bind: they may change with each
         call."""
         self.on_change: Callable[[str, Any], None] = lambda name, value: None
-        self.callbacks: dict[int, Callable[..., Any]] = {}
-        self.errors: dict[int, type[BaseException]] = {}
+        self.references: dict[int, Any] = {}
+        """Objects and classes of the code by number."""
+        self.created: set[int] = set()
+        """Numbers of the objects that the tests created from classes of the code."""
+        self.derived: set[int] = set()
+        """Numbers of the results of operators with a value of the tests."""
+        self.lent = Lent(self)
+        self.names: dict[str, Any] = {}
         mine, other = socket.socketpair()
         with other:
             self.pid = starter.server(task["code"], other, task["test_s"])
@@ -744,14 +808,17 @@ class Solution(Codec):
 
     def apply(self, function: str, *arguments: Any, **named: Any) -> Any:
         """Apply a function of FUNCTIONS in the solution, and update arguments that it changed."""
-        self.send(
-            {
-                "apply": function,
-                "arguments": [self.encode(value) for value in arguments],
-                "named": {name: self.encode(value) for name, value in named.items()},
-                "watched": self.watched,
-            }
-        )
+        message = {
+            "apply": function,
+            "arguments": [self.encode(value) for value in arguments],
+            "named": {name: self.encode(value) for name, value in named.items()},
+            "watched": self.watched,
+        }
+        if patched := [name for name in ("print", "open") if is_patched(name)]:
+            message["patched"] = patched
+        if classes := self.trust.new_classes():
+            message["classes"] = {name: self.refer(kind) for name, kind in classes.items()}
+        self.send(message)
         return self.exchange(arguments, function)
 
     def send(self, tree: Any) -> None:
@@ -761,26 +828,49 @@ class Solution(Codec):
         self.lines.send(tree)
 
     def exchange(self, arguments: Sequence[Any] = (), function: str | None = None) -> Any:
-        """Answer calls of functions of the tests until the reply comes, and return its value. A
-        reply that is not valid ends the process."""
-        while True:
-            try:
+        """Answer requests of the code until the reply comes, and return its value. A reply that is
+        not valid ends the process."""
+        try:
+            reply = self.lines.receive()
+            while "ask" in reply:
+                self.accept(reply)
+                self.send(self.lent.answer(reply))
                 reply = self.lines.receive()
-                if "call" in reply:
-                    self.send(self.called(reply))
-                    continue
-                for name, content in reply.get("names", ()):
-                    self.renew(name, self.decode(content))
-                if "error" in reply:
-                    raise self.error_of(reply["error"], function)
+            self.accept(reply)
+            for name, content in reply.get("names", ()):
+                self.renew(name, self.decode(content))
+            error = self.error_of(reply["error"], function) if "error" in reply else None
+            if error is None:
                 for index, content in reply.get("changed", ()):
                     update(arguments[index], self.decode(content))
+                if "argument" in reply:
+                    return arguments[reply["argument"]]
                 return self.decode(reply["value"])
-            except RemoteError:
-                raise
-            except Exception:
-                self.ended = True  # (a reply that is not valid: forged)
-                raise Ended("the code ended its process") from None
+        except Exception:
+            self.ended = True  # (a reply that is not valid: forged)
+            raise Ended("the code ended its process") from None
+        raise error
+
+    def accept(self, reply: Mapping[str, Any]) -> None:
+        """Define the classes of a message, and print what the code printed."""
+        for definition in reply.get("classes", ()):
+            number = int(definition["number"])
+            if number not in self.references:
+                kind = self.known_class(definition) or make_class(self, definition)
+                self.references[number] = kind
+        for name, text in reply.get("printed", {}).items():
+            if name in ("stdout", "stderr") and vars(sys)[name] is not vars(sys)[f"__{name}__"]:
+                vars(sys)[name].write(str(text))
+
+    def known_class(self, definition: Mapping[str, Any]) -> type | None:
+        """Return the class of errors of the standard library that a definition describes, if the
+        tests import its module, or None."""
+        module, name = str(definition["module"]), str(definition["name"])
+        if definition["is_error"] is not True or not self.trust.is_imported(module):
+            return None
+        kind = vars(sys.modules[module]).get(name)
+        is_usual = is_error_class(kind) and kind.__eq__ is object.__eq__
+        return kind if is_usual and kind.__module__ == module else None
 
     def renew(self, name: str, value: Any) -> None:
         """Give a watched name of the code its new value, a container in place."""
@@ -793,59 +883,99 @@ class Solution(Codec):
         self.names[name] = value
         self.on_change(name, value)
 
-    def called(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Call a function of the tests for the solution, and return the message with its result."""
-        try:
-            arguments = [self.decode(item) for item in message["arguments"]]
-            return {"value": self.encode(self.callbacks[message["call"]](*arguments))}
-        except OutOfTime:
-            raise
-        except BaseException as error:  # becomes data, which the code raises
-            return {"error": describe(error)}
-
-    def error_of(self, error: Mapping[str, Any], function: str | None) -> BaseException:
-        """Return the exception to raise for an error in the solution: of the same class if it is
-        built in, else of a class that stands for it.
+    def error_of(self, tree: Any, function: str | None) -> BaseException:
+        """Return the exception to raise for an error in the solution.
 
         Only ``next``, and tests that name it, get a StopIteration: it would end a loop of the
         tests before its last check."""
-        raised = self.error_class(error)(str(error["text"]))
-        if isinstance(raised, ENDS_LOOPS) and function != "next" and not self.is_stop_named:
-            return StoppedError("the code raised " + type(raised).__name__)
-        return raised
+        error = self.decode(tree)
+        if not isinstance(error, BaseException):
+            raise TypeError("an error that is none")
+        ends_loop = isinstance(error, ENDS_LOOPS) and not self.trust.is_stop_named
+        if ends_loop and function not in ("next", "run"):
+            error = RuntimeError("the code raised " + type(error).__name__)
+        if isinstance(error, (ImportError, SystemExit)):
+            ERRORS_OF_CODE.append(error)
+        return error
 
-    def error_class(self, error: Mapping[str, Any]) -> type[BaseException]:
-        """Return the class that stands for an exception class of the solution. One that is not
-        based on Exception, such as SystemExit, is no Exception in the tests either."""
-        number = int(error["class"])
-        if number not in self.errors:
-            found = [vars(builtins).get(str(name)) for name in error["names"]]
-            bases = [c for c in found if isinstance(c, type) and issubclass(c, BaseException)]
-            bases = [c for c in bases if c.__name__ not in SEVERAL_ARGUMENTS]
-            base = next(iter(bases), BaseException)
-            self.errors[number] = type(str(error["names"][0]), (RemoteError, base), {})
-        return self.errors[number]
+    def make_error(self, parts: Mapping[str, Any]) -> BaseException:
+        """Return an error with the class, the arguments and the plain attributes that it has in
+        the solution."""
+        kind = self.decode(parts["class"])
+        if not is_error_class(kind):
+            raise TypeError("a class of errors that is none")
+        arguments = tuple(self.decode(item) for item in parts["args"])
+        fields = {str(name): self.decode(item) for name, item in parts["fields"].items()}
+        error: BaseException = new_error(kind, arguments, fields)
+        if type(kind) is RemoteClass:
+            vars(error)[NUMBER] = int(parts["number"])
+        error.__cause__ = self.decode(parts["cause"])
+        error.__context__ = self.decode(parts["context"])
+        error.__suppress_context__ = parts["suppress"] is True
+        return error
+
+    def is_created(self, value: Any) -> bool:
+        """Return whether the tests created an object by calling a class of the code by its name,
+        which all names of the tests for it confirm to be a class."""
+        names = [n for n, kind in self.names.items() if kind is type(value) and self.trust.uses(n)]
+        are_classes = bool(names) and all(name[0].isupper() and "_" not in name for name in names)
+        return are_classes and number_of(value) in self.created
 
     def refer(self, value: Any) -> dict[str, Any]:
-        """Encode an object of the tests."""
-        if isinstance(value, Reference):
-            if vars(value)["_solution"] is not self:
+        """Encode an object of the tests, or one of the solution."""
+        if is_remote(value):
+            if solution_of(value) is not self:
                 raise Ended("the object's process has ended")
-            return {"object": vars(value)["_number"]}
-        if isinstance(value, type) and value.__module__ == "builtins":
-            return {"builtin": value.__name__}
-        if callable(value) and not isinstance(value, type):
-            self.callbacks[id(value)] = value
-            return {"call": id(value)}
-        raise TypeError("a test passes a " + type(value).__name__ + ", which cannot be sent")
+            return {"object": number_of(value)}
+        return self.lent.refer(value)
+
+    def is_reference(self, value: Any) -> bool:
+        """Return whether an object is one of the solution."""
+        return is_remote(value)
 
     def resolve(self, kind: str, content: Any) -> Any:
         """Decode an object of the solution."""
-        if kind == "error_class":
-            return self.error_class(content)
         if kind == "module":
             return MODULE
-        return Reference(self, int(content))
+        if kind == "error":
+            return self.make_error(content)
+        if kind == "lent":
+            return self.lent.objects[content]
+        if kind == "builtin":
+            found = vars(builtins)[str(content)]
+            if not isinstance(found, type):
+                raise TypeError("no class")
+            return found
+        if kind == "known":
+            return KNOWN[content]
+        if kind == "class":
+            return self.references[int(content)]
+        number, kind_number, data = content
+        if number not in self.references:
+            made = self.references[int(kind_number)]
+            self.references[int(number)] = self.new_reference(made, int(number), data)
+        elif data_of(self.references[number]) in MUTABLE_DATA:
+            found = self.references[number]
+            fill(found, data_of(found), self.decode(data))
+        return self.references[number]
+
+    def new_reference(self, kind: Any, number: int, data: Any) -> Any:
+        """Return a new object that stands for one of the solution."""
+        if type(kind) is not RemoteClass or is_error_class(kind):
+            raise TypeError("no class of objects")
+        base = type.__getattribute__(kind, REMOTE)[2]
+        if base is None:
+            reference = object.__new__(kind)
+        else:
+            content = self.decode(data)
+            if type(content) is not base:
+                raise TypeError("other data")
+            is_filled_later = base in MUTABLE_DATA
+            reference = base.__new__(kind) if is_filled_later else base.__new__(kind, content)
+            if is_filled_later:
+                fill(reference, base, content)
+        object.__setattr__(reference, NUMBER, number)
+        return reference
 
     def close(self) -> int:
         """End the process and return its status."""
@@ -854,23 +984,196 @@ class Solution(Codec):
         return self.starter.end(self.pid)
 
 
+class Trust:
+    """Facts of the tests on which it depends how objects pass between them and the code."""
+
+    def __init__(self) -> None:
+        self.is_stop_named = False
+        self.used: set[str] = set()
+        """Names of the tests that may be names of the code."""
+        self.modules: set[str] = set()
+        """Names of the modules of the standard library that the tests import anywhere."""
+        self.namespace: dict[str, Any] = {}
+        self.classes: dict[str, type] = {}
+        """Classes of the tests that the solution knows."""
+
+    def uses(self, name: str) -> bool:
+        """Return whether the tests use a name."""
+        return name in self.used
+
+    def is_imported(self, module: str) -> bool:
+        """Return whether the tests import a module of the standard library, and import it. (Not
+        unittest: it gives its own errors a meaning, such as a skipped test.)"""
+        root = module.partition(".")[0]
+        if root == "unittest" or root not in self.modules:
+            return False
+        __import__(root)
+        return module in sys.modules
+
+    def is_of_tests(self, kind: type) -> bool:
+        """Return whether a class is defined by the tests, with no base that tests something."""
+        modules = {base.__module__.partition(".")[0] for base in kind.__mro__}
+        is_own = (
+            kind.__module__ == "__main__"
+            and vars(sys.modules["__main__"]).get(kind.__name__) is not kind
+        )
+        return is_own and "unittest" not in modules
+
+    def new_classes(self) -> dict[str, type]:
+        """Return the classes that the tests defined since the last call, by name."""
+        found = {
+            name: kind
+            for name, kind in self.namespace.items()
+            if isinstance(kind, type) and name not in self.classes and self.is_of_tests(kind)
+        }
+        self.classes |= found
+        return found
+
+
+class Lent:
+    """Objects of the tests that the code uses: functions, objects of classes of the tests,
+    iterators, files in memory and mocks. The code calls them and reads and sets public attributes
+    by number; it cannot replace a method or reach anything private."""
+
+    def __init__(self, solution: Solution) -> None:
+        self.solution = solution
+        self.objects: dict[int, Any] = {}
+
+    def refer(self, value: Any) -> dict[str, Any]:
+        """Encode an object of the tests."""
+        kind = type(value)
+        if isinstance(value, BaseException):
+            return {"raised": self.error(value)}
+        if isinstance(value, type) and not self.solution.trust.is_of_tests(value):
+            module, name = value.__module__, value.__qualname__
+            if module == "builtins":
+                return {"builtin": name}
+            if module in sys.stdlib_module_names:
+                return {"import": [module, name]}
+        elif not callable(value) and not self.is_usable(value):
+            raise TypeError("a test passes a " + kind.__name__ + ", which cannot be sent")
+        self.objects[id(value)] = value
+        if isinstance(value, types.FunctionType | types.MethodType | types.BuiltinFunctionType):
+            doc = value.__doc__ if type(value.__doc__) is str else None
+            return {"call": [id(value), value.__name__, doc]}
+        special = [n for n in SPECIAL if any(n in vars(c) for c in kind.__mro__[:-1])]
+        return {"lent": [id(value), kind.__name__, special]}
+
+    def is_usable(self, value: Any) -> bool:
+        """Return whether the code may use an object that is no function."""
+        kind = type(value)
+        is_iterator = any("__next__" in vars(base) for base in kind.__mro__)
+        return (
+            is_iterator or is_file(value) or is_mock(value) or self.solution.trust.is_of_tests(kind)
+        )
+
+    def error(self, error: BaseException) -> dict[str, Any]:
+        """Encode an error of the tests."""
+        names = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
+        arguments = () if isinstance(error, AssertionError) else error.args
+        self.objects[id(error)] = error
+        try:
+            args = [self.solution.encode(item) for item in arguments]
+        except Exception:  # (an argument that cannot be sent)
+            args = [str(error)]
+        return {"number": id(error), "name": type(error).__name__, "names": names, "args": args}
+
+    def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Do what the code asks for, and return the message with the result."""
+        try:
+            decode = self.solution.decode
+            arguments = [decode(item) for item in message["arguments"]]
+            named = {str(name): decode(item) for name, item in message["named"].items()}
+            value = self.ask(str(message["ask"]), message["of"], arguments, named)
+            return {"value": self.solution.encode(value)}
+        except OutOfTime:
+            raise
+        except BaseException as error:  # becomes data, which the code raises
+            return {"error": self.solution.encode(error)}
+
+    def ask(self, request: str, of: Any, arguments: list[Any], named: dict[str, Any]) -> Any:
+        """Call a function, or get or set an attribute."""
+        if request == "patched" and (of == "input" or is_patched(of)):
+            return vars(builtins)[of](*arguments, **named)
+        if request == "stdin" and of in ("readline", "read"):
+            return str(getattr(sys.stdin, of)(*arguments))  # house: ok a file of the tests
+        value = self.objects[of]
+        if request == "call":
+            return value(*arguments, **named)
+        if request == "special":
+            return self.special(value, *arguments)
+        if request == "isinstance" and isinstance(value, type):
+            return isinstance(arguments[0], value)
+        name = arguments[0]
+        if type(name) is not str or name.startswith("_") or not self.is_usable(value):
+            raise AttributeError(f"{type(value).__name__!r} object has no attribute {name!r}")
+        if request == "get":
+            return self.attribute(value, name)
+        if is_mock(value) or is_file(value) or callable(vars_of_class(value).get(name)):
+            raise AttributeError(f"{type(value).__name__!r} object attribute {name!r} is read-only")
+        return setattr(value, name, arguments[1])
+
+    def special(self, value: Any, name: str, *arguments: Any) -> Any:
+        """Call a special method."""
+        if name not in SPECIAL or not any(name in vars(base) for base in type(value).__mro__):
+            raise TypeError(f"{type(value).__name__!r} object has no {name}")
+        return FUNCTIONS[SPECIAL[name]](value, *arguments)
+
+    def attribute(self, value: Any, name: str) -> Any:
+        """Return a public attribute. Checks of a mock are none, nor are parts of a generator."""
+        is_closed = name.startswith("assert") or name.endswith("_mock") or name.startswith("mock_")
+        if (is_mock(value) and is_closed) or isinstance(value, types.GeneratorType):
+            raise AttributeError(name)
+        return getattr(value, name)  # house: ok an attribute of the tests
+
+
+def vars_of_class(value: Any) -> dict[str, Any]:
+    """Return all attributes of the class of an object and of its bases."""
+    return {k: v for base in reversed(type(value).__mro__) for k, v in vars(base).items()}
+
+
+def is_mock(value: Any) -> bool:
+    """Return whether an object is a mock of unittest."""
+    mock = sys.modules.get("unittest.mock")
+    return mock is not None and isinstance(value, mock.NonCallableMock)
+
+
+def is_file(value: Any) -> bool:
+    """Return whether an object is a file in memory."""
+    return type(value) in (io.StringIO, io.BytesIO)
+
+
+def new_error(kind: Any, arguments: tuple[Any, ...], fields: Mapping[str, Any]) -> BaseException:
+    """Return an error with attributes, without calling the functions of its class."""
+    base = next(c for c in kind.__mro__ if c.__module__ == "builtins" and is_error_class(c))
+    slots = slots_of(base)
+    group = vars(builtins).get("BaseExceptionGroup")
+    is_group = group is not None and issubclass(base, group)
+    error: BaseException = base.__new__(kind, *arguments) if is_group else base.__new__(kind)
+    error.args = arguments
+    for name, value in fields.items():
+        if name in slots:
+            with contextlib.suppress(AttributeError):  # (a part that cannot be set)
+                slots[name].__set__(error, value)
+        elif name.isidentifier() and not name.startswith("__") and name not in METHODS_OF_ERRORS:
+            vars(error)[name] = value
+    return error
+
+
+METHODS_OF_ERRORS = ("args", "with_traceback", "add_note")
+ERRORS_OF_CODE: list[BaseException] = []
+"""Errors of imports and exits that the code raised."""
+PATCHABLE: dict[str, Any] = {name: vars(builtins)[name] for name in ("input", "print", "open")}
+"""Functions of Python that the code calls as the tests replaced them."""
+
+
+def is_patched(name: str) -> bool:
+    """Return whether the tests replaced one of PATCHABLE."""
+    return name in PATCHABLE and vars(builtins)[name] is not PATCHABLE[name]
+
+
 MODULE = object()
 """Stands for a module among the names of the solution."""
-
-SEVERAL_ARGUMENTS = (
-    *("UnicodeDecodeError", "UnicodeEncodeError", "UnicodeTranslateError", "ExceptionGroup"),
-)
-"""Exceptions that cannot be created from a text."""
-
-
-class RemoteError(BaseException):
-    """Base of errors that were raised in the solution."""
-
-
-class StoppedError(RemoteError, RuntimeError):
-    """The solution raised an error that would end a loop of the tests."""
-
-
 ENDS_LOOPS = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 
@@ -901,78 +1204,496 @@ def update(container: Any, value: Any) -> None:
 
 
 class Reference:
-    """An object in the solution, as the tests see it.
+    """Base of the classes of objects in the solution, as the tests see them.
 
-    Operators work between references only, and a reference equals no value: otherwise an object
-    whose methods always return true would pass every test."""
-
-    def __init__(self, solution: Solution, number: int) -> None:
-        vars(self).update(_solution=solution, _number=number)
+    Each class has the special methods that the solution's class defines (``special_method``). A
+    reference equals no plain value: otherwise an object whose methods always return true would
+    pass every test."""
 
     def __getattr__(self, name: str) -> Any:
-        return vars(self)["_solution"].apply("getattr", self, name)
+        if name == "__signature__":
+            return signature_of(self)
+        return solution_of(self).apply("getattr", self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        vars(self)["_solution"].apply("setattr", self, name, value)
+        solution_of(self).apply("setattr", self, name, value)
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return vars(self)["_solution"].apply("call", self, *arguments, **named)
+    def __delattr__(self, name: str) -> None:
+        solution_of(self).apply("delattr", self, name)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Reference):
-            return False
-        same = vars(self)["_solution"] is vars(other)["_solution"]
-        return same and vars(self)["_solution"].apply("eq", self, other) is True
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        return solution_of(self).apply("getattr", self, "__dict__")
 
-    def __ne__(self, other: object) -> bool:
-        if not isinstance(other, Reference):
-            return True
-        return vars(self)["_solution"].apply("ne", self, other) is True
+    def __copy__(self) -> Any:
+        return solution_of(self).apply("copy", self)
 
-    def __hash__(self) -> int:
-        return vars(self)["_solution"].apply("hash", self)
+    def __deepcopy__(self, memo: Any) -> Any:
+        return solution_of(self).apply("deepcopy", self)
 
-    def __iter__(self) -> Iterator[Any]:
-        found = vars(self)["_solution"].apply("iter", self)
-        return found if isinstance(found, Reference) else iter(found)
-
-    def __next__(self) -> Any:
-        return vars(self)["_solution"].apply("next", self)
-
-    def __enter__(self) -> Any:
-        return self.__getattr__("__enter__")()
-
-    def __exit__(self, *error: object) -> bool:
-        return self.__getattr__("__exit__")(None, None, None) is True
+    def __dir__(self) -> Any:
+        return solution_of(self).apply("dir", self)
 
 
-def add_operators() -> None:
-    """Define the operators of Reference that one function of FUNCTIONS implements."""
-    for name in ("len", "str", "repr", "bool", "int", "float", "index", "getitem", "setitem"):
-        add_operator(name, False)
-    add_operator("delitem", False)
-    for name in BINARY:
-        add_operator(name, True)
+class RemoteError:
+    """Base of the classes of errors of the solution, as the tests see them."""
+
+    def __getattr__(self, name: str) -> Any:
+        if NUMBER not in vars(self) or name.startswith("__"):
+            raise AttributeError(name)
+        return solution_of(self).apply("getattr", self, name)
 
 
-def add_operator(name: str, only_references: bool) -> None:
-    """Define one operator. ``only_references``: refuse other operands."""
+class RemoteClass(type):
+    """A class of the solution, as the tests see it: with the name and the bases that it has
+    there."""
 
-    def method(self: Reference, *others: Any) -> Any:
-        if only_references and not all(isinstance(other, Reference) for other in others):
+    def __new__(cls, *definition: Any) -> NoReturn:
+        raise TypeError("a class of the tests cannot derive from a class of the code")
+
+    def __getattr__(cls, name: str) -> Any:
+        if name == "__signature__":
+            return signature_of(cls)
+        return solution_of(cls).apply("getattr", cls, name)
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        solution_of(cls).apply("setattr", cls, name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        solution_of(cls).apply("delattr", cls, name)
+
+    def __call__(cls, *arguments: Any, **named: Any) -> Any:
+        created = solution_of(cls).apply("call", cls, *arguments, **named)
+        if type(created) is cls:
+            solution_of(cls).created.add(number_of(created))
+        return created
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return type.__instancecheck__(cls, value) or (
+            is_remote(value) and solution_of(cls).apply("isinstance", value, cls) is True
+        )
+
+    def __subclasscheck__(cls, kind: Any) -> bool:
+        return type.__subclasscheck__(cls, kind) or (
+            type(kind) is RemoteClass and solution_of(cls).apply("issubclass", kind, cls) is True
+        )
+
+    def __iter__(cls) -> Any:
+        return iter(solution_of(cls).apply("iter", cls))
+
+    def __reversed__(cls) -> Any:
+        return solution_of(cls).apply("reversed", cls)
+
+    def __len__(cls) -> Any:
+        return solution_of(cls).apply("len", cls)
+
+    def __contains__(cls, value: Any) -> Any:
+        return solution_of(cls).apply("contains", cls, value)
+
+    def __getitem__(cls, key: Any) -> Any:
+        return solution_of(cls).apply("getitem", cls, key)
+
+    def __bool__(cls) -> bool:
+        return True
+
+    def __dir__(cls) -> Any:
+        return solution_of(cls).apply("dir", cls)
+
+
+NUMBER = "(number)"
+REMOTE = "(remote)"
+"""Names of attributes with the facts of a reference, and of its class. (No name of the code.)"""
+
+
+def is_remote(value: Any) -> bool:
+    """Return whether a value of the tests is an object or a class of the solution."""
+    return type(type(value)) is RemoteClass or type(value) is RemoteClass
+
+
+def solution_of(value: Any) -> Solution:
+    """Return the process of an object or a class of the solution."""
+    kind = value if type(value) is RemoteClass else type(value)
+    return type.__getattribute__(kind, REMOTE)[0]
+
+
+def number_of(value: Any) -> int:
+    """Return the number of an object or a class in its process."""
+    if type(value) is RemoteClass:
+        return type.__getattribute__(value, REMOTE)[1]
+    return object.__getattribute__(value, NUMBER)
+
+
+def data_of(value: Any) -> type | None:
+    """Return the class of plain data from which the class of an object of the solution derives."""
+    is_object = type(type(value)) is RemoteClass
+    return type.__getattribute__(type(value), REMOTE)[2] if is_object else None
+
+
+def signature_of(value: Any) -> inspect.Signature:
+    """Return the signature of a function or a class of the solution."""
+    import inspect
+
+    rows, result = solution_of(value).apply("signature", value)
+    empty = inspect.Parameter.empty
+    parameters = [
+        inspect.Parameter(
+            str(name),
+            inspect._ParameterKind[kind],
+            default=default[0] if default else empty,
+            annotation=annotation[0] if annotation else empty,
+        )
+        for name, kind, default, annotation in rows
+    ]
+    return inspect.Signature(parameters, return_annotation=result[0] if result else empty)
+
+
+def make_class(solution: Solution, definition: Mapping[str, Any]) -> RemoteClass:
+    """Return the class that stands for one of the solution. Raises an error if its definition is
+    not valid."""
+    base = DATA.get(definition["data"])
+    parents = [solution.decode(tree) for tree in definition["bases"]]
+    parents = [p for p in dict.fromkeys(parents) if type(p) is RemoteClass or is_error_class(p)]
+    is_error = any(is_error_class(parent) for parent in parents)
+    if not any(type(parent) is RemoteClass for parent in parents):
+        parents.insert(0, RemoteError if is_error else Reference)
+    names = sorted({str(name) for name in definition["special"]} & SPECIAL.keys())
+    methods: dict[str, Any] = {"__module__": "solution", "__doc__": definition["doc"]}
+    methods |= {name: special_method(name, base) for name in names}
+    if base in MUTABLE_DATA:
+        methods = {**methods_of_container(base, names), **methods}
+    if definition["kind"] in KINDS:
+        kind = KINDS[definition["kind"]]
+        methods["__class__"] = property(lambda self: kind)
+        methods["__doc__"] = property(lambda self: self.__getattr__("__doc__"))
+        methods |= METHODS_OF_COROUTINES if kind is types.CoroutineType else {}
+    methods[REMOTE] = (solution, int(definition["number"]), base)
+    name = str(definition["name"])
+    if base is not None and not any(issubclass(parent, base) for parent in parents):
+        parents.append(base)
+    try:
+        return type.__new__(RemoteClass, name, tuple(parents), methods)
+    except TypeError:  # (bases whose order or layout is that of the original only)
+        root = (Reference,) if base is None else (Reference, base)
+        errors = tuple(parent for parent in parents if is_error_class(parent))[:1]
+        return type.__new__(RemoteClass, name, (RemoteError, *errors) if errors else root, methods)
+
+
+def is_error_class(kind: Any) -> bool:
+    """Return whether a value is a class of errors."""
+    return isinstance(kind, type) and BaseException in kind.__mro__
+
+
+# Special methods of references
+
+
+def special_method(name: str, base: type | None) -> Callable[..., Any]:
+    """Return a special method of a reference. ``base``: the class of plain data from which its
+    class derives, or None."""
+    if name in COMPARISONS:
+        return comparison(name, base)
+    if name in OPERATORS:
+        return binary_operator(name, base)
+    if name == "__contains__":
+        return contains(base)
+    if name == "__hash__" and base is not None:
+        return base.__hash__
+    if name == "__exit__":
+        return leave
+    function = SPECIAL[name]
+
+    def method(self: Any, *arguments: Any, **named: Any) -> Any:
+        solution = solution_of(self)
+        if name in TO_NUMBER and number_of(self) in solution.derived:
+            raise TypeError("the code's result of an operator with a value of the tests")
+        return solution.apply(function, self, *arguments, **named)
+
+    return updating(method) if base in MUTABLE_DATA else method
+
+
+def leave(self: Any, *error: Any) -> None:
+    """Leave a ``with`` block. The code cannot suppress its errors: a failed assert is one."""
+    solution_of(self).apply("exit", self, *[e for e in error[1:2] if e is not None])
+
+
+def comparison(name: str, base: type | None) -> Callable[..., Any]:
+    """Return a comparison: of objects of the code by the code, of others by their plain data."""
+
+    def method(self: Any, other: Any) -> Any:
+        if is_remote(other) and solution_of(self) is solution_of(other):
+            found = solution_of(self).apply(SPECIAL[name], self, other)
+            return found is True if name in ("__eq__", "__ne__") else found
+        if base is None:
             return NotImplemented
-        return vars(self)["_solution"].apply(name, self, *others)
+        refresh(self)
+        return vars(base)[name](self, other)
 
-    setattr(Reference, "__" + name.rstrip("_") + "__", method)
+    return method
 
 
-BINARY = ("lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "and_", "or_")
-FUNCTIONS = {
-    **{name: vars(operator)[name] for name in (*BINARY, "eq", "ne", "index")},
+def binary_operator(name: str, base: type | None) -> Callable[..., Any]:
+    """Return an operator. The code gets a value of the tests only as the operand of an object that
+    the tests themselves create from its class, and then the result is no plain value: in
+    ``abs(f(1) - 3) < 1e-6`` it would be told the expected value, and could return 0."""
+    function = SPECIAL[name]
+
+    def method(self: Any, other: Any, *more: Any) -> Any:
+        solution = solution_of(self)
+        if is_remote(other) and solution is solution_of(other):
+            return solution.apply(function, self, other, *more)
+        if solution.is_created(self):
+            found = solution.apply(function, self, other, *more)
+            if found is self:
+                return found
+            if not is_remote(found) or data_of(found) is not None:
+                raise TypeError("an operator of the code has a plain result for a plain operand")
+            solution.derived.add(number_of(found))
+            return found
+        if base is None:
+            return NotImplemented
+        refresh(self)
+        return getattr(base, name)(self, other, *more)  # house: ok a class of Python
+
+    return method
+
+
+def contains(base: type | None) -> Callable[..., Any]:
+    """Return ``__contains__``. The code is asked for its own objects, and for those that the tests
+    create from its class; else an object that contains everything would pass every test."""
+
+    def method(self: Any, value: Any) -> bool:
+        solution = solution_of(self)
+        is_asked = is_remote(value) and solution is solution_of(value)
+        if is_asked or solution.is_created(self):
+            return solution.apply("contains", self, value) is True
+        if base is not None:
+            refresh(self)
+            return vars(base)["__contains__"](self, value)
+        return any(item is value or item == value for item in self)
+
+    return method
+
+
+def methods_of_container(base: type, overridden: Sequence[str]) -> dict[str, Any]:
+    """Return the methods of a list, dict or set of the code: those that may change it are called
+    there, the others use its present content."""
+    methods: dict[str, Any] = {}
+    for name in dir(base):
+        if name in ("__init__", "__new__", "__class__") or not callable(vars(base).get(name)):
+            continue
+        if not name.startswith("__"):
+            methods[name] = method_of_content(name)
+        elif name in IN_PLACE:
+            methods[name] = in_place(name)
+        elif name in CHANGES:
+            methods[name] = special_method(name, base)
+        elif name in SPECIAL and vars(base)[name] is not None:
+            methods[name] = reading(vars(base)[name])
+    return methods
+
+
+def in_place(name: str) -> Callable[..., Any]:
+    """Return an operator that changes its container."""
+
+    def method(self: Any, other: Any) -> Any:
+        solution_of(self).apply(SPECIAL[name], self, other)
+        refresh(self)
+        return self
+
+    return method
+
+
+def reading(function: Any) -> Callable[..., Any]:
+    """Return a method that first gets the content of its container from the code."""
+
+    def method(self: Any, *arguments: Any) -> Any:
+        refresh(self)
+        return function(self, *arguments)
+
+    return method
+
+
+def updating(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that then gets the content of its container from the code."""
+
+    def method(self: Any, *arguments: Any, **named: Any) -> Any:
+        found = function(self, *arguments, **named)
+        refresh(self)
+        return found
+
+    return method
+
+
+def method_of_content(name: str) -> Callable[..., Any]:
+    """Return a method that is called in the code's process."""
+
+    def method(self: Any, *arguments: Any, **named: Any) -> Any:
+        return solution_of(self).apply("method", self, name, *arguments, **named)
+
+    return updating(method)
+
+
+def refresh(container: Any) -> None:
+    """Get the content of a list, dict or set of the code."""
+    base = data_of(container)
+    if base in MUTABLE_DATA:
+        fill(container, base, solution_of(container).apply("content", container))
+
+
+def fill(container: Any, base: type | None, content: Any) -> None:
+    """Replace the content of a container. Raises TypeError for content of another class."""
+    if type(content) is not base:
+        raise TypeError("another type")
+    if base is list:
+        list.__setitem__(container, slice(None), content)
+    elif base is dict:
+        dict.clear(container)
+        dict.update(container, content)
+    elif base is set:
+        set.clear(container)
+        set.update(container, content)
+
+
+def run_coroutine(self: Any, value: Any = None) -> NoReturn:
+    """Run a coroutine of the code to its end."""
+    raise StopIteration(solution_of(self).apply("run", self))
+
+
+def await_coroutine(self: Any) -> Iterator[Any]:
+    """Yield nothing and return the result of a coroutine of the code."""
+    yield from ()
+    return solution_of(self).apply("run", self)
+
+
+METHODS_OF_COROUTINES = {
+    "send": run_coroutine,
+    "throw": lambda self, error, *rest: raise_error(error),
+    "close": lambda self: None,
+    "__await__": await_coroutine,
+}
+
+
+def raise_error(error: BaseException) -> NoReturn:
+    """Raise an error."""
+    raise error
+
+
+DATA: dict[Any, type] = {
+    kind.__name__: kind
+    for kind in (str, int, float, complex, bytes, list, tuple, set, frozenset, dict)
+}
+"""Classes of plain data from which classes of the code may derive."""
+MUTABLE_DATA = (list, dict, set)
+KINDS: dict[Any, type] = {
+    "function": types.FunctionType,
+    "method": types.MethodType,
+    "builtin_function_or_method": types.BuiltinFunctionType,
+    "generator": types.GeneratorType,
+    "coroutine": types.CoroutineType,
+    "async_generator": types.AsyncGeneratorType,
+}
+"""Classes of Python that references name as their class, for isinstance."""
+COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+ARITHMETIC = (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
+    *("lshift", "rshift", "and", "xor", "or"),
+)
+OPERATORS = tuple(
+    f"__{kind}{name}__"
+    for kind in ("", "r", "i")
+    for name in ARITHMETIC
+    if (kind, name) != ("i", "divmod")
+)
+TO_NUMBER = (
+    *("__abs__", "__int__", "__float__", "__complex__", "__index__", "__round__", "__trunc__"),
+    *("__floor__", "__ceil__"),
+)
+CHANGES = ("__setitem__", "__delitem__", "__getitem__")  # (the last one for ``__missing__``)
+IN_PLACE = tuple(f"__i{name}__" for name in ARITHMETIC)
+SPECIAL = {
+    f"__{name}__": name
+    for name in (
+        *("eq", "ne", "lt", "le", "gt", "ge", "len", "str", "repr", "format", "bool", "hash"),
+        *("int", "float", "complex", "index", "abs", "neg", "pos", "invert", "round", "trunc"),
+        *("floor", "ceil", "bytes", "iter", "next", "reversed", "contains", "getitem", "setitem"),
+        *("delitem", "call", "enter", "exit", "fspath"),
+    )
+} | {name: name.strip("_") for name in OPERATORS}
+"""All special methods that a reference may have, and the functions of FUNCTIONS for them."""
+
+
+def operators() -> dict[str, Callable[..., Any]]:
+    """Return the functions of the operators in OPERATORS."""
+    found: dict[str, Callable[..., Any]] = {"divmod": divmod, "pow": pow, "ipow": operator.ipow}
+    for name in ARITHMETIC:
+        if name not in found:
+            found[name] = vars(operator)[name + "_" * (name in ("and", "or"))]
+        if name not in ("divmod", "pow"):
+            found["i" + name] = vars(operator)["i" + name]
+        found["r" + name] = swapped(found[name])
+    return found
+
+
+def swapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of two operands in the other order."""
+    return lambda right, left, *more: function(left, right, *more)
+
+
+def described_signature(value: Any) -> Any:
+    """Return the parameters and the result of a signature, as ``signature_of`` reads them."""
+    import inspect
+
+    signature = inspect.signature(value)
+    empty = inspect.Parameter.empty
+    rows = [
+        (p.name, p.kind.name, [d for d in [p.default] if d is not empty],
+         [a for a in [p.annotation] if a is not empty])
+        for p in signature.parameters.values()
+    ]  # fmt: skip
+    return rows, [a for a in [signature.return_annotation] if a is not empty]
+
+
+def run(coroutine: Any) -> Any:
+    """Run a coroutine to its end."""
+    import asyncio
+
+    return asyncio.run(coroutine)
+
+
+def parts_of_error(error: BaseException | None = None) -> tuple[Any, ...]:
+    """Return the arguments of ``__exit__``."""
+    return (None, None, None) if error is None else (type(error), error, error.__traceback__)
+
+
+def content_of(value: Any) -> Any:
+    """Return the content of an object whose class derives from a list, dict or set."""
+    base = data_base(type(value))
+    return base(base.items(value)) if base is dict else base(base.__iter__(value))  # type: ignore
+
+
+def data_base(kind: type) -> type | None:
+    """Return the class of plain data from which a class derives, or None."""
+    return next((c for c in kind.__mro__ if DATA.get(c.__name__) is c), None)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **operators(),
+    **{name: vars(operator)[name] for name in ("eq", "ne", "lt", "le", "gt", "ge", "index")},
+    **{name: vars(operator)[name] for name in ("neg", "pos", "invert", "contains")},
     **{name: vars(operator)[name] for name in ("getitem", "setitem", "delitem")},
-    **{name: vars(builtins)[name] for name in ("len", "str", "repr", "bool", "int", "float")},
-    **{name: vars(builtins)[name] for name in ("hash", "iter", "next", "getattr", "setattr")},
+    **{name: vars(builtins)[name] for name in ("len", "str", "repr", "format", "bool", "hash")},
+    **{name: vars(builtins)[name] for name in ("int", "float", "complex", "abs", "round", "bytes")},
+    **{name: vars(builtins)[name] for name in ("iter", "next", "reversed", "dir", "getattr")},
+    **{name: vars(builtins)[name] for name in ("setattr", "delattr", "isinstance", "issubclass")},
+    **{name: vars(math)[name] for name in ("floor", "ceil", "trunc")},
+    **{name: vars(copy)[name] for name in ("copy", "deepcopy")},
+    "fspath": os.fspath,
     "call": lambda function, *arguments, **named: function(*arguments, **named),
+    "method": lambda value, name, *rest, **named: getattr(value, name)(*rest, **named),  # house: ok
+    "enter": lambda value: type(value).__enter__(value),
+    "exit": lambda value, *error: type(value).__exit__(value, *parts_of_error(*error)),
+    "signature": described_signature,
+    "content": content_of,
+    "run": run,
 }
 
 
@@ -1095,8 +1816,8 @@ def become(request: bytes, fds: Sequence[int]) -> None:
     (test_s,) = struct.unpack("d", request[1:])
     copies = [os.dup(fd) for fd in fds]
     high = [fd + 100 for fd in range(len(copies))]
-    for copy, fd in zip(copies, high, strict=True):
-        os.dup2(copy, fd)
+    for source, fd in zip(copies, high, strict=True):
+        os.dup2(source, fd)
     os.closerange(3, 100)
     set_dumpable(1)
     with os.fdopen(high[1], "rb") as file:
@@ -1143,9 +1864,47 @@ class Service(Codec):
         super().__init__()
         self.lines = Lines(connection)
         self.objects: list[Any] = []
+        self.numbers: dict[int, int] = {}
+        """Numbers of objects by id."""
+        self.definitions: list[dict[str, Any]] = []
+        """Definitions of classes for the next message."""
+        self.defined: set[int] = set()
+        self.borrowed: dict[int, Any] = {}
+        """Objects of the tests by their number."""
+        self.borrowed_ids: dict[int, int] = {}
+        """Numbers of functions and errors of the tests by the id of what stands for them."""
+        self.kinds: dict[Any, type] = {}
+        """Classes that stand for those of the tests."""
         self.module: dict[str, Any] = {}
         self.sent: dict[str, Any] = {}
         """JSON of the module's names, as the tests know them."""
+        self.streams = {"stdout": Printed(), "stderr": Printed()}
+        self.lock = threading.RLock()
+
+    def redirect(self) -> None:
+        """Let the tests read what the code prints, and the code what the tests give it to read."""
+        vars(sys).update(self.streams, stdin=GivenInput(self))
+        vars(builtins)["input"] = self.forwarding("input")
+
+    def forwarding(self, name: str) -> Callable[..., Any]:
+        """Return a function that calls one of PATCHABLE as the tests replaced it."""
+
+        def function(*arguments: Any, **named: Any) -> Any:
+            if name == "print" and named.get("file") not in (None, sys.stdout):
+                return PATCHABLE[name](*arguments, **named)
+            named.pop("file", None)
+            return self.ask("patched", name, *arguments, **named)
+
+        return function
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message, with the new classes in it and what was printed."""
+        if self.definitions:
+            message["classes"], self.definitions = self.definitions, []
+        printed = {name: stream.take() for name, stream in self.streams.items() if stream.parts}
+        if printed:
+            message["printed"] = printed
+        self.lines.send(message)
 
     def plain(self, value: Any) -> Any:
         """Encode a value, by reference if it contains itself."""
@@ -1161,12 +1920,96 @@ class Service(Codec):
         self.sent |= dict(changed)
         return changed
 
+    def is_reference(self, value: Any) -> bool:
+        """Return whether an object is not sent as plain data although its class derives from it:
+        its class is the code's, so it may have methods."""
+        kind = type(value)
+        return kind.__module__ == "solution" and data_base(kind) is not None
+
+    def number(self, value: Any) -> int:
+        """Return the number of an object, which lives from now on."""
+        number = self.numbers.get(id(value))
+        if number is None:
+            number = self.numbers[id(value)] = len(self.objects)
+            self.objects.append(value)
+        return number
+
     def refer(self, value: Any) -> dict[str, Any]:
         """Encode an object by reference."""
-        self.objects.append(value)
-        if isinstance(value, type) and issubclass(value, BaseException):
-            return {"error_class": self.class_of(value)}
-        return {"object": len(self.objects) - 1}
+        if isinstance(value, type):
+            return self.refer_class(value)
+        if isinstance(value, BaseException):
+            return self.refer_error(value, MAX_CAUSES)
+        kind = type(value)
+        if issubclass(kind, Borrowed):
+            return {"lent": object.__getattribute__(value, NUMBER)}
+        if id(value) in self.borrowed_ids:
+            return {"lent": self.borrowed_ids[id(value)]}
+        data = None
+        if self.is_reference(value):
+            data = self.encode_plain(content_of(value) if isinstance(value, tuple) else value)
+        return {"object": [self.number(value), self.define(kind), data]}
+
+    def refer_class(self, kind: type) -> dict[str, Any]:
+        """Encode a class."""
+        name = kind.__name__
+        if vars(builtins).get(name) is kind:
+            return {"builtin": name}
+        return {"known": name} if KNOWN.get(name) is kind else {"class": self.define(kind)}
+
+    def define(self, kind: type) -> int:
+        """Return the number of a class, which the next message defines if it is new."""
+        number = self.number(kind)
+        if number in self.defined:
+            return number
+        self.defined.add(number)
+        base = data_base(kind) if DATA.get(kind.__name__) is not kind else None
+        doc = vars(kind).get("__doc__")
+        self.definitions.append(
+            {
+                "number": number,
+                "name": kind.__name__,
+                "module": kind.__module__,
+                "bases": [self.refer_class(c) for c in kind.__bases__ if c is not object],
+                "special": special_names(kind),
+                "doc": doc if type(doc) is str else None,
+                "kind": kind.__name__ if kind.__module__ == "builtins" else None,
+                "data": base.__name__ if base is not None else None,
+                "is_error": issubclass(kind, BaseException),
+            }
+        )
+        return number
+
+    def refer_error(self, error: BaseException | None, num_causes: int) -> Any:
+        """Encode an error with its arguments, its plain attributes and up to ``num_causes``
+        causes."""
+        if error is None or num_causes == 0:
+            return None
+        if id(error) in self.borrowed_ids:
+            return {"lent": self.borrowed_ids[id(error)]}
+        kind = type(error)
+        fields = {}
+        for name in [*slots_of(kind), *vars(error)]:
+            with contextlib.suppress(Exception):  # (an attribute that is not set or not plain)
+                fields[name] = self.encode(getattr(error, name))  # house: ok the code's attribute
+        return {
+            "error": {
+                "class": self.refer_class(kind),
+                "number": self.number(error),
+                "args": [self.encode_argument(item) for item in error.args],
+                "fields": fields,
+                "cause": self.refer_error(error.__cause__, num_causes - 1),
+                "context": self.refer_error(error.__context__, num_causes - 1),
+                "suppress": error.__suppress_context__,
+            }
+        }
+
+    def encode_argument(self, value: Any) -> Any:
+        """Encode an argument of an error, by reference if nothing else is possible."""
+        try:
+            return self.plain(value)
+        except Exception:
+            return self.refer(value)
 
     def resolve(self, kind: str, content: Any) -> Any:
         """Decode a reference of the tests."""
@@ -1174,32 +2017,73 @@ class Service(Codec):
             return self.objects[content]
         if kind == "builtin":
             return vars(builtins)[content]
-        return lambda *arguments: self.call_back(content, arguments)
+        if kind == "import":
+            module, name = content
+            return operator.attrgetter(name)(importlib.import_module(module))
+        if kind == "raised":
+            return self.borrow_error(content)
+        if kind == "call":
+            number, name, doc = content
+            if number not in self.borrowed:
+                function = borrowed_function(self, number, name, doc)
+                self.borrowed[number], self.borrowed_ids[id(function)] = function, number
+            return self.borrowed[number]
+        number, name, special = content
+        if number not in self.borrowed:
+            key = (name, *special)
+            if key not in self.kinds:
+                self.kinds[key] = borrowed_class(self, name, special)
+            made = object.__new__(self.kinds[key])
+            object.__setattr__(made, NUMBER, number)
+            self.borrowed[number] = made
+        return self.borrowed[number]
 
-    def call_back(self, number: int, arguments: Sequence[Any]) -> Any:
-        """Call a function of the tests."""
-        self.lines.send({"call": number, "arguments": [self.encode(v) for v in arguments]})
-        reply = self.lines.receive()
+    def borrow_error(self, parts: Mapping[str, Any]) -> BaseException:
+        """Return an error of the tests."""
+        base = vars(builtins)[parts["names"][0]]
+        key = (parts["name"], base)
+        if base.__name__ != parts["name"] and key not in self.kinds:
+            self.kinds[key] = type(parts["name"], (base,), {})
+        arguments = [self.decode(item) for item in parts["args"]]
+        error: BaseException = self.kinds.get(key, base)(*arguments)
+        self.objects.append(error)
+        self.borrowed_ids[id(error)] = parts["number"]
+        return error
+
+    def ask(self, request: str, of: Any, *arguments: Any, **named: Any) -> Any:
+        """Let the tests do something, and do what they ask for in the meantime."""
+        with self.lock:
+            message = {"ask": request, "of": of, "arguments": [self.encode(v) for v in arguments]}
+            message["named"] = {name: self.encode(value) for name, value in named.items()}
+            self.send(message)
+            while "apply" in (reply := self.lines.receive()):
+                self.send(self.reply(reply))
         if "error" in reply:
-            raise RuntimeError(reply["error"])
+            raise self.decode(reply["error"])
         return self.decode(reply["value"])
-
-    def class_of(self, error: type[BaseException]) -> dict[str, Any]:
-        """Return the description of an exception class."""
-        names = [c.__name__ for c in error.__mro__]
-        return {"class": id(error), "names": names}
 
     def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return the reply to a message."""
+        for name, tree in message.get("classes", {}).items():
+            self.module.setdefault(name, self.decode(tree))
         arguments = [self.decode(item) for item in message["arguments"]]
         before = [mutable_json(item) for item in message["arguments"]]
         named = {name: self.decode(item) for name, item in message["named"].items()}
-        value = self.encode(FUNCTIONS[message["apply"]](*arguments, **named))
+        patched = message.get("patched", ())
+        vars(builtins).update({name: self.forwarding(name) for name in patched})
+        try:
+            value = FUNCTIONS[message["apply"]](*arguments, **named)
+        finally:
+            if patched:
+                vars(builtins).update({name: PATCHABLE[name] for name in ("open", "print")})
         changed = []
         for index, old in enumerate(before):
             if old is not None and (new := self.encode(arguments[index])) != old:
                 changed.append([index, new])
-        return {"value": value, "changed": changed}
+        same = [i for i, old in enumerate(before) if old is not None and arguments[i] is value]
+        if same:
+            return {"argument": same[0], "changed": changed}
+        return {"value": self.encode(value), "changed": changed}
 
     def reply(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return the reply to a message, also of a call that raised, with the changed names."""
@@ -1211,7 +2095,131 @@ class Service(Codec):
 
     def failed(self, error: BaseException) -> dict[str, Any]:
         """Return the reply of a call that raised."""
-        return {"error": {**self.class_of(type(error)), "text": describe(error)}}
+        return {"error": self.refer_error(error, MAX_CAUSES)}
+
+
+MAX_CAUSES = 4
+"""Errors of a chain of causes that the tests see."""
+
+
+def special_names(kind: type) -> list[str]:
+    """Return the special methods of a class, without those of Python's data and of object."""
+    bases = [c for c in kind.__mro__ if c is kind or DATA.get(c.__name__) is not c]
+    found: dict[str, Any] = {}
+    for base in bases:
+        if base is not object and base is not BaseException:
+            found = {**vars(base), **found}
+    is_error = issubclass(kind, BaseException)
+    is_python = [n for n in SPECIAL if found.get(n) is not None]
+    return [n for n in is_python if not is_error or isinstance(found[n], types.FunctionType)]
+
+
+def slots_of(kind: type) -> dict[str, Any]:
+    """Return the attributes of errors that Python's own classes of errors define."""
+    return {
+        name: slot
+        for base in kind.__mro__
+        if base.__module__ == "builtins" and base is not object
+        for name, slot in vars(base).items()
+        if isinstance(slot, (types.MemberDescriptorType, types.GetSetDescriptorType))
+        and not name.startswith("_")
+        and name != "args"
+    }
+
+
+class Borrowed:
+    """Base of the classes of objects of the tests, as the code sees them."""
+
+
+def borrowed_function(service: Service, number: int, name: str, doc: str | None) -> Any:
+    """Return a function that calls one of the tests."""
+
+    def function(*arguments: Any, **named: Any) -> Any:
+        return service.ask("call", number, *arguments, **named)
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__, function.__module__ = doc, "__main__"
+    return function
+
+
+def borrowed_class(service: Service, name: str, special: Sequence[str]) -> type:
+    """Return a class of objects of the tests."""
+
+    def number(self: Any) -> int:
+        return object.__getattribute__(self, NUMBER)
+
+    def special_of(special_name: str) -> Callable[..., Any]:
+        if special_name == "__call__":
+            return lambda self, *a, **named: service.ask("call", number(self), *a, **named)
+        if special_name == "__exit__":
+            return lambda self, kind, error, frames: service.ask(
+                "special", number(self), special_name, *[e for e in [error] if e is not None]
+            )
+        return lambda self, *a: service.ask("special", number(self), special_name, *a)
+
+    methods: dict[str, Any] = {n: special_of(n) for n in special}
+    methods |= {
+        "__getattr__": lambda self, n: service.ask("get", number(self), n),
+        "__setattr__": lambda self, n, value: service.ask("set", number(self), n, value),
+        "__instancecheck__": lambda self, value: service.ask("isinstance", number(self), value),
+    }
+    if "__hash__" not in methods:
+        methods["__hash__"] = object.__hash__
+    return type(name, (Borrowed,), methods)
+
+
+class Printed(io.TextIOBase):
+    """Standard output of the code, which the tests can read."""
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.room = MAX_PRINTED_CHARS
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        """Keep a text, as far as there is room."""
+        if not isinstance(text, str):
+            raise TypeError("write() argument must be str, not " + type(text).__name__)
+        if self.room > 0:
+            self.parts.append(text[: self.room])
+            self.room -= len(text)
+        return len(text)
+
+    def take(self) -> str:
+        """Return the texts since the last call."""
+        text, self.parts, self.room = "".join(self.parts), [], MAX_PRINTED_CHARS
+        return text
+
+    @property
+    def buffer(self) -> Any:
+        """Bytes of the stream."""
+        return types.SimpleNamespace(
+            write=lambda data: self.write(bytes(data).decode("utf-8", "replace")),
+            flush=lambda: None,
+        )
+
+
+MAX_PRINTED_CHARS = 1 << 20
+
+
+class GivenInput(io.TextIOBase):
+    """Standard input of the code: that of the tests."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, *size: Any) -> Any:
+        """Return the rest of the input."""
+        return self.service.ask("stdin", "read", *size)
+
+    def readline(self, *size: Any) -> Any:  # type: ignore[override]
+        """Return the next line."""
+        return self.service.ask("stdin", "readline", *size)
 
 
 def mutable_json(tree: Any) -> Any:
@@ -1228,6 +2236,7 @@ def serve(code: str, connection: socket.socket, test_s: float) -> NoReturn:
     module = service.module = namespace("solution")
 
     def start(message: Any) -> dict[str, Any]:
+        service.redirect()
         exec(compile(code, "solution.py", "exec", dont_inherit=True), module)
         found = [(n, v) for n, v in module.items() if not n.startswith("__")]
         pairs = [[n, service.plain(v)] for n, v in found if not isinstance(v, types.ModuleType)]
@@ -1243,11 +2252,9 @@ def serve(code: str, connection: socket.socket, test_s: float) -> NoReturn:
         except BaseException as error:
             reply = service.failed(error)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        service.lines.send(reply)
+        service.send(reply)
         message, handle = service.lines.receive(), service.reply
 
-
-add_operators()
 
 if __name__ == "__main__":
     main()

@@ -295,6 +295,10 @@ class SourceTests:
         trust.is_stop_named, trust.namespace = "StopIteration" in self.used, self.own
         trust.used = self.used | {name or ""} | imported_names(self.body)
         trust.modules = imported_modules(self.body)
+        classes = [n for part in self.body for n in ast.walk(part) if isinstance(n, ast.ClassDef)]
+        trust.closed = {node.name for node in classes if is_class_of_checks(node)}
+        code = judge.task["code"]
+        trust.open = {n.name for n in classes if n.name in code and has_methods_only(n)}
         self.judge.on_start = self.watch
         if "unittest" in source:
             import unittest
@@ -454,6 +458,29 @@ def imported_modules(body: Sequence[ast.stmt]) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.add(node.module.partition(".")[0])
     return names & sys.stdlib_module_names
+
+
+def is_class_of_checks(node: ast.ClassDef) -> bool:
+    """Return whether a class of the tests contains a check."""
+    is_named = node.name.lower().startswith("test")
+    return is_named or any(
+        is_check(part, set())
+        for part in ast.walk(node)
+        if part is not node and not isinstance(part, ast.Raise)
+    )
+
+
+def has_methods_only(node: ast.ClassDef) -> bool:
+    """Return whether a class has methods only, without values that may be expected results."""
+    texts = {id(part.value) for part in ast.walk(node) if isinstance(part, ast.Expr)}
+    values = [part for part in ast.walk(node) if isinstance(part, ast.Constant)]
+    if any(value.value not in (None, 0, 1, "") and id(value) not in texts for value in values):
+        return False
+    return all(
+        isinstance(part, (*FUNCTIONS_OF_TESTS, ast.Pass, ast.Expr))
+        or (isinstance(part, ast.AnnAssign) and part.value is None)
+        for part in node.body
+    )
 
 
 def called_names(node: ast.AST) -> set[str]:
@@ -668,6 +695,8 @@ class Codec:
             return {"dict": pairs}
         if type(value) is types.MappingProxyType:
             return self.encode_plain(dict(value))
+        if type(value) is slice:
+            return {"slice": [self.encode(v) for v in (value.start, value.stop, value.step)]}
         if type(value) is Decimal:
             return {"Decimal": str(value)}
         if type(value) is Fraction:
@@ -685,6 +714,8 @@ class Codec:
             return complex(*content)
         if kind == "Fraction":
             return Fraction(int(content[0], 16), int(content[1], 16))
+        if kind == "slice":
+            return slice(*[self.decode(item) for item in content])
         if kind in LITERALS:
             return LITERALS[kind](content)
         if kind in ("list", "tuple", "set", "frozenset"):
@@ -789,8 +820,9 @@ class Solution(Codec):
         self.on_change: Callable[[str, Any], None] = lambda name, value: None
         self.references: dict[int, Any] = {}
         """Objects and classes of the code by number."""
-        self.created: set[int] = set()
-        """Numbers of the objects that the tests created from classes of the code."""
+        self.created: dict[int, Any] = {}
+        """Objects that the tests created from classes of the code whose operators they may use. A
+        call that returns one of them gives another reference, which is not trusted like it."""
         self.derived: set[int] = set()
         """Numbers of the results of operators with a value of the tests."""
         self.lent = Lent(self)
@@ -914,12 +946,24 @@ class Solution(Codec):
         error.__suppress_context__ = parts["suppress"] is True
         return error
 
+    def note_created(self, value: Any) -> Any:
+        """Return the reference for an object that the tests created by calling a class."""
+        names = {n for base in type(value).__mro__ for n in vars(base)}
+        if names.isdisjoint(("__contains__", *OPERATORS)) or data_of(value) in MUTABLE_DATA:
+            return value
+        number = number_of(value)
+        if number not in self.created:
+            base = data_of(value)
+            content = None if base is None else self.encode_plain(base(value))
+            self.created[number] = self.new_reference(type(value), number, content)
+        return self.created[number]
+
     def is_created(self, value: Any) -> bool:
         """Return whether the tests created an object by calling a class of the code by its name,
         which all names of the tests for it confirm to be a class."""
         names = [n for n, kind in self.names.items() if kind is type(value) and self.trust.uses(n)]
         are_classes = bool(names) and all(name[0].isupper() and "_" not in name for name in names)
-        return are_classes and number_of(value) in self.created
+        return are_classes and self.created.get(number_of(value)) is value
 
     def refer(self, value: Any) -> dict[str, Any]:
         """Encode an object of the tests, or one of the solution."""
@@ -996,6 +1040,11 @@ class Trust:
         self.namespace: dict[str, Any] = {}
         self.classes: dict[str, type] = {}
         """Classes of the tests that the solution knows."""
+        self.closed: set[str] = set()
+        """Names of the classes of the tests that check something: the code must not ask them."""
+        self.open: set[str] = set()
+        """Names of the classes of the tests that the code may use by name: they have methods only,
+        no values of the tests."""
 
     def uses(self, name: str) -> bool:
         """Return whether the tests use a name."""
@@ -1012,6 +1061,8 @@ class Trust:
 
     def is_of_tests(self, kind: type) -> bool:
         """Return whether a class is defined by the tests, with no base that tests something."""
+        if kind.__name__ in self.closed:
+            return False
         modules = {base.__module__.partition(".")[0] for base in kind.__mro__}
         is_own = (
             kind.__module__ == "__main__"
@@ -1023,7 +1074,7 @@ class Trust:
         """Return the classes that the tests defined since the last call, by name."""
         found = {
             name: kind
-            for name, kind in self.namespace.items()
+            for name, kind in [(name, self.namespace.get(name)) for name in self.open]
             if isinstance(kind, type) and name not in self.classes and self.is_of_tests(kind)
         }
         self.classes |= found
@@ -1225,6 +1276,16 @@ class Reference:
     def __dict__(self) -> Any:  # type: ignore[override]
         return solution_of(self).apply("getattr", self, "__dict__")
 
+    def __eq__(self, other: object) -> bool:
+        return (
+            is_remote(other)
+            and solution_of(self) is solution_of(other)
+            and (number_of(self) == number_of(other))
+        )
+
+    def __hash__(self) -> int:
+        return hash(number_of(self))
+
     def __copy__(self) -> Any:
         return solution_of(self).apply("copy", self)
 
@@ -1264,9 +1325,7 @@ class RemoteClass(type):
 
     def __call__(cls, *arguments: Any, **named: Any) -> Any:
         created = solution_of(cls).apply("call", cls, *arguments, **named)
-        if type(created) is cls:
-            solution_of(cls).created.add(number_of(created))
-        return created
+        return solution_of(cls).note_created(created) if type(created) is cls else created
 
     def __instancecheck__(cls, value: Any) -> bool:
         return type.__instancecheck__(cls, value) or (
@@ -1288,7 +1347,9 @@ class RemoteClass(type):
         return solution_of(cls).apply("len", cls)
 
     def __contains__(cls, value: Any) -> Any:
-        return solution_of(cls).apply("contains", cls, value)
+        if is_remote(value) and solution_of(cls) is solution_of(value):
+            return solution_of(cls).apply("contains", cls, value) is True
+        return any(item is value or item == value for item in cls)
 
     def __getitem__(cls, key: Any) -> Any:
         return solution_of(cls).apply("getitem", cls, key)
@@ -1351,7 +1412,7 @@ def make_class(solution: Solution, definition: Mapping[str, Any]) -> RemoteClass
     """Return the class that stands for one of the solution. Raises an error if its definition is
     not valid."""
     base = DATA.get(definition["data"])
-    parents = [solution.decode(tree) for tree in definition["bases"]]
+    parents = [solution.decode(tree) for tree in definition["bases"][:MAX_BASES]]
     parents = [p for p in dict.fromkeys(parents) if type(p) is RemoteClass or is_error_class(p)]
     is_error = any(is_error_class(parent) for parent in parents)
     if not any(type(parent) is RemoteClass for parent in parents):
@@ -1360,7 +1421,9 @@ def make_class(solution: Solution, definition: Mapping[str, Any]) -> RemoteClass
     methods: dict[str, Any] = {"__module__": "solution", "__doc__": definition["doc"]}
     methods |= {name: special_method(name, base) for name in names}
     if base in MUTABLE_DATA:
-        methods = {**methods_of_container(base, names), **methods}
+        methods = {**methods_of_container(base), **methods}
+    elif base is not None:
+        methods = {**{n: vars(base)[n] for n in (*COMPARISONS, "__hash__")}, **methods}
     if definition["kind"] in KINDS:
         kind = KINDS[definition["kind"]]
         methods["__class__"] = property(lambda self: kind)
@@ -1376,6 +1439,9 @@ def make_class(solution: Solution, definition: Mapping[str, Any]) -> RemoteClass
         root = (Reference,) if base is None else (Reference, base)
         errors = tuple(parent for parent in parents if is_error_class(parent))[:1]
         return type.__new__(RemoteClass, name, (RemoteError, *errors) if errors else root, methods)
+
+
+MAX_BASES = 32
 
 
 def is_error_class(kind: Any) -> bool:
@@ -1438,15 +1504,15 @@ def binary_operator(name: str, base: type | None) -> Callable[..., Any]:
 
     def method(self: Any, other: Any, *more: Any) -> Any:
         solution = solution_of(self)
-        if is_remote(other) and solution is solution_of(other):
-            return solution.apply(function, self, other, *more)
-        if solution.is_created(self):
+        is_of_code = is_remote(other) and solution is solution_of(other)
+        if is_of_code or solution.is_created(self):
             found = solution.apply(function, self, other, *more)
-            if found is self:
-                return found
-            if not is_remote(found) or data_of(found) is not None:
+            if is_remote(found) and number_of(found) == number_of(self):
+                return self  # (an operator in place)
+            if not is_of_code and (not is_remote(found) or data_of(found) is not None):
                 raise TypeError("an operator of the code has a plain result for a plain operand")
-            solution.derived.add(number_of(found))
+            if not is_of_code:
+                solution.derived.add(number_of(found))
             return found
         if base is None:
             return NotImplemented
@@ -1473,7 +1539,7 @@ def contains(base: type | None) -> Callable[..., Any]:
     return method
 
 
-def methods_of_container(base: type, overridden: Sequence[str]) -> dict[str, Any]:
+def methods_of_container(base: type) -> dict[str, Any]:
     """Return the methods of a list, dict or set of the code: those that may change it are called
     there, the others use its present content."""
     methods: dict[str, Any] = {}
@@ -1875,6 +1941,8 @@ class Service(Codec):
         """Numbers of functions and errors of the tests by the id of what stands for them."""
         self.kinds: dict[Any, type] = {}
         """Classes that stand for those of the tests."""
+        self.in_progress: set[int] = set()
+        """Errors that are being encoded, which may contain themselves."""
         self.module: dict[str, Any] = {}
         self.sent: dict[str, Any] = {}
         """JSON of the module's names, as the tests know them."""
@@ -1981,10 +2049,17 @@ class Service(Codec):
         return number
 
     def refer_error(self, error: BaseException | None, num_causes: int) -> Any:
-        """Encode an error with its arguments, its plain attributes and up to ``num_causes``
-        causes."""
-        if error is None or num_causes == 0:
+        """Encode an error with its arguments, its attributes and up to ``num_causes`` causes."""
+        if error is None or num_causes == 0 or id(error) in self.in_progress:
             return None
+        self.in_progress.add(id(error))
+        try:
+            return self.parts_of_error(error, num_causes)
+        finally:
+            self.in_progress.discard(id(error))
+
+    def parts_of_error(self, error: BaseException, num_causes: int) -> Any:
+        """Encode an error that is none of those being encoded."""
         if id(error) in self.borrowed_ids:
             return {"lent": self.borrowed_ids[id(error)]}
         kind = type(error)

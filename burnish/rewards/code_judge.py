@@ -19,15 +19,17 @@ nonce: ``{"count": n}``, then ``{"test": i, "why": null or text}`` for each test
 ``{"bad_tests": text}``.
 
 Limits of a test: ``test_s`` seconds of CPU time of the solution, and WALL times as many in total.
-A reference never equals a value of the tests, and no operator combines the two: an object that
-claims to equal everything passes no comparison. Only the standard library, Python 3.10+.
+A reference never equals a value of the tests, and operators combine the two only for objects that
+the tests create themselves (``binary_operator``): an object that claims to equal everything passes
+no comparison. Only the standard library, Python 3.10+.
 
 Everything that the solution's process sends is data under its control and is checked by the judge:
-names (``usable_names``), values (``Codec.decode``), errors (``Solution.error_class``). A test
-passes only if its code reached the end without an error while the solution's process was alive. A
+names (``usable_names``), values (``Codec.decode``), classes (``make_class``), errors (``new_error``)
+and requests (``Lent.ask``). A test passes only if its code reached the end without an error while the solution's process was alive. A
 statement of the tests that fails is a failed test, also if it only prepares others.
 
-Reading order: main, Judge, Solution, Reference; Starter; serve (in the solution), Codec.
+Reading order: main, Judge, Solution, Lent, Reference; Starter; in the solution serve, Service;
+Codec.
 """
 
 from __future__ import annotations
@@ -953,7 +955,7 @@ class Solution(Codec):
             return value
         number = number_of(value)
         if number not in self.created:
-            base = data_of(value)
+            base: Any = data_of(value)
             content = None if base is None else self.encode_plain(base(value))
             self.created[number] = self.new_reference(type(value), number, content)
         return self.created[number]
@@ -1008,14 +1010,15 @@ class Solution(Codec):
         if type(kind) is not RemoteClass or is_error_class(kind):
             raise TypeError("no class of objects")
         base = type.__getattribute__(kind, REMOTE)[2]
+        new: Any = object.__new__ if base is None else base.__new__
         if base is None:
-            reference = object.__new__(kind)
+            reference = new(kind)
         else:
             content = self.decode(data)
             if type(content) is not base:
                 raise TypeError("other data")
             is_filled_later = base in MUTABLE_DATA
-            reference = base.__new__(kind) if is_filled_later else base.__new__(kind, content)
+            reference = new(kind) if is_filled_later else new(kind, content)
             if is_filled_later:
                 fill(reference, base, content)
         object.__setattr__(reference, NUMBER, number)
@@ -1309,7 +1312,7 @@ class RemoteClass(type):
     """A class of the solution, as the tests see it: with the name and the bases that it has
     there."""
 
-    def __new__(cls, *definition: Any) -> NoReturn:
+    def __new__(cls, *definition: Any) -> Any:
         raise TypeError("a class of the tests cannot derive from a class of the code")
 
     def __getattr__(cls, name: str) -> Any:
@@ -1430,15 +1433,15 @@ def make_class(solution: Solution, definition: Mapping[str, Any]) -> RemoteClass
         methods["__doc__"] = property(lambda self: self.__getattr__("__doc__"))
         methods |= METHODS_OF_COROUTINES if kind is types.CoroutineType else {}
     methods[REMOTE] = (solution, int(definition["number"]), base)
-    name = str(definition["name"])
+    name, new = str(definition["name"]), vars(type)["__new__"]
     if base is not None and not any(issubclass(parent, base) for parent in parents):
         parents.append(base)
     try:
-        return type.__new__(RemoteClass, name, tuple(parents), methods)
+        return new(RemoteClass, name, tuple(parents), methods)
     except TypeError:  # (bases whose order or layout is that of the original only)
         root = (Reference,) if base is None else (Reference, base)
         errors = tuple(parent for parent in parents if is_error_class(parent))[:1]
-        return type.__new__(RemoteClass, name, (RemoteError, *errors) if errors else root, methods)
+        return new(RemoteClass, name, (RemoteError, *errors) if errors else root, methods)
 
 
 MAX_BASES = 32
@@ -1607,7 +1610,8 @@ def refresh(container: Any) -> None:
 
 def fill(container: Any, base: type | None, content: Any) -> None:
     """Replace the content of a container. Raises TypeError for content of another class."""
-    if type(content) is not base:
+    kind: Any = type(content)
+    if kind is not base:
         raise TypeError("another type")
     if base is list:
         list.__setitem__(container, slice(None), content)
@@ -1754,7 +1758,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: vars(copy)[name] for name in ("copy", "deepcopy")},
     "fspath": os.fspath,
     "call": lambda function, *arguments, **named: function(*arguments, **named),
-    "method": lambda value, name, *rest, **named: getattr(value, name)(*rest, **named),  # house: ok
+    "method": lambda value, name, *rest, **named: operator.attrgetter(name)(value)(*rest, **named),
     "enter": lambda value: type(value).__enter__(value),
     "exit": lambda value, *error: type(value).__exit__(value, *parts_of_error(*error)),
     "signature": described_signature,
@@ -2108,7 +2112,7 @@ class Service(Codec):
             key = (name, *special)
             if key not in self.kinds:
                 self.kinds[key] = borrowed_class(self, name, special)
-            made = object.__new__(self.kinds[key])
+            made: Any = object.__new__(self.kinds[key])
             object.__setattr__(made, NUMBER, number)
             self.borrowed[number] = made
         return self.borrowed[number]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -15,6 +18,10 @@ FORMS = (
 _FENCE = "```"
 _CALL_KEYS = ("testtype", "fn_name")
 """Keys with which data sets mark a test of a function."""
+PATCHABLE = (
+    *("builtins.input", "builtins.print", "builtins.open", "sys.stdin", "sys.stdout", "sys.stderr"),
+)
+"""Targets of ``unittest.mock.patch`` that reach the code."""
 _PYTHON = ("", "python", "python3", "py")
 
 
@@ -85,7 +92,59 @@ def _parsed(label: str) -> Any:
 def _source(text: str, entry_point: Any) -> dict[str, Any]:
     if not text.strip():
         raise TestsError(f"is empty; it needs tests: {FORMS}")
+    if problem := _foreign(text):
+        raise TestsError(
+            f'{problem}; the code runs in another process (docs/rewards.md, "Tests that cannot '
+            'work"); change the tests, or leave the row out'
+        )
     return {"source": text, "name": entry_point if isinstance(entry_point, str) else None}
+
+
+@functools.lru_cache(maxsize=4096)
+def _foreign(text: str) -> str | None:
+    """Return the part of tests that cannot reach the code in its process, or None: a patch of
+    anything but its streams, and a class that derives from one of the code."""
+    if "patch" not in text and "class " not in text:
+        return None
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None  # (the judge says it)
+    for node in nodes:
+        target = _patched(node)
+        if target is not None and target not in PATCHABLE:
+            return f"patches {target} with unittest.mock"
+    modules = {node.module: node for node in nodes if isinstance(node, ast.ImportFrom)}
+    names = modules["solution"].names if "solution" in modules else []
+    imported = {alias.asname or alias.name for alias in names}
+    known = _bound(nodes) - imported | set(vars(builtins))
+    if "*" in known:
+        return None
+    for node in (node for node in nodes if isinstance(node, ast.ClassDef)):
+        for base in node.bases:
+            if isinstance(base, ast.Name) and base.id not in known:
+                return f"has a class {node.name} that derives from {base.id} of the code"
+    return None
+
+
+def _patched(node: ast.AST) -> str | None:
+    """Return the target of a call of ``patch`` or ``patch.dict``, or None for other nodes."""
+    if not isinstance(node, ast.Call) or not node.args:
+        return None
+    function, target = ast.unparse(node.func), node.args[0]
+    name = function.removeprefix("unittest.").removeprefix("mock.")
+    if name not in ("patch", "patch.dict", "patch.multiple"):
+        return None
+    return str(target.value) if isinstance(target, ast.Constant) else ast.unparse(target)
+
+
+def _bound(nodes: Sequence[ast.AST]) -> set[str]:
+    """Return the names that tests bind."""
+    names = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+    names |= {n.name for n in nodes if isinstance(n, ast.ClassDef)}
+    imports = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
+    aliases = [alias for node in imports for alias in node.names]
+    return names | {(a.asname or a.name).partition(".")[0] for a in aliases}
 
 
 def _refuse_calls(tests: Sequence[Mapping[str, Any]]) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 from metamorphic import relations_rewards
+from metamorphic.base import CLOSERS
 
 import burnish.rewards.labels as labels
 import burnish.rewards.math_text as math_text
@@ -24,6 +28,17 @@ def bases_are_ignored(patch: Patch) -> None:
 def the_first_block_is_the_code(patch: Patch) -> None:
     """The code is taken from the first block, also of the thoughts."""
     patch.setattr(python_code, "read_code", lambda text, _: text.split("```")[1].partition("\n")[2])
+
+
+def errors_have_no_attributes(patch: Patch) -> None:
+    """The judge gives the tests errors without their arguments."""
+    source = python_code._JUDGE.read_text(encoding="utf-8")
+    assert "error.args = arguments\n" in source
+    folder = Path(tempfile.mkdtemp(prefix="metamorphic-"))
+    CLOSERS.append(lambda: shutil.rmtree(folder, ignore_errors=True))
+    judge = folder / "code_judge.py"
+    judge.write_text(source.replace("error.args = arguments\n", "pass\n"), encoding="utf-8")
+    patch.setattr(python_code, "_JUDGE", judge)
 
 
 def boxes_are_searched_from_every_place(patch: Patch) -> None:
@@ -56,6 +71,7 @@ def failures_always_drop_their_group(patch: Patch) -> None:
 PLANTED = {
     "numbers_are_their_values": (bases_are_ignored, tuple(range(12))),
     "code_surroundings": (the_first_block_is_the_code, tuple(range(12))),
+    "code_passes_as_in_python": (errors_have_no_attributes, tuple(range(24))),
     "answers_are_found_in_bounded_time": (boxes_are_searched_from_every_place, (0, 1)),
     "labels_are_refused_before_the_run": (every_label_is_usable, tuple(range(12))),
     "failures_follow_their_policy": (failures_always_drop_their_group, tuple(range(12))),

@@ -21,6 +21,7 @@ from burnish.rewards.function import FunctionReward
 from burnish.rewards.labels import label_problem
 from burnish.rewards.math_text import judge, read_label
 from burnish.types import Group
+from tests.rewards.code_pairs import passes_in_python, read_pairs
 
 # ---- numbers -------------------------------------------------------------------------------------
 
@@ -127,6 +128,20 @@ def code_surroundings(draw: Draw) -> None:
     text = f"{before}```{fence}{indent}\n" + "\n".join(lines) + f"\n```{after}"
     draw.note(text=text)
     equal(_code_reward().score([_item(PROGRAMS[program], text)]), [float(right)], "score")
+
+
+@relation
+def code_passes_as_in_python(draw: Draw) -> None:
+    """Code scores 1 if and only if python3 runs it and then its tests without an error: classes,
+    errors, streams and mocks, right and wrong. Exact."""
+    pair = draw.rng.choice(read_pairs())
+    code = pair.right if draw.one(right=[True, False]) else pair.wrong
+    if draw.one(undefined_annotation=[False, False, True]):
+        code += "\ndef undefined(x: Undefined): pass\n"
+    draw.note(pair=pair.name)
+    expected = float(passes_in_python(code, pair.tests))
+    response = f"```python\n{code}\n```"
+    equal(_code_reward().score([_item(pair.tests, response)]), [expected], "score")
 
 
 # ---- bounded work --------------------------------------------------------------------------------

@@ -14,9 +14,11 @@ import pytest
 from burnish.config.rewards import PythonCodeReward as Config
 from burnish.config.sandbox import BubblewrapSandbox
 from burnish.rewards.base import SampleError
+from burnish.rewards.code_tests import TestsError, read_tests
 from burnish.rewards.python_code import PythonCodeReward
 from burnish.sandbox.base import SandboxError
 from burnish.sandbox.make import check_sandbox
+from tests.rewards.code_pairs import read_pairs
 from tests.rewards.test_python_code_reward import item_of
 
 Scores = Callable[..., list[float | SampleError]]
@@ -25,8 +27,7 @@ WRONG = "def f(x): return x"
 
 
 @pytest.fixture(scope="module")
-def scores() -> Iterator[Scores]:
-    """``scores(code, labels)``: share of the tests that the code passes, for each label."""
+def reward() -> Iterator[PythonCodeReward]:
     try:
         check_sandbox(BubblewrapSandbox())
     except SandboxError as error:
@@ -34,10 +35,16 @@ def scores() -> Iterator[Scores]:
             raise
         pytest.skip(str(error))
     made = PythonCodeReward(Config(score="share", test_timeout_s=1, timeout_s=30))
-    yield lambda code, labels: made.score(
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def scores(reward: PythonCodeReward) -> Scores:
+    """``scores(code, labels)``: share of the tests that the code passes, for each label."""
+    return lambda code, labels: reward.score(
         [item_of(f"```python\n{code}\n```\n", label) for label in labels]
     )
-    made.close()
 
 
 STATEMENTS = [
@@ -218,6 +225,41 @@ ATTACKS = {
         "class O:\n    n = 0\n    def __index__(self): O.n += 1; return O.n\n"
         "    __int__ = __len__ = __index__\ndef f(x): return O()"
     ),
+    "suppresses errors": (
+        "class C:\n    __enter__ = lambda s: s\n    __exit__ = lambda *a: True\n"
+        "    __call__ = __getattr__ = lambda s, *a: s\n"
+        "def f(x): return C()"
+    ),
+    "contains everything": (
+        "class M(type):\n    __contains__ = __eq__ = __instancecheck__ = lambda *a: True\n"
+        "    __hash__ = lambda c: hash(21)\n    __sub__ = lambda *a: 0.0\n"
+        "class f(metaclass=M):\n    def __init__(s, x): pass\n"
+        "    __contains__ = __eq__ = __lt__ = __gt__ = lambda *a: True\n"
+        "    __sub__ = __abs__ = __mod__ = lambda *a: 0.0\n    __hash__ = lambda s: hash(21)\n"
+    ),
+    "is data that equals everything": (
+        "class L(list):\n    __eq__ = __contains__ = lambda *a: True\n"
+        "    __ne__ = lambda *a: False\n"
+        "class N(float):\n    __eq__ = L.__eq__\n    __ne__ = L.__ne__\n"
+        "    __sub__ = __rsub__ = __abs__ = lambda *a: 0.0\n    __hash__ = lambda s: hash(21)\n"
+        "f = lambda x: L([x]) if x == 7.5 else N(1)"
+    ),
+    "raises what unittest skips": (
+        "import unittest.case\ndef f(x): raise unittest.case._ShouldStop('x')"
+    ),
+    "raises errors that hide": (
+        "class E(ValueError):\n    __eq__ = lambda *a: True\n    args = property(lambda s: 1 / 0)\n"
+        "    def __str__(s): raise SystemExit(0)\n"
+        "def f(x):\n    e = E()\n    e.x = e.__cause__ = e\n    raise e"
+    ),
+    "asks the tests": (
+        "import gc\ndef f(x):\n"
+        "    s, = (o for o in gc.get_objects() if type(o).__name__ == 'Service')\n"
+        "    for q in [('patched', 'open', '/proc/self/mem'), ('patched', 'eval', '0'),\n"
+        "              ('stdin', '__class__'), ('special', 0, '__eq__'), ('get', 0, 'x')]:\n"
+        "        try: return s.ask(*q)\n        except Exception: pass\n"
+        "    s.answer = lambda m: {'argument': -1, 'changed': []}\n    return x"
+    ),
     "empties the arguments": (
         "def f(x):\n    if isinstance(x, list): x.clear()\n    return x"
     ),
@@ -226,6 +268,7 @@ ATTACKS = {
     ),
 }  # fmt: skip
 OTHER_FORMS: list[Any] = [
+    "assert abs(f(7) - 21) < 0.5",
     ["assert f(7) == 21", "assert 21 == f(7)", "assert not f(7) != 21"],
     ["assert [f(7)] == [21]", "assert {f(7)} == {21}", "assert f(7) in (21,)"],
     "for got, want in zip(map(f, [7]), [21], strict=True):\n    assert got == want",
@@ -247,10 +290,53 @@ def test_wrong_code_gets_nothing_in_any_form(scores: Scores, name: str) -> None:
     assert scores(program, [[{"input": "7", "output": "21"}]]) == [0]
 
 
+def test_operators_of_objects_of_the_code_forge_nothing(reward: PythonCodeReward) -> None:
+    labels = [
+        "with f(7) as y:\n    assert y == 21",
+        "assert 21 in f(7)",
+        "class Case:\n    def __init__(self): self.want = 21\nassert f(7) == Case().want",
+    ]
+    asks = "def f(x):  # Case\n    try: return Case().want\n    except Exception: return x"
+    names = ("equals everything", "has all types", "suppresses errors", "contains everything")
+    codes = [asks, *(ATTACKS[name] for name in names)]
+    items = [item_of(f"```python\n{code}\n```", label) for code in codes for label in labels]
+    assert reward.score(items) == [0] * len(items)
+
+
 def test_the_forms_are_passed_by_right_code(scores: Scores) -> None:
     assert scores(RIGHT, OTHER_FORMS) == [1] * len(OTHER_FORMS)
     program = RIGHT + "\nprint(f(int(input())))"
     assert scores(program, [[{"input": "7", "output": "21"}]]) == [1]
+
+
+def test_right_code_passes_and_wrong_code_fails_as_in_python(reward: PythonCodeReward) -> None:
+    """(The relation ``code_passes_as_in_python`` compares the same pairs with python3.)"""
+    pairs = read_pairs()
+    right = reward.score([item_of(f"```python\n{p.right}\n```", p.tests) for p in pairs])
+    assert [p.name for p, score in zip(pairs, right, strict=True) if score != 1] == []
+    wrong = reward.score([item_of(f"```python\n{p.wrong}\n```", p.tests) for p in pairs])
+    assert [p.name for p, score in zip(pairs, wrong, strict=True) if score == 1] == []
+
+
+@pytest.mark.parametrize(
+    ("tests", "reason"),
+    [
+        (
+            "from unittest.mock import patch\nwith patch('time.time'):\n    assert f(7) == 21",
+            "time",
+        ),
+        (
+            "from unittest import mock\nwith mock.patch('solution.g'):\n    assert f(7)",
+            "solution.g",
+        ),
+        ("class A(B): pass\nassert A().f(7) == 21", "derives from B"),
+        ("from solution import B\nclass A(B): pass\nassert A().f(7) == 21", "derives from B"),
+    ],
+)
+def test_tests_that_cannot_reach_the_code_are_refused(tests: str, reason: str) -> None:
+    with pytest.raises(TestsError, match=reason):
+        read_tests(tests)
+    read_tests("import unittest\nclass A(unittest.TestCase): pass\nclass B(A): pass\nassert f(7)")
 
 
 def test_code_that_ends_as_the_tests_expect_passes(scores: Scores) -> None:

@@ -24,9 +24,10 @@ the tests create themselves (``binary_operator``): an object that claims to equa
 no comparison. Only the standard library, Python 3.10+.
 
 Everything that the solution's process sends is data under its control and is checked by the judge:
-names (``usable_names``), values (``Codec.decode``), classes (``make_class``), errors (``new_error``)
-and requests (``Lent.ask``). A test passes only if its code reached the end without an error while the solution's process was alive. A
-statement of the tests that fails is a failed test, also if it only prepares others.
+names (``usable_names``), values (``Codec.decode``), classes (``make_class``), errors
+(``new_error``) and requests (``Lent.ask``). A test passes only if its code reached the end without
+an error while the solution's process was alive. A statement of the tests that fails is a failed
+test, also if it only prepares others.
 
 Reading order: main, Judge, Solution, Lent, Reference; Starter; in the solution serve, Service;
 Codec.

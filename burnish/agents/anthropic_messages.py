@@ -86,7 +86,6 @@ class Messages:
         return {"input_tokens": num_tokens}
 
     def write(self, call: ModelCall, reply: ModelReply) -> dict[str, Any]:
-        """Return the message object."""
         return {
             **_head(reply),
             "content": _blocks(call, reply),
@@ -100,13 +99,11 @@ class Messages:
         return MessageWriter(call, start)
 
     def error(self, error: CallError) -> dict[str, Any]:
-        """Return the error body."""
         by_status = _ERROR_TYPES_OF_STATUS.get(error.status)
         kind = by_status or _ERROR_TYPES.get(error.kind, error.kind)
         return {"type": "error", "error": {"type": kind, "message": error.message}}
 
     def error_event(self, error: CallError) -> str:
-        """Return an ``error`` event."""
         return event(self.error(error), "error")
 
 
@@ -235,8 +232,8 @@ def _read_assistant(content: Json) -> dict[str, Any]:
             case "redacted_thinking":
                 continue  # encrypted by another server
             case "tool_use":
-                name, given = block.need("name").name(), block.need("input").mapping()
-                calls.append(tool_call(block.need("id").name(), name, given))
+                name, arguments = block.need("name").name(), block.need("input").mapping()
+                calls.append(tool_call(block.need("id").name(), name, arguments))
             case _:
                 raise unknown_part(block, ("text", "thinking", "tool_use"))
     return assistant_message(text_of(texts), text_of(thoughts), calls)
@@ -265,7 +262,6 @@ class MessageWriter:
         self._sent = {"thinking": "", "text": ""}
 
     def add(self, delta: Delta) -> Iterator[str]:
-        """Yield the events of more text."""
         if not self._begun:
             self._begun = True
             nothing = {"stop_reason": None, "stop_sequence": None}
@@ -308,11 +304,11 @@ class MessageWriter:
         if not response.content and not response.calls:
             yield from self._text("text", "")
         yield from self._close()
-        for made in response.calls:
+        for tool_use in response.calls:
             self._index += 1
-            used = {"type": "tool_use", "id": made.call_id, "name": made.name, "input": {}}
-            yield _event("content_block_start", {"index": self._index, "content_block": used})
-            text = compact(made.arguments)
+            block = {"type": "tool_use", "id": tool_use.call_id, "name": tool_use.name, "input": {}}
+            yield _event("content_block_start", {"index": self._index, "content_block": block})
+            text = compact(tool_use.arguments)
             yield self._delta({"type": "input_json_delta", "partial_json": text})
             yield _event("content_block_stop", {"index": self._index})
         usage = _usage(reply, reply.completion_tokens)
@@ -353,9 +349,9 @@ def _blocks(call: ModelCall, reply: ModelReply) -> list[dict[str, Any]]:
         blocks.append({"type": "thinking", "thinking": response.reasoning, "signature": signature})
     if response.content or not response.calls:
         blocks.append({"type": "text", "text": response.content})
-    for made in response.calls:
-        used = {"id": made.call_id, "name": made.name, "input": made.arguments}
-        blocks.append({"type": "tool_use", **used})
+    for tool_use in response.calls:
+        fields = {"id": tool_use.call_id, "name": tool_use.name, "input": tool_use.arguments}
+        blocks.append({"type": "tool_use", **fields})
     return blocks
 
 

@@ -137,10 +137,10 @@ class AgentApp:
         async with self.guard.json_body(request) as body:
             arrival = backend.arrive()
             digest = blake2b(request.url.path.encode() + b"\0" + body, digest_size=16).digest()
-            given = bytes(body)
+            content = bytes(body)
 
             def parse() -> ModelCall:
-                return read(parse_json(given), max_messages=MAX_MESSAGES)
+                return read(parse_json(content), max_messages=MAX_MESSAGES)
 
             try:
                 call = await asyncio.to_thread(parse) if len(body) > _LARGE else parse()
@@ -199,8 +199,8 @@ class AgentApp:
     async def _model(self, request: Request) -> Response:
         name, models = request.path_params["model"], self._backend(request).models
         if name not in models:
-            what = f"there is no model {name!r}; there is {', '.join(models)}"
-            raise CallError(what, status=404, kind="not_found_error", param="model")
+            message = f"there is no model {name!r}; there is {', '.join(models)}"
+            raise CallError(message, status=404, kind="not_found_error", param="model")
         return JSONResponse(_model(name))
 
     async def _health(self, _: Request) -> Response:
@@ -409,8 +409,8 @@ def parse_json(body: bytes) -> Any:
 
 
 def _children(node: Any) -> list[Any]:
-    found = node.values() if isinstance(node, dict) else node
-    return [item for item in found if isinstance(item, dict | list)]
+    values = node.values() if isinstance(node, dict) else node
+    return [item for item in values if isinstance(item, dict | list)]
 
 
 def _finite(text: str) -> float:

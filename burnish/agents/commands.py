@@ -61,18 +61,18 @@ class CommandAgents:
         EpisodeFailedError.
         """
         async with _folder() as folder:
-            given = variables(endpoint, folder)
-            Path(given["BURNISH_TASK"]).write_text(task_text(task), encoding="utf-8")
-            async with _process(self._command, {**os.environ, **given}) as process:
+            environment = variables(endpoint, folder)
+            Path(environment["BURNISH_TASK"]).write_text(task_text(task), encoding="utf-8")
+            async with _process(self._command, {**os.environ, **environment}) as process:
                 try:
                     await asyncio.wait_for(process.pipes.exited.wait(), timeout_s)
                 except TimeoutError as error:
-                    what = f"the agent took more than {timeout_s:g} s (episodes.timeout_s)"
-                    raise EpisodeFailedError("timeout", what) from error
+                    message = f"the agent took more than {timeout_s:g} s (episodes.timeout_s)"
+                    raise EpisodeFailedError("timeout", message) from error
             if code := process.transport.get_returncode():
                 raise failure_of(self._command, code, process.lines)
             try:
-                reward = read_reward(given["BURNISH_REWARD"])
+                reward = read_reward(environment["BURNISH_REWARD"])
             except (OSError, ValueError) as error:
                 raise unreadable_reward(error) from error
             return parse_reward(reward)
@@ -104,8 +104,8 @@ async def _folder() -> AsyncIterator[Path]:
     try:
         folder = tempfile.TemporaryDirectory(prefix="burnish-agent-", ignore_cleanup_errors=True)
     except OSError as error:
-        what = f"there is no temporary folder for an agent: {error}"
-        raise EpisodeFailedError("infra_error", what) from error
+        message = f"there is no temporary folder for an agent: {error}"
+        raise EpisodeFailedError("infra_error", message) from error
     try:
         yield Path(folder.name)
     finally:
@@ -136,8 +136,8 @@ async def _process(
             start_new_session=True,
         )
     except OSError as error:
-        what = f"the agent {command[0]!r} cannot be started: {error.strerror}"
-        raise EpisodeFailedError("infra_error", what) from error
+        message = f"the agent {command[0]!r} cannot be started: {error.strerror}"
+        raise EpisodeFailedError("infra_error", message) from error
     process = _Process(transport, pipes, deque(maxlen=MAX_LINES))
     reader = asyncio.create_task(_read(process))
     try:
@@ -188,11 +188,12 @@ def task_text(task: Mapping[str, Any]) -> str:
 
 def failure_of(command: Sequence[str], code: int, lines: Sequence[str]) -> EpisodeFailedError:
     """Return the error of an agent that failed. ``lines``: its last output."""
-    said = "\n".join(lines)
+    output = "\n".join(lines)
     names: dict[int, str] = {s.value: s.name for s in signal.Signals}
-    ended = names.get(-code, f"signal {-code}")
-    what = f"exited with code {code}" if code > 0 else f"was ended by {ended}"
-    text = f"the agent {command[0]!r} {what}" + (f"; its last output:\n{said}" if said else "")
+    signal_name = names.get(-code, f"signal {-code}")
+    outcome = f"exited with code {code}" if code > 0 else f"was ended by {signal_name}"
+    text = f"the agent {command[0]!r} {outcome}"
+    text += f"; its last output:\n{output}" if output else ""
     return EpisodeFailedError("infra_error" if code == -signal.SIGKILL else "env_error", text)
 
 
@@ -206,5 +207,5 @@ def parse_reward(text: bytes | None) -> Any:
     try:
         return None if text is None else json.loads(text)
     except (ValueError, RecursionError) as error:
-        what = f"BURNISH_REWARD must contain a number or an object of numbers as JSON: {error}"
-        raise EpisodeFailedError("env_error", what) from error
+        message = f"BURNISH_REWARD must contain a number or an object of numbers as JSON: {error}"
+        raise EpisodeFailedError("env_error", message) from error

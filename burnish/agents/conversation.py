@@ -35,8 +35,8 @@ class Conversation:
             )
         if message["role"] == "tool":
             message = self._named(message, path)
-        for made in message.get("tool_calls", ()):
-            self._names[made["id"]] = made["function"]["name"]
+        for call in message.get("tool_calls", ()):
+            self._names[call["id"]] = call["function"]["name"]
         self._messages.append(message)
         self._last_path = path
 
@@ -76,22 +76,25 @@ class FunctionCalls:
         self._open: dict[str, str] = {}
         """Name of a function -> id of its last call, which has no result yet."""
 
-    def renewed(self, node: Json, message: dict[str, Any]) -> dict[str, Any]:
+    def add_call_id(self, node: Json, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message with the id of its call."""
-        made = node.get("function_call") if message["role"] == "assistant" else None
-        if made is not None:
-            name, arguments = made.need("name").name(), made.get("arguments")
+        function_call = node.get("function_call") if message["role"] == "assistant" else None
+        if function_call is not None:
+            name, encoded = function_call.need("name").name(), function_call.get("arguments")
             self._count += 1
             self._open[name] = call_id = f"f{self._count:08d}"
-            given = arguments_of(arguments) if arguments else {}
-            calls = [*message.get("tool_calls", ()), tool_call(call_id, name, given)]
+            arguments = arguments_of(encoded) if encoded else {}
+            calls = [*message.get("tool_calls", ()), tool_call(call_id, name, arguments)]
             return {**message, "tool_calls": calls}
         if node.value["role"] != "function":
             return message
         name = node.need("name").name()
         if name not in self._open:
-            what = f"{node.path} is a result of the function {name[:60]!r}, but no earlier "
-            raise invalid(node.path, f"{what}assistant message has a function_call with this name")
+            raise invalid(
+                node.path,
+                f"{node.path} is a result of the function {name[:60]!r}, but no earlier assistant "
+                "message has a function_call with this name",
+            )
         return {**message, "tool_call_id": self._open.pop(name)}
 
 

@@ -79,7 +79,6 @@ class AgentPlayer:
     agents: Agents
 
     async def start(self) -> None:
-        """Start the server and the agent's processes."""
         await self.server.start()
         await self.agents.start()
 
@@ -108,7 +107,6 @@ class AgentPlayer:
         return session.played(rewards, error)
 
     async def close(self) -> None:
-        """End the agent's processes and the server."""
         try:
             await self.agents.close()
         finally:
@@ -121,17 +119,17 @@ def as_rewards(result: Any) -> dict[str, float]:
     None: no rewards. A number is the reward ``reward``. Raises EpisodeFailedError (env_error) for
     anything else than a mapping of names to finite numbers.
     """
-    given = {} if result is None else result
-    if not isinstance(given, Mapping):
-        given = {"reward": given}
-    for name, value in given.items():
+    rewards = {} if result is None else result
+    if not isinstance(rewards, Mapping):
+        rewards = {"reward": rewards}
+    for name, value in rewards.items():
         if not is_metric_name(name) or not _is_number(value):
             raise EpisodeFailedError(
                 "env_error",
                 f"the agent returned {result!r:.80}; return None, a finite number, or a mapping of "
                 "names without control characters to finite numbers",
             )
-    return {name: float(value) for name, value in given.items()}
+    return {name: float(value) for name, value in rewards.items()}
 
 
 def _is_number(value: Any) -> bool:

@@ -22,30 +22,30 @@ def load_module(path: str) -> Any:
     """Return the module of a file: a worker process, which loads and calls user code, or the
     relay."""
     name = f"burnish_{os.path.basename(path)[:-3]}"
-    found = importlib.util.spec_from_file_location(name, path)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    found.loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module
 
 
-async def run(worker: Any, given: dict[str, Any]) -> None:
+async def run(worker_module: Any, settings: dict[str, Any]) -> None:
     """Load the function and, unless this is a check, call it and write its result. All processes
     that the function has left behind are killed before."""
-    made = worker.Worker(asyncio.get_running_loop())
-    made.load_agent(given["spec"], given["options"])
+    worker = worker_module.Worker(asyncio.get_running_loop())
+    worker.load_agent(settings["spec"], settings["options"])
     if "check" in sys.argv[2:]:
         return
     with open(os.environ["BURNISH_TASK"], encoding="utf-8") as file:
         task = json.load(file)
-    endpoint = worker.Endpoint(
+    endpoint = worker_module.Endpoint(
         root_url=os.environ["ANTHROPIC_BASE_URL"],
         api_key=os.environ["BURNISH_API_KEY"],
         model=os.environ["BURNISH_MODEL"],
     )
-    result = await made.run("episode", task, endpoint)
-    text = json.dumps(result, default=worker.plain)
+    result = await worker.run("episode", task, endpoint)
+    text = json.dumps(result, default=worker_module.plain)
     relay = load_module(os.path.join(sys.argv[1], "relay.py"))
     relay.end_others(os.getppid())
     if result is not None:
@@ -56,14 +56,14 @@ async def run(worker: Any, given: dict[str, Any]) -> None:
 def main() -> None:
     """Run the function of the folder that the first argument names."""
     folder = sys.argv[1]
-    worker = load_module(os.path.join(folder, "worker.py"))
+    worker_module = load_module(os.path.join(folder, "worker.py"))
     with open(os.path.join(folder, "function.json"), encoding="utf-8") as file:
-        given = json.load(file)
+        settings = json.load(file)
     try:
-        asyncio.run(run(worker, given))
+        asyncio.run(run(worker_module, settings))
     except BaseException as error:  # becomes the message of the episode's failure
-        said = worker.describe(error)
-        print(f"{said['traceback']}{said['type']}: {said['message']}", file=sys.stderr)
+        failure = worker_module.describe(error)
+        print(f"{failure['traceback']}{failure['type']}: {failure['message']}", file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)
     os._exit(0)  # without waiting for threads of user code

@@ -39,11 +39,9 @@ class FunctionAgents:
         self._workers = WorkerSet(partial(loaded_worker, spec, start_worker), workers)
 
     async def start(self) -> None:
-        """Start the workers. Raises EnvironmentSetupError if the function cannot be imported."""
         await self._workers.start()
 
     async def run(self, task: Mapping[str, Any], endpoint: Endpoint, *, timeout_s: float) -> Any:
-        """Run the function on one task and return its result. Raises EpisodeFailedError."""
         try:
             session = await self._workers.acquire()
         except NoWorkerError as error:
@@ -56,22 +54,21 @@ class FunctionAgents:
     async def _call(
         self, session: Session, task: Mapping[str, Any], endpoint: Endpoint, timeout_s: float
     ) -> Any:
-        what = f"agent {self._name}"
+        label = f"agent {self._name}"
         try:
             return await session.call(
                 timeout_s, op="run", task=dict(task), endpoint=asdict(endpoint)
             )
         except ReplyError as error:
-            text = f"{what} raised {error}{error.trace}"
+            text = f"{label} raised {error}{error.trace}"
             raise EpisodeFailedError("env_error", text) from error
         except TimeoutError as error:
-            raise EpisodeFailedError("timeout", f"{what} {error} (episodes.timeout_s)") from error
+            raise EpisodeFailedError("timeout", f"{label} {error} (episodes.timeout_s)") from error
         except WorkerEndedError as error:
-            raise EpisodeFailedError("infra_error", f"{what} has no result: {error}") from error
+            raise EpisodeFailedError("infra_error", f"{label} has no result: {error}") from error
         except (TypeError, ValueError) as error:
-            text = f"{what}: its task is not JSON: {error}"
+            text = f"{label}: its task is not JSON: {error}"
             raise EpisodeFailedError("env_error", text) from error
 
     async def close(self) -> None:
-        """End the workers."""
         await self._workers.close()

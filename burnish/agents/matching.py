@@ -106,7 +106,7 @@ def message_key(message: Message) -> bytes:
     text = content if isinstance(content, str) else _canonical(content).decode()
     if message["role"] == "assistant":
         text = text.strip()
-    functions = [made.get("function", made) for made in message.get("tool_calls") or ()]
+    functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
     calls = [[function.get("name"), _doubles(function.get("arguments"))] for function in functions]
     name = message.get("name") or "" if message["role"] != "tool" else ""
     return _canonical(well_formed([message["role"], text, calls, name]))

@@ -159,7 +159,6 @@ class ChatCompletions:
         )
 
     def write(self, call: ModelCall, reply: ModelReply) -> dict[str, Any]:
-        """Return the response body."""
         return {
             **_head(reply, "chat.completion"),
             "choices": [
@@ -183,11 +182,9 @@ class ChatCompletions:
         return ChunkWriter(call, start, "chat.completion.chunk", ChatChunks)
 
     def error(self, error: CallError) -> dict[str, Any]:
-        """Return the error body."""
         return openai_error(error)
 
     def error_event(self, error: CallError) -> str:
-        """Return an event with the error body."""
         return event(openai_error(error))
 
 
@@ -213,7 +210,6 @@ class Completions:
         )
 
     def write(self, call: ModelCall, reply: ModelReply) -> dict[str, Any]:
-        """Return the response body."""
         choices = [
             {"index": index, **_completion(call, choice), **_token_ids(call, choice)}
             for index, choice in enumerate(reply.choices)
@@ -230,11 +226,9 @@ class Completions:
         return ChunkWriter(call, start, "text_completion", CompletionChunks)
 
     def error(self, error: CallError) -> dict[str, Any]:
-        """Return the error body."""
         return openai_error(error)
 
     def error_event(self, error: CallError) -> str:
-        """Return an event with the error body."""
         return event(openai_error(error))
 
 
@@ -275,9 +269,9 @@ def _read_tools(node: Json) -> tuple[Any, ...]:
 
 def _read_messages(node: Json, max_messages: int) -> tuple[Any, ...]:
     conversation = Conversation(max_messages=max_messages)
-    old = FunctionCalls()
+    function_calls = FunctionCalls()
     for each in node.items():
-        conversation.add(old.renewed(each, _read_message(each)), each.path)
+        conversation.add(function_calls.add_call_id(each, _read_message(each)), each.path)
     return conversation.finish(node.path)
 
 
@@ -303,7 +297,7 @@ def _read_assistant(node: Json) -> dict[str, Any]:
     return assistant_message(
         content or node.read("refusal", Json.text, ""),
         reasoning.text() if reasoning else "",
-        [_read_call(made) for made in calls],
+        [_read_call(call) for call in calls],
     )
 
 
@@ -370,7 +364,6 @@ class ChunkWriter:
         self._choices: dict[int, ChatChunks | CompletionChunks] = {}
 
     def add(self, delta: Delta) -> Iterator[str]:
-        """Yield the chunks of more text."""
         for part in self._choice(delta.index).add(delta):
             yield self._chunk(delta.index, part)
 
@@ -401,7 +394,6 @@ class ChatChunks:
         self._reasoning = self._content = ""
 
     def add(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of more text."""
         yield from self._texts(delta.reasoning if self._call.show_reasoning else "", delta.content)
 
     def _texts(
@@ -421,17 +413,17 @@ class ChatChunks:
         """Yield the chunks that are left. The log-probs of all tokens are in the last chunk with
         content, or in the one with the finish reason."""
         response = shown(self._call, choice)
-        given = None
+        logprobs = None
         if self._call.logprobs:
-            given = {"content": token_logprobs(choice), "refusal": None}
+            logprobs = {"content": token_logprobs(choice), "refusal": None}
         content = rest_of(self._content, response.content)
-        yield from self._texts(rest_of(self._reasoning, response.reasoning), content, given)
-        for index, made in enumerate(response.calls):
-            function = {"name": made.name, "arguments": ""}
-            opening = {"index": index, "id": made.call_id, "type": "function", "function": function}
+        yield from self._texts(rest_of(self._reasoning, response.reasoning), content, logprobs)
+        for index, call in enumerate(response.calls):
+            function = {"name": call.name, "arguments": ""}
+            opening = {"index": index, "id": call.call_id, "type": "function", "function": function}
             yield _chunk({"tool_calls": [opening]})
-            yield _chunk({"tool_calls": [{"index": index, "function": {"arguments": made.text}}]})
-        yield _chunk({}, logprobs=None if content else given, finish_reason=choice.finish_reason)
+            yield _chunk({"tool_calls": [{"index": index, "function": {"arguments": call.text}}]})
+        yield _chunk({}, logprobs=None if content else logprobs, finish_reason=choice.finish_reason)
 
 
 class CompletionChunks:
@@ -442,7 +434,6 @@ class CompletionChunks:
         self._text = ""
 
     def add(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        """Yield the chunk of more text."""
         self._text += delta.content
         yield {"text": delta.content, "logprobs": None, "finish_reason": None}
 
@@ -460,11 +451,11 @@ def _message(response: Shown) -> dict[str, Any]:
         message["content"] = response.content or None
         message["tool_calls"] = [
             {
-                "id": made.call_id,
+                "id": call.call_id,
                 "type": "function",
-                "function": {"name": made.name, "arguments": made.text},
+                "function": {"name": call.name, "arguments": call.text},
             }
-            for made in response.calls
+            for call in response.calls
         ]
     return message
 

@@ -84,7 +84,6 @@ class Responses:
         )
 
     def write(self, call: ModelCall, reply: ModelReply) -> dict[str, Any]:
-        """Return the response object."""
         return _finished(call, reply, _items(call, reply))
 
     def writer(self, call: ModelCall, start: ReplyStart) -> ResponseWriter:
@@ -93,7 +92,6 @@ class Responses:
         return ResponseWriter(call, start)
 
     def error(self, error: CallError) -> dict[str, Any]:
-        """Return the error body."""
         return openai_error(error)
 
     def error_event(self, error: CallError) -> str:
@@ -132,14 +130,14 @@ class _Input:
         if instructions := root.get("instructions"):
             content = joined_text(instructions, _TEXT)
             self.conversation.add({"role": "system", "content": content}, instructions.path)
-        given = root.need("input")
-        if isinstance(given.value, str):
-            self.conversation.add({"role": "user", "content": given.value}, given.path)
+        node = root.need("input")
+        if isinstance(node.value, str):
+            self.conversation.add({"role": "user", "content": node.value}, node.path)
         else:
-            for item in given.items():
+            for item in node.items():
                 self._item(item)
             self._end_turn()
-        return self.conversation.finish(given.path)
+        return self.conversation.finish(node.path)
 
     def _item(self, item: Json) -> None:
         kind = item.get("type")
@@ -272,12 +270,12 @@ def _call_items(reply: ModelReply, calls: Sequence[ShownCall]) -> list[dict[str,
         {
             "type": "function_call",
             "id": f"fc_{reply.reply_id}_{number}",
-            "call_id": made.call_id,
-            "name": made.name,
-            "arguments": made.text,
+            "call_id": call.call_id,
+            "name": call.name,
+            "arguments": call.text,
             "status": "completed",
         }
-        for number, made in enumerate(calls)
+        for number, call in enumerate(calls)
     ]
 
 
@@ -356,11 +354,10 @@ class ResponseWriter:
         return self._event(f"response.{kind}", output_index=len(self._items) - 1, **data)
 
     def _part_event(self, kind: str, /, **data: Any) -> str:
-        where = {"item_id": self._items[-1]["id"], "content_index": 0}
-        return self._item_event(kind, **where, **data)
+        place = {"item_id": self._items[-1]["id"], "content_index": 0}
+        return self._item_event(kind, **place, **data)
 
     def add(self, delta: Delta) -> Iterator[str]:
-        """Yield the events of more text."""
         if not self._num_events:
             begun = _response(self._call, self._start, status="in_progress", output=[])
             yield self._event("response.created", response=begun)
@@ -384,8 +381,8 @@ class ResponseWriter:
         self._sent[kind] += text
         part = self._items[-1]["content"][0] = dict(self._items[-1]["content"][0])
         part["text"] += text
-        given: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        yield self._part_event(f"{part['type']}.delta", delta=text, **given)
+        fields: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        yield self._part_event(f"{part['type']}.delta", delta=text, **fields)
 
     def _close(self, *, status: str = "completed", logprobs: Any = None) -> Iterator[str]:
         """End the open item, if there is one. ``logprobs``: of the text of a message."""
@@ -395,8 +392,8 @@ class ResponseWriter:
         part, item["status"], self._is_open = item["content"][0], status, False
         if logprobs is not None and item["type"] == "message":
             part["logprobs"] = logprobs
-        given = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
-        yield self._part_event(f"{part['type']}.done", text=part["text"], **given)
+        fields = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
+        yield self._part_event(f"{part['type']}.done", text=part["text"], **fields)
         yield self._part_event("content_part.done", part=part)
         yield self._item_event("output_item.done", item=item)
 
@@ -421,9 +418,9 @@ class ResponseWriter:
     def _call_events(self, item: dict[str, Any]) -> Iterator[str]:
         emptied = {**item, "arguments": "", "status": "in_progress"}
         yield self._item_event("output_item.added", item=emptied)
-        where, given = {"item_id": item["id"]}, item["arguments"]
-        yield self._item_event("function_call_arguments.delta", **where, delta=given)
+        place, arguments = {"item_id": item["id"]}, item["arguments"]
+        yield self._item_event("function_call_arguments.delta", **place, delta=arguments)
         yield self._item_event(
-            "function_call_arguments.done", **where, arguments=given, name=item["name"]
+            "function_call_arguments.done", **place, arguments=arguments, name=item["name"]
         )
         yield self._item_event("output_item.done", item=item)

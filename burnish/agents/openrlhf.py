@@ -127,12 +127,12 @@ def check_options(*, path: str, **_: Any) -> None:
 def load(path: str) -> Any:
     """Import an agent file. Raises AttributeError if it has no agent."""
     define_base_classes()
-    found = importlib.util.spec_from_file_location("openrlhf_agent_file", path)
-    if found is None or found.loader is None:
+    spec = importlib.util.spec_from_file_location("openrlhf_agent_file", path)
+    if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(found)
+    module = importlib.util.module_from_spec(spec)
     sys.modules["openrlhf_agent_file"] = module
-    found.loader.exec_module(module)
+    spec.loader.exec_module(module)
     if "AgentInstance" not in vars(module) and own_executor(module) is None:
         raise AttributeError(
             f"{path} has neither a class AgentInstance (reset, step) nor a class AgentExecutor "
@@ -158,10 +158,10 @@ def define_base_classes() -> None:
     except ImportError:
         pass
     names = ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent")
-    made = {name: types.ModuleType(name) for name in names}
+    modules = {name: types.ModuleType(name) for name in names}
     for base in (AgentInstanceBase, AgentExecutorBase, MultiTurnAgentExecutor):
-        setattr(made[names[2]], base.__name__, base)
-    sys.modules.update(made)
+        setattr(modules[names[2]], base.__name__, base)
+    sys.modules.update(modules)
 
 
 class AgentInstanceBase:

@@ -43,7 +43,6 @@ class Recorded:
 
     @property
     def was_seen(self) -> bool:
-        """Return whether the agent has seen the reply."""
         return self.num_clients > 0 or self.is_continued
 
 
@@ -120,45 +119,50 @@ class Prompts:
                 messages,
             )
         digests = await in_renderer(digests_of, messages, tools)
-        found = self._history.find(messages, digests)
-        if found is None:
+        continued = self._history.find(messages, digests)
+        if continued is None:
             ids = await in_renderer(renderer.render, messages, tools, max_tokens=self._max_tokens)
             return Prompt(ids, messages, digest=digests[-1], thoughts=thoughts_of(messages))
-        parent, known = found
+        parent, num_known = continued
         before, sampled = parent.prompt.ids, parent.completion.token_ids
         ids = await in_renderer(
-            renderer.bridge, before, sampled, messages[known:], tools, max_tokens=self._max_tokens
+            renderer.bridge,
+            before,
+            sampled,
+            messages[num_known:],
+            tools,
+            max_tokens=self._max_tokens,
         )
         thoughts = (*parent.prompt.thoughts, *thoughts_of([parent.parsed.message]))
-        return Prompt(ids, messages, parent, known, digests[-1], thoughts)
+        return Prompt(ids, messages, parent, num_known, digests[-1], thoughts)
 
-    async def _ids_prompt(self, given: tuple[int, ...]) -> Prompt:
+    async def _ids_prompt(self, token_ids: tuple[int, ...]) -> Prompt:
         renderer, in_renderer = self._policy.renderer, self._policy.in_renderer
-        if len(given) > self._max_tokens:
-            raise TooLongError(f"the prompt has {len(given)} tokens")
-        ids = checked_ids(given, renderer)
+        if len(token_ids) > self._max_tokens:
+            raise TooLongError(f"the prompt has {len(token_ids)} tokens")
+        ids = checked_ids(token_ids, renderer)
         text = await in_renderer(renderer.decode, ids)
-        return Prompt(ids, (_said(text),), text=text)
+        return Prompt(ids, (_user_message(text),), text=text)
 
     async def _text_prompt(self, text: str) -> Prompt:
         """Return a prompt without a chat template. If the text begins with that of a recorded call
         and its response, it continues their tokens."""
         renderer, in_renderer = self._policy.renderer, self._policy.in_renderer
-        found = [(known, one) for known, one in self._texts if text.startswith(known)]
-        if not found:
+        continued = [(prefix, call) for prefix, call in self._texts if text.startswith(prefix)]
+        if not continued:
             ids = await in_renderer(renderer.encode, text, max_tokens=self._max_tokens)
-            return Prompt(checked_ids(ids, renderer), (_said(text),), text=text)
-        known, parent = max(found, key=lambda pair: (len(pair[0]), pair[1].number))
-        new = text[len(known) :]
-        known_ids = parent.prompt.ids + parent.completion.token_ids
+            return Prompt(checked_ids(ids, renderer), (_user_message(text),), text=text)
+        prefix, parent = max(continued, key=lambda pair: (len(pair[0]), pair[1].number))
+        new = text[len(prefix) :]
+        prefix_ids = parent.prompt.ids + parent.completion.token_ids
         more = await in_renderer(
-            renderer.encode, new, after=known_ids[-1:], max_tokens=self._max_tokens
+            renderer.encode, new, after=prefix_ids[-1:], max_tokens=self._max_tokens
         )
-        ids = known_ids + more
+        ids = prefix_ids + more
         before = (*parent.prompt.messages, parent.parsed.message)
-        return Prompt(ids, (*before, _said(new)), parent, len(before), text=text)
+        return Prompt(ids, (*before, _user_message(new)), parent, len(before), text=text)
 
 
-def _said(text: str) -> Message:
+def _user_message(text: str) -> Message:
     """Return text that the agent wrote as a message."""
     return {"role": "user", "content": text}

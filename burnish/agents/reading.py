@@ -72,20 +72,20 @@ class Json:
 
     def get(self, key: str) -> Json | None:
         """Return the value of a key, or None if it is missing or null."""
-        found = self.child(key)
-        return None if found.value is None else found
+        node = self.child(key)
+        return None if node.value is None else node
 
     def need(self, key: str) -> Json:
         """Return the value of a key that must be present."""
-        found = self.child(key)
-        if found.value is None:
-            raise invalid(found.path, f"{found.path} is missing")
-        return found
+        node = self.child(key)
+        if node.value is None:
+            raise invalid(node.path, f"{node.path} is missing")
+        return node
 
     def read(self, key: str, method: Callable[[Json], T], default: D) -> T | D:
         """Return ``method`` of the value of a key, or ``default`` if it is missing or null."""
-        found = self.get(key)
-        return default if found is None else method(found)
+        node = self.get(key)
+        return default if node is None else method(node)
 
     def mapping(self) -> Mapping[str, Any]:
         """Return the value, which must be an object."""
@@ -201,11 +201,13 @@ def unread_parameters(root: Json) -> tuple[str, ...]:
     """
     seen = root.seen or set()
     names = [
-        name for name in _given(root.value, "") if name not in seen and name not in NO_INFLUENCE
+        name
+        for name in _present_names(root.value, "")
+        if name not in seen and name not in NO_INFLUENCE
     ]
     for key in sorted({path.partition(".")[0] for path in seen if "." in path}):
         if isinstance(value := root.value.get(key), dict):
-            names += [name for name in _given(value, f"{key}.") if name not in seen]
+            names += [name for name in _present_names(value, f"{key}.") if name not in seen]
     usable = [
         name for name in names if name.isascii() and name.translate(_NO_PUNCTUATION).isalnum()
     ]
@@ -213,20 +215,20 @@ def unread_parameters(root: Json) -> tuple[str, ...]:
     return (*usable, *["other"] * (len(usable) < len(names)))
 
 
-def _given(mapping: Mapping[str, Any], prefix: str) -> list[str]:
+def _present_names(mapping: Mapping[str, Any], prefix: str) -> list[str]:
     """Return the names of the values that are not null."""
     return [f"{prefix}{key}" for key, value in mapping.items() if value is not None]
 
 
 def stop_texts(node: Json) -> tuple[str, ...]:
     """Return stop texts: a string, or a list of strings."""
-    found = [node] if isinstance(node.value, str) else node.items()
-    if len(found) > MAX_STOP:
-        raise invalid(node.path, f"{node.path} has {len(found)} texts; use at most {MAX_STOP}")
-    for each in found:
-        if not each.text():
-            raise each.wrong("a non-empty string")
-    return tuple(each.text() for each in found)
+    items = [node] if isinstance(node.value, str) else node.items()
+    if len(items) > MAX_STOP:
+        raise invalid(node.path, f"{node.path} has {len(items)} texts; use at most {MAX_STOP}")
+    for item in items:
+        if not item.text():
+            raise item.wrong("a non-empty string")
+    return tuple(item.text() for item in items)
 
 
 def sampling_parameters(root: Json) -> dict[str, Any]:

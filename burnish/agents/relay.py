@@ -55,28 +55,28 @@ def read_reward(path: str) -> bytes | None:
 
 def problems(settings: dict[str, Any]) -> list[str]:
     """Return the reasons why the agent cannot run here."""
-    found = []
+    reasons = []
     if shutil.which(settings["command"][0]) is None:
-        found.append(f"there is no program {settings['command'][0]!r} in it")
+        reasons.append(f"there is no program {settings['command'][0]!r} in it")
     for path in settings["paths"]:
         if not os.access(path, os.R_OK):
-            found.append(f"{path} cannot be read in it; add its folder to read_only_paths")
+            reasons.append(f"{path} cannot be read in it; add its folder to read_only_paths")
     try:
         with socket.socket(socket.AF_UNIX) as server:
             server.connect(settings["socket"])
     except OSError as error:
-        found.append(f"the model server cannot be reached from it: {error}")
-    return found
+        reasons.append(f"the model server cannot be reached from it: {error}")
+    return reasons
 
 
-def end_others(*kept: int) -> None:
-    """Kill all processes of the sandbox but its init, this one and ``kept``, and wait for their
+def end_others(*excluded: int) -> None:
+    """Kill all processes of the sandbox but its init, this one and ``excluded``, and wait for their
     ends: what they write would no longer be the agent's.
 
     Raises TimeoutError if one does not end.
     """
     while True:
-        others = _open_others({_INIT, os.getpid(), *kept})
+        others = _open_others({_INIT, os.getpid(), *excluded})
         if not others:
             return
         poll = select.poll()
@@ -94,20 +94,20 @@ def end_others(*kept: int) -> None:
                 others.remove(descriptor)
 
 
-def _open_others(kept: set[int]) -> list[int]:
-    """Return descriptors of all processes that run, except for ``kept``."""
-    found = []
+def _open_others(excluded: set[int]) -> list[int]:
+    """Return descriptors of all processes that run, except for ``excluded``."""
+    descriptors = []
     for name in os.listdir("/proc"):
-        if not name.isdecimal() or int(name) in kept:
+        if not name.isdecimal() or int(name) in excluded:
             continue
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
                 state = file.read().rpartition(b") ")[2][:1]
             if state not in (b"Z", b"X"):  # (its parent has not asked for its end)
-                found.append(os.pidfd_open(int(name)))
+                descriptors.append(os.pidfd_open(int(name)))
         except OSError:  # it has ended
             continue
-    return found
+    return descriptors
 
 
 def _protect() -> None:

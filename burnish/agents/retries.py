@@ -62,27 +62,27 @@ class Retries:
         """Return the result of ``work``. A retry waits for the running call that it repeats, if
         there is one; ``attached`` is called then. The call is canceled when nobody waits for it
         anymore."""
-        found = None
+        running = None
         if is_retry and self._left[digest]:
             self._left[digest] -= 1
         elif is_retry:
-            found = self._running.get(digest)
-        if found is None:
-            found = _Work(asyncio.create_task(work()))
-            self._running[digest] = found
-            self._open.add(found)
+            running = self._running.get(digest)
+        if running is None:
+            running = _Work(asyncio.create_task(work()))
+            self._running[digest] = running
+            self._open.add(running)
         else:
             attached()
-        found.clients += 1
+        running.clients += 1
         try:
-            reply = await asyncio.shield(found.task)
-            found.is_answered = True
+            reply = await asyncio.shield(running.task)
+            running.is_answered = True
             self._replies[digest] = reply
             return reply
         finally:
-            found.clients -= 1
-            if not found.clients:
-                self._end(digest, found)
+            running.clients -= 1
+            if not running.clients:
+                self._end(digest, running)
 
     def _end(self, digest: bytes, work: _Work) -> None:
         """Forget a call for which nobody waits anymore. Cancel it if it runs; keep its reply if it

@@ -70,7 +70,7 @@ class SandboxedCommands:
         self._sandbox = Bubblewrap(config)
         self._files = dict(files)
         self._name = command[0] if name is None else name
-        self._given = tuple(command)
+        self._unresolved_command = tuple(command)
         self._command = self._sandbox.resolved(command)
         self._server = server
         self._folder = os.getcwd()
@@ -82,20 +82,20 @@ class SandboxedCommands:
         Raises SandboxError, and EnvironmentSetupError if a file of the agent cannot be read there.
         """
         await self._sandbox.check()
-        paths = [word for word in self._given[1:] if os.path.exists(word)]
+        paths = [word for word in self._unresolved_command[1:] if os.path.exists(word)]
         result = await self._run({"check": True, "paths": paths}, wall_s=CHECK_S)
         try:
-            found = json.loads(result.stdout)
+            problems = json.loads(result.stdout)
         except ValueError:
-            said = result.stderr.decode(errors="replace").strip()[-2000:]
+            output = result.stderr.decode(errors="replace").strip()[-2000:]
             raise EnvironmentSetupError(
                 f"the interpreter of episodes.sandbox cannot run agents; it ended with "
-                f"{result.ended} {result.exit_code}:\n{said}\nIt must be Python 3.9 or newer; set "
-                "episodes.sandbox.python, or raise the sandbox's limits"
+                f"{result.ended} {result.exit_code}:\n{output}\nIt must be Python 3.9 or newer; "
+                "set episodes.sandbox.python, or raise the sandbox's limits"
             ) from None
-        if found:
+        if problems:
             raise EnvironmentSetupError(
-                "episodes.command cannot run in episodes.sandbox: " + "; ".join(found)
+                "episodes.command cannot run in episodes.sandbox: " + "; ".join(problems)
             )
 
     async def run(self, task: Mapping[str, Any], endpoint: Endpoint, *, timeout_s: float) -> Any:
@@ -105,13 +105,13 @@ class SandboxedCommands:
         """
         path = urlsplit(endpoint.root_url).path
         inside = replace(endpoint, root_url=f"http://127.0.0.1:{PORT}{path}")
-        given = variables(inside, Path(WORK))
+        environment = variables(inside, Path(WORK))
         nonce = secrets.token_hex()
         settings = {
-            "environment": given,
+            "environment": environment,
             "nonce": nonce,
-            "task": given["BURNISH_TASK"],
-            "reward": given["BURNISH_REWARD"],
+            "task": environment["BURNISH_TASK"],
+            "reward": environment["BURNISH_REWARD"],
             "row": task_text(task),
         }
         try:
@@ -119,8 +119,8 @@ class SandboxedCommands:
         except SandboxError as error:
             raise EpisodeFailedError("infra_error", str(error)) from error
         if result.ended == "wall_time":
-            what = f"the agent took more than {timeout_s:g} s (episodes.timeout_s)"
-            raise EpisodeFailedError("timeout", what)
+            message = f"the agent took more than {timeout_s:g} s (episodes.timeout_s)"
+            raise EpisodeFailedError("timeout", message)
         if result.ended == "output":
             raise unreadable_reward("it is larger than episodes.sandbox.output_bytes")
         return self._outcome(result, nonce)
@@ -167,9 +167,8 @@ class SandboxedCommands:
                 raise ValueError("no exit code, or not by the relay")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             # (the agent may end the relay, or write to its output)
-            said = "\n".join(lines)
-            what = f"the sandbox of the agent ended with {result.exit_code} and no result:\n{said}"
-            raise EpisodeFailedError("infra_error", what) from None
+            message = f"the sandbox of the agent ended with {result.exit_code} and no result:\n"
+            raise EpisodeFailedError("infra_error", message + "\n".join(lines)) from None
         if code:
             raise failure_of([self._name], code, lines)
         if problem is not None:
@@ -201,11 +200,11 @@ class SandboxedFunctions:
                 "read_only_paths": (*config.read_only_paths, *folders),
             }
         )
-        given = {"spec": spec.spec, "options": dict(spec.options)}
+        settings = {"spec": spec.spec, "options": dict(spec.options)}
         files = {
             _FUNCTION: Path(function_program.__file__).read_bytes(),
             "worker.py": Path(worker.__file__).read_bytes(),
-            "function.json": json.dumps(given).encode(),
+            "function.json": json.dumps(settings).encode(),
         }
         command = (PYTHON, "-I", f"{WORK}/{_FUNCTION}", WORK)
         self._commands = SandboxedCommands(command, inside, server, files=files, name=spec.spec)
@@ -218,15 +217,14 @@ class SandboxedFunctions:
         await self._commands.start()
         result = await self._commands.trial("check")
         if result.exit_code != 0:
-            said = result.stderr.decode(errors="replace").strip()[-2000:]
+            output = result.stderr.decode(errors="replace").strip()[-2000:]
             raise EnvironmentSetupError(
                 f"agent {self._name} cannot be loaded in episodes.sandbox ({result.ended} "
-                f"{result.exit_code}):\n{said}\nIt sees the folder of its file, read_only_paths "
+                f"{result.exit_code}):\n{output}\nIt sees the folder of its file, read_only_paths "
                 "and the packages of episodes.python"
             )
 
     async def run(self, task: Mapping[str, Any], endpoint: Endpoint, *, timeout_s: float) -> Any:
-        """Run the function on one task and return its result. Raises EpisodeFailedError."""
         return await self._commands.run(task, endpoint, timeout_s=timeout_s)
 
     async def close(self) -> None:

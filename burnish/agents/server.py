@@ -64,18 +64,18 @@ class Endpoints:
     def resolve(self, key: str | None, name: str | None) -> Backend:
         """Return the backend of a key. Implements :class:`burnish.agents.app.Resolve`."""
         if not key:
-            what = (
+            message = (
                 "there is no key; send the episode's key as 'Authorization: Bearer KEY' or as "
                 "'x-api-key: KEY'"
             )
-            raise CallError(what, status=401, kind="authentication_error")
-        found = self._admitted.get(_digest(key))
-        if found is None or name not in (None, found.name):
-            what = "the key does not belong to an episode of this address"
-            raise CallError(what, status=401, kind="authentication_error")
-        if found.backend is None:
+            raise CallError(message, status=401, kind="authentication_error")
+        admitted = self._admitted.get(_digest(key))
+        if admitted is None or name not in (None, admitted.name):
+            message = "the key does not belong to an episode of this address"
+            raise CallError(message, status=401, kind="authentication_error")
+        if admitted.backend is None:
             raise CallError("this episode has ended", status=410, kind="episode_closed")
-        return found.backend
+        return admitted.backend
 
 
 def _digest(key: str) -> bytes:
@@ -140,16 +140,13 @@ class EpisodeServer:
             raise ServeError(f"the server of the agents ended at its start ({self.root_url})")
 
     def admit(self, backend: Backend) -> Endpoint:
-        """Return a new endpoint whose calls ``backend`` answers."""
         name, key = self._endpoints.admit(backend)
         return Endpoint(f"{self.root_url}/s/{name}", key)
 
     def dismiss(self, endpoint: Endpoint) -> None:
-        """Close an endpoint. Later calls are refused with status 410."""
         self._endpoints.dismiss(endpoint.api_key)
 
     async def close(self) -> None:
-        """Stop listening and close all connections."""
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await self._serving
@@ -167,16 +164,18 @@ def _unix_listener() -> tuple[Path, socket.socket]:
     folder = Path(tempfile.mkdtemp(prefix="burnish-", dir="/tmp"))
     folder.chmod(0o711)
     path = folder / "server"
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    made.bind(str(path))
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listening.bind(str(path))
     path.chmod(0o666)
-    made.listen(1024)
-    return path, made
+    listening.listen(1024)
+    return path, listening
 
 
 def _allow_open_files() -> None:
     """Raise this process's limit of open files as far as possible: each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else hard
-    if soft < min(wanted, 2 * MAX_CONNECTIONS):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, 2 * MAX_CONNECTIONS), hard))
+    limit = 2 * MAX_CONNECTIONS
+    if hard != resource.RLIM_INFINITY:
+        limit = min(hard, limit)
+    if soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

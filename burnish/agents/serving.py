@@ -77,7 +77,7 @@ class Renderers:
 
     def __init__(self, make: Callable[[Mapping[str, Any]], ChatRenderer]) -> None:
         self._make = make
-        self._made: OrderedDict[str, ChatRenderer] = OrderedDict()
+        self._cache: OrderedDict[str, ChatRenderer] = OrderedDict()
         self.problem: str | None = None
         """Why the model cannot answer chat messages; None: it can."""
         try:
@@ -93,12 +93,12 @@ class Renderers:
                 f"this model answers no chat messages, only completions: {self.problem}"
             )
         name = f"{datetime.now().date()} {json.dumps(variables, sort_keys=True)}"
-        if name not in self._made:
-            self._made[name] = self._make(variables)
-        self._made.move_to_end(name)
-        while len(self._made) > _MAX_RENDERERS:
-            self._made.popitem(last=False)
-        return self._made[name]
+        if name not in self._cache:
+            self._cache[name] = self._make(variables)
+        self._cache.move_to_end(name)
+        while len(self._cache) > _MAX_RENDERERS:
+            self._cache.popitem(last=False)
+        return self._cache[name]
 
 
 @dataclass(frozen=True)
@@ -141,14 +141,12 @@ class ServingBackend:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether the engine can sample."""
         return self._service.error is None
 
     # ---- Backend ---------------------------------------------------------------------------
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Return the name of the model."""
         return self._names[:1]
 
     def arrive(self) -> Arrival:
@@ -170,12 +168,15 @@ class ServingBackend:
         retry may sample another response. ``progress``: see :class:`Progress`."""
         self._check(call)
         if (count := call.num_responses) > self._max_queue:
-            what = f"n and the prompts ask for {count} responses, but the server samples at most"
-            raise invalid("n", f"{what} {self._max_queue} responses at once (--max-queue)")
+            raise invalid(
+                "n",
+                f"n and the prompts ask for {count} responses, but the server samples at most "
+                f"{self._max_queue} responses at once (--max-queue)",
+            )
         if self.num_open + count > self._max_queue:
-            what = f"{self.num_open} responses are sampled or wait, and the limit is"
             raise CallError(
-                f"{what} {self._max_queue}; retry later",
+                f"{self.num_open} responses are sampled or wait, and the limit is "
+                f"{self._max_queue}; retry later",
                 status=429,
                 kind="rate_limit_error",
                 retry_after_s=_RETRY_AFTER_S,
@@ -187,7 +188,6 @@ class ServingBackend:
             self.num_open -= count
 
     async def count_tokens(self, call: ModelCall) -> int:
-        """Return the number of prompt tokens of a call. Raises CallError."""
         self._check(call)
         return len((await self._prompt(call)).ids)
 
@@ -198,8 +198,8 @@ class ServingBackend:
 
     def _check(self, call: ModelCall) -> None:
         if call.model not in self._names:
-            what = f"there is no model {call.model!r}; this server has {self._names[0]!r}"
-            raise CallError(what, status=404, kind="not_found_error", param="model")
+            message = f"there is no model {call.model!r}; this server has {self._names[0]!r}"
+            raise CallError(message, status=404, kind="not_found_error", param="model")
         check_supported(call)
 
     async def _answer(self, call: ModelCall, progress: Progress | None) -> ModelReply:
@@ -222,7 +222,9 @@ class ServingBackend:
             completions = await self._sample(requests, sampling)
         else:
             live = await self._responses(call, sampled)
-            requests = [replace(one, on_tokens=live.listener(i)) for i, one in enumerate(requests)]
+            requests = [
+                replace(request, on_tokens=live.listener(i)) for i, request in enumerate(requests)
+            ]
             async with live.followed(progress, start, self._in_thread):
                 completions = await self._sample(requests, sampling)
         pairs = zip(sampled, completions, strict=True)
@@ -240,13 +242,13 @@ class ServingBackend:
             room = self._max_len - len(prompt.ids)
             if room <= 0:
                 raise self._too_long(f"the prompt has {len(prompt.ids)} tokens")
-            wanted = call.max_tokens or (room if prompt.renderer else COMPLETION_TOKENS)
+            max_tokens = call.max_tokens or (room if prompt.renderer else COMPLETION_TOKENS)
             for _ in range(call.n):
                 request = Request(
                     f"{name}/{len(requests)}",
                     prompt.ids,
                     seed=call_seed(seed, prompt.ids, attempts[prompt.ids]),
-                    max_tokens=min(wanted, room),
+                    max_tokens=min(max_tokens, room),
                 )
                 attempts[prompt.ids] += 1
                 requests.append(request)
@@ -272,8 +274,8 @@ class ServingBackend:
             if not self._has_reported:
                 log.exception("the engine has failed")
             self._has_reported = True
-            what = "the engine of this server has failed; restart it"
-            raise CallError(what, status=503, kind="api_error") from error
+            message = "the engine of this server has failed; restart it"
+            raise CallError(message, status=503, kind="api_error") from error
         finally:
             for task in tasks:
                 task.cancel()
@@ -306,8 +308,8 @@ class ServingBackend:
             ids = prompt
         return _Prompt(checked_ids(ids, self._codec), None)
 
-    def _too_long(self, what: str) -> CallError:
-        message = f"{what}; with the response, at most {self._max_len} are possible"
+    def _too_long(self, reason: str) -> CallError:
+        message = f"{reason}; with the response, at most {self._max_len} are possible"
         return CallError(message, status=400, kind="context_length_exceeded", param="messages")
 
     async def _renderer(self, variables: Mapping[str, Any]) -> ChatRenderer:
@@ -372,14 +374,14 @@ class OneModel:
         """Return the backend. Raises CallError for a wrong key (401) or a path of episodes
         (404). Compares in constant time."""
         if self.token is not None and not compare_digest(_digest(key or ""), _digest(self.token)):
-            what = (
+            message = (
                 "the server's token is missing or wrong; send it as 'Authorization: Bearer TOKEN' "
                 "or as 'x-api-key: TOKEN'"
             )
-            raise CallError(what, status=401, kind="authentication_error")
+            raise CallError(message, status=401, kind="authentication_error")
         if name is not None:
-            what = "this server has a model, not episodes; use its address without /s/..."
-            raise CallError(what, status=404, kind="not_found_error")
+            message = "this server has a model, not episodes; use its address without /s/..."
+            raise CallError(message, status=404, kind="not_found_error")
         return self.backend
 
 

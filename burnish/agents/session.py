@@ -75,18 +75,15 @@ class TrainingSession:
 
     @property
     def num_calls(self) -> int:
-        """Return the number of answered calls."""
         return len(self._recorded)
 
     # ---- Backend ---------------------------------------------------------------------------
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Return the names of the served models."""
         return (MODEL,)
 
     def arrive(self) -> Arrival:
-        """Return the place of a call whose request has been received."""
         return self._arrivals.arrive()
 
     async def respond(
@@ -136,13 +133,12 @@ class TrainingSession:
     def undelivered(self, reply: ModelReply, digest: bytes) -> None:
         """Note that a client was gone before it got a reply. If no other client got it, the next
         equal call does. The call is recorded if that happens, or if a later call continues it."""
-        found = self._find(reply)
-        found.num_clients -= 1
-        if not found.num_clients:
+        recorded = self._find(reply)
+        recorded.num_clients -= 1
+        if not recorded.num_clients:
             self._retries.undelivered(digest, reply)
 
     async def count_tokens(self, call: ModelCall) -> int:
-        """Return the number of prompt tokens of a call. Raises CallError."""
         self._check_open()
         try:
             return len((await self._prompts.find(call)).ids)
@@ -185,7 +181,7 @@ class TrainingSession:
         limit that the last call exceeded takes precedence over an error of the agent's code, which
         may be its consequence.
         """
-        recorded = [one for _, one in sorted(self._recorded.items()) if one.was_seen]
+        recorded = [call for _, call in sorted(self._recorded.items()) if call.was_seen]
         limit = self._limit()
         if error is None and not recorded and limit is None:
             error = EpisodeFailedError("env_error", "the agent ended without calling the model")
@@ -202,30 +198,30 @@ class TrainingSession:
             error="" if error is None else str(error),
         )
         return Played(
-            record, tuple(Call(one.prompt.ids, one.completion) for one in recorded), error
+            record, tuple(Call(call.prompt.ids, call.completion) for call in recorded), error
         )
 
     def _turns(self, recorded: list[Recorded], rewards: Mapping[str, float]) -> Iterator[Turn]:
         now = time.monotonic()
-        for number, one in enumerate(recorded):
+        for number, call in enumerate(recorded):
             follower = recorded[number + 1] if number + 1 < len(recorded) else None
             answer: tuple[Message, ...] = ()
-            if follower is not None and follower.prompt.parent is one:
+            if follower is not None and follower.prompt.parent is call:
                 answer = follower.prompt.messages[follower.prompt.num_known :]
-            continues = number == 0 or one.prompt.parent is recorded[number - 1]
+            continues = number == 0 or call.prompt.parent is recorded[number - 1]
             until = now if follower is None else follower.began
             yield Turn(
-                message=one.parsed.message,
+                message=call.parsed.message,
                 answer=answer,
-                prompt=None if continues else one.prompt.messages,
+                prompt=None if continues else call.prompt.messages,
                 rewards=rewards if follower is None else {},
                 counts=dict(sorted(self.counts.items())) if follower is None else {},
-                problem=one.parsed.problem or "",
-                num_tokens=len(one.completion.token_ids),
-                num_prompt_tokens=len(one.prompt.ids),
-                cached_tokens=one.completion.cached_tokens,
-                engine_s=one.ended - one.began,
-                environment_s=max(0.0, until - one.ended),
+                problem=call.parsed.problem or "",
+                num_tokens=len(call.completion.token_ids),
+                num_prompt_tokens=len(call.prompt.ids),
+                cached_tokens=call.completion.cached_tokens,
+                engine_s=call.ended - call.began,
+                environment_s=max(0.0, until - call.ended),
             )
 
     # ---- one call --------------------------------------------------------------------------
@@ -234,24 +230,21 @@ class TrainingSession:
         """Sample the reply to a call and record it."""
         ignored = self._check_parameters(call)
         try:
-            one = await self._sample(call, place)
+            recorded = await self._sample(call, place)
         except (CallError, asyncio.CancelledError):
             raise
         except Exception as error:  # the engine has failed, and the run with it
             if not self.failure.done():
                 self.failure.set_exception(error)
-            what = "the rollout engine has failed"
-            raise CallError(what, status=503, kind="api_error") from error
-        self._record(one)
-        name = f"{self.task.episode_id}-{one.number}"
-        choice = make_choice(call, one.completion, one.parsed, one.parts)
-        start = make_start(call, len(one.prompt.ids), name, ignored=ignored)
-        return make_reply(start, [choice], cached_tokens=one.completion.cached_tokens)
-
-    def _record(self, one: Recorded) -> None:
-        self._recorded[one.number] = one
-        self._latest[one.conversation] = one
-        self._prompts.record(one)
+            message = "the rollout engine has failed"
+            raise CallError(message, status=503, kind="api_error") from error
+        self._recorded[recorded.number] = recorded
+        self._latest[recorded.conversation] = recorded
+        self._prompts.record(recorded)
+        name = f"{self.task.episode_id}-{recorded.number}"
+        choice = make_choice(call, recorded.completion, recorded.parsed, recorded.parts)
+        start = make_start(call, len(recorded.prompt.ids), name, ignored=ignored)
+        return make_reply(start, [choice], cached_tokens=recorded.completion.cached_tokens)
 
     async def _parts(
         self, call: ModelCall, prompt: Ids, completion: Completion
@@ -266,19 +259,19 @@ class TrainingSession:
         prompt: Prompt | None = None
         try:
             prompt = await self._prompts.find(call)
-            what = f"the conversation has {len(prompt.ids)} tokens"
+            reason = f"the conversation has {len(prompt.ids)} tokens"
         except TooLongError as error:
-            what = str(error)
+            reason = str(error)
         await place.turn()
         with self._turn(place):
             room = 0 if prompt is None else self.limits.max_tokens - len(prompt.ids)
             if prompt is None or room <= 0:
-                raise self._exceeded("max_tokens", place, self._too_long(what))
+                raise self._exceeded("max_tokens", place, self._too_long(reason))
             return await self._sample_in(room, prompt, call, place)
 
-    def _too_long(self, what: str) -> CallError:
+    def _too_long(self, reason: str) -> CallError:
         limit = f"at most {self.limits.max_tokens} tokens are possible (episodes.max_tokens)"
-        message = f"{what}; with the response, {limit}"
+        message = f"{reason}; with the response, {limit}"
         return CallError(message, status=400, kind="context_length_exceeded", param="messages")
 
     async def _sample_in(
@@ -343,11 +336,11 @@ class TrainingSession:
                 "episode is a turn of its own; send several requests, or raise "
                 "rollout.n_samples_per_prompt",
             )
-        run = self.policy.sampling
-        wanted = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k}
-        given = {name: vars(call)[name] for name in wanted}
+        sampling = self.policy.sampling
+        applied = {name: vars(sampling)[name] for name in ("temperature", "top_p", "top_k")}
+        requested = {name: vars(call)[name] for name in applied}
         ignored = [*call.ignored]
-        ignored += [n for n, value in given.items() if value is not None and value != wanted[n]]
+        ignored += [n for n, value in requested.items() if value not in (None, applied[n])]
         ignored += ["seed"] * (call.seed is not None)
         ignored += ["tool_choice"] * (call.tool_choice == "required")
         ignored += ["chat_template_kwargs"] * bool(call.template_kwargs)
@@ -365,8 +358,8 @@ class TrainingSession:
     def _turn(self, place: Arrival) -> Iterator[None]:
         """Count a turn, unless it fails. Raises CallError if none is left."""
         if self._turns_taken >= self.limits.max_turns:
-            what = f"the episode has used its {self.limits.max_turns} turns (episodes.max_turns)"
-            error = CallError(what, status=410, kind="episode_closed")
+            message = f"the episode has used its {self.limits.max_turns} turns (episodes.max_turns)"
+            error = CallError(message, status=410, kind="episode_closed")
             raise self._exceeded("max_turns", place, error)
         self._turns_taken += 1
         try:

@@ -42,10 +42,10 @@ class TokenQueue:
 
     def take(self) -> list[int]:
         """Return the tokens that were not returned before."""
-        found: list[int] = []
+        tokens: list[int] = []
         while self._new:
-            found += self._new.popleft()
-        return found
+            tokens += self._new.popleft()
+        return tokens
 
 
 class Responses:

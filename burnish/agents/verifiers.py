@@ -54,9 +54,9 @@ def rewards(episode: Any, policy: Any) -> dict[str, float]:
     """
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
-        said = f"{errors[-1].type}: {errors[-1].message}" if errors else "it says no reason"
-        raise RuntimeError(f"the episode of {episode.env.id} failed: {said}")
-    found: dict[str, list[float]] = {}
+        reason = f"{errors[-1].type}: {errors[-1].message}" if errors else "it says no reason"
+        raise RuntimeError(f"the episode of {episode.env.id} failed: {reason}")
+    values_by_name: dict[str, list[float]] = {}
     roles = episode.by_agent
     for role, traces in roles.items():
         for trace in traces:
@@ -65,10 +65,10 @@ def rewards(episode: Any, policy: Any) -> dict[str, float]:
                 continue
             for name, reward in trace.rewards.items():
                 key = name if len(roles) == 1 else f"{role}_{name}"
-                found.setdefault(key, []).append(0.0 if reward is None else reward.value)
-    if not found:
+                values_by_name.setdefault(key, []).append(0.0 if reward is None else reward.value)
+    if not values_by_name:
         return {"reward": 0.0}
-    return {name: sum(values) / len(values) for name, values in found.items()}
+    return {name: sum(values) / len(values) for name, values in values_by_name.items()}
 
 
 def check_other_model(trace: Any, policy: Any) -> None:
@@ -87,13 +87,13 @@ class Environments:
 
     def __init__(self, env: str, options: dict[str, Any]) -> None:
         self._options = with_defaults(env, options)
-        made = self._load()
-        self._taskset = made.taskset
-        self._config = made.config.taskset.task
-        self._tasks: list[Any] | None = list(made.taskset) if made.taskset.bounded else None
+        environment = self._load()
+        taskset = self._taskset = environment.taskset
+        self._config = environment.config.taskset.task
+        self._tasks: list[Any] | None = list(taskset) if taskset.bounded else None
         if self._tasks == []:
             raise ValueError(f"the environment {env} has no tasks")
-        self._made: asyncio.Future[_Serving] | None = None
+        self._serving: asyncio.Future[_Serving] | None = None
 
     def _load(self) -> Any:
         return vf.load_environment(vf.resolve_env_config(json.loads(json.dumps(self._options))))
@@ -105,10 +105,10 @@ class Environments:
             return self._select(row["seed"])
         kind = self._taskset.task_type()
         data = kind.data_type()
-        given = {name: value for name, value in row.items() if name in data.model_fields}
+        fields = {name: value for name, value in row.items() if name in data.model_fields}
         if "answer" in data.model_fields and row.get("label") is not None:
-            given.setdefault("answer", row["label"])
-        return kind(data.model_validate(given), self._config)
+            fields.setdefault("answer", row["label"])
+        return kind(data.model_validate(fields), self._config)
 
     def _select(self, seed: int) -> Any:
         if self._tasks is not None:
@@ -118,19 +118,19 @@ class Environments:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[Any]:
         """Yield an environment with running servers, shared with the other episodes."""
-        if self._made is None:
-            self._made = asyncio.ensure_future(_Serving.start(self._load()))
-        made = await asyncio.shield(self._made)
-        made.begun += 1
-        made.running += 1
-        if made.begun == MAX_EPISODES:
-            self._made = None
+        if self._serving is None:
+            self._serving = asyncio.ensure_future(_Serving.start(self._load()))
+        serving = await asyncio.shield(self._serving)
+        serving.begun += 1
+        serving.running += 1
+        if serving.begun == MAX_EPISODES:
+            self._serving = None
         try:
-            yield made.environment
+            yield serving.environment
         finally:
-            made.running -= 1
-            if made.begun >= MAX_EPISODES and not made.running:
-                made.ended.set()
+            serving.running -= 1
+            if serving.begun >= MAX_EPISODES and not serving.running:
+                serving.ended.set()
 
 
 class _Serving:
@@ -145,9 +145,9 @@ class _Serving:
 
     @classmethod
     async def start(cls, environment: Any) -> _Serving:
-        made = cls(environment)
-        await made._started
-        return made
+        serving = cls(environment)
+        await serving._started
+        return serving
 
     async def _serve(self) -> None:
         try:

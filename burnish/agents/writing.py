@@ -52,14 +52,14 @@ def shown(call: ModelCall, choice: Choice) -> Shown:
     message = well_formed(choice.message)
     calls = []
     for number, sampled in enumerate(choice.message.get("tool_calls") or ()):
-        made = message["tool_calls"][number]
-        function = made["function"]
+        tool_call = message["tool_calls"][number]
+        function = tool_call["function"]
         is_changed = function != sampled["function"]
         if is_changed or not choice.arguments_text:
             text = compact(function["arguments"])
         else:
             text = choice.arguments_text[number]
-        calls.append(ShownCall(made["id"], function["name"], function["arguments"], text))
+        calls.append(ShownCall(tool_call["id"], function["name"], function["arguments"], text))
     reasoning = message.get("reasoning_content") or "" if call.show_reasoning else ""
     return Shown(reasoning, message.get("content") or "", tuple(calls))
 
@@ -68,8 +68,10 @@ def rest_of(sent: str, text: str) -> str:
     """Return ``text`` without its beginning ``sent``. Raises CallError (500) if it begins
     otherwise."""
     if not text.startswith(sent):
-        what = "the text of the response changed while it was sampled; repeat the call unstreamed"
-        raise CallError(what, status=500, kind="api_error")
+        message = (
+            "the text of the response changed while it was sampled; repeat the call unstreamed"
+        )
+        raise CallError(message, status=500, kind="api_error")
     return text[len(sent) :]
 
 
@@ -95,11 +97,11 @@ def token_logprobs(choice: Choice) -> list[dict[str, Any]]:
     return [
         {
             "token": text,
-            "bytes": list(given),
+            "bytes": list(token_bytes),
             "logprob": finite_logprob(logprob),
             "top_logprobs": [],
         }
-        for text, given, logprob in zip(texts, data, choice.logprobs, strict=True)
+        for text, token_bytes, logprob in zip(texts, data, choice.logprobs, strict=True)
     ]
 
 

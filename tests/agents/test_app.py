@@ -27,23 +27,23 @@ async def served(answer: Any = words, **limits: Any) -> AsyncIterator[tuple[Sess
     server = EpisodeServer("127.0.0.1", 0)
     await server.start()
     try:
-        async with session(answer, **limits) as (made, engine):
-            yield (made, engine), server.admit(made)
+        async with session(answer, **limits) as (backend, engine):
+            yield (backend, engine), server.admit(backend)
     finally:
         await server.close()
 
 
 def run(scenario: Callable[..., Awaitable[Any]], answer: Any = words, **limits: Any) -> Any:
     async def inside() -> Any:
-        async with served(answer, **limits) as (made, endpoint):
-            return await scenario(*made, endpoint)
+        async with served(answer, **limits) as (backend_and_engine, endpoint):
+            return await scenario(*backend_and_engine, endpoint)
 
     return asyncio.run(inside())
 
 
 def chat_client(endpoint: Endpoint, **changes: Any) -> openai.AsyncOpenAI:
-    given = {"base_url": endpoint.base_url, "api_key": endpoint.api_key, **changes}
-    return openai.AsyncOpenAI(**given)
+    options = {"base_url": endpoint.base_url, "api_key": endpoint.api_key, **changes}
+    return openai.AsyncOpenAI(**options)
 
 
 async def post(endpoint: Endpoint, path: str = "chat/completions", **options: Any) -> Any:
@@ -55,31 +55,31 @@ async def post(endpoint: Endpoint, path: str = "chat/completions", **options: An
 
 
 async def chat_turn(client: openai.AsyncOpenAI, history: list[Any], stream: bool) -> Any:
-    given: dict[str, Any] = {"model": "any", "messages": history}
+    request: dict[str, Any] = {"model": "any", "messages": history}
     if not stream:
-        return (await client.chat.completions.create(**given)).choices[0].message
-    async with client.chat.completions.stream(**given) as events:
+        return (await client.chat.completions.create(**request)).choices[0].message
+    async with client.chat.completions.stream(**request) as events:
         return (await events.get_final_completion()).choices[0].message
 
 
 async def responses_turn(client: openai.AsyncOpenAI, history: list[Any], stream: bool) -> Any:
-    given: dict[str, Any] = {"model": "any", "input": history}
+    request: dict[str, Any] = {"model": "any", "input": history}
     if not stream:
-        return (await client.responses.create(**given)).output
-    async with client.responses.stream(**given) as events:
+        return (await client.responses.create(**request)).output
+    async with client.responses.stream(**request) as events:
         return (await events.get_final_response()).output
 
 
 async def messages_turn(
     client: anthropic.AsyncAnthropic, history: list[Any], stream: bool
 ) -> dict[str, Any]:
-    given: dict[str, Any] = {"model": "any", "messages": history}
-    assert (await client.messages.count_tokens(**given)).input_tokens > 10
+    request: dict[str, Any] = {"model": "any", "messages": history}
+    assert (await client.messages.count_tokens(**request)).input_tokens > 10
     if stream:
-        async with client.messages.stream(**given, max_tokens=30) as events:
+        async with client.messages.stream(**request, max_tokens=30) as events:
             reply = await events.get_final_message()
     else:
-        reply = await client.messages.create(**given, max_tokens=30)
+        reply = await client.messages.create(**request, max_tokens=30)
     return {"role": "assistant", "content": plain(reply.content)}
 
 
@@ -95,12 +95,12 @@ def test_official_clients_continue_conversations_on_exact_tokens() -> None:
     async def conversation(turn: Any, client: Any, *, stream: bool) -> None:
         history: list[Any] = [user(f"{turn.__name__} {stream}")]
         for number in range(3):
-            found = await turn(client, history, stream)
-            found = found if isinstance(found, list | dict) else plain([found])
-            found = plain(found) if turn is responses_turn else found
-            history += [*([found] if isinstance(found, dict) else found), user(f"{number}")]
+            reply = await turn(client, history, stream)
+            reply = reply if isinstance(reply, list | dict) else plain([reply])
+            reply = plain(reply) if turn is responses_turn else reply
+            history += [*([reply] if isinstance(reply, dict) else reply), user(f"{number}")]
 
-    async def scenario(made: Any, engine: Any, endpoint: Endpoint) -> None:
+    async def scenario(backend: Any, engine: Any, endpoint: Endpoint) -> None:
         root, key = endpoint.root_url, endpoint.api_key
         for stream in (False, True):
             async with chat_client(endpoint) as client:
@@ -109,7 +109,7 @@ def test_official_clients_continue_conversations_on_exact_tokens() -> None:
             sent = {"auth_token": key} if stream else {"api_key": key}
             async with anthropic.AsyncAnthropic(base_url=root, **sent) as other:
                 await conversation(messages_turn, other, stream=stream)
-        played = made.played({})
+        played = backend.played({})
         assert len(played.calls) == 18
         assert len(episode_rows(played.calls)) == 6
         check_rows(played, engine)
@@ -118,7 +118,7 @@ def test_official_clients_continue_conversations_on_exact_tokens() -> None:
 
 
 def test_keys_and_base_urls() -> None:
-    async def scenario(made: Any, engine: Any, endpoint: Endpoint) -> None:
+    async def scenario(backend: Any, engine: Any, endpoint: Endpoint) -> None:
         bare = endpoint.root_url.partition("/s/")[0]
         key = endpoint.api_key
         for root in (endpoint.root_url, f"{endpoint.root_url}/v1", bare, f"{bare}/v1"):
@@ -147,8 +147,8 @@ def test_closed_episodes_refuse_with_410_and_clients_do_not_retry() -> None:
     async def inside() -> None:
         server = EpisodeServer("127.0.0.1", 0)
         await server.start()
-        async with session() as (made, _):
-            first, other = server.admit(made), server.admit(made)
+        async with session() as (backend, _):
+            first, other = server.admit(backend), server.admit(backend)
             server.dismiss(first)
             sent = []
 
@@ -168,7 +168,7 @@ def test_closed_episodes_refuse_with_410_and_clients_do_not_retry() -> None:
 
 
 def test_hostile_requests_get_errors_and_leave_no_trace() -> None:
-    async def scenario(made: Any, engine: Any, endpoint: Endpoint) -> None:
+    async def scenario(backend: Any, engine: Any, endpoint: Endpoint) -> None:
         deep = b'{"messages": ' + b"[" * 200 + b"]" * 200 + b"}"
         bodies: list[tuple[bytes, int]] = [
             (b"", 400),
@@ -208,7 +208,7 @@ def test_hostile_requests_get_errors_and_leave_no_trace() -> None:
 def test_endless_headers_and_a_body_that_never_comes_hold_nothing() -> None:
     """Timeouts of slow clients are those of the guard (tests/serve/test_guard.py)."""
 
-    async def scenario(made: Any, engine: Any, endpoint: Endpoint) -> None:
+    async def scenario(backend: Any, engine: Any, endpoint: Endpoint) -> None:
         port = int(endpoint.root_url.split(":")[2].split("/")[0])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\n")
@@ -237,7 +237,7 @@ def test_endless_headers_and_a_body_that_never_comes_hold_nothing() -> None:
 
 
 def test_ignored_parameters_are_in_a_header() -> None:
-    async def scenario(made: Any, engine: Any, endpoint: Endpoint) -> Any:
+    async def scenario(backend: Any, engine: Any, endpoint: Endpoint) -> Any:
         return await post(
             endpoint, json={"model": "m", "messages": MESSAGES, "temperature": 0.1, "seed": 7}
         )
@@ -248,20 +248,20 @@ def test_ignored_parameters_are_in_a_header() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_client_that_disconnects_frees_its_request(stream: bool) -> None:
-    async def scenario(made: Any, engine: Any, endpoint: Endpoint) -> None:
+    async def scenario(backend: Any, engine: Any, endpoint: Endpoint) -> None:
         engine.poll = list  # the engine never finishes
         body = {"model": "m", "messages": MESSAGES, "stream": stream}
         sending = asyncio.create_task(post(endpoint, json=body))
         await wait_for(lambda: engine.busy)
         sending.cancel()
         await wait_for(lambda: not engine.busy)
-        assert made.played({}).calls == ()
+        assert backend.played({}).calls == ()
 
     run(scenario)
 
 
 def test_stream_shows_life_while_the_response_is_sampled() -> None:
-    async def scenario(made: Any, engine: Any, endpoint: Endpoint) -> None:
+    async def scenario(backend: Any, engine: Any, endpoint: Endpoint) -> None:
         poll, engine.poll = engine.poll, list
         made_of = {"model": "m", "messages": MESSAGES, "stream": True}
         headers = {"authorization": f"Bearer {endpoint.api_key}"}
@@ -285,7 +285,7 @@ def test_stream_shows_life_while_the_response_is_sampled() -> None:
 
 
 def test_thousand_calls_at_once_and_calls_beyond_the_turn_limit() -> None:
-    async def scenario(made: Any, engine: Any, endpoint: Endpoint) -> None:
+    async def scenario(backend: Any, engine: Any, endpoint: Endpoint) -> None:
         headers = {"authorization": f"Bearer {endpoint.api_key}"}
         url = f"{endpoint.base_url}/chat/completions"
 
@@ -299,7 +299,7 @@ def test_thousand_calls_at_once_and_calls_beyond_the_turn_limit() -> None:
         codes = [code for group in groups for code in group]
         assert codes.count(200) == 600
         assert codes.count(410) == 400
-        played = made.played({})
+        played = backend.played({})
         assert played.record.status == "max_turns"
         check_rows(played, engine)
 
@@ -309,13 +309,13 @@ def test_thousand_calls_at_once_and_calls_beyond_the_turn_limit() -> None:
 def test_call_of_the_session_equals_the_call_over_http() -> None:
     """The dialect adds nothing: the same messages give the same tokens."""
 
-    async def direct(made: Any, engine: Any, endpoint: Endpoint) -> Any:
-        await made.respond(call(*MESSAGES), digest=b"")
+    async def direct(backend: Any, engine: Any, endpoint: Endpoint) -> Any:
+        await backend.respond(call(*MESSAGES), digest=b"")
         return engine.log[0]
 
-    async def http(made: Any, engine: Any, endpoint: Endpoint) -> Any:
+    async def http(backend: Any, engine: Any, endpoint: Endpoint) -> Any:
         assert (await post(endpoint)).status_code == 200
         return engine.log[0]
 
-    (one, one_ids), (other, other_ids) = run(direct), run(http)
-    assert (one.prompt_ids, one.seed, one_ids) == (other.prompt_ids, other.seed, other_ids)
+    (first, first_ids), (other, other_ids) = run(direct), run(http)
+    assert (first.prompt_ids, first.seed, first_ids) == (other.prompt_ids, other.seed, other_ids)

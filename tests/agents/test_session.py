@@ -38,25 +38,27 @@ from burnish.types import Prompt
 
 def run(scenario: Callable[..., Awaitable[Any]], answer: Answer = words, **changes: Any) -> Any:
     async def inside() -> Any:
-        async with session(answer, **changes) as (made, engine):
-            return await scenario(made, engine)
+        async with session(answer, **changes) as (backend, engine):
+            return await scenario(backend, engine)
 
     return asyncio.run(inside())
 
 
-async def ask(made: TrainingSession, *messages: Any, digest: bytes = b"", **fields: Any) -> Any:
-    reply = await made.respond(call(*messages, **fields), digest=digest or random.randbytes(8))
+async def ask(backend: TrainingSession, *messages: Any, digest: bytes = b"", **fields: Any) -> Any:
+    reply = await backend.respond(call(*messages, **fields), digest=digest or random.randbytes(8))
     return reply.choices[0].message
 
 
 def changed(message: Any, draw: random.Random) -> Any:
     """An answer as clients echo it: without reasoning, with other ids, with stripped text."""
-    kept = {k: v for k, v in message.items() if k != "reasoning_content" or draw.random() < 0.5}
-    content = kept["content"] or None
-    kept["content"] = content.strip() if content and draw.random() < 0.5 else content
-    if "tool_calls" in kept:
-        kept["tool_calls"] = [{**made, "id": f"x{draw.random()}"} for made in kept["tool_calls"]]
-    return kept
+    echoed = {k: v for k, v in message.items() if k != "reasoning_content" or draw.random() < 0.5}
+    content = echoed["content"] or None
+    echoed["content"] = content.strip() if content and draw.random() < 0.5 else content
+    if "tool_calls" in echoed:
+        echoed["tool_calls"] = [
+            {**tool_call, "id": f"x{draw.random()}"} for tool_call in echoed["tool_calls"]
+        ]
+    return echoed
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -64,12 +66,12 @@ def test_random_histories_have_exact_tokens(seed: int) -> None:
     """Continued, edited, compacted and parallel conversations: the rows are the engine's log."""
     draw = random.Random(seed)
 
-    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
+    async def scenario(backend: TrainingSession, engine: ScriptedEngine) -> None:
         histories: list[list[Any]] = [[user("start")]]
         for step in range(12):
             chosen = draw.sample(histories, k=min(len(histories), draw.randint(1, 3)))
             asked = [list(history) for history in chosen]
-            answers = await asyncio.gather(*(ask(made, *history) for history in asked))
+            answers = await asyncio.gather(*(ask(backend, *history) for history in asked))
             for history, message in zip(asked, answers, strict=True):
                 ending = [*history, changed(message, draw), user(f"go on {step}")]
                 kind = draw.random()
@@ -80,7 +82,7 @@ def test_random_histories_have_exact_tokens(seed: int) -> None:
                 elif kind < 0.9:  # an edited answer
                     edited = {"role": "assistant", "content": "edited"}
                     histories.append([*history, edited, user("and now?")])
-        played = made.played({"reward": 1.0})
+        played = backend.played({"reward": 1.0})
         check_rows(played, engine)
         assert played.record.status == "done"
         assert [turn.rewards for turn in played.record.turns if turn.rewards] == [{"reward": 1.0}]
@@ -89,11 +91,11 @@ def test_random_histories_have_exact_tokens(seed: int) -> None:
 
 
 def test_continued_conversation_is_one_row_with_the_prompts_of_the_bridge() -> None:
-    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
+    async def scenario(backend: TrainingSession, engine: ScriptedEngine) -> None:
         history: list[Any] = [user("hello")]
         for turn in range(4):
-            history += [await ask(made, *history), user(f"turn {turn}")]
-        played = made.played({})
+            history += [await ask(backend, *history), user(f"turn {turn}")]
+        played = backend.played({})
         (row,) = episode_rows(played.calls)
         (first, ids), (second, _), *_ = [(r.prompt_ids, ids) for r, ids in engine.log]
         assert second == RENDERER.bridge(first, ids, [user("turn 0")])
@@ -107,15 +109,15 @@ def test_continued_conversation_is_one_row_with_the_prompts_of_the_bridge() -> N
 
 
 def test_responses_do_not_depend_on_arrival_order() -> None:
-    async def scenario(made: TrainingSession, engine: ScriptedEngine, order: list[int]) -> Any:
+    async def scenario(backend: TrainingSession, engine: ScriptedEngine, order: list[int]) -> Any:
         prompts = [user(f"agent {i}") for i in range(6)]
-        texts = await asyncio.gather(*(ask(made, prompts[i]) for i in order))
+        texts = await asyncio.gather(*(ask(backend, prompts[i]) for i in order))
         return {i: text["content"] for i, text in zip(order, texts, strict=True)}
 
-    one = run(lambda made, engine: scenario(made, engine, [0, 1, 2, 3, 4, 5]))
-    other = run(lambda made, engine: scenario(made, engine, [4, 2, 5, 0, 3, 1]))
-    assert one == other
-    assert len(set(one.values())) == 6
+    first = run(lambda backend, engine: scenario(backend, engine, [0, 1, 2, 3, 4, 5]))
+    other = run(lambda backend, engine: scenario(backend, engine, [4, 2, 5, 0, 3, 1]))
+    assert first == other
+    assert len(set(first.values())) == 6
 
 
 def told(played: Played) -> Any:
@@ -130,25 +132,25 @@ def told(played: Played) -> Any:
     return sample.text, sample.finish_reason, played.record.status, turns, calls, rows
 
 
-async def votes(made: TrainingSession) -> None:
+async def votes(backend: TrainingSession) -> None:
     """Five equal calls, and one that goes on with the answer that most have, the last one."""
-    answers = await asyncio.gather(*(ask(made, user("vote")) for _ in range(5)))
-    await ask(made, user("vote"), answers[-1], user("sure?"))
+    answers = await asyncio.gather(*(ask(backend, user("vote")) for _ in range(5)))
+    await ask(backend, user("vote"), answers[-1], user("sure?"))
 
 
-async def branches(made: TrainingSession) -> None:
+async def branches(backend: TrainingSession) -> None:
     """Sub-agents of different lengths; two conversations go on from the same answer."""
-    plan = await ask(made, user("plan"))
-    parts = [ask(made, user(f"part {i}"), max_tokens=1 if i % 2 else None) for i in range(4)]
+    plan = await ask(backend, user("plan"))
+    parts = [ask(backend, user(f"part {i}"), max_tokens=1 if i % 2 else None) for i in range(4)]
     await asyncio.gather(
-        *parts, *(ask(made, user("plan"), plan, user(text)) for text in ("left", "right"))
+        *parts, *(ask(backend, user("plan"), plan, user(text)) for text in ("left", "right"))
     )
 
 
-async def too_many(made: TrainingSession) -> None:
+async def too_many(backend: TrainingSession) -> None:
     """Six calls at once, of which four fit into the turns and one is too long."""
     texts = ["a", "b", "long " * 900, "c", "d", "e"]
-    tried = await asyncio.gather(*(ask(made, user(t)) for t in texts), return_exceptions=True)
+    tried = await asyncio.gather(*(ask(backend, user(t)) for t in texts), return_exceptions=True)
     refused = [
         t[0] for t, answer in zip(texts, tried, strict=True) if isinstance(answer, CallError)
     ]
@@ -159,12 +161,12 @@ async def too_many(made: TrainingSession) -> None:
 def test_an_episode_is_in_the_order_in_which_its_calls_arrived(agent: Any) -> None:
     async def play(seed: int) -> Any:
         async with session(max_turns=4 if agent is too_many else 50, max_tokens=900) as (
-            made,
+            backend,
             engine,
         ):
             engine._random = random.Random(seed)  # the order in which replies are sampled
-            await agent(made)
-            return told(made.played({"reward": 1.0}))
+            await agent(backend)
+            return told(backend.played({"reward": 1.0}))
 
     first, *others = [asyncio.run(play(seed)) for seed in range(8)]
     assert all(other == first for other in others)
@@ -175,29 +177,29 @@ def test_an_episode_is_in_the_order_in_which_its_calls_arrived(agent: Any) -> No
 
 
 def test_equal_calls_side_by_side_are_different_samples() -> None:
-    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
-        same = [ask(made, user("vote"), digest=b"same") for _ in range(5)]
+    async def scenario(backend: TrainingSession, engine: ScriptedEngine) -> None:
+        same = [ask(backend, user("vote"), digest=b"same") for _ in range(5)]
         assert len({message["content"] for message in await asyncio.gather(*same)}) == 5
-        check_rows(made.played({}), engine)
+        check_rows(backend.played({}), engine)
 
     run(scenario)
 
 
 def test_retry_gets_the_reply_of_the_call_it_repeats() -> None:
-    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
-        wanted = call(user("hi"))
-        first = asyncio.create_task(made.respond(wanted, digest=b"a"))
+    async def scenario(backend: TrainingSession, engine: ScriptedEngine) -> None:
+        request = call(user("hi"))
+        first = asyncio.create_task(backend.respond(request, digest=b"a"))
         await asyncio.sleep(0)
-        again = await made.respond(wanted, digest=b"a", is_retry=True)
+        again = await backend.respond(request, digest=b"a", is_retry=True)
         assert again == await first
-        assert again == await made.respond(wanted, digest=b"a", is_retry=True)
+        assert again == await backend.respond(request, digest=b"a", is_retry=True)
         for _ in range(3):
-            assert len(made.played({}).calls) == 1  # one of the three clients got it
-            made.undelivered(again, b"a")
-        assert len(made.played({}).calls) == 0  # the agent never saw it
-        assert again == await made.respond(wanted, digest=b"a")
-        assert len(engine.log) == len(made.played({}).calls) == 1
-        assert made.counts["replayed"] == 2
+            assert len(backend.played({}).calls) == 1  # one of the three clients got it
+            backend.undelivered(again, b"a")
+        assert len(backend.played({}).calls) == 0  # the agent never saw it
+        assert again == await backend.respond(request, digest=b"a")
+        assert len(engine.log) == len(backend.played({}).calls) == 1
+        assert backend.counts["replayed"] == 2
 
     run(scenario)
 
@@ -208,18 +210,18 @@ def test_client_that_leaves_frees_its_request_and_its_retry_draws_the_same_token
     def answer(request: Request) -> Sequence[int]:
         return words(request)
 
-    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
+    async def scenario(backend: TrainingSession, engine: ScriptedEngine) -> None:
         engine.poll, polled = (lambda: polled() if gate else []), engine.poll  # type: ignore[method-assign]
         nonlocal_gate(False)
-        left = asyncio.create_task(made.respond(call(user("hi")), digest=b"a"))
+        left = asyncio.create_task(backend.respond(call(user("hi")), digest=b"a"))
         await wait_for(lambda: engine.busy)
         (request,) = [request for request, _ in engine._open.values()]
         left.cancel()
         await wait_for(lambda: not engine.busy)
         nonlocal_gate(True)
-        await made.respond(call(user("hi")), digest=b"a", is_retry=True)
+        await backend.respond(call(user("hi")), digest=b"a", is_retry=True)
         assert engine.log[0][0].seed == request.seed
-        assert len(made.played({}).calls) == len(engine.log) == 1
+        assert len(backend.played({}).calls) == len(engine.log) == 1
 
     def nonlocal_gate(value: bool) -> None:
         nonlocal gate
@@ -249,44 +251,44 @@ def test_reply_that_ends_just_when_its_client_leaves_is_given_to_the_retry() -> 
 def test_retry_of_a_canceled_call_is_not_the_reply_of_its_twin() -> None:
     """Two equal calls are two votes. One client leaves and sends its call again."""
 
-    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
+    async def scenario(backend: TrainingSession, engine: ScriptedEngine) -> None:
         engine.poll, polled = list, engine.poll  # type: ignore[method-assign]
-        same = [made.respond(call(user("vote")), digest=b"v") for _ in range(2)]
+        same = [backend.respond(call(user("vote")), digest=b"v") for _ in range(2)]
         first, second = map(asyncio.create_task, same)
         await wait_for(lambda: len(engine._open) == 2)
         first.cancel()
-        again = asyncio.create_task(made.respond(call(user("vote")), digest=b"v", is_retry=True))
-        await wait_for(lambda: len(engine._open) == 2 and made._num_requests == 3)
+        again = asyncio.create_task(backend.respond(call(user("vote")), digest=b"v", is_retry=True))
+        await wait_for(lambda: len(engine._open) == 2 and backend._num_requests == 3)
         engine.poll = polled  # type: ignore[method-assign]
         assert (await again).choices[0].token_ids != (await second).choices[0].token_ids
-        assert len(made.played({}).calls) == len(engine.log) == 2
+        assert len(backend.played({}).calls) == len(engine.log) == 2
 
     run(scenario)
 
 
 def test_limits_refuse_calls_and_give_the_status() -> None:
-    async def too_many(made: TrainingSession, engine: ScriptedEngine) -> Any:
-        await ask(made, user("1"))
-        await ask(made, user("2"))
+    async def too_many(backend: TrainingSession, engine: ScriptedEngine) -> Any:
+        await ask(backend, user("1"))
+        await ask(backend, user("2"))
         with pytest.raises(CallError, match="its 2 turns") as refused:
-            await ask(made, user("3"))
+            await ask(backend, user("3"))
         assert refused.value.status == 410
         crash = EpisodeFailedError("env_error", "the agent raised APIError")
-        assert made.played({}, crash).record.status == "max_turns"
+        assert backend.played({}, crash).record.status == "max_turns"
         killed = EpisodeFailedError("infra_error", "the worker died")
-        return made.played({}, killed).record.status
+        return backend.played({}, killed).record.status
 
-    async def too_long(made: TrainingSession, engine: ScriptedEngine) -> Any:
-        await ask(made, user("1"))
+    async def too_long(backend: TrainingSession, engine: ScriptedEngine) -> Any:
+        await ask(backend, user("1"))
         with pytest.raises(CallError, match=r"episodes\.max_tokens") as refused:
-            await ask(made, user("long " * 300))
+            await ask(backend, user("long " * 300))
         assert refused.value.kind == "context_length_exceeded"
-        assert made.played({}).record.status == "max_tokens"
-        await ask(made, user("a summary"))
-        return made.played({}).record.status
+        assert backend.played({}).record.status == "max_tokens"
+        await ask(backend, user("a summary"))
+        return backend.played({}).record.status
 
-    async def never(made: TrainingSession, engine: ScriptedEngine) -> Any:
-        played = made.played({})
+    async def never(backend: TrainingSession, engine: ScriptedEngine) -> Any:
+        played = backend.played({})
         assert "without calling" in str(played.error)
         return played.record.status
 
@@ -296,8 +298,8 @@ def test_limits_refuse_calls_and_give_the_status() -> None:
 
 
 def test_parameters_of_the_run_win_and_are_reported() -> None:
-    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> ModelReply:
-        given = call(
+    async def scenario(backend: TrainingSession, engine: ScriptedEngine) -> ModelReply:
+        request = call(
             user("x"), temperature=0.2, top_p=1.0, seed=3, max_tokens=2, tool_choice="required"
         )
         for refused in (
@@ -305,11 +307,11 @@ def test_parameters_of_the_run_win_and_are_reported() -> None:
             call(user("x"), unsupported={"logit_bias": "it changes the distribution"}),
         ):
             with pytest.raises(CallError) as error:
-                await made.respond(refused, digest=b"")
+                await backend.respond(refused, digest=b"")
             assert error.value.status == 400
-        reply = await made.respond(given, digest=b"")
+        reply = await backend.respond(request, digest=b"")
         assert engine.log[0][0].max_tokens == 2
-        assert made.counts["ignored_seed"] == 1
+        assert backend.counts["ignored_seed"] == 1
         return reply
 
     reply = run(scenario)
@@ -322,11 +324,11 @@ def test_stop_strings_are_not_part_of_the_message_but_of_the_tokens() -> None:
     def answer(request: Request) -> Sequence[int]:
         return TOKENIZER("think</code>", add_special_tokens=False)["input_ids"]
 
-    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
-        message = await ask(made, user("code"), stop=("</code>",))
+    async def scenario(backend: TrainingSession, engine: ScriptedEngine) -> None:
+        message = await ask(backend, user("code"), stop=("</code>",))
         assert message["content"] == "think"
-        await ask(made, user("code"), message, user("result"), stop=("</code>",))
-        played = made.played({})
+        await ask(backend, user("code"), message, user("result"), stop=("</code>",))
+        played = backend.played({})
         assert len(episode_rows(played.calls)) == 1
         check_rows(played, engine)
 
@@ -359,12 +361,12 @@ def test_a_returned_reasoning_and_a_name_choose_the_turn() -> None:
 
 
 def test_raw_prompts_continue_the_tokens_of_earlier_ones() -> None:
-    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
-        text = (await ask(made, prompt="Question: 2+2\n"))["content"]
-        await ask(made, prompt=f"Question: 2+2\n{text}\nObservation: 4\n")
+    async def scenario(backend: TrainingSession, engine: ScriptedEngine) -> None:
+        text = (await ask(backend, prompt="Question: 2+2\n"))["content"]
+        await ask(backend, prompt=f"Question: 2+2\n{text}\nObservation: 4\n")
         with pytest.raises(CallError, match="ids below"):
-            await ask(made, prompt=(1, 10**9))
-        played = made.played({})
+            await ask(backend, prompt=(1, 10**9))
+        played = backend.played({})
         assert len(episode_rows(played.calls)) == 1
         assert [m["role"] for m in played.record.messages] == ["user", "assistant"] * 2
         assert played.record.messages[2]["content"] == "\nObservation: 4\n"
@@ -383,17 +385,17 @@ def test_a_raw_prompt_has_the_text_that_was_sent(sampled: str, more: str) -> Non
     def answer(_: Request) -> Sequence[int]:
         return [*TOKENIZER(sampled, add_special_tokens=False)["input_ids"], END]
 
-    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
-        reply = await ask(made, prompt=text)
+    async def scenario(backend: TrainingSession, engine: ScriptedEngine) -> None:
+        reply = await ask(backend, prompt=text)
         assert reply["content"] == sampled
         for prompt in (text, text + sampled + more):
-            await ask(made, prompt=prompt)
+            await ask(backend, prompt=prompt)
             assert TOKENIZER.decode(engine.log[-1][0].prompt_ids) == prompt
         prompts = [request.prompt_ids for request, _ in engine.log]
         assert prompts[0] == prompts[1]
         seeds = [request.seed for request, _ in engine.log]
         assert len(set(seeds)) == 3
-        check_rows(made.played({}), engine)
+        check_rows(backend.played({}), engine)
 
     run(scenario, answer)
 
@@ -404,12 +406,12 @@ def test_raw_prompts_of_a_stop_string_continue_with_it() -> None:
     def answer(_: Request) -> Sequence[int]:
         return TOKENIZER(" look it up\nObs:", add_special_tokens=False)["input_ids"]
 
-    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
-        reply = await ask(made, prompt="Act:", stop=("Obs:", "\n"))
+    async def scenario(backend: TrainingSession, engine: ScriptedEngine) -> None:
+        reply = await ask(backend, prompt="Act:", stop=("Obs:", "\n"))
         assert reply["content"] == " look it up"
-        await ask(made, prompt=f"Act:{reply['content']}\nObs: 4\n")
-        assert len(episode_rows(made.played({}).calls)) == 1
-        check_rows(made.played({}), engine)
+        await ask(backend, prompt=f"Act:{reply['content']}\nObs: 4\n")
+        assert len(episode_rows(backend.played({}).calls)) == 1
+        check_rows(backend.played({}), engine)
 
     run(scenario, answer)
 
@@ -419,15 +421,15 @@ def test_a_text_that_is_certainly_too_long_is_not_tokenized(
 ) -> None:
     """The limit is 100 tokens: texts of more than 3,200 characters never reach the tokenizer."""
     lengths: list[int] = []
-    own = ChatRenderer._encode
+    encode = ChatRenderer._encode
     monkeypatch.setattr(
         ChatRenderer,
         "_encode",
-        lambda self, text, **options: (lengths.append(len(text)), own(self, text, **options))[1],
+        lambda self, text, **options: (lengths.append(len(text)), encode(self, text, **options))[1],
     )
 
-    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
-        first = await ask(made, user("hi"))
+    async def scenario(backend: TrainingSession, engine: ScriptedEngine) -> None:
+        first = await ask(backend, user("hi"))
         history = [user("hi"), first]
         for long in (
             call(user("a" * 100_000)),
@@ -437,30 +439,30 @@ def test_a_text_that_is_certainly_too_long_is_not_tokenized(
             call(prompt=(1,) * 101),
         ):
             for ask_for in (
-                made.count_tokens(long),
-                made.respond(long, digest=random.randbytes(8)),
+                backend.count_tokens(long),
+                backend.respond(long, digest=random.randbytes(8)),
             ):
                 with pytest.raises(CallError) as refused:
                     await ask_for
                 assert refused.value.kind == "context_length_exceeded"
-        assert made.played({}).record.status == "max_tokens"
+        assert backend.played({}).record.status == "max_tokens"
         assert max(lengths) <= 3_200
 
     run(scenario, max_tokens=100)
 
 
 def test_closed_session_refuses_and_frees_everything() -> None:
-    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
-        await ask(made, user("1"))
+    async def scenario(backend: TrainingSession, engine: ScriptedEngine) -> None:
+        await ask(backend, user("1"))
         engine.poll = list  # type: ignore[method-assign]
-        waiting = asyncio.create_task(made.respond(call(user("2")), digest=b"b"))
+        waiting = asyncio.create_task(backend.respond(call(user("2")), digest=b"b"))
         await wait_for(lambda: engine.busy)
-        await made.close()
+        await backend.close()
         with pytest.raises(CallError) as refused:
             await waiting
         assert refused.value.status == 410
         with pytest.raises(CallError, match="has ended"):
-            await ask(made, user("3"))
+            await ask(backend, user("3"))
         await wait_for(lambda: not engine.busy and len(engine.released) == 2)
 
     run(scenario)
@@ -470,11 +472,11 @@ def test_failure_of_the_engine_ends_the_run() -> None:
     def answer(request: Request) -> Sequence[int]:
         raise ArithmeticError("log-probs are not finite")
 
-    async def scenario(made: TrainingSession, engine: ScriptedEngine) -> None:
+    async def scenario(backend: TrainingSession, engine: ScriptedEngine) -> None:
         with pytest.raises(CallError) as refused:
-            await ask(made, user("1"))
+            await ask(backend, user("1"))
         assert refused.value.status == 503
         with pytest.raises(ArithmeticError):
-            await made.failure
+            await backend.failure
 
     run(scenario, answer)

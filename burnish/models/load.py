@@ -143,10 +143,12 @@ def check_support(config: ModelConfig) -> ModelSupport | None:
     check_unquantized(found, describe(config))
     check_class(found, describe(config))
     check_attention(found, config.attn_implementation)
-    return _supported(found, describe(config), trust=config.trust_remote_code)
+    return require_support(found, describe(config), trust=config.trust_remote_code)
 
 
-def _supported(config: PretrainedConfig, name: str, *, trust: bool) -> ModelSupport:
+def require_support(config: PretrainedConfig, name: str, *, trust: bool) -> ModelSupport:
+    """Return how models with this ``config`` run. ``name`` is the model's name in messages. Raises
+    ModelError if they cannot be trained or sampled."""
     support = model_support(config, trust=trust)
     if support.refusal and is_composite(config):
         raise ModelError(
@@ -167,7 +169,7 @@ def choose_attention(
     The choice is logged once per family. ``name`` is the model's name in messages. ``config``: that
     of the language model, if ``model`` is only its body.
     """
-    support = _supported(config or model.config, name, trust=runs_own_code(model))
+    support = require_support(config or model.config, name, trust=runs_own_code(model))
     if support.model_type not in _SAID:
         _SAID.add(support.model_type)
         level = logging.INFO if support.packed else logging.WARNING

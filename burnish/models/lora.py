@@ -64,14 +64,29 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
     """Inject adapters into ``model``, in place. Afterwards only adapters and saved modules require
     gradients. With ``config.path`` they start with the weights of that folder.
 
-    Raises ValueError if a target matches no layer, if targets match tied embeddings or layers that
-    adapters cannot wrap, and if the adapter of ``config.path`` belongs to another base. The message
-    starts with the setting.
+    Raises ValueError as :func:`add_adapters`, if adapters break a layer's own forward, and if the
+    adapter of ``config.path`` belongs to another base. The message starts with the setting.
+    """
+    generator = torch.get_rng_state()
+    add_adapters(model, config)
+    _fill_empty_adapters(model, generator)
+    _check_special_layers(model, config)
+    _warn_of_bare_experts(model, config)
+    if config.path is not None:
+        load_adapter(model, Path(config.path))
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Add the adapters and saved copies of ``config`` to ``model``, in place. Afterwards only their
+    parameters require gradients.
+
+    Reads no file and works on the meta device, so that a memory plan counts the parameters that a
+    run trains. Raises ValueError if a target matches no layer, and if targets match tied embeddings
+    or layers that adapters cannot wrap. The message starts with the setting.
     """
     from peft import inject_adapter_in_model
 
     _check_targets(model, config)
-    generator = torch.get_rng_state()
     tied = _is_tied(model)
     try:
         inject_adapter_in_model(peft_config(config, model), model, adapter_name=ADAPTER)
@@ -80,14 +95,9 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
     _check_ends(model, config, tied=tied)
     _check_expert_targets(model, config)
     _check_saved(model, config)
-    _fill_empty_adapters(model, generator)
     _check_shared_weights(model, config)
-    _check_special_layers(model, config)
-    _warn_of_bare_experts(model, config)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
-    if config.path is not None:
-        load_adapter(model, Path(config.path))
 
 
 def load_adapter(model: nn.Module, folder: Path) -> None:

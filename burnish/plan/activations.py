@@ -33,8 +33,8 @@ from burnish.models.auto_class import language_model_class
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES, choose_attention
 from burnish.models.logprobs import Head, token_logprobs
-from burnish.models.lora import peft_config
-from burnish.models.lora_layers import ADAPTER
+from burnish.models.lora import add_adapters
+from burnish.models.lora_layers import with_dropout
 from burnish.models.scalar_model import ScalarModel, head_width
 from burnish.models.units import layers_of
 from burnish.plan.passes import Pass, fake_plan
@@ -143,9 +143,11 @@ def kinds_of(shape: ModelShape) -> list[str] | None:
     case the entire model must be traced."""
     text = shape.text.to_dict()
     names = list(text.get("layer_types") or ["layer"] * len(shape.layers))[: len(shape.layers)]
+    if len(names) < len(shape.layers):  # other parts of a composite model have layers too
+        return None
     sizes: dict[str, set[int]] = {}
     for name, unit in zip(names, shape.layers, strict=True):
-        sizes.setdefault(name, set()).add(unit.numel)
+        sizes.setdefault(name, set()).add(unit.num_gathered)
     return names if all(len(found) == 1 for found in sizes.values()) else None
 
 
@@ -155,10 +157,10 @@ def kinds_of(shape: ModelShape) -> list[str] | None:
 def _trace(shape: ModelShape, depth: int, kinds: Sequence[str] | None, work: Pass) -> Peaks:
     config = copy.deepcopy(shape.config)
     text = config.get_text_config()
-    text.num_hidden_layers = depth
-    if kinds is not None and text.to_dict().get("layer_types"):
-        text.layer_types = list(kinds)
     try:
+        text.num_hidden_layers = depth
+        if kinds is not None and text.to_dict().get("layer_types"):
+            text.layer_types = list(kinds)
         with _without_value_checks(), FakeTensorMode(), torch.random.fork_rng(devices=[]):
             return _Trace(config, shape, work).run()
     except Exception as error:  # any operation that needs values and not only sizes
@@ -323,10 +325,10 @@ class _Trace:
             head = self.model.score
             found = [torch.nn.functional.linear(at_reads.float(), head.weight.float())[:, 0]]
         else:
-            projection = self.model.get_output_embeddings()
+            at_reads, weight, bias = with_dropout(self.model.get_output_embeddings(), at_reads)
             head = Head(
-                projection.weight,
-                projection.bias,
+                weight,
+                bias,
                 temperature=0.5,
                 chunk_tokens=work.chunk_tokens,
             )
@@ -389,11 +391,7 @@ def _bare(config: PretrainedConfig, lora: LoraConfig | None, *, scalar: bool) ->
         if config.to_dict().get("burnish_attention") == "eager":  # keeps its scores [T, T]
             model.set_attn_implementation("eager")
         if lora is not None:
-            from peft import inject_adapter_in_model  # slow to import; see models/lora.py
-
-            inject_adapter_in_model(peft_config(lora, model), model, adapter_name=ADAPTER)
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(".lora_" in name)
+            add_adapters(model, lora)
         if not scalar:
             return model
         head = torch.nn.Linear(head_width(model), 1, bias=False)

@@ -85,9 +85,8 @@ class DeepSpeedProfile(TrainEngineProfile):
         s, w, options = self.setup, self.setup.weight_size, self.options
         held: Where = "host" if options.param_offload else "device"
         whole = s.trained + s.frozen
-        small = sum(
-            x for u in s.shape.units for x in u.numels if x < options.param_persistence_threshold
-        )
+        weights = (w.numel for u in s.shape.units for w in (*u.base, *u.adapters))
+        small = sum(x for x in weights if x < options.param_persistence_threshold)
         how = f"{share_text(s, whole)} x {w} B"
         items = [
             Item("parameters", rounded_up(whole, s.ranks) * w, how, held),
@@ -134,7 +133,7 @@ class DeepSpeedProfile(TrainEngineProfile):
         items = self._sums()
         if not self.gathers:
             items.append(self._bucket())
-        largest, sums = self.setup.largest_tensor, self.setup.sum_size
+        largest, sums = self.setup.largest_trained, self.setup.sum_size
         if largest > self.options.reduce_bucket_size:
             copies = 2 if self.gathers else 1
             how = f"{copies} x largest gradient {entries_text(largest)} x {sums} B"
@@ -177,13 +176,13 @@ class DeepSpeedProfile(TrainEngineProfile):
         """Return the bucket of weights that stage 3 gathers at a time."""
         if not self.gathers:
             return super().weight_transfer()
-        size = max(WEIGHT_BUCKET_BYTES, self.setup.largest_tensor * self.setup.weight_size)
+        size = max(WEIGHT_BUCKET_BYTES, self.setup.largest_weight * self.setup.weight_size)
         how = f"bucket of {WEIGHT_BUCKET_BYTES >> 20} MiB, or the largest weight"
         return [Item("gathered layers", size, how)]
 
     def saving(self, *, gpu: bool) -> list[Item]:
         """Return the fp32 weight that rank 0 gathers and writes at a time."""
-        size = 8.0 * self.setup.largest_tensor
+        size = 8.0 * self.setup.largest_trained
         where: Where = "host" if gpu else "device"
         return [Item("parameters", size, "largest weight in fp32, and its bytes", where)]
 
@@ -196,7 +195,7 @@ class DeepSpeedProfile(TrainEngineProfile):
         s, size = self.setup, self.size_read
         part = s.model.parameters / s.ranks * (0 if size == s.weight_size else size)
         how = "zero_init: shards in the format of the file + largest weight, unsharded"
-        return [Item("parameters", s.largest_tensor * size + part, how)]
+        return [Item("parameters", s.largest_weight * size + part, how)]
 
     @property
     def size_before_sharding(self) -> int | None:

@@ -20,8 +20,8 @@ log-probs. Counted in ``models/distill.py`` (``tests/models/test_distilled_logpr
 
 def _sizes(teacher: ModelConfig, role: TrainRole) -> tuple[int, int]:
     """Return (vocabulary, width) of the teacher's output projection."""
-    text = shape_of(resolve_model(teacher, role.model)).text.to_dict()
-    return int(text["vocab_size"]), int(text["hidden_size"])
+    shape = shape_of(resolve_model(teacher, role.model))
+    return shape.vocab_size, shape.hidden_size
 
 
 def teacher_head(role: TrainRole) -> Items:

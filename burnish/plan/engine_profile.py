@@ -71,7 +71,7 @@ class TrainEngineProfile(ABC):
         Default: a tensor-parallel rank assembles one weight at a time."""
         if self.setup.unsharded is None:
             return []
-        size = max(n for u in self.setup.unsharded.units for n in u.numels)
+        size = max(w.numel for u in self.setup.unsharded.units for w in u.base)
         w = self.setup.weight_size
         how = f"largest weight, unsharded: {entries_text(size)} x {w} B"
         return [Item("gathered layers", size * w, how)]

@@ -39,7 +39,8 @@ class Demand:
 
 
 def bytes_per_token(shape: ModelShape, dtype: Dtype) -> int:
-    """Return the bytes of keys and values of one token in all layers."""
+    """Return the bytes of keys and values of one token in all layers; 0 for models without
+    attention, whose state does not grow."""
     return 2 * len(shape.layers) * shape.kv_heads * shape.head_dim * SIZES[dtype]
 
 
@@ -65,7 +66,7 @@ def local_cache(
 def local_logits(shape: ModelShape, slots: int, *, graphs: bool, longest: int) -> Item:
     """Return the memory of a decode step's logits and of the sampling tensors derived from them:
     [slots, vocabulary] fp32."""
-    vocabulary = int(shape.text.to_dict()["vocab_size"])
+    vocabulary = shape.vocab_size
     size, how = 4 * 4 * slots * vocabulary, f"4 x {slots} x {vocabulary} x 4 B"
     if graphs:  # each recorded graph keeps its own result
         lengths = max(1, (_power_of_two(longest) // 64).bit_length())
@@ -108,18 +109,17 @@ def vllm_on_gpu(
     weights = Item(
         "parameters", size, f"{shape.parameters / 1e9:.3f}e9 x {SIZES[dtype]} B / {parts}"
     )
-    text = shape.text.to_dict()
     tokens = int(max(overhead["vllm_profile_tokens"], config.max_num_seqs))
-    width = max(int(text.get("intermediate_size") or 0), int(text["hidden_size"]))
-    pass_bytes = tokens * (6 * int(text["hidden_size"]) + 3 * width / parts) * SIZES[dtype]
-    pass_bytes += config.max_num_seqs * int(text["vocab_size"]) * 4 * 3
+    width = max(shape.inner_size, shape.hidden_size)
+    pass_bytes = tokens * (6 * shape.hidden_size + 3 * width / parts) * SIZES[dtype]
+    pass_bytes += config.max_num_seqs * shape.vocab_size * 4 * 3
     graphs = 0.0 if config.enforce_eager else overhead["vllm_graphs_gb"] * 1e9
     how = f"profiling pass of {tokens} tokens, logits of {config.max_num_seqs} rows, CUDA graphs"
     rest = Item("activations", pass_bytes + graphs, how)
     share = config.gpu_memory_utilization * gpu_bytes
     left = config.kv_cache_bytes or share - weights.bytes - rest.bytes
-    per_token = bytes_per_token(shape, dtype) / min(parts, shape.kv_heads)
-    held = int(max(left, 0) / per_token)
+    per_token = bytes_per_token(shape, dtype) / min(parts, max(1, shape.kv_heads))
+    held = int(max(left, 0) / max(1.0, per_token))
     cache_how = (
         f"kv_cache_bytes: {held} tokens"
         if config.kv_cache_bytes

@@ -68,7 +68,7 @@ class EngineSetup:
         """Number of trained entries."""
         if not self.trainable:
             return 0
-        return self.shape.adapters or self.shape.parameters
+        return self.shape.trained
 
     @property
     def frozen(self) -> int:
@@ -89,7 +89,7 @@ class EngineSetup:
 
     def largest(self, kind: str) -> int:
         """Return the number of entries of the largest unit of a kind."""
-        return max((u.numel + u.lora for u in self.shape.units if u.kind == kind), default=0)
+        return max((u.num_gathered for u in self.shape.units if u.kind == kind), default=0)
 
     @property
     def largest_unit(self) -> int:
@@ -97,11 +97,15 @@ class EngineSetup:
         return max(self.largest(kind) for kind in ("layer", "rest", "embedding"))
 
     @property
-    def largest_tensor(self) -> int:
-        """Number of entries of the largest trained parameter."""
-        if self.shape.adapters and self.trainable:
-            return max((u.lora for u in self.shape.units), default=0)
-        return max(n for u in self.shape.units for n in u.numels)
+    def largest_weight(self) -> int:
+        """Number of entries of the largest parameter of the model without adapters."""
+        return max(w.numel for u in self.shape.units for w in u.base)
+
+    @property
+    def largest_trained(self) -> int:
+        """Number of entries of the largest trained parameter; 0 for a frozen model."""
+        weights = (w for u in self.shape.units for w in u.trained if self.trainable)
+        return max((w.numel for w in weights), default=0)
 
 
 def moving_average(setup: EngineSetup, entries: int, where: Where) -> list[Item]:

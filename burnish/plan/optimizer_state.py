@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from burnish.config.optimizer import Adafactor, AdamW, AdamW8bit, Muon
 from burnish.plan.model_state import EngineSetup, Item, Where, entries_text, share_text
-from burnish.plan.shapes import ModelShape, PlanError, rounded_up
-from burnish.train.optimizers import divides_blocks, has_8bit_moments, undivided_blocks
-
-Shape = tuple[int, ...]
+from burnish.plan.shapes import ModelShape, PlanError, Weight, rounded_up
+from burnish.train.optimizers import (
+    divides_blocks,
+    has_8bit_moments,
+    is_muon_matrix,
+    undivided_blocks,
+)
 
 
 def moments(setup: EngineSetup, where: Where = "device", *, ranks: int = 1) -> list[Item]:
@@ -29,38 +32,32 @@ def moments(setup: EngineSetup, where: Where = "device", *, ranks: int = 1) -> l
 
 
 def state_bytes(setup: EngineSetup) -> float:
-    """Return the bytes of the state for all trained entries: by the shape of each parameter, or of
-    adapters, which are all matrices, by their number of entries."""
+    """Return the bytes of the state for all trained parameters, by their shapes."""
     optimizer, shape = setup.train.optimizer, setup.shape
     if not setup.trainable:
         return 0.0
     if isinstance(optimizer, AdamW):
         return 8.0 * setup.trained
-    if isinstance(optimizer, Muon) and not shape.adapters:
-        own = sum(math.prod(own) for _, own in muon_matrices(shape, optimizer))
-        return 8.0 * setup.trained - 4.0 * own  # one moment instead of two
-    per: Callable[[str, Shape], float] = _quantized
-    per_adapter_entry = 2.0 + 8 / 256
     if isinstance(optimizer, Muon):
-        per_adapter_entry = 4.0
-    elif isinstance(optimizer, Adafactor):
-        per, per_adapter_entry = _adafactor, 1.0
-    if shape.adapters:
-        return per_adapter_entry * shape.adapters
-    return sum(per(unit.kind, own) for unit in shape.units for own in unit.shapes)
+        matrices = sum(weight.numel for weight in muon_matrices(shape, optimizer))
+        return 8.0 * setup.trained - 4.0 * matrices  # one moment instead of two
+    if isinstance(optimizer, Adafactor):
+        return sum(_adafactor(weight.shape) for weight in _trained(shape))
+    return sum(_quantized(weight) for weight in _trained(shape))
+
+
+def _trained(shape: ModelShape) -> Iterator[Weight]:
+    return (weight for unit in shape.units for weight in unit.trained)
 
 
 def _sharded_bytes(setup: EngineSetup, ranks: int) -> float:
     """Return the bytes of the state on the first of ``ranks`` that share the rows of every
-    parameter. Column means of Adafactor are on all of them, so those of adapters are not
-    divided."""
-    shape = setup.shape
+    parameter. Column means of Adafactor are on all of them."""
     if not isinstance(setup.train.optimizer, Adafactor) or not setup.trainable:
         return state_bytes(setup) / ranks
-    if shape.adapters:
-        return state_bytes(setup)
-    parts = ((-(-own[0] // ranks), *own[1:]) for unit in shape.units for own in unit.shapes)
-    return sum(_adafactor("", part) for part in parts)
+    shapes = (weight.shape for weight in _trained(setup.shape))
+    parts = ((*(rounded_up(rows, ranks) for rows in shape[:1]), *shape[1:]) for shape in shapes)
+    return sum(_adafactor(part) for part in parts)
 
 
 def checkpoint_bytes(setup: EngineSetup, *, frozen: bool = False) -> float:
@@ -73,57 +70,53 @@ def checkpoint_bytes(setup: EngineSetup, *, frozen: bool = False) -> float:
     return entries + state_bytes(whole)
 
 
-def muon_matrices(shape: ModelShape, optimizer: Muon) -> list[tuple[str, Shape]]:
-    """Return the names and shapes of the base parameters that Muon trains: the matrices and the
-    stacks of expert matrices of the layers, without ``adamw_params``."""
+def muon_matrices(shape: ModelShape, optimizer: Muon) -> list[Weight]:
+    """Return the parameters that Muon trains."""
     return [
-        (name, own)
+        weight
         for unit in shape.layers
-        for name, own in zip(unit.names, unit.shapes, strict=True)
-        if (len(own) == 2 and name.endswith("weight")) or (len(own) == 3 and "experts" in name)
-        if not any(part in name for part in optimizer.adamw_params)
+        for weight in unit.trained
+        if not weight.is_table and is_muon_matrix(weight.name, weight.shape, optimizer.adamw_params)
     ]
 
 
 def newton_schulz_flops(setup: EngineSetup) -> float:
     """Return the floating-point operations of the Newton-Schulz iterations of all matrices, in one
-    step: 4 m^2 n + 2 m^3 per iteration of an [m, n] matrix with m <= n. 0 with another optimizer,
-    and for adapters, whose matrices are narrow."""
+    step: 4 m^2 n + 2 m^3 per iteration of an [m, n] matrix with m <= n. 0 with another
+    optimizer."""
     optimizer = setup.train.optimizer
-    if not isinstance(optimizer, Muon) or setup.shape.adapters:
+    if not isinstance(optimizer, Muon):
         return 0.0
     work = 0.0
-    for name, shape in muon_matrices(setup.model, optimizer):
-        halves = 2 if "gate_up_proj" in name else 1  # two matrices in one
+    for weight in muon_matrices(setup.model, optimizer):
+        shape, is_adapter = weight.shape, "lora_" in weight.name
+        halves = 2 if "gate_up_proj" in weight.name and not is_adapter else 1  # two matrices in one
         m, n = sorted((shape[-2] // halves, shape[-1]))
         work += halves * math.prod(shape[:-2]) * (4.0 * m * m * n + 2.0 * m**3)
     return optimizer.ns_steps * work
 
 
-def _adafactor(kind: str, shape: Shape) -> float:
+def _adafactor(shape: Sequence[int]) -> float:
     if len(shape) < 2:
         return 4.0 * math.prod(shape)
     return 4.0 * math.prod(shape[:-2]) * (shape[-2] + shape[-1])
 
 
-def _quantized(kind: str, shape: Shape) -> float:
-    entries = math.prod(shape)
-    if kind == "embedding" or not has_8bit_moments(shape):
-        return 8.0 * entries
-    return entries * (2.0 + 8 / 256)
+def _quantized(weight: Weight) -> float:
+    if weight.is_table or not has_8bit_moments(weight.shape):
+        return 8.0 * weight.numel
+    return weight.numel * (2.0 + 8 / 256)
 
 
 def _check_blocks(setup: EngineSetup, ranks: int) -> None:
-    """Raise PlanError if blocks of 8-bit moments cannot be divided over ``ranks``. Adapters are
-    checked when the model is loaded."""
-    if not isinstance(setup.train.optimizer, AdamW8bit) or setup.shape.adapters:
+    """Raise PlanError if blocks of 8-bit moments cannot be divided over ``ranks``."""
+    if not isinstance(setup.train.optimizer, AdamW8bit) or not setup.trainable:
         return
-    units = setup.shape.units if setup.trainable else ()
-    for unit in (u for u in units if u.kind != "embedding"):
-        for i, own in enumerate(unit.shapes):
-            if has_8bit_moments(own) and not divides_blocks(own, ranks):
-                name = unit.names[i] if unit.names else f"the {unit.kind}"
-                raise PlanError(undivided_blocks(name, own, ranks))
+    for weight in _trained(setup.shape):
+        if weight.is_table or not has_8bit_moments(weight.shape):
+            continue
+        if not divides_blocks(weight.shape, ranks):
+            raise PlanError(undivided_blocks(weight.name, weight.shape, ranks))
 
 
 def in_step(setup: EngineSetup, *, ranks: int = 1, whole_stacks: bool = False) -> list[Item]:
@@ -133,13 +126,13 @@ def in_step(setup: EngineSetup, *, ranks: int = 1, whole_stacks: bool = False) -
     optimizer = setup.train.optimizer
     if isinstance(optimizer, Muon):
         skip = 0 if whole_stacks else -2
-        found = [math.prod(own[skip:]) for _, own in muon_matrices(setup.model, optimizer)]
-        largest = max(found, default=0)
+        matrices = muon_matrices(setup.model, optimizer)
+        largest = max((math.prod(weight.shape[skip:]) for weight in matrices), default=0)
         size = 20.0 if optimizer.ns_dtype == "fp32" else 12.0
         how = f"Newton-Schulz of the largest matrix: {entries_text(largest)} x {size:g} B"
         return [Item("optimizer", largest * size, how)] if largest else []
     if isinstance(optimizer, Adafactor):
-        largest = rounded_up(setup.largest_tensor, ranks)
+        largest = rounded_up(setup.largest_trained, ranks)
         how = f"update of the largest parameter: {entries_text(largest)} x 4 B"
         return [Item("optimizer", largest * 4.0, how)]
     return []

@@ -246,9 +246,9 @@ def _work(
 
 def _add_target(engine: BaseTrainEngine, role: TrainRole, config: DistillConfig) -> None:
     """Add a teacher's output projection with random weights to a student's engine."""
-    teacher = shape_of(resolve_model(config.teacher.model, config.model)).text
+    teacher = shape_of(resolve_model(config.teacher.model, config.model))
     assert role.distillation is not None
-    rows, width = _shared_tokens(config.resolve()), int(teacher.hidden_size)
+    rows, width = _shared_tokens(config.resolve()), teacher.hidden_size
     weight = torch.randn(rows, width, dtype=DTYPES[role.distillation.dtype], device=engine.device)
     chunk = chunk_tokens(role.train.logprob_chunk_tokens, engine.device.type)
     options = config.loss.model_dump(exclude={"kind"})
@@ -264,7 +264,7 @@ def _add_target(engine: BaseTrainEngine, role: TrainRole, config: DistillConfig)
 def _shared_tokens(job: JobSpec) -> int:
     """Return the number of token ids that all language models of a job have."""
     models = [resolve_model(role.model, job.model) for role in job.train_roles]
-    return min(int(shape_of(model).text.vocab_size) for model in models)
+    return min(shape_of(model).vocab_size for model in models)
 
 
 def _loss(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, Stats]:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from burnish.config.model import ModelConfig
 from burnish.config.roles import JobSpec
 from burnish.config.train import TrainConfig
-from burnish.models.support import model_support, row_limit, runs_own_code
+from burnish.models.load import ModelError, require_support
+from burnish.models.support import row_limit, runs_own_code
 from burnish.plan import model_state
 from burnish.plan.activations import Peaks, TraceError, key_of, measure
 from burnish.plan.hardware import Hardware
 from burnish.plan.model_state import SIZES, EngineSetup, Item
 from burnish.plan.passes import Pass
-from burnish.plan.shapes import ModelShape, PlanError, shape_of
+from burnish.plan.shapes import AdapterError, ModelShape, PlanError, shape_of
 from burnish.train.row_layout import RowSize
 
 Items = tuple[Item, ...]
@@ -80,9 +81,11 @@ class Context:
 
 def resolve_model(own: ModelConfig, policy: ModelConfig) -> ModelConfig:
     """Return a role's own model, or the policy's if its config is not available. The two usually
-    have the same size, and the plan lists the assumption."""
+    have the same size, and the plan lists the assumption. Raises AdapterError."""
     try:
         shape_of(own)
+    except AdapterError:
+        raise
     except PlanError:
         return policy.model_copy(update={"lora": own.lora})
     return own
@@ -95,11 +98,15 @@ def positions(shape: ModelShape) -> int:
 
 def with_layout(train: TrainConfig, shape: ModelShape, model: ModelConfig) -> TrainConfig:
     """Return ``train`` with the layout of the model's passes: padded if the model cannot pack
-    rows, or its recipe names another attention."""
+    rows, or its recipe names another attention. Raises PlanError if the model's family cannot be
+    trained or sampled."""
+    try:
+        support = require_support(shape.config, shape.name, trust=runs_own_code(shape.config))
+    except ModelError as error:
+        raise PlanError(str(error)) from error
     if model.attn_implementation != "auto":
         return train.model_copy(update={"layout": "padded"})
-    packs = model_support(shape.text, trust=runs_own_code(shape.config)).packed
-    return train if packs else train.model_copy(update={"layout": "padded"})
+    return train if support.packed else train.model_copy(update={"layout": "padded"})
 
 
 def uniform_rows(count: int, length: int, prompt: int, *, group: int) -> tuple[RowSize, ...]:
@@ -133,19 +140,18 @@ def peaks_of(setup: EngineSetup, work: Pass, margin: float) -> tuple[Peaks, floa
 def by_formula(setup: EngineSetup, work: Pass) -> Peaks:
     """Return the activations of a Llama-like model, computed from its sizes. Used if it cannot be
     traced."""
-    text, size = setup.shape.text.to_dict(), SIZES[work.dtype]
-    hidden = int(text["hidden_size"])
-    inner = int(text.get("intermediate_size") or 4 * hidden)
-    heads = int(text.get("num_attention_heads") or 1) * setup.shape.head_dim
-    kv = setup.shape.kv_heads * setup.shape.head_dim
+    shape, size = setup.shape, SIZES[work.dtype]
+    hidden = shape.hidden_size
+    inner = shape.inner_size
+    heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     norms = 2 * hidden * (4 if work.dtype == "fp32" else 2 + 8)
     layer = work.tokens * ((2 * hidden + 4 * heads + 4 * kv + 5 * inner) * size + norms)
     stream = work.tokens * hidden * size
-    count = len(setup.shape.layers)
+    count = len(shape.layers)
     kept = 0.0 if not work.train else count * (stream if work.checkpointing else layer)
     head = 0.0
-    if not setup.shape.scalar:
-        vocabulary = int(text["vocab_size"])
+    if not shape.scalar:
+        vocabulary = shape.vocab_size
         head = 3.0 * 4 * min(work.chunk_tokens, work.actions) * vocabulary
         head += (4.0 + size) * vocabulary * hidden if work.train and not work.lora else 0.0
     other = kept + max(layer + stream, head)

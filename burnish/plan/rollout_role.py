@@ -181,8 +181,8 @@ def _weight_file(
 
 def _file_bytes(role: RolloutRole, shape: ModelShape) -> float:
     """Return the maximum size of a file of weights."""
-    largest = int(shape.text.to_dict()["vocab_size"]) * int(shape.text.hidden_size)
-    return float(min(shape.parameters, largest) * SIZES[role.dtype] + FILE_BYTES)
+    largest = max(weight.numel for unit in shape.units for weight in unit.base)
+    return float(largest * SIZES[role.dtype] + FILE_BYTES)
 
 
 def _server_role(

@@ -12,7 +12,8 @@ import functools
 import importlib.resources
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,17 @@ from burnish.config.paths import folder_problem
 from burnish.errors import BurnishError
 from burnish.messages import library_text
 from burnish.models.auto_class import language_model_class
+from burnish.models.buffers import plain_name
 from burnish.models.load import describe
+from burnish.models.lora import add_adapters
+from burnish.models.lora_layers import is_adapter
 from burnish.models.nf4 import layers_to_quantize
 from burnish.models.scalar_model import head_width
 from burnish.models.scratch import scratch_tokenizer
 from burnish.models.units import gathered_modules
 from burnish.models.untrusted import UNREADABLE, check_kinds, refuse_kernels
+from burnish.models.value_head import has_score
+from burnish.train.optimizers import embedding_names
 
 _ENDINGS = re.compile(r"-(instruct|it|chat|base|hf|v0\.3|sft|dpo|\d{4})$")
 
@@ -43,6 +49,29 @@ _ENDINGS = re.compile(r"-(instruct|it|chat|base|hf|v0\.3|sft|dpo|\d{4})$")
 class PlanError(BurnishError, ValueError):
     """A plan that cannot be made. The message names the missing information and how to supply
     it."""
+
+
+class AdapterError(PlanError):
+    """Adapters of a recipe that do not fit its model."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of a model."""
+
+    name: str
+    """Name in the model without adapters; of adapters, also their own part."""
+    shape: tuple[int, ...]
+    trained: bool = True
+    quantized: bool = False
+    """True if it is kept in 4 bits."""
+    is_table: bool = False
+    """True for an embedding table."""
+
+    @property
+    def numel(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -53,21 +82,30 @@ class FsdpUnit:
     kind: str
     """``layer``, ``embedding`` or ``rest`` (final norm, output projection or value head; also the
     embedding if it is tied)."""
-    numels: tuple[int, ...]
-    """Number of entries of each parameter."""
-    lora: int = 0
-    """Number of adapter entries in this unit."""
-    quantized: tuple[int, ...] = ()
-    """Number of entries of each 4-bit weight, which are also in ``numels``."""
-    shapes: tuple[tuple[int, ...], ...] = ()
-    """Shape of each parameter, in the order of ``numels``; empty if unknown."""
-    names: tuple[str, ...] = ()
-    """Name of each parameter in the model, in the order of ``numels``; empty if unknown."""
+    base: tuple[Weight, ...]
+    """Parameters of the model without adapters."""
+    adapters: tuple[Weight, ...] = ()
+    """Parameters of adapters and of the copies of saved modules."""
 
     @property
     def numel(self) -> int:
         """Number of entries of all base parameters."""
-        return sum(self.numels)
+        return sum(weight.numel for weight in self.base)
+
+    @property
+    def trained(self) -> tuple[Weight, ...]:
+        """The trained parameters."""
+        return tuple(weight for weight in (*self.base, *self.adapters) if weight.trained)
+
+    @property
+    def num_trained(self) -> int:
+        """Number of entries of the trained parameters."""
+        return sum(weight.numel for weight in self.trained)
+
+    @property
+    def num_gathered(self) -> int:
+        """Number of entries of all parameters."""
+        return self.numel + sum(weight.numel for weight in self.adapters)
 
 
 @dataclass(frozen=True)
@@ -93,13 +131,19 @@ class ModelShape:
 
     @property
     def adapters(self) -> int:
-        """Number of entries of all LoRA adapters."""
-        return sum(unit.lora for unit in self.units)
+        """Number of entries of all LoRA adapters and of the copies of saved modules."""
+        return sum(weight.numel for unit in self.units for weight in unit.adapters)
+
+    @property
+    def trained(self) -> int:
+        """Number of entries that a run trains: those of adapters, saved modules and the head of a
+        scalar model, or of all parameters."""
+        return sum(unit.num_trained for unit in self.units)
 
     @property
     def quantized(self) -> tuple[int, ...]:
         """Number of entries of each 4-bit weight."""
-        return tuple(n for unit in self.units for n in unit.quantized)
+        return tuple(w.numel for unit in self.units for w in unit.base if w.quantized)
 
     @property
     def layers(self) -> tuple[FsdpUnit, ...]:
@@ -111,25 +155,69 @@ class ModelShape:
         """Config of the language model itself."""
         return self.config.get_text_config()
 
+    @functools.cached_property
+    def fields(self) -> Mapping[str, Any]:
+        """Fields of the language model's config, also under the names that transformers maps to the
+        family's own (``hidden_size`` for ``n_embd``)."""
+        text = self.text
+        own: dict[str, Any] = text.to_dict()
+        common = text.attribute_map.items()
+        return {**{name: own[field] for name, field in common if field in own}, **own}
+
+    def size(self, name: str) -> int:
+        """Return a size of the config. Raises PlanError if the config does not have it."""
+        value = self.fields.get(name)
+        if not isinstance(value, int):
+            raise PlanError(
+                f"{self.name}: the plan needs {name}, which its config ({self.source}) does not "
+                f"have as a number (model type {self.text.model_type}); run the job with --force, "
+                "which does not need a plan"
+            )
+        return value
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states."""
+        return self.size("hidden_size")
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens."""
+        return self.size("vocab_size")
+
+    @property
+    def inner_size(self) -> int:
+        """Width of the MLP; the largest, if layers differ."""
+        return self._largest("intermediate_size") or 4 * self.hidden_size
+
+    @property
+    def heads(self) -> int:
+        """Number of attention heads; 0 for models without attention."""
+        return self._largest("num_attention_heads")
+
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
-        text = self.text.to_dict()
-        given = text.get("head_dim")
-        return int(given or text["hidden_size"] // text["num_attention_heads"])
+        """Width of one attention head; 0 for models without attention."""
+        if not self.heads:
+            return 0
+        return self._largest("head_dim") or self.hidden_size // self.heads
 
     @property
     def kv_heads(self) -> int:
-        """Number of key/value heads."""
-        text = self.text.to_dict()
-        return int(text.get("num_key_value_heads") or text["num_attention_heads"])
+        """Number of key/value heads; 0 for models without attention."""
+        return self._largest("num_key_value_heads") or self.heads
+
+    def _largest(self, name: str) -> int:
+        """Return a field of the config, or its largest entry if layers differ; 0 without it."""
+        value = self.fields.get(name) or 0
+        return int(max(value) if isinstance(value, list | tuple) else value)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Attention window of each layer in tokens; None: no limit."""
-        text, count = self.text.to_dict(), len(self.layers)
-        window = text.get("sliding_window")
-        kinds = text.get("layer_types")
+        count = len(self.layers)
+        window = self.fields.get("sliding_window")
+        kinds = self.fields.get("layer_types")
         if kinds:
             return tuple(window if "sliding" in kind else None for kind in kinds[:count])
         return (window,) * count
@@ -165,52 +253,74 @@ def shape_from_config(  # house: ok the model, its origin and its head
     try:
         with torch.device("meta"):
             network: Any = language_model_class(config).from_config(config)
-    except (ValueError, KeyError, AttributeError, TypeError, ImportError) as error:
+        tied = _is_tied(network)
+        gathered_modules(network.get_decoder(), tied=tied)
+    except UNREADABLE as error:
         raise PlanError(
             f"{name}: transformers cannot build a language model from its config ({source}): "
-            f"{error}"
+            f"{library_text(error)}"
         ) from error
+    packed = _packed(network, lora)
+    if lora is not None:
+        is_classifier = scalar and has_score(config)  # its body gets them, without a head around it
+        try:
+            with torch.device("meta"):
+                add_adapters(network.get_decoder() if is_classifier else network, lora)
+        except ValueError as error:
+            raise AdapterError(f"{name}: {error}") from error
     return ModelShape(
         name=name,
         source=source,
         config=config,
-        units=tuple(_units(network, outputs=outputs if scalar else None, lora=lora)),
+        units=tuple(_units(network, outputs if scalar else None, packed=packed, tied=tied)),
         scalar=scalar,
         outputs=outputs,
-        tied=_is_tied(network),
+        tied=tied,
         double_quantization=lora is not None and lora.double_quantization,
     )
 
 
-def _units(network: Any, *, outputs: int | None, lora: LoraConfig | None) -> list[FsdpUnit]:
+def _packed(network: Any, lora: LoraConfig | None) -> set[int]:
+    """Return the ids of the parameters that ``lora`` keeps in 4 bits."""
+    if lora is None or lora.quantization is None:
+        return set()
+    return {id(layer.weight) for layer in layers_to_quantize(network)}
+
+
+def _units(network: Any, outputs: int | None, *, packed: set[int], tied: bool) -> list[FsdpUnit]:
     """Return the units that are gathered together, ending with the rest (the root's parameters).
-    ``outputs``: of a scalar model; None: a language model."""
+    ``outputs``: of a scalar model; None: a language model. ``packed``: see :func:`_packed`."""
     scalar = outputs is not None
     body = network.get_decoder()
     owner = body if scalar else network
-    left = {id(p): p for p in owner.parameters()}
-    called = {id(p): name for name, p in owner.named_parameters()}
-    units: list[FsdpUnit] = []
-    packed: set[int] = set()
-    if lora is not None and lora.quantization is not None:
-        packed = {id(layer.weight) for layer in layers_to_quantize(network)}
+    left = dict(owner.named_parameters())
+    tables = embedding_names(owner)
+    names = {id(parameter): name for name, parameter in left.items()}
 
-    def take(module: nn.Module, name: str, kind: str) -> None:
-        own = [left.pop(id(p)) for p in module.parameters() if id(p) in left]
-        adapters = _adapter_entries(module, lora) if lora is not None and kind == "layer" else 0
-        nf4 = tuple(p.numel() for p in own if id(p) in packed)
-        shapes = tuple(tuple(p.shape) for p in own)
-        sizes = tuple(p.numel() for p in own)
-        names = tuple(called[id(p)] for p in own)
-        units.append(FsdpUnit(name, kind, sizes, adapters, nf4, shapes, names))
+    def take(parameters: Iterable[nn.Parameter], name: str, kind: str) -> FsdpUnit:
+        base: list[Weight] = []
+        adapters: list[Weight] = []
+        for own_name in [names[id(p)] for p in parameters if names.get(id(p)) in left]:
+            parameter = left.pop(own_name)
+            weight = Weight(
+                plain_name(own_name),
+                tuple(parameter.shape),
+                trained=parameter.requires_grad,
+                quantized=id(parameter) in packed,
+                is_table=own_name in tables,
+            )
+            (adapters if is_adapter(own_name) else base).append(weight)
+        return FsdpUnit(name, kind, tuple(base), tuple(adapters))
 
-    for unit in gathered_modules(body, tied=not scalar and _is_tied(network)):
-        take(unit.module, unit.name, unit.kind)
-    rest = [tuple(p.shape) for p in left.values()]
-    if scalar:
-        rest.append((outputs or 1, head_width(network)))
-    units.append(FsdpUnit("rest", "rest", tuple(map(math.prod, rest)), shapes=tuple(rest)))
-    return units
+    units = [
+        take(unit.module.parameters(), unit.name, unit.kind)
+        for unit in gathered_modules(body, tied=not scalar and tied)
+    ]
+    rest = take(list(left.values()), "rest", "rest")
+    if outputs is not None:
+        head = Weight("score.weight", (outputs, head_width(network)))
+        rest = replace(rest, base=(*rest.base, head))
+    return [*units, rest]
 
 
 def _is_tied(network: Any) -> bool:
@@ -219,25 +329,6 @@ def _is_tied(network: Any) -> bool:
     setting = network.config.to_dict().get("tie_word_embeddings", False)
     text = network.config.get_text_config().to_dict()  # (some composite types have it only there)
     return tied or bool(text.get("tie_word_embeddings", setting))
-
-
-def _adapter_entries(block: nn.Module, lora: LoraConfig) -> int:
-    """Return r x (inputs + outputs), with DoRA also the outputs, summed over the linear layers of a
-    block that get an adapter."""
-    linears = [(n, m) for n, m in block.named_modules() if isinstance(m, nn.Linear)]
-    return sum(
-        lora.lora_rank * (m.in_features + m.out_features) + lora.use_dora * m.out_features
-        for n, m in linears
-        if _is_target(n, lora.target_modules)
-    )
-
-
-def _is_target(name: str, targets: str | tuple[str, ...]) -> bool:
-    if targets == "all-linear":
-        return True
-    if isinstance(targets, str):  # a regular expression on full names, as in peft
-        return re.fullmatch(targets, f"model.layers.0.{name}") is not None
-    return any(name == t or name.endswith(f".{t}") for t in targets)
 
 
 # ---- origin of a config ---------------------------------------------------------------------
@@ -326,17 +417,17 @@ def matrix_flops(shape: ModelShape) -> float:
     """Return the FLOPs of all matrices in one token's forward pass, counting multiplications and
     additions. The input embedding is a lookup and not counted. Of a mixture of experts, only the
     experts used by a token count."""
-    text = shape.text.to_dict()
-    total = sum(u.numel for u in shape.units)
-    embedding = int(text["vocab_size"]) * int(text["hidden_size"])
-    active = total - (0 if shape.tied and not shape.scalar else embedding)
+    fields = shape.fields
+    active = shape.parameters
+    if not shape.tied or shape.scalar:
+        active -= shape.vocab_size * shape.hidden_size
     experts, used = (
-        text.get("num_local_experts") or text.get("num_experts") or 0,
-        text.get("num_experts_per_tok") or 0,
+        fields.get("num_local_experts") or fields.get("num_experts") or 0,
+        fields.get("num_experts_per_tok") or 0,
     )
     if experts and used:
-        width = int(text.get("moe_intermediate_size") or text["intermediate_size"])
-        one = 3 * int(text["hidden_size"]) * width
+        width = int(fields.get("moe_intermediate_size") or fields["intermediate_size"])
+        one = 3 * shape.hidden_size * width
         active -= len(shape.layers) * one * (experts - used)
     return 2.0 * max(active, 0)
 

@@ -472,7 +472,6 @@ class _Clock:
 def flops(shape: ModelShape, length: float) -> float:
     """Return the FLOPs of one token's forward pass in a row of ``length``: the matrices, and
     attention to half of the row on average."""
-    text = shape.text.to_dict()
-    width = int(text.get("num_attention_heads") or 1) * shape.head_dim
+    width = shape.heads * shape.head_dim
     seen = [min(length / 2, w) if w else length / 2 for w in shape.windows]
     return matrix_flops(shape) + sum(4.0 * s * width for s in seen)

@@ -43,7 +43,7 @@ class TorchProfile(TrainEngineProfile):
         """Return the temporary memory of loading: one weight at a time with ``cpu_offload``."""
         if self.size_before_sharding is None or not self.options.cpu_offload:
             return super().loading(from_folder=from_folder, gpu=gpu)
-        largest = Item("parameters", 4.0 * self.setup.largest_tensor, "largest weight")
+        largest = Item("parameters", 4.0 * self.setup.largest_weight, "largest weight")
         read = self._read_on_host()
         return [largest, read if gpu else replace(read, where="device")]
 
@@ -180,7 +180,7 @@ class ShardedProfile(TorchProfile):
         """Return this layer, the next one, and the weights outside of layers; or the model if it
         stays gathered for backward."""
         s, w = self.setup, self.setup.weight_size
-        layer, whole = s.largest("layer"), s.shape.parameters
+        layer, whole = s.largest("layer"), s.shape.parameters + s.shape.adapters
         rest = s.largest("rest") + s.largest("embedding")
         if not self.options.reshard_after_forward:
             how = f"all layers, kept for backward: {entries_text(whole)} x {w} B"
@@ -227,9 +227,7 @@ class ShardedProfile(TorchProfile):
 
     @property
     def _largest_trained(self) -> int:
-        if self.setup.shape.adapters:
-            return max(u.lora for u in self.setup.shape.units)
-        return self.setup.largest_unit
+        return max(unit.num_trained for unit in self.setup.shape.units)
 
     def weight_transfer(self) -> list[Item]:
         """Return the largest gathered unit, and the copies that the receiver owns."""
@@ -242,7 +240,7 @@ class ShardedProfile(TorchProfile):
         if not from_folder:
             return super().loading(from_folder=from_folder, gpu=gpu)
         how = "largest weight; each rank reads its own rows"
-        return [Item("parameters", 4.0 * self.setup.largest_tensor / self.setup.ranks, how)]
+        return [Item("parameters", 4.0 * self.setup.largest_weight / self.setup.ranks, how)]
 
     def saving(self, *, gpu: bool) -> list[Item]:
         """Return this rank's state, copied to host memory if it is on a GPU."""

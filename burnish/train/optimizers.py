@@ -181,7 +181,7 @@ def _adamw(trained: Sequence[Trained], config: TrainConfig, lr: float) -> list[U
     return [UpdateRule(adamw, ADAM_STATE)]
 
 
-def _embedding_names(model: nn.Module) -> set[str]:
+def embedding_names(model: nn.Module) -> set[str]:
     """Return the names of the parameters of embedding tables."""
     return {
         f"{name}.{own}" if name else own
@@ -255,14 +255,12 @@ def hidden_matrices(
     body = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     inside = {id(p) for _, layer in layers_of(body) for p in layer.parameters()} if body else set()
     named = dict(model.named_parameters())
-    tables = _embedding_names(model)
+    tables = embedding_names(model)
     hidden_size = None if body is None else body.config.get_text_config().hidden_size
     found: dict[str, bool] = {}
     for name, shape in shapes.items():
-        experts = len(shape) == 3 and "experts" in name
-        matrix = len(shape) == 2 and name.endswith("weight") and name not in tables
-        excepted = any(part in name for part in adamw_params)
-        if id(named[name]) in inside and (matrix or experts) and not excepted:
+        matrix = name not in tables and is_muon_matrix(name, shape, adamw_params)
+        if id(named[name]) in inside and matrix:
             found[name] = _is_two_matrices(name, shape, hidden_size)
     if not found:
         raise OptimizerError(
@@ -270,6 +268,14 @@ def hidden_matrices(
             "that is trained with Muon; use train.optimizer.kind=adamw"
         )
     return found
+
+
+def is_muon_matrix(name: str, shape: Sequence[int], adamw_params: Sequence[str]) -> bool:
+    """Return whether Muon trains a parameter of a decoder layer that is no embedding table: a
+    matrix, or a stack of the matrices of experts, whose name has no part in ``adamw_params``."""
+    experts = len(shape) == 3 and "experts" in name
+    matrix = len(shape) == 2 and name.endswith("weight")
+    return (matrix or experts) and not any(part in name for part in adamw_params)
 
 
 def _is_two_matrices(name: str, shape: tuple[int, ...], hidden_size: int | None) -> bool:
@@ -354,7 +360,7 @@ def _adamw_8bit(
             "train.optimizer.kind=adamw_8bit needs the package bitsandbytes, and importing it "
             f"failed ({error}); install it with: pip install 'burnish[quant]'"
         ) from None
-    tables = _embedding_names(model)
+    tables = embedding_names(model)
     has_8_bits = {t.name: has_8bit_moments(t.shape) and t.name not in tables for t in trained}
     small = [t for t in trained if not has_8_bits[t.name]]
     large = [t for t in trained if has_8_bits[t.name]]

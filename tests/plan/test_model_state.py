@@ -247,7 +247,7 @@ def test_shards_of_adafactor_divide_rows_but_not_columns():
     entry. A step holds the update of the rank's rows of the largest matrix, in fp32."""
     full = {"sharding": "full"}
     s = setup("fp32", ranks=8, engine=full, optimizer="adafactor")
-    shapes = [own for unit in s.shape.units for own in unit.shapes]
+    shapes = [weight.shape for unit in s.shape.units for weight in unit.base]
     matrices = [own for own in shapes if len(own) == 2]
     norms = sum(own[0] for own in shapes if len(own) == 1)
     expected = 4 * (sum(m / 8 + n for m, n in matrices) + norms / 8)

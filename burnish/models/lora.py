@@ -87,11 +87,17 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     from peft import inject_adapter_in_model
 
     _check_targets(model, config)
+    _check_saved_weights(model, config)
     tied = _is_tied(model)
     try:
         inject_adapter_in_model(peft_config(config, model), model, adapter_name=ADAPTER)
     except ValueError as error:
         raise ValueError(f"{_targets(config)}: {error}") from error
+    except TypeError as error:  # a saved module that also has an adapter
+        raise ValueError(
+            f"{_SAVE}={list(config.modules_to_save)}: {error}; save modules outside of "
+            "model.lora.target_modules, such as lm_head"
+        ) from error
     _check_ends(model, config, tied=tied)
     _check_expert_targets(model, config)
     _check_saved(model, config)
@@ -271,6 +277,20 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D)
 
 
+def _check_saved_weights(model: nn.Module, config: LoraConfig) -> None:
+    """Raise ValueError if a module to save has 4-bit weights, which peft cannot copy and train."""
+    for name, module in model.named_modules():
+        if name.endswith(config.modules_to_save or ("\0",)) and packed_names(module):
+            raise ValueError(_saved_text(name))
+
+
+def _saved_text(name: str) -> str:
+    return (
+        f"{_SAVE}: {name} contains layers with adapters or 4-bit weights; save modules outside of "
+        "model.lora.target_modules, such as lm_head"
+    )
+
+
 def _check_saved(model: nn.Module, config: LoraConfig) -> None:
     """Raise ValueError if a name of ``modules_to_save`` matches no module, or one that cannot be
     saved."""
@@ -282,11 +302,8 @@ def _check_saved(model: nn.Module, config: LoraConfig) -> None:
                 "use names such as embed_tokens, lm_head or norm"
             )
     for name, module in saved.items():
-        if adapted_layers(module) or packed_names(module):
-            raise ValueError(
-                f"{_SAVE}: {name} contains layers with adapters or 4-bit "
-                "weights; save modules outside of model.lora.target_modules, such as lm_head"
-            )
+        if adapted_layers(module):
+            raise ValueError(_saved_text(name))
 
 
 def _check_shared_weights(model: nn.Module, config: LoraConfig) -> None:
@@ -315,9 +332,11 @@ def _weight_id(layer: nn.Module) -> int:
 
 @torch.no_grad()
 def _check_special_layers(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Raise ValueError if adapters break subclasses of ``nn.Linear`` with their own forward.
+    """Raise ValueError if adapters break subclasses of ``nn.Linear`` and ``nn.Embedding`` with
+    their own forward.
 
-    Examples are the grouped projections of DeepSeek-V4 and routers that return several tensors.
+    Examples are the grouped projections of DeepSeek-V4, routers that return several tensors, and
+    the learned positions of OPT, which are computed from the mask.
     Computes two tokens if there are such layers and the model is neither sharded nor on the meta
     device.
     """
@@ -341,10 +360,11 @@ def _check_special_layers(model: PreTrainedModel, config: LoraConfig) -> None:
 def _is_special(layer: LoraLayer) -> bool:
     base = layer.get_base_layer()
     quantized = isinstance(base, Nf4Layer)
+    plain = (nn.Linear.forward, nn.Embedding.forward)
     return (
-        isinstance(base, nn.Linear)
+        isinstance(base, nn.Linear | nn.Embedding)
         and not quantized
-        and type(base).forward is not nn.Linear.forward
+        and type(base).forward not in plain
     )
 
 

@@ -10,6 +10,7 @@ from burnish.config.optimizer import Adafactor, AdamW, AdamW8bit, Muon
 from burnish.plan.model_state import EngineSetup, Item, Where, entries_text, share_text
 from burnish.plan.shapes import ModelShape, PlanError, Weight, rounded_up
 from burnish.train.optimizers import (
+    BLOCK_8BIT,
     divides_blocks,
     has_8bit_moments,
     is_muon_matrix,
@@ -105,7 +106,7 @@ def _adafactor(shape: Sequence[int]) -> float:
 def _quantized(weight: Weight) -> float:
     if weight.is_table or not has_8bit_moments(weight.shape):
         return 8.0 * weight.numel
-    return weight.numel * (2.0 + 8 / 256)
+    return 2.0 * weight.numel + 8.0 * math.ceil(weight.numel / BLOCK_8BIT)
 
 
 def _check_blocks(setup: EngineSetup, ranks: int) -> None:

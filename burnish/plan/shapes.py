@@ -164,26 +164,20 @@ class ModelShape:
         common = text.attribute_map.items()
         return {**{name: own[field] for name, field in common if field in own}, **own}
 
-    def size(self, name: str) -> int:
-        """Return a size of the config. Raises PlanError if the config does not have it."""
-        value = self.fields.get(name)
-        if not isinstance(value, int):
-            raise PlanError(
-                f"{self.name}: the plan needs {name}, which its config ({self.source}) does not "
-                f"have as a number (model type {self.text.model_type}); run the job with --force, "
-                "which does not need a plan"
-            )
-        return value
-
     @property
     def hidden_size(self) -> int:
-        """Width of the hidden states."""
-        return self.size("hidden_size")
+        """Width of the hidden states; that of the embedding if the config does not name it."""
+        return self._largest("hidden_size") or self._embedding[1]
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens."""
-        return self.size("vocab_size")
+        """Number of tokens; that of the embedding if the config does not name it."""
+        return self._largest("vocab_size") or self._embedding[0]
+
+    @property
+    def _embedding(self) -> tuple[int, ...]:
+        tables = (w for unit in self.units for w in unit.base if w.is_table)
+        return max(tables, key=lambda table: table.numel, default=Weight("", (0, 0))).shape
 
     @property
     def inner_size(self) -> int:
@@ -260,7 +254,9 @@ def shape_from_config(  # house: ok the model, its origin and its head
             f"{name}: transformers cannot build a language model from its config ({source}): "
             f"{library_text(error)}"
         ) from error
-    packed = _packed(network, lora)
+    packed = set[int]()
+    if lora is not None and lora.quantization is not None:
+        packed = {id(layer.weight) for layer in layers_to_quantize(network)}
     if lora is not None:
         is_classifier = scalar and has_score(config)  # its body gets them, without a head around it
         try:
@@ -268,11 +264,14 @@ def shape_from_config(  # house: ok the model, its origin and its head
                 add_adapters(network.get_decoder() if is_classifier else network, lora)
         except ValueError as error:
             raise AdapterError(f"{name}: {error}") from error
+    units = _units(
+        network, outputs if scalar else None, adapted=lora is not None, packed=packed, tied=tied
+    )
     return ModelShape(
         name=name,
         source=source,
         config=config,
-        units=tuple(_units(network, outputs if scalar else None, packed=packed, tied=tied)),
+        units=tuple(units),
         scalar=scalar,
         outputs=outputs,
         tied=tied,
@@ -280,16 +279,14 @@ def shape_from_config(  # house: ok the model, its origin and its head
     )
 
 
-def _packed(network: Any, lora: LoraConfig | None) -> set[int]:
-    """Return the ids of the parameters that ``lora`` keeps in 4 bits."""
-    if lora is None or lora.quantization is None:
-        return set()
-    return {id(layer.weight) for layer in layers_to_quantize(network)}
-
-
-def _units(network: Any, outputs: int | None, *, packed: set[int], tied: bool) -> list[FsdpUnit]:
+def _units(
+    network: Any, outputs: int | None, *, adapted: bool, packed: set[int], tied: bool
+) -> list[FsdpUnit]:
     """Return the units that are gathered together, ending with the rest (the root's parameters).
-    ``outputs``: of a scalar model; None: a language model. ``packed``: see :func:`_packed`."""
+
+    ``outputs``: of a scalar model; None: a language model. ``adapted``: adapters are trained, and
+    the head of a scalar model; otherwise all parameters are. ``packed``: ids of the parameters in
+    4 bits."""
     scalar = outputs is not None
     body = network.get_decoder()
     owner = body if scalar else network
@@ -305,7 +302,7 @@ def _units(network: Any, outputs: int | None, *, packed: set[int], tied: bool) -
             weight = Weight(
                 plain_name(own_name),
                 tuple(parameter.shape),
-                trained=parameter.requires_grad,
+                trained=parameter.requires_grad or not adapted,
                 quantized=id(parameter) in packed,
                 is_table=own_name in tables,
             )

@@ -28,6 +28,7 @@ from metamorphic import (  # noqa: E402, F401
     relations_messages,
     relations_models,
     relations_numerics,
+    relations_plan,
     relations_rewards,
     relations_rows,
     relations_rules,

@@ -18,6 +18,7 @@ from metamorphic import (
     planted_heads,
     planted_messages,
     planted_numerics,
+    planted_plan,
     planted_rewards,
     planted_rows,
     planted_serving,
@@ -227,6 +228,7 @@ PLANTED: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
     **planted_rewards.PLANTED,
     **planted_rows.PLANTED,
     **planted_numerics.PLANTED,
+    **planted_plan.PLANTED,
     **planted_serving.PLANTED,
 }
 

@@ -301,6 +301,19 @@ def test_quantized_checkpoints_are_refused_before_their_weights_are_read(
         load_causal_lm(ModelConfig(path=str(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"modules_to_save": ("mlp",), "target_modules": ("q_proj",), "quantization": "nf4"},
+        {"modules_to_save": ("proj",), "target_modules": ("down_proj",)},
+    ],
+    ids=str,
+)
+def test_saved_modules_with_adapters_or_4_bit_weights_are_refused(lora: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=r"modules_to_save.*outside of.*such as lm_head"):
+        adapted(**lora)
+
+
 def test_a_missing_bitsandbytes_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ModelError, match=r"pip install 'burnish\[quant\]'"):

@@ -66,15 +66,39 @@ def test_every_model_in_the_table_can_be_built():
         assert shape_of(ModelConfig(path=f"owner/{name}")).parameters > least
 
 
+@pytest.mark.parametrize("scalar", [False, True])
 @pytest.mark.parametrize(
-    "lora", [None, LoraConfig(lora_rank=4), LoraConfig(target_modules=("q_proj", "down_proj"))]
+    ("lora", "trained"),
+    [
+        # 7 projections of 3 layers: 4 x (64 + 64), 2 x 4 x (64 + 32), 4 x (64 + 64), MLP 3 x 4 x
+        # (64 + 256)
+        (LoraConfig(lora_rank=4), 3 * 4 * (2 * 128 + 2 * 96 + 3 * 320)),
+        (LoraConfig(lora_rank=4, target_modules=("o_proj", "lm_head")), None),
+        (LoraConfig(lora_rank=4, target_modules=r".*[.]1[.].*q_proj", use_dora=True), 4 * 128 + 64),
+        (LoraConfig(target_modules=("q_proj",), modules_to_save=("embed_tokens", "norm")), None),
+    ],
 )
-def test_shape_matches_the_loaded_model(lora):
-    config = SCRATCH.model_copy(update={"lora": lora})
-    model, shape = load_causal_lm(config), shape_of(config)
-    adapters = sum(p.numel() for n, p in model.named_parameters() if ".lora_" in n)
-    assert shape.adapters == adapters
+def test_shape_counts_what_lora_trains(lora, trained, scalar):
+    """Adapters, saved modules and the head of a reward model, and the copies that stay frozen."""
+    scratch = ScratchConfig(hidden_size=64, num_layers=3, tie_word_embeddings=False)
+    config = ModelConfig(scratch=scratch, lora=lora)
+    model = load_scalar_model(config, new_head="zero") if scalar else load_causal_lm(config)
+    shape = shape_of(config, scalar=scalar)
     assert shape.parameters + shape.adapters == sum(p.numel() for p in model.parameters())
+    assert shape.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert trained is None or shape.trained == trained + 64 * scalar
+
+
+@pytest.mark.parametrize(
+    ("lora", "rule"),
+    [
+        ({"target_modules": ["q_prof"]}, "target_modules.*matches no module"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save.*are tied"),
+    ],
+)
+def test_adapters_that_a_run_refuses_have_no_plan(lora, rule):
+    with pytest.raises(PlanError, match=rule):
+        shape_of(SCRATCH.model_copy(update={"lora": LoraConfig(**lora)}))
 
 
 @pytest.mark.parametrize("outputs", [1, 5])

@@ -60,17 +60,17 @@ def calibrate(tables: Tables, sizes: Sizes | None = None) -> dict[str, dict[str,
 def _on_gpu(tables: Tables, sizes: Sizes) -> dict[str, dict[str, float]]:
     device = torch.device("cuda")
     gpu = gpu_of(tables, torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1])
-    found = {"host_adam_gbs": adam_rate(sizes) / 1e9}
+    efficiency = {"host_adam_gbs": adam_rate(sizes) / 1e9}
     if gpu is not None:
         flops, read = (f(sizes, device, torch.bfloat16) for f in (matmul_flops, read_rate))
-        found |= {
+        efficiency |= {
             "matmul": flops / 1e12 / gpu.bf16_tflops,
             "decode": read / 1e9 / gpu.memory_gbs,
             "pcie": copy_rate(sizes, device) / 1e9 / gpu.pcie_gbs,
         }
         if torch.cuda.device_count() > 1:
-            found["link"] = link_rate(sizes) / 1e9 / gpu.link_gbs
-    return {"efficiency": found}
+            efficiency["link"] = link_rate(sizes) / 1e9 / gpu.link_gbs
+    return {"efficiency": efficiency}
 
 
 def gpu_of(tables: Tables, name: str, memory_bytes: int) -> Gpu | None:
@@ -142,11 +142,11 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
     return median(taken[1:])
 
 
-def remember(found: dict[str, dict[str, float]], path: Path) -> str:
+def remember(measurements: dict[str, dict[str, float]], path: Path) -> str:
     """Merge the measurements into the user's table at ``path``, and return the table's text."""
     tree = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
     tree = tree if isinstance(tree, dict) else {}
-    for part, values in found.items():
+    for part, values in measurements.items():
         rounded = {name: float(f"{value:.3g}") for name, value in values.items()}
         tree[part] = {**(tree.get(part) or {}), **rounded}
     text: str = yaml.safe_dump(tree, sort_keys=True)

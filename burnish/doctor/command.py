@@ -71,17 +71,17 @@ class DoctorOptions:
     calibrate: bool = False
 
 
-def doctor_command(version: str, wanted: DoctorOptions, *, say: Callable[[str], None]) -> int:
+def doctor_command(version: str, options: DoctorOptions, *, say: Callable[[str], None]) -> int:
     """Run ``burnish doctor`` and return its exit code."""
-    if wanted.calibrate:
-        say(calibration(as_json=wanted.as_json))
+    if options.calibrate:
+        say(calibration(as_json=options.as_json))
         return EXIT_HEALTHY
-    if wanted.as_json:
-        found = diagnose(version, self_test=wanted.self_test)
-        say(found.as_json())
+    if options.as_json:
+        diagnosis = diagnose(version, self_test=options.self_test)
+        say(diagnosis.as_json())
     else:
-        found = as_text(version, self_test=wanted.self_test, say=say)
-    return found.exit_code
+        diagnosis = as_text(version, self_test=options.self_test, say=say)
+    return diagnosis.exit_code
 
 
 def model_command(path: str, *, as_json: bool, say: Callable[[str], None]) -> int:
@@ -90,13 +90,13 @@ def model_command(path: str, *, as_json: bool, say: Callable[[str], None]) -> in
 
     Returns 1 if it cannot be trained. Raises ModelError if its config cannot be read.
     """
-    found = find_support(ModelConfig(path=path), sampled=True, download=True)
-    if found is None:
+    result = find_support(ModelConfig(path=path), sampled=True, download=True)
+    if result is None:
         raise ModelError(
             f"the config of {path} could not be read ({_why_no_config(path)}); give a folder with "
             "a config.json, or a hub name"
         )
-    support, decoding = found
+    support, decoding = result
     if as_json:
         tree = {"support": asdict(support), "decoding": decoding and asdict(decoding)}
         say(json.dumps(tree, indent=1, sort_keys=True))
@@ -129,9 +129,9 @@ def as_text(version: str, *, self_test: bool, say: Callable[[str], None]) -> Dia
         say("\n".join([title, *(f"  {line}" for line in lines), ""]))
     if self_test:
         say("Self-test")
-    found = diagnose(version, self_test=self_test, say=lambda line: say(f"  {line}"))
-    say("\n".join(["", "Known", *(f"  {line}" for line in finding_lines(found.findings))]))
-    return found
+    diagnosis = diagnose(version, self_test=self_test, say=lambda line: say(f"  {line}"))
+    say("\n".join(["", "Known", *(f"  {line}" for line in finding_lines(diagnosis.findings))]))
+    return diagnosis
 
 
 def calibration(path: Path | None = None, *, as_json: bool = False) -> str:
@@ -141,10 +141,10 @@ def calibration(path: Path | None = None, *, as_json: bool = False) -> str:
     measurements, by section and name.
     """
     path = path or USER_FILE.expanduser()
-    found = calibrate(load_tables())
-    text = remember(found, path)
+    measurements = calibrate(load_tables())
+    text = remember(measurements, path)
     if as_json:
-        return json.dumps({"file": str(path), "measured": found}, indent=1, sort_keys=True)
+        return json.dumps({"file": str(path), "measured": measurements}, indent=1, sort_keys=True)
     return f"measurements written to {path}, which burnish plan reads:\n\n{text}"
 
 
@@ -172,22 +172,22 @@ def machine_lines(version: str, facts: Facts) -> Iterator[str]:
 
 def extra_lines(facts: Facts) -> Iterator[str]:
     """Yield a line per extra: the installed versions, or what it adds and how to install it."""
-    wanted = requirements()
+    required = requirements()
     for extra, adds in EXTRAS.items():
-        needs = [r.name for r in wanted.get(extra, ())] or [extra]
-        found = {name: facts.version(name) for name in needs}
-        if all(found.values()):
-            yield f"{extra}: {', '.join(f'{n} {v}' for n, v in found.items())}"
+        needs = [r.name for r in required.get(extra, ())] or [extra]
+        versions = {name: facts.version(name) for name in needs}
+        if all(versions.values()):
+            yield f"{extra}: {', '.join(f'{n} {v}' for n, v in versions.items())}"
         else:
             yield f"{extra}: not installed; adds {adds}: pip install 'burnish[{extra}]'"
 
 
-def finding_lines(found: Sequence[Finding]) -> Iterator[str]:
+def finding_lines(problems: Sequence[Finding]) -> Iterator[str]:
     """Yield a line per known problem of this combination of packages and hardware."""
-    for finding in found:
+    for finding in problems:
         source = f" [{finding.source}]" if finding.source else ""
         yield f"{finding.level}: {finding.text}{source}"
-    if not found:
+    if not problems:
         yield "no known problems with this combination"
 
 

@@ -132,12 +132,12 @@ def _versions() -> dict[str, str]:
 
     If there are several copies, the first one on ``sys.path`` counts, since it is the one imported.
     """
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for distribution in metadata.distributions():
         name = distribution.metadata["Name"]
         if name:
-            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), distribution.version)
-    return found
+            versions.setdefault(re.sub(r"[-_.]+", "-", name).lower(), distribution.version)
+    return versions
 
 
 def _usable_cpus() -> int:
@@ -167,8 +167,8 @@ def driver_version(path: Path) -> str | None:
     if not path.is_file():
         return None
     text = path.read_text(errors="replace")
-    found = re.search(r"Kernel Module(?: for \w+)?\s+(\d+(?:\.\d+)+)", text)
-    return found[1] if found else None
+    match = re.search(r"Kernel Module(?: for \w+)?\s+(\d+(?:\.\d+)+)", text)
+    return match[1] if match else None
 
 
 def _nccl() -> str | None:
@@ -183,9 +183,9 @@ def requirements() -> dict[str, list[Requirement]]:
         lines = metadata.requires("burnish") or []
     except metadata.PackageNotFoundError:
         return {}
-    found: dict[str, list[Requirement]] = {"": []}
+    by_extra: dict[str, list[Requirement]] = {"": []}
     for line in lines:
         requirement = Requirement(line)
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", str(requirement.marker or ""))
-        found.setdefault(extra[1] if extra else "", []).append(requirement)
-    return found
+        by_extra.setdefault(extra[1] if extra else "", []).append(requirement)
+    return by_extra

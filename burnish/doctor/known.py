@@ -34,16 +34,16 @@ Rule = Callable[[Facts], Iterator[Finding]]
 
 def findings(facts: Facts) -> list[Finding]:
     """Return all known problems that apply, the most severe first."""
-    found = [finding for rule in RULES for finding in rule(facts)]
+    problems = [finding for rule in RULES for finding in rule(facts)]
     order: tuple[Level, ...] = ("bad", "warning", "note")
-    return sorted(found, key=lambda finding: order.index(finding.level))
+    return sorted(problems, key=lambda finding: order.index(finding.level))
 
 
 def own_requirements(facts: Facts) -> Iterator[Finding]:
     """Find required packages that are missing or have an unsupported version, also of installed
     extras."""
-    for extra, wanted in requirements().items():
-        for requirement in wanted:
+    for extra, required in requirements().items():
+        for requirement in required:
             version = facts.version(_normal(requirement.name))
             if extra and (version is None or extra not in EXTRAS):
                 continue

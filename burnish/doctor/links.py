@@ -36,9 +36,8 @@ class Links:
 
 
 def find_links(system: Path = SYSTEM) -> Links:
-    """Return the links of this machine."""
     pairs = list(combinations(range(torch.cuda.device_count()), 2))
-    direct = [torch.cuda.can_device_access_peer(one, other) for one, other in pairs]
+    direct = [torch.cuda.can_device_access_peer(first, second) for first, second in pairs]
     return Links((*_infiniband(system), *_ethernet(system)), len(pairs), sum(direct))
 
 

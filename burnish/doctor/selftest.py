@@ -53,12 +53,12 @@ class Outcome:
 
 def names(facts: Facts) -> list[str]:
     """Return the names of the self-tests of installed engines."""
-    found = []
+    tests = []
     for name in (*TRAIN, *(f"rollout {kind}" for kind in ROLLOUT)):
         needs = next((d for word, d in NEEDS.items() if word in name), None)
         if needs is None or facts.version(needs) is not None:
-            found.append(name)
-    return found
+            tests.append(name)
+    return tests
 
 
 def run(name: str) -> Outcome:
@@ -75,11 +75,11 @@ def run(name: str) -> Outcome:
         except subprocess.TimeoutExpired:
             return Outcome(name, False, TIMEOUT_S, f"timed out after {TIMEOUT_S:g} s")
     passed = done.returncode == 0
-    text = done.stdout.strip().rpartition("\n")[2] if passed else _what_was_raised(done.stderr)
+    text = done.stdout.strip().rpartition("\n")[2] if passed else _exception_text(done.stderr)
     return Outcome(name, passed, time.monotonic() - started, text or "no output")
 
 
-def _what_was_raised(stderr: str) -> str:
+def _exception_text(stderr: str) -> str:
     """Return the exception message at the end of a traceback: the lines after the last indented
     one."""
     lines = stderr.rstrip().splitlines()
@@ -125,15 +125,15 @@ def _rollout(kind: str) -> str:
     from burnish.runtime.inline import InlineRuntime
 
     shape: dict[str, Any] = {"hidden_size": 128, "num_heads": 4, "tie_word_embeddings": False}
-    own, other = (ModelConfig(scratch=ScratchConfig(seed=seed, **shape)) for seed in (0, 1))
-    tokenizer = load_tokenizer(own)
+    initial, updated = (ModelConfig(scratch=ScratchConfig(seed=seed, **shape)) for seed in (0, 1))
+    tokenizer = load_tokenizer(initial)
     runtime = InlineRuntime(
         tokenizer, precision=PrecisionConfig(), device="auto", timeline=Timeline()
     )
     config = VllmEngine(kind="vllm") if kind == "vllm" else LocalEngine()
-    engine = runtime.standalone_rollout(own, config, max_len=32)
+    engine = runtime.standalone_rollout(initial, config, max_len=32)
     prompt = (7, 8, 9)
-    for version, model in enumerate((own, other)):
+    for version, model in enumerate((initial, updated)):
         network = load_causal_lm(model)
         if version:
             engine.load_weights(version, network.named_parameters())

@@ -20,10 +20,10 @@ TINY = Sizes(tokens=16, width=64, read_bytes=1 << 20, adam_parameters=10_000)
 def test_calibration_on_a_cpu_measures_speed_memory_and_host_adam() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    found = calibrate(load_tables(), TINY)
-    assert set(found) == {"machines", "efficiency"}
-    assert set(found["machines"]) == {"cpu_tflops", "cpu_gbs"}
-    assert all(v > 0 for part in found.values() for v in part.values())
+    measurements = calibrate(load_tables(), TINY)
+    assert set(measurements) == {"machines", "efficiency"}
+    assert set(measurements["machines"]) == {"cpu_tflops", "cpu_gbs"}
+    assert all(v > 0 for part in measurements.values() for v in part.values())
 
 
 def test_rates_are_work_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,10 +50,10 @@ def test_plans_read_the_saved_calibration(tmp_path: Path) -> None:
 
 def test_a_device_is_matched_in_the_table_by_name_and_memory() -> None:
     tables = load_tables()
-    found = gpu_of(tables, "NVIDIA H100 80GB HBM3", 85 << 30)
-    assert found is not None and found.name.startswith("H100")
+    gpu = gpu_of(tables, "NVIDIA H100 80GB HBM3", 85 << 30)
+    assert gpu is not None and gpu.name.startswith("H100")
     assert gpu_of(tables, "Radeon", 8 << 30) is None
-    two = replace(found, name="H100-40GB", memory_gib=40.0)
-    more = replace(tables, gpus={found.name: found, two.name: two})
+    two = replace(gpu, name="H100-40GB", memory_gib=40.0)
+    more = replace(tables, gpus={gpu.name: gpu, two.name: two})
     near = gpu_of(more, "NVIDIA H100 40GB", 40 << 30)
     assert isinstance(near, Gpu) and near.name == "H100-40GB"

@@ -59,9 +59,9 @@ def test_a_plain_machine_has_no_findings() -> None:
     ],
 )
 def test_rejected_deepspeed_versions_are_reported(version: str, says: str | None) -> None:
-    found = reported({"deepspeed": version})
-    assert [level for level, _ in found] == (["bad"] if says else [])
-    assert says is None or says in found[0][1]
+    problems = reported({"deepspeed": version})
+    assert [level for level, _ in problems] == (["bad"] if says else [])
+    assert says is None or says in problems[0][1]
 
 
 def test_gpus_without_peer_access_are_reported() -> None:
@@ -145,9 +145,9 @@ def test_a_gpu_that_torch_does_not_see() -> None:
 def test_a_driver_too_old_for_torchs_cuda_is_an_error(
     driver: str | None, cuda: str, level: str
 ) -> None:
-    (found,) = reported(driver_present=True, cuda_build=cuda, driver=driver)
-    assert found[0] == level
-    assert (f"the NVIDIA driver is {driver}" in found[1]) == (level == "bad")
+    (problem,) = reported(driver_present=True, cuda_build=cuda, driver=driver)
+    assert problem[0] == level
+    assert (f"the NVIDIA driver is {driver}" in problem[1]) == (level == "bad")
     seen = (Gpu("A100", 80 << 30, "8.0"),)  # with NVIDIA's package cuda-compat
     assert reported(driver_present=True, cuda_build=cuda, driver=driver, gpus=seen) == []
 
@@ -177,8 +177,8 @@ def test_a_machine_without_a_sandbox_is_reported() -> None:
 
 def test_small_shared_memory_and_few_files_are_warnings_with_ray() -> None:
     assert reported(shm_bytes=64 << 20, open_files=1024) == []
-    found = reported({"ray": "2.60.0"}, shm_bytes=64 << 20, open_files=1024)
-    assert "/dev/shm has 64 MB free" in found[0][1] and "open files is 1024" in found[1][1]
+    problems = reported({"ray": "2.60.0"}, shm_bytes=64 << 20, open_files=1024)
+    assert "/dev/shm has 64 MB free" in problems[0][1] and "open files is 1024" in problems[1][1]
 
 
 def test_requirements_are_read_from_burnishs_metadata(
@@ -186,12 +186,12 @@ def test_requirements_are_read_from_burnishs_metadata(
 ) -> None:
     from packaging.requirements import Requirement
 
-    wanted = {
+    required = {
         "": [Requirement("torch>=2.10"), Requirement("peft>=0.18")],
         "ray": [Requirement("ray>=2.40; extra == 'ray'")],
         "deepspeed": [Requirement("deepspeed>=0.19.8; extra == 'deepspeed'")],
     }
-    monkeypatch.setattr(known, "requirements", lambda: wanted)
+    monkeypatch.setattr(known, "requirements", lambda: required)
     texts = [text for _, text in reported({"torch": "2.9.0", "ray": "2.30.0"})]
     assert len(texts) == 3, "deepspeed is not there, and that is no fault"
     assert any("torch 2.9.0 is installed, but Burnish needs >=2.10" in text for text in texts)

@@ -97,13 +97,13 @@ def _from_file(path: Path, spec: str) -> ModuleType:
     module_name = f"burnish_file_{path.stem}_{state:x}"
     if module_name in sys.modules:
         return sys.modules[module_name]
-    found = importlib.util.spec_from_file_location(module_name, path)
-    if found is None or found.loader is None:
+    module_spec = importlib.util.spec_from_file_location(module_name, path)
+    if module_spec is None or module_spec.loader is None:
         raise LoadError(f"{spec!r}: Python cannot load {path} as a module")
-    module = importlib.util.module_from_spec(found)
+    module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_name] = module  # dataclasses look up their module while it is executed
     try:
-        found.loader.exec_module(module)
+        module_spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[module_name]
         raise LoadError(f"{spec!r}: {path} raised {_short(error)} while it was loaded") from error
@@ -131,10 +131,10 @@ def _siblings(missing: str) -> list[str]:
     """Return the full names of the modules in the package of ``missing``, or on ``sys.path``."""
     package, _, _ = missing.rpartition(".")
     if not package:
-        return [found.name for found in pkgutil.iter_modules()]
+        return [module.name for module in pkgutil.iter_modules()]
     parent = sys.modules.get(package)
     paths = vars(parent).get("__path__") if parent is not None else None
-    return [f"{package}.{found.name}" for found in pkgutil.iter_modules(paths)] if paths else []
+    return [f"{package}.{module.name}" for module in pkgutil.iter_modules(paths)] if paths else []
 
 
 def _short(error: Exception) -> str:

@@ -53,7 +53,7 @@ def _make(name: str, options_json: str, size: int, seed: int) -> Environment:
 
 def _make_own(name: str, options: Mapping[str, Any], *, size: int, seed: int) -> Environment:
     try:
-        made = load_object(name)(options, size=size, seed=seed)
+        environment = load_object(name)(options, size=size, seed=seed)
     except LoadError as error:
         raise EnvironmentSetupError(f"environment {error}") from error
     except Exception as error:
@@ -61,10 +61,10 @@ def _make_own(name: str, options: Mapping[str, Any], *, size: int, seed: int) ->
             f"environment {name}: calling it with (options, size={size}, seed={seed}) raised "
             f"{type(error).__name__}: {error}; options were {dict(options)!r}"
         ) from error
-    if not isinstance(made, Environment):
+    if not isinstance(environment, Environment):
         raise EnvironmentSetupError(
-            f"environment {name} created a {type(made).__name__} that lacks members of an "
+            f"environment {name} created a {type(environment).__name__} that lacks members of an "
             "environment: name, __len__(), item(i), step(i, response); see "
             "burnish/environments/base.py"
         )
-    return made
+    return environment

@@ -82,7 +82,7 @@ class Connection:
     def __init__(self, name: str, config: McpServerConfig) -> None:
         self._name, self._config = name, config
         self._closing = asyncio.Event()
-        self._said: deque[str] = deque(maxlen=20)
+        self._last_lines: deque[str] = deque(maxlen=20)
         self._lost_by: type[ServerLostError] | None = None
         """Kind of the loss that an HTTP status has shown."""
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
@@ -100,16 +100,16 @@ class Connection:
 
     async def tools(self) -> list[types.Tool]:
         """Return all tools of the server. Raises EnvironmentSetupError if there is no end."""
-        found: list[types.Tool] = []
+        tools: list[types.Tool] = []
         cursor = None
         for _ in range(MAX_PAGES):
             page = await self._guarded(self._client.result().list_tools(cursor=cursor))
-            found += page.tools
+            tools += page.tools
             cursor = page.next_cursor
-            if len(found) > MAX_TOOLS:
+            if len(tools) > MAX_TOOLS:
                 break
             if cursor is None:
-                return found
+                return tools
         raise EnvironmentSetupError(
             f"episodes.mcp.{self._name}: the server lists more than {MAX_TOOLS} tools or "
             f"{MAX_PAGES} pages of tools"
@@ -176,7 +176,7 @@ class Connection:
                 limit.reschedule(asyncio.get_running_loop().time() + CLOSE_TIMEOUT_S)
         except Exception as error:  # the failure of a server, reported by ready() or as a loss
             reason = f"cannot be used: {reason_of(error)}"
-            self._said.append(reason_of(error))
+            self._last_lines.append(reason_of(error))
         finally:
             if not self._client.done():
                 self._client.set_exception(self._lost(reason))
@@ -235,7 +235,7 @@ class Connection:
 
         async def note(response: httpx2.Response) -> None:
             if response.status_code >= 400:
-                self._said.append(f"HTTP status {response.status_code}")
+                self._last_lines.append(f"HTTP status {response.status_code}")
                 if self._client.done() and response.request.method == "POST":
                     self._lost_by = await _loss_of(response) or self._lost_by
 
@@ -254,7 +254,7 @@ class Connection:
         try:
             while chunk := await reader.read(1 << 16):
                 for line in chunk.decode(errors="replace").splitlines():
-                    self._said.append(line[:MAX_ERROR_CHARS])
+                    self._last_lines.append(line[:MAX_ERROR_CHARS])
                     print(f"MCP server {self._name}: {visible(line)}", file=sys.stderr)
         finally:
             transport.close()
@@ -262,8 +262,8 @@ class Connection:
     def _lost(self, reason: str, kind: type[ServerLostError] = ServerLostError) -> ServerLostError:
         """Return the error, with the last output of the server."""
         shown = self._config.url or " ".join(self._config.command)
-        what = f"MCP server {self._name} ({shown}) {reason}"
-        return kind("\n".join([what, *self._said]))
+        summary = f"MCP server {self._name} ({shown}) {reason}"
+        return kind("\n".join([summary, *self._last_lines]))
 
 
 async def _loss_of(response: httpx2.Response) -> type[ServerLostError] | None:

@@ -99,11 +99,11 @@ def kill_descendants(server: int) -> None:
 
 def children() -> list[int]:
     """Return the process ids of the children of all threads."""
-    found = []
+    pids = []
     for path in glob.glob("/proc/self/task/*/children"):
         with suppress(OSError), open(path) as file:
-            found += [int(pid) for pid in file.read().split()]
-    return found
+            pids += [int(pid) for pid in file.read().split()]
+    return pids
 
 
 def well_formed(line: bytes) -> bytes:

@@ -163,9 +163,9 @@ _opening = threading.Lock()
 @lru_cache(maxsize=16)
 def _open_servers(mcp: str) -> McpServers:
     configs = {}
-    for name, given in json.loads(mcp).items():
+    for name, fields in json.loads(mcp).items():
         try:
-            configs[name] = McpServerConfig.model_validate(given)
+            configs[name] = McpServerConfig.model_validate(fields)
         except ValidationError as error:
             raise EnvironmentSetupError(f"mcp.{name}: {error}") from error
         broken = [f"mcp.{name}: {rule}" for rule in configs[name].rules()]
@@ -193,12 +193,12 @@ class McpServers:
         listed = await asyncio.gather(
             *(self._listed(name) for name in self.configs), return_exceptions=True
         )
-        for found in listed:
-            if isinstance(found, BaseException):
+        for result in listed:
+            if isinstance(result, BaseException):
                 for shared in self.shared.values():
                     shared.close()
-                raise found
-            self.tools += found
+                raise result
+            self.tools += result
 
     async def _listed(self, name: str) -> list[McpTool]:
         config = self.configs[name]
@@ -210,8 +210,8 @@ class McpServers:
                 tools = _selected(name, config, await connection.tools())
         except (ServerLostError, MCPError, ValidationError, TimeoutError) as error:
             connection.close()
-            what = reason_of(error) or f"it did not list its tools within {LIST_TIMEOUT_S:g} s"
-            raise EnvironmentSetupError(f"episodes.mcp.{name}: {what}") from error
+            reason = reason_of(error) or f"it did not list its tools within {LIST_TIMEOUT_S:g} s"
+            raise EnvironmentSetupError(f"episodes.mcp.{name}: {reason}") from error
         except BaseException:
             connection.close()
             raise
@@ -223,38 +223,38 @@ class McpServers:
         return tools
 
 
-def _selected(name: str, config: McpServerConfig, found: list[types.Tool]) -> list[McpTool]:
+def _selected(name: str, config: McpServerConfig, tools: list[types.Tool]) -> list[McpTool]:
     """Return the tools that the recipe allows, in the order of the server."""
-    known = [tool.name for tool in found]
-    wanted = known if config.tools is None else config.tools
-    for tool in wanted:
-        if tool not in known:
+    names = [tool.name for tool in tools]
+    allowed = names if config.tools is None else config.tools
+    for tool_name in allowed:
+        if tool_name not in names:
             raise EnvironmentSetupError(
-                f"episodes.mcp.{name}.tools: the server has no tool {tool!r}"
-                f"{nearest(tool, known)}; it has {', '.join(known) or 'none'}"
+                f"episodes.mcp.{name}.tools: the server has no tool {tool_name!r}"
+                f"{nearest(tool_name, names)}; it has {', '.join(names) or 'none'}"
             )
-    if not wanted:
+    if not allowed:
         raise EnvironmentSetupError(f"episodes.mcp.{name}: the server has no tools; remove it")
-    return [_make_tool(name, config, tool) for tool in found if tool.name in wanted]
+    return [_make_tool(name, config, tool) for tool in tools if tool.name in allowed]
 
 
 def _make_tool(server: str, config: McpServerConfig, tool: types.Tool) -> McpTool:
     name = config.prefix + tool.name
-    where = f"episodes.mcp.{server}: the tool {name!r:.200}"
+    label = f"episodes.mcp.{server}: the tool {name!r:.200}"
     hint = "name the other tools in `tools` to leave it out"
     if not _NAME.fullmatch(name):
         raise EnvironmentSetupError(
-            f"{where} has a name that calls cannot contain (letters, digits, '_', '-' and '.', at "
+            f"{label} has a name that calls cannot contain (letters, digits, '_', '-' and '.', at "
             f"most 128); {hint}"
         )
-    given = dict(tool.input_schema)
+    input_schema = dict(tool.input_schema)
     try:
-        check_parameters(given)
+        check_parameters(input_schema)
     except Exception as error:
         raise EnvironmentSetupError(
-            f"{where} has an invalid JSON schema ({reason_of(error)}); {hint}"
+            f"{label} has an invalid JSON schema ({reason_of(error)}); {hint}"
         ) from error
-    parameters = {"properties": {}, **{k: v for k, v in given.items() if k != "$schema"}}
+    parameters = {"properties": {}, **{k: v for k, v in input_schema.items() if k != "$schema"}}
     schema = {
         "type": "function",
         "function": {

@@ -133,25 +133,27 @@ class EnvironmentPool:
 async def loaded_worker(spec: EnvironmentSpec, start_worker: StartWorker) -> Worker:
     """Return a worker that has imported the user's code. Raises EnvironmentSetupError."""
     worker = None
-    what = f"{spec.role} {spec.spec}"
+    label = f"{spec.role} {spec.spec}"
     process = f"the worker process ({spec.python or sys.executable})"
     try:
         worker = await start_worker(spec.python)
-        given = {"spec": spec.spec, "options": dict(spec.options), "role": spec.role}
-        await worker.call(START_TIMEOUT_S, op="load", **given)
+        request = {"spec": spec.spec, "options": dict(spec.options), "role": spec.role}
+        await worker.call(START_TIMEOUT_S, op="load", **request)
         loaded, worker = worker, None
         return loaded
     except ReplyError as error:
-        raise EnvironmentSetupError(f"{what} cannot be loaded: {error}{error.trace}") from error
+        raise EnvironmentSetupError(f"{label} cannot be loaded: {error}{error.trace}") from error
     except TimeoutError as error:
         raise EnvironmentSetupError(
-            f"{what}: {process} did not load it within {START_TIMEOUT_S:g} s"
+            f"{label}: {process} did not load it within {START_TIMEOUT_S:g} s"
         ) from error
     except WorkerEndedError as error:
-        raise EnvironmentSetupError(f"{what}: {process} ended while loading it: {error}") from error
+        raise EnvironmentSetupError(
+            f"{label}: {process} ended while loading it: {error}"
+        ) from error
     except OSError as error:
         raise EnvironmentSetupError(
-            f"{what}: its worker cannot be started: {spec.python or sys.executable!r} "
+            f"{label}: its worker cannot be started: {spec.python or sys.executable!r} "
             f"({error.strerror}); give the path of a Python 3.9+ interpreter"
         ) from error
     finally:
@@ -186,7 +188,7 @@ class OpenEpisode:
             ) from error
 
     async def _call(self, op: str, method: str, timeout_s: float, **request: Any) -> Any:
-        what = f"environment {self._pool.spec.spec}"
+        label = f"environment {self._pool.spec.spec}"
         try:
             return await self._session.call(timeout_s, op=op, **request)
         except ReplyError as error:
@@ -194,17 +196,17 @@ class OpenEpisode:
             infra = error.args[0] == EpisodeInfraError.__name__
             raise EpisodeFailedError(
                 "infra_error" if infra else "env_error",
-                f"{what}: {method}() raised {error}{error.trace}",
+                f"{label}: {method}() raised {error}{error.trace}",
             ) from error
         except TimeoutError as error:
-            raise EpisodeFailedError("timeout", f"{what}: {method}() {error}") from error
+            raise EpisodeFailedError("timeout", f"{label}: {method}() {error}") from error
         except WorkerEndedError as error:
             raise EpisodeFailedError(
-                "infra_error", f"{what}: {method}() has no result: {error}"
+                "infra_error", f"{label}: {method}() has no result: {error}"
             ) from error
         except (TypeError, ValueError) as error:
             raise EpisodeFailedError(
-                "env_error", f"{what}: {method}() got a value that is not JSON: {error}"
+                "env_error", f"{label}: {method}() got a value that is not JSON: {error}"
             ) from error
 
     async def close(self) -> None:

@@ -83,7 +83,7 @@ class WorkerProcess:
         self._transport, self._exited = transport, protocol.exited
         self._ids = count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._said: deque[str] = deque(maxlen=20)
+        self._last_lines: deque[str] = deque(maxlen=20)
         self._readers = [
             asyncio.create_task(self._read_replies()),
             asyncio.create_task(self._read_output()),
@@ -92,11 +92,9 @@ class WorkerProcess:
 
     @property
     def alive(self) -> bool:
-        """Return whether the process runs and can reply."""
         return self.process.returncode is None and not self._readers[0].done()
 
     async def call(self, timeout_s: float, **request: Any) -> Any:
-        """Return the content of a reply. See :meth:`worker_set.Worker.call`."""
         number = next(self._ids)
         line = as_json({"id": number, **request}).encode() + b"\n"
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
@@ -117,10 +115,9 @@ class WorkerProcess:
 
     def _ended(self, reason: str) -> WorkerEndedError:
         """Return the error, with the last lines that the process wrote to stderr."""
-        return WorkerEndedError("\n".join([reason, *self._said]))
+        return WorkerEndedError("\n".join([reason, *self._last_lines]))
 
     async def exited(self) -> None:
-        """Wait for the end of the process."""
         await asyncio.wait([self._watcher])
 
     async def _watch(self) -> None:
@@ -169,7 +166,7 @@ class WorkerProcess:
                 return
             text = line.decode(errors="replace").rstrip()
             if text:
-                self._said.append(text)
+                self._last_lines.append(text)
             log.debug("environment worker %d: %s", self.process.pid, text)
 
     def kill(self) -> None:

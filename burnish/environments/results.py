@@ -46,10 +46,10 @@ def as_text(value: Any) -> str:
     except ToolResultError:
         raise
     except Exception as error:  # raised by the user's object
-        what = f"{type(error).__name__}: {without_addresses(str(error))}"
+        reason = f"{type(error).__name__}: {without_addresses(str(error))}"
         kind = type(value).__qualname__
         raise ToolResultError(
-            f"the result, a {kind}, cannot be written as text ({what})"
+            f"the result, a {kind}, cannot be written as text ({reason})"
         ) from error
     return _well_formed(str.__str__(text))
 
@@ -131,14 +131,15 @@ def _decoded(data: bytes) -> str:
 def _own_text(value: Any) -> str:
     """Return the text that the class of an object defines."""
     kind = type(value)
-    what = f"the result is a {kind.__module__}.{kind.__qualname__}"
+    description = f"the result is a {kind.__module__}.{kind.__qualname__}"
     if inspect.isgenerator(value) or inspect.isasyncgen(value):
-        raise ToolResultError(f"{what}; return a list of its items instead of yielding them")
+        raise ToolResultError(f"{description}; return a list of its items instead of yielding them")
     if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:
         raise ToolResultError(
-            f"{what}, which has no text but its memory address; return text, or define __str__"
+            f"{description}, which has no text but its memory address; return text, or define "
+            "__str__"
         )
     text = str(value)
     if _ADDRESS.search(text):
-        raise ToolResultError(f"{what}, whose text contains a memory address; return text")
+        raise ToolResultError(f"{description}, whose text contains a memory address; return text")
     return text

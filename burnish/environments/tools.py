@@ -73,9 +73,9 @@ class Tool:
 
     def validated(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments as keyword arguments. Raises pydantic.ValidationError."""
-        found = self.arguments.model_validate(dict(arguments))
+        model = self.arguments.model_validate(dict(arguments))
         fields = self.arguments.model_fields
-        return {str(fields[name].alias): vars(found)[name] for name in found.model_fields_set}
+        return {str(fields[name].alias): vars(model)[name] for name in model.model_fields_set}
 
 
 class ToolEnvironment:
@@ -144,8 +144,8 @@ class ToolEnvironment:
         self._tools.update(make_tools(specs, type(self)))
         self._mcp: McpCalls | None = None
         if mcp:
-            self._mcp, found = _mcp_calls(mcp)
-            _add_tools(self._tools, found)
+            self._mcp, mcp_tools = _mcp_calls(mcp)
+            _add_tools(self._tools, mcp_tools)
         self._system_prompt = system_prompt
         self._timeout_s = timeout_s
         self._turn_timeout_s = turn_timeout_s
@@ -155,22 +155,22 @@ class ToolEnvironment:
     @classmethod
     def check_options(cls, **options: Any) -> None:
         """Raise EnvironmentSetupError if the options are wrong or a tool cannot be described."""
-        made = cls(**options)
-        if not made._tools:
+        environment = cls(**options)
+        if not environment._tools:
             raise EnvironmentSetupError(
                 f"environment {cls.__name__} has no tools; set options.tools to a list such as "
                 "[path/to/file.py:function], options.mcp to servers, or `tools` in the class"
             )
         for name, value in (
-            ("timeout_s", made._timeout_s),
-            ("turn_timeout_s", made._turn_timeout_s),
-            ("max_result_chars", made._max_chars),
+            ("timeout_s", environment._timeout_s),
+            ("turn_timeout_s", environment._turn_timeout_s),
+            ("max_result_chars", environment._max_chars),
         ):
             if value is not None and not (isinstance(value, (int, float)) and value > 0):
                 raise EnvironmentSetupError(
                     f"environment {cls.__name__}: options.{name} is {value!r}; it must be above 0"
                 )
-        if made._runs_code:
+        if environment._runs_code:
             check_code_tool(options.get("sandbox"))
 
     def reset(self, task: Mapping[str, Any], seed: int) -> Start:
@@ -240,21 +240,21 @@ class ToolEnvironment:
         if tool is None:
             known = ", ".join(self._tools)
             raise _UnknownToolError(f"there is no tool {name!r}; the tools are {known}")
-        given = json_value(arguments) if isinstance(arguments, str) else arguments
-        if not isinstance(given, Mapping):
-            raise TypeError(f"the arguments of {name} must be a JSON object, not {given!r:.80}")
-        named = tool.validated(given)
+        parsed = json_value(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(parsed, Mapping):
+            raise TypeError(f"the arguments of {name} must be a JSON object, not {parsed!r:.80}")
+        keywords = tool.validated(parsed)
         running: Any
         if isinstance(tool, Tool):
-            running = self._started(tool, named)
+            running = self._started(tool, keywords)
         else:
             assert self._mcp is not None
             await self._mcp.ready(tool, end - clock())
-            running = asyncio.ensure_future(self._mcp.call(tool, named))
+            running = asyncio.ensure_future(self._mcp.call(tool, keywords))
         limits_itself = self._runs_code and name == CODE_TOOL  # without its time in the queue
-        own = None if limits_itself else self._timeout_s
+        timeout_s = None if limits_itself else self._timeout_s
         left_s = end - clock()
-        limit = min(left_s, math.inf if own is None else own)
+        limit = min(left_s, math.inf if timeout_s is None else timeout_s)
         done, _ = await asyncio.wait([running], timeout=None if limit == math.inf else limit)
         if done:
             return running.result()
@@ -264,10 +264,10 @@ class ToolEnvironment:
             raise self._turn_too_long()
         raise _CallTimeoutError(f"the call took longer than {self._timeout_s:g} s")
 
-    def _started(self, tool: Tool, named: Mapping[str, Any]) -> asyncio.Future[Any]:
+    def _started(self, tool: Tool, keywords: Mapping[str, Any]) -> asyncio.Future[Any]:
         """Start a call of a function."""
         positional = (self._owner,) if tool.is_method else ()
-        call = partial(tool.function, *positional, **named)
+        call = partial(tool.function, *positional, **keywords)
         if inspect.iscoroutinefunction(tool.function):
             return asyncio.ensure_future(_without_exit(call()))
         return asyncio.ensure_future(self._awaited(call))
@@ -298,7 +298,6 @@ class ToolEnvironment:
 
 
 def _is_method(owner: type, name: str) -> bool:
-    """Return whether a class or one of its bases defines ``name``."""
     return any(name in vars(cls) for cls in owner.__mro__)
 
 
@@ -323,9 +322,9 @@ def _mcp_calls(mcp: Mapping[str, Any]) -> tuple[McpCalls, Sequence[McpTool]]:
     return McpCalls(servers), servers.tools
 
 
-def _add_tools(tools: dict[str, Tool | McpTool], found: Sequence[McpTool]) -> None:
+def _add_tools(tools: dict[str, Tool | McpTool], mcp_tools: Sequence[McpTool]) -> None:
     """Add tools of MCP servers. Raises EnvironmentSetupError if two have the same name."""
-    for tool in found:
+    for tool in mcp_tools:
         if tool.name in tools:
             other = tools[tool.name]
             first = _origin(other.function) if isinstance(other, Tool) else other.origin
@@ -363,10 +362,10 @@ def _tool_of(spec: str | Callable[..., Any], owner: type | None) -> Tool:
         return _make_tool(spec, False)
     if ":" in spec:
         try:
-            found = load_object(spec)
+            function = load_object(spec)
         except LoadError as error:
             raise EnvironmentSetupError(f"tool {error}") from error
-        return _make_tool(found, False)
+        return _make_tool(function, False)
     methods = dict(inspect.getmembers(owner, inspect.isfunction)) if owner else {}
     if spec not in methods:
         raise EnvironmentSetupError(

@@ -34,7 +34,7 @@ class TrlEnvironment(ToolEnvironment):
 
     def __init__(self, *, factory: str, **options: Any) -> None:
         super().__init__(**options)
-        self._environment = _made(factory)
+        self._environment = _create_environment(factory)
         kind = type(self._environment)
         methods = [name for name, _ in inspect.getmembers(kind, inspect.isfunction)]
         if "reset" not in methods:
@@ -48,7 +48,7 @@ class TrlEnvironment(ToolEnvironment):
         self._get_reward = vars(kind).get("get_reward") or inspect.getattr_static(
             kind, "get_reward", None
         )
-        self._given = 0.0
+        self._reported_reward = 0.0
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Start:  # type: ignore[override]
         """Reset the environment with the columns of the data row that it accepts. Return the
@@ -70,10 +70,10 @@ class TrlEnvironment(ToolEnvironment):
         step = await super().step(message)
         if self._get_reward is None:
             return step
-        reward = self._given
+        reward = self._reported_reward
         if step.done or not inspect.iscoroutinefunction(self._get_reward):
             reward = await self._called(self._environment.get_reward)
-        gained, self._given = float(reward) - self._given, float(reward)
+        gained, self._reported_reward = float(reward) - self._reported_reward, float(reward)
         return Step(step.messages, step.done, {"reward": gained}, step.counts)
 
     async def _called(self, method: Callable[[], Any]) -> Any:
@@ -85,7 +85,7 @@ class TrlEnvironment(ToolEnvironment):
         return await result if inspect.isawaitable(result) else result
 
 
-def _made(factory: str) -> Any:
+def _create_environment(factory: str) -> Any:
     try:
         return load_object(factory)()
     except LoadError as error:

@@ -185,47 +185,50 @@ class Worker:
 
     def load(self, spec: str, options: dict[str, Any]) -> dict[str, Any]:
         """Import the environment class and check its methods."""
-        found = load_object(spec)
-        missing = [name for name in REQUIRED if not is_callable(found, name)]
+        factory = load_object(spec)
+        missing = [name for name in REQUIRED if not is_callable(factory, name)]
         if missing:
             raise TypeError(
                 f"{spec} has no method {' and no method '.join(missing)}; an environment needs "
                 "reset(task, seed) and step(message)"
             )
-        if inspect.isclass(found):
+        if inspect.isclass(factory):
             try:
-                inspect.signature(found).bind(**options)
+                inspect.signature(factory).bind(**options)
             except TypeError as error:
-                what = f"{spec} cannot be created with options {options!r}: {error}"
-                raise TypeError(what) from None
+                message = f"{spec} cannot be created with options {options!r}: {error}"
+                raise TypeError(message) from None
             except ValueError:  # a class without an inspectable signature
                 pass
-            check = getattr(found, "check_options", None)  # house: ok a user's class
+            check = getattr(factory, "check_options", None)  # house: ok a user's class
             if check is not None:
                 check(**options)
-        self.make = lambda: found(**options)
+        self.make = lambda: factory(**options)
         return {"python": sys.version.split()[0]}
 
     def load_agent(self, spec: str, options: dict[str, Any]) -> dict[str, Any]:
         """Import the agent function and check its parameters."""
-        found = load_object(spec)
-        if not callable(found):
-            raise TypeError(f"{spec} is {short(found)}; an agent is a function of (task, endpoint)")
+        function = load_object(spec)
+        if not callable(function):
+            raise TypeError(
+                f"{spec} is {short(function)}; an agent is a function of (task, endpoint)"
+            )
         try:
-            inspect.signature(found).bind(None, None, **options)
+            inspect.signature(function).bind(None, None, **options)
         except TypeError as error:
-            what = f"{spec} cannot be called with (task, endpoint) and options {options!r}: {error}"
-            raise TypeError(what) from None
+            message = (
+                f"{spec} cannot be called with (task, endpoint) and options {options!r}: {error}"
+            )
+            raise TypeError(message) from None
         except ValueError:  # a function without an inspectable signature
             pass
-        check = vars(sys.modules[found.__module__]).get("check_options")
+        check = vars(sys.modules[function.__module__]).get("check_options")
         if inspect.isfunction(check):
             check(**options)
-        self.agent = functools.partial(found, **options)
+        self.agent = functools.partial(function, **options)
         return {"python": sys.version.split()[0]}
 
     async def run(self, name: str, task: dict[str, Any], endpoint: Endpoint) -> Any:
-        """Run the agent on one task and return its result."""
         episode = self.episodes[name] = Episode(self.loop)
         try:
             return await episode.call(self.agent, task, endpoint)
@@ -250,8 +253,8 @@ def as_mapping(value: Any, method: str, keys: tuple[str, ...]) -> dict[str, Any]
             f"{'Start' if method == 'reset' else 'Step'}, or a mapping with the keys "
             f"{', '.join(keys)}"
         )
-    found = {k: getattr(value, k) for k in keys if hasattr(value, k)}  # house: ok a user's object
-    return {k: list(v) if k in ("messages", "tools") else v for k, v in found.items()}
+    fields = {k: getattr(value, k) for k in keys if hasattr(value, k)}  # house: ok a user's object
+    return {k: list(v) if k in ("messages", "tools") else v for k, v in fields.items()}
 
 
 def plain(value: Any) -> Any:
@@ -273,22 +276,22 @@ def is_callable(value: Any, name: str) -> bool:
 
 def load_object(spec: str) -> Any:
     """Return the object named ``path/to/file.py:name`` or ``package.module:name``."""
-    where, _, name = spec.rpartition(":")
-    if where.endswith(".py"):
-        module_name = "environment_" + os.path.basename(where)[:-3]
-        found = importlib.util.spec_from_file_location(module_name, where)
-        if found is None or found.loader is None or not os.path.isfile(where):
-            raise FileNotFoundError(f"there is no file {os.path.abspath(where)}")
-        module = importlib.util.module_from_spec(found)
+    source, _, name = spec.rpartition(":")
+    if source.endswith(".py"):
+        module_name = "environment_" + os.path.basename(source)[:-3]
+        module_spec = importlib.util.spec_from_file_location(module_name, source)
+        if module_spec is None or module_spec.loader is None or not os.path.isfile(source):
+            raise FileNotFoundError(f"there is no file {os.path.abspath(source)}")
+        module = importlib.util.module_from_spec(module_spec)
         sys.modules[module_name] = module
-        folder = os.path.dirname(os.path.abspath(where))
+        folder = os.path.dirname(os.path.abspath(source))
         if os.path.dirname(folder) != PACKAGE:  # adapters are named like the package that they use
             sys.path.insert(0, folder)
-        found.loader.exec_module(module)
+        module_spec.loader.exec_module(module)
     else:
-        module = importlib.import_module(where)
+        module = importlib.import_module(source)
     if not hasattr(module, name):  # house: ok a user's module
-        raise AttributeError(f"{where} has no {name!r}")
+        raise AttributeError(f"{source} has no {name!r}")
     return getattr(module, name)  # house: ok a user's module
 
 
@@ -355,7 +358,6 @@ class EpisodeOfTask:
         loop.set_task_factory(self._task)
 
     def add(self, task: Any, episode: str | None) -> None:
-        """Set the episode of a task."""
         self._episodes[task] = episode
 
     def _task(self, loop: Any, coroutine: Any, **options: Any) -> Any:
@@ -373,11 +375,11 @@ class EpisodeOfTask:
         task = asyncio.current_task(self._loop)
         frame = sys._current_frames().get(self._thread)
         stack = traceback.extract_stack(frame) if frame is not None else []
-        own = [f for f in stack if f.filename != __file__ and "asyncio" not in f.filename]
+        user_frames = [f for f in stack if f.filename != __file__ and "asyncio" not in f.filename]
         return {
             "blocked": True,
             "episode": None if task is None else self._episodes.get(task),
-            "stack": "".join(traceback.format_list(own[-5:]))[-MAX_ERROR_CHARS:],
+            "stack": "".join(traceback.format_list(user_frames[-5:]))[-MAX_ERROR_CHARS:],
         }
 
 
@@ -385,12 +387,12 @@ def describe(error: BaseException) -> dict[str, str]:
     """Return type, message and traceback of an error as text. The traceback begins in user code and
     is empty if the error was not raised there."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [
+    user_frames = [
         frame
         for frame in frames
         if frame.filename != __file__ and "importlib" not in frame.filename
     ]
-    text = "".join(traceback.format_list(own))
+    text = "".join(traceback.format_list(user_frames))
     return {
         "type": type(error).__name__,
         "message": message_of(error)[:MAX_ERROR_CHARS],
@@ -409,9 +411,9 @@ def message_of(error: BaseException) -> str:
 def kill_marked(mark: str) -> None:
     """Kill all processes of this machine whose ``MARK`` is ``mark``, except for this one. Linux
     only; processes that cleared their environment are not found."""
-    wanted = f"{MARK}={mark}".encode()
+    variable = f"{MARK}={mark}".encode()
     for _ in range(KILL_ROUNDS):
-        if not any([kill_if_marked(pid, wanted) for pid in all_pids()]):
+        if not any([kill_if_marked(pid, variable) for pid in all_pids()]):
             return
 
 
@@ -421,15 +423,15 @@ def all_pids() -> list[int]:
     return [int(name) for name in names if name.isdecimal() and int(name) != os.getpid()]
 
 
-def kill_if_marked(pid: int, wanted: bytes) -> bool:
-    """Kill a process if the variable ``wanted`` is in its environment. Return whether it is."""
+def kill_if_marked(pid: int, variable: bytes) -> bool:
+    """Kill a process if ``variable`` (name=value) is in its environment. Return whether it is."""
     try:
         descriptor = os.pidfd_open(pid)  # so that no later process with its id is killed
     except OSError:
         return False
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            is_marked = wanted in file.read().split(b"\0")
+            is_marked = variable in file.read().split(b"\0")
         if is_marked:
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         return is_marked

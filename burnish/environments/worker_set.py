@@ -200,16 +200,15 @@ class WorkerSet:
             await slot.worker.end()
 
     async def close(self) -> None:
-        """End all workers."""
         slots, self._slots = self._slots, []
         await asyncio.gather(*(slot.worker.end() for slot in slots))
 
     async def _fill(self) -> None:
         missing = self.size - sum(slot.usable for slot in self._slots)
-        found = await asyncio.gather(
+        results = await asyncio.gather(
             *(self._start() for _ in range(missing)), return_exceptions=True
         )
-        errors = [one for one in found if isinstance(one, BaseException)]
-        self._slots += [Slot(one) for one in found if not isinstance(one, BaseException)]
+        errors = [result for result in results if isinstance(result, BaseException)]
+        self._slots += [Slot(result) for result in results if not isinstance(result, BaseException)]
         if errors:
             raise errors[0]

@@ -45,10 +45,10 @@ def surrogates() -> str:
 def spawn() -> str:
     """Start processes in other sessions, one of them without a parent; return all ids."""
     sleep = ["sleep", "1000"]
-    own = subprocess.Popen(sleep, start_new_session=True).pid
+    child = subprocess.Popen(sleep, start_new_session=True).pid
     deep = ["setsid", "sh", "-c", "sleep 1000 >&2 & echo $!"]
     orphan = subprocess.run(deep, stdout=subprocess.PIPE, check=True).stdout
-    return json.dumps([own, int(orphan), os.getpid()])
+    return json.dumps([child, int(orphan), os.getpid()])
 
 
 def wrong() -> dict:
@@ -64,7 +64,7 @@ TINY = (hang, die, pid, huge, long, garbage, surrogates, spawn, wrong, refuse)
 
 def tiny(schema: dict) -> None:
     """Serve the hostile tools without the package, so that the start is fast."""
-    tools = {one.__name__: one for one in TINY}
+    tools = {tool.__name__: tool for tool in TINY}
     for line in sys.stdin:
         request = json.loads(line)
         reply = {"jsonrpc": "2.0", "id": request.get("id")}
@@ -81,9 +81,9 @@ def tiny(schema: dict) -> None:
             case "tools/call" if request["params"]["name"] == "refuse":
                 reply["error"] = request["params"]["arguments"]
             case "tools/call":
-                found = tools[request["params"]["name"]]()
-                made = {"content": [{"type": "text", "text": found}]}
-                reply["result"] = found if isinstance(found, dict) else made
+                result = tools[request["params"]["name"]]()
+                content = {"content": [{"type": "text", "text": result}]}
+                reply["result"] = result if isinstance(result, dict) else content
             case _:
                 reply["error"] = {"code": -32601, "message": "unknown"}
         if "id" in request:

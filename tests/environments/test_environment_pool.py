@@ -38,14 +38,14 @@ SAY = {"role": "assistant", "content": "abc"}
 async def pool(
     name: str, options: dict[str, Any] | None = None, *, python: str | None = None, workers: int = 1
 ) -> AsyncIterator[EnvironmentPool]:
-    made = EnvironmentPool(
+    environments = EnvironmentPool(
         EnvironmentSpec(f"{HOSTILE}:{name}", options or {}, python), workers=workers
     )
     try:
-        await made.start()
-        yield made
+        await environments.start()
+        yield environments
     finally:
-        await made.close()
+        await environments.close()
 
 
 def test_async_environment_in_an_interpreter_without_packages(tmp_path: Path) -> None:
@@ -98,8 +98,8 @@ def test_failures_have_a_status_and_the_pool_recovers() -> None:
 
     failing, working = asyncio.run(asyncio.wait_for(play(), 100))
     assert len(failing) == 40
-    found = set(failing)  # (a step that hangs can also lose its worker to another episode)
-    assert {"done", "env_error", "infra_error"} == found - {"timeout"}
+    outcomes = set(failing)  # (a step that hangs can also lose its worker to another episode)
+    assert {"done", "env_error", "infra_error"} == outcomes - {"timeout"}
     assert working == ["done"] * 3
     assert not workers()
 
@@ -174,8 +174,8 @@ class Actor:
     def __getattr__(self, method: str) -> Any:
         async def remote(*arguments: Any) -> Any:
             try:
-                given = pickle.loads(pickle.dumps(arguments))
-                return pickle.loads(pickle.dumps(await getattr(self.host, method)(*given)))
+                copied = pickle.loads(pickle.dumps(arguments))
+                return pickle.loads(pickle.dumps(await getattr(self.host, method)(*copied)))
             except Exception as error:
                 raise ConnectionError("the transport failed") from error
 
@@ -208,9 +208,9 @@ def test_deeply_nested_values_are_errors_of_the_environment_and_not_of_its_worke
         await environments.start()
         try:
             other = await environments.open(GOOD, 0, timeout_s=30)
-            found = [await attempt(environments, levels) for levels in (100, 300, 900, 100_000)]
+            outcomes = [await attempt(environments, levels) for levels in (100, 300, 900, 100_000)]
             await other.step(SAY, timeout_s=30)
-            return found
+            return outcomes
         finally:
             await environments.close()
 
@@ -291,8 +291,8 @@ def test_processes_that_hold_the_pipes_of_a_worker_do_not_delay_its_end(kind: st
 
 def test_content_in_parts_is_joined_to_text() -> None:
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
-    found = check_start({"messages": [{"role": "user", "content": parts, "name": "x"}]})
-    assert found.messages == ({"role": "user", "content": "a b", "name": "x"},)
+    start = check_start({"messages": [{"role": "user", "content": parts, "name": "x"}]})
+    assert start.messages == ({"role": "user", "content": "a b", "name": "x"},)
 
 
 def test_a_worker_that_started_is_not_forgotten_if_another_one_fails(tmp_path: Path) -> None:
@@ -357,14 +357,14 @@ def test_an_episode_that_blocks_its_worker_does_not_let_others_time_out(
                 await asyncio.sleep(0.01)
             rest = [await step(*pair) for pair in zip(episodes[1:], timeouts[1:], strict=True)]
             ended = timeouts[0] < 60
-            found = [await first if ended else "running", *rest]
+            outcomes = [await first if ended else "running", *rest]
             first.cancel()
             for episode in episodes:
                 await episode.close()
-            return found
+            return outcomes
 
-    found = asyncio.run(asyncio.wait_for(play(), 60))
-    for text, pattern in zip(found, expected, strict=True):
+    outcomes = asyncio.run(asyncio.wait_for(play(), 60))
+    for text, pattern in zip(outcomes, expected, strict=True):
         assert re.match(pattern, text, re.DOTALL), text
 
 

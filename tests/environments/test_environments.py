@@ -113,9 +113,9 @@ def test_the_same_arguments_share_one_environment() -> None:
 
 def test_a_custom_class_gets_options_size_and_seed(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    made = make_environment(f"{tmp_path}/own.py:Own", {"a": [1]}, size=3, seed=4)
-    assert (made.name, len(made)) == ("own", 3)
-    assert vars(made)["made_with"] == ({"a": [1]}, 3, 4)
+    environment = make_environment(f"{tmp_path}/own.py:Own", {"a": [1]}, size=3, seed=4)
+    assert (environment.name, len(environment)) == ("own", 3)
+    assert vars(environment)["made_with"] == ({"a": [1]}, 3, 4)
 
 
 @pytest.mark.parametrize(

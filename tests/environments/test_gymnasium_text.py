@@ -18,7 +18,7 @@ def ways(text: str) -> dict[str, str]:
     rows = text.split("/")
     cells = {(i, j): field for i, row in enumerate(rows) for j, field in enumerate(row)}
     (start,) = (cell for cell, field in cells.items() if field == "@")
-    found, queue, seen = {"@": ""}, deque([(start, "")]), {start}
+    paths, queue, seen = {"@": ""}, deque([(start, "")]), {start}
     while queue:
         (i, j), path = queue.popleft()
         for letter, (down, right) in MOVES.items():
@@ -26,9 +26,9 @@ def ways(text: str) -> dict[str, str]:
             if cell not in cells or cell in seen:
                 continue
             seen.add(cell)
-            found.setdefault(cells[cell], path + letter)
+            paths.setdefault(cells[cell], path + letter)
             queue.extend([(cell, path + letter)] if cells[cell] != "H" else [])
-    return found
+    return paths
 
 
 def test_moves_through_the_adapter_are_those_of_the_game() -> None:

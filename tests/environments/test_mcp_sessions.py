@@ -138,20 +138,20 @@ def test_hostile_replies_over_http_cost_at_most_the_timeout(
     monkeypatch.setattr(mcp_connection, "CLOSE_TIMEOUT_S", 0.2)
     with hostile_server() as server:
         mcp = {"h": {"url": server.url}}
-        with episode(mcp=mcp, timeout_s=20, max_result_chars=600) as one:
-            found = {name: one(name) for name in REFUSED}
-            assert one("good") == "good"
-        for name, said in REFUSED.items():
-            assert found[name].startswith("error: ") and said in found[name], name
-            assert len(found[name]) < 700
+        with episode(mcp=mcp, timeout_s=20, max_result_chars=600) as played:
+            results = {name: played(name) for name in REFUSED}
+            assert played("good") == "good"
+        for name, reason in REFUSED.items():
+            assert results[name].startswith("error: ") and reason in results[name], name
+            assert len(results[name]) < 700
         for name in LOST:
             lost = pytest.raises(EpisodeInfraError, match="MCP server h")
-            with episode(mcp=mcp, timeout_s=20) as one, lost:
-                one(name)
-        with episode(mcp=mcp, timeout_s=0.5) as one:
+            with episode(mcp=mcp, timeout_s=20) as played, lost:
+                played(name)
+        with episode(mcp=mcp, timeout_s=0.5) as played:
             for name in WAITS:
-                assert one(name).startswith("error: TimeoutError"), name
-            assert one("good") == "good"
+                assert played(name).startswith("error: TimeoutError"), name
+            assert played("good") == "good"
         assert server.requests["GET"] < 60
         running = set(mcp_connection._running)
         assert not asyncio.run(still_running(running))

@@ -58,29 +58,43 @@ def test_calls_of_a_stdio_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCP_SECRET", "s3cret")
     monkeypatch.setenv("MCP_OTHER", "other")
     server = {**STDIO, "pass_env": ["MCP_SECRET"], "env": {"MCP_PLAIN": "plain"}}
-    with episode(mcp={"tests": server}) as one, episode(mcp={"tests": server}) as two:
-        schema = {t["function"]["name"]: t for t in one.environment.reset({"prompt": "x"}, 0).tools}
+    with (
+        episode(mcp={"tests": server}) as first_episode,
+        episode(mcp={"tests": server}) as second_episode,
+    ):
+        schema = {
+            t["function"]["name"]: t
+            for t in first_episode.environment.reset({"prompt": "x"}, 0).tools
+        }
         assert schema["add"]["function"]["description"] == "Add two integers."
         assert schema["add"]["function"]["parameters"]["required"] == ["a", "b"]
-        assert one("add", a=1, b=2) == "3"
-        assert one("add", a=1) == "error: ValidationError: 'b' is a required property"
-        assert one("add", a=1, b="q").startswith("error: ValidationError: b: 'q' is not of type")
-        assert one("nothing").startswith("error: UnknownToolError: there is no tool 'nothing'")
-        assert one.counts == {
+        assert first_episode("add", a=1, b=2) == "3"
+        assert first_episode("add", a=1) == "error: ValidationError: 'b' is a required property"
+        assert first_episode("add", a=1, b="q").startswith(
+            "error: ValidationError: b: 'q' is not of type"
+        )
+        assert first_episode("nothing").startswith(
+            "error: UnknownToolError: there is no tool 'nothing'"
+        )
+        assert first_episode.counts == {
             "tool_calls": 1,
             "tool_errors": 1,
             "tool_timeouts": 0,
             "mcp_restarts": 0,
         }
-        given = ("MCP_SECRET", "MCP_PLAIN", "MCP_OTHER")
-        got = one.all(*[("variable", {"name": name}) for name in given])
+        names = ("MCP_SECRET", "MCP_PLAIN", "MCP_OTHER")
+        got = first_episode.all(*[("variable", {"name": name}) for name in names])
         assert got == ["s3cret", "plain", "not set"]
-        assert json.loads(one("point", x=1)) == {"x": 1, "y": 2}
-        assert one("picture") == "seen:\n(image of type image/png left out)"
-        assert one("fail", text="no such file").startswith("error: ")
-        assert one("sample").startswith("error: ") and one("ask").startswith("error: ")
-        first = json.loads(one("note", text="a")) and json.loads(one("note", text="b"))
-        second = json.loads(two("note", text="c"))
+        assert json.loads(first_episode("point", x=1)) == {"x": 1, "y": 2}
+        assert first_episode("picture") == "seen:\n(image of type image/png left out)"
+        assert first_episode("fail", text="no such file").startswith("error: ")
+        assert first_episode("sample").startswith("error: ") and first_episode("ask").startswith(
+            "error: "
+        )
+        first = json.loads(first_episode("note", text="a")) and json.loads(
+            first_episode("note", text="b")
+        )
+        second = json.loads(second_episode("note", text="c"))
         assert first["notes"] == ["a", "b"] and second["notes"] == ["c"]
         assert first["pid"] != second["pid"]
     for pid in (first["pid"], second["pid"]):
@@ -94,9 +108,14 @@ def test_structured_content_without_text_is_json() -> None:
     link = types.ResourceLink(type="resource_link", uri="file:///a", name="a")
     text = types.TextResourceContents(uri="file:///b", text="of b")
     blob = types.BlobResourceContents(uri="file:///c", blob="AA==")
-    parts = [types.EmbeddedResource(type="resource", resource=one) for one in (text, blob)]
-    found = mcp_servers.result_text(types.CallToolResult(content=[link, *parts]))
-    assert found == "(link to file:///a: a)\nof b\n(resource file:///c left out: it is not text)"
+    parts = [
+        types.EmbeddedResource(type="resource", resource=resource) for resource in (text, blob)
+    ]
+    text_of_result = mcp_servers.result_text(types.CallToolResult(content=[link, *parts]))
+    assert (
+        text_of_result
+        == "(link to file:///a: a)\nof b\n(resource file:///c left out: it is not text)"
+    )
 
 
 def test_a_hostile_server_only_costs_calls() -> None:
@@ -107,8 +126,8 @@ def test_a_hostile_server_only_costs_calls() -> None:
         assert played("long").endswith("(cut: 30000 characters in total)")
         assert played("wrong").startswith("error: MCP server tiny returned an invalid result")
         for code in (-32000, -32001, -32002, -32050, -32600, -32601, -32602, -32603, -32700, 0, 1):
-            for said in ("Connection closed", "SSE stream failed: x", "database is locked"):
-                assert played("refuse", code=code, message=said) == f"error: {said}"
+            for message in ("Connection closed", "SSE stream failed: x", "database is locked"):
+                assert played("refuse", code=code, message=message) == f"error: {message}"
         assert played("pid").isdigit()
     with episode(mcp={"tiny": TINY}, timeout_s=0.5) as played:
         assert played("hang") == "error: TimeoutError: the call took longer than 0.5 s"
@@ -120,8 +139,8 @@ def test_the_loss_of_an_episodes_server_ends_the_episode(name: str) -> None:
     with episode(mcp={"tiny": TINY}) as played:
         with pytest.raises(EpisodeInfraError, match="the state of the episode is lost") as caught:
             played(name)
-    said = {"die": "out of memory", "huge": "more than 16777216 bytes"}
-    assert said[name] in str(caught.value)
+    reasons = {"die": "out of memory", "huge": "more than 16777216 bytes"}
+    assert reasons[name] in str(caught.value)
     with episode(mcp={"tiny": TINY}) as played:
         assert played("pid").isdigit()
 
@@ -167,8 +186,8 @@ def test_nothing_of_a_server_outlives_its_episode_or_its_worker() -> None:
 
     async def spawn(episode: OpenEpisode) -> list[int]:
         step = await episode.step(calls(("spawn", {})), timeout_s=30)
-        found: list[int] = json.loads(step.messages[0]["content"])
-        return found
+        pids: list[int] = json.loads(step.messages[0]["content"])
+        return pids
 
     async def play() -> list[int]:
         try:
@@ -268,12 +287,12 @@ def test_episodes_of_a_recipe_call_a_server_and_replay_a_lost_one(tmp_path: Path
         {"tools": [f"{path}:seven"], "mcp": {"tiny": TINY}, "max_tokens": 4096}
         | {"tool_format": "hermes", "max_failed_frac": 0.0}
     )
-    made = build_players(
+    players = build_players(
         config,
         ModelConfig(scratch=ScratchConfig(max_position_embeddings=1 << 16)),
         InlineRuntime(tokenizer, precision=PrecisionConfig(), device="cpu", timeline=Timeline()),
     )
-    assert made is not None
+    assert players is not None
     killed: list[str] = []
 
     def answer(request: Request) -> list[int]:
@@ -295,11 +314,11 @@ def test_episodes_of_a_recipe_call_a_server_and_replay_a_lost_one(tmp_path: Path
     )
     engine = ScriptedEngine(answer, tokenizer)
     try:
-        runner = EpisodeRunner(engine, rewards, Sampling(100), made, num_samples=2, seed=3)
+        runner = EpisodeRunner(engine, rewards, Sampling(100), players, num_samples=2, seed=3)
         (drawn,) = runner.draw_all([Prompt("task:0@0", (1,), "task 0")])
         group, stats = drawn.group, runner.stats([drawn])
     finally:
-        made.close()
+        players.close()
     pids = []
     assert group is not None
     for sample in group.samples:
@@ -326,8 +345,8 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.Monke
 
 
 def test_rules_of_the_config() -> None:
-    def broken(**given: Any) -> list[str]:
-        return EpisodesConfig.model_validate({"max_tokens": 99, **given}).broken_rules()
+    def broken(**fields: Any) -> list[str]:
+        return EpisodesConfig.model_validate({"max_tokens": 99, **fields}).broken_rules()
 
     both = {"tools": ["a.py:b"], "mcp": {"a": TINY, "b": {"url": "https://a/mcp"}}}
     assert not broken(**both)
@@ -343,7 +362,7 @@ def test_rules_of_the_config() -> None:
         "f": {**TINY, "prefix": "a b"},
         "g": {**TINY, "tools": []},
     }
-    found = broken(mcp=wrong)
+    problems = broken(mcp=wrong)
     words = (
         "neither is set",
         "both are set",
@@ -353,8 +372,8 @@ def test_rules_of_the_config() -> None:
         "may contain only",
         "tools is empty",
     )
-    assert len(found) == len(words)
-    for name, word, text in zip(wrong, words, found, strict=True):
+    assert len(problems) == len(words)
+    for name, word, text in zip(wrong, words, problems, strict=True):
         assert text.startswith(f"mcp.{name}: ") and word in text
 
 

@@ -189,13 +189,15 @@ class Tools(ToolEnvironment):
 def test_what_a_tool_returns_is_awaited() -> None:
     environment = Tools(timeout_s=0.2)
     names = ("later", "fails", "leaves", "hangs", "later", "yields", "gives_object")
-    made = [
+    tool_calls = [
         {"id": f"c{i}", "function": {"name": name, "arguments": arguments}}
         for i, name in enumerate(names)
         for arguments in [{"text": "ok"} if name == "later" else {}]
     ]
-    found = asyncio.run(environment.step({"role": "assistant", "content": "", "tool_calls": made}))
-    texts = [message["content"] for message in found.messages]
+    step = asyncio.run(
+        environment.step({"role": "assistant", "content": "", "tool_calls": tool_calls})
+    )
+    texts = [message["content"] for message in step.messages]
     assert texts[0] == texts[4] == "ok"
     assert texts[1].startswith("error: ValueError: ") and texts[1].endswith("at 0x...> is wrong")
     assert texts[2] == "error: RuntimeError: SystemExit: 3"
@@ -203,7 +205,7 @@ def test_what_a_tool_returns_is_awaited() -> None:
     assert texts[5].startswith("error: ToolResultError: ") and "yielding" in texts[5]
     assert texts[6].startswith("error: ToolResultError: ") and "define __str__" in texts[6]
     assert not any(re.search("0x[0-9a-f]", text) for text in texts)
-    assert found.counts == {"tool_calls": 7, "tool_errors": 5, "tool_timeouts": 1}
+    assert step.counts == {"tool_calls": 7, "tool_errors": 5, "tool_timeouts": 1}
     assert asyncio.run(environment.step({"content": "4"})).rewards == {"answered": 1.0}
     environment.close()
 

@@ -71,12 +71,12 @@ class Environment(ToolEnvironment):
     tools = (search, divide, wait, block, leave, leave_late)
 
 
-def calls(*given: tuple[str, Any]) -> Message:
-    made = [
+def calls(*named_arguments: tuple[str, Any]) -> Message:
+    tool_calls = [
         {"id": f"call{i:05d}", "type": "function", "function": {"name": name, "arguments": args}}
-        for i, (name, args) in enumerate(given)
+        for i, (name, args) in enumerate(named_arguments)
     ]
-    return {"role": "assistant", "content": "", "tool_calls": made}
+    return {"role": "assistant", "content": "", "tool_calls": tool_calls}
 
 
 def step(environment: ToolEnvironment, message: Message) -> Step:
@@ -85,8 +85,8 @@ def step(environment: ToolEnvironment, message: Message) -> Step:
 
 def answer(name: str, arguments: Any, **options: Any) -> tuple[str, Mapping[str, float]]:
     """Content and counts of one call."""
-    found = step(Environment(**options), calls((name, arguments)))
-    return found.messages[0]["content"], found.counts
+    result = step(Environment(**options), calls((name, arguments)))
+    return result.messages[0]["content"], result.counts
 
 
 def test_the_schema_has_types_defaults_and_descriptions() -> None:
@@ -142,18 +142,18 @@ def test_the_task_and_the_tools_start_the_episode() -> None:
 
 def test_calls_run_in_order_and_results_have_ids_and_names() -> None:
     message = calls(("divide", {"a": 6, "b": 3}), ("search", {"query": "x", "limit": 1}))
-    found = step(Environment(), message)
-    assert list(found.messages) == [
+    result = step(Environment(), message)
+    assert list(result.messages) == [
         {"role": "tool", "tool_call_id": "call00000", "name": "divide", "content": "2.0"},
         {"role": "tool", "tool_call_id": "call00001", "name": "search", "content": '["x 0 km"]'},
     ]
-    assert not found.done
-    assert found.counts == {"tool_calls": 2, "tool_errors": 0, "tool_timeouts": 0}
+    assert not result.done
+    assert result.counts == {"tool_calls": 2, "tool_errors": 0, "tool_timeouts": 0}
 
 
 def test_a_message_without_calls_ends_the_episode() -> None:
-    found = step(Environment(), {"role": "assistant", "content": "5 km"})
-    assert found == Step(done=True)
+    result = step(Environment(), {"role": "assistant", "content": "5 km"})
+    assert result == Step(done=True)
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ def test_a_message_without_calls_ends_the_episode() -> None:
     ],
 )
 def test_an_error_is_an_answer(name: str, arguments: Any, content: str) -> None:
-    found, counts = answer(name, arguments)
-    assert found.startswith(content)
+    text, counts = answer(name, arguments)
+    assert text.startswith(content)
     assert counts["tool_errors"] == int(content.startswith("error"))
 
 
@@ -195,29 +195,29 @@ def test_a_call_that_takes_too_long_is_abandoned(name: str) -> None:
 def test_a_call_after_a_timeout_runs_in_another_thread() -> None:
     message = calls(("block", {"seconds": 2}), ("divide", {"a": 1, "b": 2}))
     begin = time.monotonic()
-    found = step(Environment(timeout_s=0.3), message)
-    assert [m["content"] for m in found.messages][1] == "0.5"
+    result = step(Environment(timeout_s=0.3), message)
+    assert [m["content"] for m in result.messages][1] == "0.5"
     assert time.monotonic() - begin < 2
 
 
 def test_the_calls_of_a_turn_share_a_time_limit() -> None:
     """The first call uses the time of the turn up, so the others do not run."""
     message = calls(("block", {"seconds": 2}), ("divide", {"a": 1, "b": 2}))
-    found = step(Environment(timeout_s=60, turn_timeout_s=0.05), message)
+    result = step(Environment(timeout_s=60, turn_timeout_s=0.05), message)
     late = "error: TimeoutError: the calls of this turn took longer than 0.05 s together"
-    assert [m["content"] for m in found.messages] == [late, late]
-    assert found.counts == {"tool_calls": 2, "tool_errors": 2, "tool_timeouts": 2}
+    assert [m["content"] for m in result.messages] == [late, late]
+    assert result.counts == {"tool_calls": 2, "tool_errors": 2, "tool_timeouts": 2}
 
 
 @pytest.mark.parametrize(("limit", "fits"), [(10.0, False), (9.0, True)])
 def test_a_slow_tool_times_out_before_its_step(limit: float, fits: bool) -> None:
     """Limits of a tool and of all tools: at most 0.9 x 10 s."""
-    given = {"tools": ["a.py:b"], "max_tokens": 100, "step_timeout_s": 10, "tool_timeout_s": limit}
-    errors = [e for e in EpisodesConfig.model_validate(given).rules() if "step_timeout_s" in e]
+    config = {"tools": ["a.py:b"], "max_tokens": 100, "step_timeout_s": 10, "tool_timeout_s": limit}
+    errors = [e for e in EpisodesConfig.model_validate(config).rules() if "step_timeout_s" in e]
     assert len(errors) == (not fits)
     if errors:
         assert "tool_timeout_s=10 must be at most" in errors[0] and "at least 12," in errors[0]
-    assert environment_spec(EpisodesConfig.model_validate(given)).options["turn_timeout_s"] == 9
+    assert environment_spec(EpisodesConfig.model_validate(config)).options["turn_timeout_s"] == 9
 
 
 def test_a_long_result_is_cut() -> None:
@@ -380,9 +380,9 @@ def test_tools_run_in_a_worker_process(tmp_path: Path) -> None:
         try:
             episode = await pool.open({"prompt": "2 + 3?"}, 1, timeout_s=60)
             assert episode.start.tools[0]["function"]["name"] == "add"
-            found = await episode.step(calls(("add", {"a": 2, "b": 3})), timeout_s=60)
-            assert found.messages[0]["content"] == "5"
-            assert found.counts["tool_calls"] == 1
+            step = await episode.step(calls(("add", {"a": 2, "b": 3})), timeout_s=60)
+            assert step.messages[0]["content"] == "5"
+            assert step.counts["tool_calls"] == 1
             assert (await episode.step({"content": "5"}, timeout_s=60)).done
             await episode.close()
         finally:

@@ -104,9 +104,9 @@ def test_the_third_failure_to_start_in_a_row_is_final() -> None:
         for number in (4, 5):
             with pytest.raises(NoWorkerError, match=f"start {number} failed"):
                 await workers.acquire()
-        with pytest.raises(BurnishError, match="start 6 failed") as found:
+        with pytest.raises(BurnishError, match="start 6 failed") as caught:
             await workers.acquire()
-        assert not isinstance(found.value, NoWorkerError)
+        assert not isinstance(caught.value, NoWorkerError)
 
     asyncio.run(play())
 

@@ -119,10 +119,14 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, configured: EndTokens) -> 
     return ends | ({configured} if isinstance(configured, int) else set(configured or ()))
 
 
-def padding_id(tokenizer: PreTrainedTokenizerBase, configured: EndTokens) -> int | None:
+def padding_id(
+    tokenizer: PreTrainedTokenizerBase, configured: EndTokens, *, size: int | None = None
+) -> int | None:
     """Return a special token that ends no row, for padding. Return None if there is none.
-    ``configured``: as in :func:`end_token_ids`."""
+    ``configured``: as in :func:`end_token_ids`. ``size``: number of embeddings; tokens beyond have
+    none. None: all tokens have one."""
     ends = end_token_ids(tokenizer, configured) | turn_end_ids(tokenizer)
     named = [tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer.all_special_ids]
     candidates = [*named, *special_tokens(tokenizer)]
-    return next((int(i) for i in candidates if i is not None and i not in ends), None)
+    usable = (int(i) for i in candidates if i is not None and i not in ends)
+    return next((i for i in usable if size is None or i < size), None)

@@ -40,7 +40,13 @@ from burnish.models.islands import cast_parameters, fp32_names
 from burnish.models.load import DTYPES, ModelError, describe, load_causal_lm
 from burnish.models.lora import ADAPTER_FILE, adapter_tensors, peft_config
 from burnish.models.lora_layers import merged_weights
-from burnish.models.scalar_model import ScalarModel, check_names, empty_scalar, save_own
+from burnish.models.scalar_model import (
+    ScalarModel,
+    check_names,
+    empty_scalar,
+    reset_head,
+    save_own,
+)
 from burnish.models.scalar_support import classifier_weights, require_scalar
 from burnish.models.tensor_files import tensor_sets
 from burnish.models.untrusted import refuse_kernels
@@ -51,10 +57,6 @@ from burnish.special_tokens import padding_id
 log = logging.getLogger("burnish")
 
 LoraForm = Literal["merge", "adapter"]
-
-SCORE_STATS = {"reward_mean", "reward_std", "process_reward_stats", "reward_weights"}
-"""Fields of a reward model's config with statistics of its scores on held-out rows, and with the
-weights of its outputs."""
 
 
 def export(  # house: ok options of one command
@@ -301,9 +303,7 @@ def _config(source: Path, *, outputs: int | None, averaged: bool, trust: bool) -
         refuse_kernels(config, str(source))
     config.use_cache = True
     if outputs is not None:
-        config.num_labels = outputs
-        for name in SCORE_STATS & set(vars(config)):  # those of the initial model
-            delattr(config, name)
+        reset_head(config, outputs)
         config.update(_export_metadata(source))
         if not averaged:  # held-out rows were scored with the current weights
             config.update(_score_stats(source))
@@ -475,12 +475,13 @@ def _set_pad_token(target: Path, *, trust: bool) -> None:
 
     transformers scores the last token that is not padding. If rows end with the pad token, it would
     score the token before the end. Without another special token, the pad token is unset and only
-    single rows can be scored.
+    single rows can be scored. A token without an embedding is none.
     """
     code = {"trust_remote_code": trust}
     tokenizer = AutoTokenizer.from_pretrained(target, **code)
     config = AutoConfig.from_pretrained(target, **code)
-    pad = padding_id(tokenizer, config.get_text_config().to_dict().get("eos_token_id"))
+    text = config.get_text_config().to_dict()
+    pad = padding_id(tokenizer, text.get("eos_token_id"), size=text.get("vocab_size"))
     config.pad_token_id = pad
     config.save_pretrained(target)
     if pad is not None:

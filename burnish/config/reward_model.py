@@ -122,10 +122,10 @@ class RewardModelConfig(SupervisedJob):
         return 2 if isinstance(self.data, PairsDataConfig) else 1
 
     def roles(self) -> tuple[TrainRole, ...]:
-        outputs = 1
-        if isinstance(self.data, RatedDataConfig):
-            outputs = max(1, len(self.data.names))  # 1 until an unknown target is reported
-        return (replace(self.trained_role("reward"), head="scalar", outputs=outputs),)
+        names = self.data.names if isinstance(self.data, RatedDataConfig) else ()
+        outputs = max(1, len(names))  # 1 until an unknown target is reported
+        role = replace(self.trained_role("reward"), head="scalar")
+        return (replace(role, outputs=outputs, output_names=names),)
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()

@@ -116,6 +116,8 @@ class TrainRole(RoleSpec):
     head: Literal["lm", "scalar"] = "lm"
     outputs: int = 1
     """Number of outputs of a scalar head: attributes or classes of a reward model."""
+    output_names: tuple[str, ...] = ()
+    """Names of these outputs, in order. Empty: the score of pairs or steps, or of a critic."""
     trainable: bool = True
     train: TrainConfig
     """Settings of the engine."""

@@ -107,6 +107,7 @@ def engine_specs(
             dropout=role.dropout,
             offload=role.offload,
             outputs=role.outputs,
+            output_names=role.output_names,
         )
         for role in config.resolve().train_roles
         if role.rows_per_pass is None

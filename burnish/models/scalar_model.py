@@ -37,6 +37,14 @@ OWN_CLASS = "BurnishScoreModel"
 """Architecture in the config of a folder of the form ``own``."""
 
 
+_HEAD_FIELDS = (
+    "process_reward", "step_separator", "process_reward_stats",
+    "reward_mean", "reward_std", "reward_weights",
+)  # fmt: skip
+"""Fields of Burnish in a config that describe a head. Those of transformers are ``problem_type``
+and the names of the outputs."""
+
+
 class ScalarModel(nn.Module):
     """A body and a linear output: ``score(body(tokens))``, one number per token and output."""
 
@@ -70,6 +78,23 @@ def path_of(body_class: str, owner: nn.Module) -> str | None:
     has none or several."""
     names = [name for name, m in owner.named_modules() if type(m).__name__ == body_class]
     return names[0] if len(names) == 1 else None
+
+
+def reset_head(config: PretrainedConfig, outputs: int) -> None:
+    """Make ``config`` that of a head with ``outputs`` outputs of which nothing else is known:
+    remove the fields that describe the head of the model that training started from."""
+    for name in _HEAD_FIELDS:
+        vars(config).pop(name, None)
+    config.problem_type = None
+    config.id2label = {index: f"LABEL_{index}" for index in range(outputs)}
+    config.label2id = {name: index for index, name in config.id2label.items()}
+
+
+def names_of_outputs(config: PretrainedConfig) -> list[str]:
+    """Return the names of the outputs in order; transformers' ``LABEL_0`` ... if they have none."""
+    labels: Mapping[Any, str] = config.id2label or {}
+    count = int(config.num_labels or 1)
+    return [str(labels.get(i, labels.get(str(i), f"LABEL_{i}"))) for i in range(count)]
 
 
 def is_own(config: PretrainedConfig) -> bool:

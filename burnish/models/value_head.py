@@ -7,12 +7,13 @@ between them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from burnish.config.model import Dtype, ModelConfig
@@ -32,8 +33,19 @@ from burnish.models.load import (
     without_weights,
 )
 from burnish.models.paths import check_path
-from burnish.models.scalar_model import ScalarModel, head_width, is_own, load_own, path_of
+from burnish.models.scalar_model import (
+    ScalarModel,
+    head_width,
+    is_own,
+    load_own,
+    names_of_outputs,
+    path_of,
+)
 from burnish.models.scalar_support import require_scalar
+from burnish.models.untrusted import UNREADABLE, unloadable
+from burnish.oom import is_out_of_memory
+
+log = logging.getLogger("burnish")
 
 NewHead = Literal["random", "zero"]
 
@@ -47,31 +59,39 @@ def load_scalar_model(  # house: ok properties of the model and of its head
     new_head: NewHead | None = None,
     empty: bool = False,
     num_outputs: int = 1,
+    output_names: Sequence[str] = (),
     output_weights: Mapping[str, float] | None = None,
 ) -> ScalarModel:
     """Load a scalar model from a sequence classifier, or from a causal LM with ``new_head``.
 
-    If ``new_head`` is set, the model is trained and has ``num_outputs`` outputs. Otherwise it has
-    one: if the classifier has several, their sum weighted by ``output_weights`` (by name; None:
+    If ``new_head`` is set, the model is trained and has ``num_outputs`` outputs, which are put in
+    the order of ``output_names`` (empty: they have no names). Otherwise it has one: if the
+    classifier has several, their sum weighted by ``output_weights`` (by name; None:
     ``reward_weights`` of its config).
 
     A ``random`` head is drawn from N(0, 1/(H+1)) with ``seed`` (like reward models in arXiv
     2009.01325); a ``zero`` head starts at 0. New adapters also depend only on ``seed``. ``empty``
     leaves the other weights on the meta device, as in :func:`load_causal_lm`. Raises ModelError if
-    the model has no head and ``new_head`` is None (scores would be noise), or if the number of
-    outputs does not fit.
+    the model has no head and ``new_head`` is None (scores would be noise), or if the outputs
+    do not fit.
     """
     check_support(config)
     found = hf_config(config)
     if found is not None and has_score(found):
         check_outputs(config, found, num_outputs if new_head is not None else None)
+        order = None if new_head is None else _order_of_outputs(config, found, output_names)
         model = _from_folder(config, found, dtype=dtype, device=device, empty=empty)
         if config.lora is not None:
             _add_adapters(model, config, seed=seed)
+        if order is not None:
+            model.score = _mixed(model.score, lambda full: full[order], config)
         if new_head is None:
             weights = weights_of_outputs(config, found, output_weights)
             if weights is not None:
-                model.score = _weighted(model.score, weights, config)
+                mix = torch.tensor(weights)
+                model.score = _mixed(
+                    model.score, lambda full: (mix.to(full.device) @ full)[None], config
+                )
         return model
     if new_head is None:
         if config.path is not None and config.gguf_file is None and found is None:
@@ -120,7 +140,12 @@ def _from_folder(
     name = describe(config)
     if is_own(found):
         check_path(config, warn=True)
-        model = load_own(config, found, name)
+        try:
+            model = load_own(config, found, name)
+        except UNREADABLE as error:
+            if isinstance(error, ModelError) or is_out_of_memory(error):
+                raise
+            raise unloadable("model", name, error) from error
     else:
         model = _from_classifier(config, found, dtype=dtype, empty=empty)
     if not any(parameter.is_meta for parameter in model.parameters()):
@@ -181,6 +206,38 @@ def check_outputs(config: ModelConfig, found: PretrainedConfig, wanted: int | No
         )
 
 
+def _order_of_outputs(
+    config: ModelConfig, found: PretrainedConfig, wanted: Sequence[str]
+) -> list[int] | None:
+    """Return the classifier's outputs in the order of the names ``wanted``; None: as they are.
+
+    One output, and outputs without names, are taken as they are. Raises ModelError if the outputs
+    have other names: they would be trained on as outputs that they are not.
+    """
+    names = names_of_outputs(found)
+    if len(names) == 1 or not wanted or list(wanted) == names:
+        return None
+    if sorted(wanted) == sorted(names):
+        log.info(
+            "the outputs of %s (%s) are put in the order of the recipe: %s",
+            *(describe(config), ", ".join(names), ", ".join(wanted)),
+        )
+        return [names.index(name) for name in wanted]
+    if names == [f"LABEL_{index}" for index in range(len(names))]:
+        log.warning(
+            "the outputs of %s have no names (id2label in its config.json); they are taken as %s, "
+            "in this order",
+            *(describe(config), ", ".join(wanted)),
+        )
+        return None
+    raise ModelError(
+        f"the outputs of {describe(config)} are {', '.join(names)}, but this recipe trains "
+        f"{', '.join(wanted)}; use these names in the recipe and its rows, write the recipe's "
+        "names into id2label of its config.json if they mean the same, or use a language model, "
+        "which gets a new head"
+    )
+
+
 def weights_of_outputs(
     config: ModelConfig, found: PretrainedConfig, given: Mapping[str, float] | None
 ) -> list[float] | None:
@@ -190,8 +247,7 @@ def weights_of_outputs(
     num = int(found.num_labels or 1)
     if chosen is None and num == 1:
         return None
-    labels: Mapping[Any, str] = found.id2label or {}
-    names = [str(labels.get(i, labels.get(str(i), f"LABEL_{i}"))) for i in range(num)]
+    names = names_of_outputs(found)
     if chosen is None:
         raise ModelError(
             f"{describe(config)} has {num} outputs ({', '.join(names)}), and a reward is one "
@@ -210,19 +266,17 @@ def weights_of_outputs(
     return None if found_weights == [1.0] else found_weights
 
 
-def _weighted(score: nn.Linear, weights: Sequence[float], config: ModelConfig) -> nn.Linear:
-    """Return a head whose one output is the weighted sum of the outputs of ``score``. Computed in
-    fp32, then rounded to the dtype of the head."""
+def _mixed(score: nn.Linear, mix: Callable[[Tensor], Tensor], config: ModelConfig) -> nn.Linear:
+    """Return a head whose outputs are those of ``score`` after ``mix``, which maps the fp32 rows
+    of a parameter to the new ones. The result is rounded to the dtype of the head."""
     own = {n: p for n, p in score.named_parameters()}
     full = {n: read_tensor(config, f"score.{n}") if p.is_meta else p for n, p in own.items()}
-    dtype = score.weight.dtype
-    summed = nn.Linear(score.in_features, 1, bias=score.bias is not None)
-    with torch.no_grad():
-        for name, parameter in summed.named_parameters():
-            source = full[name].detach().float()
-            parameter.copy_(torch.tensor(weights, device=source.device) @ source)
+    rows = {name: mix(tensor.detach().float()) for name, tensor in full.items()}
     home = "cpu" if score.weight.is_meta else score.weight.device
-    return summed.to(device=home, dtype=dtype)
+    new = nn.Linear(score.in_features, len(rows["weight"]), bias=score.bias is not None)
+    new = new.to(device=home, dtype=score.weight.dtype)
+    new.load_state_dict(rows)
+    return new
 
 
 @contextmanager

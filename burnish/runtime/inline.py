@@ -100,6 +100,7 @@ class InlineRuntime:
                 new_head=new_head if spec.trainable else None,
                 empty=reads_own_shards(spec, self.ranks),
                 num_outputs=spec.outputs,
+                output_names=spec.output_names,
                 output_weights=spec.output_weights,
             )
         return self._engine(model, spec, spans)

@@ -56,6 +56,8 @@ class EngineSpec:
     LoRA."""
     outputs: int = 1
     """Number of outputs of a trained scalar model."""
+    output_names: tuple[str, ...] = ()
+    """Names of these outputs, in order. Empty: they have none."""
     output_weights: Mapping[str, float] | None = None
     """Weight of each output of a frozen reward model in the reward, by name. None: those in the
     model's config."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import re
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +13,20 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForSequenceClassification, PretrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+)
 
 from burnish.checkpoint.export import export
 from burnish.checkpoint.save import CheckpointStore
+from burnish.checkpoint.state import EXPORT_METADATA, save_state
 from burnish.config.model import LoraConfig, ModelConfig
+from burnish.config.reward_model import RewardModelConfig
 from burnish.config.train import TrainConfig
+from burnish.jobs.reward_model import export_metadata
 from burnish.models.empty import weight_files
 from burnish.models.load import ModelError
 from burnish.models.scalar_model import is_own
@@ -24,7 +36,7 @@ from burnish.models.value_head import load_scalar_model
 from burnish.rewards.model import load_reward_engine, score_rows
 from burnish.serve.base import ServeOptions
 from burnish.serve.scorer import load_text_scorer
-from burnish.train.base import Outputs
+from burnish.train.base import Outputs, Role
 from burnish.train.engine import BaseTrainEngine
 from burnish.train.spec import EngineSpec
 from burnish.train.torch import TorchTrainEngine
@@ -135,6 +147,11 @@ def test_several_outputs_and_half_precision_are_exported(
     with pytest.raises(ModelError, match="has 3 outputs"):
         load_scalar_model(model)
     assert load_scalar_model(model, new_head="random", num_outputs=3).score.out_features == 3
+    for empty in (False, True):  # a rank that reads its own rows of the other weights
+        order = ("LABEL_2", "LABEL_0", "LABEL_1")
+        options = {"num_outputs": 3, "output_names": order, "empty": empty}
+        head = load_scalar_model(model, new_head="random", **options).score.weight
+        assert torch.equal(head, network.score.weight[[2, 0, 1]].bfloat16().float())
     weighted = load_scalar_model(model, output_weights={"LABEL_1": 1.0})
     assert torch.equal(weighted.score.weight[0], network.score.weight[1].bfloat16().float())
 
@@ -193,3 +210,113 @@ def test_a_rank_reads_its_rows_under_the_names_in_the_files(
     assert files is not None
     empty = {name for name, parameter in model.named_parameters() if parameter.is_meta}
     assert empty <= set(files) and (family != "llama" or len(empty) > 10)
+
+
+SINGLE = {"prompt": "a", "response": "b", "score": 1.0, "help": 1.0, "style": 2.0, "passed": True}
+TRAINED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, float]]] = {
+    # keys of data, a row, and metrics of the held-out rows
+    "pairs": (
+        {},
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"eval/score_mean": 1.0, "eval/score_std": 2.0},
+    ),
+    "steps": (
+        {"kind": "steps", "step_separator": ";"},
+        {"prompt": "a", "completions": ["b"], "labels": [True]},
+        {"eval/score_min_mean": 3.0, "eval/score_min_std": 4.0},
+    ),
+    "score": ({"kind": "scores", "score_keys": ["score"]}, SINGLE, {}),
+    "pass": (
+        {"kind": "classes", "label_key": "passed"},
+        SINGLE,
+        {"eval/score_mean": 5.0, "eval/score_std": 6.0},
+    ),
+    "critic": ({}, {"prompt": "a", "chosen": "b", "rejected": "c"}, {}),
+}
+
+
+def recipe(kind: str, file: str) -> RewardModelConfig:
+    data = {**TRAINED[kind][0], "sources": [file]}
+    tree = {"job": "rm", "run_dir": "run", "model": {"path": "base"}, "data": data}
+    return RewardModelConfig.model_validate({**tree, "train": {"train_batch_size": 1}})
+
+
+def exported_as(kind: str, start: ModelConfig, tokenizer: Any, folder: Path) -> dict[str, Any]:
+    """Return the config of an export to ``folder/export`` after training ``kind`` from
+    ``start``."""
+    role: Role = "critic" if kind == "critic" else "reward"
+    rows = folder / "rows.jsonl"
+    folder.mkdir()
+    rows.write_text(json.dumps(TRAINED[kind][1]) + "\n", encoding="utf-8")
+    network = load_scalar_model(start, new_head="random")
+    engine = TorchTrainEngine(network, EngineSpec(role, TrainConfig(), start), tokenizer=tokenizer)
+    metadata = None if role == "critic" else export_metadata(recipe(kind, str(rows)))
+
+    def write(part: Path) -> None:
+        engine.save(part / role)
+        save_state(part, "session", {"step": 1, "evaluated_step": 1, "last": TRAINED[kind][2]})
+        if metadata is not None:
+            save_state(part, EXPORT_METADATA, metadata)
+
+    saved = CheckpointStore(folder / "checkpoints", keep_last=1, best_mode="max").save(1, write)
+    out = export(saved, folder / "export", model=role)
+    found: dict[str, Any] = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_an_export_tells_of_its_own_training_alone(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """Whatever reward model or critic it was trained from, its config is the one it has if it was
+    trained from the language model."""
+    base = base_of("llama", tiny_tokenizer, tmp_path / "base")
+    alone = {n: exported_as(n, base, tiny_tokenizer, tmp_path / n) for n in TRAINED}
+    assert alone["steps"]["process_reward"] and alone["pass"]["id2label"] == {"0": "pass"}
+    for start, kind in permutations(TRAINED, 2):
+        model = ModelConfig(path=str(tmp_path / start / "export"))
+        again = exported_as(kind, model, tiny_tokenizer, tmp_path / f"{start}-{kind}")
+        assert again == alone[kind], (start, kind)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "granite"])
+@pytest.mark.parametrize("name", ["pad_token", "unk_token"])
+def test_an_export_is_padded_with_a_token_that_has_an_embedding(
+    name: str, family: str, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """Llama 2's ``[PAD]`` was added without an embedding. A batch of padded rows has the scores of
+    the single rows, and the tokens keep their ids."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    config = shrink(CONFIG_MAPPING[family](vocab_size=len(tokenizer), pad_token_id=None))
+    config.vocab_size = len(tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.add_special_tokens({name: "[ADDED]"})
+    assert tokenizer.convert_tokens_to_ids("[ADDED]") == config.vocab_size
+    build(config).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    engine = trained(ModelConfig(path=str(tmp_path / "base")), tokenizer)
+    model = exported(engine, tmp_path)
+    scores = frozen_scores(model)
+    saved = AutoTokenizer.from_pretrained(model.path)
+    pad = PretrainedConfig.from_pretrained(model.path).pad_token_id
+    assert pad is None or (pad < config.vocab_size and saved.pad_token_id == pad)
+    assert pad is not None or saved.pad_token == tokenizer.pad_token
+    assert saved.get_vocab() == tokenizer.get_vocab()
+    if family not in OWN:
+        plain = AutoModelForSequenceClassification.from_pretrained(model.path).eval()
+        assert pad is not None
+        width = max(map(len, ROWS))
+        batch = torch.tensor([[*row, *[pad] * (width - len(row))] for row in ROWS])
+        mask = torch.tensor([[i < len(row) for i in range(width)] for row in ROWS])
+        with torch.no_grad():
+            logits = plain(input_ids=batch, attention_mask=mask.long()).logits[:, 0]
+        assert torch.allclose(logits, scores, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_a_folder_of_the_own_form_with_an_impossible_config_is_refused(
+    tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    engine = trained(base_of("granite", tiny_tokenizer, tmp_path / "base"), tiny_tokenizer)
+    model = exported(engine, tmp_path)
+    file = Path(str(model.path)) / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**config, "pad_token_id": config["vocab_size"]}), encoding="utf-8")
+    with pytest.raises(ModelError, match=re.escape(str(model.path))):
+        load_scalar_model(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,37 @@ def test_a_classifier_without_weights_is_a_reward_only_with_output_weights(
     head = load_scalar_model(model, output_weights={"good": 1.0, "bad": -1.0}).score.weight
     expected = classifier.score.weight[2] - classifier.score.weight[0]
     torch.testing.assert_close(head[0], expected)
+
+
+@pytest.mark.parametrize(("kind", "key"), [("classes", "classes"), ("attributes", "score_keys")])
+def test_outputs_are_continued_by_name(
+    kind: str, key: str, rated: MakeConfig, tmp_path: Path
+) -> None:
+    """In another order, the first evaluation is the last one of the run before. Other names are
+    refused, unless the model's outputs have none."""
+    data, options = KINDS[kind]
+    before = read_metrics(burnish.run(rated(data, *options, "max_epochs=4")).run_dir)[-1]
+    out = burnish.export(tmp_path / "run", tmp_path / "out", model="reward")
+    more = (f"model={{path: {out}}}", f"run_dir={tmp_path / 'again'}", "max_steps=1")
+    names = data[key]
+    turned = {**data, key: names[::-1]}
+    after = read_metrics(burnish.run(rated(turned, *options, *more)).run_dir)[0]
+    measured = [name for name in before if name.startswith("eval/")]
+    # 1e-5: fp32 sums over the outputs in another order
+    assert {n: after[n] for n in measured} == pytest.approx({n: before[n] for n in measured}, 1e-5)
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    for labels in (["other", *names[1:]], [f"LABEL_{i}" for i in range(len(names))]):
+        config["id2label"] = dict(enumerate(labels))
+        (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        with nullcontext() if "LABEL_0" in labels else pytest.raises(ModelError, match="other"):
+            head = load_scalar_model(
+                ModelConfig(path=str(out)),
+                new_head="random",
+                num_outputs=len(names),
+                output_names=names,
+            )
+    classifier = AutoModelForSequenceClassification.from_pretrained(out)
+    torch.testing.assert_close(head.score.weight, classifier.score.weight)
 
 
 def test_a_resumed_regression_is_bit_equal_to_one_that_went_through(

@@ -58,43 +58,31 @@ def test_calls_of_a_stdio_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCP_SECRET", "s3cret")
     monkeypatch.setenv("MCP_OTHER", "other")
     server = {**STDIO, "pass_env": ["MCP_SECRET"], "env": {"MCP_PLAIN": "plain"}}
-    with (
-        episode(mcp={"tests": server}) as first_episode,
-        episode(mcp={"tests": server}) as second_episode,
-    ):
+    with episode(mcp={"tests": server}) as played, episode(mcp={"tests": server}) as other:
         schema = {
-            t["function"]["name"]: t
-            for t in first_episode.environment.reset({"prompt": "x"}, 0).tools
+            t["function"]["name"]: t for t in played.environment.reset({"prompt": "x"}, 0).tools
         }
         assert schema["add"]["function"]["description"] == "Add two integers."
         assert schema["add"]["function"]["parameters"]["required"] == ["a", "b"]
-        assert first_episode("add", a=1, b=2) == "3"
-        assert first_episode("add", a=1) == "error: ValidationError: 'b' is a required property"
-        assert first_episode("add", a=1, b="q").startswith(
-            "error: ValidationError: b: 'q' is not of type"
-        )
-        assert first_episode("nothing").startswith(
-            "error: UnknownToolError: there is no tool 'nothing'"
-        )
-        assert first_episode.counts == {
+        assert played("add", a=1, b=2) == "3"
+        assert played("add", a=1) == "error: ValidationError: 'b' is a required property"
+        assert played("add", a=1, b="q").startswith("error: ValidationError: b: 'q' is not of type")
+        assert played("nothing").startswith("error: UnknownToolError: there is no tool 'nothing'")
+        assert played.counts == {
             "tool_calls": 1,
             "tool_errors": 1,
             "tool_timeouts": 0,
             "mcp_restarts": 0,
         }
         names = ("MCP_SECRET", "MCP_PLAIN", "MCP_OTHER")
-        got = first_episode.all(*[("variable", {"name": name}) for name in names])
+        got = played.all(*[("variable", {"name": name}) for name in names])
         assert got == ["s3cret", "plain", "not set"]
-        assert json.loads(first_episode("point", x=1)) == {"x": 1, "y": 2}
-        assert first_episode("picture") == "seen:\n(image of type image/png left out)"
-        assert first_episode("fail", text="no such file").startswith("error: ")
-        assert first_episode("sample").startswith("error: ") and first_episode("ask").startswith(
-            "error: "
-        )
-        first = json.loads(first_episode("note", text="a")) and json.loads(
-            first_episode("note", text="b")
-        )
-        second = json.loads(second_episode("note", text="c"))
+        assert json.loads(played("point", x=1)) == {"x": 1, "y": 2}
+        assert played("picture") == "seen:\n(image of type image/png left out)"
+        assert played("fail", text="no such file").startswith("error: ")
+        assert played("sample").startswith("error: ") and played("ask").startswith("error: ")
+        first = json.loads(played("note", text="a")) and json.loads(played("note", text="b"))
+        second = json.loads(other("note", text="c"))
         assert first["notes"] == ["a", "b"] and second["notes"] == ["c"]
         assert first["pid"] != second["pid"]
     for pid in (first["pid"], second["pid"]):

@@ -110,6 +110,8 @@ def _check(tiny: PretrainedConfig, *, trust: bool) -> ScalarSupport:
     return ScalarSupport(tiny.model_type, refusal=f"its export does not load ({reasons[-1]})")
 
 
+_PAD = 0
+"""A pad token, as exports have; in none of the rows."""
 _ROWS = [[5, 9, 7, 6, 11, 8, 5, 10, 13], [12, 6], [7]]
 
 
@@ -131,7 +133,7 @@ def _as_classifier(model: ScalarModel, folder: Path, *, trust: bool) -> tuple[st
     if type(model.config) not in auto._model_mapping:
         raise ModelError(f"transformers has no sequence classifier of {model.config.model_type}")
     config = type(model.config).from_dict({**model.config.to_dict(), "num_labels": _OUTPUTS})
-    config.pad_token_id = None
+    config.pad_token_id = _PAD
     shell = auto.from_config(config, dtype=torch.float32, trust_remote_code=trust)
     path = path_of(type(model.model).__name__, shell)
     if path is None:

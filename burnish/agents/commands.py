@@ -26,6 +26,7 @@ from burnish.agents.relay import read_reward
 from burnish.environments.base import EnvironmentSetupError
 from burnish.environments.pool import EpisodeFailedError
 from burnish.environments.process import ProcessPipes
+from burnish.json_text import json_object
 
 log = logging.getLogger("burnish")
 
@@ -205,7 +206,7 @@ def unreadable_reward(error: object) -> EpisodeFailedError:
 def parse_reward(text: bytes | None) -> Any:
     """Return the reward that an agent wrote; None if it wrote none. Raises EpisodeFailedError."""
     try:
-        return None if text is None else json.loads(text)
+        return None if text is None else json.loads(text, object_pairs_hook=json_object)
     except (ValueError, RecursionError) as error:
         message = f"BURNISH_REWARD must contain a number or an object of numbers as JSON: {error}"
         raise EpisodeFailedError("env_error", message) from error

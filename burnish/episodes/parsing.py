@@ -151,12 +151,13 @@ class ResponseParser:
     def _parsed(
         self, text: str, *, with_calls: bool, tools: Sequence[Mapping[str, Any]] = ()
     ) -> Mapping[str, Any]:
+        # Arguments that are text get the types of the tools' schemas; JSON has types of its own.
         template: Any = self._loaded[with_calls]  # (compiled once)
         found: Mapping[str, Any] = self._tokenizer.parse_response(
             text,
             template,
             prefix=self._prefix,
-            tools=[dict(tool) for tool in tools],
+            tools=[] if self._is_json else [dict(tool) for tool in tools],
         )
         return found
 

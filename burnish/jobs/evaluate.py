@@ -113,7 +113,7 @@ class Evaluator:
         found: Sequence[Group] = ()
         try:
             if own:
-                found = self.runner.run(own).groups
+                found = self.runner.run(own, by_sample=True).groups
         except (NoGroupLeftError, EpisodesFailedError) as error:
             failure = error
         by_rank = self.ranks.gather((found, None if failure is None else str(failure)))

@@ -8,6 +8,7 @@ becomes a silent 0.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,8 @@ from burnish.rewards.shaping import clip, shaped
 from burnish.train.base import EngineLostError
 from burnish.types import Group, Number, Sample, Stats
 from burnish.user_calls import CallRaisedError
+
+_log = logging.getLogger(__name__)
 
 _LARGEST = torch.finfo(torch.float32).max  # losses and advantages are computed in fp32
 
@@ -141,6 +144,36 @@ class RewardSet:
         if scored.dropped and not any(group.samples for group in scored.groups):
             raise none_left(measured, scored.stats)
         return scored
+
+    def score_samples(self, groups: Sequence[Group]) -> Scored:
+        """Score every sample of ``groups`` on its own: with ``drop_group``, a reward that fails on
+        a sample drops that sample, and a group only if it has no other. For evaluations.
+
+        Raises as :meth:`score`.
+        """
+        single = [replace(g, samples=(sample,)) for g in groups for sample in g.samples]
+        measured = self.measure(single)
+        scored = self.finish(measured)
+        failures = [each.failure for each in measured if each.failure is not None]
+        if failures and not scored.groups:
+            raise none_left(measured, scored.stats)
+        if failures:
+            _log.warning(
+                "%d of %d samples have no score, because a reward failed "
+                "(on_reward_failure.then=drop_group); they count as not passed. The first failure: "
+                "%s",
+                *(len(failures), len(single), without_drop(str(failures[0]))),
+            )
+        has_score = (each.scores is not None for each in measured)
+        results = iter(scored.groups)
+        merged = []
+        for group in groups:
+            flags = [next(has_score) for _ in group.samples]
+            merged.append(
+                replace(group, samples=tuple(next(results).samples[0] for f in flags if f))
+            )
+        dropped = tuple(group.prompt.id for group in merged if not group.samples)
+        return Scored(tuple(g for g in merged if g.samples), dropped, scored.stats)
 
     def measure(self, groups: Sequence[Group]) -> list[Measured]:
         """Call each reward once with all samples of ``groups``; return the scores of each group.

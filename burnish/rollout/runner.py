@@ -181,9 +181,10 @@ class Runner:
             del outcomes[group.prompt.id]
         return Rollout(numbered(groups), stats, lost=outcomes)
 
-    def run(self, prompts: Sequence[Prompt]) -> Rollout:
+    def run(self, prompts: Sequence[Prompt], *, by_sample: bool = False) -> Rollout:
         """Sample and score all of ``prompts``, in their order. A group has all samples that did not
-        fail, at least one. Raises NoGroupLeftError if no group has samples with rewards."""
+        fail, at least one. ``by_sample``: a reward that fails drops its sample, not the group.
+        Raises NoGroupLeftError if no group has samples with rewards."""
         drawn = self.draw_all(prompts, least=1)
         self.check(drawn)
         groups = [one.group for one in drawn if one.group is not None]
@@ -191,7 +192,8 @@ class Runner:
         if not groups:
             raise self.none_drawn(drawn, least=1)
         try:
-            scored = self.rewards.score(groups)
+            score = self.rewards.score_samples if by_sample else self.rewards.score
+            scored = score(groups)
         except NoGroupLeftError as error:
             error.stats = stats + error.stats
             raise

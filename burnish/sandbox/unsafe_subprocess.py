@@ -93,7 +93,12 @@ class UnsafeSubprocess:
         except OSError as error:
             raise SandboxError(f"a program cannot be started: {error}") from error
         code = exit_code_of(raw.returncode) if raw.ended == "exit" else None
-        return Result(raw.stdout, raw.stderr, code, cause_of(raw, code), raw.seconds)
+        # The name of the folder is random: equal runs would read other tracebacks.
+        stdout, stderr = (
+            text.replace(os.fsencode(folder), os.fsencode(tempfile.gettempdir()))
+            for text in (raw.stdout, raw.stderr)
+        )
+        return Result(stdout, stderr, code, cause_of(raw, code), raw.seconds)
 
 
 def _processes_now() -> int:

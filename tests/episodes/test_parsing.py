@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -119,6 +120,15 @@ def test_reasoning_that_the_prompt_opens_is_recognized() -> None:
     ids = tokenizer("Two.\n</think>\n\n4<|im_end|>")["input_ids"]
     found = renderer.parse(ids)
     assert found.message == assistant("4", reasoning_content="Two.")
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3", "mistral", "harmony"])
+@pytest.mark.parametrize("value", ["null", "None", "5", "[1]", 'a"b'])
+def test_json_arguments_keep_their_types(family: str, value: str) -> None:
+    """Whatever the schema of the tool says: a string stays a string."""
+    text = WELL_FORMED[family].replace('"a b"', json.dumps(value)).replace("2", '"2"')
+    found = parsed(family, text)
+    assert found.message["tool_calls"][0]["function"]["arguments"] == {"key": value, "limit": "2"}
 
 
 def test_ids_of_calls_depend_on_the_prompt_and_repeat() -> None:

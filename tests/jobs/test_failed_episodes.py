@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from itertools import combinations
@@ -36,12 +37,12 @@ def played(score: float | None, status: Any) -> Played:
 
 
 class FixedRunner(EpisodeRunner):
-    """Plays episodes with given scores."""
+    """Plays episodes with given scores. NaN: the reward fails."""
 
     def __init__(self, scores: Sequence[Sequence[float | None]]) -> None:
         rewards = RewardSet(
             [(EpisodeReward("right", name="right"), 1.0)],
-            on_failure=FailurePolicy(),
+            on_failure=FailurePolicy(then="drop_group"),
             shaping=ShapingConfig(),
             generate_max_len=9,
         )
@@ -85,9 +86,10 @@ def test_a_failure_counts_like_a_wrong_answer(seed: int) -> None:
     up to 1e-12."""
     draw = random.Random(seed)
     count = draw.randint(1, 4)
-    scores = [[draw.choice([None, 0.0, 1.0]) for _ in range(count)] for _ in range(6)]
+    scores = [[draw.choice([None, math.nan, 0.0, 1.0]) for _ in range(count)] for _ in range(6)]
     scores[0][0] = 1.0
     found = evaluated(scores, *range(1, count + 1))
+    scores = [[None if score != score else score for score in row] for row in scores]
     for k in range(1, count + 1):
         shares = [
             sum(any(s == 1.0 for s in part) for part in combinations(row, k))

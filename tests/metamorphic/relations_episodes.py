@@ -184,14 +184,17 @@ def result(score: float | None, status: Any) -> Played:
 
 
 class _Scores(EpisodeRunner):
-    """Plays episodes with given scores."""
+    """Plays episodes with given scores. None: the episode failed with ``status``, or the reward
+    did."""
 
     def __init__(self, scores: Sequence[Sequence[float | None]], status: str) -> None:
         self.scores, self.status, self.num_samples = scores, status, len(scores[0])
+        if status == "the reward failed":
+            self.scores = [[math.nan if s is None else s for s in row] for row in scores]
         self.seed, self.dynamic = 0, None
         self.rewards = RewardSet(
             [(EpisodeReward("right", name="right"), 1.0)],
-            on_failure=FailurePolicy(),
+            on_failure=FailurePolicy(then="drop_group"),
             shaping=ShapingConfig(),
             generate_max_len=9,
         )
@@ -208,8 +211,8 @@ class _Scores(EpisodeRunner):
 
 @relation
 def failures_are_not_passed(draw: Draw) -> None:
-    """An evaluation with failed episodes has the numbers of one in which their scores are 0. 1e-12:
-    sums in another order."""
+    """An evaluation with failed episodes, or samples on which a reward fails, has the numbers of
+    one in which their scores are 0. 1e-12: sums in another order."""
     prompts, count = draw.one(prompts=range(1, 7)), draw.one(samples=range(1, 5))
     scores = [[draw.rng.choice([None, 0.0, 1.0]) for _ in range(count)] for _ in range(prompts)]
     scores[0][0] = draw.one(first=[0.0, 1.0])
@@ -224,7 +227,7 @@ def failures_are_not_passed(draw: Draw) -> None:
     found, wanted = (
         Evaluator(config, {"": given}, _Scores(rows, status), lambda *_: None).evaluate(0)
         for rows in (scores, [[score or 0.0 for score in row] for row in scores])
-        for status in [draw.one(status=FAILED)]
+        for status in [draw.one(status=[*FAILED, *["the reward failed"] * 3])]
     )
     failed = sum(score is None for row in scores for score in row) / (prompts * count)
     if not math.isclose(found.pop("eval/failed_frac"), failed, abs_tol=1e-12):

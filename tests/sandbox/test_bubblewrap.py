@@ -443,6 +443,8 @@ def test_the_weaker_mode_limits_and_leaves_no_folder(
         assert made.run(python_program("bytearray(1 << 30)")).exit_code == 1
         secret = made.run(python_program("import os; print(len(os.environ))"))
         assert int(secret.stdout) < 8
+        first, second = (made.run(python_program("1 / 0")) for _ in range(2))
+        assert b"ZeroDivisionError" in first.stderr and first.stderr == second.stderr
     finally:
         made.close()
     assert not list(tmp_path.glob("burnish-sandbox-*"))

@@ -96,6 +96,8 @@ class Prompt:
     """Name of the row's data source."""
     messages: tuple[Mapping[str, Any], ...] | None = None
     """Conversation that ``text`` was rendered from. None: the prompt is plain text."""
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    """Tools that the chat template rendered with ``messages``."""
 
     def __post_init__(self) -> None:
         pack(self, token_ids=IntArray)

@@ -58,12 +58,13 @@ def encode_prompt(
     system_prompt: str | None = None,
     apply_chat_template: bool = False,
     tools: Tools = None,
+    refused: Collection[Field] = REFUSED,
 ) -> tuple[str, list[int]]:
     """Return the text and the token ids of a prompt.
 
     Messages, and strings with ``apply_chat_template``, are rendered by the chat template with
     ``tools`` and a generation prompt. Other strings are tokenized with the tokenizer's leading
-    special tokens.
+    special tokens. ``refused``: as in :func:`burnish.data.rendering.check_rendering`.
 
     Raises DataError if ``prompt`` is neither a string nor messages, if the last message is the
     assistant's, or if ``system_prompt`` is set for a plain string.
@@ -71,7 +72,7 @@ def encode_prompt(
     if not isinstance(prompt, str) or apply_chat_template:
         messages = as_messages(prompt, system_prompt=system_prompt)
         check_prompt(messages)
-        check_rendering(tokenizer, messages, tools, system_prompt=system_prompt)
+        check_rendering(tokenizer, messages, tools, system_prompt=system_prompt, refused=refused)
         text = render_text(tokenizer, messages, add_generation_prompt=True, tools=tools)
         return text, encode_piece(tokenizer, text)
     if system_prompt is not None:

@@ -91,12 +91,13 @@ class PromptEncoder:
         """Encode the row with ``content`` (text or messages) in place of its own prompt."""
         config = self._config
         system = system_of(row, config, content)
+        tools = tools_column(row, config)
         text, ids = encode_prompt(
             self._tokenizer,
             content,
             system_prompt=system,
             apply_chat_template=config.apply_chat_template,
-            tools=tools_column(row, config),
+            tools=tools,
         )
         messages = None
         if isinstance(content, str) and not config.apply_chat_template:
@@ -114,6 +115,7 @@ class PromptEncoder:
             metadata=self._metadata(row),
             source=ref.source,
             messages=messages,
+            tools=None if tools is None or messages is None else tuple(tools),
         )
 
     def length(self, item: Prompt) -> int:

@@ -28,7 +28,7 @@ from burnish.models.load import (
 )
 from burnish.models.value_head import load_scalar_model
 from burnish.rewards.base import RewardInput, SampleError
-from burnish.rewards.rows import Encode, Pair, RowEncoder, same_rows, sampled_ids
+from burnish.rewards.rows import Encode, Pair, encoder_of
 from burnish.rewards.steps import step_ends
 from burnish.train.base import TrainEngine
 from burnish.train.spec import EngineSpec
@@ -157,9 +157,8 @@ def load_model_reward(
 ) -> ModelReward | ProcessReward:
     """Load the reward model of a recipe entry, in an engine built by ``make_engine``.
 
-    If its vocabulary, end token and chat template equal the policy's, the sampled token ids are
-    scored directly. Otherwise prompt and response are encoded like its training rows
-    (``rows.py``). If ``process_reward`` is
+    It scores rows like those that it was trained on: the sampled token ids if they are such a row,
+    else prompt and response encoded by its own tokenizer (``rows.py``). If ``process_reward`` is
     set in its config, every step is scored. Raises ModelError if the model has no trained head.
     """
     told = metadata_of(config.model)
@@ -170,7 +169,7 @@ def load_model_reward(
     how = (config.step_aggregation or "min") if told.get("process_reward") else None
     scale = _scale(config.model, told, how) if config.normalize else (0.0, 1.0)
     name = config.name or "model"
-    encode = sampled_ids if same_rows(own, policy_tokenizer) else RowEncoder(own, name)
+    encode = encoder_of(own, policy_tokenizer, name, continues=how is not None)
     limit = num_positions(config.model)
     reward = ModelReward(name, make_engine(spec), encode, scale, max_len=limit)
     if how is None:

@@ -1,20 +1,31 @@
 """Encode a prompt and a response as the token row that ``burnish rm`` would train on.
 
-Used for reward models whose tokenizer, end token or chat template differs from the policy's.
+The policy's own tokens are that row if both models have the same tokens and template and the
+template writes the answer as it was sampled (:class:`SampledRows`). Otherwise the reward model's
+tokenizer makes the row (:class:`RowEncoder`).
 """
 
 from __future__ import annotations
 
 import logging
+import re  # house: ok it searches the chat template alone
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data.chat import encode_completion, encode_conversation, encode_prompt
+from burnish.data.chat import (
+    encode_completion,
+    encode_conversation,
+    encode_piece,
+    encode_prompt,
+)
+from burnish.data.rendering import THINK, THINK_END, Field, Tools
+from burnish.data.sources import DataError
 from burnish.rewards.base import RewardError, RewardInput
 from burnish.special_tokens import special_tokens
 from burnish.transcript import Episode
+from burnish.types import Prompt, Sample
 
 log = logging.getLogger("burnish")
 
@@ -30,18 +41,42 @@ def sampled_ids(item: RewardInput) -> Pair:
     return item.sample.prompt_ids, item.sample.response_ids
 
 
-def same_rows(
+_TEXT = "Ab c, 12 + \u00e9\n  xyzzy"
+_ANSWER = "qzanswerzq"
+_MARKER = re.compile(r"<[^<>'\"\s{}%]+>|\[/?[A-Z_]+\]")
+_MOST_FORMS = 1024  # cached forms of answers per reward
+_WRITTEN_BY_THE_POLICY: frozenset[Field] = frozenset({"content", "tool calls"})
+"""Parts that a template may not leave out. A policy may write no text, or text with tool calls."""
+
+
+def encoder_of(
+    reward_tokenizer: PreTrainedTokenizerBase,
+    policy_tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    *,
+    continues: bool = False,
+) -> Encode:
+    """Return the encoder of a reward model for the responses of a policy. ``name`` and
+    ``continues``: as in :class:`RowEncoder`."""
+    rows = RowEncoder(reward_tokenizer, name, continues=continues)
+    return SampledRows(rows) if same_tokens(reward_tokenizer, policy_tokenizer) else rows
+
+
+def same_tokens(
     reward_tokenizer: PreTrainedTokenizerBase, policy_tokenizer: PreTrainedTokenizerBase
 ) -> bool:
-    """Return whether a reward model reads the policy's token ids as the rows that it was trained
-    on: both tokenizers have the same vocabulary, end token and chat template. A reward model
-    without a template reads any markup of the policy."""
+    """Return whether both tokenizers make the same ids of a text and of a prompt: they have the
+    same vocabulary and end token, add the same leading tokens to a text, and have the same chat
+    template. A reward model without a template reads any markup of the policy."""
     template = reward_tokenizer.chat_template
     if template is not None and template != policy_tokenizer.chat_template:
         return False
     if reward_tokenizer.eos_token_id != policy_tokenizer.eos_token_id:
         return False
-    return reward_tokenizer.get_vocab() == policy_tokenizer.get_vocab()
+    if reward_tokenizer.get_vocab() != policy_tokenizer.get_vocab():
+        return False
+    ids, expected = (encode_prompt(t, _TEXT)[1] for t in (reward_tokenizer, policy_tokenizer))
+    return ids == expected
 
 
 def encode_text(
@@ -60,6 +95,87 @@ def encode_text(
     return head, ids[len(head) :]
 
 
+class _Form(NamedTuple):
+    """Rendering of an answer without marks and outer white space by a chat template."""
+
+    verbatim: bool
+    """It writes the text as it is, directly after the generation prompt."""
+    end: int | None = None
+    """Token that it writes after the text."""
+
+
+class SampledRows:
+    """An encoder for reward models with the policy's tokens and template (:func:`same_tokens`).
+
+    The sampled ids are used if ``rows`` would make the same row of the text; otherwise the row of
+    ``rows`` is. What the template does with an answer is found once for each role that it answers.
+    The sampled ids are also used for an answer that the template cannot write.
+    """
+
+    def __init__(self, rows: RowEncoder) -> None:
+        self._rows, self._tokenizer = rows, rows.tokenizer
+        self._forms: dict[tuple[str, bool], _Form] = {}
+        self._markers = frozenset(_MARKER.findall(str(self._tokenizer.chat_template or "")))
+        ids, plain = encode_prompt(self._tokenizer, _TEXT)[1], encode_piece(self._tokenizer, _TEXT)
+        self._leading = ids[: len(ids) - len(plain)]
+
+    def __call__(self, item: RewardInput) -> Pair:
+        """Return (prompt ids, response ids)."""
+        if self._is_as_sampled(item):
+            return sampled_ids(item)
+        try:
+            return self._rows(item)
+        except DataError:  # no row that the model was trained on has such an answer
+            return sampled_ids(item)
+
+    def _is_as_sampled(self, item: RewardInput) -> bool:
+        prompt, sample = item.prompt, item.sample
+        without_template = self._tokenizer.chat_template is None
+        if sample.episode is not None:
+            return without_template or self._rows.continues
+        end = self._tokenizer.eos_token_id
+        if prompt.messages is None:
+            return _ends_with(self._tokenizer, sample, end)
+        if without_template:
+            begins = list(sample.prompt_ids[: len(self._leading)]) == self._leading
+            return begins and _ends_with(self._tokenizer, sample, end)
+        if self._rows.continues:
+            return _ends_with(self._tokenizer, sample, end)
+        text = sample.text
+        if text != text.strip() or not text or any(mark in text for mark in self._markers):
+            return False
+        form = self._form(prompt, prompt.messages)
+        return form.verbatim and _ends_with(self._tokenizer, sample, form.end)
+
+    def _form(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]]) -> _Form:
+        key = (str(messages[-1]["role"]), prompt.tools is not None)
+        if key not in self._forms:
+            if len(self._forms) >= _MOST_FORMS:
+                self._forms.clear()
+            self._forms[key] = self._find_form(messages, prompt.tools)
+        return self._forms[key]
+
+    def _find_form(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> _Form:
+        try:
+            head, answer = self._rows.of_messages(messages, _ANSWER, tools=tools)
+        except DataError:  # raised again, and handled, for each answer
+            return _Form(verbatim=False)
+        text = encode_piece(self._tokenizer, _ANSWER, after=head[-1:])
+        end = answer[len(text) :]
+        if list(answer[: len(text)]) != text or len(end) > 1:
+            return _Form(verbatim=False)
+        return _Form(verbatim=True, end=end[0] if end else None)
+
+
+def _ends_with(tokenizer: PreTrainedTokenizerBase, sample: Sample, end: int | None) -> bool:
+    """Return whether ``end`` is the last token of an ended response and nowhere else, and a
+    response that was cut has no special token at its end."""
+    ids = list(sample.response_ids)
+    if sample.finish_reason == "stop":
+        return end in ids and ids.index(end) == len(ids) - 1
+    return end not in ids and (not ids or ids[-1] not in special_tokens(tokenizer))
+
+
 class RowEncoder:
     """An encoder of prompts and responses that uses the reward model's own tokenizer.
 
@@ -69,9 +185,12 @@ class RowEncoder:
     last response; its messages need the template.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-        """``name``: the reward's name, for the log."""
-        self.tokenizer, self.name = tokenizer, name
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, name: str, *, continues: bool = False
+    ) -> None:
+        """``name``: the reward's name, for the log. ``continues``: the model was trained on
+        responses that follow the generation prompt as they are (process reward models)."""
+        self.tokenizer, self.name, self.continues = tokenizer, name, continues
         self._said = False
 
     def __call__(self, item: RewardInput) -> Pair:
@@ -81,13 +200,38 @@ class RowEncoder:
         ended = sample.finish_reason == "stop"
         if sample.episode is not None:
             return self._conversation(sample.episode, ended=ended)
-        if prompt.messages is None:
-            return encode_text(self.tokenizer, prompt.text, sample.text, ended=ended)
-        if self.tokenizer.chat_template is None:
+        if prompt.messages is not None:
+            if self.tokenizer.chat_template is not None:
+                return self.of_messages(
+                    prompt.messages, sample.text, tools=prompt.tools, ended=ended
+                )
             self._say_markup()
-            return encode_text(self.tokenizer, prompt.text, sample.text, ended=ended)
-        answer = {"role": "assistant", "content": sample.text}
-        return self._encoded([*prompt.messages, answer], ended=ended)
+        head, ids = encode_text(self.tokenizer, prompt.text, sample.text, ended=ended)
+        end = self.tokenizer.eos_token_id
+        return head, ids[: ids.index(end) + 1] if end in ids else ids
+
+    def of_messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        text: str,
+        *,
+        tools: Tools = None,
+        ended: bool = True,
+    ) -> Pair:
+        """Return (ids of a prompt of messages, ids of the response ``text``).
+
+        Reasoning that was cut follows the generation prompt as it is: a template would write it as
+        the answer."""
+        may_continue = self.continues or (not ended and THINK_END not in text)
+        if may_continue:
+            rendered, head = encode_prompt(
+                self.tokenizer, messages, tools=tools, refused=_WRITTEN_BY_THE_POLICY
+            )
+            if self.continues or THINK in text or rendered.rstrip().endswith(THINK):
+                ids, _ = encode_completion(self.tokenizer, head, text, add_eos=ended)
+                return head, ids[len(head) :]
+        answer = {"role": "assistant", "content": text}
+        return self._encoded([*messages, answer], tools=tools, ended=ended)
 
     def _conversation(self, episode: Episode, *, ended: bool) -> Pair:
         """Return (ids of all messages before the last response, ids of that response)."""
@@ -107,15 +251,15 @@ class RowEncoder:
         messages: Sequence[Mapping[str, Any]],
         *,
         ended: bool,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Tools = None,
     ) -> Pair:
         """Return (ids before the last message, ids of that message, which is the assistant's)."""
         ids, mask = encode_conversation(
             self.tokenizer,
             messages,
             trained_from=len(messages) - 1,
-            tools=list(tools) or None,
-            refused=("content", "tool calls"),  # a policy may answer with no text
+            tools=list(tools) if tools else None,
+            refused=_WRITTEN_BY_THE_POLICY,
         )
         begin = mask.index(True)
         end = len(mask) - mask[::-1].index(True)

@@ -16,6 +16,7 @@ import burnish.rewards.math_text as math_text
 import burnish.rewards.python_code as python_code
 from burnish.config.rewards import FailurePolicy
 from burnish.rewards.base import RewardSet
+from burnish.rewards.rows import SampledRows
 
 Patch = pytest.MonkeyPatch
 
@@ -68,6 +69,11 @@ def failures_always_drop_their_group(patch: Patch) -> None:
     patch.setattr(RewardSet, "__init__", init)
 
 
+def sampled_ids_are_always_read(patch: Patch) -> None:
+    """With the same tokens and template, no row is rendered."""
+    patch.setattr(SampledRows, "_is_as_sampled", lambda self, item: True)
+
+
 PLANTED = {
     "numbers_are_their_values": (bases_are_ignored, tuple(range(12))),
     "code_surroundings": (the_first_block_is_the_code, tuple(range(12))),
@@ -75,4 +81,5 @@ PLANTED = {
     "answers_are_found_in_bounded_time": (boxes_are_searched_from_every_place, (0, 1)),
     "labels_are_refused_before_the_run": (every_label_is_usable, tuple(range(12))),
     "failures_follow_their_policy": (failures_always_drop_their_group, tuple(range(12))),
+    "model_rewards_read_trained_rows": (sampled_ids_are_always_read, tuple(range(24))),
 }

@@ -10,13 +10,30 @@ from fractions import Fraction
 from typing import Any
 
 from metamorphic.base import CLOSERS, Broken, Draw, equal, relation
-from metamorphic.draw_text import text_of
+from metamorphic.draw_text import (
+    BOS,
+    EOS,
+    TEMPLATES,
+    Tok,
+    conversation_of,
+    text_of,
+    tokenizer_of,
+    tools_of,
+    write_rows,
+)
 from metamorphic.relations_rules import _item, math_reward
+from tokenizers import processors
 
+from burnish.config.data import PreferenceDataConfig
 from burnish.config.rewards import FailurePolicy, PythonCodeReward, ShapingConfig
 from burnish.config.sandbox import UnsafeSubprocessSandbox
-from burnish.rewards import python_code
-from burnish.rewards.base import NoGroupLeftError, RewardError, RewardSet, SampleError
+from burnish.config.score import ResponseDataConfig
+from burnish.data.forms import open_rows
+from burnish.data.preference import load_pairs
+from burnish.data.responses import ResponseEncoder
+from burnish.data.stream import RowRef
+from burnish.rewards import python_code, rows
+from burnish.rewards.base import NoGroupLeftError, RewardError, RewardInput, RewardSet, SampleError
 from burnish.rewards.function import FunctionReward
 from burnish.rewards.labels import label_problem
 from burnish.rewards.math_text import judge, read_label
@@ -266,3 +283,77 @@ def failures_follow_their_policy(draw: Draw) -> None:
     wanted = {n: [float(f"{n}.{i}") for i in range(2)] for n in range(4) if n not in lost}
     equal(kept, wanted, "rewards of the groups that are left")
     equal(then == "drop_group" or not lost, True, "the run continues")
+
+
+# ---- reward models -------------------------------------------------------------------------------
+
+THOUGHTS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+    "{% set c = m['content'].split('</think>')[-1] %}"
+    "{% set t = m['content'].split('</think>')[0].split('<think>')[-1] if '</think>' in "
+    "m['content'] else '' %}{% if loop.last %}<think>\n{{ t.strip('\n') }}\n</think>\n\n"
+    "{{ c.lstrip('\n') }}{% else %}{{ c.lstrip('\n') }}{% endif %}{% else %}{{ m['content'] }}"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% endif %}"
+)
+"""Writes empty reasoning into the last answer, as Qwen3's does."""
+
+
+def _reward_tokenizer(draw: Draw, policy: Tok) -> Tok:
+    """The policy's tokenizer or another one, perhaps with another template or other leading
+    tokens."""
+    own = Tok(
+        tokenizer_object=type(policy.backend_tokenizer).from_str(policy.backend_tokenizer.to_str()),
+        bos_token=BOS,
+        eos_token=policy.eos_token,
+        unk_token="<unk>",
+    )
+    own.chat_template = policy.chat_template
+    change = draw.one(change=["none", "none", "template", "adds", "tokenizer"])
+    if change == "template":
+        own.chat_template = draw.rng.choice([*TEMPLATES.values(), THOUGHTS])
+    if change == "adds":
+        special = [(t, own.convert_tokens_to_ids(t)) for t in (BOS, EOS)]
+        single = draw.one(single=["$A", f"{BOS} $A", f"{BOS} $A {EOS}"])
+        own.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=single, special_tokens=special
+        )
+    return tokenizer_of(draw) if change == "tokenizer" else own
+
+
+@relation
+def model_rewards_read_trained_rows(draw: Draw) -> None:
+    """A reward model reads a given response as the tokens that ``burnish rm`` makes of the row,
+    whatever the policy's tokenizer and template are, without the end if the response was cut.
+    Exact."""
+    policy = tokenizer_of(draw)
+    if draw.rng.random() < 0.3:
+        policy.chat_template = THOUGHTS
+    reward = _reward_tokenizer(draw, policy)
+    chat = draw.one(chat=[True, True, False])
+    prompt = conversation_of(draw, answered=False) if chat else f"Q: {text_of(draw)}"
+    text = text_of(draw, plain=draw.rng.random() < 0.5)
+    text += draw.rng.choice(["", "", "", " ", str(policy.eos_token)])
+    cut = draw.one(cut=[False, False, True]) and "<think>" not in text
+    row = {"prompt": prompt, "tools": tools_of(draw) if chat else None}
+    path = write_rows(draw, [row | {"chosen": "ab", "rejected": text}], "pairs.jsonl")
+    wanted = _rejected(PreferenceDataConfig(sources=(path,)), reward)  # type: ignore[arg-type]
+    path = write_rows(
+        draw, [row | {"response": text, "finish_reason": "length" if cut else "stop"}]
+    )
+    config = ResponseDataConfig(sources=(path,))  # type: ignore[arg-type]
+    (source,) = open_rows(config)
+    given = ResponseEncoder(config, policy).encode(source[0], RowRef("rows", 0, 0))
+    draw.note(prompt=prompt, text=text, tools=row["tools"])
+    item = RewardInput(given.group.prompt, given.group.samples[0])
+    head, response = rows.encoder_of(reward, policy, "rm")(item)
+    found = [*head, *response]
+    if cut and found != wanted:
+        found.append(wanted[-1])
+    equal(found, wanted, "tokens of the reward model")
+
+
+def _rejected(config: PreferenceDataConfig, tokenizer: Tok) -> list[int]:
+    batch = load_pairs(config, tokenizer)
+    ids: list[int] = batch.tokens[int(batch.offsets[1]) :].tolist()
+    return ids

@@ -19,7 +19,7 @@ from burnish.config.rewards import ModelReward
 from burnish.data.preference import load_pairs
 from burnish.rewards.base import RewardError, RewardInput
 from burnish.rewards.model import load_model_reward
-from burnish.rewards.rows import RowEncoder, encode_text, sampled_ids
+from burnish.rewards.rows import RowEncoder, SampledRows, encode_text
 from burnish.serve.base import ServeOptions
 from burnish.serve.scorer import TextScorer
 from burnish.transcript import Episode, Turn
@@ -145,6 +145,7 @@ def test_a_server_encodes_a_query_as_its_model_was_trained(
         ({}, True),
         ({"chat_template": CHATML.replace("</s>", "<s>")}, False),
         ({"eos_token": "<s>"}, False),
+        ({"add_bos": False}, False),
         ({"chat_template": None}, False),
     ],
 )
@@ -153,8 +154,10 @@ def test_token_ids_of_a_policy_are_scored_only_if_the_models_rows_have_its_form(
 ) -> None:
     own.save_pretrained(tmp_path)
     LlamaConfig(vocab_size=64, hidden_size=8, num_attention_heads=1).save_pretrained(tmp_path)
+    if not changes.get("add_bos", True):
+        own.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A")
     for name, value in changes.items():
         setattr(own, name, value)
     entry = ModelReward(model=ModelConfig(path=str(tmp_path)))
     reward = load_model_reward(entry, own, lambda spec: SimpleNamespace(spec=spec))  # type: ignore[arg-type, return-value]
-    assert (reward.encode is sampled_ids) == read_as_sampled
+    assert isinstance(reward.encode, SampledRows) == read_as_sampled

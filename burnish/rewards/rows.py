@@ -134,8 +134,8 @@ class SampledRows:
         if sample.episode is not None:
             return without_template or self._rows.continues
         end = self._tokenizer.eos_token_id
-        if prompt.messages is None:
-            return _ends_with(self._tokenizer, sample, end)
+        if prompt.messages is None:  # special tokens of a text are tokens of its row as well
+            return sample.finish_reason != "stop" or _ends_with(self._tokenizer, sample, end)
         if without_template:
             begins = list(sample.prompt_ids[: len(self._leading)]) == self._leading
             return begins and _ends_with(self._tokenizer, sample, end)

@@ -16,7 +16,7 @@ from burnish.jobs.errors import Interrupted, RunError, StoppedError
 PACKAGE = Path(burnish.__file__).parent
 CONTROL_FLOW = {"_Found", "_BadAnswer", "_OtherWeightsError"}
 """Always caught in the module that raises them; their messages are not for users."""
-STANDALONE = {"BadTests", "Ended", "OutOfTime", "EpisodeEndedError"}
+STANDALONE = {"BadTests", "Ended", "OutOfTime", "EpisodeEndedError", "RepeatedKeyError"}
 """In files that run under other interpreters and import nothing of Burnish."""
 
 

@@ -250,7 +250,7 @@ def _build(
     warn_without_labels([prompt for one in held_out.values() for prompt in one], rewards)
     runner = make_runner(
         engine,
-        timed(rewards, runtime.timeline, {"score": "reward"}),
+        timed(rewards, runtime.timeline, {"score_samples": "reward"}),
         sampling,
         players,
         timeline=runtime.timeline,

@@ -84,7 +84,7 @@ def _identifiers(tree: ast.Module) -> Iterator[str]:
 
 
 def private_functions_used_once(modules: Mapping[str, ast.Module]) -> int:
-    """Count private functions of burnish that their module names once beside the definition."""
+    """Count private functions of burnish that their module names once, after the definition."""
     count = 0
     for name, tree in modules.items():
         if name.startswith("burnish"):

@@ -228,10 +228,10 @@ def _tool_calls(value: Any) -> list[dict[str, Any]]:
     """Return the tool calls of a ShareGPT turn: one call or a list of calls, usually JSON text."""
     reason = ""
     try:
-        given = json_value(value) if isinstance(value, str) else value
+        parsed = json_value(value) if isinstance(value, str) else value
     except ValueError as error:
-        given, reason = None, f" ({error})"
-    calls = given if isinstance(given, list) else [given]
+        parsed, reason = None, f" ({error})"
+    calls = parsed if isinstance(parsed, list) else [parsed]
     for call in calls:
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
             raise DataError(

@@ -108,22 +108,22 @@ class Evaluator:
     def _groups(self, prompts: Sequence[Prompt]) -> Sequence[Group]:
         """Return the scored groups in the order of the prompts. Each rank samples every
         ``ranks.size``-th prompt. Raises RunError on all ranks if none has a result."""
-        own = prompts[self.ranks.rank :: self.ranks.size]
+        prompts_of_rank = prompts[self.ranks.rank :: self.ranks.size]
         failure: NoGroupLeftError | EpisodesFailedError | None = None
-        found: Sequence[Group] = ()
+        groups_of_rank: Sequence[Group] = ()
         try:
-            if own:
-                found = self.runner.run(own, by_sample=True).groups
+            if prompts_of_rank:
+                groups_of_rank = self.runner.run(prompts_of_rank, by_sample=True).groups
         except (NoGroupLeftError, EpisodesFailedError) as error:
             failure = error
-        by_rank = self.ranks.gather((found, None if failure is None else str(failure)))
+        by_rank = self.ranks.gather((groups_of_rank, None if failure is None else str(failure)))
         if not any(groups for groups, _ in by_rank):
             why = next((text for _, text in by_rank if text is not None), "there are no prompts")
             raise RunError(
                 f"the evaluation of {len(prompts)} prompts has no result: {why}"
             ) from failure
         if self.ranks.size == 1:
-            return found
+            return groups_of_rank
         order = {prompt.id: number for number, prompt in enumerate(prompts)}
         merged = [group for groups, _ in by_rank for group in groups]
         return numbered(sorted(merged, key=lambda group: order[group.prompt.id]))

@@ -45,12 +45,12 @@ def recorded_run(run_dir: Path) -> Path | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(read_small(path))["run"]
+        folder = json.loads(read_small(path))["run"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise RunError(_no_recorded_run(path, repr(error))) from error
-    if not isinstance(found, str) or not found or "\0" in found:
-        raise RunError(_no_recorded_run(path, f"its run is {found!r:.80}, which is no path"))
-    return Path(found)
+    if not isinstance(folder, str) or not folder or "\0" in folder:
+        raise RunError(_no_recorded_run(path, f"its run is {folder!r:.80}, which is no path"))
+    return Path(folder)
 
 
 def _no_recorded_run(path: Path, reason: str) -> str:

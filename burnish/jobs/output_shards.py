@@ -69,12 +69,12 @@ class OutputShards:
         if not path.is_file():
             return None
         try:
-            found = json.loads(read_small(path))
+            state = json.loads(read_small(path))
         except (ValueError, RecursionError) as error:
             raise RunError(f"{path} is corrupt: not JSON ({error}); start a new run") from error
-        if not isinstance(found, dict):
+        if not isinstance(state, dict):
             raise RunError(f"{path} is corrupt: not a JSON object; start a new run")
-        return found
+        return state
 
     def write_state(self, state: Mapping[str, Any]) -> None:
         """Replace the state. Raises RunError if the file cannot be written."""

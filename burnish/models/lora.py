@@ -118,31 +118,31 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
             f"{ADAPTER_FILE} (adapter_model.bin can run code when read; convert it to safetensors "
             "with peft's save_pretrained)"
         )
-    own = adapter_tensors(model)
-    given = {name.removeprefix(_PEFT_PREFIX): t for name, t in load_file(file).items()}
-    given = _without_base_weights(given, model, folder)
-    if odd := sorted(own.keys() ^ given.keys()):
-        where = "only the adapter has" if odd[0] in given else "only this model has"
+    adapters = adapter_tensors(model)
+    tensors = {name.removeprefix(_PEFT_PREFIX): t for name, t in load_file(file).items()}
+    tensors = _without_base_weights(tensors, model, folder)
+    if odd := sorted(adapters.keys() ^ tensors.keys()):
+        where = "only the adapter has" if odd[0] in tensors else "only this model has"
         raise ValueError(
             f"model.lora.path: the adapter {folder} does not fit this base model: {len(odd)} names "
             f"differ, e.g. {where} {odd[0]}; set model.path to the base of the adapter"
             + (f" ({base})" if (base := adapter_base(folder)) else "")
         )
-    for name, tensor in own.items():
-        if tensor.shape != given[name].shape:
+    for name, tensor in adapters.items():
+        if tensor.shape != tensors[name].shape:
             raise ValueError(
                 f"model.lora.path: the adapter {folder} belongs to another base model: {name} has "
-                f"shape {list(given[name].shape)} in the adapter and {list(tensor.shape)} in this "
-                "model; set model.path to the base of the adapter"
+                f"shape {list(tensors[name].shape)} in the adapter and {list(tensor.shape)} in "
+                "this model; set model.path to the base of the adapter"
                 + (f" ({base})" if (base := adapter_base(folder)) else "")
             )
-        if not bool(given[name].isfinite().all()):
+        if not bool(tensors[name].isfinite().all()):
             raise ValueError(
                 f"model.lora.path: the adapter {folder} has a weight that is not finite: {name}"
             )
     with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(given[name])
+        for name, tensor in adapters.items():
+            tensor.copy_(tensors[name])
 
 
 def _without_base_weights(

@@ -160,9 +160,9 @@ class ModelShape:
         """Fields of the language model's config, also under the names that transformers maps to the
         family's own (``hidden_size`` for ``n_embd``)."""
         text = self.text
-        own: dict[str, Any] = text.to_dict()
+        named: dict[str, Any] = text.to_dict()
         common = text.attribute_map.items()
-        return {**{name: own[field] for name, field in common if field in own}, **own}
+        return {**{name: named[field] for name, field in common if field in named}, **named}
 
     @property
     def hidden_size(self) -> int:
@@ -424,8 +424,8 @@ def matrix_flops(shape: ModelShape) -> float:
     )
     if experts and used:
         width = int(fields.get("moe_intermediate_size") or fields["intermediate_size"])
-        one = 3 * shape.hidden_size * width
-        active -= len(shape.layers) * one * (experts - used)
+        expert_size = 3 * shape.hidden_size * width
+        active -= len(shape.layers) * expert_size * (experts - used)
     return 2.0 * max(active, 0)
 
 

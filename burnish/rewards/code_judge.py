@@ -989,25 +989,25 @@ class Solution(Codec):
         if kind == "lent":
             return self.lent.objects[content]
         if kind == "builtin":
-            found = vars(builtins)[str(content)]
-            if not isinstance(found, type):
+            builtin_class = vars(builtins)[str(content)]
+            if not isinstance(builtin_class, type):
                 raise TypeError("no class")
-            return found
+            return builtin_class
         if kind == "known":
             return KNOWN[content]
         if kind == "class":
             return self.references[int(content)]
         number, kind_number, data = content
         if number not in self.references:
-            made = self.references[int(kind_number)]
-            self.references[int(number)] = self.new_reference(made, int(number), data)
+            reference_class = self.references[int(kind_number)]
+            self.references[int(number)] = self.new_reference(reference_class, int(number), data)
         elif data_of(self.references[number]) in MUTABLE_DATA:
-            found = self.references[number]
-            fill(found, data_of(found), self.decode(data))
+            reference = self.references[number]
+            fill(reference, data_of(reference), self.decode(data))
         return self.references[number]
 
     def new_reference(self, kind: Any, number: int, data: Any) -> Any:
-        """Return a new object that stands for one of the solution."""
+        """Return a new reference to an object of the solution."""
         if type(kind) is not RemoteClass or is_error_class(kind):
             raise TypeError("no class of objects")
         base = type.__getattribute__(kind, REMOTE)[2]
@@ -1076,13 +1076,13 @@ class Trust:
 
     def new_classes(self) -> dict[str, type]:
         """Return the classes that the tests defined since the last call, by name."""
-        found = {
+        defined = {
             name: kind
             for name, kind in [(name, self.namespace.get(name)) for name in self.open]
             if isinstance(kind, type) and name not in self.classes and self.is_of_tests(kind)
         }
-        self.classes |= found
-        return found
+        self.classes |= defined
+        return defined
 
 
 class Lent:
@@ -1490,8 +1490,8 @@ def comparison(name: str, base: type | None) -> Callable[..., Any]:
 
     def method(self: Any, other: Any) -> Any:
         if is_remote(other) and solution_of(self) is solution_of(other):
-            found = solution_of(self).apply(SPECIAL[name], self, other)
-            return found is True if name in ("__eq__", "__ne__") else found
+            result = solution_of(self).apply(SPECIAL[name], self, other)
+            return result is True if name in ("__eq__", "__ne__") else result
         if base is None:
             return NotImplemented
         refresh(self)
@@ -1510,14 +1510,14 @@ def binary_operator(name: str, base: type | None) -> Callable[..., Any]:
         solution = solution_of(self)
         is_of_code = is_remote(other) and solution is solution_of(other)
         if is_of_code or solution.is_created(self):
-            found = solution.apply(function, self, other, *more)
-            if is_remote(found) and number_of(found) == number_of(self):
+            result = solution.apply(function, self, other, *more)
+            if is_remote(result) and number_of(result) == number_of(self):
                 return self  # (an operator in place)
-            if not is_of_code and (not is_remote(found) or data_of(found) is not None):
+            if not is_of_code and (not is_remote(result) or data_of(result) is not None):
                 raise TypeError("an operator of the code has a plain result for a plain operand")
             if not is_of_code:
-                solution.derived.add(number_of(found))
-            return found
+                solution.derived.add(number_of(result))
+            return result
         if base is None:
             return NotImplemented
         refresh(self)
@@ -1586,9 +1586,9 @@ def updating(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that then gets the content of its container from the code."""
 
     def method(self: Any, *arguments: Any, **named: Any) -> Any:
-        found = function(self, *arguments, **named)
+        result = function(self, *arguments, **named)
         refresh(self)
-        return found
+        return result
 
     return method
 
@@ -2113,9 +2113,9 @@ class Service(Codec):
             key = (name, *special)
             if key not in self.kinds:
                 self.kinds[key] = borrowed_class(self, name, special)
-            made: Any = object.__new__(self.kinds[key])
-            object.__setattr__(made, NUMBER, number)
-            self.borrowed[number] = made
+            borrowed: Any = object.__new__(self.kinds[key])
+            object.__setattr__(borrowed, NUMBER, number)
+            self.borrowed[number] = borrowed
         return self.borrowed[number]
 
     def borrow_error(self, parts: Mapping[str, Any]) -> BaseException:
@@ -2185,13 +2185,13 @@ MAX_CAUSES = 4
 def special_names(kind: type) -> list[str]:
     """Return the special methods of a class, without those of Python's data and of object."""
     bases = [c for c in kind.__mro__ if c is kind or DATA.get(c.__name__) is not c]
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for base in bases:
         if base is not object and base is not BaseException:
-            found = {**vars(base), **found}
+            attributes = {**vars(base), **attributes}
     is_error = issubclass(kind, BaseException)
-    is_python = [n for n in SPECIAL if found.get(n) is not None]
-    return [n for n in is_python if not is_error or isinstance(found[n], types.FunctionType)]
+    is_python = [n for n in SPECIAL if attributes.get(n) is not None]
+    return [n for n in is_python if not is_error or isinstance(attributes[n], types.FunctionType)]
 
 
 def slots_of(kind: type) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from burnish.models.load import (
 )
 from burnish.models.value_head import load_scalar_model
 from burnish.rewards.base import RewardInput, SampleError
-from burnish.rewards.rows import Encode, Pair, encoder_of
+from burnish.rewards.rows import Encode, Pair, reward_encoder
 from burnish.rewards.steps import step_ends
 from burnish.train.base import TrainEngine
 from burnish.train.spec import EngineSpec
@@ -169,7 +169,7 @@ def load_model_reward(
     how = (config.step_aggregation or "min") if told.get("process_reward") else None
     scale = _scale(config.model, told, how) if config.normalize else (0.0, 1.0)
     name = config.name or "model"
-    encode = encoder_of(own, policy_tokenizer, name, continues=how is not None)
+    encode = reward_encoder(own, policy_tokenizer, name, continues=how is not None)
     limit = num_positions(config.model)
     reward = ModelReward(name, make_engine(spec), encode, scale, max_len=limit)
     if how is None:

@@ -49,7 +49,7 @@ _WRITTEN_BY_THE_POLICY: frozenset[Field] = frozenset({"content", "tool calls"})
 """Parts that a template may not leave out. A policy may write no text, or text with tool calls."""
 
 
-def encoder_of(
+def reward_encoder(
     reward_tokenizer: PreTrainedTokenizerBase,
     policy_tokenizer: PreTrainedTokenizerBase,
     name: str,

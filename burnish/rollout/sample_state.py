@@ -105,8 +105,8 @@ def _check_ids(state: Mapping[str, Any], vocab_size: int | None) -> None:
                 f"token id {int(ids[place])}, which the model does not have"
                 + (f" (it has {vocab_size} token ids)" if vocab_size is not None else "")
             )
-    kept = state.get("kept_ids")
-    if kept is not None and ((kept < 0) | (kept >= (vocab_size or np.inf))).any():
+    mask_ids = state.get("kept_ids")
+    if mask_ids is not None and ((mask_ids < 0) | (mask_ids >= (vocab_size or np.inf))).any():
         raise ValueError("the sampling mask (kept_ids) contains token ids that the model lacks")
 
 

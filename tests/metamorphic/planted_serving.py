@@ -10,6 +10,7 @@ import pytest
 import burnish.agents.matching as matching
 import burnish.agents.serving as serving
 import burnish.episodes.renderer as renderer
+import burnish.rollout.requests as requests
 from burnish.episodes.token_texts import TokenPart
 
 Patch = pytest.MonkeyPatch
@@ -53,9 +54,15 @@ def numbers_are_compared_as_text(patch: Patch) -> None:
     patch.setattr(matching, "_doubles", lambda value: value)
 
 
+def special_tokens_are_searched(patch: Patch) -> None:
+    """A stop string is found inside a special token that the text does not show."""
+    patch.setattr(requests, "special_tokens", lambda tokenizer: {})
+
+
 PLANTED = {
     "streamed_reply": (stops_are_cut_at_their_last_place, tuple(range(40))),
     "same_reply_in_every_api": (cut_replies_are_complete, tuple(range(80))),
     "tokens_are_the_text": (tokens_are_decoded_alone, tuple(range(12))),
+    "stops_are_in_the_text": (special_tokens_are_searched, tuple(range(40))),
     "history_of_other_languages": (numbers_are_compared_as_text, tuple(range(24))),
 }

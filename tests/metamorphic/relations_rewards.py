@@ -346,7 +346,7 @@ def model_rewards_read_trained_rows(draw: Draw) -> None:
     given = ResponseEncoder(config, policy).encode(source[0], RowRef("rows", 0, 0))
     draw.note(prompt=prompt, text=text, tools=row["tools"])
     item = RewardInput(given.group.prompt, given.group.samples[0])
-    head, response = rows.encoder_of(reward, policy, "rm")(item)
+    head, response = rows.reward_encoder(reward, policy, "rm")(item)
     found = [*head, *response]
     if cut and found != wanted:
         found.append(wanted[-1])

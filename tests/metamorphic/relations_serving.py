@@ -22,8 +22,11 @@ from burnish.agents.app import AgentApp
 from burnish.agents.serving import OneModel, Renderers, ServingBackend
 from burnish.episodes.renderer import ChatRenderer, TextCodec
 from burnish.episodes.rows import episode_rows
+from burnish.rollout.base import Sampling
+from burnish.rollout.requests import StopRule
 from burnish.rollout.service import RolloutService
 from burnish.serve.guard import Guard, Limits
+from burnish.special_tokens import special_tokens
 
 ADD = {"name": "add", "parameters": {"type": "object"}}
 CHAT_TOOL = {"type": "function", "function": ADD}
@@ -266,6 +269,28 @@ def tokens_are_the_text(draw: Draw) -> None:
             equal(data.decode(), whole, "bytes joined")
 
     served(name, lambda _: ids, scenario)
+
+
+@relation
+def stops_are_in_the_text(draw: Draw) -> None:
+    """Sampling ends at the first token with which a stop string is in the text of the completion,
+    which has no special tokens, unless a stop string names one. Exact."""
+    tokenizer, _ = family(draw.one(family=["chatml", "mistral", "xml"]))
+    ids = sampled(draw, tokenizer)
+    special = special_tokens(tokenizer)
+    for _ in range(draw.rng.choice((0, 1, 4))):
+        ids.insert(draw.rng.randint(0, len(ids)), draw.rng.choice(list(special)))
+    parts = [text.strip("<|>[]/") for text in special.values()]
+    stops = draw.rng.choices([*STOPS, *parts, *special.values()], k=draw.rng.choice((1, 1, 2)))
+    draw.note(ids=ids, stops=stops)
+    hides = not any(text in stop for text in special.values() for stop in stops)
+    rule = StopRule(tokenizer, Sampling(max_tokens=len(ids) + 1, stop=tuple(stops)), ())
+    texts = (
+        tokenizer.decode(ids[:end], skip_special_tokens=hides) for end in range(1, len(ids) + 1)
+    )
+    expected = next((i for i, text in enumerate(texts) if any(s in text for s in stops)), None)
+    ends = (rule.finished(ids[: i + 1], len(ids) + 1) for i in range(len(ids)))
+    equal(next((i for i, end in enumerate(ends) if end == "stop"), None), expected, "last token")
 
 
 JAVASCRIPT = (1.0, 1, -0.0, 0.5, 1e22, 12345678901234567890, 2.0**53, 1e-7, 10**30, True, None)

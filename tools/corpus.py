@@ -169,9 +169,10 @@ def _portable(value: Any) -> Any:
 
 def _install(folder: Path) -> None:
     """Replace load_config in all modules by the recording one."""
-    recording = record_calls(load_config, folder)
+    original = load_config  # the loop also replaces this module's global
+    recording = record_calls(original, folder)
     for module in list(sys.modules.values()):
-        if getattr(module, "load_config", None) is load_config:
+        if getattr(module, "load_config", None) is original:
             module.load_config = recording  # type: ignore[attr-defined]
 
 

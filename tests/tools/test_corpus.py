@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,23 @@ def test_each_load_is_recorded_with_its_result(tmp_path: Path) -> None:
     assert len(first) == 2 and first[1] == second[1]
     assert "lr: 0.5" in first[0][1] and str(tmp_path) not in json.dumps(first)
     assert [line.partition(":")[0] for line in first[1][1]] == ["train.lr", "train.momentum"]
+
+
+def test_the_plugin_records_what_tests_load(tmp_path: Path) -> None:
+    """Tests import load_config from the package or from its module; both are recorded."""
+    root = Path(__file__).parents[2]
+    test = "from burnish.config import load_config\ndef test_x():\n    load_config({recipe!r})\n"
+    (tmp_path / "test_recipe.py").write_text(test.format(recipe=RECIPE))
+    (tmp_path / "calls").mkdir()
+    environment = {
+        **os.environ,
+        "BURNISH_CORPUS_CALLS": str(tmp_path / "calls"),
+        "PYTHONPATH": os.pathsep.join([str(root), str(root / "tools")]),
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "corpus", "-p", "no:cacheprovider"]
+    subprocess.run([*command, tmp_path], env=environment, cwd=tmp_path, check=True)
+    ((case, outcome),) = records(tmp_path / "calls")
+    assert "train_batch_size" in case and "max_len: 32" in outcome
 
 
 def test_differences_name_the_leaf() -> None:

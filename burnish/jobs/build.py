@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import Literal
 
-from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.job import TrainingJob
 from burnish.config.model import ModelConfig
-from burnish.config.rated import RatedDataConfig
 from burnish.config.rewards import FailurePolicy, RewardConfig, ShapingConfig
 from burnish.config.rollout import SamplingConfig
-from burnish.config.steps import PairsDataConfig, StepsDataConfig
 from burnish.config.train_engines import TrainEngineConfig
 from burnish.jobs.base import Functions
 from burnish.models.dropout import noise_of
-from burnish.models.load import ModelError, describe, hf_config, num_positions
+from burnish.models.load import describe, hf_config
 from burnish.rewards.base import NoRewards, Reward, RewardSet
 from burnish.rewards.build import build_rewards
 from burnish.rewards.model import load_model_reward
@@ -29,59 +26,7 @@ from burnish.train.spec import EngineSpec
 
 log = logging.getLogger("burnish")
 
-Data = TypeVar(
-    "Data",
-    PromptDataConfig,
-    SFTDataConfig,
-    PreferenceDataConfig,
-    PairsDataConfig,
-    StepsDataConfig,
-    RatedDataConfig,
-)
 WeightedRewards = Sequence[tuple[Reward, float]]
-
-
-def within_positions(
-    data: Data, model: ModelConfig, *, new_tokens: int = 0, field: str = "data"
-) -> Data:
-    """Return ``data`` with its length limit lowered to the number of positions of the model.
-    ``overlong`` then handles longer rows at load time instead of an error in the middle of the run.
-    ``field``: name of the data section in the recipe, for messages. Raises ModelError if
-    ``new_tokens`` leaves no room for a prompt."""
-    limit = num_positions(model)
-    name = "prompt_max_len" if isinstance(data, PromptDataConfig) else "max_len"
-    wanted = data.prompt_max_len if isinstance(data, PromptDataConfig) else data.max_len
-    if limit is None or wanted + new_tokens <= limit:
-        return data
-    if limit <= new_tokens:
-        raise ModelError(
-            f"responses of up to {new_tokens} tokens (generate_max_len; of episodes, "
-            f"episodes.max_tokens) leave no room for a prompt: {describe(model)} supports rows of "
-            f"at most {limit} tokens; lower that key, or use a model with more positions"
-        )
-    log.warning(
-        "%s.%s is lowered to %d: %s supports rows of at most %d tokens",
-        *(field, name, limit - new_tokens, describe(model), limit),
-    )
-    return data.model_copy(update={name: limit - new_tokens})
-
-
-def eval_place(name: str) -> str:
-    """Return the place of an evaluation set in the recipe. The name of ``eval_data`` is empty."""
-    return f"eval_sets.{name}" if name else "eval_data"
-
-
-def held_out_sets(
-    eval_data: Data | None, eval_sets: Mapping[str, Data], *models: ModelConfig
-) -> dict[str, Data]:
-    """Return the evaluation sets by name, with their length limits within the positions of all
-    ``models``. The name of ``eval_data`` is empty."""
-    found = {} if eval_data is None else {"": eval_data}
-    found |= eval_sets
-    for model in models:
-        for name, data in found.items():
-            found[name] = within_positions(data, model, field=eval_place(name))
-    return found
 
 
 def engine_specs(

@@ -1,8 +1,9 @@
 """Distillation: train a student to match a teacher's distribution over every next token of given
 rows.
 
-The loop is in ``supervised.py``. This file contains the loss, the preparation of batches, and the
-teacher. The teacher also scores a policy's samples (``algorithm.advantage: on_policy_distill``).
+The loop is in ``supervised.py``. This file contains the loss and the preparation of batches. The
+teacher is in ``teacher.py``: it also scores a policy's samples (``algorithm.advantage:
+on_policy_distill``).
 
 Teacher and student are separate engines, possibly on different workers. The teacher sends its last
 hidden states, and the student's engine holds a copy of the teacher's output projection. The student
@@ -19,78 +20,23 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from burnish.algorithms.distill import DIVERGENCES, SLOPES, distill_loss, forward_kl
 from burnish.algorithms.reduce import reduce
 from burnish.config import DistillConfig
-from burnish.config.model import ModelConfig
 from burnish.data.sft import SFTStream, load_rows
-from burnish.data.sources import DataError
-from burnish.jobs.build import (
-    engine_specs,
-    eval_place,
-    held_out_sets,
-    within_positions,
-)
+from burnish.jobs.build import engine_specs
 from burnish.jobs.objectives import with_expert_balance
+from burnish.jobs.positions import eval_place, held_out_sets, within_positions
 from burnish.jobs.supervised import Supervised, SupervisedTraining
+from burnish.jobs.teacher import Teacher, make_teacher
 from burnish.jobs.usable import usable_rows
-from burnish.models.teacher import DistillTargetSpec, by_id, shared_vocabulary
+from burnish.models.teacher import DistillTargetSpec
 from burnish.observe.timeline import timed
 from burnish.runtime.base import Runtime
 from burnish.tensors import masked_sum
 from burnish.train.base import Loss, Outputs, TrainEngine
-from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats
-
-UNKNOWN_LOGPROB = -30.0
-"""Log-prob in nats (a probability of about 1e-13) assigned to tokens outside the teacher's
-vocabulary. The teacher has no log-prob for them, and minus infinity would give no finite
-advantage."""
-
-
-class Teacher:
-    """A teacher's engine and the size of the vocabulary that it shares with the student."""
-
-    def __init__(
-        self, engine: TrainEngine, vocabulary: int, tokenizer: PreTrainedTokenizerBase
-    ) -> None:
-        """``vocabulary``: number of token ids that both models share. ``tokenizer``: the
-        student's tokenizer."""
-        self.engine, self.vocabulary, self.tokenizer = engine, vocabulary, tokenizer
-
-    def prepare(self, batch: Batch) -> Batch:
-        """Return the batch with the teacher's hidden states. Raises DataError for a token outside
-        the teacher's vocabulary."""
-        unknown = batch.tokens >= self.vocabulary
-        if bool(unknown.any()):
-            token = int(batch.tokens[unknown][0])
-            text = by_id(self.tokenizer).get(token, "not in the tokenizer")
-            raise DataError(
-                f"a row contains token {token} ({text!r}), which is not in the teacher's "
-                f"vocabulary: teacher and student share {self.vocabulary} tokens; remove such rows "
-                "from the data, or use another teacher"
-            )
-        return replace(batch, teacher_states=self.engine.states(batch))
-
-    def add_teacher_logprobs(self, batch: Batch) -> Batch:
-        """Return the batch with the teacher's log-probs of its action tokens, always over the full
-        vocabulary. Tokens outside the teacher's vocabulary get :data:`UNKNOWN_LOGPROB`, and are
-        replaced by token 0 in the teacher's input."""
-        unknown = batch.tokens >= self.vocabulary
-        read = replace(batch, tokens=batch.tokens.masked_fill(unknown, 0), kept_ids=None)
-        logprobs = self.engine.logprobs(read)
-        logprobs = logprobs.masked_fill(unknown & batch.action_mask, UNKNOWN_LOGPROB)
-        return replace(batch, teacher_logprobs=logprobs)
-
-
-def make_teacher(spec: EngineSpec, student: ModelConfig, runtime: Runtime) -> Teacher:
-    """Return the teacher of ``student``. Raises ModelError if the two models assign different
-    tokens to the same id."""
-    vocabulary = shared_vocabulary(student, spec.model, runtime.tokenizer)
-    spans = {"logprobs": "teacher", "states": "teacher"}
-    return Teacher(runtime.language_model(spec, spans), vocabulary, runtime.tokenizer)
 
 
 def distill_objective(*, temperature: float, nll_weight: float) -> Loss:
@@ -138,20 +84,6 @@ def measure_distill(
         return stats
 
     return measure
-
-
-def teacher_stats(batch: Batch) -> dict[str, float]:
-    """Return the distance between a policy and its teacher on the policy's samples; empty without a
-    teacher. ``train/teacher_kl`` is the mean of log p - log q over action tokens, an estimate of
-    KL(policy || teacher) in nats per token. ``train/teacher_logprob`` is the mean log-prob under
-    the teacher."""
-    if batch.teacher_logprobs is None or batch.old_logprobs is None:
-        return {}
-    mask, count = batch.action_mask, max(1, int(batch.action_mask.sum()))
-    teacher, own = (
-        float(masked_sum(x, mask)) / count for x in (batch.teacher_logprobs, batch.old_logprobs)
-    )
-    return {"train/teacher_kl": own - teacher, "train/teacher_logprob": teacher}
 
 
 def build_distill(config: DistillConfig, runtime: Runtime, run_dir: Path) -> Supervised:

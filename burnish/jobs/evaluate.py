@@ -22,12 +22,12 @@ from burnish.jobs.build import (
     WeightedRewards,
     sampling_of,
     weighted_rewards,
-    within_positions,
 )
 from burnish.jobs.degenerate import warn_without_labels
 from burnish.jobs.episodes import RunnerOptions, build_players, closed_on_error, make_runner
 from burnish.jobs.errors import RunError
 from burnish.jobs.memory_monitor import MemoryMonitor
+from burnish.jobs.positions import within_positions
 from burnish.observe.memory import memory_metrics
 from burnish.observe.progress import FILE_ONLY, tell
 from burnish.observe.public_recipe import write_recipe

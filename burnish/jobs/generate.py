@@ -25,9 +25,10 @@ from burnish.data.generation_prompts import (
 from burnish.data.selection import DROPS, Selection, select
 from burnish.episodes.runner import Players
 from burnish.jobs.base import Functions, Metrics
-from burnish.jobs.build import reward_set, sampling_of, weighted_rewards, within_positions
+from burnish.jobs.build import reward_set, sampling_of, weighted_rewards
 from burnish.jobs.degenerate import warn_without_labels
 from burnish.jobs.episodes import RunnerOptions, build_players, closed_on_error, make_runner
+from burnish.jobs.positions import within_positions
 from burnish.jobs.rows_run import StepRows, WritesRows, sums_of
 from burnish.observe.timeline import timed
 from burnish.rewards.base import NoGroupLeftError

@@ -30,12 +30,10 @@ from burnish.environments.importing import LoadError, check_file
 from burnish.errors import BurnishError
 from burnish.jobs.errors import RunError
 from burnish.models.paths import ModelError, check_path
+from burnish.observe.files import REPLAY_FILE
 from burnish.observe.trackers import check_trackers
 from burnish.rewards.errors import RewardError
 from burnish.small_files import read_small
-
-REPLAY_FILE = "replay.json"
-"""File in the folder of a replay, with the folder of the recorded run."""
 
 
 def recorded_run(run_dir: Path) -> Path | None:

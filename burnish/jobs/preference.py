@@ -35,17 +35,12 @@ from burnish.config.preference_losses import (
 )
 from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.unpaired import SplitPairsStream, UnpairedStream, load_unpaired, mismatched_pairs
-from burnish.jobs.build import (
-    engine_specs,
-    eval_place,
-    held_out_sets,
-    log_disabled_noise,
-    within_positions,
-)
+from burnish.jobs.build import engine_specs, log_disabled_noise
 from burnish.jobs.degenerate import NoSignalMonitor, label_signal, pair_signal
 from burnish.jobs.kto_batches import KtoBatches, newest_checkpoint
 from burnish.jobs.moving_reference import moving_reference
 from burnish.jobs.objectives import with_expert_balance
+from burnish.jobs.positions import eval_place, held_out_sets, within_positions
 from burnish.jobs.reference_cache import compute as compute_cache
 from burnish.jobs.reference_cache import load as load_cache
 from burnish.jobs.reference_cache import save as save_cache

@@ -20,7 +20,6 @@ from burnish.config import RLConfig
 from burnish.config.placement import PlacementGroupSpec, placement_groups_for
 from burnish.jobs.base import Functions, Loop, Metrics
 from burnish.jobs.errors import RunError
-from burnish.jobs.inputs import REPLAY_FILE
 from burnish.jobs.rl import RL
 from burnish.jobs.rl_job import RLJob, RLLoop, make_policy, make_ptx, make_rl
 from burnish.jobs.rollout_records import (
@@ -32,7 +31,7 @@ from burnish.jobs.rollout_records import (
     sizes_of,
 )
 from burnish.jobs.sampling_checks import vocab_size_of
-from burnish.observe.files import write_text
+from burnish.observe.files import REPLAY_FILE, write_text
 from burnish.observe.public_recipe import read_recipe
 from burnish.observe.timeline import timed
 from burnish.rewards.base import NoRewards

@@ -19,7 +19,7 @@ from burnish.config.steps import PairsDataConfig, RewardRows, StepsDataConfig
 from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.rated import RatedStream, load_rated
 from burnish.data.steps import StepsStream, load_solutions
-from burnish.jobs.build import engine_specs, eval_place, held_out_sets, within_positions
+from burnish.jobs.build import engine_specs
 from burnish.jobs.degenerate import NoSignalMonitor, pair_signal
 from burnish.jobs.objectives import (
     pair_scores,
@@ -27,6 +27,7 @@ from burnish.jobs.objectives import (
     reward_model_objective,
     with_expert_balance,
 )
+from burnish.jobs.positions import eval_place, held_out_sets, within_positions
 from burnish.jobs.rated_reward import measure_rated, rated_objective
 from burnish.jobs.supervised import Supervised, SupervisedTraining
 from burnish.jobs.usable import usable_rows

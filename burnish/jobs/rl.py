@@ -30,10 +30,10 @@ from burnish.jobs.ages import age_metrics
 from burnish.jobs.base import Metrics
 from burnish.jobs.credit import RewardParts, assign_advantages
 from burnish.jobs.degenerate import NoSignalMonitor, reward_signal
-from burnish.jobs.distill import Teacher, teacher_stats
 from burnish.jobs.moving_reference import MovingReference, load_reference
 from burnish.jobs.ptx import Ptx
 from burnish.jobs.saving import save_engines
+from burnish.jobs.teacher import Teacher, teacher_stats
 from burnish.jobs.updates import Updates
 from burnish.rollout.runner import Rollout
 from burnish.rollout.source import RolloutSource

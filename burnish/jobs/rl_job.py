@@ -25,10 +25,8 @@ from burnish.jobs.build import (
     reward_set,
     sampling_of,
     weighted_rewards,
-    within_positions,
 )
 from burnish.jobs.degenerate import NoSignalMonitor, warn_without_labels
-from burnish.jobs.distill import Teacher, make_teacher
 from burnish.jobs.episodes import RunnerOptions, build_players, closed_on_error, make_runner
 from burnish.jobs.eval_times import EvalTimes
 from burnish.jobs.evaluate import (
@@ -43,10 +41,12 @@ from burnish.jobs.first_weights import check_first_weights
 from burnish.jobs.memory_monitor import MemoryMonitor
 from burnish.jobs.moving_reference import moving_reference
 from burnish.jobs.objectives import policy_objective, value_objective, with_expert_balance
+from burnish.jobs.positions import within_positions
 from burnish.jobs.ptx import Ptx, ptx_objective
 from burnish.jobs.rl import RL, RLState, rl_step
 from burnish.jobs.rollout_records import Recorder
 from burnish.jobs.sampling_checks import vocab_size_of
+from burnish.jobs.teacher import Teacher, make_teacher
 from burnish.jobs.trainer import Trainer
 from burnish.jobs.usable import usable_prompts
 from burnish.observe.samples import write_samples

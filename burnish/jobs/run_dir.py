@@ -12,8 +12,8 @@ from burnish.config.job import JobConfig
 from burnish.config.registry import REGISTRY
 from burnish.jobs.data_digests import DIGESTS_FILE
 from burnish.jobs.errors import RunError
-from burnish.jobs.inputs import REPLAY_FILE
 from burnish.jobs.memory_monitor import OOM_FILE
+from burnish.observe.files import REPLAY_FILE
 from burnish.observe.metrics import METRICS_FILE
 from burnish.observe.public_recipe import read_recipe
 from burnish.observe.tensorboard import TENSORBOARD_DIR

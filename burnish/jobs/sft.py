@@ -8,9 +8,10 @@ from pathlib import Path
 
 from burnish.config import SFTConfig
 from burnish.data.sft import SFTStream, load_rows
-from burnish.jobs.build import engine_specs, eval_place, held_out_sets, within_positions
+from burnish.jobs.build import engine_specs
 from burnish.jobs.degenerate import NoSignalMonitor
 from burnish.jobs.objectives import sft_objective, with_expert_balance
+from burnish.jobs.positions import eval_place, held_out_sets, within_positions
 from burnish.jobs.supervised import Supervised, SupervisedTraining
 from burnish.jobs.usable import usable_rows
 from burnish.observe.timeline import timed

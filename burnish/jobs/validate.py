@@ -32,8 +32,8 @@ from burnish.data.forms import open_rows
 from burnish.data.sources import DataError, Source
 from burnish.data.stream import RowRef
 from burnish.data.streamed import StreamedRows, num_first
-from burnish.jobs.build import within_positions
 from burnish.jobs.errors import RunError
+from burnish.jobs.positions import within_positions
 from burnish.jobs.row_scan import ERRORS, Found, Section, Span, quiet, scan
 from burnish.jobs.sampling_checks import sampling_problems
 from burnish.jobs.shared_prompts import num_shared_prompts

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+REPLAY_FILE = "replay.json"
+"""File in the folder of a replay, with the folder of the recorded run."""
+
 
 @contextmanager
 def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:

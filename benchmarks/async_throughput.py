@@ -167,7 +167,7 @@ def coin(prompt: str, response: str) -> float:
 def one(args: argparse.Namespace) -> None:
     """Make one run in this process and add it to the results."""
     import burnish
-    from burnish.jobs import rl_job
+    from burnish.jobs import rl as rl_job
     from burnish.observe.metrics import read_metrics
     from burnish.observe.timeline import timed
 

@@ -74,7 +74,7 @@ def run_burnish(args: argparse.Namespace) -> None:
 
     from burnish.config import PreferenceConfig, load_config
     from burnish.jobs.preference import build_preference
-    from burnish.jobs.supervised import supervised_step
+    from burnish.steps.supervised import supervised_step
 
     torch.set_num_threads(args.threads)
     folder = Path(tempfile.mkdtemp())

@@ -46,8 +46,8 @@ def run_burnish(args: argparse.Namespace) -> None:
     import torch
 
     from burnish.config import RLConfig, load_config
-    from burnish.jobs.rl import rl_step
-    from burnish.jobs.rl_job import build_rl
+    from burnish.jobs.rl import build_rl
+    from burnish.steps.rl import rl_step
 
     torch.set_num_threads(args.threads)
     folder = Path(tempfile.mkdtemp())

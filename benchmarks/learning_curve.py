@@ -50,14 +50,14 @@ def learn(
     """Train with the library's own step, outside of a session, and return the learning curve.
 
     ``recipe`` returns the recipe for a folder of temporary files. ``change`` replaces components
-    (``burnish.jobs.rl.RL``) before the first step; ``see`` gets the metrics of each step.
+    (``burnish.steps.rl.RL``) before the first step; ``see`` gets the metrics of each step.
     """
     import torch
 
     from burnish.config import RLConfig, load_config
-    from burnish.jobs.base import seed_everything
-    from burnish.jobs.rl import rl_step
-    from burnish.jobs.rl_job import build_rl
+    from burnish.driver.base import seed_everything
+    from burnish.jobs.rl import build_rl
+    from burnish.steps.rl import rl_step
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as work:

@@ -168,9 +168,9 @@ def one_hacking(args: argparse.Namespace) -> None:
     from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
     from burnish.config import RLConfig, load_config
-    from burnish.jobs.base import seed_everything
-    from burnish.jobs.rl import rl_step
-    from burnish.jobs.rl_job import build_rl
+    from burnish.driver.base import seed_everything
+    from burnish.jobs.rl import build_rl
+    from burnish.steps.rl import rl_step
 
     torch.set_num_threads(1)
     analyzer = SentimentIntensityAnalyzer()

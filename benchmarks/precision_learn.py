@@ -205,7 +205,7 @@ def run_one(run: Run, args: argparse.Namespace) -> int:
 
     import burnish
     from burnish.checkpoint import CheckpointStore
-    from burnish.jobs.errors import StoppedError
+    from burnish.driver.errors import StoppedError
     from burnish.models.load import resolve_device
 
     torch.set_num_threads(args.threads)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from burnish.jobs.rollout_records import Recorded, read_rollout, write_rollout
+from burnish.driver.records import Recorded, read_rollout, write_rollout
 from burnish.rollout.runner import Rollout
 from burnish.types import Group, Prompt, Sample, Stats
 

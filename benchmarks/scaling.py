@@ -36,9 +36,7 @@ from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.config.rollout import LocalEngine
-from burnish.jobs.base import rare_garbage_collection
-from burnish.jobs.credit import assign_advantages
-from burnish.jobs.rl import advantage_by_sample
+from burnish.driver.base import rare_garbage_collection
 from burnish.observe.peaks import MemoryPeak, peak_metrics
 from burnish.rewards.base import RewardInput, RewardSet
 from burnish.rollout.base import Completion, Sampling, VersionSpan
@@ -48,6 +46,8 @@ from burnish.runtime.ray_cluster import worker_peaks
 from burnish.runtime.remote_rollout import RemoteRolloutEngine
 from burnish.runtime.rollout_worker import Orders, answer_seconds
 from burnish.runtime.worker import pack_share
+from burnish.steps.credit import assign_advantages
+from burnish.steps.rl import advantage_by_sample
 from burnish.train.batching import RowSplit
 from burnish.types import Prompt
 

@@ -3,7 +3,7 @@ used.
 
 ``load_config`` reads a recipe, ``run`` runs it, ``export`` turns a checkpoint into a HuggingFace
 folder, ``build_report`` writes a run's page. Reading order of the code: ``types.py``,
-``jobs/rl.py``, then what it calls."""
+``steps/rl.py``, then what it calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from burnish.checkpoint.export import export
     from burnish.config import load_config
-    from burnish.jobs.errors import Interrupted
+    from burnish.driver.errors import Interrupted
     from burnish.jobs.run import RunResult, run
     from burnish.observe.report import build_report
 
@@ -24,7 +24,7 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Interrupted": "burnish.jobs.errors",
+    "Interrupted": "burnish.driver.errors",
     "RunResult": "burnish.jobs.run",
     "build_report": "burnish.observe.report",
     "export": "burnish.checkpoint.export",

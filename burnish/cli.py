@@ -37,9 +37,9 @@ from burnish.config.paths import folder_problem
 from burnish.config.placement import placement_text
 from burnish.config.reference import config_markdown
 from burnish.config.registry import REGISTRY, JobEntry
-from burnish.jobs.families import check_families
-from burnish.jobs.inputs import check_inputs, recorded_run, with_input_errors
 from burnish.messages import quiet_libraries
+from burnish.preflight.families import check_families
+from burnish.preflight.inputs import check_inputs, recorded_run, with_input_errors
 from burnish.user_calls import exit_despite_abandoned_calls
 
 app = typer.Typer(
@@ -174,7 +174,7 @@ def _check_head_divisibility(config: JobConfig) -> None:
     """Check the head counts of models whose heads are split over ranks, if their configs are on
     this machine."""
     if parallel_degrees(config.roles()):  # otherwise no heavy import is needed
-        from burnish.jobs.parallelism import check_head_divisibility
+        from burnish.preflight.ranks import check_head_divisibility
 
         check_head_divisibility(config, download=False)
 
@@ -202,7 +202,7 @@ def check(arguments: Recipe = None) -> None:
     _check_head_divisibility(config)
     for note in check_families(config, download=False):
         typer.echo(note)
-    from burnish.jobs.validate import check_launch
+    from burnish.preflight.launch import check_launch
 
     check_launch(config, say=typer.echo)
     typer.echo("ready: no problems found")
@@ -337,7 +337,7 @@ def export(  # house: ok typer makes the options from the signature
     check_export(checkpoint, out)
     check_push_options(push, private=private, revision=revision, message=commit_message)
     import burnish
-    from burnish.jobs import hub, model_card
+    from burnish.publish import hub, model_card
 
     destination = None
     if push is not None:

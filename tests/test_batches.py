@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 
 from burnish.batches import groups_to_batch
-from burnish.jobs.rows_run import sums_of
+from burnish.driver.rows_run import sums_of
 from burnish.rollout.sample_state import samples_from_plain, samples_to_plain
 from burnish.runtime.worker import pack_share, unpack_share
 from burnish.train.batching import Share

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import burnish
 from burnish.cli import app
 from burnish.config import load_config
-from burnish.jobs.errors import Interrupted
+from burnish.driver.errors import Interrupted
 
 RECIPE = """
 job: rl

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import burnish
+from burnish.driver.errors import Interrupted, RunError, StoppedError
 from burnish.errors import BurnishError
-from burnish.jobs.errors import Interrupted, RunError, StoppedError
 
 PACKAGE = Path(burnish.__file__).parent
 CONTROL_FLOW = {"_Found", "_BadAnswer", "_OtherWeightsError"}

@@ -52,6 +52,8 @@ LOOPS = BASE | {
     "serve",
 }
 
+JOBS = {"runtime", "driver", "steps", "preflight", "publish"}
+
 ALLOWED: dict[str, set[str]] = {
     "types": {"tensors", "transcript", "compact"},
     "compact": set(),
@@ -94,9 +96,13 @@ ALLOWED: dict[str, set[str]] = {
     "plan": BASE | {"algorithms", "models", "observe", "rollout", "train"},
     # runtime builds engines; loops ask it for them
     "runtime": LOOPS,
-    "jobs": LOOPS | {"runtime"},
-    "demo": LOOPS | {"jobs", "runtime"},
-    "doctor": LOOPS | {"jobs", "runtime", "plan"},
+    "driver": LOOPS | {"runtime"},
+    "steps": LOOPS | {"runtime", "driver"},
+    "preflight": LOOPS | {"runtime", "driver"},
+    "publish": LOOPS | {"driver"},
+    "jobs": LOOPS | JOBS,
+    "demo": LOOPS | JOBS | {"jobs"},
+    "doctor": LOOPS | JOBS | {"jobs"},
 }
 """What each part may import besides itself. ``cli``, ``__main__`` and the root import anything."""
 

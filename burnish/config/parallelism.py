@@ -1,4 +1,4 @@
-"""Models of a job whose heads are split over several processes. ``jobs/parallelism.py`` checks
+"""Models of a job whose heads are split over several processes. ``preflight/ranks.py`` checks
 against the models' own configs whether they can be split."""
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ REGISTRY: dict[str, JobEntry] = {
     ),
     "rl": JobEntry(
         RLConfig,
-        "burnish.jobs.rl_job",
+        "burnish.jobs.rl",
         "Reinforcement learning from rewards: PPO, GRPO and their family.",
         replayable=True,
     ),

@@ -14,10 +14,10 @@ from burnish.doctor.calibrate import calibrate, remember
 from burnish.doctor.facts import EXTRAS, Facts, gather_facts, requirements
 from burnish.doctor.known import Finding, findings
 from burnish.doctor.selftest import Outcome, names, run
-from burnish.jobs.families import find_support
 from burnish.messages import library_text
 from burnish.models.load import ModelError, num_positions
 from burnish.plan.hardware import USER_FILE, load_tables
+from burnish.preflight.families import find_support
 
 SHOWN = ("torch", "transformers", "tokenizers", "safetensors", "peft", "datasets", "numpy")
 EXIT_HEALTHY, EXIT_UNHEALTHY = 0, 1

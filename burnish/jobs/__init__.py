@@ -1,2 +1,1 @@
-"""Jobs and their training loops. Read ``rl.py`` first: one step of it is the algorithm, line by
-line."""
+"""The jobs of recipes: each module builds the loop of one job. ``run.py`` runs a job."""

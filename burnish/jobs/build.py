@@ -12,7 +12,7 @@ from burnish.config.model import ModelConfig
 from burnish.config.rewards import FailurePolicy, RewardConfig, ShapingConfig
 from burnish.config.rollout import SamplingConfig
 from burnish.config.train_engines import TrainEngineConfig
-from burnish.jobs.base import Functions
+from burnish.driver.base import Functions
 from burnish.models.dropout import noise_of
 from burnish.models.load import describe, hf_config
 from burnish.rewards.base import NoRewards, Reward, RewardSet

@@ -26,14 +26,14 @@ from burnish.algorithms.reduce import reduce
 from burnish.config import DistillConfig
 from burnish.data.sft import SFTStream, load_rows
 from burnish.jobs.build import engine_specs
-from burnish.jobs.objectives import with_expert_balance
-from burnish.jobs.positions import eval_place, held_out_sets, within_positions
-from burnish.jobs.supervised import Supervised, SupervisedTraining
-from burnish.jobs.teacher import Teacher, make_teacher
-from burnish.jobs.usable import usable_rows
 from burnish.models.teacher import DistillTargetSpec
 from burnish.observe.timeline import timed
+from burnish.preflight.positions import eval_place, held_out_sets, within_positions
+from burnish.preflight.usable import usable_rows
 from burnish.runtime.base import Runtime
+from burnish.steps.objectives import with_expert_balance
+from burnish.steps.supervised import Supervised, SupervisedTraining
+from burnish.steps.teacher import Teacher, make_teacher
 from burnish.tensors import masked_sum
 from burnish.train.base import Loss, Outputs, TrainEngine
 from burnish.types import Batch, Stats

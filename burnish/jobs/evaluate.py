@@ -16,28 +16,28 @@ from burnish.config.eval_sets import eval_prefix
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.config.rollout import EvalConfig, SamplingConfig
 from burnish.data.prompts import load_prompts
+from burnish.driver.base import Driver, Functions, Job, Metrics
+from burnish.driver.errors import RunError
+from burnish.driver.memory_monitor import MemoryMonitor
 from burnish.episodes.runner import EpisodesFailedError, Players
-from burnish.jobs.base import Driver, Functions, Job, Metrics
 from burnish.jobs.build import (
     WeightedRewards,
     sampling_of,
     weighted_rewards,
 )
-from burnish.jobs.degenerate import warn_without_labels
 from burnish.jobs.episodes import RunnerOptions, build_players, closed_on_error, make_runner
-from burnish.jobs.errors import RunError
-from burnish.jobs.memory_monitor import MemoryMonitor
-from burnish.jobs.positions import within_positions
 from burnish.observe.memory import memory_metrics
 from burnish.observe.progress import FILE_ONLY, tell
 from burnish.observe.public_recipe import write_recipe
 from burnish.observe.samples import write_samples
 from burnish.observe.timeline import timed
+from burnish.preflight.positions import within_positions
 from burnish.rewards.base import NoGroupLeftError, RewardSet
 from burnish.rollout.base import Sampling
 from burnish.rollout.runner import Runner, numbered
 from burnish.rollout.server_group import wait_for_servers
 from burnish.runtime.base import Runtime
+from burnish.steps.no_signal import warn_without_labels
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.types import ROUNDING, Group, Prompt
 

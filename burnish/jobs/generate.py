@@ -23,19 +23,19 @@ from burnish.data.generation_prompts import (
     GenerationPrompts,
 )
 from burnish.data.selection import DROPS, Selection, select
+from burnish.driver.base import Functions, Metrics
+from burnish.driver.rows_run import StepRows, WritesRows, sums_of
 from burnish.episodes.runner import Players
-from burnish.jobs.base import Functions, Metrics
 from burnish.jobs.build import reward_set, sampling_of, weighted_rewards
-from burnish.jobs.degenerate import warn_without_labels
 from burnish.jobs.episodes import RunnerOptions, build_players, closed_on_error, make_runner
-from burnish.jobs.positions import within_positions
-from burnish.jobs.rows_run import StepRows, WritesRows, sums_of
 from burnish.observe.timeline import timed
+from burnish.preflight.positions import within_positions
 from burnish.rewards.base import NoGroupLeftError
 from burnish.rewards.labels import label_problem, label_readers
 from burnish.rollout.runner import Rollout, Runner
 from burnish.rollout.server_group import wait_for_servers
 from burnish.runtime.base import Runtime
+from burnish.steps.no_signal import warn_without_labels
 
 log = logging.getLogger("burnish")
 

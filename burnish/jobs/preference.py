@@ -35,20 +35,20 @@ from burnish.config.preference_losses import (
 )
 from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.unpaired import SplitPairsStream, UnpairedStream, load_unpaired, mismatched_pairs
+from burnish.driver.run_dir import REFERENCE_FILE
 from burnish.jobs.build import engine_specs, log_disabled_noise
-from burnish.jobs.degenerate import NoSignalMonitor, label_signal, pair_signal
-from burnish.jobs.kto_batches import KtoBatches, newest_checkpoint
-from burnish.jobs.moving_reference import moving_reference
-from burnish.jobs.objectives import with_expert_balance
-from burnish.jobs.positions import eval_place, held_out_sets, within_positions
-from burnish.jobs.reference_cache import compute as compute_cache
-from burnish.jobs.reference_cache import load as load_cache
-from burnish.jobs.reference_cache import save as save_cache
-from burnish.jobs.run_dir import REFERENCE_FILE
-from burnish.jobs.supervised import Supervised, SupervisedTraining
-from burnish.jobs.usable import usable_rows
 from burnish.observe.timeline import timed
+from burnish.preflight.positions import eval_place, held_out_sets, within_positions
+from burnish.preflight.usable import usable_rows
 from burnish.runtime.base import Runtime
+from burnish.steps.kto_batches import KtoBatches, newest_checkpoint
+from burnish.steps.moving_reference import moving_reference
+from burnish.steps.no_signal import NoSignalMonitor, label_signal, pair_signal
+from burnish.steps.objectives import with_expert_balance
+from burnish.steps.reference_cache import compute as compute_cache
+from burnish.steps.reference_cache import load as load_cache
+from burnish.steps.reference_cache import save as save_cache
+from burnish.steps.supervised import Supervised, SupervisedTraining
 from burnish.tensors import masked_sum
 from burnish.train.base import HasLogprobs, Loss, Outputs, TrainEngine
 from burnish.train.spec import EngineSpec

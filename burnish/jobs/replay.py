@@ -18,11 +18,9 @@ from typing import Any
 from burnish.checkpoint import CheckpointError, read_manifest, verify
 from burnish.config import RLConfig
 from burnish.config.placement import PlacementGroupSpec, placement_groups_for
-from burnish.jobs.base import Functions, Loop, Metrics
-from burnish.jobs.errors import RunError
-from burnish.jobs.rl import RL
-from burnish.jobs.rl_job import RLJob, RLLoop, make_policy, make_ptx, make_rl
-from burnish.jobs.rollout_records import (
+from burnish.driver.base import Functions, Loop, Metrics
+from burnish.driver.errors import RunError
+from burnish.driver.records import (
     ROLLOUTS_DIR,
     SIZES,
     Recorded,
@@ -30,13 +28,15 @@ from burnish.jobs.rollout_records import (
     rollout_folders,
     sizes_of,
 )
-from burnish.jobs.sampling_checks import vocab_size_of
+from burnish.jobs.rl import RLJob, RLLoop, make_policy, make_ptx, make_rl
 from burnish.observe.files import REPLAY_FILE, write_text
 from burnish.observe.public_recipe import read_recipe
 from burnish.observe.timeline import timed
+from burnish.preflight.sampling import vocab_size_of
 from burnish.rewards.base import NoRewards
 from burnish.rollout.runner import Rollout
 from burnish.runtime.base import Runtime
+from burnish.steps.rl import RL
 
 log = logging.getLogger("burnish")
 

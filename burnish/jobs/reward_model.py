@@ -20,19 +20,19 @@ from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.rated import RatedStream, load_rated
 from burnish.data.steps import StepsStream, load_solutions
 from burnish.jobs.build import engine_specs
-from burnish.jobs.degenerate import NoSignalMonitor, pair_signal
-from burnish.jobs.objectives import (
+from burnish.observe.timeline import timed
+from burnish.preflight.positions import eval_place, held_out_sets, within_positions
+from burnish.preflight.usable import usable_rows
+from burnish.runtime.base import Runtime
+from burnish.steps.no_signal import NoSignalMonitor, pair_signal
+from burnish.steps.objectives import (
     pair_scores,
     process_objective,
     reward_model_objective,
     with_expert_balance,
 )
-from burnish.jobs.positions import eval_place, held_out_sets, within_positions
-from burnish.jobs.rated_reward import measure_rated, rated_objective
-from burnish.jobs.supervised import Supervised, SupervisedTraining
-from burnish.jobs.usable import usable_rows
-from burnish.observe.timeline import timed
-from burnish.runtime.base import Runtime
+from burnish.steps.rated_reward import measure_rated, rated_objective
+from burnish.steps.supervised import Supervised, SupervisedTraining
 from burnish.train.base import Loss, Outputs, TrainEngine
 from burnish.types import Batch, Stats
 

@@ -1,352 +1,380 @@
-"""Reinforcement learning. Start here: :func:`rl_step` is the algorithm.
-
-A rollout source (``rollout/source.py``) provides the groups of each step: it samples them when the
-step asks for them, or all the time. The formulas are in ``algorithms``. ``objectives.py`` combines
-them into losses and ``credit.py`` into advantages. ``rl_job.py`` builds the components.
-``trainer.py`` adds metrics and checkpoints around each step.
-"""
+"""The job ``rl``: build the components of :func:`burnish.steps.rl.rl_step` from a recipe."""
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Literal, cast
 
-import numpy as np
-import torch
-
-from burnish.algorithms.advantages import top_entropy
-from burnish.algorithms.kl import KL_ESTIMATORS, KlController
-from burnish.batches import groups_to_batch
-from burnish.checkpoint.save import PendingSave
-from burnish.checkpoint.state import load_state, save_state
+from burnish.algorithms.kl import AdaptiveKl, FixedKl, KlController
 from burnish.config import RLConfig
-from burnish.config.algorithm import AlgorithmConfig
-from burnish.config.rewards import reward_names
-from burnish.jobs.ages import age_metrics
-from burnish.jobs.base import Metrics
-from burnish.jobs.credit import RewardParts, assign_advantages
-from burnish.jobs.degenerate import NoSignalMonitor, reward_signal
-from burnish.jobs.moving_reference import MovingReference, load_reference
-from burnish.jobs.ptx import Ptx
-from burnish.jobs.saving import save_engines
-from burnish.jobs.teacher import Teacher, teacher_stats
-from burnish.jobs.updates import Updates
-from burnish.rollout.runner import Rollout
-from burnish.rollout.source import RolloutSource
+from burnish.config.algorithm import KlConfig
+from burnish.config.model import PrecisionConfig
+from burnish.config.off_policy import records_sampling_mask
+from burnish.config.train import CriticConfig
+from burnish.data.prompts import PromptStream
+from burnish.data.sft import SFTStream
+from burnish.driver.base import Functions, Job, Loop, Metrics, Usable, seed_everything
+from burnish.driver.eval_times import EvalTimes
+from burnish.driver.memory_monitor import MemoryMonitor
+from burnish.driver.records import Recorder
+from burnish.driver.trainer import Trainer
+from burnish.episodes.runner import Players
+from burnish.jobs.build import (
+    WeightedRewards,
+    engine_specs,
+    log_disabled_noise,
+    reward_set,
+    sampling_of,
+    weighted_rewards,
+)
+from burnish.jobs.episodes import RunnerOptions, build_players, closed_on_error, make_runner
+from burnish.jobs.evaluate import (
+    Evaluator,
+    eval_rewards,
+    eval_sampling,
+    held_out_prompts,
+    longest_row,
+    make_evaluator,
+)
+from burnish.observe.samples import write_samples
+from burnish.observe.timeline import SAMPLER, SCORING, Timeline, timed
+from burnish.preflight.first_weights import check_first_weights
+from burnish.preflight.positions import within_positions
+from burnish.preflight.sampling import vocab_size_of
+from burnish.preflight.usable import usable_prompts
+from burnish.rewards.base import RewardSet
+from burnish.rollout.async_source import AsyncOptions, AsyncSource
+from burnish.rollout.base import RolloutEngine
+from burnish.rollout.evaluation_lane import ServiceEngine
+from burnish.rollout.runner import GroupFilter, Runner
+from burnish.rollout.schedule import Limits
+from burnish.rollout.server_group import wait_for_servers
+from burnish.rollout.service import RolloutService
+from burnish.rollout.source import RolloutSource, SyncSource
+from burnish.runtime.base import Runtime
+from burnish.steps.moving_reference import moving_reference
+from burnish.steps.no_signal import NoSignalMonitor, warn_without_labels
+from burnish.steps.objectives import policy_objective, value_objective, with_expert_balance
+from burnish.steps.ptx import Ptx, ptx_objective
+from burnish.steps.rl import RL, RLState, rl_step
+from burnish.steps.teacher import Teacher, make_teacher
 from burnish.train.base import HasLogprobs, Loss, TrainEngine
-from burnish.types import Batch, Group
+from burnish.train.spec import EngineSpec
 
 log = logging.getLogger("burnish")
 
-
-@dataclass(frozen=True)
-class RL:
-    """The components of an RL run."""
-
-    config: RLConfig
-    source: RolloutSource
-    policy: TrainEngine
-    policy_loss: Loss
-    kl: KlController
-    keep_samples: Callable[[int, Sequence[Group], dict[str, float]], object]
-    """Write samples for inspection, given (step, groups, sample id -> advantage)."""
-    reference: HasLogprobs | None = None
-    moving: MovingReference | None = None
-    """Updates of the reference with the policy's weights. None: it is frozen."""
-    teacher: Teacher | None = None
-    critic: TrainEngine | None = None
-    value_loss: Loss | None = None
-    freeze_policy_steps: int = 0
-    """Steps at the start of the run that train the critic alone."""
-    ptx: Ptx | None = None
-    signal: NoSignalMonitor = field(default_factory=lambda: NoSignalMonitor(None))
-    """Counter of steps without learning signal."""
-    record: Callable[[int, Rollout], object] = lambda step, rollout: None
-    """Write the groups of a step, before it is trained, to the files of ``rollout_records.py``."""
+SAMPLER_SPANS = {
+    "submit": f"{SAMPLER}/rollout",
+    "poll": f"{SAMPLER}/rollout",
+    "load_weights": f"{SAMPLER}/load",
+}
+"""Method of a rollout engine in a thread of its own -> timeline span."""
 
 
-def rl_step(run: RL, step: int) -> Metrics:
-    """Run one RL step: get scored groups, compute reference log-probs, assign credit, update, and
-    announce the new weights."""
-    rollout = run.source.next(step)
-    run.record(step, rollout)
-    batch = groups_to_batch(rollout.groups, rollout.ages)
-    ages = ages_of(batch, rollout, run)
-    batch = with_reference(batch, run.reference)
-    batch = batch if run.teacher is None else run.teacher.add_teacher_logprobs(batch)
-    batch = with_old_policy(batch, run)
-    parts = parts_of(rollout.groups, run.config)
-    batch = assign_advantages(batch, run.config.algorithm, kl_coef=run.kl.coef, parts=parts)
-    run.keep_samples(step, rollout.groups, advantage_by_sample(rollout.groups, batch))
+class RLLoop:
+    """The loop of an RL run. Implements ``base.Loop``."""
 
-    updates = Updates()
-    for minibatch in minibatches(trained_part(batch, rollout.groups, run), run.config, step):
-        if run.critic is not None and run.value_loss is not None:
-            updates.add("critic", run.critic.forward_backward(minibatch, run.value_loss))
-            updates.step("critic", run.critic)
-        if step <= run.freeze_policy_steps:
-            continue
-        updates.add("train", run.policy.forward_backward(minibatch, run.policy_loss))
-        if run.ptx is not None:
-            updates.add("train", run.ptx.forward_backward(run.policy))
-        updates.step("train", run.policy)
-    metrics = updates.metrics() | run.source.update_weights()
+    def __init__(self, run: RL, evaluator: Evaluator | None) -> None:
+        self.run, self.evaluator, self.state = run, evaluator, RLState(run)
+        config = run.config
+        self.total_steps, self.usable = config.num_steps, Usable()
+        self.eval_times = EvalTimes()
+        if config.eval is not None:
+            self.eval_times = EvalTimes(config.eval.every_n_steps, config.eval.delay_steps)
+        self.best_metric = "reward/mean" if evaluator is None else "eval/pass@1"
+        self._gap_logged = config.precision.sampler_dtype == config.precision.dtype
 
-    metrics |= rollout.stats.floats() | ages | metrics_of(run, batch, rollout.groups)
-    if updates.steps and step > run.freeze_policy_steps:
-        run.kl.update(metrics.get("rollout/kl", metrics.get("train/kl", 0.0)), batch.num_samples)
-    return run.signal.checked(updates.checked(metrics))
-
-
-def ages_of(batch: Batch, rollout: Rollout, run: RL) -> Metrics:
-    """Return the ages of the tokens that will be trained; empty in a synchronous run."""
-    most, version = run.config.rollout.max_staleness or 0, run.policy.version
-    return age_metrics(batch, rollout.ages, version=version, max_staleness=most)
-
-
-def with_reference(batch: Batch, reference: HasLogprobs | None) -> Batch:
-    """Return the batch with the reference model's log-probs, if there is a reference."""
-    if reference is None:
-        return batch
-    return replace(batch, ref_logprobs=reference.logprobs(batch))
-
-
-def with_old_policy(batch: Batch, run: RL) -> Batch:
-    """Return the batch with the models' outputs from before the update.
-
-    ``old_logprobs`` are those of the sampler with ``old_policy=sampler``. Otherwise they are
-    computed only if ``RLConfig.needs_old_logprobs``. ``values`` are computed only if there is a
-    critic.
-    """
-    if run.config.algorithm.old_policy == "sampler":
-        batch = replace(batch, old_logprobs=batch.sampler_logprobs)
-    elif run.config.needs_old_logprobs:
-        batch = replace(batch, old_logprobs=run.policy.logprobs(batch))
-    if run.critic is not None:
-        batch = replace(batch, values=run.critic.values(batch))
-    return batch
-
-
-def parts_of(groups: Sequence[Group], config: RLConfig) -> RewardParts | None:
-    """Return the scores of every reward if the advantage normalizes each, otherwise None."""
-    if not config.algorithm.normalizes_each:
-        return None
-    weights = [reward.weight for reward in config.rewards]
-    return RewardParts.of(groups, dict(zip(reward_names(config.rewards), weights, strict=True)))
-
-
-def trained_part(batch: Batch, groups: Sequence[Group], run: RL) -> Batch:
-    """Return the batch that the update trains: without samples and without advantages of tokens
-    that the recipe leaves out. Without samples there is no update, of the critic neither."""
-    left = without_truncated(batch, groups, run.config.algorithm)
-    if not left.num_rows:
-        log.warning(
-            "all %d samples of this step were cut off at a length limit and "
-            "algorithm.mask_truncated leaves them out, so the step has no update; raise "
-            "rollout.generate_max_len if this does not end",
-            batch.num_samples,
-        )
-        return left
-    return with_top_entropy(left, run)
-
-
-def without_truncated(batch: Batch, groups: Sequence[Group], algorithm: AlgorithmConfig) -> Batch:
-    """Return the batch without the samples that were cut off at a length limit, if the recipe sets
-    ``mask_truncated``; otherwise the batch.
-
-    Their rewards have already been used in the baselines of their groups. The result has no rows if
-    all samples were cut off.
-    """
-    samples = [sample for group in groups for sample in group.samples]
-    cut = [sample.finish_reason == "length" for sample in samples]
-    if not algorithm.mask_truncated or not any(cut):
-        return batch
-    of_row = batch.row_samples()[0].tolist()
-    return batch.select([row for row, sample in enumerate(of_row) if not cut[sample]])
-
-
-def with_top_entropy(batch: Batch, run: RL) -> Batch:
-    """Return the batch with advantages of 0, and so without a policy loss, on the tokens whose
-    entropy is not in ``top_entropy_quantile``; the batch if that is 1. Denominators, KL and entropy
-    bonus still count all tokens."""
-    quantile = run.config.algorithm.top_entropy_quantile
-    if quantile == 1:
-        return batch
-    assert batch.advantages is not None
-    kept = top_entropy(run.policy.entropies(batch), batch.action_mask, quantile=quantile)
-    return replace(batch, advantages=torch.where(kept, batch.advantages, 0.0))
-
-
-def minibatches(batch: Batch, config: RLConfig, step: int) -> Iterator[Batch]:
-    """Split the rollout into optimizer steps of ``train_batch_size`` samples,
-    ``epochs_per_rollout`` times.
-
-    Groups stay together. They keep their order if the entire rollout is one optimizer step.
-    Otherwise, each epoch shuffles them. The shuffle depends only on the recipe's seed, the step and
-    the epoch. A rollout with fewer samples than planned (failed episodes are left out) is split
-    into as many, nearly equal steps; there are fewer steps only if there are fewer samples, and
-    none without samples.
-    """
-    if not batch.num_rows:
-        return
-    plan = config.batch_plan()
-    num_steps = (plan.samples_per_rollout or 1) // plan.train_batch_size
-    together = batch.sample_ids is not None and config.algorithm.reduces_over_samples
-    batch = replace(batch, samples_together=together)
-    for epoch in range(config.train.epochs_per_rollout):
-        groups = _groups_of_samples(batch)
-        if num_steps > 1:
-            order = np.random.default_rng([config.seed, step, epoch]).permutation(len(groups))
-            groups = [groups[g] for g in order.tolist()]
-        samples = [rows for group in groups for rows in group]
-        ends = _step_ends(groups, num_steps, full=len(samples) == plan.samples_per_rollout)
-        for begin, end in itertools.pairwise([0, *ends]):
-            rows = [row for sample in samples[begin:end] for row in sample]
-            yield batch.select(rows, copy=False).with_global_counts()
-
-
-def _groups_of_samples(batch: Batch) -> list[list[list[int]]]:
-    """Return the rows of each sample of each group, both in the order of their first rows."""
-    groups: dict[int, dict[int, list[int]]] = {}
-    samples = batch.row_samples()[0].tolist()
-    for row, (group, sample) in enumerate(zip(batch.group_ids.tolist(), samples, strict=True)):
-        groups.setdefault(group, {}).setdefault(sample, []).append(row)
-    return [list(members.values()) for members in groups.values()]
-
-
-def _step_ends(groups: Sequence[Sequence[object]], num_steps: int, *, full: bool) -> list[int]:
-    """Return the end of each optimizer step, in samples, of a rollout of ``groups`` of samples.
-
-    Steps are equal up to one sample. If the rollout is not ``full``, each end then moves to the
-    nearest end of a group, unless a step would be empty.
-    """
-    total = sum(map(len, groups))
-    ends = [total * k // num_steps for k in range(1, num_steps + 1)]
-    if not full:
-        borders = list(itertools.accumulate(map(len, groups)))
-        moved = [min(borders, key=lambda border: abs(border - end)) for end in ends]
-        ends = moved if len(set(moved)) == num_steps else sorted(set(ends) - {0})
-    return ends
-
-
-def advantage_by_sample(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
-    """Return sample id -> mean advantage of its action tokens, for sample files."""
-    assert batch.advantages is not None
-    of_row, first = batch.row_samples()
-    sample, mask = of_row[batch.row_ids], batch.action_mask
-    sums = torch.zeros(first.numel()).index_add_(0, sample, batch.advantages * mask)
-    counts = torch.zeros(first.numel()).index_add_(0, sample, mask.float()).clamp(min=1)
-    samples = [s.sample_id for g in groups for s in g.samples]
-    return dict(zip(samples, (sums / counts).tolist(), strict=True))
-
-
-def metrics_of(run: RL, batch: Batch, groups: Sequence[Group]) -> Metrics:
-    """Return the metrics of a step's batch, of its groups, and of the data."""
-    found = batch_metrics(batch) | teacher_stats(batch)
-    found |= kl_of_rollout(batch, run.config.algorithm) | signal_metrics(run, groups)
-    return found | stream_metrics(run) | {"train/kl_coef": run.kl.coef}
-
-
-def batch_metrics(batch: Batch) -> Metrics:
-    """Return mean and standard deviation of the rewards used for training, one per sample:
-    ``reward/trained_mean``, ``reward/std``; empty if there are none. (``reward/mean``, which the
-    scoring reports, covers all samples, including groups that dynamic sampling drops.)"""
-    assert batch.rewards is not None
-    rewards = batch.rewards[batch.row_samples()[1]]
-    if bool(rewards.isnan().any()):
-        return {}
-    return {
-        "reward/trained_mean": float(rewards.double().mean()),
-        "reward/std": float(rewards.std()) if rewards.numel() > 1 else 0.0,
-    }
-
-
-def signal_metrics(run: RL, groups: Sequence[Group]) -> Metrics:
-    """Return the share of groups without learning signal; empty if the advantage does not use
-    rewards."""
-    rewards = run.source.rewards
-    run.signal.look_for_labels([group.prompt for group in groups], rewards)
-    found = reward_signal(groups, run.config.algorithm, rewards)
-    return {} if found is None else run.signal.see(found)
-
-
-def kl_of_rollout(batch: Batch, algorithm: AlgorithmConfig) -> Metrics:
-    """Return the mean KL per action token of the sampling policy, by the run's estimator. The
-    result is empty if no ``old_logprobs`` were computed: with a single update, ``train/kl`` is the
-    same number.
-
-    With several updates, ``train/kl`` measures a policy that moves away from the one that sampled
-    the tokens. It is therefore not a mean over that policy's own samples.
-    """
-    if batch.ref_logprobs is None or batch.old_logprobs is None:
-        return {}
-    kl = KL_ESTIMATORS[algorithm.kl.estimator](batch.old_logprobs, batch.ref_logprobs)
-    return {"rollout/kl": float(kl[batch.action_mask].double().mean())}
-
-
-def stream_metrics(run: RL) -> Metrics:
-    """Return the row counts (seen, dropped, truncated, ...) of the run's data streams."""
-    prompts = {f"data/{name}": float(value) for name, value in run.source.counts.items()}
-    return prompts | ({} if run.ptx is None else run.ptx.metrics())
-
-
-class RLState:
-    """State of an RL run in a checkpoint, in addition to the trainer's own. Implements
-    ``base.State``."""
-
-    def __init__(self, run: RL) -> None:
-        self.run = run
-
-    @property
-    def num_bytes(self) -> int:
-        """Approximate number of bytes of a checkpoint."""
-        engines = [e for e in (self.run.policy, self.run.critic) if e is not None]
-        own = 0 if self.run.moving is None else self.run.moving.num_bytes
-        return int(1.02 * sum(e.state_bytes for e in engines)) + own + (16 << 20)
-
-    @property
-    def version(self) -> int:
-        """Number of policy updates so far."""
-        return self.run.policy.version
-
-    def position(self) -> dict[str, Any]:
-        """Return the state of the source, the KL controller, and the reward statistics."""
-        found = self.run.source.position() | {"kl": self.run.kl.state_dict()}
-        found["rewards"] = self.run.source.rewards.state_dict()
-        if self.run.ptx is not None:
-            found["ptx"] = self.run.ptx.stream.state_dict()
-        return found
-
-    def save(self, folder: Path, *, in_background: bool = False) -> Sequence[PendingSave]:
-        """Write policy, critic, and a reference that is not frozen."""
+    def step(self, number: int) -> Metrics:
+        """Run one step. The first step also logs the log-prob gap between trainer and sampler, if
+        they use different number formats."""
         if self.run.moving is not None:
-            self.run.moving.save(folder)
-        engines = {"policy": self.run.policy, "critic": self.run.critic}
-        named = {folder / role: engine for role, engine in engines.items() if engine is not None}
-        return save_engines(named, in_background=in_background)
+            self.run.moving.before_step(number)
+        metrics = rl_step(self.run, number)
+        if not self._gap_logged and "train/mismatch_abs" in metrics:
+            self._gap_logged = True
+            _log_gap(self.run.config.precision, number, metrics)
+        return metrics
 
-    def save_position(self, folder: Path, position: Mapping[str, Any]) -> None:
-        """Write ``position``."""
-        save_state(folder, "rl", self.run.source.plain(position))
+    def evaluate(self, number: int) -> Metrics:
+        """Measure the held-out prompts, if there are any."""
+        if self.evaluator is None:
+            return {}
+        with self.run.source.evaluating():
+            return self.evaluator.evaluate(number)
 
-    def restart(self) -> None:
-        """Push the weights to the rollout engine, which may have stopped."""
-        self.run.source.restart()
+    def close(self) -> None:
+        """Close the source with its rewards and its rollout engine."""
+        self.run.signal.log_total()
+        self.run.source.close()
 
-    def load(self, folder: Path) -> None:
-        """Restore the state that :meth:`save` wrote, and push the weights to the rollout engine."""
-        self.run.policy.load(folder / "policy")
-        if self.run.critic is not None:
-            self.run.critic.load(folder / "critic")
-        if self.run.reference is not None:
-            load_reference(self.run.moving, folder)
-        state = load_state(folder, "rl")
-        self.run.kl.load_state_dict(state["kl"])
-        self.run.source.rewards.load_state_dict(state.get("rewards", {}))
-        if self.run.ptx is not None and "ptx" in state:  # else ptx is new in this run
-            self.run.ptx.stream.load_state_dict(state["ptx"])
-        self.run.source.load(state)
+
+def _log_gap(precision: PrecisionConfig, step: int, metrics: Mapping[str, float]) -> None:
+    log.warning(
+        "precision.rollout_dtype: at step %d, log-probs of the trainer (%s) and of the rollout "
+        "engine (%s) differ by %.2g nats per token on average and by at most %.2g; k3 KL %.2g",
+        step,
+        precision.dtype,
+        precision.sampler_dtype,
+        metrics["train/mismatch_abs"],
+        metrics["train/mismatch_max"],
+        metrics["train/mismatch_k3"],
+    )
+
+
+def build_rl(
+    config: RLConfig, runtime: Runtime, functions: Functions, run_dir: Path
+) -> tuple[RL, Evaluator | None]:
+    """Return the components of an RL run and its evaluator. Data, environments and rewards are
+    built first, because their errors are detected in the least time."""
+    players = build_players(config.rollout.episodes, config.model, runtime)
+    with closed_on_error(players):
+        return _build(config, runtime, functions, run_dir, players)
+
+
+def _build(
+    config: RLConfig,
+    runtime: Runtime,
+    functions: Functions,
+    run_dir: Path,
+    players: Players | None,
+) -> tuple[RL, Evaluator | None]:
+    new_tokens = config.row_lengths.rest
+    data = within_positions(config.data, config.model, new_tokens=new_tokens)
+    in_episodes = players is not None
+    prompts = PromptStream(data, runtime.tokenizer, seed=config.seed, in_episodes=in_episodes)
+    held_out = held_out_prompts(
+        config.eval, config, runtime.tokenizer, new_tokens, in_episodes=in_episodes
+    )
+    ptx = make_ptx(config, runtime)
+    wait_for_servers(config.rollout.engine)
+    scores = weighted_rewards(
+        config.rewards,
+        runtime,
+        functions,
+        engine=config.train.engine,
+        offload="reward" in config.cluster.offload_between_phases,
+    )
+    policy = make_policy(config, runtime)
+    longest = max(data.prompt_max_len + new_tokens, longest_row(config.eval, new_tokens))
+    rollout = runtime.rollout(policy, config.rollout.engine, max_len=longest)
+    rewards = reward_set(
+        scores,
+        on_failure=config.on_reward_failure,
+        max_len=new_tokens,
+        shaping=config.shaping,
+        running=_running(config, scores),
+    )
+    warn_without_labels([prompt for one in held_out.values() for prompt in one], rewards)
+    runner = _runner(config, rollout, rewards, players, runtime.timeline)
+    source, eval_engine = _source(config, prompts, runner, policy, runtime)
+    check_first_weights(config, eval_engine, policy, runtime)
+    parts = make_rl(config, runtime, run_dir=run_dir, policy=policy, source=source, ptx=ptx)
+    parts = replace(parts, record=Recorder(config, run_dir, source, runtime.timeline))
+    if config.eval is None:
+        return parts, None
+    sampling = eval_sampling(config.eval, config.rollout)
+    eval_runner = make_runner(
+        eval_engine,
+        eval_rewards(scores, config.on_reward_failure, sampling),
+        sampling,
+        players,
+        timeline=runtime.timeline,
+        options=RunnerOptions(config.eval.n_samples_per_prompt, config.seed, phase="eval"),
+    )
+    return parts, make_evaluator(config.eval, eval_runner, held_out, run_dir)
+
+
+def make_policy(config: RLConfig, runtime: Runtime) -> TrainEngine:
+    """Return the policy. The random weights of new adapters depend only on the run's seed, not on
+    the components that were built before."""
+    log_disabled_noise(config.model, "policy")
+    seed_everything(config.seed)
+    return runtime.language_model(_specs(config)["policy"])
+
+
+def make_rl(
+    config: RLConfig,
+    runtime: Runtime,
+    *,
+    run_dir: Path,
+    policy: TrainEngine,
+    source: RolloutSource,
+    ptx: Ptx | None,
+) -> RL:
+    """Return the components of a run, with the models that its policy is trained with."""
+    specs, limit = _specs(config), config.observe.samples_per_step
+    kl = _kl_controller(config.algorithm.kl)
+    critic, value_loss = _critic(config, specs.get("critic"), runtime)
+    reference = _reference(config, specs.get("reference"), runtime, policy)
+    return RL(
+        config=config,
+        source=source,
+        policy=policy,
+        policy_loss=_policy_loss(config, kl),
+        kl=kl,
+        keep_samples=lambda step, groups, advantages: write_samples(
+            run_dir, step, groups, advantages, limit=limit, split="train"
+        ),
+        reference=reference,
+        moving=moving_reference(config.reference, policy, reference, runtime.loop_ranks),
+        teacher=_teacher(config, specs.get("teacher"), runtime),
+        critic=critic,
+        freeze_policy_steps=(config.critic or CriticConfig()).freeze_policy_steps,
+        value_loss=value_loss,
+        ptx=ptx,
+        signal=NoSignalMonitor(config.train.max_steps_without_signal),
+    )
+
+
+def _source(
+    config: RLConfig, prompts: PromptStream, runner: Runner, policy: TrainEngine, runtime: Runtime
+) -> tuple[RolloutSource, RolloutEngine]:
+    """Return the source of groups, and the engine for evaluations. The weights are transferred."""
+    rollout, timeline = config.rollout, runtime.timeline
+    size, engine = rollout.rollout_batch_size, runner.engine
+    sleeps = rollout.engine.sleep_between_rollouts
+    if sleeps and config.cluster.offload_between_phases:  # make room for the first transfer
+        engine.sleep(new_weights_follow=True)
+    sync = runtime.sync(policy, engine, config.sync)
+    if rollout.max_staleness is None:
+        return SyncSource(prompts, runner, sync, groups_per_step=size, sleeps=sleeps), engine
+    service = RolloutService(timed(engine, timeline, SAMPLER_SPANS))
+    options = AsyncOptions(
+        Limits(
+            groups_per_step=size,
+            slots=rollout.capacity(size),
+            max_staleness=rollout.max_staleness,
+            total_steps=config.num_steps,
+            max_refills=runner.max_refills,
+        ),
+        in_flight=rollout.in_flight,
+        overlaps=rollout.overlaps,
+        evaluation="continue" if config.eval is None else config.eval.training_groups,
+        vocab_size=vocab_size_of(config.model),
+    )
+    source = AsyncSource(prompts, runner, service, sync, lambda: policy.version, options)
+    shared = cast(RolloutEngine, ServiceEngine(service))
+    return timed(source, timeline, {"next": "wait"}), shared
+
+
+def _runner(
+    config: RLConfig,
+    engine: RolloutEngine,
+    rewards: RewardSet,
+    players: Players | None,
+    timeline: Timeline,
+) -> Runner:
+    overlaps = config.rollout.is_asynchronous  # scored in a thread of its own
+    return make_runner(
+        engine,
+        timed(rewards, timeline, {"measure": f"{SCORING}/reward" if overlaps else "reward"}),
+        replace(
+            sampling_of(config.rollout),
+            sampling_mask=records_sampling_mask(config.algorithm, config.rollout),
+        ),
+        players,
+        timeline=timeline,
+        options=RunnerOptions(
+            config.rollout.n_samples_per_prompt,
+            config.seed,
+            dynamic=_group_filter(config),
+        ),
+    )
+
+
+def _group_filter(config: RLConfig) -> GroupFilter | None:
+    dynamic = config.rollout.dynamic_sampling
+    each = config.algorithm.normalizes_each
+    return None if dynamic is None else GroupFilter(dynamic, each_reward=each)
+
+
+def _policy_loss(config: RLConfig, kl: KlController) -> Loss:
+    objective = policy_objective(
+        config.algorithm,
+        max_len=config.row_lengths.rest,
+        kl_coef=lambda: kl.coef,
+        max_staleness=config.rollout.max_staleness or 0,
+    )
+    return with_expert_balance(objective, config.train.moe_aux_loss_coef)
+
+
+def _teacher(config: RLConfig, spec: EngineSpec | None, runtime: Runtime) -> Teacher | None:
+    return None if spec is None else make_teacher(spec, config.model, runtime)
+
+
+def _critic(
+    config: RLConfig, spec: EngineSpec | None, runtime: Runtime
+) -> tuple[TrainEngine | None, Loss | None]:
+    if spec is None:
+        return None, None
+    own = config.critic or CriticConfig()
+    if own.model is not None:
+        log_disabled_noise(own.model, "critic")
+    critic = runtime.scalar_model(spec, seed=config.seed)
+    return critic, value_objective(value_clip=own.value_clip)
+
+
+def _running(config: RLConfig, scores: WeightedRewards) -> dict[str, Literal["mean_std", "std"]]:
+    pairs = zip(config.rewards, scores, strict=True)
+    return {reward.name: e.running_norm for e, (reward, _) in pairs if e.running_norm is not None}
+
+
+def make_ptx(config: RLConfig, runtime: Runtime) -> Ptx | None:
+    """Return the pre-training rows of a recipe, if there are any."""
+    if config.ptx is None:
+        return None
+    data = within_positions(config.ptx.data, config.model, field="ptx.data")
+    stream = SFTStream(data, runtime.tokenizer, seed=config.seed, section="ptx.data")
+    return Ptx(
+        timed(stream, runtime.timeline, {"next": "data"}),
+        config.ptx.batch_size,
+        ptx_objective(config.ptx.ptx_coef),
+    )
+
+
+def _specs(config: RLConfig) -> dict[str, EngineSpec]:
+    updates = config.batch_plan().optimizer_steps_per_rollout
+    assert updates is not None
+    frozen = 0 if config.critic is None else config.critic.freeze_policy_steps
+    specs = engine_specs(
+        config, total_steps=config.num_steps * updates, temperature=config.rollout.temperature
+    )
+    own = (config.num_steps - frozen) * updates
+    return specs | {"policy": replace(specs["policy"], total_steps=own)}
+
+
+def _reference(
+    config: RLConfig, spec: EngineSpec | None, runtime: Runtime, policy: TrainEngine
+) -> HasLogprobs | None:
+    if spec is not None:
+        return runtime.language_model(spec, {"logprobs": "reference", "mix": "reference"})
+    return runtime.frozen_base(policy) if config.holds_reference else None
+
+
+def _kl_controller(config: KlConfig) -> KlController:
+    if config.kl_target is None:
+        return FixedKl(config.init_kl_coef)
+    return AdaptiveKl(config.init_kl_coef, target=config.kl_target, horizon=config.kl_horizon)
+
+
+class RLJob(Job[RLConfig, Loop]):
+    """The job ``rl``."""
+
+    config_class = RLConfig
+    takes_rewards = True
+
+    def driver(self, config: RLConfig, run_dir: Path, memory_monitor: MemoryMonitor) -> Trainer:
+        return Trainer(config, run_dir, memory_monitor)
+
+    def build(
+        self, config: RLConfig, runtime: Runtime, *, run_dir: Path, functions: Functions
+    ) -> Loop:
+        loop = RLLoop(*build_rl(config, runtime, functions, run_dir))
+        loop.usable = usable_prompts(config)
+        return loop
+
+
+JOB = RLJob()

@@ -16,23 +16,23 @@ from burnish.config import JobConfig, RLConfig
 from burnish.config.job import InferenceJob, TrainingJob
 from burnish.config.placement import PlacementGroupSpec
 from burnish.config.registry import REGISTRY
-from burnish.jobs.base import Driver, Job, seed_everything
-from burnish.jobs.data_digests import check_same_rows
-from burnish.jobs.errors import RunError, StoppedError
-from burnish.jobs.families import check_families
-from burnish.jobs.final_export import check_export_folder, export_at_end
-from burnish.jobs.inputs import check_inputs, recorded_run
-from burnish.jobs.memory_monitor import MemoryMonitor
-from burnish.jobs.parallelism import check_head_divisibility
-from burnish.jobs.run_dir import prepare_run_dir
-from burnish.jobs.usable import count_prompts
-from burnish.jobs.validate import check_before_run
+from burnish.driver.base import Driver, Job, seed_everything
+from burnish.driver.data_digests import check_same_rows
+from burnish.driver.errors import RunError, StoppedError
+from burnish.driver.memory_monitor import MemoryMonitor
+from burnish.driver.run_dir import prepare_run_dir
 from burnish.models.load import load_tokenizer
 from burnish.observe.progress import keeping_early_records
 from burnish.observe.timeline import Timeline
 from burnish.oom import is_out_of_memory
 from burnish.plan.launch import check_memory
 from burnish.plan.memory_plan import Plan
+from burnish.preflight.families import check_families
+from burnish.preflight.inputs import check_inputs, recorded_run
+from burnish.preflight.launch import check_before_run
+from burnish.preflight.ranks import check_head_divisibility
+from burnish.preflight.usable import count_prompts
+from burnish.publish.export import check_export_folder, export_at_end
 from burnish.runtime.base import Runtime
 from burnish.runtime.inline import InlineRuntime
 from burnish.runtime.ray import RayRuntime

@@ -17,14 +17,14 @@ from typing import Any
 from burnish.config.model import ModelConfig
 from burnish.config.score import ScoreConfig
 from burnish.data.responses import GivenResponses
-from burnish.jobs.base import Functions
+from burnish.driver.base import Functions
+from burnish.driver.rows_run import StepRows, WritesRows, sums_of
 from burnish.jobs.build import reward_set, weighted_rewards
-from burnish.jobs.degenerate import warn_without_labels
-from burnish.jobs.rows_run import StepRows, WritesRows, sums_of
 from burnish.observe.timeline import timed
 from burnish.rewards.base import NoGroupLeftError, RewardSet, Scored
 from burnish.rewards.labels import label_problem, label_readers
 from burnish.runtime.base import Runtime
+from burnish.steps.no_signal import warn_without_labels
 
 log = logging.getLogger("burnish")
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from burnish.config import SFTConfig
 from burnish.data.sft import SFTStream, load_rows
 from burnish.jobs.build import engine_specs
-from burnish.jobs.degenerate import NoSignalMonitor
-from burnish.jobs.objectives import sft_objective, with_expert_balance
-from burnish.jobs.positions import eval_place, held_out_sets, within_positions
-from burnish.jobs.supervised import Supervised, SupervisedTraining
-from burnish.jobs.usable import usable_rows
 from burnish.observe.timeline import timed
+from burnish.preflight.positions import eval_place, held_out_sets, within_positions
+from burnish.preflight.usable import usable_rows
 from burnish.runtime.base import Runtime
+from burnish.steps.no_signal import NoSignalMonitor
+from burnish.steps.objectives import sft_objective, with_expert_balance
+from burnish.steps.supervised import Supervised, SupervisedTraining
 from burnish.tensors import masked_sum
 from burnish.train.base import TrainEngine
 from burnish.types import Batch, Stats

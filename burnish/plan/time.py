@@ -3,7 +3,7 @@ speeds.
 
 Use it to compare layouts, not as a guarantee: the shares (``efficiency`` in ``hardware.yaml``) are
 assumed until they are measured. In a synchronous run every phase waits for the previous one, as in
-``jobs/rl.py``. A step is therefore the sum of its phases, and a GPU is idle in phases in which its
+``steps/rl.py``. A step is therefore the sum of its phases, and a GPU is idle in phases in which its
 roles do not work. ``overlap.py`` combines the two sides of an asynchronous run.
 """
 

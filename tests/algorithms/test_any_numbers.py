@@ -30,18 +30,18 @@ from burnish.config.preference_losses import (
     OrpoLoss,
     SimpoLoss,
 )
-from burnish.jobs.credit import MAX_REWARD, assign_advantages
 from burnish.jobs.distill import distill_objective
-from burnish.jobs.objectives import (
+from burnish.jobs.preference import preference_objective
+from burnish.models.logprobs import Head, token_logprobs
+from burnish.rewards.base import RewardError
+from burnish.steps.credit import MAX_REWARD, assign_advantages
+from burnish.steps.objectives import (
     policy_objective,
     process_objective,
     reward_model_objective,
     sft_objective,
     value_objective,
 )
-from burnish.jobs.preference import preference_objective
-from burnish.models.logprobs import Head, token_logprobs
-from burnish.rewards.base import RewardError
 from burnish.tensors import whiten
 from burnish.train.base import Loss, Outputs
 from burnish.types import Batch, rows_to_batch

@@ -18,10 +18,10 @@ from burnish.data.forms import open_rows
 from burnish.data.held_out import held_out_rows
 from burnish.data.sft import SFTStream, load_rows
 from burnish.data.sources import DataError
-from burnish.jobs.shared_prompts import num_shared_prompts
-from burnish.jobs.validate import check_launch
 from burnish.models.load import load_tokenizer
 from burnish.observe.metrics import read_metrics
+from burnish.preflight.launch import check_launch
+from burnish.preflight.shared_prompts import num_shared_prompts
 from burnish.types import Batch
 
 MODEL = {"scratch": {"alphabet": "0123456789+=", "hidden_size": 32, "num_layers": 1}}

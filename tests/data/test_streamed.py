@@ -15,7 +15,7 @@ from burnish.config.data import PromptDataConfig
 from burnish.config.passes import total_rows
 from burnish.data.prompts import PromptStream, load_prompts
 from burnish.data.sources import DataError
-from burnish.jobs import validate
+from burnish.preflight import launch as validate
 
 Tok = PreTrainedTokenizerFast
 

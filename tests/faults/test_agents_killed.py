@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from burnish.config import JobConfig, load_config
-from burnish.jobs.rollout_records import read_rollout, rollout_folders
+from burnish.driver.records import read_rollout, rollout_folders
 from burnish.observe.samples import read_samples
 from burnish.types import Sample
 

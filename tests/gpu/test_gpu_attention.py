@@ -11,10 +11,10 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.train import TrainConfig
-from burnish.jobs.objectives import sft_objective
 from burnish.models.gpu import set_up_gpu
 from burnish.models.load import load_causal_lm
 from burnish.models.sdpa import Call, kernels_of, way_of
+from burnish.steps.objectives import sft_objective
 from burnish.train.batching import Layout
 from burnish.train.spec import EngineSpec
 from burnish.train.torch import TorchTrainEngine

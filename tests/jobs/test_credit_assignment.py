@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from burnish.config.algorithm import AlgorithmConfig
-from burnish.jobs.credit import assign_advantages
-from burnish.jobs.degenerate import reward_signal
 from burnish.rewards.base import NoRewards, RewardError
+from burnish.steps.credit import assign_advantages
+from burnish.steps.no_signal import reward_signal
 from burnish.types import Batch, Group, Prompt, Sample, rows_to_batch
 
 LENGTHS = [2, 1, 1, 3]

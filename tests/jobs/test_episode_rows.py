@@ -24,13 +24,13 @@ from burnish.batches import groups_to_batch
 from burnish.config import RLConfig, load_config
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.train import TrainConfig
-from burnish.jobs.credit import assign_advantages
-from burnish.jobs.degenerate import reward_signal
-from burnish.jobs.objectives import policy_objective, value_objective
-from burnish.jobs.rl import advantage_by_sample, batch_metrics, minibatches
 from burnish.models.load import load_causal_lm
 from burnish.models.value_head import load_scalar_model
 from burnish.rewards.base import NoRewards
+from burnish.steps.credit import assign_advantages
+from burnish.steps.no_signal import reward_signal
+from burnish.steps.objectives import policy_objective, value_objective
+from burnish.steps.rl import advantage_by_sample, batch_metrics, minibatches
 from burnish.train.base import Loss
 from burnish.train.batching import split_over_ranks
 from burnish.train.forward import Forward

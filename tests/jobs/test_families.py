@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 import burnish
 from burnish.cli import app
 from burnish.config import dump_yaml, load_config
-from burnish.jobs.families import check_families
 from burnish.models.load import ModelError
+from burnish.preflight.families import check_families
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_a_dry_run_reports_how_the_model_runs_and_is_cached(folder: Path) -> Non
     assert "rows are padded" in first.output, first.output
     code = (
         "import sys; from burnish.config import load_config; "
-        "from burnish.jobs.families import check_families; from pathlib import Path; "
+        "from burnish.preflight.families import check_families; from pathlib import Path; "
         f"print(check_families(load_config(Path({str(file)!r})), download=False)); "
         "assert 'torch' not in sys.modules"
     )

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import burnish
 from burnish.cli import app
-from burnish.jobs.model_card import write_card
+from burnish.publish.model_card import write_card
 from burnish.secret import without_secret_values
 
 TOKEN = "hf_0123456789abcdefghij"
@@ -283,7 +283,7 @@ def test_a_push_that_cannot_succeed_is_refused_before_the_export(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("burnish.jobs.hub.get_token", lambda: None)
+    monkeypatch.setattr("burnish.publish.hub.get_token", lambda: None)
     done = export(run_dir, tmp_path / "out", *options)
     assert done.exit_code == 2 and message in " ".join(done.output.split())
     assert not (tmp_path / "out").exists()
@@ -311,7 +311,7 @@ def test_a_failed_push_says_why_and_keeps_the_folder(  # house: ok fixtures
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from burnish.jobs.hub import Destination, HubError, push
+    from burnish.publish.hub import Destination, HubError, push
 
     folder = tmp_path / "model"
     folder.mkdir()
@@ -319,7 +319,7 @@ def test_a_failed_push_says_why_and_keeps_the_folder(  # house: ok fixtures
     (folder / "model.safetensors").write_bytes(b"weights")
     before = contents(folder)
     if trouble.endswith(" 0"):
-        monkeypatch.setattr("burnish.jobs.hub.SILENCE_S", 2.0)
+        monkeypatch.setattr("burnish.publish.hub.SILENCE_S", 2.0)
     if trouble == "token":
         monkeypatch.setenv("HF_TOKEN", "hf_another_token_of_somebody")
     elif trouble == "taken":

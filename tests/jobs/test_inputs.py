@@ -20,12 +20,12 @@ from burnish.config import load_config
 from burnish.config.model import ModelConfig
 from burnish.config.sources import FileSource
 from burnish.data.sources import DataError, first_rows, open_source
+from burnish.driver.errors import RunError
 from burnish.environments.importing import LoadError, check_file
-from burnish.jobs.errors import RunError
-from burnish.jobs.inputs import check_inputs, recorded_run
-from burnish.jobs.validate import check_launch
 from burnish.models.load import load_tokenizer
 from burnish.models.paths import ModelError
+from burnish.preflight.inputs import check_inputs, recorded_run
+from burnish.preflight.launch import check_launch
 from burnish.rewards.build import build_rewards
 from burnish.rewards.errors import RewardError
 

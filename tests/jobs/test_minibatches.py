@@ -10,7 +10,7 @@ import torch
 
 from burnish.config import RLConfig, load_config
 from burnish.config.algorithm import AlgorithmConfig
-from burnish.jobs.rl import minibatches, without_truncated
+from burnish.steps.rl import minibatches, without_truncated
 from burnish.types import Batch, Group, Prompt, Sample, rows_to_batch
 
 

@@ -14,9 +14,9 @@ import burnish
 from burnish.cli import app
 from burnish.config import dump_yaml, load_config
 from burnish.config.parallelism import parallel_degrees
-from burnish.jobs import parallelism
 from burnish.models.load import ModelError
 from burnish.models.tensor_parallel import check_head_counts
+from burnish.preflight import ranks as parallelism
 
 HEADS: dict[str, Any] = {"scratch": {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2}}
 SPLIT = {"kind": "vllm", "tensor_parallel_size": 4}

@@ -14,7 +14,7 @@ from torch import Tensor
 from burnish.algorithms.policy_losses import BY_ROW, POLICY_LOSSES
 from burnish.algorithms.supervised import dft
 from burnish.config.algorithm import AlgorithmConfig
-from burnish.jobs.objectives import (
+from burnish.steps.objectives import (
     policy_objective,
     reward_model_objective,
     sft_objective,

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.preference_losses import PreferenceLossConfig
-from burnish.jobs.errors import RunError
+from burnish.driver.errors import RunError
 from burnish.jobs.preference import preference_objective, preparation
-from burnish.jobs.reference_cache import CachedReference, compute, load, save
 from burnish.models.load import load_causal_lm
+from burnish.steps.reference_cache import CachedReference, compute, load, save
 from burnish.train.base import Loss, Outputs
 from burnish.types import Batch, Stats, rows_to_batch
 

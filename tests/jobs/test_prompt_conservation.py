@@ -18,7 +18,7 @@ import pytest
 
 import burnish
 from burnish.config import JobConfig, load_config
-from burnish.jobs import rl_job as loop
+from burnish.jobs import rl as loop
 from burnish.models.scratch import scratch_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples

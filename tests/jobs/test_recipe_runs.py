@@ -18,7 +18,7 @@ import pytest
 import burnish
 from burnish.config import load_config
 from burnish.config.reward_model import STEP_METRICS
-from burnish.jobs.run_dir import REFERENCE_FILE
+from burnish.driver.run_dir import REFERENCE_FILE
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples
 

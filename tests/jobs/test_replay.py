@@ -27,9 +27,9 @@ from burnish.checkpoint import (
 )
 from burnish.cli import app
 from burnish.config import load_config
-from burnish.jobs.checkpointing import Checkpointing, RunPosition
-from burnish.jobs.errors import RunError
-from burnish.jobs.rollout_records import (
+from burnish.driver.checkpointing import Checkpointing, RunPosition
+from burnish.driver.errors import RunError
+from burnish.driver.records import (
     read_group_log,
     rollout_folders,
 )

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-import burnish.jobs.rollout_records as records
+import burnish.driver.records as records
 from burnish.checkpoint import CheckpointError, load_state, save_state, write_manifest
-from burnish.jobs.rollout_records import (
+from burnish.driver.records import (
     drop_records_after,
     log_groups,
     read_group_log,

@@ -29,9 +29,9 @@ from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.preference_losses import PreferenceLossConfig
 from burnish.data.preference import load_pairs
 from burnish.data.unpaired import load_unpaired
-from burnish.jobs.objectives import policy_objective
 from burnish.jobs.preference import preference_objective, preparation
 from burnish.models.load import load_causal_lm
+from burnish.steps.objectives import policy_objective
 from burnish.train.base import Loss
 from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch, rows_to_batch

@@ -12,7 +12,7 @@ import pytest
 import burnish
 from burnish.config import ConfigError, load_config
 from burnish.data.encoded import EncodedStream
-from burnish.jobs.errors import RunError
+from burnish.driver.errors import RunError
 from burnish.observe.metrics import read_metrics
 
 MODEL = {"scratch": {"alphabet": "0123456789+=", "hidden_size": 16, "num_layers": 1}}

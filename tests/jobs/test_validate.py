@@ -15,7 +15,7 @@ import burnish
 from burnish.cli import app
 from burnish.config import load_config
 from burnish.data.sources import DataError
-from burnish.jobs import validate
+from burnish.preflight import launch as validate
 
 GOOD = {"prompt": "1+1=", "response": "2", "label": "2"}
 BROKEN = {"prompt": "1+1="}

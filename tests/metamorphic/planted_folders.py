@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import burnish.checkpoint.save as save
-import burnish.jobs.rollout_records as rollout_records
+import burnish.driver.records as rollout_records
 
 Patch = pytest.MonkeyPatch
 

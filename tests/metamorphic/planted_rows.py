@@ -10,7 +10,7 @@ from metamorphic import relations_rows
 import burnish.config.held_out as held_out
 import burnish.data.files as files
 from burnish.data.base import Row, columnar_row
-from burnish.jobs.base import Usable
+from burnish.driver.base import Usable
 
 Patch = pytest.MonkeyPatch
 

@@ -17,8 +17,8 @@ from metamorphic.base import Draw, equal, relation
 from burnish.config import load_config
 from burnish.data.forms import open_rows
 from burnish.data.sft import SFTStream, load_rows
-from burnish.jobs.usable import usable_rows
 from burnish.models.load import load_tokenizer
+from burnish.preflight.usable import usable_rows
 
 MODEL = {"scratch": {"alphabet": "0123456789+=", "hidden_size": 16, "num_layers": 1}}
 

@@ -21,10 +21,10 @@ from burnish.algorithms.policy_losses import BY_ROW
 from burnish.config import ConfigError, dump_yaml, load_config
 from burnish.config.algorithm import AlgorithmConfig, PolicyLossConfig
 from burnish.config.docs import fields_table
-from burnish.jobs.credit import assign_advantages
-from burnish.jobs.objectives import policy_objective
 from burnish.rewards.base import RewardInput
 from burnish.rewards.math import MathReward
+from burnish.steps.credit import assign_advantages
+from burnish.steps.objectives import policy_objective
 from burnish.train.base import Outputs
 from burnish.types import Batch, Prompt, Sample, rows_to_batch
 

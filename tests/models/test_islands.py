@@ -19,7 +19,6 @@ from burnish.config.model import Dtype, LoraConfig, ModelConfig, PrecisionConfig
 from burnish.config.rollout import LocalEngine
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import DeepSpeedEngine
-from burnish.jobs.objectives import sft_objective
 from burnish.models.buffers import wanted_dtype
 from burnish.models.islands import fp32_names, with_islands
 from burnish.models.load import DTYPES, ModelError, load_causal_lm
@@ -27,6 +26,7 @@ from burnish.models.scratch import scratch_tokenizer
 from burnish.models.shrink import build, shrink
 from burnish.models.value_head import load_scalar_model
 from burnish.rollout.decoding import make_local_engine
+from burnish.steps.objectives import sft_objective
 from burnish.train.engines import make_engine
 from burnish.train.spec import EngineSpec
 from burnish.types import rows_to_batch

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from burnish.jobs.output_shards import OutputShards
+from burnish.driver.output_shards import OutputShards
 from burnish.observe.files import write_text
 
 

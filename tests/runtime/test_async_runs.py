@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 import burnish
 from burnish.checkpoint.state import load_state
 from burnish.config import load_config
-from burnish.jobs import rl_job as loop
+from burnish.driver.trainer import Trainer
+from burnish.jobs import rl as loop
 from burnish.jobs.evaluate import Evaluator
-from burnish.jobs.trainer import Trainer
 from burnish.models.cache_attention import least_rows
 from burnish.observe.metrics import read_metrics
 from burnish.observe.progress import time_phases

@@ -17,11 +17,11 @@ from torch import Tensor
 import burnish
 from burnish.batches import groups_to_batch
 from burnish.config.model import ModelConfig, ScratchConfig
-from burnish.jobs import rl as steps_of_rl
 from burnish.models.load import load_causal_lm
 from burnish.observe.metrics import read_metrics
 from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
 from burnish.rollout.generation import generate
+from burnish.steps import rl as steps_of_rl
 from burnish.types import Batch, Group
 
 CALCULATE = str(Path(__file__).parents[2] / "recipes/tools/calculator.py:calculate")

@@ -15,8 +15,8 @@ import torch
 import burnish
 from burnish.checkpoint import CheckpointError, CheckpointStore
 from burnish.config import ConfigError, JobConfig
-from burnish.jobs.errors import RunError
-from burnish.jobs.trainer import Trainer
+from burnish.driver.errors import RunError
+from burnish.driver.trainer import Trainer
 from burnish.observe.metrics import read_metrics
 from burnish.rewards.base import RewardError
 from burnish.runtime.base import WorkerLostError

@@ -12,7 +12,7 @@ import pytest
 import burnish
 from burnish.config import ConfigError, JobConfig
 from burnish.data.sources import DataError
-from burnish.jobs.errors import RunError
+from burnish.driver.errors import RunError
 from burnish.models.load import ModelError
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples

@@ -17,10 +17,10 @@ import burnish
 from burnish.config import load_config
 from burnish.config.load import ConfigError
 from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.driver.errors import RunError
 from burnish.environments.base import EnvironmentSetupError
 from burnish.environments.importing import LoadError
 from burnish.environments.pool import EnvironmentPool, EnvironmentSpec, EpisodeFailedError
-from burnish.jobs.errors import RunError
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.samples import read_samples
 from burnish.rollout.vllm import INSTALL

@@ -22,9 +22,9 @@ import burnish
 from burnish.config import ConfigError, load_config
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.train import TrainConfig
-from burnish.jobs.objectives import sft_objective, with_expert_balance
 from burnish.models.load import ModelError, load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
+from burnish.steps.objectives import sft_objective, with_expert_balance
 from burnish.tensors import pad_rows
 from burnish.train.base import Outputs
 from burnish.train.spec import EngineSpec

@@ -12,7 +12,7 @@ import pytest
 import burnish
 from burnish.config import ConfigError, JobConfig
 from burnish.data.sources import DataError
-from burnish.jobs.errors import RunError
+from burnish.driver.errors import RunError
 from burnish.rewards.base import RewardError
 
 CONDITIONED = ["mode=conditioned", "condition.template='{reward:.1f}|{prompt}'"]

@@ -14,8 +14,8 @@ import pytest
 
 import burnish
 from burnish.config import JobConfig
-from burnish.jobs.errors import RunError
-from burnish.jobs.rows_run import may_change
+from burnish.driver.errors import RunError
+from burnish.driver.rows_run import may_change
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples

@@ -15,7 +15,7 @@ import burnish
 from burnish import cli
 from burnish.checkpoint import CheckpointStore
 from burnish.config import JobConfig
-from burnish.jobs import rl_job
+from burnish.jobs import rl as rl_job
 from burnish.observe.metrics import read_metrics
 from burnish.plan.oom import RunOutOfMemoryError, suggestions
 from burnish.plan.plan_vs_actual import MeasuredPeak, plan_vs_actual, plan_vs_actual_text

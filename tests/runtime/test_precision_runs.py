@@ -20,7 +20,7 @@ import burnish
 from burnish.checkpoint.errors import CheckpointError
 from burnish.cli import app
 from burnish.config import ConfigError, JobConfig, dump_yaml
-from burnish.jobs.errors import StoppedError
+from burnish.driver.errors import StoppedError
 from burnish.observe.metrics import read_metrics
 from burnish.rollout.base import SamplingError
 
@@ -253,7 +253,7 @@ def test_a_checkpoint_is_due_by_time_too(
     """Every reading of the clock is 11 minutes later; checkpoints every 50 steps or 30 minutes."""
     seconds = itertools.count(step=660.0)
     clock = SimpleNamespace(monotonic=lambda: next(seconds), perf_counter=time.perf_counter)
-    monkeypatch.setattr("burnish.jobs.checkpointing.time", clock)
+    monkeypatch.setattr("burnish.driver.checkpointing.time", clock)
     kept = ["max_steps=7", "checkpoint.keep_last=9"]
     for minutes, steps in (("30", {3, 6, 7}), ("null", {7})):
         config = rl(

@@ -12,7 +12,7 @@ import pytest
 import burnish
 from burnish.config import ConfigError, JobConfig, load_config
 from burnish.config.model import ModelConfig
-from burnish.jobs.run_dir import REFERENCE_FILE as FILE
+from burnish.driver.run_dir import REFERENCE_FILE as FILE
 from burnish.models.load import load_causal_lm
 from burnish.observe.metrics import read_metrics
 from burnish.runtime.inline import InlineRuntime

@@ -14,10 +14,10 @@ import torch
 import burnish
 from burnish.algorithms.running import RunningMoments
 from burnish.config import JobConfig
-from burnish.jobs.objectives import sft_objective
-from burnish.jobs.ptx import Ptx, ptx_objective
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples
+from burnish.steps.objectives import sft_objective
+from burnish.steps.ptx import Ptx, ptx_objective
 from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch
 

@@ -13,7 +13,7 @@ import pytest
 
 import burnish
 from burnish.config import JobConfig, load_config
-from burnish.jobs.rollout_records import read_group_log
+from burnish.driver.records import read_group_log
 from burnish.models.cache_attention import least_rows
 from burnish.observe.metrics import read_metrics
 

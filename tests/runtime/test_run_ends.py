@@ -19,8 +19,8 @@ from burnish.checkpoint import CheckpointStore, read_manifest, verify
 from burnish.checkpoint.reduce import reduce_to_weights
 from burnish.config import ConfigError, JobConfig, RLConfig, load_config
 from burnish.config.early_stopping import EarlyStoppingConfig
-from burnish.jobs.early_stopping import StopCounters
-from burnish.jobs.errors import RunError
+from burnish.driver.early_stopping import StopCounters
+from burnish.driver.errors import RunError
 from burnish.observe.metrics import read_metrics
 from burnish.train.process_group import RankGroup
 

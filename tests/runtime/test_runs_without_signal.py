@@ -13,11 +13,11 @@ import torch
 
 import burnish
 from burnish.config import JobConfig, load_config
-from burnish.jobs.degenerate import label_signal, pair_signal
-from burnish.jobs.errors import StoppedError
-from burnish.jobs.trainer import STOPPED_FILE
+from burnish.driver.errors import StoppedError
+from burnish.driver.trainer import STOPPED_FILE
 from burnish.observe.metrics import read_metrics
 from burnish.rewards.base import RewardError
+from burnish.steps.no_signal import label_signal, pair_signal
 from burnish.types import rows_to_batch
 
 MakeConfig = Callable[..., JobConfig]

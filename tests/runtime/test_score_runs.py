@@ -14,7 +14,7 @@ import pytest
 import burnish
 from burnish.config import ConfigError, JobConfig, load_config
 from burnish.data.sources import DataError
-from burnish.jobs.errors import RunError
+from burnish.driver.errors import RunError
 from burnish.observe.samples import read_samples
 from burnish.plan.command import PlanOptions, plan_text
 from burnish.plan.shapes import PlanError

@@ -24,11 +24,11 @@ from wandb.proto.wandb_internal_pb2 import Record
 import burnish
 from burnish.config import JobConfig
 from burnish.config.observe import WandbConfig
-from burnish.jobs.inputs import check_inputs
 from burnish.observe.errors import TrackerError
 from burnish.observe.metrics import read_metrics
 from burnish.observe.tracker import TrackerLimits, TrackerQueue, Trackers
 from burnish.observe.wandb import MAX_TEXT_CHARS, WandbTracker, wandb_mode
+from burnish.preflight.inputs import check_inputs
 
 OFFLINE = ("observe.wandb.mode=offline", "observe.wandb.project=sums")
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -344,7 +344,7 @@ def test_training_goes_on_to_its_end_with_a_tracker_that_hangs(
     dropped."""
     tracker, limits = Hanging(), TrackerLimits(close_timeout_s=0.05, max_queued_steps=2)
     monkeypatch.setattr(
-        "burnish.jobs.base.open_trackers",
+        "burnish.driver.base.open_trackers",
         lambda _config, run_dir: Trackers([TrackerQueue(tracker, run_dir, limits)]),
     )
     run_dir = burnish.run(supervised("sft")).run_dir

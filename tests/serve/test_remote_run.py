@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import burnish
 from burnish.config import load_config
 from burnish.config.model import ModelConfig
-from burnish.jobs.rl_job import build_rl
+from burnish.jobs.rl import build_rl
 from burnish.models.load import load_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.rewards.base import RewardError

@@ -42,7 +42,7 @@ PRELOADED = (
     "burnish.runtime.worker",
     "burnish.runtime.rollout_worker",
     "burnish.jobs.run",
-    "burnish.jobs.rl_job",
+    "burnish.jobs.rl",
     "burnish.jobs.sft",
     "burnish.observe.report",
     "burnish.train.fsdp",

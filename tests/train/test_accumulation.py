@@ -18,13 +18,13 @@ from torch import Tensor
 from burnish.config.algorithm import AlgorithmConfig, KlConfig
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
 from burnish.config.train import TrainConfig
-from burnish.jobs.objectives import (
+from burnish.models.load import load_causal_lm
+from burnish.steps.objectives import (
     policy_objective,
     reward_model_objective,
     sft_objective,
     value_objective,
 )
-from burnish.models.load import load_causal_lm
 from burnish.train.base import Loss, Outputs, Role
 from burnish.train.spec import EngineSpec
 from burnish.train.torch import TorchTrainEngine

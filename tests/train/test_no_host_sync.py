@@ -38,7 +38,12 @@ from burnish.config.model import ModelConfig
 from burnish.config.preference_losses import PreferenceLossConfig
 from burnish.config.train import TrainConfig
 from burnish.jobs.distill import distill_objective
-from burnish.jobs.objectives import (
+from burnish.jobs.preference import preference_objective
+from burnish.models.distill import DistillTarget
+from burnish.models.load import choose_attention
+from burnish.models.logprobs import Head
+from burnish.models.scalar_model import ScalarModel
+from burnish.steps.objectives import (
     policy_objective,
     process_objective,
     reward_model_objective,
@@ -46,11 +51,6 @@ from burnish.jobs.objectives import (
     value_objective,
     with_expert_balance,
 )
-from burnish.jobs.preference import preference_objective
-from burnish.models.distill import DistillTarget
-from burnish.models.load import choose_attention
-from burnish.models.logprobs import Head
-from burnish.models.scalar_model import ScalarModel
 from burnish.tensors import upload
 from burnish.train.base import Loss
 from burnish.train.batching import arrange

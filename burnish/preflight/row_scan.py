@@ -1,8 +1,9 @@
 """Validate rows of a data section with the functions that the run uses to read and encode them.
 
-``python -m burnish.jobs.row_scan`` is a worker process of :mod:`burnish.jobs.validate`. It reads a
-JSON object with a :class:`Section` and the spans to scan from standard input, and writes one JSON
-line per span. A process started this way does not import the caller's ``__main__`` module."""
+``python -m burnish.preflight.row_scan`` is a worker process of :mod:`burnish.preflight.launch`. It
+reads a JSON object with a :class:`Section` and the spans to scan from standard input, and writes
+one JSON line per span. A process started this way does not import the caller's ``__main__``
+module."""
 
 from __future__ import annotations
 

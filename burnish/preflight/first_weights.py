@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from burnish.config import RLConfig
 from burnish.config.rollout import LocalEngine
-from burnish.jobs.sampling_checks import vocab_size_of
+from burnish.preflight.sampling import vocab_size_of
 from burnish.rollout.base import RolloutEngine, Sampling
 from burnish.rollout.weight_probe import NUM_SAMPLES, check_logprobs, probe_requests
 from burnish.runtime.base import Runtime

@@ -32,13 +32,13 @@ from burnish.data.forms import open_rows
 from burnish.data.sources import DataError, Source
 from burnish.data.stream import RowRef
 from burnish.data.streamed import StreamedRows, num_first
-from burnish.jobs.errors import RunError
-from burnish.jobs.positions import within_positions
-from burnish.jobs.row_scan import ERRORS, Found, Section, Span, quiet, scan
-from burnish.jobs.sampling_checks import sampling_problems
-from burnish.jobs.shared_prompts import num_shared_prompts
+from burnish.driver.errors import RunError
 from burnish.models.family import recall_json, store_json
 from burnish.models.load import load_tokenizer
+from burnish.preflight.positions import within_positions
+from burnish.preflight.row_scan import ERRORS, Found, Section, Span, quiet, scan
+from burnish.preflight.sampling import sampling_problems
+from burnish.preflight.shared_prompts import num_shared_prompts
 from burnish.rewards.base import RewardError, RewardSet
 from burnish.rewards.build import build_rewards
 from burnish.rewards.labels import label_readers
@@ -278,7 +278,7 @@ def _scan_parallel(section: Section, spans: Sequence[Span], workers: int, say: S
 
 
 def _worker(section: Section, spans: Sequence[Span]) -> Iterator[Found]:
-    command = [sys.executable, "-m", "burnish.jobs.row_scan"]
+    command = [sys.executable, "-m", "burnish.preflight.row_scan"]
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command,
@@ -353,10 +353,10 @@ def _states(data: DataConfig) -> list[tuple[str, int, int, int]]:
 
 def _code() -> bytes:
     """Return a digest of the code that results depend on."""
-    own = Path(__file__).parents[1]
-    files = [own / "jobs" / "row_scan.py", *sorted(own.glob("*.py"))]
+    package = Path(__file__).parents[1]
+    files = [Path(__file__).with_name("row_scan.py"), *sorted(package.glob("*.py"))]
     for folder in ("data", "config", "rewards"):
-        files += sorted((own / folder).glob("*.py"))
+        files += sorted((package / folder).rglob("*.py"))
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.read_bytes())

@@ -16,7 +16,7 @@ from huggingface_hub.errors import HTTPError as ConnectionFailure  # type: ignor
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from burnish.errors import BurnishError
-from burnish.jobs.model_card import CARD
+from burnish.publish.model_card import CARD
 from burnish.secret import without_secrets
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")

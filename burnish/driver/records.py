@@ -28,7 +28,7 @@ from burnish.checkpoint import CheckpointError, load_state, save_state, verify, 
 from burnish.checkpoint.manifest import fsync, sync_tree
 from burnish.checkpoint.state import UNFITTING
 from burnish.config import RLConfig
-from burnish.jobs.errors import RunError
+from burnish.driver.errors import RunError
 from burnish.observe.files import write_text
 from burnish.observe.timeline import Timeline
 from burnish.rollout.runner import Rollout

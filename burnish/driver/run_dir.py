@@ -10,9 +10,9 @@ from pathlib import Path
 
 from burnish.config.job import JobConfig
 from burnish.config.registry import REGISTRY
-from burnish.jobs.data_digests import DIGESTS_FILE
-from burnish.jobs.errors import RunError
-from burnish.jobs.memory_monitor import OOM_FILE
+from burnish.driver.data_digests import DIGESTS_FILE
+from burnish.driver.errors import RunError
+from burnish.driver.memory_monitor import OOM_FILE
 from burnish.observe.files import REPLAY_FILE
 from burnish.observe.metrics import METRICS_FILE
 from burnish.observe.public_recipe import read_recipe

@@ -22,7 +22,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from burnish.checkpoint import CheckpointStore, verify
 from burnish.config.train import better
-from burnish.jobs.errors import RunError
+from burnish.driver.errors import RunError
 from burnish.models.scalar_model import OWN_CLASS
 from burnish.observe.files import write_text
 from burnish.observe.metrics import read_metrics

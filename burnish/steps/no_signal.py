@@ -20,7 +20,7 @@ from burnish.config.algorithm import (
     GroupAdvantage,
     OnPolicyDistillAdvantage,
 )
-from burnish.jobs.errors import StoppedError
+from burnish.driver.errors import StoppedError
 from burnish.rewards.base import RewardSet
 from burnish.types import Batch, Group, Prompt, Sample, all_equal
 

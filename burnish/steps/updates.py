@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from burnish.algorithms.correction import MOMENTS, effective_sample_frac
 from burnish.algorithms.value_losses import explained_variance
-from burnish.jobs.base import Metrics
-from burnish.jobs.errors import StoppedError
+from burnish.driver.base import Metrics
+from burnish.driver.errors import StoppedError
 from burnish.train.base import NonFiniteError, StepStats, TrainEngine
 from burnish.types import Stats
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from burnish.data.sft import SFTStream
-from burnish.jobs.objectives import sft_objective
+from burnish.steps.objectives import sft_objective
 from burnish.train.base import Loss, Outputs, TrainEngine
 from burnish.types import Batch, Stats
 

@@ -18,15 +18,15 @@ from burnish.data.rated import RatedStream
 from burnish.data.sft import SFTStream
 from burnish.data.steps import StepsStream
 from burnish.data.unpaired import UnpairedStream
-from burnish.jobs.base import Functions, Job, Loop, Metrics, Usable
-from burnish.jobs.degenerate import Finding, NoSignalMonitor
-from burnish.jobs.eval_times import EvalTimes
-from burnish.jobs.memory_monitor import MemoryMonitor
-from burnish.jobs.moving_reference import MovingReference, load_reference
-from burnish.jobs.saving import save_engines
-from burnish.jobs.trainer import Trainer
-from burnish.jobs.updates import Updates
+from burnish.driver.base import Functions, Job, Loop, Metrics, Usable
+from burnish.driver.eval_times import EvalTimes
+from burnish.driver.memory_monitor import MemoryMonitor
+from burnish.driver.saving import save_engines
+from burnish.driver.trainer import Trainer
 from burnish.runtime.base import Runtime
+from burnish.steps.moving_reference import MovingReference, load_reference
+from burnish.steps.no_signal import Finding, NoSignalMonitor
+from burnish.steps.updates import Updates
 from burnish.train.base import Loss, TrainEngine
 from burnish.types import Batch, Stats
 

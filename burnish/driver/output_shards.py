@@ -26,7 +26,7 @@ from typing import Any
 
 from burnish.data.generation_prompts import OWN_COLUMNS
 from burnish.data.write import ColumnError, json_line, read_lines, write_parquet
-from burnish.jobs.errors import RunError
+from burnish.driver.errors import RunError
 from burnish.observe.files import create_new, replacing, write_text
 from burnish.small_files import read_small
 

@@ -26,9 +26,9 @@ from burnish.data.messages import as_messages
 from burnish.data.rated_targets import target_of
 from burnish.data.rows import column, content_column, demonstration_key, prompt_column
 from burnish.data.sources import DataError, Row, first_rows
+from burnish.driver.errors import RunError
 from burnish.environments.importing import LoadError, check_file
 from burnish.errors import BurnishError
-from burnish.jobs.errors import RunError
 from burnish.models.paths import ModelError, check_path
 from burnish.observe.files import REPLAY_FILE
 from burnish.observe.trackers import check_trackers

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from burnish.config.model import ModelConfig
-from burnish.jobs.errors import RunError
-from burnish.jobs.run_dir import REFERENCE_FILE
+from burnish.driver.errors import RunError
+from burnish.driver.run_dir import REFERENCE_FILE
 from burnish.models.digest import weights_digest
 from burnish.models.load import describe
 from burnish.train.base import HasLogprobs

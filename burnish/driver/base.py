@@ -23,8 +23,8 @@ import torch
 from burnish.checkpoint.save import PendingSave
 from burnish.config import JobConfig
 from burnish.config.placement import PlacementGroupSpec, placement_groups
-from burnish.jobs.eval_times import EvalTimes
-from burnish.jobs.memory_monitor import MemoryMonitor
+from burnish.driver.eval_times import EvalTimes
+from burnish.driver.memory_monitor import MemoryMonitor
 from burnish.observe.metrics import MetricsLog
 from burnish.observe.progress import close_logging, setup_logging
 from burnish.observe.public_recipe import recipe_secrets

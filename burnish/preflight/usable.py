@@ -10,10 +10,10 @@ from burnish.config.job import SupervisedJob, TrainingJob
 from burnish.config.passes import total_rows
 from burnish.config.rl import RLConfig
 from burnish.data.forms import open_rows
-from burnish.jobs.base import Usable
-from burnish.jobs.row_scan import Found
-from burnish.jobs.validate import checked_section, sections_of
+from burnish.driver.base import Usable
 from burnish.models.load import load_tokenizer
+from burnish.preflight.launch import checked_section, sections_of
+from burnish.preflight.row_scan import Found
 
 log = logging.getLogger("burnish")
 

@@ -58,8 +58,8 @@ def find_support(
     support = recall(ModelSupport, keys[0]) if content else None
     decoding = recall(DecodingSupport, keys[1]) if content and sampled else None
     if support is None or (sampled and decoding is None and not support.refusal):
-        from burnish.jobs.parallelism import config_of
         from burnish.models.support import model_support
+        from burnish.preflight.ranks import config_of
         from burnish.rollout.decoding import decoding_support
 
         found = config_of(model, download=download)

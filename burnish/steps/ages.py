@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.correction import LAST_AGE, age_name
-from burnish.jobs.base import Metrics
+from burnish.driver.base import Metrics
 from burnish.types import Batch
 
 

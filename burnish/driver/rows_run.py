@@ -22,7 +22,7 @@ from burnish.config.changes import changed_settings
 from burnish.config.job import RowsJob
 from burnish.config.model import ModelConfig
 from burnish.config.rewards import ModelReward
-from burnish.jobs.base import (
+from burnish.driver.base import (
     Closable,
     Driver,
     Job,
@@ -30,10 +30,10 @@ from burnish.jobs.base import (
     rare_garbage_collection,
     seed_everything,
 )
-from burnish.jobs.errors import Interrupted, RunError
-from burnish.jobs.memory_monitor import OOM_FILE, MemoryMonitor
-from burnish.jobs.output_shards import OutputShards
-from burnish.jobs.signals import StopSignals
+from burnish.driver.errors import Interrupted, RunError
+from burnish.driver.memory_monitor import OOM_FILE, MemoryMonitor
+from burnish.driver.output_shards import OutputShards
+from burnish.driver.signals import StopSignals
 from burnish.models.digest import weights_digest
 from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import read_metrics

@@ -13,7 +13,7 @@ from burnish.config.data import DataConfig
 from burnish.config.job import TrainingJob
 from burnish.config.sources import FileSource
 from burnish.data.files import content_digest
-from burnish.jobs.errors import RunError
+from burnish.driver.errors import RunError
 from burnish.observe.files import write_text
 from burnish.small_files import read_small
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from burnish.checkpoint import CheckpointError
 from burnish.checkpoint.export import export
 from burnish.config.job import TrainingJob
-from burnish.jobs.errors import RunError
+from burnish.driver.errors import RunError
 from burnish.observe.files import write_text
 from burnish.small_files import read_small
 
@@ -59,7 +59,7 @@ def export_at_end(config: TrainingJob, run_dir: Path) -> None:
     if folder is None:
         return
     check_export_folder(config, run_dir)
-    from burnish.jobs.model_card import write_card  # needs the report's catalog and the hub
+    from burnish.publish.model_card import write_card  # needs the report's catalog and the hub
 
     settings, model = config.checkpoint, config.trained.kind
     scratch = folder.with_name(f".{folder.name}.tmp")

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 from common import markdown_table
 
-from burnish.rollout.schedule import Limits, StalenessSchedule
+from burnish.rollout.asynchronous.schedule import Limits, StalenessSchedule
 
 GROUP = 8
 """Responses of a group."""

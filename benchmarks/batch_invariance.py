@@ -56,7 +56,7 @@ def engines_for(case: Case) -> dict[str, Any]:
     from burnish.config.model import ModelConfig, ScratchConfig
     from burnish.config.rollout import LocalEngine
     from burnish.models.load import load_causal_lm, load_tokenizer
-    from burnish.rollout.local import LocalRolloutEngine
+    from burnish.rollout.local.engine import LocalRolloutEngine
 
     scratch = ScratchConfig(
         hidden_size=case.hidden,

@@ -10,7 +10,7 @@ format and number of episodes at once. ``--concurrent 0``: all at once. ``--scal
 latencies. Each of ``--rounds`` rounds plays both in turn.
 
 ``single``: responses of a single turn. ``engine.generate`` against the service that episodes use
-(``rollout/service.py``) and against episodes of one turn, in alternating rounds.
+(``rollout/asynchronous/service.py``) and against episodes of one turn, in alternating rounds.
 
 ``cache``: share of the prompt tokens of follow-up turns that the engine reads from its cache, in 8
 conversations of 8 turns: 300 tokens at the start, then 40 sampled and 20 observed tokens per turn.
@@ -206,8 +206,8 @@ def barriers(args: argparse.Namespace, engine: str) -> None:
 
 def single(args: argparse.Namespace, engine: str) -> None:
     """Print user-CPU milliseconds per response of three ways to sample one response per prompt."""
+    from burnish.rollout.asynchronous.service import RolloutService
     from burnish.rollout.base import Request
-    from burnish.rollout.service import RolloutService
 
     args = argparse.Namespace(**{**vars(args), "scale": 0.0, "concurrent": 0})
     with closing(build(args, engine, turns=1)) as bench:
@@ -249,8 +249,8 @@ def single(args: argparse.Namespace, engine: str) -> None:
 
 def cache(args: argparse.Namespace, engine: str) -> None:
     """Print the share of the prompt tokens of follow-up turns that came from the cache."""
+    from burnish.rollout.asynchronous.service import RolloutService
     from burnish.rollout.base import Request, Sampling
-    from burnish.rollout.service import RolloutService
 
     draw = random.Random(0)
     prompts = [tuple(draw.choices(range(6, 40), k=START)) for _ in range(CONVERSATIONS)]

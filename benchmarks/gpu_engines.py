@@ -39,7 +39,7 @@ from burnish.models.gpu import set_up_gpu
 from burnish.models.load import choose_attention, place
 from burnish.models.scratch import scratch_tokenizer
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.rollout.weights import Fingerprint, fingerprint, read_fingerprints
 from burnish.sync.checksum import word_sums
 from burnish.sync.inproc import InprocSync

@@ -29,7 +29,7 @@ from burnish.models.gpu import set_up_gpu
 from burnish.models.scratch import scratch_tokenizer
 from burnish.oom import is_out_of_memory
 from burnish.rollout.base import Request, Sampling
-from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.local.engine import LocalRolloutEngine
 
 STEPS = 3
 

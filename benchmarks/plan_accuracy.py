@@ -259,7 +259,7 @@ def _rollout(config: Any, model: Any) -> Any:
 
     from burnish.models.scratch import scratch_tokenizer
     from burnish.rollout.base import Request, Sampling
-    from burnish.rollout.local import LocalRolloutEngine
+    from burnish.rollout.local.engine import LocalRolloutEngine
 
     model = model.to(torch.float32 if model.device.type == "cpu" else torch.bfloat16)
     model.generation_config.eos_token_id = None

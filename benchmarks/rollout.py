@@ -45,7 +45,7 @@ def run_burnish(args: argparse.Namespace) -> None:
     from burnish.config.rollout import LocalEngine
     from burnish.models.load import load_causal_lm, load_tokenizer
     from burnish.rollout.base import Request, Sampling
-    from burnish.rollout.local import LocalRolloutEngine
+    from burnish.rollout.local.engine import LocalRolloutEngine
 
     torch.set_num_threads(args.threads)
     config = ModelConfig(path=str(model_folder()))

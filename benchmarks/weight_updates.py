@@ -26,8 +26,8 @@ def make_engine(kind: str) -> tuple[Any, list[tuple[str, Any]]]:
     from burnish.config.model import ModelConfig, ScratchConfig
     from burnish.config.rollout import LocalEngine, VllmEngine
     from burnish.models.load import load_causal_lm, load_tokenizer
-    from burnish.rollout.local import LocalRolloutEngine
-    from burnish.rollout.vllm import VllmRolloutEngine
+    from burnish.rollout.local.engine import LocalRolloutEngine
+    from burnish.rollout.vllm.engine import VllmRolloutEngine
 
     sizes = ScratchConfig(hidden_size=256, num_heads=4, num_kv_heads=2, num_layers=6)
     config = ModelConfig(scratch=sizes)

@@ -41,7 +41,7 @@ from burnish.models.tensor_parallel import check_head_counts, shard_dims
 from burnish.models.value_head import load_scalar_model
 from burnish.rewards.model import load_reward_engine, score_rows
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.rollout.decoding import make_local_engine
+from burnish.rollout.local.decoding import make_local_engine
 from burnish.train.base import Outputs
 from burnish.train.engine import BaseTrainEngine
 from burnish.train.engines import make_engine

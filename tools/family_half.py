@@ -19,7 +19,7 @@ from burnish.models.auto_class import language_model_class
 from burnish.models.buffers import wanted_dtype
 from burnish.models.load import DTYPES, load_causal_lm
 from burnish.rollout.base import Request, Sampling
-from burnish.rollout.decoding import make_local_engine
+from burnish.rollout.local.decoding import make_local_engine
 from burnish.train.engine import BaseTrainEngine
 from burnish.train.engines import make_engine
 from burnish.train.spec import EngineSpec

@@ -46,8 +46,8 @@ from burnish.episodes.streaming import before_stop
 from burnish.episodes.template import RendererError
 from burnish.episodes.token_texts import TokenPart
 from burnish.errors import BurnishError
+from burnish.rollout.asynchronous.service import RolloutService
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.rollout.service import RolloutService
 from burnish.types import Ids
 
 log = logging.getLogger("burnish")

@@ -22,8 +22,8 @@ from burnish.environments.multi_turn import Step
 from burnish.environments.pool import EnvironmentPool, EpisodeFailedError, OpenEpisode
 from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.template import RendererError
+from burnish.rollout.asynchronous.evaluation_lane import TakesRequests
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.rollout.evaluation_lane import TakesRequests
 from burnish.transcript import Episode, EpisodeStatus, Turn
 from burnish.types import Ids
 

@@ -19,10 +19,10 @@ from burnish.episodes.rows import episode_rows
 from burnish.errors import BurnishError
 from burnish.loop_thread import LoopThread
 from burnish.rewards.base import NoGroupLeftError, RewardSet
+from burnish.rollout.asynchronous.evaluation_lane import ServiceEngine, TakesRequests
+from burnish.rollout.asynchronous.service import RolloutService
 from burnish.rollout.base import RolloutEngine, Sampling
-from burnish.rollout.evaluation_lane import ServiceEngine, TakesRequests
 from burnish.rollout.runner import Drawn, GroupFilter, Runner, prompt_seed
-from burnish.rollout.service import RolloutService
 from burnish.transcript import Episode, EpisodeStatus
 from burnish.types import Group, Prompt, Sample, Stats
 

@@ -35,7 +35,7 @@ from burnish.preflight.positions import within_positions
 from burnish.rewards.base import NoGroupLeftError, RewardSet
 from burnish.rollout.base import Sampling
 from burnish.rollout.runner import Runner, numbered
-from burnish.rollout.server_group import wait_for_servers
+from burnish.rollout.servers.group import wait_for_servers
 from burnish.runtime.base import Runtime
 from burnish.steps.no_signal import warn_without_labels
 from burnish.train.process_group import SINGLE, RankGroup

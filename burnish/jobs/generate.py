@@ -33,7 +33,7 @@ from burnish.preflight.positions import within_positions
 from burnish.rewards.base import NoGroupLeftError
 from burnish.rewards.labels import label_problem, label_readers
 from burnish.rollout.runner import Rollout, Runner
-from burnish.rollout.server_group import wait_for_servers
+from burnish.rollout.servers.group import wait_for_servers
 from burnish.runtime.base import Runtime
 from burnish.steps.no_signal import warn_without_labels
 

@@ -46,13 +46,13 @@ from burnish.preflight.positions import within_positions
 from burnish.preflight.sampling import vocab_size_of
 from burnish.preflight.usable import usable_prompts
 from burnish.rewards.base import RewardSet
-from burnish.rollout.async_source import AsyncOptions, AsyncSource
+from burnish.rollout.asynchronous.evaluation_lane import ServiceEngine
+from burnish.rollout.asynchronous.schedule import Limits
+from burnish.rollout.asynchronous.service import RolloutService
+from burnish.rollout.asynchronous.source import AsyncOptions, AsyncSource
 from burnish.rollout.base import RolloutEngine
-from burnish.rollout.evaluation_lane import ServiceEngine
 from burnish.rollout.runner import GroupFilter, Runner
-from burnish.rollout.schedule import Limits
-from burnish.rollout.server_group import wait_for_servers
-from burnish.rollout.service import RolloutService
+from burnish.rollout.servers.group import wait_for_servers
 from burnish.rollout.source import RolloutSource, SyncSource
 from burnish.runtime.base import Runtime
 from burnish.steps.moving_reference import moving_reference

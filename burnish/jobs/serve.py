@@ -22,7 +22,7 @@ from burnish.episodes.renderer import ChatRenderer, TextCodec
 from burnish.models.load import load_tokenizer, num_positions, resolve_device
 from burnish.models.paths import check_path
 from burnish.observe.timeline import Timeline
-from burnish.rollout.service import RolloutService
+from burnish.rollout.asynchronous.service import RolloutService
 from burnish.runtime.inline import InlineRuntime
 from burnish.serve.base import ModelOptions, ServeError
 from burnish.serve.running import (

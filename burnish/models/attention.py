@@ -15,7 +15,7 @@ HuggingFace models look up their attention by name. This module registers one fu
 * :class:`SequenceParallelPlan`: a packed row whose tokens are sharded over ranks
   (``models/ulysses.py``).
 
-Not here: how rows become plans (``train/batching.py``, ``rollout/local.py``).
+Not here: how rows become plans (``train/batching.py``, ``rollout/local/engine.py``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Results of the model family checks, and their cache folder.
 
-The checks themselves are in ``family_check.py`` (layouts) and ``rollout/decoding.py`` (sampling).
-This module imports neither torch nor transformers, so a cached result only costs reading a file.
+The checks themselves are in ``family_check.py`` (layouts) and ``rollout/local/decoding.py``
+(sampling). This module imports neither torch nor transformers, so a cached result only costs
+reading a file.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def store_json(folder: str, key: str, value: Any) -> None:
 def _versions() -> tuple[bytes, ...]:
     """Return the library versions and the source code that results depend on."""
     own = Path(__file__).parents[1]
-    files = [*sorted((own / "models").glob("*.py")), *sorted((own / "rollout").glob("*.py"))]
+    files = [*sorted((own / "models").rglob("*.py")), *sorted((own / "rollout").rglob("*.py"))]
     versions = [importlib.metadata.version(name).encode() for name in ("torch", "transformers")]
     return (*versions, *(file.read_bytes() for file in files))
 

@@ -1,6 +1,6 @@
 """Memory of a rollout engine: weights, the key/value cache, and the temporary tensors of a step.
 
-The local engine allocates slots that grow (``rollout/local.py``, ``models/kv_cache.py``). If
+The local engine allocates slots that grow (``rollout/local/engine.py``, ``models/kv_cache.py``). If
 it records CUDA graphs, it allocates all positions at once.
 
 vLLM takes its share of the GPU. The part not needed by weights and its profiling pass becomes

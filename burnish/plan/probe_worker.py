@@ -50,7 +50,7 @@ from burnish.plan.shapes import find_config, shape_of
 from burnish.plan.tracking import LiveBytes
 from burnish.plan.train_role import largest_rows, planned_model
 from burnish.rollout.base import Request, RolloutEngine, Sampling
-from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.train.base import Outputs
 from burnish.train.engine import BaseTrainEngine
 from burnish.train.engines import load_device, make_engine
@@ -107,7 +107,7 @@ def probe(config: JobConfig, task: dict[str, Any]) -> dict[str, Any]:
 
 def probe_engine(config: JobConfig, task: dict[str, Any]) -> dict[str, Any]:
     """Return bytes and seconds of vLLM, with random weights and no trainer."""
-    from burnish.rollout.vllm import VllmRolloutEngine  # (starts imports of vLLM)
+    from burnish.rollout.vllm.engine import VllmRolloutEngine  # (starts imports of vLLM)
 
     device = torch.device("cuda:0" if task["gpu"] else "cpu")
     set_up_gpu(device)

@@ -29,7 +29,7 @@ from burnish.plan.role_base import (
     with_fragmentation,
 )
 from burnish.plan.shapes import ModelShape, shape_of
-from burnish.rollout.vllm_weights import FILE_BYTES
+from burnish.rollout.vllm.weights import FILE_BYTES
 
 
 def rollout_role(context: Context, role: RolloutRole) -> RoleMemory:

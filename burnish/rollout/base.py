@@ -127,8 +127,8 @@ class RolloutEngine(Protocol):
     """An engine that samples from one policy.
 
     Requests are open from :meth:`submit` until their last completion or :meth:`cancel`. All methods
-    must be called from one thread at a time; ``rollout/service.py`` shares an engine between
-    threads.
+    must be called from one thread at a time; ``rollout/asynchronous/service.py`` shares an engine
+    between threads.
     """
 
     @property

@@ -33,8 +33,8 @@ def generate(
     if engine.busy:
         raise RuntimeError(
             "generate needs a rollout engine without open requests, and this one has some: finish "
-            "or close the other generate first, or use submit and poll (rollout/service.py shares "
-            "an engine between threads)"
+            "or close the other generate first, or use submit and poll "
+            "(rollout/asynchronous/service.py shares an engine between threads)"
         )
     engine.submit(requests, sampling)
     left = sum(request.n for request in requests)

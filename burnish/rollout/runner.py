@@ -19,9 +19,9 @@ from burnish.compact import BoolRuns
 from burnish.config.rollout import DynamicSampling
 from burnish.loop_thread import LoopThread
 from burnish.rewards.base import Measured, NoGroupLeftError, RewardError, RewardSet, none_left
+from burnish.rollout.asynchronous.schedule import Outcome
+from burnish.rollout.asynchronous.service import RolloutService
 from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
-from burnish.rollout.schedule import Outcome
-from burnish.rollout.service import RolloutService
 from burnish.transcript import Episode
 from burnish.types import Group, Number, Prompt, Sample, Stats, all_equal
 

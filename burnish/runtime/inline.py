@@ -25,9 +25,9 @@ from burnish.models.value_head import NewHead, load_scalar_model
 from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine, Sampling
-from burnish.rollout.decoding import make_local_engine
-from burnish.rollout.server_engine import VllmServerEngine
-from burnish.rollout.vllm import VllmRolloutEngine
+from burnish.rollout.local.decoding import make_local_engine
+from burnish.rollout.servers.engine import VllmServerEngine
+from burnish.rollout.vllm.engine import VllmRolloutEngine
 from burnish.rollout.weight_probe import check_logprobs, probe_requests
 from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS, SYNC_SPANS
 from burnish.runtime.phases import Phases

@@ -31,7 +31,7 @@ from burnish.environments.worker_set import Worker
 from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine
-from burnish.rollout.server_engine import VllmServerEngine
+from burnish.rollout.servers.engine import VllmServerEngine
 from burnish.runtime.base import (
     CRITIC_SPANS,
     POLICY_SPANS,

@@ -2,7 +2,7 @@
 
 Rank 0 puts buckets into Ray's object store, as for rollout workers (``weight_sync.py``). The
 controller reads one bucket after the other, verifies its checksum, and gives its tensors to the
-engine, which writes the files that the servers read (``rollout/server_group.py``).
+engine, which writes the files that the servers read (``rollout/servers/group.py``).
 
 At most two versions are stored: the one that is being loaded and a newer one. Weights that are
 staged and not yet being loaded are dropped before newer ones are stored, so the trainer does not

@@ -31,7 +31,7 @@ from burnish.config.model import Dtype
 from burnish.config.rollout import InFlight
 from burnish.config.sync import DiskSync, LinkSync, resolve_kind
 from burnish.rollout.base import RolloutEngine, StagedWeights
-from burnish.rollout.server_engine import VllmServerEngine
+from burnish.rollout.servers.engine import VllmServerEngine
 from burnish.runtime.base import ClusterError, Sync
 from burnish.runtime.errors import died, failure, is_worker_loss
 from burnish.runtime.remote_rollout import RemoteRolloutEngine, snapshot_weights

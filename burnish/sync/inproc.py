@@ -11,7 +11,7 @@ from torch import Tensor
 
 from burnish.config.rollout import InFlight
 from burnish.rollout.base import RolloutEngine, StagedWeights
-from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.sync.base import Metrics, sync_metrics
 from burnish.train.engine import BaseTrainEngine
 

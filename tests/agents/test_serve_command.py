@@ -43,7 +43,7 @@ from burnish.episodes.template import RendererError
 from burnish.jobs.serve import in_background
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.rollout.vllm import INSTALL
+from burnish.rollout.vllm.engine import INSTALL
 from burnish.runtime.inline import InlineRuntime
 from burnish.serve.base import ModelOptions
 from burnish.serve.guard import Guard, Limits

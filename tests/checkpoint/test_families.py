@@ -34,8 +34,8 @@ from burnish.config.train import TrainConfig
 from burnish.config.train_engines import DeepSpeedEngine, TorchEngine
 from burnish.models.buffers import BUFFERS, persistent_buffers
 from burnish.models.load import DTYPES, ModelError, load_causal_lm, load_tokenizer
-from burnish.rollout.local import LocalRolloutEngine
-from burnish.rollout.vllm_model import skeleton_of
+from burnish.rollout.local.engine import LocalRolloutEngine
+from burnish.rollout.vllm.model import skeleton_of
 from burnish.sync.base import encode
 from burnish.sync.buckets import messages
 from burnish.sync.disk import DiskSender, DiskSource

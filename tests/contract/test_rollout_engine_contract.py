@@ -27,9 +27,9 @@ from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine,
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling, VersionSpan
-from burnish.rollout.local import LocalRolloutEngine
-from burnish.rollout.server_engine import VllmServerEngine
-from burnish.rollout.vllm import INSTALL, VllmRolloutEngine
+from burnish.rollout.local.engine import LocalRolloutEngine
+from burnish.rollout.servers.engine import VllmServerEngine
+from burnish.rollout.vllm.engine import INSTALL, VllmRolloutEngine
 from burnish.runtime.ray import RayRuntime
 from burnish.runtime.remote_rollout import RemoteRolloutEngine
 

@@ -24,7 +24,7 @@ from burnish.config.model import PrecisionConfig
 from burnish.config.rollout import LocalEngine
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.train.base import Role, TrainEngine
 from burnish.train.loss_scaler import DynamicLossScaler
 from burnish.types import Batch, rows_to_batch

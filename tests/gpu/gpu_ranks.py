@@ -24,7 +24,7 @@ from burnish.config.sync import LinkSync
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import DeepSpeedEngine, TorchEngine
 from burnish.models.load import DTYPES, load_causal_lm, load_tokenizer
-from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.sync.base import Bucket, SyncError
 from burnish.sync.channel import connect_store, serve_store
 from burnish.sync.connect import Rendezvous, open_sender, open_source

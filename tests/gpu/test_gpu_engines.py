@@ -14,7 +14,7 @@ from burnish.config.rollout import LocalEngine
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.train.base import Loss
 from burnish.train.spec import EngineSpec
 from burnish.train.torch import TorchTrainEngine

@@ -42,7 +42,7 @@ def lively(seed: int) -> LlamaForCausalLM:
 
 
 def started(**options: Any) -> Any:
-    from burnish.rollout.vllm import VllmRolloutEngine
+    from burnish.rollout.vllm.engine import VllmRolloutEngine
 
     config = VllmEngine(kind="vllm", kv_cache_bytes=CACHE, max_num_seqs=8, **options)
     tokenizer = load_tokenizer(MODEL)

@@ -34,9 +34,9 @@ from burnish.episodes.runner import FAILED, EpisodeRunner, episode_sample
 from burnish.jobs.evaluate import Evaluator
 from burnish.rewards.base import RewardSet
 from burnish.rewards.episode import EpisodeReward
+from burnish.rollout.asynchronous.service import RolloutService
 from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
 from burnish.rollout.sample_state import samples_from_plain, samples_to_plain
-from burnish.rollout.service import RolloutService
 from burnish.transcript import Episode, Turn
 from burnish.types import Prompt
 

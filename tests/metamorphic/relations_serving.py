@@ -22,9 +22,9 @@ from burnish.agents.app import AgentApp
 from burnish.agents.serving import OneModel, Renderers, ServingBackend
 from burnish.episodes.renderer import ChatRenderer, TextCodec
 from burnish.episodes.rows import episode_rows
+from burnish.rollout.asynchronous.service import RolloutService
 from burnish.rollout.base import Sampling
 from burnish.rollout.requests import StopRule
-from burnish.rollout.service import RolloutService
 from burnish.serve.guard import Guard, Limits
 from burnish.special_tokens import special_tokens
 

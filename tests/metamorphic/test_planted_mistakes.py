@@ -33,8 +33,8 @@ import burnish.data.preference as preference
 import burnish.data.rows as data_rows
 import burnish.data.sft as sft
 import burnish.rewards.math_text as math_text
-import burnish.rollout.row_sampler as row_sampler
-import burnish.rollout.running_batch as running_batch
+import burnish.rollout.local.row_sampler as row_sampler
+import burnish.rollout.local.running_batch as running_batch
 import burnish.steps.credit as credit
 import burnish.train.batching as batching
 from burnish.algorithms import ADVANTAGES, POLICY_LOSSES

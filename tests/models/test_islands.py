@@ -25,7 +25,7 @@ from burnish.models.load import DTYPES, ModelError, load_causal_lm
 from burnish.models.scratch import scratch_tokenizer
 from burnish.models.shrink import build, shrink
 from burnish.models.value_head import load_scalar_model
-from burnish.rollout.decoding import make_local_engine
+from burnish.rollout.local.decoding import make_local_engine
 from burnish.steps.objectives import sft_objective
 from burnish.train.engines import make_engine
 from burnish.train.spec import EngineSpec

@@ -21,7 +21,7 @@ from burnish.plan.rates import measured_rates
 from burnish.plan.shapes import PlanError
 from burnish.plan.split import splits
 from burnish.plan.time import Rates, estimate, rate_key
-from burnish.rollout.schedule import Limits, StalenessSchedule
+from burnish.rollout.asynchronous.schedule import Limits, StalenessSchedule
 
 SIDES = Sides(trainer_s=6.0, rollout_s=4.0, longest_s=8.0, response_s=2.0, running_groups=0.25)
 RECIPE = {

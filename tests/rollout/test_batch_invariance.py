@@ -27,8 +27,8 @@ from burnish.models.kv_cache import KVCache
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.paths import ModelError
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.rollout.local import LocalRolloutEngine
-from burnish.rollout.sampling import sample_tokens
+from burnish.rollout.local.engine import LocalRolloutEngine
+from burnish.rollout.local.sampling import sample_tokens
 
 pytestmark = pytest.mark.skipif(
     least_rows(1) is None, reason="the matmuls of this machine depend on the number of rows"

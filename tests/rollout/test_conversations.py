@@ -11,8 +11,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from burnish.config.rollout import LocalEngine
 from burnish.models.cache_attention import PrefillPlan
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.rollout.local import LocalRolloutEngine
-from burnish.rollout.running_batch import RunningBatch
+from burnish.rollout.local.engine import LocalRolloutEngine
+from burnish.rollout.local.running_batch import RunningBatch
 
 SAMPLING = Sampling(14)
 Answers = dict[tuple[int, int], Completion]

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-import burnish.rollout.cpu_linear as cpu_linear
+import burnish.rollout.local.cpu_linear as cpu_linear
 from burnish.config.rollout import LocalEngine
 from burnish.models.half_linear import use_fp32_products
 from burnish.rollout.base import Request, Sampling
-from burnish.rollout.cpu_linear import fp32_layers, onednn_layers, onednn_linear
-from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.local.cpu_linear import fp32_layers, onednn_layers, onednn_linear
+from burnish.rollout.local.engine import LocalRolloutEngine
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])
@@ -87,7 +87,7 @@ def test_an_fp16_engine_uses_new_weights_and_frees_copies_when_closed_early(
         used.append(len(layers))
         return onednn_linear(layers)
 
-    monkeypatch.setattr("burnish.rollout.local_model.onednn_linear", counted)
+    monkeypatch.setattr("burnish.rollout.local.model.onednn_linear", counted)
     engine = LocalRolloutEngine(lively_model, tiny_tokenizer, LocalEngine())
     request, sampling = Request("a", (7, 9, 12), n=2), Sampling(max_tokens=16, temperature=0.0)
     first = next(engine.generate([request], sampling)).token_ids  # the generator is dropped

@@ -17,8 +17,8 @@ from burnish.config.train import TrainConfig
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import load_causal_lm
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.rollout.local import LocalRolloutEngine
-from burnish.rollout.running_batch import RunningBatch
+from burnish.rollout.local.engine import LocalRolloutEngine
+from burnish.rollout.local.running_batch import RunningBatch
 from burnish.train.spec import EngineSpec
 from burnish.train.torch import TorchTrainEngine
 from burnish.types import rows_to_batch

@@ -17,8 +17,8 @@ from burnish.models.attention import DecodePlan
 from burnish.models.cache_attention import PrefillPlan
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.rollout.local import LocalRolloutEngine
-from burnish.rollout.running_batch import RunningBatch
+from burnish.rollout.local.engine import LocalRolloutEngine
+from burnish.rollout.local.running_batch import RunningBatch
 
 
 @dataclass

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from burnish.rollout.base import Sampling
+from burnish.rollout.local.sampling import sample_tokens, uniforms_for
 from burnish.rollout.runner import prompt_seed
-from burnish.rollout.sampling import sample_tokens, uniforms_for
 
 DRAWS = 20_000
 BELOW_ONE = 1 - 2**-24  # the largest number that uniforms_for can give

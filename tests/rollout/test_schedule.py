@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from burnish.rollout.schedule import Limits, Outcome, StalenessSchedule
+from burnish.rollout.asynchronous.schedule import Limits, Outcome, StalenessSchedule
 
 RUNS = 5_000
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from burnish.config.rollout import LocalEngine
+from burnish.rollout.asynchronous.service import RolloutService
 from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
 from burnish.rollout.generation import generate
-from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.rollout.requests import OpenRequests
-from burnish.rollout.service import RolloutService
 
 WAIT_S = 60.0
 
@@ -357,7 +357,7 @@ def test_drained_releases_have_reached_the_engine() -> None:
 
 
 def test_closing_a_service_whose_engine_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("burnish.rollout.service._CLOSE_S", 0.05)
+    monkeypatch.setattr("burnish.rollout.asynchronous.service._CLOSE_S", 0.05)
     begun, hangs = threading.Event(), threading.Event()
     service = RolloutService(GatedEngine())
     service.call(lambda _: (begun.set(), hangs.wait(WAIT_S)))
@@ -376,7 +376,7 @@ def test_idle_share_is_the_time_without_an_open_request(
     """No request from 0 to 4, one from 4 to 10, none from 10 to 12: 6 of 12 s. Then none until 16:
     4 of 4 s."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr("burnish.rollout.service.time", clock)
+    monkeypatch.setattr("burnish.rollout.asynchronous.service.time", clock)
     with closing(RolloutService(engine)) as service:
 
         def settle() -> None:

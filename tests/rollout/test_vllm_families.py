@@ -27,8 +27,8 @@ from burnish.models.load import ModelError, load_tokenizer
 from burnish.models.lora import inject_lora
 from burnish.models.lora_layers import merged_weights
 from burnish.rollout.base import Request, Sampling
-from burnish.rollout.vllm import INSTALL, StaleWeightsError, VllmRolloutEngine
-from burnish.rollout.vllm_model import check_head_dim
+from burnish.rollout.vllm.engine import INSTALL, StaleWeightsError, VllmRolloutEngine
+from burnish.rollout.vllm.model import check_head_dim
 
 pytestmark = [
     pytest.mark.slow,

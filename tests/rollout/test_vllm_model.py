@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig
 
 from burnish.models.load import ModelError
-from burnish.rollout.vllm_model import cache_bytes, check_parallel_size, longest_row
+from burnish.rollout.vllm.model import cache_bytes, check_parallel_size, longest_row
 
 FAMILIES = {"gpt2": (12, 64), "gpt_neox": (64, 96), "opt": (12, 64)}
 """Heads, and width of one, of models whose configs have no num_key_value_heads."""

@@ -18,7 +18,7 @@ from burnish.preflight.sampling import sampling_problems
 from burnish.rollout.base import Request, Sampling
 from burnish.rollout.live_sample import LiveSample
 from burnish.rollout.requests import StopRule
-from burnish.rollout.vllm_sampling import check_sampling, sampling_fields
+from burnish.rollout.vllm.sampling import check_sampling, sampling_fields
 
 VOCAB = 48
 ENGINES = (

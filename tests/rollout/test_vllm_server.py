@@ -22,14 +22,14 @@ from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.rollout import VllmServers
 from burnish.models.load import ModelError, load_causal_lm, load_tokenizer
 from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
-from burnish.rollout.server_client import ServerError
-from burnish.rollout.server_engine import VllmServerEngine
-from burnish.rollout.server_group import wait_for_servers
 from burnish.rollout.server_guard import VARIABLE, TokenGuard
-from burnish.rollout.vllm import StaleWeightsError
-from burnish.rollout.vllm_model import skeleton_of
-from burnish.rollout.vllm_sampling import sample_seed
-from burnish.rollout.vllm_weights import PROTOCOL
+from burnish.rollout.servers.client import ServerError
+from burnish.rollout.servers.engine import VllmServerEngine
+from burnish.rollout.servers.group import wait_for_servers
+from burnish.rollout.vllm.engine import StaleWeightsError
+from burnish.rollout.vllm.model import skeleton_of
+from burnish.rollout.vllm.sampling import sample_seed
+from burnish.rollout.vllm.weights import PROTOCOL
 from burnish.rollout.weights import fingerprint, read_fingerprints
 
 CONFIG = ModelConfig(scratch=ScratchConfig(hidden_size=32, num_layers=1))

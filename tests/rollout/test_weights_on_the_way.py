@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from burnish import shm
-from burnish.rollout.vllm_weights import _not_live, shared_folder
+from burnish.rollout.vllm.weights import _not_live, shared_folder
 from burnish.rollout.weights import WeightNameCheck, fingerprint, read_fingerprints
 
 MASK = (1 << 64) - 1
@@ -187,7 +187,7 @@ def test_every_weight_is_received_once_in_its_shape() -> None:
 KILLED = """
 import os, signal, tempfile
 from pathlib import Path
-from burnish.rollout.vllm_weights import _not_live, shared_folder
+from burnish.rollout.vllm.weights import _not_live, shared_folder
 (shared_folder({size}) / "00000.safetensors").write_bytes(bytes(4096))
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -23,7 +23,7 @@ from burnish.config.load import ConfigError
 from burnish.config.yaml_text import RecipeLoader
 from burnish.environments.importing import LoadError
 from burnish.observe.samples import read_samples
-from burnish.rollout.vllm import INSTALL
+from burnish.rollout.vllm.engine import INSTALL
 from burnish.sandbox.base import SandboxError
 from burnish.sandbox.bubblewrap import DEFAULT_PYTHON
 

@@ -26,7 +26,7 @@ from burnish.observe.metrics import read_metrics
 from burnish.observe.progress import time_phases
 from burnish.observe.samples import read_samples
 from burnish.rollout.base import Completion
-from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.runtime.base import WorkerLostError
 
 ENVIRONMENT = str(Path(__file__).parents[2] / "recipes/environments/guess_number.py:GuessNumber")

@@ -23,7 +23,7 @@ from burnish.environments.importing import LoadError
 from burnish.environments.pool import EnvironmentPool, EnvironmentSpec, EpisodeFailedError
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.samples import read_samples
-from burnish.rollout.vllm import INSTALL
+from burnish.rollout.vllm.engine import INSTALL
 from burnish.runtime.remote_workers import start_remote_worker
 
 ENVIRONMENT = str(Path(__file__).parents[2] / "recipes/environments/guess_number.py:GuessNumber")

@@ -13,7 +13,7 @@ import pytest
 import burnish
 from burnish.config import JobConfig, load_config
 from burnish.rewards.base import RewardError
-from burnish.rollout.vllm import INSTALL
+from burnish.rollout.vllm.engine import INSTALL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 RAY = ["cluster.runtime=ray", "cluster.layout=separate", "cluster.rollout_workers=2"]

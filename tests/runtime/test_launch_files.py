@@ -19,7 +19,7 @@ import yaml
 from burnish.config import RLConfig, load_config
 from burnish.config.placement import placement_groups
 from burnish.config.rewards import RemoteReward
-from burnish.rollout.vllm_weights import FILE_BYTES
+from burnish.rollout.vllm.weights import FILE_BYTES
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "recipes" / "launch"

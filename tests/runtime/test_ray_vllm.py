@@ -18,7 +18,7 @@ import pytest
 import burnish
 from burnish.config import JobConfig
 from burnish.observe.metrics import read_metrics
-from burnish.rollout.vllm import INSTALL
+from burnish.rollout.vllm.engine import INSTALL
 
 pytestmark = [
     pytest.mark.slow,

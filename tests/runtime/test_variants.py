@@ -23,7 +23,7 @@ from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.observe.timeline import Timeline
-from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.runtime.inline import InlineRuntime
 from burnish.train.base import Loss, Role
 from burnish.train.engine import BaseTrainEngine

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import burnish
-import burnish.rollout.vllm_weights as weights_side
+import burnish.rollout.vllm.weights as weights_side
 from burnish.config import JobConfig, load_config
 from burnish.models.load import ModelError, load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
-from burnish.rollout.vllm import INSTALL
+from burnish.rollout.vllm.engine import INSTALL
 from burnish.rollout.weights import StaleWeightsError
 
 pytestmark = [

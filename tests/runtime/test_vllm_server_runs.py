@@ -15,15 +15,15 @@ from safetensors.torch import load_file, save_file
 from vllm_server import vllm_server
 
 import burnish
-import burnish.rollout.server_group as server_group
+import burnish.rollout.servers.group as server_group
 from burnish.config import JobConfig, load_config
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.rollout import VllmServers
 from burnish.models.load import ModelError, load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.rollout.base import Request, Sampling
-from burnish.rollout.server_engine import VllmServerEngine
-from burnish.rollout.vllm import INSTALL, StaleWeightsError
+from burnish.rollout.servers.engine import VllmServerEngine
+from burnish.rollout.vllm.engine import INSTALL, StaleWeightsError
 from burnish.runtime.base import WorkerLostError
 from burnish.runtime.remote_train import RemoteTrainEngine
 from burnish.runtime.server_sync import ServerSync

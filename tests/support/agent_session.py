@@ -21,8 +21,8 @@ from burnish.agents.session import TrainingSession
 from burnish.episodes.play import Limits, Played, Policy, Task
 from burnish.episodes.renderer import ChatRenderer, TextCodec
 from burnish.episodes.rows import episode_rows
+from burnish.rollout.asynchronous.service import RolloutService
 from burnish.rollout.base import Request, Sampling
-from burnish.rollout.service import RolloutService
 
 TOKENIZER = chat_tokenizer("chatml")
 RENDERER = ChatRenderer(TOKENIZER)

@@ -16,9 +16,9 @@ from urllib.error import URLError
 
 from burnish.config.model import ModelConfig
 from burnish.models.load import load_causal_lm
-from burnish.rollout.server_checks import EXTENSION
-from burnish.rollout.vllm_model import skeleton_of
-from burnish.rollout.vllm_process import remove_traces
+from burnish.rollout.servers.checks import EXTENSION
+from burnish.rollout.vllm.model import skeleton_of
+from burnish.rollout.vllm.process import remove_traces
 
 START_S = 480.0
 FLAGS = """--skip-tokenizer-init --load-format dummy --dtype float32 --enforce-eager

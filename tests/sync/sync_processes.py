@@ -28,7 +28,7 @@ from burnish.config.sync import DiskSync, LinkSync
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.rollout.base import Request, Sampling
-from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.sync.base import Abort, Bucket, End, LinkError, SyncError
 from burnish.sync.channel import Channel, connect_store, serve_store
 from burnish.sync.collective import CollectiveSender, CollectiveSource

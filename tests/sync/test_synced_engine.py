@@ -15,7 +15,7 @@ from burnish.config.rollout import LocalEngine
 from burnish.models.load import load_causal_lm
 from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
 from burnish.rollout.generation import generate
-from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.sync.base import Abort, InvalidWeightsError, LinkError, SyncError
 from burnish.sync.engine import SyncedEngine, WeightSender
 

@@ -35,7 +35,7 @@ from burnish.rollout.base import Completion, Request, Sampling, SamplingError
 from burnish.rollout.generation import generate
 from burnish.rollout.live_sample import LiveSample
 from burnish.rollout.requests import OpenRequests, StopRule, check_requests, end_tokens
-from burnish.rollout.server_client import (
+from burnish.rollout.servers.client import (
     ABORT,
     GENERATE,
     Server,
@@ -43,9 +43,9 @@ from burnish.rollout.server_client import (
     TransientServerError,
     least_busy,
 )
-from burnish.rollout.server_group import ServerGroup
-from burnish.rollout.vllm_model import longest_row, skeleton_of
-from burnish.rollout.vllm_sampling import add_token, check_sampling, sampling_fields
+from burnish.rollout.servers.group import ServerGroup
+from burnish.rollout.vllm.model import longest_row, skeleton_of
+from burnish.rollout.vllm.sampling import add_token, check_sampling, sampling_fields
 
 _POLL_S = 0.1
 """A poll returns after this time, so that new requests and weights do not wait for a response."""

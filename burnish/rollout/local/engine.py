@@ -20,10 +20,10 @@ from burnish.models.support import row_limit
 from burnish.rollout.base import Completion, Request, Sampling, SamplingError
 from burnish.rollout.generation import generate
 from burnish.rollout.live_sample import LiveSample
-from burnish.rollout.local_model import LocalModel
+from burnish.rollout.local.model import LocalModel
+from burnish.rollout.local.row_sampler import RowSampler
+from burnish.rollout.local.running_batch import RunningBatch
 from burnish.rollout.requests import OpenRequests, StopRule, check_requests, end_tokens
-from burnish.rollout.row_sampler import RowSampler
-from burnish.rollout.running_batch import RunningBatch
 from burnish.rollout.weights import WeightNameCheck
 
 

@@ -37,23 +37,23 @@ from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.generation import generate
 from burnish.rollout.live_sample import LiveSample
 from burnish.rollout.requests import OpenRequests, StopRule, check_requests, end_tokens
-from burnish.rollout.vllm_experts import use_plain_experts
-from burnish.rollout.vllm_model import (
+from burnish.rollout.vllm.experts import use_plain_experts
+from burnish.rollout.vllm.model import (
     cache_bytes,
     check_head_dim,
     check_parallel_size,
     longest_row,
     skeleton_of,
 )
-from burnish.rollout.vllm_process import (
+from burnish.rollout.vllm.process import (
     keeping_default_group,
     new_folder,
     process_kept,
     remove_traces,
 )
-from burnish.rollout.vllm_sampling import add_token, check_sampling, sampling_fields
-from burnish.rollout.vllm_sleep import Sleep
-from burnish.rollout.vllm_weights import (
+from burnish.rollout.vllm.sampling import add_token, check_sampling, sampling_fields
+from burnish.rollout.vllm.sleep import Sleep
+from burnish.rollout.vllm.weights import (
     FILE_BYTES,
     WeightStream,
     WorkerExtension,
@@ -174,7 +174,7 @@ class VllmRolloutEngine:
             "enforce_eager": config.enforce_eager or self.on_cpu,
             "enable_sleep_mode": not self.on_cpu,
             "gpu_memory_utilization": config.gpu_memory_utilization,
-            "worker_extension_cls": f"{__name__}.PatchedWorker",  # see __getattr__
+            "worker_extension_cls": f"{__package__}.PatchedWorker",
             "disable_log_stats": True,
             **cache,
         }
@@ -494,11 +494,8 @@ def use_plain_linear() -> None:
     use_plain_experts(cpu_moe.CPUUnquantizedExperts)
 
 
-def __getattr__(name: str) -> Any:
-    """Return ``PatchedWorker``. vLLM looks this name up in every worker's process before it makes
-    the model there, so the patches of vLLM are applied here."""
-    if name != "PatchedWorker":
-        raise AttributeError(f"module {__name__} has no attribute {name}")
+def patched_extension() -> type[WorkerExtension]:
+    """Return the class of ``PatchedWorker``, after the patches of vLLM in this process."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():

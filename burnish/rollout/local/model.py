@@ -22,8 +22,8 @@ from burnish.models.cache_attention import full_vectors, least_rows
 from burnish.models.kv_cache import KVCache
 from burnish.models.logit_scaling import logit_scaling
 from burnish.models.paths import ModelError
-from burnish.rollout.cpu_linear import Fp32Layer, fp32_layers, onednn_layers, onednn_linear
-from burnish.rollout.cuda_graphs import DecodeGraphs
+from burnish.rollout.local.cpu_linear import Fp32Layer, fp32_layers, onednn_layers, onednn_linear
+from burnish.rollout.local.cuda_graphs import DecodeGraphs
 
 
 class LocalModel:

@@ -31,8 +31,8 @@ from burnish.config.model import Dtype
 from burnish.config.rollout import RolloutEngineConfig, VllmServers
 from burnish.loop_thread import LoopThread
 from burnish.models.load import DTYPES, ModelError
-from burnish.rollout.server_checks import EXTENSION, server_problems
-from burnish.rollout.server_client import (
+from burnish.rollout.servers.checks import EXTENSION, server_problems
+from burnish.rollout.servers.client import (
     ABORT,
     Server,
     ServerClient,
@@ -40,7 +40,7 @@ from burnish.rollout.server_client import (
     TransientServerError,
     least_busy,
 )
-from burnish.rollout.vllm_weights import (
+from burnish.rollout.vllm.weights import (
     FILE_BYTES,
     WeightStream,
     shapes_of,

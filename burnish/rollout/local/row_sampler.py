@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from burnish.rollout.base import Sampling, SamplingError
 from burnish.rollout.live_sample import LiveSample
-from burnish.rollout.sampling import kept_rows, sample_tokens, uniforms_for
+from burnish.rollout.local.sampling import kept_rows, sample_tokens, uniforms_for
 
 
 @dataclass(frozen=True)

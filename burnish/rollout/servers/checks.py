@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig
 
 from burnish.config.vllm_arguments import REFUSED
-from burnish.rollout.vllm_weights import PROTOCOL
+from burnish.rollout.vllm.weights import PROTOCOL
 
 EXTENSION = "burnish.rollout.vllm.PatchedWorker"
 """Value of ``--worker-extension-cls``."""

@@ -9,8 +9,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Protocol
 
+from burnish.rollout.asynchronous.service import RolloutService
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.rollout.service import RolloutService
 
 
 class TakesRequests(Protocol):

@@ -27,7 +27,7 @@ from burnish.models.support import (
     runs_own_code,
 )
 from burnish.rollout.base import Request, Sampling
-from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.local.engine import LocalRolloutEngine
 
 log = logging.getLogger("burnish")
 

@@ -29,11 +29,11 @@ from burnish.models.attention import PackedPlan, Segment, decode_plan, plan_segm
 from burnish.models.cache_attention import Extension, PrefillPlan, prefill_plan, rounded
 from burnish.models.kv_cache import KVCache
 from burnish.rollout.base import Completion, Request, Sampling, SamplingError
-from burnish.rollout.cuda_graphs import DecodeGraphs
 from burnish.rollout.live_sample import LiveSample
-from burnish.rollout.local_model import LocalModel
+from burnish.rollout.local.cuda_graphs import DecodeGraphs
+from burnish.rollout.local.model import LocalModel
+from burnish.rollout.local.sampling import kept_rows, sample_tokens, uniforms_for
 from burnish.rollout.requests import StopRule
-from burnish.rollout.sampling import kept_rows, sample_tokens, uniforms_for
 
 _FIRST_ROOM = 64
 """Positions for new tokens in a new cache that can grow."""

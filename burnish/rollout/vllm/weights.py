@@ -28,9 +28,9 @@ from burnish.config.model import Dtype
 from burnish.models.buffers import persistent_buffers
 from burnish.models.islands import fp32_names
 from burnish.models.load import DTYPES
-from burnish.rollout.vllm_experts import experts_not_used
-from burnish.rollout.vllm_names import HubNames, held_names, layer_of, state_of
-from burnish.rollout.vllm_places import Place, places_of
+from burnish.rollout.vllm.experts import experts_not_used
+from burnish.rollout.vllm.names import HubNames, held_names, layer_of, state_of
+from burnish.rollout.vllm.places import Place, places_of
 from burnish.rollout.weights import (
     Fingerprint,
     Shape,

@@ -22,6 +22,8 @@ from typing import Any, Literal, Protocol
 from burnish.config.rollout import InFlight
 from burnish.data.prompts import PromptStream
 from burnish.rewards.base import Measured, RewardSet
+from burnish.rollout.asynchronous.schedule import Limits, StalenessSchedule, Taken
+from burnish.rollout.asynchronous.service import RolloutService
 from burnish.rollout.base import StagedWeights
 from burnish.rollout.runner import Drawn, Result, Rollout, Runner
 from burnish.rollout.sample_state import (
@@ -30,8 +32,6 @@ from burnish.rollout.sample_state import (
     samples_from_plain,
     samples_to_plain,
 )
-from burnish.rollout.schedule import Limits, StalenessSchedule, Taken
-from burnish.rollout.service import RolloutService
 from burnish.rollout.source import Metrics
 from burnish.types import Group, Prompt
 

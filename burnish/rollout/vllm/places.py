@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from burnish.rollout.vllm_names import EXPERT, SECOND_PROJECTION, state_of
+from burnish.rollout.vllm.names import EXPERT, SECOND_PROJECTION, state_of
 from burnish.rollout.weights import Shape, as_table
 
 _REORDERED = re.compile(r"query_key_value")
@@ -47,7 +47,7 @@ def places_of(
     num_workers: int,
 ) -> dict[str, Place]:
     """Return the place of each given weight for which it is known. ``names``: given name -> vLLM's
-    (:func:`~burnish.rollout.vllm_names.held_names`). ``shapes``: of the given weights."""
+    (:func:`~burnish.rollout.vllm.names.held_names`). ``shapes``: of the given weights."""
     packed = getattr(model, "packed_modules_mapping", None) or {}  # house: ok vLLM's model
     orders = [list(parts) for parts in packed.values()]
     state, by_tensor = dict(state_of(model)), dict[str, list[str]]()

@@ -1,0 +1,1 @@
+"""The rollout engine of vLLM servers that were started before the run."""

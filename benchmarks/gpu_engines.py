@@ -44,7 +44,7 @@ from burnish.rollout.weights import Fingerprint, fingerprint, read_fingerprints
 from burnish.sync.checksum import word_sums
 from burnish.sync.inproc import InprocSync
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch
 
 FORMATS: tuple[Dtype, ...] = ("fp32", "bf16", "fp16")

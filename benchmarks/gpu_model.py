@@ -32,7 +32,7 @@ from burnish.plan.hardware import load_tables
 from burnish.plan.shapes import find_config, matrix_flops, shape_of
 from burnish.train.base import Outputs
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 SHAPE = "Qwen/Qwen3-0.6B"

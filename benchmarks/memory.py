@@ -42,7 +42,7 @@ def run_case(args: argparse.Namespace) -> None:
     from burnish.config.train import TrainConfig
     from burnish.models.load import load_causal_lm
     from burnish.train.spec import EngineSpec
-    from burnish.train.torch import TorchTrainEngine
+    from burnish.train.torch.engine import TorchTrainEngine
     from burnish.types import Stats, rows_to_batch
 
     case = dict(CASES[args.case])

@@ -212,7 +212,7 @@ def _train(config: Any, model: Any) -> tuple[Any, list[Any]]:
     from burnish.plan.shapes import shape_of
     from burnish.plan.train_role import largest_rows
     from burnish.train.spec import EngineSpec
-    from burnish.train.torch import TorchTrainEngine
+    from burnish.train.torch.engine import TorchTrainEngine
     from burnish.types import Stats, rows_to_batch
 
     plan = config.batch_plan()

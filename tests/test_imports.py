@@ -110,7 +110,7 @@ TOP = {"cli", "cli_arguments", "cli_errors", "cli_serve", "__main__", "__init__"
 
 ONLY_IN = {
     "ray": "runtime/ray_cluster.py",
-    "deepspeed": "train/deepspeed.py",
+    "deepspeed": "train/deepspeed/engine.py",
     "vllm": "rollout/vllm/engine.py",
     "wandb": "observe/wandb.py",
 }

@@ -22,7 +22,7 @@ from burnish.rollout.local.decoding import make_local_engine
 from burnish.rollout.requests import StopRule
 from burnish.special_tokens import padding_id, special_tokens, turn_end_ids
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 
 GEMMA = (
     "<bos>{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}"

@@ -171,8 +171,8 @@ class TorchEngine(Node, TrainEngineFacts):
     def implementation(self, *, grouped: bool) -> str:
         """Return ``module:class`` of the engine. ``grouped``: its ranks have a process group."""
         if self.sharding == "full" and grouped:
-            return "burnish.train.fsdp:ShardedTrainEngine"
-        return "burnish.train.torch:TorchTrainEngine"
+            return "burnish.train.fsdp.engine:ShardedTrainEngine"
+        return "burnish.train.torch.engine:TorchTrainEngine"
 
     def memory_profile(self, *, ranks: int) -> str:
         """Return ``module:class`` of the engine's memory profile. ``ranks``: ranks with different
@@ -302,7 +302,7 @@ class DeepSpeedEngine(Node, TrainEngineFacts):
 
     def implementation(self, *, grouped: bool) -> str:
         """Return ``module:class`` of the engine."""
-        return "burnish.train.deepspeed:DeepSpeedTrainEngine"
+        return "burnish.train.deepspeed.engine:DeepSpeedTrainEngine"
 
     def memory_profile(self, *, ranks: int) -> str:
         """Return ``module:class`` of the engine's memory profile."""

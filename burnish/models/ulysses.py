@@ -4,7 +4,7 @@ Each rank holds a chunk of the tokens and computes all per-token operations for 
 all tokens, so an all-to-all before it exchanges chunks with all heads for all tokens with some of
 the heads. A second all-to-all reverses this. Source: DeepSpeed-Ulysses, arXiv:2309.14509.
 
-Not here: how tokens are assigned to ranks (``train/sequence_parallel.py``).
+Not here: how tokens are assigned to ranks (``train/torch/sequence_parallel.py``).
 """
 
 from __future__ import annotations

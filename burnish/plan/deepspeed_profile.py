@@ -27,7 +27,7 @@ from burnish.plan.model_state import (
 )
 from burnish.plan.optimizer_state import in_step, moments
 from burnish.plan.shapes import rounded_up
-from burnish.train.zero import WEIGHT_BUCKET_BYTES
+from burnish.train.deepspeed.zero import WEIGHT_BUCKET_BYTES
 
 MAX_LIVE = 1_000_000_000
 """DeepSpeed's stage3_max_live_parameters, in entries."""

@@ -13,7 +13,7 @@ from burnish.models.load import ModelError, describe, hf_config, require_packing
 from burnish.models.tensor_parallel import check_head_counts
 from burnish.plan.shapes import PlanError, find_config
 from burnish.rollout.vllm.model import check_parallel_size
-from burnish.train.sequence_parallel import check_sequence_parallel
+from burnish.train.torch.sequence_parallel import check_sequence_parallel
 
 _CHECKS: Mapping[ParallelKind, Callable[[Any, int], None]] = {
     "rollout": check_parallel_size,

@@ -32,7 +32,7 @@ from burnish.rewards.rows import Encode, Pair, reward_encoder
 from burnish.rewards.steps import step_ends
 from burnish.train.base import TrainEngine
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import rows_to_batch, steps_to_batch
 
 

@@ -285,7 +285,7 @@ def test_gaps_kernels_and_their_cause_in_a_trace_made_by_hand(tmp_path: Path) ->
         event("gpu_memcpy", "Memcpy DtoH", 60, 70, 4),
         event("cuda_runtime", "cudaLaunchKernel", 39, 39.5, 3),
         event("cuda_runtime", "cudaMemcpyAsync", 15, 15.5, 4),
-        event("python_function", "/here/burnish/train/torch.py(1): step", 0, 80),
+        event("python_function", "/here/burnish/train/torch/engine.py(1): step", 0, 80),
         event("python_function", "/here/burnish/models/attention.py(2): _packed", 14, 34),
         event("python_function", "json/decoder.py(3): decode", 14, 39),
         event("cpu_op", "aten::nonzero", 14, 30),

@@ -22,7 +22,7 @@ from burnish.models.lora_layers import adapted_layers
 from burnish.models.shrink import build, shrink
 from burnish.train.base import Loss
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch
 
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}

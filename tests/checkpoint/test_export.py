@@ -27,7 +27,7 @@ from burnish.checkpoint.save import CheckpointStore
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.train.base import Loss, Outputs
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch, Stats
 
 MakeEngine = Callable[..., TorchTrainEngine]

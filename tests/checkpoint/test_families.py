@@ -45,7 +45,7 @@ from burnish.train.base import Loss
 from burnish.train.engines import make_engine as engine_of
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch
 
 MakeEngine = Callable[..., TorchTrainEngine]

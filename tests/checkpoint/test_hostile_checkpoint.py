@@ -22,7 +22,7 @@ from burnish.checkpoint.untrusted import check_sizes
 from burnish.cli import app
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 
 MakeEngine = Callable[..., TorchTrainEngine]
 CODE = """

@@ -39,7 +39,7 @@ from burnish.serve.scorer import load_text_scorer
 from burnish.train.base import Outputs, Role
 from burnish.train.engine import BaseTrainEngine
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 TOLERANCE = 1e-5

@@ -13,7 +13,7 @@ from burnish.config.model import ModelConfig
 from burnish.models.load import ModelError, load_tokenizer
 from burnish.models.teacher import shared_vocabulary
 from burnish.models.tensor_parallel import check_head_counts
-from burnish.train.sequence_parallel import check_sequence_parallel
+from burnish.train.torch.sequence_parallel import check_sequence_parallel
 
 RANKS = "cluster={runtime: ray, policy_ranks: 4, rollout_workers: 4}"
 VLLM = "rollout.engine.kind=vllm"

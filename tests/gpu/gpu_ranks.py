@@ -32,7 +32,7 @@ from burnish.sync.engine import SyncedEngine, WeightSender
 from burnish.train.base import Outputs
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 SIZES = ScratchConfig(hidden_size=64, tie_word_embeddings=False)
@@ -199,7 +199,7 @@ def offloaded(name: str, device: str) -> Any:
         torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
         ranks = RankGroup(torch.distributed.group.WORLD)
         return engine_of(model, spec, ranks=ranks, device=torch.device(device))
-    from burnish.train.deepspeed import DeepSpeedTrainEngine
+    from burnish.train.deepspeed.engine import DeepSpeedTrainEngine
 
     return DeepSpeedTrainEngine(model, spec, ranks=SINGLE)
 

@@ -17,7 +17,7 @@ from burnish.models.sdpa import Call, kernels_of, way_of
 from burnish.steps.objectives import sft_objective
 from burnish.train.batching import Layout
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch, rows_to_batch
 
 pytestmark = [

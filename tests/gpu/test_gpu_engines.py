@@ -17,7 +17,7 @@ from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.train.base import Loss
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 pytestmark = [

@@ -20,7 +20,7 @@ from burnish.models.load import ModelError, load_causal_lm
 from burnish.steps.moving_reference import MovingReference, load_reference, moving_reference
 from burnish.train.process_group import SINGLE
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 
 TREE: dict[str, Any] = {
     "job": "rl",

@@ -33,7 +33,7 @@ from burnish.jobs.preference import preference_objective, preparation
 from burnish.models.load import load_causal_lm
 from burnish.steps.objectives import policy_objective
 from burnish.train.base import Loss
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch, rows_to_batch
 
 _SPEC = importlib.util.spec_from_file_location(

@@ -22,7 +22,7 @@ from burnish.models.shrink import SPECIAL, build, shrink
 from burnish.train.base import Loss, Outputs
 from burnish.train.engines import make_engine
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 transformers_logging.set_verbosity_error()

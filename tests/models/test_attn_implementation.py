@@ -17,7 +17,7 @@ from burnish.plan.activations import key_of
 from burnish.plan.role_base import with_layout
 from burnish.plan.shapes import shape_of
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import rows_to_batch
 
 RL: dict[str, Any] = {

@@ -22,7 +22,7 @@ from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.train.base import Outputs
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

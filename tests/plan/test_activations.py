@@ -19,7 +19,7 @@ from burnish.plan.tracking import LiveBytes, num_bytes
 from burnish.train.batching import arrange
 from burnish.train.row_layout import RowSize
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Stats, rows_to_batch
 
 A100 = Kernels((2, 13), (8, 0))

@@ -24,7 +24,7 @@ from burnish.plan.model_state import EngineSetup, Item, total
 from burnish.plan.passes import Pass
 from burnish.plan.shapes import shape_of
 from burnish.plan.train_role import _in_pass
-from burnish.train.fsdp import ShardedTrainEngine
+from burnish.train.fsdp.engine import ShardedTrainEngine
 from burnish.train.process_group import RankGroup
 from burnish.train.row_layout import RowSize
 from burnish.train.spec import EngineSpec

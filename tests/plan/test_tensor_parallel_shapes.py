@@ -23,7 +23,7 @@ from burnish.train import tensor_parallel
 from burnish.train.process_group import RankGroup
 from burnish.train.row_layout import RowSize
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Stats, rows_to_batch
 
 

@@ -20,7 +20,7 @@ from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.rollout.local.running_batch import RunningBatch
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import rows_to_batch
 
 GREEDY = Sampling(max_tokens=24, temperature=0.0)

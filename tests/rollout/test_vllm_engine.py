@@ -38,7 +38,7 @@ from burnish.rollout.vllm.engine import INSTALL, StaleWeightsError, VllmRolloutE
 from burnish.rollout.vllm.sleep import Sleep
 from burnish.train.base import Loss
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch, rows_to_batch
 
 pytestmark = [

@@ -21,7 +21,7 @@ from burnish.observe.metrics import read_metrics
 from burnish.rewards.base import RewardError
 from burnish.runtime.base import WorkerLostError
 from burnish.runtime.inline import InlineRuntime
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.user_calls import UserCalls
 
 MakeConfig = Callable[..., JobConfig]

@@ -28,7 +28,7 @@ from burnish.steps.objectives import sft_objective, with_expert_balance
 from burnish.tensors import pad_rows
 from burnish.train.base import Outputs
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {

@@ -28,8 +28,8 @@ from burnish.config.launch import LaunchedRank, LaunchError
 from burnish.runtime import spmd
 from burnish.runtime.rank_monitor import RankLostError, RankMonitor
 from burnish.runtime.spmd import Ranks, SpmdTrainEngine
-from burnish.train import sharded_state
 from burnish.train.base import StepStats
+from burnish.train.fsdp.engine import sharded_state
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,7 @@ from burnish.rewards.model import ProcessReward, load_model_reward, score_rows
 from burnish.serve.base import ServeError, ServeOptions
 from burnish.serve.scorer import load_text_scorer
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Prompt, Sample
 
 SCRATCH = {

@@ -18,7 +18,7 @@ from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples
 from burnish.steps.objectives import sft_objective
 from burnish.steps.ptx import Ptx, ptx_objective
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch
 
 MakeConfig = Callable[..., JobConfig]

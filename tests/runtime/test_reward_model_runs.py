@@ -24,7 +24,7 @@ from burnish.models.value_head import load_scalar_model
 from burnish.observe.metrics import read_metrics
 from burnish.rewards.model import load_model_reward, load_reward_engine, score_rows
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 
 SCRATCH = {
     "alphabet": "0123456789+=",

@@ -28,7 +28,7 @@ from burnish.serve.base import ServeError, ServeOptions
 from burnish.serve.guard import listener as listen
 from burnish.serve.scorer import TextScorer, load_text_scorer
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Prompt, Sample
 
 Serving = Callable[..., Any]

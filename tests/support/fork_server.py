@@ -45,7 +45,7 @@ PRELOADED = (
     "burnish.jobs.rl",
     "burnish.jobs.sft",
     "burnish.observe.report",
-    "burnish.train.fsdp",
+    "burnish.train.fsdp.engine",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
     "deepspeed",

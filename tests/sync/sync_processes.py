@@ -38,7 +38,7 @@ from burnish.sync.engine import SyncedEngine, WeightSender
 from burnish.sync.ipc import SharedSender, SharedSource
 from burnish.train.base import Outputs
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 MODEL = ModelConfig(scratch=ScratchConfig(hidden_size=32, tie_word_embeddings=False))

@@ -15,7 +15,7 @@ from burnish.rollout.base import Request, Sampling
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.sync.inproc import InprocSync
 from burnish.train.base import Loss
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch
 
 MakeEngine = Callable[..., TorchTrainEngine]

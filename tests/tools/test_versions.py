@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from burnish.train.deepspeed import OLDEST
+from burnish.train.deepspeed.engine import OLDEST
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,11 +19,11 @@ from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm
 from burnish.models.value_head import load_scalar_model
 from burnish.train.base import Loss, Outputs, TrainEngine
-from burnish.train.deepspeed import DeepSpeedTrainEngine
+from burnish.train.deepspeed.engine import DeepSpeedTrainEngine
 from burnish.train.engine import FrozenBase
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch, Stats
 
 _SPEC = importlib.util.spec_from_file_location(

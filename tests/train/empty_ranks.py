@@ -34,7 +34,7 @@ from burnish.runtime.limits import Limits
 from burnish.runtime.worker import TrainWorker, WorkerInfo, pack_share
 from burnish.steps.objectives import policy_objective, process_objective
 from burnish.train.base import Loss, Role
-from burnish.train.deepspeed import DeepSpeedTrainEngine
+from burnish.train.deepspeed.engine import DeepSpeedTrainEngine
 from burnish.train.engines import make_engine as engine_of
 from burnish.train.process_group import CollectiveTimeoutError, RankGroup
 from burnish.train.spec import EngineSpec

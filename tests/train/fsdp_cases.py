@@ -20,10 +20,10 @@ from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.value_head import load_scalar_model
 from burnish.train.adafactor import Adafactor, AdafactorSettings, Weight
 from burnish.train.engines import make_engine as engine_of
-from burnish.train.fsdp import ShardedTrainEngine
+from burnish.train.fsdp.engine import ShardedTrainEngine
 from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 
 _SPEC = importlib.util.spec_from_file_location(
     "two_ranks", Path(__file__).with_name("two_ranks.py")

@@ -35,7 +35,7 @@ from burnish.models.value_head import load_scalar_model
 from burnish.train.base import NonFiniteError
 from burnish.train.engine import FrozenBase
 from burnish.train.engines import make_engine as engine_of
-from burnish.train.fsdp import ShardedTrainEngine
+from burnish.train.fsdp.engine import ShardedTrainEngine
 from burnish.train.optimizers import OptimizerError
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
-import burnish.train.sharded_state
-import burnish.train.torch
+import burnish.train.fsdp.sharded_state
+import burnish.train.torch.engine
 from burnish.config.model import ModelConfig
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
@@ -293,7 +293,7 @@ def failing_save(ranks: RankGroup, engine: dict[str, Any], folder: Path) -> list
     def refuse(*arguments: Any) -> None:
         raise OSError("no space left")
 
-    modules = (burnish.train.torch, burnish.train.sharded_state)
+    modules = (burnish.train.torch.engine, burnish.train.fsdp.sharded_state)
     kept = [module.write_shards for module in modules]
     for module in modules:
         if ranks.rank == ranks.size - 1:

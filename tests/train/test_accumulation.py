@@ -27,7 +27,7 @@ from burnish.steps.objectives import (
 )
 from burnish.train.base import Loss, Outputs, Role
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 # fp32 sums over some hundred tokens in another order, relative to the largest entry where that is

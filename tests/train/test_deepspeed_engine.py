@@ -20,7 +20,7 @@ from burnish.config import load_config
 from burnish.config.load import ConfigError
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
-from burnish.train.deepspeed import DeepSpeedError, check_version
+from burnish.train.deepspeed.engine import DeepSpeedError, check_version
 from burnish.train.loss_scaler import DynamicLossScaler
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.state import write_tensors

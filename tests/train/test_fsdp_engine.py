@@ -25,7 +25,7 @@ from burnish.config.train_engines import TorchEngine
 from burnish.models.tensor_files import TensorFiles, tensor_sets
 from burnish.train.engines import make_engine as engine_of
 from burnish.train.process_group import SINGLE
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from burnish.train.base import Loss, NonFiniteError, Outputs
 from burnish.train.loss_scaler import DynamicLossScaler
 from burnish.train.optim import Optimizer
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch, Stats
 
 TINY = ModelConfig(scratch=ScratchConfig(hidden_size=32))

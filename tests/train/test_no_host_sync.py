@@ -55,7 +55,7 @@ from burnish.tensors import upload
 from burnish.train.base import Loss
 from burnish.train.batching import arrange
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 META = torch.device("meta")

@@ -15,7 +15,7 @@ from burnish.config.train import TrainConfig
 from burnish.models.load import DTYPES
 from burnish.train.base import Loss, Outputs
 from burnish.train.optim import Optimizer, lr_factor
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch, Stats
 
 MakeEngine = Callable[..., TorchTrainEngine]

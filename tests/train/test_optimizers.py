@@ -19,7 +19,7 @@ from burnish.train.base import Loss
 from burnish.train.muon import COEFFICIENTS, orthogonalize
 from burnish.train.optim import lr_factor
 from burnish.train.optimizers import OptimizerError, hidden_matrices
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch
 
 MakeEngine = Callable[..., TorchTrainEngine]

@@ -17,9 +17,9 @@ from burnish.models.load import ModelError, load_causal_lm
 from burnish.models.tensor_parallel import layer_styles, shard_layers
 from burnish.train.batching import arrange
 from burnish.train.process_group import SINGLE, RankGroup
-from burnish.train.sequence_parallel import check_sequence_parallel, local_shard
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
+from burnish.train.torch.sequence_parallel import check_sequence_parallel, local_shard
 from burnish.types import rows_to_batch
 
 MODEL = ModelConfig(scratch=ScratchConfig(hidden_size=48, num_heads=6, num_kv_heads=3))

@@ -20,7 +20,7 @@ from burnish.runtime.ray import with_absolute_paths
 from burnish.train.base import Loss
 from burnish.train.engine import FrozenBase
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch
 
 MakeEngine = Callable[..., TorchTrainEngine]

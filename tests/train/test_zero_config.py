@@ -9,8 +9,8 @@ import pytest
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import DeepSpeedEngine
+from burnish.train.deepspeed.zero import ds_config, zero_section
 from burnish.train.spec import EngineSpec
-from burnish.train.zero import ds_config, zero_section
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])

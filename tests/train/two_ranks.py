@@ -33,7 +33,7 @@ from burnish.train.base import Loss, NonFiniteError, Outputs
 from burnish.train.batching import split_over_ranks
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch, Stats
 
 _SPEC = importlib.util.spec_from_file_location(

@@ -35,12 +35,7 @@ from burnish.models.islands import require_one_dtype, with_islands
 from burnish.models.load import DTYPES, describe
 from burnish.models.lora_layers import merged_weights
 from burnish.train.base import Loss, Outputs
-from burnish.train.diagnose import BadTensor
-from burnish.train.engine import BaseTrainEngine, Describe
-from burnish.train.forward import BatchForward, zero_of
-from burnish.train.process_group import RankGroup
-from burnish.train.spec import EngineSpec
-from burnish.train.zero import (
+from burnish.train.deepspeed.zero import (
     WEIGHT_BUCKET_BYTES,
     ZeroAdamW,
     ZeroOptimizer,
@@ -51,6 +46,11 @@ from burnish.train.zero import (
     is_partitioned,
     zero_section,
 )
+from burnish.train.diagnose import BadTensor
+from burnish.train.engine import BaseTrainEngine, Describe
+from burnish.train.forward import BatchForward, zero_of
+from burnish.train.process_group import RankGroup
+from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats
 
 OLDEST = Version("0.19.8")

@@ -29,9 +29,9 @@ from burnish.train.forward import Forward
 from burnish.train.oom import MicroBatchBackoff
 from burnish.train.optim import Optimizer
 from burnish.train.process_group import RankGroup
-from burnish.train.sequence_parallel import make_forward, parallel_groups
 from burnish.train.state import write_together
 from burnish.train.tensor_parallel import TensorParallelPlan, apply_tensor_parallel
+from burnish.train.torch.sequence_parallel import make_forward, parallel_groups
 
 
 class TorchTrainEngine(BaseTrainEngine):

@@ -42,11 +42,11 @@ from burnish.train.batching import Share
 from burnish.train.diagnose import BadTensor, first_bad_tensor
 from burnish.train.engine import Describe
 from burnish.train.forward import NO_ROWS
+from burnish.train.fsdp.sharded_state import BackgroundSave, ShardedOptimizer, local, own_rows
 from burnish.train.optim import Optimizer
 from burnish.train.process_group import RankGroup
-from burnish.train.sharded_state import BackgroundSave, ShardedOptimizer, local, own_rows
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch
 
 log = logging.getLogger("burnish")

@@ -1,0 +1,1 @@
+"""The torch engine with its model sharded over ranks (FSDP2)."""

@@ -19,7 +19,7 @@ from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.placement import placement_groups_for
 from burnish.runtime.base import ClusterError
-from burnish.runtime.ray_cluster import RayCluster
+from burnish.runtime.ray.cluster import RayCluster
 
 ROLES = ("policy", "reference", "rollout")
 

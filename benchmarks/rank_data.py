@@ -42,9 +42,9 @@ from burnish.config.train import TrainConfig
 from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import Completion, VersionSpan
-from burnish.runtime import worker_group
-from burnish.runtime.ray import RayRuntime
-from burnish.runtime.remote_train import RemoteTrainEngine
+from burnish.runtime.ray import worker_group
+from burnish.runtime.ray.runtime import RayRuntime
+from burnish.runtime.ray.train_engine import RemoteTrainEngine
 from burnish.runtime.worker import TrainWorker
 from burnish.train.base import Outputs
 from burnish.train.spec import EngineSpec

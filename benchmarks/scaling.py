@@ -42,9 +42,9 @@ from burnish.rewards.base import RewardInput, RewardSet
 from burnish.rollout.base import Completion, Sampling, VersionSpan
 from burnish.rollout.runner import Runner
 from burnish.runtime.heartbeat import HeartbeatMonitor, HeartbeatRegistry
-from burnish.runtime.ray_cluster import worker_peaks
-from burnish.runtime.remote_rollout import RemoteRolloutEngine
-from burnish.runtime.rollout_worker import Orders, answer_seconds
+from burnish.runtime.ray.cluster import worker_peaks
+from burnish.runtime.ray.rollout_engine import RemoteRolloutEngine
+from burnish.runtime.ray.rollout_worker import Orders, answer_seconds
 from burnish.runtime.worker import pack_share
 from burnish.steps.credit import assign_advantages
 from burnish.steps.rl import advantage_by_sample

@@ -109,7 +109,7 @@ ALLOWED: dict[str, set[str]] = {
 TOP = {"cli", "cli_arguments", "cli_errors", "cli_serve", "__main__", "__init__"}
 
 ONLY_IN = {
-    "ray": "runtime/ray_cluster.py",
+    "ray": "runtime/ray/cluster.py",
     "deepspeed": "train/deepspeed/engine.py",
     "vllm": "rollout/vllm/engine.py",
     "wandb": "observe/wandb.py",

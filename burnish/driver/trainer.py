@@ -34,7 +34,7 @@ from burnish.observe.samples import drop_samples_after
 from burnish.observe.spikes import SpikeAlarm
 from burnish.rewards.base import RewardError
 from burnish.runtime.base import Runtime, WorkerLostError
-from burnish.runtime.ray import RayRuntime
+from burnish.runtime.ray.runtime import RayRuntime
 from burnish.secret import without_secret_values
 
 log = logging.getLogger("burnish")

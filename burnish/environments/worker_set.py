@@ -1,9 +1,9 @@
 """A fixed number of workers: started, replaced if lost, and selected by load.
 
 A worker executes calls of user code in a process of its own. The process is on this machine
-(``process.py``) or behind an actor of a cluster (``runtime/remote_workers.py``); :class:`WorkerSet`
-treats both alike. A session is a use of one worker over several calls, such as an episode. The set
-is used from one event loop::
+(``process.py``) or behind an actor of a cluster (``runtime/ray/environment_workers.py``);
+:class:`WorkerSet` treats both alike. A session is a use of one worker over several calls, such as
+an episode. The set is used from one event loop::
 
     session = await workers.acquire()
     try:

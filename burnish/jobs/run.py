@@ -35,8 +35,8 @@ from burnish.preflight.usable import count_prompts
 from burnish.publish.export import check_export_folder, export_at_end
 from burnish.runtime.base import Runtime
 from burnish.runtime.inline import InlineRuntime
-from burnish.runtime.ray import RayRuntime
-from burnish.runtime.spmd import Ranks, SpmdRuntime, connected, records_folder
+from burnish.runtime.ray.runtime import RayRuntime
+from burnish.runtime.spmd.runtime import Ranks, SpmdRuntime, connected, records_folder
 from burnish.train.process_group import SINGLE, RankGroup
 
 log = logging.getLogger("burnish")

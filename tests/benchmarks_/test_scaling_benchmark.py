@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from burnish.rollout.base import Request
-from burnish.runtime.remote_rollout import _shares
-from burnish.runtime.rollout_worker import ANSWERS_PER_S, answer_seconds
+from burnish.runtime.ray.rollout_engine import _shares
+from burnish.runtime.ray.rollout_worker import ANSWERS_PER_S, answer_seconds
 
 ROOT = Path(__file__).parents[2]
 

@@ -33,11 +33,11 @@ from burnish.config.train import TrainConfig
 from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
 from burnish.runtime.limits import Limits
-from burnish.runtime.ray import RayRuntime
-from burnish.runtime.remote_train import RemoteTrainEngine
-from burnish.runtime.spmd import Ranks, SpmdRuntime, SpmdTrainEngine
+from burnish.runtime.ray.runtime import RayRuntime
+from burnish.runtime.ray.train_engine import RemoteTrainEngine
+from burnish.runtime.ray.worker_group import WorkerGroup
+from burnish.runtime.spmd.runtime import Ranks, SpmdRuntime, SpmdTrainEngine
 from burnish.runtime.worker import TrainWorker, TransferOptions, WorkerInfo, pack_share
-from burnish.runtime.worker_group import WorkerGroup
 from burnish.sync.snapshot import SnapshotSource
 from burnish.train.base import Loss, Outputs, Role, StepStats, TrainEngine
 from burnish.train.batching import Share, fill_rows

@@ -30,8 +30,8 @@ from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling, V
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.rollout.servers.engine import VllmServerEngine
 from burnish.rollout.vllm.engine import INSTALL, VllmRolloutEngine
-from burnish.runtime.ray import RayRuntime
-from burnish.runtime.remote_rollout import RemoteRolloutEngine
+from burnish.runtime.ray.rollout_engine import RemoteRolloutEngine
+from burnish.runtime.ray.runtime import RayRuntime
 
 SIZES = ScratchConfig(hidden_size=64, num_heads=2, num_kv_heads=1, tie_word_embeddings=False)
 MODEL = ModelConfig(scratch=SIZES)  # heads of 32: the smallest that every engine computes

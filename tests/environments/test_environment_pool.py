@@ -28,7 +28,7 @@ from burnish.environments.pool import (
     check_start,
 )
 from burnish.environments.process import start_process
-from burnish.runtime.remote_workers import RemoteWorker
+from burnish.runtime.ray.environment_workers import RemoteWorker
 
 HOSTILE = str(Path(__file__).with_name("hostile.py"))
 SAY = {"role": "assistant", "content": "abc"}

@@ -13,7 +13,7 @@ import pytest
 import burnish
 from burnish.checkpoint.errors import CheckpointError
 from burnish.config import JobConfig
-from burnish.train.torch.engine import engine as torch_engine
+from burnish.train.torch import engine as torch_engine
 
 Recipe = Callable[..., JobConfig]
 Measured = Callable[[Path], list[dict[str, Any]]]

@@ -25,13 +25,13 @@ import burnish
 from burnish.config import JobConfig
 from burnish.jobs.evaluate import Evaluator
 from burnish.observe.samples import read_samples
-from burnish.runtime import ray_connect
 from burnish.runtime.base import ClusterError
-from burnish.runtime.ray_cluster import RayCluster
-from burnish.runtime.remote_rollout import RemoteRolloutEngine
-from burnish.runtime.remote_train import RemoteTrainEngine
-from burnish.runtime.weight_sync import ConnectionSync, ObjectStoreSync
-from burnish.runtime.worker_group import WorkerGroup
+from burnish.runtime.ray import connect as ray_connect
+from burnish.runtime.ray.cluster import RayCluster
+from burnish.runtime.ray.rollout_engine import RemoteRolloutEngine
+from burnish.runtime.ray.train_engine import RemoteTrainEngine
+from burnish.runtime.ray.weight_sync import ConnectionSync, ObjectStoreSync
+from burnish.runtime.ray.worker_group import WorkerGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -30,7 +30,7 @@ def main() -> None:
 
     from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
     from burnish.runtime.limits import Limits
-    from burnish.runtime.ray_connect import start_ray
+    from burnish.runtime.ray.connect import start_ray
     from burnish.runtime.worker import TrainWorker, WorkerInfo
 
     restore = start_ray(ray, num_cpus=2, environment={"OMP_NUM_THREADS": "1"})

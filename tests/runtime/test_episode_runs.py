@@ -24,7 +24,7 @@ from burnish.environments.pool import EnvironmentPool, EnvironmentSpec, EpisodeF
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.samples import read_samples
 from burnish.rollout.vllm.engine import INSTALL
-from burnish.runtime.remote_workers import start_remote_worker
+from burnish.runtime.ray.environment_workers import start_remote_worker
 
 ENVIRONMENT = str(Path(__file__).parents[2] / "recipes/environments/guess_number.py:GuessNumber")
 HOSTILE = str(Path(__file__).parents[1] / "environments/hostile.py")

@@ -25,11 +25,11 @@ from torch.distributed import HashStore
 import burnish
 from burnish.config.cluster import ClusterConfig
 from burnish.config.launch import LaunchedRank, LaunchError
-from burnish.runtime import spmd
-from burnish.runtime.rank_monitor import RankLostError, RankMonitor
-from burnish.runtime.spmd import Ranks, SpmdTrainEngine
+from burnish.runtime.spmd import runtime as spmd
+from burnish.runtime.spmd.monitor import RankLostError, RankMonitor
+from burnish.runtime.spmd.runtime import Ranks, SpmdTrainEngine
 from burnish.train.base import StepStats
-from burnish.train.fsdp.engine import sharded_state
+from burnish.train.fsdp import sharded_state
 
 pytestmark = pytest.mark.slow
 

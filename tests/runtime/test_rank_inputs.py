@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from burnish.config import JobConfig, load_config
-from burnish.runtime import rank_inputs
-from burnish.runtime.rank_inputs import different_inputs, inputs_of
+from burnish.runtime.spmd import inputs as rank_inputs
+from burnish.runtime.spmd.inputs import different_inputs, inputs_of
 
 ROWS = '{"prompt": "1=", "response": "1"}\n'
 
@@ -119,7 +119,7 @@ def test_versions_are_compared_first_and_ranks_of_a_host_share_a_line(
     monkeypatch.setattr(rank_inputs, "version", lambda name: "1.0")
     part = Path(rank_inputs.__file__).parent
     shutil.copytree(part, tmp_path / "burnish/runtime")
-    monkeypatch.setattr(rank_inputs, "__file__", str(tmp_path / "burnish/runtime/rank_inputs.py"))
+    monkeypatch.setattr(rank_inputs, "__file__", str(tmp_path / "burnish/runtime/spmd/inputs.py"))
     other = inputs_of(config, resumed=True, device="cuda")
     found = different_inputs([first, first, other, other], ["n1", "n1", "n2", "n2"])
     assert found is not None

@@ -29,17 +29,17 @@ from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.teacher import DistillTargetSpec
 from burnish.observe.timeline import Timeline
 from burnish.runtime import inline
-from burnish.runtime import ray as ray_runtime
 from burnish.runtime.base import ClusterError, WorkerLostError
-from burnish.runtime.errors import constructor_error
 from burnish.runtime.inline import InlineRuntime
 from burnish.runtime.phases import Phases
-from burnish.runtime.ray import RayRuntime
-from burnish.runtime.ray_cluster import RayCluster, worker_environment
-from burnish.runtime.ray_connect import start_ray
-from burnish.runtime.remote_train import BatchStore, RemoteTrainEngine
+from burnish.runtime.ray import runtime as ray_runtime
+from burnish.runtime.ray.cluster import RayCluster, worker_environment
+from burnish.runtime.ray.connect import start_ray
+from burnish.runtime.ray.errors import constructor_error
+from burnish.runtime.ray.runtime import RayRuntime
+from burnish.runtime.ray.train_engine import BatchStore, RemoteTrainEngine
+from burnish.runtime.ray.worker_group import WorkerGroup
 from burnish.runtime.worker import to_array, unpack_share
-from burnish.runtime.worker_group import WorkerGroup
 from burnish.train.batching import RowSplit
 from burnish.train.process_group import CollectiveTimeoutError
 from burnish.train.spec import EngineSpec

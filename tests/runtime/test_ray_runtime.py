@@ -31,7 +31,7 @@ from burnish.config.placement import placement_groups_for
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples
 from burnish.runtime.base import ClusterError
-from burnish.runtime.ray_cluster import RayCluster
+from burnish.runtime.ray.cluster import RayCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("ray_cluster")]
 

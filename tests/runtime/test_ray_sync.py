@@ -24,9 +24,9 @@ from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.runtime.base import ClusterError, WorkerLostError
-from burnish.runtime.ray import RayRuntime
-from burnish.runtime.rollout_worker import RolloutWorker
-from burnish.runtime.weight_sync import ObjectStoreSync
+from burnish.runtime.ray.rollout_worker import RolloutWorker
+from burnish.runtime.ray.runtime import RayRuntime
+from burnish.runtime.ray.weight_sync import ObjectStoreSync
 from burnish.runtime.worker import TrainWorker, TransferOptions
 from burnish.sync.base import InvalidWeightsError, SyncError
 from burnish.sync.snapshot import WeightSnapshot

@@ -15,9 +15,9 @@ from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.rollout import LocalEngine
 from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
 from burnish.runtime.base import WorkerLostError
-from burnish.runtime.remote_rollout import RemoteRolloutEngine
-from burnish.runtime.rollout_pool import Weights
-from burnish.runtime.rollout_worker import Orders
+from burnish.runtime.ray.rollout_engine import RemoteRolloutEngine
+from burnish.runtime.ray.rollout_pool import Weights
+from burnish.runtime.ray.rollout_worker import Orders
 from burnish.sync.base import SyncError
 
 ray = pytest.importorskip("ray")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from burnish.config.cluster import ClusterConfig
 from burnish.runtime.base import WorkerLostError
-from burnish.runtime.server_sync import ServerSync
+from burnish.runtime.ray.server_sync import ServerSync
 from burnish.runtime.worker import TransferOptions
 from burnish.sync.base import SyncError, encode
 from burnish.sync.buckets import messages

@@ -25,8 +25,8 @@ from burnish.rollout.base import Request, Sampling
 from burnish.rollout.servers.engine import VllmServerEngine
 from burnish.rollout.vllm.engine import INSTALL, StaleWeightsError
 from burnish.runtime.base import WorkerLostError
-from burnish.runtime.remote_train import RemoteTrainEngine
-from burnish.runtime.server_sync import ServerSync
+from burnish.runtime.ray.server_sync import ServerSync
+from burnish.runtime.ray.train_engine import RemoteTrainEngine
 
 pytestmark = [
     pytest.mark.slow,

@@ -40,7 +40,7 @@ OFFLINE = "HF_HUB_OFFLINE"
 """Read at import too, but a fork can apply it: the library has it as one variable."""
 PRELOADED = (
     "burnish.runtime.worker",
-    "burnish.runtime.rollout_worker",
+    "burnish.runtime.ray.rollout_worker",
     "burnish.jobs.run",
     "burnish.jobs.rl",
     "burnish.jobs.sft",

@@ -41,12 +41,12 @@ from burnish.runtime.base import (
 )
 from burnish.runtime.inline import InlineRuntime
 from burnish.runtime.phases import Phases
-from burnish.runtime.ray_cluster import PeakCollector, RayCluster, worker_peaks
-from burnish.runtime.remote_rollout import RemoteRolloutEngine
-from burnish.runtime.remote_train import BatchStore, RemoteFrozenBase, RemoteTrainEngine
-from burnish.runtime.remote_workers import start_remote_worker
-from burnish.runtime.weight_sync import ray_sync
-from burnish.runtime.worker_group import WorkerGroup
+from burnish.runtime.ray.cluster import PeakCollector, RayCluster, worker_peaks
+from burnish.runtime.ray.environment_workers import start_remote_worker
+from burnish.runtime.ray.rollout_engine import RemoteRolloutEngine
+from burnish.runtime.ray.train_engine import BatchStore, RemoteFrozenBase, RemoteTrainEngine
+from burnish.runtime.ray.weight_sync import ray_sync
+from burnish.runtime.ray.worker_group import WorkerGroup
 from burnish.train.base import HasLogprobs, TrainEngine
 from burnish.train.process_group import SINGLE
 from burnish.train.spec import EngineSpec

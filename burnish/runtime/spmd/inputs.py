@@ -138,7 +138,7 @@ def _version(name: str) -> str | None:
 
 def _code_digest() -> str:
     """Return a digest of this package's code: two working copies may have the same version."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\n".encode())

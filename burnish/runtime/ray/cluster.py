@@ -20,9 +20,9 @@ from burnish.config.placement import PlacementGroupSpec
 from burnish.messages import library_text
 from burnish.observe.peaks import ProcessPeaks
 from burnish.runtime.base import ClusterError, WorkerLostError
-from burnish.runtime.errors import constructor_error, failure, is_worker_loss
 from burnish.runtime.heartbeat import HeartbeatMonitor, HeartbeatRegistry
-from burnish.runtime.ray_connect import join_ray, start_ray
+from burnish.runtime.ray.connect import join_ray, start_ray
+from burnish.runtime.ray.errors import constructor_error, failure, is_worker_loss
 from burnish.runtime.worker import WorkerInfo
 from burnish.secret import is_secret
 

@@ -33,11 +33,11 @@ from burnish.config.sync import DiskSync, LinkSync, resolve_kind
 from burnish.rollout.base import RolloutEngine, StagedWeights
 from burnish.rollout.servers.engine import VllmServerEngine
 from burnish.runtime.base import ClusterError, Sync
-from burnish.runtime.errors import died, failure, is_worker_loss
-from burnish.runtime.remote_rollout import RemoteRolloutEngine, snapshot_weights
-from burnish.runtime.remote_train import RemoteTrainEngine
-from burnish.runtime.rollout_pool import Lost, Weights
-from burnish.runtime.server_sync import ServerSync
+from burnish.runtime.ray.errors import died, failure, is_worker_loss
+from burnish.runtime.ray.rollout_engine import RemoteRolloutEngine, snapshot_weights
+from burnish.runtime.ray.rollout_pool import Lost, Weights
+from burnish.runtime.ray.server_sync import ServerSync
+from burnish.runtime.ray.train_engine import RemoteTrainEngine
 from burnish.runtime.worker import TransferOptions
 from burnish.sync.base import LinkError, Metrics, sync_metrics
 from burnish.sync.channel import connect_store, end_connection

@@ -20,7 +20,7 @@ from burnish.config.rollout import InFlight
 from burnish.messages import library_text
 from burnish.rollout.base import RolloutEngine, StagedWeights
 from burnish.runtime.base import WorkerLostError
-from burnish.runtime.remote_train import RemoteTrainEngine
+from burnish.runtime.ray.train_engine import RemoteTrainEngine
 from burnish.runtime.worker import TransferOptions
 from burnish.sync.base import Metrics, sync_metrics
 from burnish.sync.snapshot import SnapshotSource, WeightSnapshot

@@ -9,9 +9,9 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from burnish.oom import is_out_of_memory
 from burnish.runtime.base import WorkerLostError
-from burnish.runtime.errors import died, failure, is_worker_loss
 from burnish.runtime.limits import Limits
-from burnish.runtime.ray_cluster import RayCluster
+from burnish.runtime.ray.cluster import RayCluster
+from burnish.runtime.ray.errors import died, failure, is_worker_loss
 from burnish.runtime.worker import NO_SPANS, TrainWorker
 from burnish.train.base import Role
 from burnish.train.process_group import CollectiveTimeoutError

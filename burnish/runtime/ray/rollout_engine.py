@@ -20,9 +20,9 @@ from burnish.config.rollout import InFlight, LocalEngine, RolloutEngineConfig, V
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.generation import generate
 from burnish.rollout.requests import OpenRequests, check_requests
-from burnish.runtime.ray_cluster import RayCluster
-from burnish.runtime.rollout_pool import PoolWorker, RolloutPool, Weights
-from burnish.runtime.rollout_worker import Orders
+from burnish.runtime.ray.cluster import RayCluster
+from burnish.runtime.ray.rollout_pool import PoolWorker, RolloutPool, Weights
+from burnish.runtime.ray.rollout_worker import Orders
 from burnish.runtime.worker import BUCKET_BYTES
 from burnish.sync.base import encode
 from burnish.sync.buckets import messages

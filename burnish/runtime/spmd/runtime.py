@@ -39,8 +39,8 @@ from burnish.observe.timeline import Timeline
 from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS
 from burnish.runtime.inline import InlineRuntime
 from burnish.runtime.limits import Limits
-from burnish.runtime.rank_inputs import Inputs, different_inputs, inputs_of
-from burnish.runtime.rank_monitor import RankMonitor, first_line
+from burnish.runtime.spmd.inputs import Inputs, different_inputs, inputs_of
+from burnish.runtime.spmd.monitor import RankMonitor, first_line
 from burnish.runtime.worker import TrainWorker, WorkerInfo
 from burnish.train.base import HasLogprobs, Loss, StepStats, TrainEngine
 from burnish.train.engine import FrozenBase

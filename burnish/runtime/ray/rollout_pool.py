@@ -20,9 +20,9 @@ from typing import Any, Literal
 from burnish.config.rollout import InFlight
 from burnish.messages import library_text
 from burnish.rollout.base import Completion
-from burnish.runtime.errors import failure, loss_reason
-from burnish.runtime.ray_cluster import RayCluster
-from burnish.runtime.rollout_worker import Orders, RolloutWorker
+from burnish.runtime.ray.cluster import RayCluster
+from burnish.runtime.ray.errors import failure, loss_reason
+from burnish.runtime.ray.rollout_worker import Orders, RolloutWorker
 
 CLOSE_TIMEOUT_S = 10.0
 _WAIT_S = 1.0

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from burnish.checkpoint.save import PendingSave
 from burnish.models.tensor_files import in_parts
+from burnish.runtime.ray.worker_group import WorkerGroup
 from burnish.runtime.worker import BUCKET_BYTES, TransferOptions, pack_share, to_array, to_tensor
-from burnish.runtime.worker_group import WorkerGroup
 from burnish.sync.snapshot import SnapshotSource, WeightSnapshot
 from burnish.train.base import Loss, NonFiniteError, StepStats
 from burnish.train.batching import RowSplit, fill_rows

@@ -1,0 +1,1 @@
+"""Engines as groups of Ray workers."""

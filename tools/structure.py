@@ -31,23 +31,29 @@ KINDS = ("VllmServers", "Muon")
 """Config classes of two kinds: a rollout engine and an optimizer."""
 
 
+def is_config(module: str) -> bool:
+    """Return whether a module has classes of recipes."""
+    return module.startswith("burnish.config") or module.endswith(".config")
+
+
 def config_classes(modules: Mapping[str, ast.Module]) -> set[str]:
-    """Return the names of all classes that burnish.config defines."""
+    """Return the names of all classes of recipes: those of burnish.config, and of the folders of
+    kinds."""
     return {
         node.name
         for name, tree in modules.items()
-        if name.startswith("burnish.config")
+        if is_config(name)
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
     }
 
 
 def isinstance_checks(modules: Mapping[str, ast.Module], classes: set[str]) -> int:
-    """Count ``isinstance`` calls outside burnish.config on a class of burnish.config."""
+    """Count ``isinstance`` calls outside configs on a class of recipes."""
     return sum(
         any(isinstance(n, ast.Name) and n.id in classes for n in ast.walk(call.args[1]))
         for name, tree in modules.items()
-        if name.startswith("burnish") and not name.startswith("burnish.config")
+        if name.startswith("burnish") and not is_config(name)
         for call in _calls(tree, "isinstance")
     )
 

@@ -125,17 +125,22 @@ def _functions(tree: ast.Module, *, private: bool = False) -> Iterator[ast.Funct
             yield node
 
 
+def _module_of(path: Path, root: Path) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts)
+
+
 def lines_per_config_field(root: Path, modules: Mapping[str, ast.Module]) -> float:
-    """Return the lines of burnish.config per annotated field of its classes."""
+    """Return the lines of the modules of configs per annotated field of their classes."""
     fields = sum(
         isinstance(statement, ast.AnnAssign)
         for name, tree in modules.items()
-        if name.startswith("burnish.config")
+        if is_config(name)
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
         for statement in node.body
     )
-    lines = sum(count for package, _, count in sizes(root) if package == "config")
+    files = [path for path in (root / "burnish").rglob("*.py") if is_config(_module_of(path, root))]
+    lines = sum(path.read_text(encoding="utf-8").count("\n") for path in files)
     return lines / max(1, fields)
 
 

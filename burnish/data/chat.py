@@ -9,14 +9,14 @@ merge characters across the boundary. Training tokens would then differ from gen
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from burnish.chat_message import REASONING, Message, roles_of, without_flags
 from burnish.data.messages import as_messages, trained_flags
 from burnish.data.notices import note
+from burnish.data.pieces import check_embeddings, encode_piece, plain_ids
 from burnish.data.rendering import (
     REFUSED,
     Field,
@@ -29,13 +29,9 @@ from burnish.data.sources import DataError
 from burnish.data.turns import locate_turns
 from burnish.data.unread import note_flags
 from burnish.special_tokens import end_token_ids, special_tokens, turn_end_ids, turn_length
-from burnish.vocabulary import beyond_embeddings, num_embeddings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # one byte of a character without a token
-_WORD_START = "\u2581"  # SentencePiece-style tokenizers replace a space with this
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -112,7 +108,8 @@ def encode_conversation(
 
     The mask includes the end token of an assistant turn, but no template text after it (usually a
     newline). Turns before message ``trained_from`` count as prompt (0: a demonstration). The ids
-    before a trained turn are those that :func:`encode_prompt` returns for the same history.
+    before a trained turn are those that :func:`encode_prompt` returns for the same history, unless
+    an earlier trained turn begins with characters that merge with the end of its prompt.
 
     ``refused``: as in :func:`burnish.data.rendering.check_rendering`. Raises DataError if there is
     no assistant turn to train on, or one that :func:`burnish.data.turns.locate_turns` refuses.
@@ -147,8 +144,9 @@ def encode_conversation(
     mask: list[bool] = []
     done = 0  # number of characters of `text` tokenized so far
     for number, turn in zip(learned, located, strict=True):
-        ids += encode_piece(tokenizer, text[done : turn.begin], after=ids[-1:])
-        answer = encode_piece(tokenizer, text[turn.begin : turn.end], after=ids[-1:])
+        before, head = text[:done], text[: turn.begin]
+        ids += encode_piece(tokenizer, text[done : turn.begin], after=ids[-1:], before=before)
+        answer = encode_piece(tokenizer, text[turn.begin : turn.end], after=ids[-1:], before=head)
         trained = _trained_length(tokenizer, answer, bare[number])
         mask += [False] * (len(ids) - len(mask)) + [True] * trained
         ids += answer
@@ -195,15 +193,18 @@ def encode_completion(
     prompt_ids: Sequence[int],
     response: str,
     *,
+    prompt: str | None = None,
     add_eos: bool = True,
 ) -> tuple[list[int], list[bool]]:
     """Return (ids, mask) of prompt, response and end token. The mask is False for the prompt, and
-    for text behind an end token inside the response (recorded as a notice)."""
+    for text behind an end token inside the response (recorded as a notice). ``prompt``: the text
+    of ``prompt_ids``, if it is known."""
     if add_eos:
         check_tokenizer(tokenizer)
         ended = response.rstrip()
         response = ended if ended.endswith(str(tokenizer.eos_token)) else response
-    piece = encode_piece(tokenizer, response, after=prompt_ids[-1:])
+    after = () if prompt == "" else prompt_ids[-1:]  # the response alone is the text
+    piece = encode_piece(tokenizer, response, after=after, before=prompt or "")
     if add_eos and piece[-1:] != [tokenizer.eos_token_id]:
         piece.append(tokenizer.eos_token_id)
     trained = len(piece)
@@ -231,7 +232,7 @@ def response_text(
 
 def _special_end(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """Return the special token at the end of ``text``, or an empty string."""
-    ids = _plain_ids(tokenizer, text[-64:])
+    ids = plain_ids(tokenizer, text[-64:])
     token = special_tokens(tokenizer).get(ids[-1], "") if ids else ""
     return token if text.endswith(token) else ""
 
@@ -260,76 +261,15 @@ def _without_own_end(
     return kept
 
 
-def encode_piece(
-    tokenizer: PreTrainedTokenizerBase,
-    text: str,
-    *,
-    after: Sequence[int] = (),
-    literal: bool = False,
-) -> list[int]:
-    """Tokenize ``text`` without adding special tokens. ``after``: the token that precedes it, if
-    any. ``literal``: special tokens in it are tokenized as ordinary text.
-
-    SentencePiece-style tokenizers prepend a space to any text, even if it continues a line. For
-    them the piece is tokenized after a newline, and the newline's ids are removed. Some of them
-    also prepend a space to the text after a special token, in the middle of a text: there the
-    piece has it as well.
-    """
-    tokenize = _literal_ids if literal else _plain_ids
-    ids = tokenize(tokenizer, text)
-    check_embeddings(tokenizer, ids)
-    if not after or not text:
-        return ids
-    spaces = _spaces_of(tokenizer)
-    if not spaces.prepends or after[-1] in spaces.after:
-        return ids
-    newline = _plain_ids(tokenizer, "\n")
-    behind = tokenize(tokenizer, "\n" + text)
-    return behind[len(newline) :] if behind[: len(newline)] == newline else ids
-
-
-class _Spaces(NamedTuple):
-    """Spaces that a tokenizer prepends (SentencePiece)."""
-
-    prepends: bool
-    """It prepends one to any text."""
-    after: Collection[int]
-    """Ids of the tokens after which it prepends one within a text."""
-
-
-_spaces: WeakKeyDictionary[PreTrainedTokenizerBase, _Spaces] = WeakKeyDictionary()
-
-
-def _spaces_of(tokenizer: PreTrainedTokenizerBase) -> _Spaces:
-    if tokenizer not in _spaces:
-        pieces = tokenizer.convert_ids_to_tokens(_plain_ids(tokenizer, "a"))
-        prepends = bool(pieces) and pieces[0].startswith(_WORD_START)
-        added = tokenizer.added_tokens_decoder if prepends else {}
-        texts = {number: str(token) for number, token in added.items()}
-        after = {
-            number
-            for number, text in texts.items()
-            if not _BYTE.fullmatch(text) and _parts_text(tokenizer, text)
-        }
-        _spaces[tokenizer] = _Spaces(prepends, frozenset(after))
-    return _spaces[tokenizer]
-
-
-def _parts_text(tokenizer: PreTrainedTokenizerBase, token: str) -> bool:
-    """Return whether a space is prepended to the text after ``token``."""
-    pieces = tokenizer.convert_ids_to_tokens(_plain_ids(tokenizer, f"{token}a"))
-    return len(pieces) == 1 + len(_plain_ids(tokenizer, "a")) and pieces[1].startswith(_WORD_START)
-
-
 def _encode_with_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Tokenize with the tokenizer's leading special tokens and without its trailing ones.
 
     Its trailing token need not be ``eos_token``. If the text itself begins with the leading special
     tokens, they are kept once.
     """
-    own = _plain_ids(tokenizer, text)
+    own = plain_ids(tokenizer, text)
     check_embeddings(tokenizer, own)
-    plain = own or _plain_ids(tokenizer, "a")  # an empty text does not show the positions
+    plain = own or plain_ids(tokenizer, "a")  # an empty text does not show the positions
     ids = list(tokenizer(text if own else "a", verbose=False)["input_ids"])
     places = range(len(ids) - len(plain) + 1)
     begin = next((i for i in places if ids[i : i + len(plain)] == plain), None)
@@ -344,42 +284,6 @@ def _encode_with_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> list[i
         )
         return own
     return prefix + own
-
-
-def check_embeddings(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
-    """Raise DataError if the model has no embedding for one of the ids
-    (:mod:`burnish.vocabulary`)."""
-    token = beyond_embeddings(tokenizer, ids)
-    if token is not None:
-        text = str(tokenizer.convert_ids_to_tokens(token))
-        raise DataError(
-            f"the token {text[:60]!r} has the id {token}, but the model has embeddings for "
-            f"{num_embeddings(tokenizer)} tokens. Use the model's own tokenizer "
-            "(model.tokenizer_path), remove the text from the row, or resize the model's embeddings"
-        )
-
-
-def _plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return _ids(tokenizer, text)
-
-
-def _literal_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return _ids(tokenizer, text, split_special_tokens=True)
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> list[int]:
-    try:
-        encoded = tokenizer(text, add_special_tokens=False, verbose=False, **options)
-    except (TypeError, UnicodeEncodeError) as error:  # of tokenizers, for half of a surrogate pair
-        place = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
-        if place is None:
-            raise
-        raise DataError(
-            f"the text has half of a surrogate pair ({text[place]!a}) after "
-            f"{text[max(0, place - 20) : place]!r}, which is no character, so it has no tokens; "
-            "remove it (a text that was cut inside an emoji has one)"
-        ) from error
-    return list(encoded["input_ids"])
 
 
 def _trained_length(

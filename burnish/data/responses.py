@@ -129,5 +129,7 @@ class ResponseEncoder:
             in_vocabulary = not ids or 0 <= min(ids) <= max(ids) < num_tokens(self._tokenizer)
             if in_vocabulary and response_text(self._tokenizer, head, ids) == text:
                 return ids
-        ids_and_mask = encode_completion(self._tokenizer, head, text, add_eos=ended)
+        ids_and_mask = encode_completion(
+            self._tokenizer, head, text, prompt=prompt.text, add_eos=ended
+        )
         return tuple(ids_and_mask[0][len(head) :])

@@ -359,9 +359,9 @@ def encode_exchange(
     if sampled is not None:
         return sampled
     if not as_chat:
-        _, prompt_ids = encode_prompt(tokenizer, prompt, system_prompt=given.system)
+        text, prompt_ids = encode_prompt(tokenizer, prompt, system_prompt=given.system)
         note_unused_template(tokenizer, prompt_ids, config)
-        encoded = token_row(*encode_completion(tokenizer, prompt_ids, response))
+        encoded = token_row(*encode_completion(tokenizer, prompt_ids, response, prompt=text))
     else:
         encoded = _encode_messages(tokenizer, given, config)
     return without_end(tokenizer, encoded) if given.is_cut else encoded

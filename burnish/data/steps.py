@@ -91,7 +91,7 @@ class StepsEncoder:
             raise DataError(
                 f"there are {len(steps)} steps and {len(labels)} labels; give one label per step"
             )
-        _, ids = encode_prompt(
+        before, ids = encode_prompt(
             tokenizer,
             prompt,
             system_prompt=system_of(row, config, prompt),
@@ -105,7 +105,8 @@ class StepsEncoder:
             last = k == len(steps) - 1 and config.add_end_token
             text = step if last else step.removesuffix(config.step_separator)
             text += "" if last else config.step_separator
-            ids, _ = encode_completion(tokenizer, ids, text, add_eos=last)
+            ids, _ = encode_completion(tokenizer, ids, text, prompt=before, add_eos=last)
+            before += text
             ends.append(len(ids) - 1)
         return Solution(ids, prompt_len, ends, labels)
 

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from burnish.chat_message import Message
 from burnish.compact import IntArray
-from burnish.data.chat import encode_piece, encode_prompt, response_text
+from burnish.data.chat import encode_prompt, response_text
 from burnish.data.messages import as_messages
+from burnish.data.pieces import encode_piece
 from burnish.data.rendering import REFUSED_IN_EPISODES, check_rendering
 from burnish.data.sources import DataError
 from burnish.episodes.formats import FORMATS, FormatName, response_template
@@ -305,11 +306,14 @@ class ChatRenderer(TextCodec):
     def _encode(self, text: str, *, after: Sequence[int] = ()) -> list[int]:
         ids: list[int] = []
         text = text.encode("utf-8", "replace").decode()  # tokenizers reject lone surrogates
+        tokenizer, before = self._tokenizer, ""
         for part, literal in literal_parts(text):
+            last = ids[-1:] or after
             try:
-                ids += encode_piece(self._tokenizer, part, after=ids[-1:] or after, literal=literal)
+                ids += encode_piece(tokenizer, part, after=last, before=before, literal=literal)
             except DataError as error:
                 raise RendererError(f"the messages cannot be read: {error}") from error
+            before = part
         return ids
 
     def _decode(self, sampled_ids: Sequence[int], prompt_ids: Sequence[int]) -> tuple[str, str]:

@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from burnish.data.chat import (
     encode_completion,
     encode_conversation,
-    encode_piece,
     encode_prompt,
 )
+from burnish.data.pieces import encode_piece
 from burnish.data.rendering import THINK, THINK_END, Field, Tools
 from burnish.data.sources import DataError
 from burnish.rewards.base import RewardError, RewardInput
@@ -88,10 +88,10 @@ def encode_text(
     No token spans the boundary between prompt and response. The response ends with the EOS token if
     ``ended``.
     """
-    _, head = encode_prompt(tokenizer, prompt)
+    text, head = encode_prompt(tokenizer, prompt)
     if len(head) > 1 and head[0] == head[1] == tokenizer.bos_token_id:
         head = head[1:]  # the chat template already added the BOS token
-    ids, _ = encode_completion(tokenizer, head, response, add_eos=ended)
+    ids, _ = encode_completion(tokenizer, head, response, prompt=text, add_eos=ended)
     return head, ids[len(head) :]
 
 
@@ -228,7 +228,9 @@ class RowEncoder:
                 self.tokenizer, messages, tools=tools, refused=_WRITTEN_BY_THE_POLICY
             )
             if self.continues or THINK in text or rendered.rstrip().endswith(THINK):
-                ids, _ = encode_completion(self.tokenizer, head, text, add_eos=ended)
+                ids, _ = encode_completion(
+                    self.tokenizer, head, text, prompt=rendered, add_eos=ended
+                )
                 return head, ids[len(head) :]
         answer = {"role": "assistant", "content": text}
         return self._encoded([*messages, answer], tools=tools, ended=ended)

@@ -82,10 +82,11 @@ def _characters() -> Tokenizer:
     return backend
 
 
-def _byte_level() -> Tokenizer:
+def _byte_level(*, prefix: bool = False) -> Tokenizer:
+    """``prefix``: a space goes before the text and behind special tokens."""
     backend = Tokenizer(models.BPE())
     # One word per line: merges cross spaces and punctuation.
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=300,
@@ -124,6 +125,19 @@ def _sentencepiece(scheme: str) -> Tokenizer:
     return backend
 
 
+def _unigram() -> Tokenizer:
+    """A space goes before the text and behind special tokens; line breaks merge with both."""
+    pieces = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), SPACE, *LETTERS.replace(" ", "")]
+    words = ["\n\n", "\na", "\nA:", f"\n{SPACE}", f"{SPACE}a", "ab", f"{SPACE}the", ":\n"]
+    scores = {**dict.fromkeys(pieces, -9.0), **dict.fromkeys(words, -5.0)}
+    backend = Tokenizer(models.Unigram(list(scores.items()), unk_id=0, byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    strip = decoders.Strip(" ", 1, 0)
+    space = decoders.Replace(SPACE, " ")
+    backend.decoder = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse(), strip])
+    return backend
+
+
 def _wordpiece() -> Tokenizer:
     letters = [c for c in LETTERS if not c.isspace()]
     pieces = ["<unk>", *letters, *(f"##{c}" for c in letters if c.isalnum()), "ab", "##ab"]
@@ -140,8 +154,10 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
     "llama 2": lambda: _sentencepiece("always"),
     "mistral": lambda: _sentencepiece("first"),
     "wordpiece": _wordpiece,
+    "byte-level with a space": lambda: _byte_level(prefix=True),
+    "unigram": _unigram,
 }
-FAITHFUL = ("byte-level", "llama 2", "mistral")
+FAITHFUL = ("byte-level", "byte-level with a space", "llama 2", "mistral", "unigram")
 """Tokenizers whose ids decode to any text that they were made from, but for a first space."""
 
 

@@ -127,6 +127,31 @@ def sft_mask_and_text(draw: Draw) -> None:
         raise Broken(f"an answer is trained without its end token: {spans}")
 
 
+@relation
+def first_answer_continues_its_prompt(draw: Draw) -> None:
+    """The first answer of a conversation, and a response to a plain text, have the tokens that
+    they have in the entire text, if that has the tokens of the prompt; else the text is the same.
+    Exact."""
+    tokenizer = tokenizer_of(draw, FAITHFUL)
+    prompt, answer = text_of(draw) + "a", text_of(draw) + "x"
+    row: dict[str, Any] = {"prompt": prompt, "response": answer}
+    chat = draw.one(chat=[True, False])
+    draw.note(row=row)
+    path = write_rows(draw, [row])
+    config = SFTDataConfig(sources=(path,), apply_chat_template=chat)
+    ((ids, mask),) = rows_of(load_rows(config, tokenizer))
+    head = ids[: mask.index(True)]
+    if chat:
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        whole = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    else:
+        whole = [*plain_ids(tokenizer, prompt + answer), tokenizer.eos_token_id]
+    if whole[: len(head)] == head:
+        equal(ids, whole[: len(ids)], "the row and the entire text")
+    equal(_said(tokenizer, ids), _said(tokenizer, whole), "their texts")
+
+
 def _trained(pair: tuple[int, bool]) -> bool:
     return pair[1]
 

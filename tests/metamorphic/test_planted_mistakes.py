@@ -29,6 +29,7 @@ import burnish.checkpoint.export as export_module
 import burnish.config.load as load_module
 import burnish.config.overrides as overrides
 import burnish.data.chat as chat
+import burnish.data.pieces as pieces
 import burnish.data.preference as preference
 import burnish.data.rows as data_rows
 import burnish.data.sft as sft
@@ -47,7 +48,16 @@ Patch = pytest.MonkeyPatch
 
 def special_tokens_in_the_middle(patch: Patch) -> None:
     """The tokenizer adds its special tokens to rendered text, too."""
-    patch.setattr(chat, "_plain_ids", lambda tokenizer, text: list(tokenizer(text)["input_ids"]))
+
+    def wrapped(tokenizer: Any, text: str, **_: Any) -> list[int]:
+        return list(tokenizer(text)["input_ids"])
+
+    patch.setattr(pieces, "plain_ids", wrapped)
+
+
+def answers_are_texts_of_their_own(patch: Patch) -> None:
+    """Answers get what the tokenizer adds at the start of a text."""
+    patch.setattr(pieces, "_continued", lambda *_, **__: None)
 
 
 def end_token_not_trained(patch: Patch) -> None:
@@ -201,6 +211,7 @@ def thoughts_count(patch: Patch) -> None:
 
 PLANTED: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
     "rl_prompt_ids": (special_tokens_in_the_middle, (0, 1, 2, 3)),
+    "first_answer_continues_its_prompt": (answers_are_texts_of_their_own, tuple(range(24))),
     "sft_mask_and_text": (end_token_not_trained, (0, 1, 2, 3)),
     "pair_rows": (pairs_keep_the_rest_of_the_template, tuple(range(12))),
     "generated_rows": (sampled_ids_are_not_used, (0, 1)),

@@ -306,14 +306,11 @@ class ChatRenderer(TextCodec):
     def _encode(self, text: str, *, after: Sequence[int] = ()) -> list[int]:
         ids: list[int] = []
         text = text.encode("utf-8", "replace").decode()  # tokenizers reject lone surrogates
-        tokenizer, before = self._tokenizer, ""
         for part, literal in literal_parts(text):
-            last = ids[-1:] or after
             try:
-                ids += encode_piece(tokenizer, part, after=last, before=before, literal=literal)
+                ids += encode_piece(self._tokenizer, part, after=ids[-1:] or after, literal=literal)
             except DataError as error:
                 raise RendererError(f"the messages cannot be read: {error}") from error
-            before = part
         return ids
 
     def _decode(self, sampled_ids: Sequence[int], prompt_ids: Sequence[int]) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from burnish.config.data import DataConfig
 from burnish.data.files import files_digests
 from burnish.data.forms import open_rows
-from burnish.data.notices import Notices, collecting
+from burnish.data.notices import Notices, PostponedNotices, collecting
 from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import IndexStream, RowRef
 from burnish.data.streamed import StreamedRows
@@ -93,6 +93,8 @@ class EncodedStream(Generic[T]):
             self._counts["skipped"] = 0
         self._dropped_in_a_row = dict.fromkeys(self.sources, 0)
         self._notices = Notices()
+        self._may_leave_out = config.overlong != "error" or config.on_bad_row == "skip"
+        self._ahead: _Ahead[T] | None = None
 
     @property
     def num_rows(self) -> int | None:
@@ -107,8 +109,9 @@ class EncodedStream(Generic[T]):
         ``prompts_seen`` (returned), ``prompts_dropped``, ``prompts_truncated``,
         ``prompts_skipped`` (unusable rows, only with ``on_bad_row: skip``), and
         ``prompts_<kind>`` for each kind of notice, such as ``rows_no_end_token``. The prefix is
-        ``rows_`` or ``pairs_`` for other units. ``epoch``: completed epochs of the source that is
-        furthest behind.
+        ``rows_`` or ``pairs_`` for other units. ``epoch``: completed passes over the usable rows,
+        of the source that is furthest behind. An unusable row is counted with the usable row
+        before it in the same pass.
         """
         unit, counts = self._encoder.unit, {**self._counts, **self._notices.counts}
         return {f"{unit}s_{what}": count for what, count in counts.items()} | {
@@ -119,17 +122,49 @@ class EncodedStream(Generic[T]):
         """Return the next ``num`` items. Raises DataError with the position of an unusable row."""
         items: list[T] = []
         while len(items) < num:
-            ref = self._index.next()
-            source = self.sources[ref.source]
-            fitted: Fitted[T] = fit(source, ref, self._encoder, self._config, notices=self._notices)
-            if fitted.item is None:
-                self._count_dropped(ref.source, fitted)
-                continue
-            self._dropped_in_a_row[ref.source] = 0
-            self._counts["truncated"] += fitted.truncated
-            self._counts["seen"] += 1
-            items.append(fitted.item)
+            item = self._take_row(self._next_row())
+            if item is not None:
+                items.append(item)
+        if self._may_leave_out:
+            self._leave_out_following()
         return items
+
+    def _next_row(self) -> _Ahead[T]:
+        """Encode the next row, without drawing it. Raises DataError if it is unusable."""
+        ref = self._index.peek()
+        if self._ahead is None or self._ahead.ref != ref:
+            notices = PostponedNotices()
+            source = self.sources[ref.source]
+            fitted: Fitted[T] = fit(source, ref, self._encoder, self._config, notices=notices)
+            self._ahead = _Ahead(ref, fitted, notices)
+        return self._ahead
+
+    def _take_row(self, row: _Ahead[T]) -> T | None:
+        """Draw the next row and count it. Return its item; None if it is left out."""
+        if row.fitted.item is None:
+            self._check_dropped(row.ref.source, row.fitted)
+        self._index.next()
+        self._ahead = None
+        self._notices.join(row.notices)
+        if row.fitted.item is None:
+            self._count_dropped(row.fitted)
+            return None
+        self._dropped_in_a_row[row.ref.source] = 0
+        self._counts["truncated"] += row.fitted.truncated
+        self._counts["seen"] += 1
+        return row.fitted.item
+
+    def _leave_out_following(self) -> None:
+        """Draw the unusable rows that follow in this pass, so that a pass ends with its last usable
+        row."""
+        try:
+            while not self._index.ended_pass:
+                row = self._next_row()
+                if row.fitted.item is not None:
+                    return
+                self._take_row(row)
+        except DataError:
+            return  # raised again by the draw of the row, if there is one
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the counts. JSON-serializable."""
@@ -147,8 +182,9 @@ class EncodedStream(Generic[T]):
         self._notices.counts.clear()  # older states have none
         self._notices.counts.update({k: int(n) for k, n in state.get("notices", {}).items()})
         self._dropped_in_a_row = dict.fromkeys(self.sources, 0)
+        self._ahead = None
 
-    def _count_dropped(self, source: str, fitted: Fitted[T]) -> None:
+    def _count_dropped(self, fitted: Fitted[T]) -> None:
         if fitted.bad is None:
             self._counts["dropped"] += 1
         else:
@@ -159,6 +195,9 @@ class EncodedStream(Generic[T]):
                     "counted)",
                     *(self._section, fitted.bad),
                 )
+
+    def _check_dropped(self, source: str, fitted: Fitted[T]) -> None:
+        """Raise DataError if a source has no usable row."""
         self._dropped_in_a_row[source] += 1
         rows = self.sources[source]
         # Any 2n - 1 consecutive draws contain a full epoch, so no row fits.
@@ -323,6 +362,14 @@ class Fitted(NamedTuple, Generic[T]):
     truncated: bool
     bad: str | None = None
     """Error of an unusable row (``on_bad_row: skip``)."""
+
+
+class _Ahead(NamedTuple, Generic[T]):
+    """The next row of a stream, encoded before it is drawn."""
+
+    ref: RowRef
+    fitted: Fitted[T]
+    notices: PostponedNotices
 
 
 def fit(

@@ -48,8 +48,25 @@ class Notices:
                 _log.warning("%s: %s (logged once; such rows are counted)", where, text)
             self.counts[kind] += 1
 
+    def join(self, others: PostponedNotices) -> None:
+        """Count notices that were postponed."""
+        for found, where in others.rows:
+            self.add(found, where)
+
     def log_totals(self, unit: str) -> None:
         """Log the number of rows of each kind that has more than one."""
         for kind, count in self.counts.items():
             if count > 1:
                 _log.warning("%d %ss in all: %s", count, unit, kind.replace("_", " "))
+
+
+class PostponedNotices(Notices):
+    """Notices that are neither counted nor logged before they are joined to others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[Mapping[str, str], str]] = []
+        """Notes and position of each row."""
+
+    def add(self, found: Mapping[str, str], where: str) -> None:
+        self.rows.append((found, where))

@@ -48,6 +48,10 @@ class Blocks(Protocol):
     def load(self, begin: int) -> int:
         """Read the block that begins at row ``begin``. Return its number of rows; 0 at the end."""
 
+    @property
+    def is_last(self) -> bool:
+        """True if no row follows the block that was read last."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the current block. JSON-serializable."""
 
@@ -91,6 +95,9 @@ class IndexStream:
         self._draws = 0
         self._epochs = [0] * len(sizes)
         self._positions = [0] * len(sizes)
+        self._ended_pass = False
+        self._drawn = -1, 0
+        """A draw and its source."""
         self._orders: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}
         """Source -> (its epoch, and the block of a streamed one; their permutation)."""
 
@@ -105,8 +112,22 @@ class IndexStream:
         """Number of completed epochs of the source that is furthest behind."""
         return min(self._epochs)
 
+    @property
+    def ended_pass(self) -> bool:
+        """True if the last draw was the last row of an epoch of its source."""
+        return self._ended_pass
+
+    def peek(self) -> RowRef:
+        """Return the next row without drawing it."""
+        place = self._draws, list(self._epochs), list(self._positions), self._ended_pass
+        try:
+            return self.next()
+        finally:
+            self._draws, self._epochs, self._positions, self._ended_pass = place
+
     def next(self) -> RowRef:
-        """Return the next row."""
+        """Draw the next row."""
+        self._ended_pass = False
         if self._joint:
             return self._next_of_all()
         source = self._source_of(self._draws)
@@ -118,17 +139,16 @@ class IndexStream:
         self._draws += 1
         self._positions[source] += 1
         if self._positions[source] == self._sizes[source]:
-            self._epochs[source], self._positions[source] = epoch + 1, 0
+            self._end_pass(source)
         return RowRef(self._names[source], row, epoch)
 
     def _next_streamed(self, source: int) -> RowRef:
-        """Return the next row of the current block. The end of the data is found by reading, so
-        the epoch of a streamed source ends with the draw after its last row."""
+        """Return the next row of the current block."""
         blocks, position = self._blocks[source], self._positions[source]
         begin = position - position % blocks.block_size
         size = blocks.load(begin)
-        if position - begin >= size:
-            self._epochs[source] += 1
+        if position - begin >= size:  # of states that were saved before the end was found
+            self._end_pass(source)
             position = begin = 0
             size = blocks.load(begin)
         epoch, row = self._epochs[source], position
@@ -136,7 +156,14 @@ class IndexStream:
             row = begin + int(self._order(source, (epoch, begin), size)[position - begin])
         self._draws += 1
         self._positions[source] = position + 1
+        self._ended_pass = False
+        if position + 1 - begin == size and blocks.is_last:
+            self._end_pass(source)
         return RowRef(self._names[source], row, epoch)
+
+    def _end_pass(self, source: int) -> None:
+        self._epochs[source], self._positions[source] = self._epochs[source] + 1, 0
+        self._ended_pass = True
 
     def _next_of_all(self) -> RowRef:
         total = int(self._begins[-1])
@@ -145,6 +172,7 @@ class IndexStream:
         source = int(np.searchsorted(self._begins, place, side="right")) - 1
         self._draws += 1
         self._epochs = [self._draws // total] * len(self._sizes)
+        self._ended_pass = position + 1 == total
         return RowRef(self._names[source], place - int(self._begins[source]), epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -186,8 +214,11 @@ class IndexStream:
     def _source_of(self, draw: int) -> int:
         if len(self._sizes) == 1:
             return 0
-        point = np.random.default_rng([self._seed, _DRAW, draw]).random()
-        return min(int(np.searchsorted(self._edges, point, side="right")), len(self._sizes) - 1)
+        if self._drawn[0] != draw:
+            point = np.random.default_rng([self._seed, _DRAW, draw]).random()
+            source = int(np.searchsorted(self._edges, point, side="right"))
+            self._drawn = draw, min(source, len(self._sizes) - 1)
+        return self._drawn[1]
 
     def _order(self, source: int, part: tuple[int, ...], size: int) -> np.ndarray:
         """Return the permutation of the ``size`` rows of a part of a source: its epoch, and the

@@ -18,7 +18,8 @@ def _unchanged(row: Row) -> Row:
 
 
 class StreamedRows:
-    """A source of which one block of rows is in memory. Implements ``stream.Blocks``.
+    """A source of which one block of rows is in memory. Implements ``stream.Blocks``. Without
+    ``num_rows``, the row after the block is read as well, so that the last block is known.
 
     Blocks begin at multiples of ``block_size``. Reading an earlier block restarts the dataset.
     Example: with 10 rows and ``block_size`` 4, the blocks begin at 0, 4 and 8; the last has 2 rows.
@@ -80,6 +81,12 @@ class StreamedRows:
                 break
         return len(self._rows) if self._begin == begin else 0
 
+    @property
+    def is_last(self) -> bool:
+        if self.num_rows is not None:
+            return self._begin + len(self._rows) >= self.num_rows
+        return not self._peeked
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the block in memory. JSON-serializable."""
         return {
@@ -110,6 +117,7 @@ class StreamedRows:
         self._dataset.load_state_dict(state)
         self._iterator: Iterator[dict[str, Any]] = iter(self._dataset)
         self._begin, self._rows = -self.block_size, list[dict[str, Any]]()
+        self._peeked = list[dict[str, Any]]()
         self._block_state = self._next_state = state
 
     def _read(self, begin: int) -> None:
@@ -121,8 +129,9 @@ class StreamedRows:
         if self.num_rows is not None:
             limit = max(0, min(limit, self.num_rows - begin))
         try:
-            rows = list(islice(self._iterator, limit))
+            rows = [*self._peeked, *islice(self._iterator, limit - len(self._peeked))]
             self._next_state = self._dataset.state_dict()
+            self._peeked = list(islice(self._iterator, 1)) if self.num_rows is None else []
         except (*READ_ERRORS, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
             self._restart(self._start)
             raise DataError(

@@ -54,11 +54,11 @@ class EnvironmentReward:
             )
             result = environment.step(origin["index"], item.sample.text)
         except BaseException as error:
-            problem = f"raised {type(error).__name__}: {error} (environment {origin})"
-            raise SampleError(self, item, problem) from error
+            what = f"raised {type(error).__name__}: {error} (environment {origin})"
+            raise SampleError(self, item, what) from error
         if not isinstance(result, StepResult):
-            problem = f"got {result!r} from environment {origin['name']} instead of a StepResult"
-            raise SampleError(self, item, problem)
+            what = f"got {result!r} from environment {origin['name']} instead of a StepResult"
+            raise SampleError(self, item, what)
         if not result.done:
             raise SampleError(
                 self,

@@ -94,17 +94,15 @@ class EpisodeReward:
     def _missing(self, item: RewardInput, names: Sequence[str]) -> SampleError:
         """Return the error for an episode that ended by itself without this reward."""
         if names:
-            problem = f"found no reward {self.reward!r} in the episode; it has {', '.join(names)}"
-            problem += nearest(self.reward or "", names)
+            what = f"found no reward {self.reward!r} in the episode; it has {', '.join(names)}"
+            what += nearest(self.reward or "", names)
         else:
-            problem = (
-                "found no reward in the episode: the environment gave none in any step, or the "
-            )
-            problem += "agent returned None"
+            what = "found no reward in the episode: the environment gave none in any step, or the "
+            what += "agent returned None"
         return SampleError(
             self,
             item,
-            problem,
+            what,
             advice="set `reward` of this entry to a name that exists; give the reward in every "
             "episode that ends, also if it is 0.0; or use another kind of reward",
         )
@@ -128,13 +126,13 @@ class EpisodeReward:
         self._names |= set(new)
         if is_first and len(new) == 1:
             return
-        effect = "which no entry of rewards names, so they do not count"
+        what = "which no entry of rewards names, so they do not count"
         if self.reward is None:
-            effect = "all of which are summed" if is_first else "which are added to the sum"
+            what = "all of which are summed" if is_first else "which are added to the sum"
         log.warning(
             "reward %r: episodes have the rewards %s%s, %s. Set `reward` of this entry to the name "
             "that counts, and add an entry for each other one that does (logged once)",
-            *(self.name, ", ".join(new), hint, effect),
+            *(self.name, ", ".join(new), hint, what),
         )
 
     def _count(self, episode: Episode, names: Sequence[str]) -> None:

@@ -155,14 +155,15 @@ def test_overlong_truncate_left_keeps_the_last_tokens_and_counts(chars: Tok, jso
 
 
 def test_overlong_drop_continues_with_the_next_row_and_counts(chars: Tok, jsonl: Jsonl) -> None:
-    """Rows 1 and 3 are too long; the third prompt is row 0 of the next epoch."""
+    """Rows 1 and 3 are too long; the third prompt is row 0 of the next epoch, and row 1 is counted
+    with it."""
     chars.chat_template = None
     data = config(jsonl(rows_of_lengths()), shuffle=False, prompt_max_len=5, overlong="drop")
     stream = PromptStream(data, chars, seed=0)
     assert [p.id for p in stream.next(3)] == ["rows:0@0", "rows:2@0", "rows:0@1"]
     assert stream.counts == {
         "prompts_seen": 3,
-        "prompts_dropped": 2,
+        "prompts_dropped": 3,
         "prompts_truncated": 0,
         "epoch": 1,
     }

@@ -85,6 +85,61 @@ def test_an_interrupted_stream_gives_the_rows_of_one_that_was_not(
     assert any("sums" in i for i in expected) and any("other" in i for i in expected)
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("form", ["file", "two files", "streamed", "streamed, of known length"])
+@pytest.mark.parametrize("unusable", [[], [0, 1], [4, 8], [2, 7, 8], [0, 3, 4, 6, 7, 8]])
+def test_a_pass_ends_with_its_last_usable_row(
+    folder: Path, chars: Tok, unusable: list[int], form: str, shuffle: bool
+) -> None:
+    """Also in blocks of 3, of which the last is full, and after a resume before each step."""
+    long = {"prompt": "7" * 30, "label": "7"}
+    lines = [line for file in sorted(folder.iterdir()) for line in file.read_text().splitlines()]
+    lines = [json.dumps(long) if i in unusable else line for i, line in enumerate(lines)]
+    for name, part in (("a.jsonl", lines[:5]), ("b.jsonl", lines[5:])):
+        (folder / name).write_text("\n".join(part))
+    options = {"shuffle": shuffle, "overlong": "drop", "prompt_max_len": 9}
+    if form == "two files":
+        paths = tuple(str(folder / name) for name in ("a.jsonl", "b.jsonl"))
+        data = PromptDataConfig(sources=paths, mix="size", **options)
+    elif form == "file":
+        data = PromptDataConfig(sources=(str(folder),), **options)
+    else:
+        known = {"max_samples": 9} if "known" in form else {}
+        data = streamed(folder, shuffle_buffer=3, **known, **options)
+    usable = 9 - len(unusable)
+    stream, state = PromptStream(data, chars, seed=3), None
+    for step in range(3 * usable):
+        (prompt,) = stream.next(1)
+        again = PromptStream(data, chars, seed=3)
+        if state is not None:
+            again.load_state_dict(state)
+        assert again.next(1) == [prompt] and again.counts == stream.counts
+        state = json.loads(json.dumps(stream.state_dict()))
+        passes, rest = divmod(step + 1, usable)
+        assert prompt.id.endswith(f"@{step // usable}")
+        assert stream.counts["epoch"] == passes
+        if not rest:
+            assert stream.counts["prompts_dropped"] == passes * len(unusable)
+    large = PromptStream(data, chars, seed=3)
+    large.next(3 * usable)
+    assert large.counts == stream.counts and large.state_dict() == stream.state_dict()
+
+
+def test_a_row_that_no_step_needs_does_not_fail(folder: Path, chars: Tok) -> None:
+    """Rows 2 and 3: one is left out, the other is an error when it is drawn."""
+    bad = [{"prompt": "7" * 30, "label": "7"}, {"prompt": 3, "label": "3"}]
+    good = (folder / "a.jsonl").read_text().splitlines()
+    lines = [*good[:2], *map(json.dumps, bad), *good[2:]]
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    stream = PromptStream(
+        streamed(folder, shuffle=False, overlong="drop", prompt_max_len=9), chars, seed=0
+    )
+    assert ids(stream, 2) == ["sums:0@0", "sums:1@0"] and stream.counts["prompts_dropped"] == 1
+    for _ in range(2):
+        with pytest.raises(DataError, match="row 3"):
+            stream.next(1)
+
+
 def test_a_position_of_other_blocks_or_files_is_refused(folder: Path, chars: Tok) -> None:
     stream = PromptStream(streamed(folder), chars, seed=0)
     stream.next(3)

@@ -1,1 +1,0 @@
-"""AdamW with 8-bit moments, of bitsandbytes."""

@@ -1,1 +1,0 @@
-"""Muon for the matrices of decoder layers, AdamW for the rest."""

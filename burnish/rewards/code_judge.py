@@ -9,8 +9,9 @@ Three kinds of processes, so that the code cannot forge a result:
 - the starter is forked before the judge reads the tests, so its memory never contains them. It
   forks the processes that run the code.
 - the solution executes the code. In tests with ``calls`` or ``source`` it serves calls over a
-  socket: arguments and results are sent as data (JSON), or as references to objects that stay in
-  the solution. In tests with ``programs`` it is a program with stdin and stdout, once per test.
+  socket: arguments and results are sent as data (JSON), as containers that both sides share
+  (``Codec``), or as references to objects that stay in the solution. In tests with ``programs`` it
+  is a program with stdin and stdout, once per test.
 
 The judge reads one JSON object from stdin: ``{"nonce", "code", "tests", "test_s", "stop"}`` with
 ``tests`` one of ``{"programs": [[stdin, stdout], ...]}``, ``{"calls": [[arguments, result], ...],
@@ -37,12 +38,14 @@ from __future__ import annotations
 import __future__
 
 import ast
+import atexit
 import builtins
 import contextlib
 import copy
 import ctypes
 import importlib
 import io
+import itertools
 import json
 import keyword
 import math
@@ -55,12 +58,24 @@ import struct
 import sys
 import threading
 import types
-from collections import Counter, OrderedDict, deque, namedtuple
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import date, datetime, time, timedelta
+import typing
+from array import array
+from collections import (
+    ChainMap,
+    Counter,
+    OrderedDict,
+    UserDict,
+    UserList,
+    UserString,
+    defaultdict,
+    deque,
+    namedtuple,
+)
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
     import inspect
@@ -71,16 +86,15 @@ MAX_MESSAGE_BYTES = 32 << 20
 PR_SET_DUMPABLE = 4
 LITERALS: dict[str, Any] = {"Decimal": Decimal, "bytes": bytes.fromhex}
 COPIED: dict[str, Any] = {
-    kind.__name__: kind for kind in (range, date, datetime, time, timedelta, Counter, OrderedDict)
+    kind.__name__: kind for kind in (range, date, datetime, time, timedelta, timezone)
 }
 """Classes of the standard library whose objects (not those of subclasses) are copied."""
-
-
 AS_JSON = frozenset((bool, str, float))
-PLAIN = frozenset((int, list, tuple, dict, set, frozenset, bytes, complex))
-"""Classes whose objects are plain data."""
-KNOWN: dict[str, Any] = {**COPIED, "Decimal": Decimal, "Fraction": Fraction, "deque": deque}
-"""Classes of the standard library that the code and the tests share."""
+SMALL = 1 << 63
+"""Integers below it, and above its negative, are JSON numbers."""
+PLAIN = frozenset((int, tuple, frozenset, bytes, complex))
+"""Classes whose objects are plain data that cannot change."""
+SINGLE = {"Ellipsis": ..., "NotImplemented": NotImplemented}
 
 
 class OutOfTime(BaseException):
@@ -108,6 +122,7 @@ def main() -> None:
     """Run the tests of stdin."""
     set_dumpable(0)
     starter = Starter()
+    evaluate_remotely(typing, "get_type_hints")
     task = json.loads(sys.stdin.buffer.read())
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     with open(os.devnull, "r+") as nothing:  # prints of test code are no results
@@ -178,6 +193,8 @@ class Judge:
         tests caught the error of the time limit."""
         self.is_late, self.is_timed = False, True
         before = self.solution
+        if before is not None:
+            before.num_compared = 0
         # (Once a second after the limit, for tests that catch every error in a loop.)
         signal.setitimer(signal.ITIMER_REAL, WALL * self.task["test_s"], 1)
         try:
@@ -221,8 +238,10 @@ class Judge:
             raise AssertionError("too much output")
         if status_is_timeout(status):
             raise OutOfTime
+        if status != 0:
+            raise AssertionError("ended with an error")
         if lines_of(found.decode("utf-8", "replace")) != lines_of(wanted):
-            raise AssertionError("wrong output" if status == 0 else "ended with an error")
+            raise AssertionError("wrong output")
 
     def check_call(self, name: str, arguments: Sequence[Any], wanted: Any) -> None:
         """Call the function ``name`` and compare its result as JSON, the form of the tests."""
@@ -303,6 +322,8 @@ class SourceTests:
         code = judge.task["code"]
         trust.open = {n.name for n in classes if n.name in code and has_methods_only(n)}
         self.judge.on_start = self.watch
+        if "get_annotations" in source:
+            evaluate_remotely(importlib.import_module("inspect"), "get_annotations")
         if "unittest" in source:
             import unittest
 
@@ -373,7 +394,7 @@ class SourceTests:
         known = solution.names
         solution.watched = [
             name
-            for name in usable_names(dict.fromkeys(self.used - bound_names(self.body)))
+            for name in usable_names(dict.fromkeys(solution.trust.used - bound_names(self.body)))
             if not is_remote(known.get(name))
             and known.get(name) is not MODULE
             and (name in known or name not in vars(builtins))
@@ -615,8 +636,10 @@ def lines_of(text: str) -> str:
 
 
 def as_json(value: Any) -> Any:
-    """Replace tuples by lists, and keys that are numbers, booleans or None by their JSON text,
-    unless two keys become equal."""
+    """Replace tuples by lists, keys that are numbers, booleans or None by their JSON text, unless
+    two keys become equal, and booleans by tuples, which equal no number."""
+    if isinstance(value, bool):
+        return (value,)
     if isinstance(value, (list, tuple)):
         return [as_json(item) for item in value]
     if isinstance(value, dict):
@@ -641,10 +664,30 @@ def status_is_timeout(status: int) -> bool:
 class Codec:
     """Values as JSON: plain data by value, everything else by reference.
 
+    Containers that can change (CONTAINERS) exist on both sides under one number, while both sides
+    refer to them: a container that is sent twice is the same object twice. Each message has the
+    contents of those that are new or changed, and the numbers that its sender forgets, so both
+    sides see the same contents whenever one of them waits.
+
     Subclasses of list, dict, ... are sent as plain data, so no method of theirs is called by the
     judge."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_number: int) -> None:
+        self.first_number = first_number
+        self.new_numbers = itertools.count(first_number, 2)
+        """Numbers of this side: even ones of the judge, odd ones of the solution."""
+        self.shared: dict[int, Shared] = {}
+        self.shared_ids: dict[int, int] = {}
+        """Numbers of the shared containers by id."""
+        self.unsent: list[int] = []
+        """Numbers of new containers that the next message must contain."""
+        self.outgoing: list[Any] = []
+        """Contents for the next message."""
+        self.forgotten: list[int] = []
+        """Numbers that the next message tells the other side to forget."""
+        self.num_compared = 0
+        """Parts that the calls of the present test compared."""
+        self.num_unpacking = 0
         self.classes: dict[tuple[str, tuple[str, ...]], type[tuple[Any, ...]]] = {}
         """Classes of named tuples by name and fields. (Their objects compare as tuples.)"""
 
@@ -664,11 +707,125 @@ class Codec:
     def encode(self, value: Any) -> Any:
         """Return JSON of a value."""
         kind = type(value)
-        if value is None or kind in AS_JSON:
+        if value is None or kind in AS_JSON or (kind is int and -SMALL < value < SMALL):
             return value
+        if kind in CONTAINERS:
+            return {"shared": self.share(value)}
         if kind not in PLAIN and self.is_reference(value):
             return self.refer(value)
         return self.encode_plain(value)
+
+    def share(self, value: Any) -> int:
+        """Return the number of a container, a new one if the other side does not know it."""
+        number = self.shared_ids.get(id(value))
+        if number is None:
+            number = next(self.new_numbers)
+            self.unsent.append(number)
+            self.adopt(number, value)
+        return number
+
+    def adopt(self, number: int, value: Any) -> None:
+        """Share a container under a number."""
+        self.shared[number] = Shared(value)
+        self.shared_ids[id(value)] = number
+
+    def forget(self, number: int) -> None:
+        """Share a container no longer."""
+        entry = self.shared.pop(number, None)
+        if entry is not None:
+            del self.shared_ids[id(entry.value)]
+            entry.value = entry.parts = None  # (what it refers to may be forgotten next)
+
+    def plain(self, value: Any) -> Any:
+        """Return JSON of an item of a container."""
+        return self.encode(value)
+
+    def collect(self, numbers: list[int]) -> None:
+        """Add containers, and all new containers in them, to the next message. If one of them
+        cannot be sent, none of them is shared."""
+        rows, sent = [], []
+        unsent, self.unsent = self.unsent, numbers
+        try:
+            while self.unsent:
+                sent.append(number := self.unsent.pop())
+                entry = self.shared[number]
+                entry.parts = entry.container.parts(entry.value)
+                parts = [v if type(v) in AS_JSON else self.plain(v) for v in entry.parts]
+                rows.append([number, type(entry.value).__name__, parts])
+        except BaseException:
+            self.forget_both([*sent, *self.unsent])
+            raise
+        finally:
+            self.unsent = unsent
+        self.outgoing += rows
+
+    def collect_new(self) -> None:
+        """Add the containers that were encoded since the last message to the next one."""
+        unsent, self.unsent = self.unsent, []
+        self.collect(unsent)
+
+    def collect_changed(self) -> None:
+        """Add the containers that changed since the last message to the next one. Those with an
+        object that cannot be sent are shared no longer."""
+        if self.num_unpacking:  # (nothing has run that changes them)
+            return
+        for number, entry in list(self.shared.items()):
+            with contextlib.suppress(Exception):
+                if entry.parts is not None and entry.has_changed():
+                    self.num_compared += SENT_AGAIN * len(entry.parts)
+                    self.collect([number])
+
+    def forget_both(self, numbers: Iterable[int]) -> None:
+        """Share containers no longer, and tell it the other side."""
+        for number in numbers:
+            self.forget(number)
+            self.forgotten.append(number)
+
+    def forget_unused(self) -> None:
+        """Share no container that this side does not refer to: it may change on the other side
+        alone. (An outer container is older than its items.)"""
+        if not self.num_unpacking:
+            for number, entry in list(self.shared.items()):
+                if entry.num_references() <= UNUSED:
+                    self.forget_both([number])
+
+    def unpack(self, message: Mapping[str, Any]) -> None:
+        """Give the shared containers the contents of a message."""
+        self.num_unpacking += 1
+        try:
+            rows = [(int(row[0]), str(row[1]), row[2]) for row in message.get("contents", ())]
+            for number, name, parts in rows:
+                if number not in self.shared:
+                    self.adopt(self.checked_number(number), BY_NAME[name].make(parts))
+            decoded = [[self.decode(part) for part in parts] for _, _, parts in rows]
+            for (number, name, _), parts in zip(rows, decoded, strict=True):
+                entry = self.shared[number]
+                if BY_NAME[name] is not entry.container:
+                    raise TypeError("another class")
+                self.num_compared += SENT_AGAIN * len(entry.parts or ())
+                entry.container.fill(entry.value, parts)
+                entry.parts = entry.container.parts(entry.value)
+        finally:
+            self.num_unpacking -= 1
+
+    def checked_number(self, number: int) -> int:
+        """Return the number that the other side gave a container. Raises ValueError if it is one
+        of this side."""
+        if number % 2 == self.first_number % 2 or number < 0:
+            raise ValueError("a number of this side")
+        return number
+
+    def attach(self, message: dict[str, Any]) -> None:
+        """Put what was collected into a message."""
+        if self.outgoing:
+            message["contents"], self.outgoing = self.outgoing, []
+        if self.forgotten:
+            message["forgotten"], self.forgotten = self.forgotten, []
+
+    def forget_told(self, message: Mapping[str, Any]) -> None:
+        """Forget the containers that a message says, after it has been decoded."""
+        for number in message.get("forgotten", ()):
+            self.forget(int(number))
 
     def encode_plain(self, value: Any) -> Any:
         """Return JSON of a value, also of an object of a subclass of plain data as plain data."""
@@ -682,8 +839,9 @@ class Codec:
             return {"complex": [complex(value).real, complex(value).imag]}
         if isinstance(value, (bytes, bytearray)):
             return {"bytes": bytes(value).hex()}
-        if type(value) in (deque, *COPIED.values()) and (content := parts_of(value)) is not None:
-            return {type(value).__name__: self.encode(content)}
+        name = type(value).__name__
+        if COPIED.get(name) is type(value) and (content := parts_of(value)) is not None:
+            return {name: [self.encode(part) for part in content]}
         fields = fields_of(type(value)) if isinstance(value, tuple) else None
         if fields is not None and len(fields) == tuple.__len__(value):
             self.classes.setdefault((type(value).__name__, fields), type(value))
@@ -696,14 +854,22 @@ class Codec:
         if isinstance(value, dict):
             pairs = [[self.encode(k), self.encode(v)] for k, v in dict.items(value)]
             return {"dict": pairs}
+        if type(value) in VIEWS:
+            return {"view": [type(value).__name__, self.encode(dict(value.mapping))]}
+        if type(value) is types.GenericAlias:
+            return {"alias": [self.encode(value.__origin__), self.encode(value.__args__)]}
+        if type(value).__name__ in WRITTEN and is_written(type(value)):
+            return {"written": [type(value).__name__, str(value)]}
         if type(value) is types.MappingProxyType:
-            return self.encode_plain(dict(value))
+            return {"mappingproxy": self.encode(dict(value))}
         if type(value) is slice:
             return {"slice": [self.encode(v) for v in (value.start, value.stop, value.step)]}
         if type(value) is Decimal:
             return {"Decimal": str(value)}
         if type(value) is Fraction:
             return {"Fraction": [hex(value.numerator), hex(value.denominator)]}
+        if value is Ellipsis or value is NotImplemented:
+            return {"single": str(value)}
         return self.refer(value)
 
     def decode(self, tree: Any) -> Any:
@@ -711,6 +877,8 @@ class Codec:
         if not isinstance(tree, dict):
             return tree
         ((kind, content),) = tree.items()
+        if kind == "shared":
+            return self.shared[int(content)].value
         if kind == "int":
             return int(content, 16)
         if kind == "complex":
@@ -726,8 +894,19 @@ class Codec:
             return make(self.decode(item) for item in content)
         if kind == "namedtuple":
             return self.row(str(content[0]), tuple(content[1]), content[2])
-        if kind == "deque" or kind in COPIED:
-            return whole(kind, self.decode(content))
+        if kind in COPIED:
+            return COPIED[kind](*[self.decode(part) for part in content])
+        if kind == "mappingproxy":
+            return types.MappingProxyType(self.decode(content))
+        if kind == "view":
+            return METHODS_OF_VIEWS[content[0]](self.decode(content[1]))
+        if kind == "alias":
+            return alias_of(*map(self.decode, content))
+        if kind == "written":
+            module = importlib.import_module(WRITTEN[content[0]])
+            return vars(module)[content[0]](str(content[1]))
+        if kind == "single":
+            return SINGLE[content]
         if kind == "dict":
             return {self.decode(key): self.decode(value) for key, value in content}
         return self.resolve(kind, content)
@@ -753,32 +932,225 @@ def fields_of(kind: type) -> tuple[str, ...] | None:
 
 
 DAY, CLOCK = ("year", "month", "day"), ("hour", "minute", "second", "microsecond")
-PARTS_OF_TIME: dict[type, tuple[str, ...]] = {date: DAY, time: CLOCK, datetime: DAY + CLOCK}
+PARTS_OF_TIME: dict[type, tuple[str, ...]] = {
+    date: DAY,
+    time: (*CLOCK, "tzinfo"),
+    datetime: (*DAY, *CLOCK, "tzinfo"),
+    range: ("start", "stop", "step"),
+    timedelta: ("days", "seconds", "microseconds"),
+}
 
 
 def parts_of(value: Any) -> Any:
-    """Return plain data from which ``whole`` makes an object of COPIED or a deque, or None if there
-    is none, as for times with a time zone."""
-    if isinstance(value, range):
-        return [value.start, value.stop, value.step]
-    if isinstance(value, timedelta):
-        return [value.days, value.seconds, value.microseconds]
-    if isinstance(value, (datetime, time)) and value.tzinfo is not None:
-        return None
-    if isinstance(value, (date, time)):
-        return list(operator.attrgetter(*PARTS_OF_TIME[type(value)])(value))
-    if isinstance(value, deque):
-        return [list(value), value.maxlen]
-    return list(value.items())
+    """Return the arguments that make an object of COPIED, or None if there are none, as for times
+    with a zone of another class than ``timezone``."""
+    if isinstance(value, timezone):
+        return value.__getinitargs__()  # type: ignore[attr-defined]
+    if isinstance(value, (datetime, time)):
+        zone = type(value.tzinfo)
+        is_copied = zone in (type(None), timezone) or WRITTEN.get(zone.__name__) == "zoneinfo"
+        if not is_copied or value.fold:
+            return None
+    return operator.attrgetter(*PARTS_OF_TIME[type(value)])(value)
 
 
-def whole(kind: str, parts: Any) -> Any:
-    """Return the object of ``parts_of``."""
-    if kind == "deque":
-        return deque(*parts)
-    if kind in ("Counter", "OrderedDict"):
-        return COPIED[kind](dict(parts))
-    return COPIED[kind](*parts)
+METHODS_OF_VIEWS: dict[str, Any] = {
+    type(method({})).__name__: method for method in (dict.keys, dict.values, dict.items)
+}
+VIEWS = {type(method({})) for method in METHODS_OF_VIEWS.values()}
+WRITTEN = {
+    "UUID": "uuid",
+    "ZoneInfo": "zoneinfo",
+    **dict.fromkeys(("PosixPath", "PurePosixPath"), "pathlib"),
+    **{
+        f"IPv{version}{kind}": "ipaddress"
+        for version in (4, 6)
+        for kind in ("Address", "Interface", "Network")
+    },
+}
+"""Classes whose objects are copied as their text, and their modules."""
+
+
+def is_written(kind: type) -> bool:
+    """Return whether a class is one of WRITTEN, not another one with the same name."""
+    module = sys.modules.get(WRITTEN[kind.__name__])
+    return module is not None and vars(module).get(kind.__name__) is kind
+
+
+def alias_of(origin: Any, arguments: Any) -> Any:
+    """Return a class with parameters, such as ``list[int]``."""
+    if not isinstance(origin, type) or type(arguments) is not tuple:
+        raise TypeError("no class with parameters")
+    return types.GenericAlias(origin, arguments)
+
+
+class Container(NamedTuple):
+    """A class of containers that can change."""
+
+    kind: Any
+    parts: Callable[[Any], list[Any]]
+    """Returns what is in a container."""
+    fill: Callable[[Any, list[Any]], None]
+    """Gives a container the parts of another one."""
+    make: Callable[[list[Any]], Any]
+    """Returns an empty container, for the JSON of parts."""
+    same: Callable[[list[Any], list[Any]], bool]
+    """Returns whether a container has not changed between two times."""
+
+
+def identical(parts: list[Any], others: list[Any]) -> bool:
+    """Return whether two lists have the same objects as items."""
+    return len(parts) == len(others) and all(map(operator.is_, parts, others))
+
+
+def fill_list(container: Any, parts: list[Any]) -> None:
+    """Fill a list."""
+    container[:] = parts
+
+
+def fill_set(container: Any, parts: list[Any]) -> None:
+    """Fill a set."""
+    items = set(parts)
+    container.clear()
+    container.update(items)
+
+
+def parts_of_dict(container: Any) -> list[Any]:
+    """Return the keys, then the values."""
+    return [*dict.keys(container), *container.values()]
+
+
+def fill_dict(container: Any, parts: list[Any]) -> None:
+    """Fill a mapping."""
+    half = len(parts) // 2
+    items = dict(zip(parts[:half], parts[half:], strict=True))
+    container.clear()
+    # (Counter.update adds counts; dict.update does not keep an OrderedDict's order.)
+    update = OrderedDict.update if type(container) is OrderedDict else dict.update
+    update(container, items)
+
+
+def fill_defaultdict(container: Any, parts: list[Any]) -> None:
+    """Fill a defaultdict."""
+    if parts[0] is not None and not callable(parts[0]):
+        raise TypeError("a factory that is none")
+    fill_dict(container, parts[1:])
+    container.default_factory = parts[0]
+
+
+def fill_deque(container: Any, parts: list[Any]) -> None:
+    """Fill a deque."""
+    container.clear()
+    container.extend(parts[1:])
+
+
+def fill_bytes(container: Any, parts: list[Any]) -> None:
+    """Fill an array or a bytearray."""
+    del container[:]
+    (container.extend if type(container) is bytearray else container.frombytes)(parts[-1])
+
+
+def fill_wrapper(container: Any, parts: list[Any]) -> None:
+    """Fill an object that wraps a list, a dict or a str."""
+    name, kind = WRAPPERS[type(container)]
+    if type(parts[0]) is not kind:
+        raise TypeError("another class")
+    vars(container)[name] = parts[0]
+
+
+WRAPPERS: dict[Any, tuple[str, type]] = {
+    ChainMap: ("maps", list),
+    UserDict: ("data", dict),
+    UserList: ("data", list),
+    UserString: ("data", str),
+}
+"""Attributes of the classes of objects that wrap a container or a text, and their classes."""
+
+
+def mapping(kind: Any) -> Container:
+    """Return the row of a class of mappings."""
+    return Container(kind, parts_of_dict, fill_dict, lambda parts: kind(), identical)
+
+
+def wrapper(kind: Any, name: str) -> Container:
+    """Return the row of a class of WRAPPERS."""
+    new = object.__new__
+    return Container(
+        kind, lambda value: [vars(value)[name]], fill_wrapper, lambda parts: new(kind), identical
+    )
+
+
+CONTAINERS_OF_PYTHON = (
+    Container(list, list, fill_list, lambda parts: [], identical),
+    Container(set, list, fill_set, lambda parts: set(), identical),
+    Container(
+        defaultdict,
+        lambda value: [value.default_factory, *parts_of_dict(value)],
+        fill_defaultdict,
+        lambda parts: defaultdict(),
+        identical,
+    ),
+    Container(
+        deque,
+        lambda value: [value.maxlen, *value],
+        fill_deque,
+        lambda parts: deque(maxlen=parts[0]),
+        identical,
+    ),
+    Container(
+        bytearray, lambda value: [bytes(value)], fill_bytes, lambda parts: bytearray(), operator.eq
+    ),
+    Container(
+        array,
+        lambda value: [value.typecode, value.tobytes()],
+        fill_bytes,
+        lambda parts: array(parts[0]),
+        operator.eq,
+    ),
+    *map(mapping, (dict, Counter, OrderedDict)),
+    *(wrapper(kind, name) for kind, (name, _) in WRAPPERS.items()),
+)
+CONTAINERS: dict[Any, Container] = {row.kind: row for row in CONTAINERS_OF_PYTHON}
+BY_NAME = {kind.__name__: row for kind, row in CONTAINERS.items()}
+KNOWN: dict[str, Any] = {
+    kind.__name__: kind for kind in (*COPIED.values(), *CONTAINERS, Decimal, Fraction)
+}
+"""Classes of the standard library that the code and the tests share."""
+BUILTIN_CLASSES: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (*vars(types).values(), *vars(builtins).values())
+    if isinstance(kind, type) and kind.__module__ == "builtins"
+}
+
+
+class Shared:
+    """A container that exists on both sides, with its parts at the time of the last message."""
+
+    __slots__ = ("container", "parts", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value: Any = value
+        self.container = CONTAINERS[type(value)]
+        self.parts: Any = None
+
+    def has_changed(self) -> bool:
+        """Return whether the container changed since the last message."""
+        return not self.container.same(self.container.parts(self.value), self.parts)
+
+    def num_references(self) -> int:
+        """Return the number of references to the container."""
+        return sys.getrefcount(self.value)
+
+
+UNUSED = Shared([]).num_references()
+"""References to a container to which nothing else on this side refers."""
+MAX_COMPARED = 10_000_000
+"""Parts of shared containers that the calls of a test compare, to find those that changed. After
+that, containers are copied for each call."""
+PER_CONTAINER = 30
+"""Parts that cost as much as a container."""
+SENT_AGAIN = 10
+"""Parts that cost as much as one that changed, which is sent again."""
 
 
 class Lines:
@@ -814,9 +1186,11 @@ class Solution(Codec):
     """The judge's side of a process that serves the code."""
 
     def __init__(self, starter: Starter, task: Mapping[str, Any], trust: Trust) -> None:
-        super().__init__()
+        super().__init__(0)
         self.starter, self.trust = starter, trust
         self.ended = False
+        self.num_calls = 0
+        """Calls that have not returned: more than one if the code calls the tests."""
         self.watched: list[str] = []
         """Plain globals of the code that the tests use and do not bind: they may change with each
         call."""
@@ -835,6 +1209,7 @@ class Solution(Codec):
             self.pid = starter.server(task["code"], other, task["test_s"])
         self.lines = Lines(mine)
         try:
+            self.send({"used": sorted(trust.used)})
             self.names = usable_names(self.exchange())
         except BaseException:
             if status_is_timeout(self.close()):
@@ -842,7 +1217,8 @@ class Solution(Codec):
             raise
 
     def apply(self, function: str, *arguments: Any, **named: Any) -> Any:
-        """Apply a function of FUNCTIONS in the solution, and update arguments that it changed."""
+        """Apply a function of FUNCTIONS in the solution."""
+        self.begin()
         message = {
             "apply": function,
             "arguments": [self.encode(value) for value in arguments],
@@ -853,16 +1229,33 @@ class Solution(Codec):
             message["patched"] = patched
         if classes := self.trust.new_classes():
             message["classes"] = {name: self.refer(kind) for name, kind in classes.items()}
-        self.send(message)
-        return self.exchange(arguments, function)
+        self.collect_new()
+        self.num_calls += 1
+        try:
+            self.send(message)
+            return self.exchange(function)
+        finally:
+            self.num_calls -= 1
 
-    def send(self, tree: Any) -> None:
+    def begin(self) -> None:
+        """Collect what the tests changed, and share no longer what they do not need, or too much
+        of it, before a message."""
+        self.forget_both(self.unsent)  # (of a message that could not be sent)
+        self.unsent = []
+        self.collect_changed()
+        self.forget_unused()
+        self.num_compared += sum(PER_CONTAINER + len(entry.parts) for entry in self.shared.values())
+        if self.num_compared > MAX_COMPARED and not self.num_calls:
+            self.forget_both(list(self.shared))
+
+    def send(self, tree: dict[str, Any]) -> None:
         """Send a message."""
         if self.ended:
             raise Ended("the code ended its process")
+        self.attach(tree)
         self.lines.send(tree)
 
-    def exchange(self, arguments: Sequence[Any] = (), function: str | None = None) -> Any:
+    def exchange(self, function: str | None = None) -> Any:
         """Answer requests of the code until the reply comes, and return its value. A reply that is
         not valid ends the process."""
         try:
@@ -875,24 +1268,24 @@ class Solution(Codec):
             for name, content in reply.get("names", ()):
                 self.renew(name, self.decode(content))
             error = self.error_of(reply["error"], function) if "error" in reply else None
-            if error is None:
-                for index, content in reply.get("changed", ()):
-                    update(arguments[index], self.decode(content))
-                if "argument" in reply:
-                    return arguments[reply["argument"]]
-                return self.decode(reply["value"])
+            value = self.decode(reply["value"]) if error is None else None
+            self.forget_told(reply)
         except Exception:
             self.ended = True  # (a reply that is not valid: forged)
             raise Ended("the code ended its process") from None
-        raise error
+        if error is not None:
+            raise error
+        return value
 
     def accept(self, reply: Mapping[str, Any]) -> None:
-        """Define the classes of a message, and print what the code printed."""
+        """Define the classes of a message, unpack its containers, and print what the code
+        printed."""
         for definition in reply.get("classes", ()):
             number = int(definition["number"])
             if number not in self.references:
                 kind = self.known_class(definition) or make_class(self, definition)
                 self.references[number] = kind
+        self.unpack(reply)
         for name, text in reply.get("printed", {}).items():
             if name in ("stdout", "stderr") and vars(sys)[name] is not vars(sys)[f"__{name}__"]:
                 vars(sys)[name].write(str(text))
@@ -908,13 +1301,9 @@ class Solution(Codec):
         return kind if is_usual and kind.__module__ == module else None
 
     def renew(self, name: str, value: Any) -> None:
-        """Give a watched name of the code its new value, a container in place."""
+        """Give a watched name of the code its new value."""
         if name not in self.watched:
             raise ValueError("a name that is not watched")
-        old = self.names.get(name)
-        if type(value) is type(old) and isinstance(old, (list, dict, set, deque)):
-            update(old, value)
-            return
         self.names[name] = value
         self.on_change(name, value)
 
@@ -957,7 +1346,7 @@ class Solution(Codec):
         number = number_of(value)
         if number not in self.created:
             base: Any = data_of(value)
-            content = None if base is None else self.encode_plain(base(value))
+            content = None if base is None else base(value)
             self.created[number] = self.new_reference(type(value), number, content)
         return self.created[number]
 
@@ -989,10 +1378,7 @@ class Solution(Codec):
         if kind == "lent":
             return self.lent.objects[content]
         if kind == "builtin":
-            builtin_class = vars(builtins)[str(content)]
-            if not isinstance(builtin_class, type):
-                raise TypeError("no class")
-            return builtin_class
+            return BUILTIN_CLASSES[content]
         if kind == "known":
             return KNOWN[content]
         if kind == "class":
@@ -1000,14 +1386,15 @@ class Solution(Codec):
         number, kind_number, data = content
         if number not in self.references:
             reference_class = self.references[int(kind_number)]
-            self.references[int(number)] = self.new_reference(reference_class, int(number), data)
+            content = self.decode(data)
+            self.references[int(number)] = self.new_reference(reference_class, int(number), content)
         elif data_of(self.references[number]) in MUTABLE_DATA:
             reference = self.references[number]
             fill(reference, data_of(reference), self.decode(data))
         return self.references[number]
 
-    def new_reference(self, kind: Any, number: int, data: Any) -> Any:
-        """Return a new reference to an object of the solution."""
+    def new_reference(self, kind: Any, number: int, content: Any) -> Any:
+        """Return a new reference to an object of the solution, with its plain data."""
         if type(kind) is not RemoteClass or is_error_class(kind):
             raise TypeError("no class of objects")
         base = type.__getattribute__(kind, REMOTE)[2]
@@ -1015,7 +1402,6 @@ class Solution(Codec):
         if base is None:
             reference = new(kind)
         else:
-            content = self.decode(data)
             if type(content) is not base:
                 raise TypeError("other data")
             is_filled_later = base in MUTABLE_DATA
@@ -1101,7 +1487,7 @@ class Lent:
             return {"raised": self.error(value)}
         if isinstance(value, type) and not self.solution.trust.is_of_tests(value):
             module, name = value.__module__, value.__qualname__
-            if module == "builtins":
+            if BUILTIN_CLASSES.get(name) is value:
                 return {"builtin": name}
             if module in sys.stdlib_module_names:
                 return {"import": [module, name]}
@@ -1129,6 +1515,7 @@ class Lent:
         self.objects[id(error)] = error
         try:
             args = [self.solution.encode(item) for item in arguments]
+            self.solution.collect_new()
         except Exception:  # (an argument that cannot be sent)
             args = [str(error)]
         return {"number": id(error), "name": type(error).__name__, "names": names, "args": args}
@@ -1139,8 +1526,12 @@ class Lent:
             decode = self.solution.decode
             arguments = [decode(item) for item in message["arguments"]]
             named = {str(name): decode(item) for name, item in message["named"].items()}
+            self.solution.forget_told(message)
             value = self.ask(str(message["ask"]), message["of"], arguments, named)
-            return {"value": self.solution.encode(value)}
+            self.solution.begin()
+            reply = {"value": self.solution.encode(value)}
+            self.solution.collect_new()
+            return reply
         except OutOfTime:
             raise
         except BaseException as error:  # becomes data, which the code raises
@@ -1244,20 +1635,6 @@ def usable_names(names: Any) -> dict[str, Any]:
     }
 
 
-def update(container: Any, value: Any) -> None:
-    """Give a list, dict or set of the tests the content that the solution gave its copy."""
-    if type(value) is not type(container):
-        raise TypeError("another type")
-    if isinstance(container, list):
-        container[:] = value
-    elif isinstance(container, (dict, set)):
-        container.clear()
-        container.update(value)
-    elif isinstance(container, deque):
-        container.clear()
-        container.extend(value)
-
-
 class Reference:
     """Base of the classes of objects in the solution, as the tests see them.
 
@@ -1341,6 +1718,10 @@ class RemoteClass(type):
             type(kind) is RemoteClass and solution_of(cls).apply("issubclass", kind, cls) is True
         )
 
+    @property
+    def __annotations__(cls) -> Any:  # type: ignore[override]
+        return solution_of(cls).apply("getattr", cls, "__annotations__")
+
     def __iter__(cls) -> Any:
         return iter(solution_of(cls).apply("iter", cls))
 
@@ -1410,6 +1791,19 @@ def signature_of(value: Any) -> inspect.Signature:
         for name, kind, default, annotation in rows
     ]
     return inspect.Signature(parameters, return_annotation=result[0] if result else empty)
+
+
+def evaluate_remotely(module: types.ModuleType, name: str) -> None:
+    """Let a function that evaluates annotations do so in the code's process for its objects: their
+    annotations may be any text."""
+    function = vars(module)[name]
+
+    def evaluate(value: Any, *rest: Any, **named: Any) -> Any:
+        if is_remote(value):
+            return solution_of(value).apply(name, value, *rest, **named)
+        return function(value, *rest, **named)
+
+    vars(module)[name] = evaluate
 
 
 def make_class(solution: Solution, definition: Mapping[str, Any]) -> RemoteClass:
@@ -1723,6 +2117,13 @@ def described_signature(value: Any) -> Any:
     return rows, [a for a in [signature.return_annotation] if a is not empty]
 
 
+def annotations_of(value: Any, **named: Any) -> Any:
+    """Return the annotations of an object."""
+    import inspect
+
+    return inspect.get_annotations(value, **named)
+
+
 def run(coroutine: Any) -> Any:
     """Run a coroutine to its end."""
     import asyncio
@@ -1763,6 +2164,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "enter": lambda value: type(value).__enter__(value),
     "exit": lambda value, *error: type(value).__exit__(value, *parts_of_error(*error)),
     "signature": described_signature,
+    "get_type_hints": typing.get_type_hints,
+    "get_annotations": annotations_of,
     "content": content_of,
     "run": run,
 }
@@ -1905,8 +2308,9 @@ def become(request: bytes, fds: Sequence[int]) -> None:
 
 def run_program(code: str) -> NoReturn:
     """Run the code as a program and exit."""
-    sys.stdin = io.TextIOWrapper(os.fdopen(0, "rb", closefd=False), "utf-8", "replace")
-    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), "utf-8", "replace")
+    stdin = io.TextIOWrapper(os.fdopen(0, "rb", closefd=False), "utf-8", "replace")
+    stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), "utf-8", "replace")
+    vars(sys).update(stdin=stdin, __stdin__=stdin, stdout=stdout, __stdout__=stdout)
     sys.argv = ["program.py"]
     status = 0
     try:
@@ -1915,8 +2319,11 @@ def run_program(code: str) -> NoReturn:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
         status = 1
-    with contextlib.suppress(BaseException):
-        sys.stdout.flush()
+    # (As Python ends: after its threads, and then its exit handlers.)
+    flushes = [lambda: sys.stdout.flush(), stdout.flush]
+    for end in (vars(threading)["_shutdown"], vars(atexit)["_run_exitfuncs"], *flushes):
+        with contextlib.suppress(BaseException):
+            end()
     os._exit(status & 255)
 
 
@@ -1932,7 +2339,7 @@ class Service(Codec):
     """The solution's side: executes the code and applies functions to its objects."""
 
     def __init__(self, connection: socket.socket) -> None:
-        super().__init__()
+        super().__init__(1)
         self.lines = Lines(connection)
         self.objects: list[Any] = []
         self.numbers: dict[int, int] = {}
@@ -1950,7 +2357,7 @@ class Service(Codec):
         """Errors that are being encoded, which may contain themselves."""
         self.module: dict[str, Any] = {}
         self.sent: dict[str, Any] = {}
-        """JSON of the module's names, as the tests know them."""
+        """Objects of the module's names, as the tests know them."""
         self.streams = {"stdout": Printed(), "stderr": Printed()}
         self.lock = threading.RLock()
 
@@ -1971,7 +2378,11 @@ class Service(Codec):
         return function
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message, with the new classes in it and what was printed."""
+        """Send a message, with the new classes and the changed containers, and what was printed."""
+        self.collect_changed()
+        self.collect_new()
+        self.forget_unused()
+        self.attach(message)
         if self.definitions:
             message["classes"], self.definitions = self.definitions, []
         printed = {name: stream.take() for name, stream in self.streams.items() if stream.parts}
@@ -1986,18 +2397,39 @@ class Service(Codec):
         except RecursionError:
             return self.refer(value)
 
+    def encoded_names(self, used: set[str]) -> list[Any]:
+        """Return (name, JSON) of all names of the module. Containers of names that the tests do not
+        use are copied, not shared: they may be large, and change with each call."""
+        named = {n: v for n, v in self.sent.items() if not isinstance(v, types.ModuleType)}
+        pairs = [[n, self.plain(v)] for n, v in named.items() if n in used]
+        self.collect_new()
+        before = set(self.shared)
+        pairs += [[n, self.plain(v)] for n, v in named.items() if n not in used]
+        self.collect_new()
+        self.forget_both(self.shared.keys() - before)
+        return pairs + [[n, {"module": n}] for n in self.sent.keys() - named.keys()]
+
     def changed_names(self, names: Sequence[str]) -> list[Any]:
-        """Return (name, JSON) of those names of the module that changed since they were sent."""
-        now = {name: self.plain(self.module[name]) for name in names if name in self.module}
-        changed = [[name, tree] for name, tree in now.items() if self.sent.get(name, ...) != tree]
-        self.sent |= dict(changed)
-        return changed
+        """Return (name, JSON) of those names of the module that are other objects than before, or
+        containers that are no longer shared."""
+        missing = object()
+        now = {name: self.module[name] for name in names if name in self.module}
+        changed = {
+            name: value
+            for name, value in now.items()
+            if self.sent.get(name, missing) is not value
+            or (type(value) in CONTAINERS and id(value) not in self.shared_ids)
+        }
+        self.sent |= changed
+        return [[name, self.plain(value)] for name, value in changed.items()]
 
     def is_reference(self, value: Any) -> bool:
-        """Return whether an object is not sent as plain data although its class derives from it:
-        its class is the code's, so it may have methods."""
+        """Return whether an object is not sent as plain data although its class derives from it: it
+        may have methods. (Named tuples of modules have none of interest.)"""
         kind = type(value)
-        return kind.__module__ == "solution" and data_base(kind) is not None
+        if data_base(kind) in (None, kind):
+            return False
+        return kind.__module__ == "solution" or fields_of(kind) is None
 
     def number(self, value: Any) -> int:
         """Return the number of an object, which lives from now on."""
@@ -2026,7 +2458,7 @@ class Service(Codec):
     def refer_class(self, kind: type) -> dict[str, Any]:
         """Encode a class."""
         name = kind.__name__
-        if vars(builtins).get(name) is kind:
+        if BUILTIN_CLASSES.get(name) is kind:
             return {"builtin": name}
         return {"known": name} if KNOWN.get(name) is kind else {"class": self.define(kind)}
 
@@ -2096,7 +2528,7 @@ class Service(Codec):
         if kind == "object":
             return self.objects[content]
         if kind == "builtin":
-            return vars(builtins)[content]
+            return BUILTIN_CLASSES[content]
         if kind == "import":
             module, name = content
             return operator.attrgetter(name)(importlib.import_module(module))
@@ -2138,17 +2570,21 @@ class Service(Codec):
             self.send(message)
             while "apply" in (reply := self.lines.receive()):
                 self.send(self.reply(reply))
+        self.unpack(reply)
+        value = self.decode(reply["error" if "error" in reply else "value"])
+        self.forget_told(reply)
         if "error" in reply:
-            raise self.decode(reply["error"])
-        return self.decode(reply["value"])
+            raise value
+        return value
 
     def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return the reply to a message."""
+        self.unpack(message)
         for name, tree in message.get("classes", {}).items():
             self.module.setdefault(name, self.decode(tree))
         arguments = [self.decode(item) for item in message["arguments"]]
-        before = [mutable_json(item) for item in message["arguments"]]
         named = {name: self.decode(item) for name, item in message["named"].items()}
+        self.forget_told(message)
         patched = message.get("patched", ())
         vars(builtins).update({name: self.forwarding(name) for name in patched})
         try:
@@ -2156,14 +2592,7 @@ class Service(Codec):
         finally:
             if patched:
                 vars(builtins).update({name: PATCHABLE[name] for name in ("open", "print")})
-        changed = []
-        for index, old in enumerate(before):
-            if old is not None and (new := self.encode(arguments[index])) != old:
-                changed.append([index, new])
-        same = [i for i, old in enumerate(before) if old is not None and arguments[i] is value]
-        if same:
-            return {"argument": same[0], "changed": changed}
-        return {"value": self.encode(value), "changed": changed}
+        return {"value": self.encode(value)}
 
     def reply(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return the reply to a message, also of a call that raised, with the changed names."""
@@ -2302,14 +2731,6 @@ class GivenInput(io.TextIOBase):
         return self.service.ask("stdin", "readline", *size)
 
 
-def mutable_json(tree: Any) -> Any:
-    """Return the JSON of a list, dict or set, and None for others."""
-    return tree if isinstance(tree, dict) and not MUTABLE.isdisjoint(tree) else None
-
-
-MUTABLE = {"list", "dict", "set", "deque", "Counter", "OrderedDict"}
-
-
 def serve(code: str, connection: socket.socket, test_s: float) -> NoReturn:
     """Execute the code, then answer messages until the judge ends the process."""
     service = Service(connection)
@@ -2318,11 +2739,9 @@ def serve(code: str, connection: socket.socket, test_s: float) -> NoReturn:
     def start(message: Any) -> dict[str, Any]:
         service.redirect()
         exec(compile(code, "solution.py", "exec", dont_inherit=True), module)
-        found = [(n, v) for n, v in module.items() if not n.startswith("__")]
-        pairs = [[n, service.plain(v)] for n, v in found if not isinstance(v, types.ModuleType)]
-        service.sent = dict(pairs)
-        modules = [[n, {"module": n}] for n, v in found if isinstance(v, types.ModuleType)]
-        return {"value": {"dict": pairs + modules}}
+        service.sent = {n: v for n, v in module.items() if not n.startswith("__")}
+        used = service.lines.receive()["used"]
+        return {"value": {"dict": service.encoded_names(set(used))}}
 
     handle, message = start, None
     while True:

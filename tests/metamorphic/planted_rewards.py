@@ -33,12 +33,22 @@ def the_first_block_is_the_code(patch: Patch) -> None:
 
 def errors_have_no_attributes(patch: Patch) -> None:
     """The judge gives the tests errors without their arguments."""
+    _change_judge(patch, "error.args = arguments\n", "pass\n")
+
+
+def changes_stay_on_their_side(patch: Patch) -> None:
+    """The judge copies containers, and sends no change of them."""
+    _change_judge(patch, "has_changed():\n", "has_changed() and False:\n")
+
+
+def _change_judge(patch: Patch, line: str, other: str) -> None:
+    """Replace a line of the judge."""
     source = python_code._JUDGE.read_text(encoding="utf-8")
-    assert "error.args = arguments\n" in source
+    assert line in source
     folder = Path(tempfile.mkdtemp(prefix="metamorphic-"))
     CLOSERS.append(lambda: shutil.rmtree(folder, ignore_errors=True))
     judge = folder / "code_judge.py"
-    judge.write_text(source.replace("error.args = arguments\n", "pass\n"), encoding="utf-8")
+    judge.write_text(source.replace(line, other), encoding="utf-8")
     patch.setattr(python_code, "_JUDGE", judge)
 
 
@@ -78,6 +88,7 @@ PLANTED = {
     "numbers_are_their_values": (bases_are_ignored, tuple(range(12))),
     "code_surroundings": (the_first_block_is_the_code, tuple(range(12))),
     "code_passes_as_in_python": (errors_have_no_attributes, tuple(range(24))),
+    "shared_data_is_as_in_python": (changes_stay_on_their_side, tuple(range(12))),
     "answers_are_found_in_bounded_time": (boxes_are_searched_from_every_place, (0, 1)),
     "labels_are_refused_before_the_run": (every_label_is_usable, tuple(range(12))),
     "failures_follow_their_policy": (failures_always_drop_their_group, tuple(range(12))),

@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from metamorphic.base import CLOSERS, Broken, Draw, equal, relation
+from metamorphic.draw_code import passes_directly, program_of
 from metamorphic.draw_text import (
     BOS,
     EOS,
@@ -159,6 +160,17 @@ def code_passes_as_in_python(draw: Draw) -> None:
     expected = float(passes_in_python(code, pair.tests))
     response = f"```python\n{code}\n```"
     equal(_code_reward().score([_item(pair.tests, response)]), [expected], "score")
+
+
+@relation
+def shared_data_is_as_in_python(draw: Draw) -> None:
+    """Code scores 1 if and only if Python runs it and then its tests without an error, for every
+    class of containers that the code and the tests share and change: results, arguments,
+    attributes, defaults and globals, of right code and of code that copies them. Exact."""
+    code, tests = program_of(draw)
+    draw.note(tests=tests)
+    expected = float(passes_directly(code, tests))
+    equal(_code_reward().score([_item(tests, f"```python\n{code}\n```")]), [expected], "score")
 
 
 # ---- bounded work --------------------------------------------------------------------------------

@@ -319,6 +319,73 @@ def test_right_code_passes_and_wrong_code_fails_as_in_python(reward: PythonCodeR
 
 
 @pytest.mark.parametrize(
+    ("code", "tests"),
+    [
+        (
+            "import functools\n@functools.cache\ndef f(n): return [n]",
+            "r = [f(i) for i in range(2000)]\nassert r == [[i] for i in range(2000)]",
+        ),
+        (
+            "memo = {}\ndef f(n): memo[n] = n",
+            "for i in range(1000): f(i)\nassert len(memo) == 1000",
+        ),
+        (
+            "class G:\n    def __init__(self, g): self.g = g\n"
+            "    def at(self): return self.g[1][1]",
+            "x = [[0] * 300 for _ in range(300)]\ng = G(x)\n"
+            "x[1][1] = 2\nfor _ in range(300): assert g.at() == 2",
+        ),
+    ],
+    ids=["many", "growing", "large"],
+)
+def test_shared_data_has_a_bounded_cost(scores: Scores, code: str, tests: str) -> None:
+    """Within 3 s, the limit of a test here."""
+    assert scores(code, [tests]) == [1]
+
+
+FORGED_MESSAGES = {
+    "a number of the tests": "m['contents'] = [[10**6, 'list', [21]]]",
+    "a number that is none": "m['contents'] = [[float('nan'), 'list', [21]]]",
+    "another class": "m['contents'] = [[0, 'dict', []]]",
+    "no container": "m['contents'] = [[7, 'object', []]]",
+    "no contents": "m['contents'] = None",
+    "forgets everything": "m['forgotten'] = list(range(-5, 50))",
+    "an unknown number": "m['value'] = {'shared': 999}",
+    "no factory": "m['contents'] = [[9, 'defaultdict', [5]]]; m['value'] = {'shared': 9}",
+    "a key that changes": "m['contents'] = [[9, 'dict', [{'shared': 9}, 1]]]",
+    "a function": "m['value'] = {'builtin': 'eval'}",
+    "a module": "m['value'] = {'written': ['os', 'x']}",
+    "an open class": "m['value'] = {'alias': [21, {'tuple': []}]}",
+}
+
+
+def test_forged_containers_give_nothing(reward: PythonCodeReward) -> None:
+    code = (
+        "import gc\ndef f(x):\n"
+        "    s, = (o for o in gc.get_objects() if type(o).__name__ == 'Service')\n"
+        "    old = s.attach\n    def attach(m): old(m); {}\n    s.attach = attach\n    return x"
+    )
+    tests = ["x = [7]\nassert f(x) is x and x[0] * 3 == 21 and f(7) == 21", "assert f(7) == 21"]
+    items = [
+        item_of(f"```python\n{code.replace('{}', forged)}\n```", label)
+        for forged in FORGED_MESSAGES.values()
+        for label in tests
+    ]
+    assert reward.score(items) == [pytest.approx(0)] * len(items)
+
+
+def test_annotations_are_evaluated_by_the_code(scores: Scores) -> None:
+    """The texts of annotations are untrusted: in the tests' process they could report a pass."""
+    code = "import os\ndef f(x: 'os._exit(0)'): return x"
+    tests = [
+        "import typing\ntyping.get_type_hints(f)\nassert f(7) == 7",
+        "import inspect\ninspect.get_annotations(f, eval_str=True)\nassert f(7) == 7",
+    ]
+    assert scores(code, tests) == [0, 0]
+    assert scores("def f(x: 'int'): return x", tests) == [1, 1]
+
+
+@pytest.mark.parametrize(
     ("tests", "reason"),
     [
         (

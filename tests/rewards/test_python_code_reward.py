@@ -113,6 +113,28 @@ def test_plain():
             ]
         ),
         (ADD, {"inputs": [[1, 2], [[1], [2]]], "outputs": [3, [1, 2]], "fn_name": "f"}, 1),
+        *(
+            (f"def f(x):\n    return {result}",
+             {"inputs": [[1]], "outputs": [output], "fn_name": "f"}, share)
+            for result, output, share in [
+                ("True", 1, 0), ("x", True, 0), ("1.0", 1, 1), ("True", True, 1),
+                ("[{'a': [False]}]", [{"a": [0]}], 0), ("({'a': (False,)},)", [{"a": [False]}], 1),
+            ]
+        ),
+        *(
+            (f"print('a')\n{end}", [{"input": "", "output": "a"}], share)
+            for end, share in [
+                ("input()", 0), ("raise SystemExit(1)", 0), ("assert False", 0), ("exit('x')", 0),
+                ("exit()", 1), ("import sys; sys.exit(0)", 1), ("import os; os._exit(3)", 0),
+            ]
+        ),
+        *(
+            (f"import atexit, sys, threading, time\n{code}", [{"input": "", "output": "a"}], 1)
+            for code in [
+                "atexit.register(lambda: sys.__stdout__.write('a'))",
+                "threading.Thread(target=lambda: (time.sleep(.02), print('a'))).start()",
+            ]
+        ),
         ("class Solution:\n    def f(self, a): return (a, a)",
          {"inputs": [[1]], "outputs": [[1, 1]], "fn_name": "f"}, 1),
         ("print(sum(map(int, input().split())))",

@@ -25,7 +25,7 @@ import psutil
 from burnish.agents.server import EpisodeServer
 from burnish.agents.session import TrainingSession
 from burnish.config.model import ModelConfig, ScratchConfig
-from burnish.episodes.play import Limits, Policy, Task
+from burnish.episodes.loop import EpisodeLimits, Policy, Task
 from burnish.episodes.renderer import ChatRenderer
 from burnish.models.load import load_tokenizer
 from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
@@ -113,7 +113,7 @@ async def measure_calls(server: EpisodeServer, policy: Policy, count: int) -> No
     for path in BODIES:
         rates, costs = [], []
         for _ in range(3):
-            limits = Limits(count + 1, 100_000, 60, 600)
+            limits = EpisodeLimits(count + 1, 100_000, 60, 600)
             task = Task("bench", {}, 0, 0)
             sessions = [TrainingSession(task, policy, limits) for _ in range(CONNECTIONS)]
             endpoints = [server.admit(session) for session in sessions]
@@ -145,7 +145,7 @@ async def measure_episodes(server: EpisodeServer, policy: Policy, count: int) ->
     """Print the memory per open episode."""
     process, port = psutil.Process(), int(server.root_url.rpartition(":")[2])
     before = process.memory_info().rss
-    limits = Limits(TURNS, 100_000, 60, 600)
+    limits = EpisodeLimits(TURNS, 100_000, 60, 600)
     sessions = [TrainingSession(Task(str(i), {}, 0, i), policy, limits) for i in range(count)]
     endpoints = [server.admit(session) for session in sessions]
     connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]

@@ -174,7 +174,7 @@ def one(args: argparse.Namespace) -> None:
     folder = Path(tempfile.mkdtemp(dir=folders(args.out))) / args.kind
     runners: list[DrawnLengths] = []
 
-    def make_runner(engine: Any, rewards: Any, sampling: Any, players: Any, **rest: Any) -> Runner:
+    def make_runner(engine: Any, rewards: Any, sampling: Any, pool: Any, **rest: Any) -> Runner:
         engine = timed(engine, rest["timeline"], {"generate": rest["options"].phase})
         made = DrawnLengths(engine, rewards, sampling, num_samples=1, seed=rest["options"].seed)
         made.sigma, made.latencies = args.sigma, []

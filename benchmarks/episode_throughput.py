@@ -69,12 +69,12 @@ class Bench:
     """The parts that both sides use."""
 
     engine: Any
-    players: Any
+    pool: Any
     sampling: Any
 
     def close(self) -> None:
         """End the environment's process and the engine."""
-        self.players.close()
+        self.pool.close()
         self.engine.close()
 
 
@@ -86,7 +86,7 @@ def build(args: argparse.Namespace, engine: str, **options: Any) -> Bench:
     from burnish.config.episodes import EpisodesConfig
     from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
     from burnish.config.rollout import RolloutEngineConfig
-    from burnish.jobs.episodes import build_players
+    from burnish.jobs.episodes import build_episode_pool
     from burnish.models.load import load_tokenizer
     from burnish.observe.timeline import Timeline
     from burnish.rollout.base import Sampling
@@ -107,17 +107,17 @@ def build(args: argparse.Namespace, engine: str, **options: Any) -> Bench:
     runtime = InlineRuntime(
         tokenizer, precision=PrecisionConfig(), device="cpu", timeline=Timeline()
     )
-    players = build_players(config, model, runtime)
-    assert players is not None
+    pool = build_episode_pool(config, model, runtime)
+    assert pool is not None
     wanted = TypeAdapter(RolloutEngineConfig).validate_python({"kind": engine})
     built = runtime.standalone_rollout(model, wanted, max_len=TOKENS)
-    ends = tuple(sorted(players.renderer.stop_token_ids))
-    return Bench(built, players, Sampling(MAX_NEW, stop=STOP, stop_token_ids=ends))
+    ends = tuple(sorted(pool.renderer.stop_token_ids))
+    return Bench(built, pool, Sampling(MAX_NEW, stop=STOP, stop_token_ids=ends))
 
 
 def make_tasks(count: int, name: str) -> list[Any]:
     """Return ``count`` tasks. Their seeds do not depend on ``name``."""
-    from burnish.episodes.play import Task
+    from burnish.episodes.loop import Task
 
     return [Task(f"{name}/{i}", {}, environment_seed=i, sampling_seed=i) for i in range(count)]
 
@@ -127,10 +127,10 @@ def make_tasks(count: int, name: str) -> list[Any]:
 
 async def play_with_barriers(bench: Bench, tasks: Sequence[Any]) -> list[list[tuple[int, ...]]]:
     """Play ``tasks`` turn by turn. Return the sampled ids of each episode's turns."""
-    from burnish.episodes.play import call_seed
+    from burnish.episodes.loop import call_seed
     from burnish.rollout.base import Request
 
-    renderer, environments = bench.players.renderer, bench.players.player.environments
+    renderer, environments = bench.pool.renderer, bench.pool.program.environments
     games = await asyncio.gather(
         *(environments.open(task.row, task.environment_seed, timeout_s=60) for task in tasks)
     )
@@ -163,7 +163,7 @@ def measure_barriers(bench: Bench, args: argparse.Namespace) -> tuple[float, lis
     started = time.perf_counter()
     for begin in range(0, args.episodes, size):
         part = tasks[begin : begin + size]
-        sampled += bench.players.loop.run(play_with_barriers, bench, part)
+        sampled += bench.pool.loop.run(play_with_barriers, bench, part)
     return time.perf_counter() - started, sampled
 
 
@@ -171,7 +171,7 @@ def measure_continuous(bench: Bench, args: argparse.Namespace) -> tuple[float, l
     """Return wall seconds and the played episodes."""
     tasks = make_tasks(args.episodes, "continuous")
     started = time.perf_counter()
-    played = bench.players.play(bench.engine, bench.sampling, tasks)
+    played = bench.pool.run(bench.engine, bench.sampling, tasks)
     return time.perf_counter() - started, played
 
 
@@ -179,7 +179,7 @@ def barriers(args: argparse.Namespace, engine: str) -> None:
     """Print both times, their ratio, and the share of follow-up prompts read from the cache."""
     ratios = []
     with closing(build(args, engine)) as bench:
-        bench.players.play(bench.engine, bench.sampling, make_tasks(1, "warmup"))
+        bench.pool.run(bench.engine, bench.sampling, make_tasks(1, "warmup"))
         for _ in range(args.rounds):
             barrier_s, expected = measure_barriers(bench, args)
             continuous_s, played = measure_continuous(bench, args)
@@ -211,7 +211,7 @@ def single(args: argparse.Namespace, engine: str) -> None:
 
     args = argparse.Namespace(**{**vars(args), "scale": 0.0, "concurrent": 0})
     with closing(build(args, engine, turns=1)) as bench:
-        prompt = bench.players.renderer.render([{"role": "user", "content": "b" * PROMPT_CHARS}])
+        prompt = bench.pool.renderer.render([{"role": "user", "content": "b" * PROMPT_CHARS}])
         requests = [Request(str(i), prompt, seed=i) for i in range(args.responses)]
 
         def generate() -> int:
@@ -224,7 +224,7 @@ def single(args: argparse.Namespace, engine: str) -> None:
 
         def episodes() -> int:
             tasks = make_tasks(args.responses, "single")
-            played = bench.players.play(bench.engine, bench.sampling, tasks)
+            played = bench.pool.run(bench.engine, bench.sampling, tasks)
             return sum(turn.num_tokens for one in played for turn in one.record.turns)
 
         ways = {"engine.generate": generate, "service": service, "episodes of one turn": episodes}

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.compact import BoolRuns, Compact, FloatArray, IntArray, IntLists, IntRuns
-from burnish.episodes.play import Call
+from burnish.episodes.loop import EngineCall
 from burnish.episodes.rows import episode_rows
 from burnish.rollout.base import Completion, VersionSpan
 from burnish.types import Sample, TokenRow
@@ -168,7 +168,7 @@ def test_an_episode_takes_8_bytes_per_token_and_60_per_turn() -> None:
     bytes (turns), and up to three of 8 (versions)."""
     prompt, calls = IntArray(PROMPT), []
     for _ in range(100):
-        calls.append(Call(prompt, completion(50)))
+        calls.append(EngineCall(prompt, completion(50)))
         prompt = prompt + calls[-1].completion.token_ids + PROMPT[:50]
     (row,) = episode_rows(calls)
     assert len(row.response_ids) == 100 * 100 - 50

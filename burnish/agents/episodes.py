@@ -1,4 +1,4 @@
-"""Play episodes with agent programs: each gets an endpoint and calls the policy there."""
+"""Run episodes with agent programs: each gets an endpoint and calls the policy there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from burnish.agents.calls import Backend
 from burnish.agents.session import MODEL, TrainingSession
 from burnish.environments.pool import EpisodeFailedError
-from burnish.episodes.play import Limits, Played, Policy, Task
+from burnish.episodes.loop import EpisodeLimits, EpisodeResult, Policy, Task
 from burnish.types import is_metric_name
 
 
@@ -71,9 +71,9 @@ class Agents(Protocol):
 
 
 @dataclass(frozen=True)
-class AgentPlayer:
-    """Plays episodes with an agent program. Implements
-    :class:`burnish.episodes.play.EpisodePlayer`."""
+class AgentProgram:
+    """Runs episodes with an agent program. Implements
+    :class:`burnish.episodes.loop.EpisodeProgram`."""
 
     server: AgentServer
     agents: Agents
@@ -82,8 +82,8 @@ class AgentPlayer:
         await self.server.start()
         await self.agents.start()
 
-    async def play(self, task: Task, policy: Policy, limits: Limits) -> Played:
-        """Play one episode: run the agent until it returns, fails, or reaches the time limit."""
+    async def run_episode(self, task: Task, policy: Policy, limits: EpisodeLimits) -> EpisodeResult:
+        """Run one episode: run the agent until it returns, fails, or reaches the time limit."""
         session = TrainingSession(task, policy, limits)
         endpoint = self.server.admit(session)
         row = {**task.row, "seed": task.environment_seed, "prompt_text": task.prompt_text}
@@ -104,7 +104,7 @@ class AgentPlayer:
             await session.close()
         if not session.failure.cancelled():  # the engine failed just when the agent ended
             session.failure.result()
-        return session.played(rewards, error)
+        return session.result(rewards, error)
 
     async def close(self) -> None:
         try:

@@ -10,8 +10,8 @@ from burnish.agents.calls import ModelCall, invalid
 from burnish.agents.matching import History, digests_of, thoughts_of
 from burnish.agents.replies import checked_ids
 from burnish.chat_message import Message
+from burnish.episodes.loop import Policy
 from burnish.episodes.parsing import ParsedMessage
-from burnish.episodes.play import Policy
 from burnish.episodes.renderer import TooLongError
 from burnish.episodes.template import RendererError
 from burnish.episodes.token_texts import TokenPart

@@ -39,8 +39,8 @@ from burnish.agents.replies import (
     with_stop,
 )
 from burnish.agents.streaming import Reader, Responses
+from burnish.episodes.loop import call_seed, sample
 from burnish.episodes.parsing import ParsedMessage
-from burnish.episodes.play import call_seed, sample
 from burnish.episodes.renderer import ChatRenderer, TextCodec, TooLongError
 from burnish.episodes.streaming import before_stop
 from burnish.episodes.template import RendererError

@@ -32,8 +32,8 @@ from burnish.agents.replies import make_choice, make_reply, make_start, with_sto
 from burnish.agents.retries import Retries
 from burnish.chat_message import Message
 from burnish.environments.pool import EpisodeFailedError
+from burnish.episodes.loop import EngineCall, EpisodeLimits, EpisodeResult, Policy, Task, call_seed
 from burnish.episodes.parsing import ParsedMessage
-from burnish.episodes.play import Call, Limits, Played, Policy, Task, call_seed
 from burnish.episodes.renderer import TooLongError
 from burnish.episodes.streaming import before_stop
 from burnish.episodes.token_texts import TokenPart
@@ -51,7 +51,7 @@ class TrainingSession:
     All methods must be called in one event loop.
     """
 
-    def __init__(self, task: Task, policy: Policy, limits: Limits) -> None:
+    def __init__(self, task: Task, policy: Policy, limits: EpisodeLimits) -> None:
         self.task, self.policy, self.limits = task, policy, limits
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets the engine's error if it fails: the run cannot continue then."""
@@ -172,9 +172,9 @@ class TrainingSession:
         if not self.failure.done():
             self.failure.cancel()
 
-    def played(
+    def result(
         self, rewards: Mapping[str, float], error: EpisodeFailedError | None = None
-    ) -> Played:
+    ) -> EpisodeResult:
         """Return the finished episode, with its calls in the order of their arrival.
 
         ``rewards``: those that the agent gave, by name. ``error``: the failure of the agent. A
@@ -197,8 +197,8 @@ class TrainingSession:
             seconds=time.monotonic() - self._began,
             error="" if error is None else str(error),
         )
-        return Played(
-            record, tuple(Call(call.prompt.ids, call.completion) for call in recorded), error
+        return EpisodeResult(
+            record, tuple(EngineCall(call.prompt.ids, call.completion) for call in recorded), error
         )
 
     def _turns(self, recorded: list[Recorded], rewards: Mapping[str, float]) -> Iterator[Turn]:

@@ -114,7 +114,7 @@ class ResponseParser:
             spans = [span for span in spans if span.begin < stray]
         if len(spans) > MAX_CALLS:
             return self._refused(text, len(spans))
-        values, found, error = self._values(text[:stray], spans, tools)
+        values, fields, error = self._values(text[:stray], spans, tools)
         if (num_values := sum(map(len, values))) > MAX_CALLS:  # one list may contain all calls
             return self._refused(text, num_values)
         reader = CallReader(tools if calls == "check" else None, salt, num_values)
@@ -127,8 +127,8 @@ class ResponseParser:
             marker = self._format.opening if self._format else ""
             reader.problems.append(f"{marker!r} is not followed by a well-formed tool call")
         if cut is not None:
-            found = self._fields(text[:cut], with_calls=True)
-        message = _message(found) if cut is None else _message(found, text[:cut], text[cut:])
+            fields = self._fields(text[:cut], with_calls=True)
+        message = _message(fields) if cut is None else _message(fields, text[:cut], text[cut:])
         if reader.calls:
             message[CALLS] = reader.calls
         problems = reader.problems or list(self._unread(message["content"], text, regions))
@@ -153,13 +153,13 @@ class ResponseParser:
     ) -> Mapping[str, Any]:
         # Arguments that are text get the types of the tools' schemas; JSON has types of its own.
         template: Any = self._loaded[with_calls]  # (compiled once)
-        found: Mapping[str, Any] = self._tokenizer.parse_response(
+        fields: Mapping[str, Any] = self._tokenizer.parse_response(
             text,
             template,
             prefix=self._prefix,
             tools=[] if self._is_json else [dict(tool) for tool in tools],
         )
-        return found
+        return fields
 
     def _fields(self, text: str, *, with_calls: bool) -> Mapping[str, Any]:
         """Return the fields of a message. Text that cannot be parsed is content."""
@@ -177,16 +177,16 @@ class ResponseParser:
         error: str | None = None
         for count, head in zip(range(len(spans), -1, -1), heads, strict=True):
             try:
-                found = self._parsed(head, with_calls=True, tools=tools)
+                fields = self._parsed(head, with_calls=True, tools=tools)
             except Exception as reason:  # a malformed response is data
                 error = error or str(reason)
                 continue
-            values = found.get(CALLS) if self._repeats or CALLS not in found else [found[CALLS]]
+            values = fields.get(CALLS) if self._repeats or CALLS not in fields else [fields[CALLS]]
             values = [] if values is None else values
             if self._repeats and len(values) == count:
-                return [v if isinstance(v, list) else [v] for v in values], found, error
+                return [v if isinstance(v, list) else [v] for v in values], fields, error
             if not count or (not self._repeats and count == len(values) == 1):
-                return [v if isinstance(v, list) else [v] for v in values][:count], found, error
+                return [v if isinstance(v, list) else [v] for v in values][:count], fields, error
             error = error or "it is empty, or another call is in its place"
         return [], {"content": text}, error
 
@@ -200,9 +200,9 @@ class ResponseParser:
     ) -> int | None:
         """Read the calls in order. Return the place of the first one that is malformed, else None.
         ``values``: those of each region, as far as they can be parsed."""
-        for span, found in zip(spans, values, strict=False):
-            problem = self._problem(text, span, found, has_ended=bool(end))
-            if not reader.read(found, problem):
+        for span, region_values in zip(spans, values, strict=False):
+            problem = self._problem(text, span, region_values, has_ended=bool(end))
+            if not reader.read(region_values, problem):
                 return span.begin
         return None
 
@@ -234,8 +234,8 @@ class ResponseParser:
         begins = [0, *(max(0, region.end) for region in regions)]
         ends = [*(max(0, region.begin) for region in regions), len(text)]
         opening = self._format.opening
-        found = (text.find(opening, *gap) for gap in zip(begins, ends, strict=True))
-        return next((place for place in found if place >= 0), None)
+        places = (text.find(opening, *gap) for gap in zip(begins, ends, strict=True))
+        return next((place for place in places if place >= 0), None)
 
     def _unread(self, content: str, text: str, regions: Sequence[Region]) -> Iterator[str]:
         """Describe calls in the content of channels and in reasoning, where none are run."""
@@ -255,15 +255,15 @@ class ResponseParser:
         return problem + example
 
 
-def _message(found: Mapping[str, Any], head: str = "", rest: str = "") -> dict[str, Any]:
+def _message(fields: Mapping[str, Any], head: str = "", rest: str = "") -> dict[str, Any]:
     """Return a message without calls. ``head``: text with its fields. ``rest``: text after it,
     which is content."""
-    content = str(found.get("content") or "") + str(found.get("outside") or "")
+    content = str(fields.get("content") or "") + str(fields.get("outside") or "")
     if rest and content == content.rstrip():  # templates may strip it
         content += head[len(head.rstrip()) :]
     content += rest
     message: dict[str, Any] = {"role": "assistant", "content": content.strip()}
-    reasoning = next((str(found[key]) for key in REASONING if found.get(key)), "")
+    reasoning = next((str(fields[key]) for key in REASONING if fields.get(key)), "")
     if reasoning:
         message["reasoning_content"] = reasoning
     return message

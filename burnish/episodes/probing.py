@@ -43,7 +43,7 @@ TOOLS: tuple[Mapping[str, Any], ...] = (
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ProbeConversation:
     """A conversation to test a template with."""
 
     name: str
@@ -83,21 +83,21 @@ def _calls(*names: str, first: int = 0, content: str = "", **entries: Any) -> di
     return assistant(content, tool_calls=calls, **entries)
 
 
-CONVERSATIONS: tuple[Conversation, ...] = (
-    Conversation(
+CONVERSATIONS: tuple[ProbeConversation, ...] = (
+    ProbeConversation(
         "several user turns",
         (user("Hi."), assistant("Hello."), user("And?"), assistant("Nothing."), user("Bye.")),
     ),
-    Conversation(
+    ProbeConversation(
         "a system prompt",
         ({"role": "system", "content": "Be brief."}, user("Hi."), assistant("Hello."), user("So?")),
     ),
-    Conversation(
+    ProbeConversation(
         "a tool call",
         (user("How many?"), _calls("look_up"), result("12", "look_up", "probe0000")),
         TOOLS,
     ),
-    Conversation(
+    ProbeConversation(
         "text before a tool call",
         (
             *(user("How many?"), _calls("look_up", content="I look it up.")),
@@ -105,7 +105,7 @@ CONVERSATIONS: tuple[Conversation, ...] = (
         ),
         TOOLS,
     ),
-    Conversation(
+    ProbeConversation(
         "several calls in one turn",
         (
             *(user("How long?"), _calls("look_up", "measure")),
@@ -113,7 +113,7 @@ CONVERSATIONS: tuple[Conversation, ...] = (
         ),
         TOOLS,
     ),
-    Conversation(
+    ProbeConversation(
         "consecutive tool calls",
         (
             *(user("How long?"), _calls("look_up"), result("12", "look_up", "probe0000")),
@@ -121,12 +121,12 @@ CONVERSATIONS: tuple[Conversation, ...] = (
         ),
         TOOLS,
     ),
-    Conversation(
+    ProbeConversation(
         "tools and a second user message",
         (user("Hi."), assistant("Hello."), user("How many?")),
         TOOLS,
     ),
-    Conversation(
+    ProbeConversation(
         "a tool call, an answer and a second user message",
         (
             *(user("How many?"), _calls("look_up"), result("12", "look_up", "probe0000")),
@@ -134,11 +134,11 @@ CONVERSATIONS: tuple[Conversation, ...] = (
         ),
         TOOLS,
     ),
-    Conversation(
+    ProbeConversation(
         "reasoning and a second user message",
         (user("2+2?"), assistant("4", reasoning_content="Two and two."), user("3+3?")),
     ),
-    Conversation(
+    ProbeConversation(
         "reasoning before a tool call",
         (
             *(user("How many?"), _calls("look_up", reasoning_content="I should look.")),
@@ -146,12 +146,12 @@ CONVERSATIONS: tuple[Conversation, ...] = (
         ),
         TOOLS,
     ),
-    Conversation("an empty answer", (user("Say nothing."), assistant(""), user("Well?"))),
-    Conversation(
+    ProbeConversation("an empty answer", (user("Say nothing."), assistant(""), user("Well?"))),
+    ProbeConversation(
         "white space around texts",
         (user(" Hi. \n"), assistant("Hello. \n"), user("\n So? ")),
     ),
-    Conversation(
+    ProbeConversation(
         "nested arguments",
         (
             user("Plot."),

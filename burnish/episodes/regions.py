@@ -77,4 +77,8 @@ class RegionScanner:
             if is_stale:
                 ahead[name] = open_re.search(whole, place)
         opened = [(name, match) for name, match in ahead.items() if match is not None]
-        return min(opened, key=lambda one: (one[1].start(), -one[1].end(), one[0]), default=None)
+        return min(
+            opened,
+            key=lambda opener: (opener[1].start(), -opener[1].end(), opener[0]),
+            default=None,
+        )

@@ -245,16 +245,18 @@ class ChatRenderer(TextCodec):
         try:
             _check_length(_given_text(new_messages), max_tokens)
             new = self._identified(new_messages, sampled_ids, tools, prompt_ids)
-            found = self._template.continuation(self._template.marked(new, follow=True), tools)
+            continuation = self._template.continuation(
+                self._template.marked(new, follow=True), tools
+            )
         except DataError as error:
             raise RendererError(f"the new messages cannot be rendered: {error}") from error
-        _check_length(len(found.rest), max_tokens)
+        _check_length(len(continuation.rest), max_tokens)
         before = IntArray(prompt_ids) + IntArray(sampled_ids)
         if not sampled_ids or sampled_ids[-1] not in self._closing_ids:
-            text = found.before_end + found.end + found.rest
+            text = continuation.before_end + continuation.end + continuation.rest
             return before + IntArray(self._encode(text, after=before[-1:]))
-        added = self._encode(found.end + found.rest, after=before[-1:])
-        if found.end or added[:1] == [sampled_ids[-1]]:
+        added = self._encode(continuation.end + continuation.rest, after=before[-1:])
+        if continuation.end or added[:1] == [sampled_ids[-1]]:
             added = added[1:]  # the sampled end token
         return before + IntArray(added)
 
@@ -335,25 +337,25 @@ class ChatRenderer(TextCodec):
         """Return the messages, each tool result with the id and the name of its call."""
         if not messages:
             raise RendererError("there are no new messages, so there is nothing to answer")
-        found = as_messages(list(messages))
-        if any(message.get("role") == "assistant" for message in found):
+        identified = as_messages(list(messages))
+        if any(message.get("role") == "assistant" for message in identified):
             raise RendererError(
                 "the new messages contain an assistant message, but only the policy writes those; "
                 "return user, system or tool messages"
             )
-        results = [message for message in found if message.get("role") == "tool"]
+        results = [message for message in identified if message.get("role") == "tool"]
         if all(message.get("tool_call_id") and message.get("name") for message in results):
-            return found
+            return identified
         calls = self.parse(sampled, tools, prompt_ids=prompt).message.get("tool_calls", [])
-        by_id = {made["id"]: made for made in calls}
+        by_id = {call_["id"]: call_ for call_ in calls}
         for number, message in enumerate(results):
             position = calls[number] if number < len(calls) else None
-            made = by_id.get(str(message.get("tool_call_id")), position)
-            if made is None:
-                made = call("tool", {}, f"call{number:05d}")
-            message["tool_call_id"] = message.get("tool_call_id") or made["id"]
-            message["name"] = message.get("name") or made["function"]["name"]
-        return found
+            answered = by_id.get(str(message.get("tool_call_id")), position)
+            if answered is None:
+                answered = call("tool", {}, f"call{number:05d}")
+            message["tool_call_id"] = message.get("tool_call_id") or answered["id"]
+            message["name"] = message.get("name") or answered["function"]["name"]
+        return identified
 
     def _chosen(self, history: History | None) -> History:
         if history is None:
@@ -368,9 +370,9 @@ class ChatRenderer(TextCodec):
 
     def _response_parser(self, tool_format: str | Mapping[str, Any] | None) -> ResponseParser:
         opened = self._template.generation_prompt
-        own = vars(self._tokenizer).get("response_template")
-        if tool_format is None and isinstance(own, Mapping):
-            tool_format = own
+        own_template = vars(self._tokenizer).get("response_template")
+        if tool_format is None and isinstance(own_template, Mapping):
+            tool_format = own_template
         if isinstance(tool_format, Mapping):
             return ResponseParser(self._tokenizer, tool_format, prefix=opened, is_own=True)
         if tool_format is not None and tool_format not in FORMATS:
@@ -382,9 +384,9 @@ class ChatRenderer(TextCodec):
         self.reads_tool_calls = name is not None
         reasoning = None if name == "harmony" else self._template.reasoning_markers()
         anchor = opened.partition(reasoning[0])[0] if reasoning else opened
-        found = FORMATS[name] if name else None
-        template = response_template(found, reasoning=reasoning, anchor=anchor)
-        return ResponseParser(self._tokenizer, template, tool_format=found, prefix=opened)
+        call_format = FORMATS[name] if name else None
+        template = response_template(call_format, reasoning=reasoning, anchor=anchor)
+        return ResponseParser(self._tokenizer, template, tool_format=call_format, prefix=opened)
 
 
 def _check_transformers(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -65,8 +65,8 @@ def _pairs(body: str, content: str, options: Mapping[str, Any]) -> Iterator[tupl
         return
     separator = options.get("kv_sep", ":")
     for line in body.split(options.get("line_sep", "\n")):
-        key, found, value = line.strip().partition(separator)
-        if found:
+        key, has_separator, value = line.strip().partition(separator)
+        if has_separator:
             yield key.strip(), value.strip()
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 
 from burnish.compact import BoolRuns, FloatArray, IntArray, IntLists, IntRuns
-from burnish.episodes.play import Call
+from burnish.episodes.loop import EngineCall
 from burnish.rollout.base import Completion
 from burnish.types import Ids, TokenRow
 
@@ -32,7 +32,7 @@ class _Row:
     calls: list[tuple[int, Completion]] = field(default_factory=list)
     """Observed tokens before each call, and what was sampled."""
 
-    def add(self, call: Call, turn: int) -> None:
+    def add(self, call: EngineCall, turn: int) -> None:
         """Append the observations of a call's prompt and its sampled tokens."""
         sampled, prompt = call.completion, IntArray(call.prompt_ids)
         gap, count = len(prompt) - len(self.ids), len(sampled.token_ids)
@@ -62,14 +62,14 @@ class _Row:
             return IntLists()
         flat, counts = IntArray(), array("i")
         for gap, sampled in self.calls:
-            kept = IntLists(sampled.kept_ids)
-            flat += kept.flat
+            kept_ids = IntLists(sampled.kept_ids)
+            flat += kept_ids.flat
             counts.extend(repeat(0, gap))
-            counts.extend(kept.counts if kept else repeat(0, len(sampled.token_ids)))
+            counts.extend(kept_ids.counts if kept_ids else repeat(0, len(sampled.token_ids)))
         return IntLists.split(flat, counts) if flat else IntLists()
 
 
-def episode_rows(calls: Sequence[Call]) -> tuple[TokenRow, ...]:
+def episode_rows(calls: Sequence[EngineCall]) -> tuple[TokenRow, ...]:
     """Return the rows of an episode's calls, given in time order. Rows are ordered by their last
     call."""
     rows: list[_Row] = []

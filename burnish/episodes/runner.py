@@ -1,4 +1,4 @@
-"""Play episodes and score them: prompts -> scored groups of multi-turn samples."""
+"""Run episodes and score them: prompts -> scored groups of multi-turn samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
 from burnish.config.episodes import EpisodesConfig
-from burnish.episodes.play import EpisodePlayer, Limits, Played, Policy, Task
+from burnish.episodes.loop import EpisodeLimits, EpisodeProgram, EpisodeResult, Policy, Task
 from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.rows import episode_rows
 from burnish.errors import BurnishError
@@ -42,21 +42,21 @@ class EpisodesFailedError(BurnishError, RuntimeError):
     """Too many episodes of a rollout failed for reasons other than the policy."""
 
 
-class Players:
-    """The components that play episodes: environment or agent, chat format and limits."""
+class EpisodePool:
+    """The components that run episodes: environment or agent, chat format and limits."""
 
     def __init__(
         self,
         config: EpisodesConfig,
-        player: EpisodePlayer,
+        program: EpisodeProgram,
         renderer: ChatRenderer,
         loop: LoopThread,
     ) -> None:
-        self.config, self.player = config, player
+        self.config, self.program = config, program
         self.renderer, self.loop = renderer, loop
         self._rendering = ThreadPoolExecutor(1, thread_name_prefix="renderer")
-        self._limits: WeakKeyDictionary[TakesRequests, asyncio.Semaphore] = WeakKeyDictionary()
-        self.limits = Limits(
+        self._concurrency: WeakKeyDictionary[TakesRequests, asyncio.Semaphore] = WeakKeyDictionary()
+        self.limits = EpisodeLimits(
             max_turns=config.max_turns,
             max_tokens=config.max_tokens,
             step_timeout_s=config.step_timeout_s,
@@ -64,36 +64,36 @@ class Players:
             on_parse_error=config.on_parse_error,
         )
 
-    def play(
+    def run(
         self, engine: RolloutEngine, sampling: Sampling, tasks: Sequence[Task]
-    ) -> list[Played]:
-        """Play episodes that share ``engine``, and return them in the order of ``tasks``."""
+    ) -> list[EpisodeResult]:
+        """Run episodes that share ``engine``, and return them in the order of ``tasks``."""
         if isinstance(engine, ServiceEngine):
-            return self.loop.run(self.play_with, engine.lane, sampling, tasks)
+            return self.loop.run(self.run_on, engine.lane, sampling, tasks)
         with closing(RolloutService(engine)) as service:
-            played = self.loop.run(self.play_with, service, sampling, tasks)
+            results = self.loop.run(self.run_on, service, sampling, tasks)
             service.drain(_DRAIN_S)  # the engine frees what it kept of the conversations
-            return played
+            return results
 
-    async def play_with(
+    async def run_on(
         self, service: TakesRequests, sampling: Sampling, tasks: Sequence[Task]
-    ) -> list[Played]:
-        """Play episodes in the players' event loop. Calls may overlap; each runs at most
+    ) -> list[EpisodeResult]:
+        """Run episodes in the pool's event loop. Calls may overlap; each runs at most
         ``max_concurrent`` episodes at once for every service."""
         policy = Policy(
             service, self.renderer, sampling, self._rendering, stopped_s=service.stopped_s
         )
-        running = self._running_on(service)
+        limit = self._concurrency_limit(service)
 
-        async def one(task: Task) -> Played:
-            async with running:
+        async def run_task(task: Task) -> EpisodeResult:
+            async with limit:
                 for _ in range(self.config.infra_retries):
-                    played = await self.player.play(task, policy, self.limits)
-                    if played.record.status != "infra_error":
-                        return played
-                return await self.player.play(task, policy, self.limits)
+                    result = await self.program.run_episode(task, policy, self.limits)
+                    if result.record.status != "infra_error":
+                        return result
+                return await self.program.run_episode(task, policy, self.limits)
 
-        started = [asyncio.create_task(one(task)) for task in tasks]
+        started = [asyncio.create_task(run_task(task)) for task in tasks]
         try:
             return await asyncio.gather(*started)
         finally:  # after an error: end the others before the engine is handed back
@@ -101,25 +101,25 @@ class Players:
                 waiting.cancel()
             await asyncio.gather(*started, return_exceptions=True)
 
-    def _running_on(self, service: TakesRequests) -> asyncio.Semaphore:
+    def _concurrency_limit(self, service: TakesRequests) -> asyncio.Semaphore:
         """Return the limit of concurrent episodes on a service."""
-        found = self._limits.get(service)
-        if found is None:
-            found = asyncio.Semaphore(self.config.max_concurrent or _UNLIMITED)
-            self._limits[service] = found
-        return found
+        limit = self._concurrency.get(service)
+        if limit is None:
+            limit = asyncio.Semaphore(self.config.max_concurrent or _UNLIMITED)
+            self._concurrency[service] = limit
+        return limit
 
     def close(self) -> None:
         """End the environments' processes and the event loop's thread."""
         try:
-            self.loop.run(self.player.close)
+            self.loop.run(self.program.close)
         finally:
             self.loop.close()
             self._rendering.shutdown()
 
 
 class EpisodeRunner(Runner):
-    """Plays n episodes of each prompt and scores them.
+    """Runs n episodes of each prompt and scores them.
 
     All episodes of a call share the engine. A new turn joins the running batch at once, and no
     episode waits for the turns of others. Failed episodes leave their group; a group with fewer
@@ -129,12 +129,12 @@ class EpisodeRunner(Runner):
 
     owns_loop = True
 
-    def __init__(  # house: ok the parameters of a Runner, and the players
+    def __init__(  # house: ok the parameters of a Runner, and the pool of episodes
         self,
         engine: RolloutEngine,
         rewards: RewardSet,
         sampling: Sampling,
-        players: Players,
+        pool: EpisodePool,
         *,
         num_samples: int,
         seed: int,
@@ -143,108 +143,110 @@ class EpisodeRunner(Runner):
         super().__init__(
             engine, rewards, sampling, num_samples=num_samples, seed=seed, dynamic=dynamic
         )
-        self.players = players
+        self.pool = pool
 
     def make_loop(self) -> LoopThread:
-        """Return the players' event loop, which they close."""
-        return self.players.loop
+        """Return the pool's event loop, which the pool closes."""
+        return self.pool.loop
 
     def close(self) -> None:
         """Close the rewards, the engine and the environments."""
         try:
             super().close()
         finally:
-            self.players.close()
+            self.pool.close()
 
     def draw_all(self, prompts: Sequence[Prompt], *, least: int = 2) -> list[Drawn]:
-        """Play the episodes of all prompts."""
+        """Run the episodes of all prompts."""
         tasks = [task for prompt in prompts for task in self._tasks(prompt)]
-        played = self.players.play(self.engine, self.sampling, tasks)
+        results = self.pool.run(self.engine, self.sampling, tasks)
         size = self.num_samples
-        parts = [played[i : i + size] for i in range(0, len(played), size)]
+        groups = [results[i : i + size] for i in range(0, len(results), size)]
         return [
-            self._played(prompt, own, least=least)
-            for prompt, own in zip(prompts, parts, strict=True)
+            self._group_of(prompt, group, least=least)
+            for prompt, group in zip(prompts, groups, strict=True)
         ]
 
     async def draw(self, prompt: Prompt, service: RolloutService) -> Drawn:
-        """Play the episodes of one prompt, in the players' event loop."""
+        """Run the episodes of one prompt, in the pool's event loop."""
         tasks = self._tasks(prompt)
-        return self._played(prompt, await self.players.play_with(service, self.sampling, tasks))
+        return self._group_of(prompt, await self.pool.run_on(service, self.sampling, tasks))
 
     def check(self, drawn: Sequence[Drawn]) -> None:
         """Raise EpisodesFailedError if more than ``max_failed_frac`` of the episodes failed. The
         share is that of a step: a refill of one prompt may lose all of its own."""
-        statuses: Counter[str] = Counter(r.status for one in drawn for r in one.episodes)
+        statuses: Counter[str] = Counter(r.status for group in drawn for r in group.episodes)
         failed = Counter({status: statuses[status] for status in FAILED if statuses[status]})
         if not failed:
             return
-        first = next((one.error for one in drawn if one.error is not None), None)
+        first = next((group.error for group in drawn if group.error is not None), None)
         count = f"{failed.total()} of {statuses.total()} episodes failed"
-        what = f"{count} ({_listed(failed)}). The first: {first}"
-        frac = self.players.config.max_failed_frac
+        failures = f"{count} ({_listed(failed)}). The first: {first}"
+        frac = self.pool.config.max_failed_frac
         if failed.total() > frac * statuses.total():
             raise EpisodesFailedError(
-                f"{what}\nMore than episodes.max_failed_frac={frac:g} of the episodes must not "
+                f"{failures}\nMore than episodes.max_failed_frac={frac:g} of the episodes must not "
                 f"fail; {_advice(failed)}, or raise the limit"
             ) from first
-        log.warning("%s", what)
+        log.warning("%s", failures)
 
     def stats(self, drawn: Sequence[Drawn]) -> Stats:
         """Return statistics of all episodes, and ``episodes/groups_dropped``."""
-        records = [record for one in drawn for record in one.episodes]
-        dropped = sum(one.group is None for one in drawn)
+        records = [record for group in drawn for record in group.episodes]
+        dropped = sum(group.group is None for group in drawn)
         return episode_stats(records) + Stats(sums={"episodes/groups_dropped": dropped})
 
     def none_drawn(self, drawn: Sequence[Drawn], *, least: int = 2) -> NoGroupLeftError:
         """Return the error for prompts whose groups all lost their members."""
-        why = why_none(drawn, self.num_samples, least=least)
-        return NoGroupLeftError(why, self.stats(drawn))
+        reason = no_group_reason(drawn, self.num_samples, least=least)
+        return NoGroupLeftError(reason, self.stats(drawn))
 
     def _tasks(self, prompt: Prompt) -> list[Task]:
         return [self._task(prompt, member) for member in range(self.num_samples)]
 
     def _task(self, prompt: Prompt, member: int) -> Task:
         seed = prompt_seed(self.seed, prompt.id)
-        given = prompt.metadata.get("seed")
+        row_seed = prompt.metadata.get("seed")
         content: Any = prompt.text if prompt.messages is None else list(prompt.messages)
         row = {**prompt.metadata, "prompt": content, "label": prompt.label}
         name = f"{prompt.id}/{member}"
         return Task(
             name,
             row,
-            environment_seed=given if isinstance(given, int) else seed % (1 << 53),
+            environment_seed=row_seed if isinstance(row_seed, int) else seed % (1 << 53),
             sampling_seed=(seed << 20) + zlib.crc32(name.encode()),
             prompt_text=prompt.text,
         )
 
-    def _played(self, prompt: Prompt, played: Sequence[Played], *, least: int = 2) -> Drawn:
+    def _group_of(
+        self, prompt: Prompt, results: Sequence[EpisodeResult], *, least: int = 2
+    ) -> Drawn:
         """Return the group of a prompt's episodes; without it if too few have a result."""
         members = [
-            episode_sample(prompt, f"{prompt.id}/{k}", one)
-            for k, one in enumerate(played)
-            if one.record.status not in FAILED and one.calls
+            episode_sample(prompt, f"{prompt.id}/{k}", result)
+            for k, result in enumerate(results)
+            if result.record.status not in FAILED and result.calls
         ]
         enough = len(members) >= min(self.num_samples, least)
         return Drawn(
             prompt,
             Group(0, prompt, tuple(members)) if enough else None,
-            tuple(one.record for one in played),
-            next((one.error for one in played if one.error is not None), None),
+            tuple(result.record for result in results),
+            next((result.error for result in results if result.error is not None), None),
         )
 
 
-def why_none(drawn: Sequence[Drawn], num_samples: int, *, least: int) -> str:
+def no_group_reason(drawn: Sequence[Drawn], num_samples: int, *, least: int) -> str:
     """Return the reason why no prompt has a group left, and what to change."""
-    records = [record for one in drawn for record in one.episodes]
+    records = [record for group in drawn for record in group.episodes]
     lost = [record for record in records if record.status in FAILED or not record.turns]
     ends: Counter[str] = Counter(record.status for record in lost)
-    first = next((one.error for one in drawn if one.error is not None), None)
-    found = "" if first is None else f"\nThe first failure: {first}"
+    first = next((group.error for group in drawn if group.error is not None), None)
+    first_failure = "" if first is None else f"\nThe first failure: {first}"
     return (
         f"none of {len(drawn)} groups has {min(num_samples, least)} of its "
         f"{num_samples} episodes left: {len(lost)} of {len(records)} episodes have no result "
-        f"({_listed(ends)}); {_advice(ends)}{found}"
+        f"({_listed(ends)}); {_advice(ends)}{first_failure}"
     )
 
 
@@ -265,13 +267,13 @@ def _listed(statuses: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in statuses.most_common())
 
 
-def episode_sample(prompt: Prompt, sample_id: str, played: Played) -> Sample:
+def episode_sample(prompt: Prompt, sample_id: str, result: EpisodeResult) -> Sample:
     """Return an episode as a training sample. Its text is that of the last turn. Its finish reason
     is ``length`` if a token limit ended the episode, also if that was reached by an observation. A
     response of an agent's call that was cut at the call's own limit does not end an episode."""
-    rows = episode_rows(played.calls)
+    rows = episode_rows(result.calls)
     last = rows[-1]
-    final = played.calls[-1].completion
+    final = result.calls[-1].completion
     return Sample(
         sample_id=sample_id,
         prompt_id=prompt.id,
@@ -285,13 +287,13 @@ def episode_sample(prompt: Prompt, sample_id: str, played: Played) -> Sample:
         kept_ids=last.kept_ids,
         earlier_rows=rows[:-1],
         text=final.text,
-        finish_reason="length" if played.record.status in CUT else "stop",
-        episode=played.record,
+        finish_reason="length" if result.record.status in CUT else "stop",
+        episode=result.record,
     )
 
 
 def episode_stats(records: Sequence[Episode]) -> Stats:
-    """Return statistics of played episodes: turns, statuses, tokens, cache use, times, and the
+    """Return statistics of finished episodes: turns, statuses, tokens, cache use, times, and the
     environment's counts under ``episodes/counts/``, where they cannot replace others."""
     turns = [turn for record in records for turn in record.turns]
     later = [turn for record in records for turn in record.turns[1:]]

@@ -36,10 +36,10 @@ def before_stop(text: str, stops: Iterable[str]) -> tuple[str, str | None]:
     >>> before_stop("one two", ["two", "e"])
     ('on', 'e')
     """
-    found = [(place, len(stop), stop) for stop in stops if (place := text.find(stop)) >= 0]
-    if not found:
+    matches = [(place, len(stop), stop) for stop in stops if (place := text.find(stop)) >= 0]
+    if not matches:
         return text, None
-    place, _, stop = min(found)
+    place, _, stop = min(matches)
     return text[:place], stop
 
 
@@ -68,9 +68,9 @@ def _place(text: str, stop: str) -> int:
     >>> _place("to be", "be or"), _place("to be or", "be or"), _place("to", "be or")
     (3, 3, 2)
     """
-    found = text.find(stop)
-    if found >= 0:
-        return found
+    index = text.find(stop)
+    if index >= 0:
+        return index
     longest = min(len(stop) - 1, len(text))
     lengths = (k for k in range(longest, 0, -1) if text.endswith(stop[:k]))
     return len(text) - next(lengths, 0)
@@ -116,10 +116,10 @@ class TokenText:
         if not text.startswith(self._seen):  # decoded alone, tokens have another text
             self._is_off = True
             return ""
-        found = text[len(self._seen) :]
+        new_text = text[len(self._seen) :]
         self._window = ids[-CONTEXT:]
         self._seen = _certain(self._decode(self._window))
-        return found
+        return new_text
 
     def _is_byte(self, token: int) -> bool:
         return bool(_BYTE.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token))))
@@ -177,11 +177,11 @@ class MessageText:
         """Return the (reasoning, content) that more text makes certain."""
         text = self._held + text
         end = len(text.rstrip())
-        given, self._held = text[:end], text[end:]
-        if self._is_done or not given:
+        certain, self._held = text[:end], text[end:]
+        if self._is_done or not certain:
             return "", ""
         try:
-            events = self._parser.feed(without_long_spaces(given) if self._shortens else given)
+            events = self._parser.feed(without_long_spaces(certain) if self._shortens else certain)
         except Exception:  # a malformed call: the parser of the complete response describes it
             self._is_done = True
             return "", ""
@@ -277,10 +277,10 @@ class _Content:
         text = self._spaces + text
         if not self.has_text or (self._is_fresh and self._strips):
             text = text.lstrip()
-        found = text.rstrip()
-        self._spaces = text[len(found) :]
-        if not found:
+        stripped = text.rstrip()
+        self._spaces = text[len(stripped) :]
+        if not stripped:
             return ""
         before, self._before = self._before, ""
         self._is_fresh, self.has_text = False, True
-        return before + found
+        return before + stripped

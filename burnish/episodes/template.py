@@ -19,9 +19,10 @@ from burnish.chat_message import Message
 from burnish.data.rendering import REFUSED_IN_EPISODES, check_rendering, render_text
 from burnish.data.sources import DataError
 from burnish.episodes.formats import format_of
-from burnish.episodes.probing import CONVERSATIONS, TOOLS, Conversation, assistant, call, user
+from burnish.episodes.probing import CONVERSATIONS, TOOLS, ProbeConversation, assistant, call, user
+from burnish.episodes.token_texts import common_length
 from burnish.errors import BurnishError
-from burnish.model_text import Match, Pattern
+from burnish.model_text import Pattern
 from burnish.special_tokens import special_tokens
 
 if TYPE_CHECKING:
@@ -162,16 +163,16 @@ class ChatTemplate:
             before = "" if is_call else after_full[:begin]
             return Continuation(before, after_full[begin:end], after_full[end:])
         # The last turn ends differently (gpt-oss: <|return|> instead of <|end|>).
-        found = self._special.search(after_full)
-        if found is None or is_call:
+        end_token = self._special.search(after_full)
+        if end_token is None or is_call:
             raise RendererError(
                 "the chat template writes the end of a turn as "
                 f"{after_head[-_SHOWN:]!r} if it is the last and as {after_full[:_SHOWN]!r} if "
                 "more follow, so the end of the turn cannot be located and a conversation cannot "
                 "be extended. Set model.chat_template to one that only appends"
             )
-        begin, end = found.span()
-        return Continuation(after_full[:begin], found[0], after_full[end:])
+        begin, end = end_token.span()
+        return Continuation(after_full[:begin], end_token[0], after_full[end:])
 
     def probe(self) -> tuple[tuple[Difference, ...], dict[str, str]]:
         """Compare bridged texts with complete renderings of the probe conversations.
@@ -179,7 +180,7 @@ class ChatTemplate:
         Return (first differences, conversation -> why the template cannot render or extend it).
         Raises RendererError if no probe conversation can be extended.
         """
-        found = []
+        differences = []
         rejected: dict[str, str] = {}
         for conversation in CONVERSATIONS:
             try:
@@ -188,15 +189,15 @@ class ChatTemplate:
                 rejected[conversation.name] = str(error)
                 continue
             if difference is not None:
-                found.append(difference)
+                differences.append(difference)
         if len(rejected) == len(CONVERSATIONS):
             raise RendererError(
                 "the chat template cannot extend any conversation, so episodes of several turns "
                 f"are impossible. {next(iter(rejected.values()))}"
             )
-        return tuple(found), rejected
+        return tuple(differences), rejected
 
-    def _difference(self, conversation: Conversation) -> Difference | None:
+    def _difference(self, conversation: ProbeConversation) -> Difference | None:
         """Return the first difference in one conversation, or None. Raises as ``_continuation``."""
         messages, tools = conversation.messages, conversation.tools
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -208,8 +209,8 @@ class ChatTemplate:
             bridged = prompt + self._sampled(head[len(prompt) :], new) + new.rest
             if not head.startswith(prompt):  # the generation prompt has text that history lacks
                 bridged = prompt
-            at = _first_difference(bridged, full)
-            if at is not None:
+            if bridged != full:
+                at = common_length(bridged, full)
                 shown = slice(max(0, at - _BEFORE), at + _SHOWN)
                 return Difference(conversation.name, at, bridged[shown], full[shown])
         return None
@@ -219,9 +220,9 @@ class ChatTemplate:
         if not following.end:  # the next message's first token ends the turn (GLM), or EOS does
             glm = self._special.match(following.rest)
             return turn if glm else turn.rstrip() + str(self._tokenizer.eos_token)
-        before, found, behind = turn.rpartition(following.end)
-        if found and not self._special.sub("", behind).strip():
-            return before + found
+        before, end, behind = turn.rpartition(following.end)
+        if end and not self._special.sub("", behind).strip():
+            return before + end
         ends = self._special.finditer(turn)  # the last turn has an end token of its own
         return turn[: ends[-1].end()] if ends else turn
 
@@ -256,16 +257,17 @@ class ChatTemplate:
         An answer is data: a web page that contains ``<|im_end|>``, or an error that quotes it,
         must not end a turn.
         """
-        found = []
+        marked = []
         for message in messages:
             follow = follow or message["role"] == "assistant"
             content, role = message.get("content"), message["role"]
             is_data = role == "tool" or (follow and role != "assistant")
             if is_data and isinstance(content, str):
-                literal = self._special.sub(_in_marks, _LITERAL.sub(_unmarked, content))
+                unmarked = _LITERAL.sub(lambda m: m[1] or "", content)
+                literal = self._special.sub(lambda m: f"{_BEGIN}{m[0]}{_END}", unmarked)
                 message = {**message, "content": literal}
-            found.append(dict(message))
-        return found
+            marked.append(dict(message))
+        return marked
 
     @cached_property
     def generation_prompt(self) -> str:
@@ -307,14 +309,6 @@ def literal_parts(text: str) -> list[tuple[str, bool]]:
     return [(part, literal) for part, literal in parts if part]
 
 
-def _in_marks(found: Match) -> str:
-    return f"{_BEGIN}{found[0]}{_END}"
-
-
-def _unmarked(found: Match) -> str:
-    return found[1] or ""
-
-
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> Pattern:
     """Return a pattern that matches the tokenizer's special tokens, longest first."""
     texts = set(special_tokens(tokenizer).values())
@@ -334,10 +328,3 @@ def _placeholder(mark: str, results: Sequence[Message]) -> dict[str, Any]:
         return assistant(mark)
     calls = [call(r["name"], {"key": mark}, r["tool_call_id"]) for r in results]
     return assistant("", tool_calls=calls)
-
-
-def _first_difference(one: str, other: str) -> int | None:
-    if one == other:
-        return None
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

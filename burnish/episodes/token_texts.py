@@ -77,7 +77,7 @@ class _Places:
     def add(self, token: int) -> None:
         self._window.append(token)
         text = self._decode()
-        common = _common(self._seen, text)
+        common = common_length(self._seen, text)
         self._length = max(0, self._length - (len(self._seen) - common))
         for place in range(len(self.ends) - 1, -1, -1):  # the token changes earlier text
             if self.ends[place] <= self._length:
@@ -104,12 +104,12 @@ class _Places:
         return str(text).rstrip(_BROKEN)
 
 
-def _common(one: str, other: str) -> int:
-    """Return the length of the longest common beginning."""
-    if other.startswith(one):
-        return len(one)
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+def common_length(first: str, second: str) -> int:
+    """Return the length of the longest common beginning of two texts."""
+    if second.startswith(first):
+        return len(first)
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _with_bytes(texts: Sequence[str], raw: Sequence[bytes | None]) -> Iterator[TokenPart]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from burnish import agents
 from burnish.agents.commands import CommandAgents
-from burnish.agents.episodes import AgentPlayer
+from burnish.agents.episodes import AgentProgram
 from burnish.agents.functions import FunctionAgents
 from burnish.agents.sandboxed import SandboxedCommands, SandboxedFunctions
 from burnish.agents.server import EpisodeServer
@@ -26,9 +26,9 @@ from burnish.environments.pool import (
     absolute_program,
 )
 from burnish.environments.process import start_process
-from burnish.episodes.play import EnvironmentPlayer, EpisodePlayer
+from burnish.episodes.loop import EnvironmentProgram, EpisodeProgram
 from burnish.episodes.renderer import ChatRenderer
-from burnish.episodes.runner import EpisodeRunner, Players
+from burnish.episodes.runner import EpisodePool, EpisodeRunner
 from burnish.loop_thread import LoopThread
 from burnish.models.load import ModelError, describe, num_positions
 from burnish.observe.timeline import Timeline, timed
@@ -44,12 +44,12 @@ AGENT_ADAPTERS = {"openrlhf": "path", "verifiers": "env"}
 in burnish/agents/, loaded by path, so that it runs under any interpreter."""
 
 
-def build_players(
+def build_episode_pool(
     config: EpisodesConfig | None,
     model: ModelConfig,
     runtime: Runtime,
-) -> Players | None:
-    """Return what plays the episodes of a recipe, with started worker processes; None for
+) -> EpisodePool | None:
+    """Return the pool that runs the episodes of a recipe, with started worker processes; None for
     single-turn recipes.
 
     Call it before any model is loaded: raises EnvironmentSetupError if the environment, its tools
@@ -67,41 +67,41 @@ def build_players(
     renderer = ChatRenderer(
         runtime.tokenizer, history=config.history, tool_format=config.tool_format
     )
-    player = _player(config, model, runtime)
+    program = _program(config, model, runtime)
     loop = LoopThread("episodes")
     try:
-        loop.run(player.start)
+        loop.run(program.start)
         if config.kind == "tools":
-            assert isinstance(player, EnvironmentPlayer)
-            loop.run(_check_tools, player.environments, renderer, config.step_timeout_s)
+            assert isinstance(program, EnvironmentProgram)
+            loop.run(_check_tools, program.environments, renderer, config.step_timeout_s)
     except BaseException:
-        loop.run(player.close)
+        loop.run(program.close)
         loop.close()
         raise
-    return Players(config, player, renderer, loop)
+    return EpisodePool(config, program, renderer, loop)
 
 
-def _player(config: EpisodesConfig, model: ModelConfig, runtime: Runtime) -> EpisodePlayer:
-    """Return what plays the episodes of a recipe, not started."""
+def _program(config: EpisodesConfig, model: ModelConfig, runtime: Runtime) -> EpisodeProgram:
+    """Return the program that runs the episodes of a recipe, not started."""
     if not config.has_agent:
         spec = environment_spec(config).with_absolute_paths()  # workers of a cluster run elsewhere
         start = runtime.start_worker
-        return EnvironmentPlayer(EnvironmentPool(spec, workers=config.workers, start_worker=start))
+        return EnvironmentProgram(EnvironmentPool(spec, workers=config.workers, start_worker=start))
     sandbox = config.sandbox
     inside = sandbox is not None
     server = EpisodeServer(config.server_host, config.server_port, unix_socket=inside)
     if config.agent is None:
         if not inside:
-            return AgentPlayer(server, CommandAgents(config.command))
+            return AgentProgram(server, CommandAgents(config.command))
         assert isinstance(sandbox, BubblewrapSandbox)  # (EpisodesConfig.rules)
-        return AgentPlayer(server, SandboxedCommands(config.command, sandbox, server))
+        return AgentProgram(server, SandboxedCommands(config.command, sandbox, server))
     agent = agent_spec(config, model).with_absolute_paths()
     if sandbox is not None:
         assert isinstance(sandbox, BubblewrapSandbox)  # (EpisodesConfig.rules)
-        return AgentPlayer(server, SandboxedFunctions(agent, sandbox, server))
+        return AgentProgram(server, SandboxedFunctions(agent, sandbox, server))
     start = start_process if server.is_local else runtime.start_worker
     functions = FunctionAgents(agent, workers=config.workers, start_worker=start)
-    return AgentPlayer(server, functions)
+    return AgentProgram(server, functions)
 
 
 async def _check_tools(pool: EnvironmentPool, renderer: ChatRenderer, timeout_s: float) -> None:
@@ -114,13 +114,13 @@ async def _check_tools(pool: EnvironmentPool, renderer: ChatRenderer, timeout_s:
 
 
 @contextmanager
-def closed_on_error(players: Players | None) -> Iterator[None]:
+def closed_on_error(episode_pool: EpisodePool | None) -> Iterator[None]:
     """End the environments' processes if the ``with`` block raises."""
     try:
         yield
     except BaseException:
-        if players is not None:
-            players.close()
+        if episode_pool is not None:
+            episode_pool.close()
         raise
 
 
@@ -194,7 +194,7 @@ def make_runner(
     engine: RolloutEngine,
     rewards: RewardSet,
     sampling: Sampling,
-    players: Players | None,
+    episode_pool: EpisodePool | None,
     *,
     timeline: Timeline,
     options: RunnerOptions,
@@ -203,9 +203,9 @@ def make_runner(
     timed."""
     engine = timed(engine, timeline, {"generate": options.phase})
     given = {"num_samples": options.num_samples, "seed": options.seed}
-    if players is None:
+    if episode_pool is None:
         return Runner(engine, rewards, sampling, **given, dynamic=options.dynamic)
-    players = timed(players, timeline, {"play": options.phase})
-    ends = {*sampling.stop_token_ids, *players.renderer.stop_token_ids}
+    episode_pool = timed(episode_pool, timeline, {"run": options.phase})
+    ends = {*sampling.stop_token_ids, *episode_pool.renderer.stop_token_ids}
     sampling = replace(sampling, stop_token_ids=tuple(sorted(ends)))
-    return EpisodeRunner(engine, rewards, sampling, players, **given, dynamic=options.dynamic)
+    return EpisodeRunner(engine, rewards, sampling, episode_pool, **given, dynamic=options.dynamic)

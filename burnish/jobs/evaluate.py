@@ -19,13 +19,13 @@ from burnish.data.prompts import load_prompts
 from burnish.driver.base import Driver, Functions, Job, Metrics
 from burnish.driver.errors import RunError
 from burnish.driver.memory_monitor import MemoryMonitor
-from burnish.episodes.runner import EpisodesFailedError, Players
+from burnish.episodes.runner import EpisodePool, EpisodesFailedError
 from burnish.jobs.build import (
     WeightedRewards,
     sampling_of,
     weighted_rewards,
 )
-from burnish.jobs.episodes import RunnerOptions, build_players, closed_on_error, make_runner
+from burnish.jobs.episodes import RunnerOptions, build_episode_pool, closed_on_error, make_runner
 from burnish.observe.memory import memory_metrics
 from burnish.observe.progress import FILE_ONLY, tell
 from burnish.observe.public_recipe import write_recipe
@@ -223,9 +223,9 @@ def build_evaluation(
     config: EvaluateConfig, runtime: Runtime, functions: Functions, run_dir: Path
 ) -> Evaluator:
     """Return the evaluator of an ``evaluate`` job."""
-    players = build_players(config.episodes, config.model, runtime)
-    with closed_on_error(players):
-        return _build(config, runtime, functions, run_dir, players)
+    episode_pool = build_episode_pool(config.episodes, config.model, runtime)
+    with closed_on_error(episode_pool):
+        return _build(config, runtime, functions, run_dir, episode_pool)
 
 
 def _build(
@@ -233,12 +233,12 @@ def _build(
     runtime: Runtime,
     functions: Functions,
     run_dir: Path,
-    players: Players | None,
+    episode_pool: EpisodePool | None,
 ) -> Evaluator:
     assert config.eval.generate_max_len is not None
     new_tokens = config.row_lengths.rest
     held_out = held_out_prompts(
-        config.eval, config, runtime.tokenizer, new_tokens, in_episodes=players is not None
+        config.eval, config, runtime.tokenizer, new_tokens, in_episodes=episode_pool is not None
     )
     wait_for_servers(config.engine)
     scores = weighted_rewards(config.rewards, runtime, functions)
@@ -252,7 +252,7 @@ def _build(
         engine,
         timed(rewards, runtime.timeline, {"score_samples": "reward"}),
         sampling,
-        players,
+        episode_pool,
         timeline=runtime.timeline,
         options=RunnerOptions(config.eval.n_samples_per_prompt, config.seed),
     )

@@ -25,9 +25,9 @@ from burnish.data.generation_prompts import (
 from burnish.data.selection import DROPS, Selection, select
 from burnish.driver.base import Functions, Metrics
 from burnish.driver.rows_run import StepRows, WritesRows, sums_of
-from burnish.episodes.runner import Players
+from burnish.episodes.runner import EpisodePool
 from burnish.jobs.build import reward_set, sampling_of, weighted_rewards
-from burnish.jobs.episodes import RunnerOptions, build_players, closed_on_error, make_runner
+from burnish.jobs.episodes import RunnerOptions, build_episode_pool, closed_on_error, make_runner
 from burnish.observe.timeline import timed
 from burnish.preflight.positions import within_positions
 from burnish.rewards.base import NoGroupLeftError
@@ -162,13 +162,13 @@ def generate_step(parts: Generation, step: int) -> GenerationStep:
 def build_generation(config: GenerateConfig, runtime: Runtime, functions: Functions) -> Generation:
     """Return the components of a ``generate`` job. Data and rewards are built first, because their
     errors are the quickest to find."""
-    players = build_players(config.rollout.episodes, config.model, runtime)
-    with closed_on_error(players):
-        return _build(config, runtime, functions, players)
+    episode_pool = build_episode_pool(config.rollout.episodes, config.model, runtime)
+    with closed_on_error(episode_pool):
+        return _build(config, runtime, functions, episode_pool)
 
 
 def _build(
-    config: GenerateConfig, runtime: Runtime, functions: Functions, players: Players | None
+    config: GenerateConfig, runtime: Runtime, functions: Functions, episode_pool: EpisodePool | None
 ) -> Generation:
     new_tokens = config.row_lengths.rest
     data = within_positions(config.data, config.model, new_tokens=new_tokens)
@@ -195,7 +195,7 @@ def _build(
         engine,
         timed(rewards, runtime.timeline, {"score": "reward"}),
         sampling_of(config.rollout),
-        players,
+        episode_pool,
         timeline=runtime.timeline,
         options=RunnerOptions(config.rollout.n_samples_per_prompt, config.seed),
     )

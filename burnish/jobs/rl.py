@@ -21,7 +21,7 @@ from burnish.driver.eval_times import EvalTimes
 from burnish.driver.memory_monitor import MemoryMonitor
 from burnish.driver.records import Recorder
 from burnish.driver.trainer import Trainer
-from burnish.episodes.runner import Players
+from burnish.episodes.runner import EpisodePool
 from burnish.jobs.build import (
     WeightedRewards,
     engine_specs,
@@ -30,7 +30,7 @@ from burnish.jobs.build import (
     sampling_of,
     weighted_rewards,
 )
-from burnish.jobs.episodes import RunnerOptions, build_players, closed_on_error, make_runner
+from burnish.jobs.episodes import RunnerOptions, build_episode_pool, closed_on_error, make_runner
 from burnish.jobs.evaluate import (
     Evaluator,
     eval_rewards,
@@ -129,9 +129,9 @@ def build_rl(
 ) -> tuple[RL, Evaluator | None]:
     """Return the components of an RL run and its evaluator. Data, environments and rewards are
     built first, because their errors are detected in the least time."""
-    players = build_players(config.rollout.episodes, config.model, runtime)
-    with closed_on_error(players):
-        return _build(config, runtime, functions, run_dir, players)
+    episode_pool = build_episode_pool(config.rollout.episodes, config.model, runtime)
+    with closed_on_error(episode_pool):
+        return _build(config, runtime, functions, run_dir, episode_pool)
 
 
 def _build(
@@ -139,11 +139,11 @@ def _build(
     runtime: Runtime,
     functions: Functions,
     run_dir: Path,
-    players: Players | None,
+    episode_pool: EpisodePool | None,
 ) -> tuple[RL, Evaluator | None]:
     new_tokens = config.row_lengths.rest
     data = within_positions(config.data, config.model, new_tokens=new_tokens)
-    in_episodes = players is not None
+    in_episodes = episode_pool is not None
     prompts = PromptStream(data, runtime.tokenizer, seed=config.seed, in_episodes=in_episodes)
     held_out = held_out_prompts(
         config.eval, config, runtime.tokenizer, new_tokens, in_episodes=in_episodes
@@ -168,7 +168,7 @@ def _build(
         running=_running(config, scores),
     )
     warn_without_labels([prompt for one in held_out.values() for prompt in one], rewards)
-    runner = _runner(config, rollout, rewards, players, runtime.timeline)
+    runner = _runner(config, rollout, rewards, episode_pool, runtime.timeline)
     source, eval_engine = _source(config, prompts, runner, policy, runtime)
     check_first_weights(config, eval_engine, policy, runtime)
     parts = make_rl(config, runtime, run_dir=run_dir, policy=policy, source=source, ptx=ptx)
@@ -180,7 +180,7 @@ def _build(
         eval_engine,
         eval_rewards(scores, config.on_reward_failure, sampling),
         sampling,
-        players,
+        episode_pool,
         timeline=runtime.timeline,
         options=RunnerOptions(config.eval.n_samples_per_prompt, config.seed, phase="eval"),
     )
@@ -264,7 +264,7 @@ def _runner(
     config: RLConfig,
     engine: RolloutEngine,
     rewards: RewardSet,
-    players: Players | None,
+    episode_pool: EpisodePool | None,
     timeline: Timeline,
 ) -> Runner:
     overlaps = config.rollout.is_asynchronous  # scored in a thread of its own
@@ -275,7 +275,7 @@ def _runner(
             sampling_of(config.rollout),
             sampling_mask=records_sampling_mask(config.algorithm, config.rollout),
         ),
-        players,
+        episode_pool,
         timeline=timeline,
         options=RunnerOptions(
             config.rollout.n_samples_per_prompt,

@@ -17,12 +17,12 @@ from burnish.config.model import ModelConfig
 from burnish.environments.base import EnvironmentSetupError
 from burnish.environments.tools import ToolEnvironment
 from burnish.environments.trl import TrlEnvironment
-from burnish.episodes.play import Limits
+from burnish.episodes.loop import EpisodeLimits
 from burnish.episodes.rows import episode_rows
 from burnish.jobs.episodes import agent_spec, environment_spec
 
 FOLDER = Path(__file__).parent
-LIMITS = Limits(max_turns=6, max_tokens=2000, step_timeout_s=20, timeout_s=20)
+LIMITS = EpisodeLimits(max_turns=6, max_tokens=2000, step_timeout_s=20, timeout_s=20)
 
 
 def openrlhf(name: str, model: Path | None = None) -> FunctionAgents:
@@ -32,7 +32,7 @@ def openrlhf(name: str, model: Path | None = None) -> FunctionAgents:
 
 @pytest.mark.parametrize("max_turns", [6, 1])
 def test_an_agent_instance_of_openrlhf_plays_in_text(max_turns: int) -> None:
-    limits = Limits(max_turns=max_turns, max_tokens=2000, step_timeout_s=20, timeout_s=20)
+    limits = EpisodeLimits(max_turns=max_turns, max_tokens=2000, step_timeout_s=20, timeout_s=20)
     row = {"prompt": "2+2=", "label": "?"}
     (played, other), engine = play_tasks(openrlhf("openrlhf_agents.py"), [row, row], limits)
     assert other.record.status == played.record.status

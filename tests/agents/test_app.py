@@ -109,7 +109,7 @@ def test_official_clients_continue_conversations_on_exact_tokens() -> None:
             sent = {"auth_token": key} if stream else {"api_key": key}
             async with anthropic.AsyncAnthropic(base_url=root, **sent) as other:
                 await conversation(messages_turn, other, stream=stream)
-        played = backend.played({})
+        played = backend.result({})
         assert len(played.calls) == 18
         assert len(episode_rows(played.calls)) == 6
         check_rows(played, engine)
@@ -255,7 +255,7 @@ def test_client_that_disconnects_frees_its_request(stream: bool) -> None:
         await wait_for(lambda: engine.busy)
         sending.cancel()
         await wait_for(lambda: not engine.busy)
-        assert backend.played({}).calls == ()
+        assert backend.result({}).calls == ()
 
     run(scenario)
 
@@ -299,7 +299,7 @@ def test_thousand_calls_at_once_and_calls_beyond_the_turn_limit() -> None:
         codes = [code for group in groups for code in group]
         assert codes.count(200) == 600
         assert codes.count(410) == 400
-        played = backend.played({})
+        played = backend.result({})
         assert played.record.status == "max_turns"
         check_rows(played, engine)
 

@@ -28,14 +28,14 @@ from burnish.agents.server import EpisodeServer
 from burnish.config.sandbox import BubblewrapSandbox
 from burnish.environments.base import EnvironmentSetupError
 from burnish.environments.pool import EnvironmentSpec
-from burnish.episodes.play import Limits, Played
+from burnish.episodes.loop import EpisodeLimits, EpisodeResult
 from burnish.episodes.rows import episode_rows
 from burnish.sandbox.base import SandboxError
 from burnish.sandbox.bubblewrap import DEFAULT_PYTHON
 from burnish.sandbox.make import check_sandbox
 
 FILE = Path(__file__).with_name("hostile_agents.py")
-LIMITS = Limits(max_turns=6, max_tokens=2000, step_timeout_s=5, timeout_s=4)
+LIMITS = EpisodeLimits(max_turns=6, max_tokens=2000, step_timeout_s=5, timeout_s=4)
 
 STATUSES = {
     "good": "done",
@@ -56,19 +56,19 @@ def play(
     names: list[str],
     *,
     server: EpisodeServer | None = None,
-    limits: Limits = LIMITS,
+    limits: EpisodeLimits = LIMITS,
     more: Mapping[str, Any] | None = None,
-) -> tuple[Mapping[str, list[Played]], ScriptedEngine]:
+) -> tuple[Mapping[str, list[EpisodeResult]], ScriptedEngine]:
     """Play an episode with each agent, all at once. ``more``: further fields of the tasks."""
     rows = [{"agent": name, **(more or {})} for name in names]
     found, engine = play_tasks(agents, rows, limits, server=server)
-    played: dict[str, list[Played]] = {}
+    played: dict[str, list[EpisodeResult]] = {}
     for name, one in zip(names, found, strict=True):
         played.setdefault(name, []).append(one)
     return played, engine
 
 
-def check(played: Mapping[str, list[Played]], engine: ScriptedEngine, but: str = "") -> None:
+def check(played: Mapping[str, list[EpisodeResult]], engine: ScriptedEngine, but: str = "") -> None:
     for name, expected in STATUSES.items():
         for one in played.get(name, ()):
             assert one.record.status == expected or name == but, (name, one.record)

@@ -9,7 +9,7 @@ import pytest
 from agent_session import check_rows, play_tasks, script, tool_call
 
 from burnish.agents.commands import CommandAgents
-from burnish.episodes.play import Limits
+from burnish.episodes.loop import EpisodeLimits
 from burnish.episodes.rows import episode_rows
 
 PROGRAM = Path(__file__).parents[1] / "clients/programs/openai_agents_responses.py"
@@ -24,7 +24,7 @@ def test_a_tool_loop_of_openai_agents_is_one_row() -> None:
         tool_call("add", a=5, b=10),
         "<think>\nDone.\n</think>\n\n15",
     )
-    limits = Limits(max_turns=6, max_tokens=4000, step_timeout_s=60, timeout_s=60)
+    limits = EpisodeLimits(max_turns=6, max_tokens=4000, step_timeout_s=60, timeout_s=60)
     agents = CommandAgents([sys.executable, str(PROGRAM)])
     (played,), engine = play_tasks(agents, [{}], limits, answers, turn_tokens=300)
     assert played.record.status == "done", played.error

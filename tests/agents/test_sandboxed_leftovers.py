@@ -15,11 +15,11 @@ from burnish.agents.sandboxed import SandboxedCommands, SandboxedFunctions
 from burnish.agents.server import EpisodeServer
 from burnish.config.sandbox import BubblewrapSandbox
 from burnish.environments.pool import EnvironmentSpec
-from burnish.episodes.play import Limits
+from burnish.episodes.loop import EpisodeLimits
 from burnish.sandbox.base import SandboxError
 from burnish.sandbox.bubblewrap import DEFAULT_PYTHON
 
-LIMITS = Limits(max_turns=4, max_tokens=400, step_timeout_s=30, timeout_s=30)
+LIMITS = EpisodeLimits(max_turns=4, max_tokens=400, step_timeout_s=30, timeout_s=30)
 
 CALL = """
 import json, os, subprocess, sys, time, urllib.request

@@ -28,7 +28,7 @@ from burnish.agents.matching import History, digests_of, thoughts_of
 from burnish.agents.retries import Retries
 from burnish.agents.session import TrainingSession
 from burnish.environments.pool import EpisodeFailedError
-from burnish.episodes.play import Played
+from burnish.episodes.loop import EpisodeResult
 from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.rows import episode_rows
 from burnish.episodes.runner import episode_sample
@@ -82,7 +82,7 @@ def test_random_histories_have_exact_tokens(seed: int) -> None:
                 elif kind < 0.9:  # an edited answer
                     edited = {"role": "assistant", "content": "edited"}
                     histories.append([*history, edited, user("and now?")])
-        played = backend.played({"reward": 1.0})
+        played = backend.result({"reward": 1.0})
         check_rows(played, engine)
         assert played.record.status == "done"
         assert [turn.rewards for turn in played.record.turns if turn.rewards] == [{"reward": 1.0}]
@@ -95,7 +95,7 @@ def test_continued_conversation_is_one_row_with_the_prompts_of_the_bridge() -> N
         history: list[Any] = [user("hello")]
         for turn in range(4):
             history += [await ask(backend, *history), user(f"turn {turn}")]
-        played = backend.played({})
+        played = backend.result({})
         (row,) = episode_rows(played.calls)
         (first, ids), (second, _), *_ = [(r.prompt_ids, ids) for r, ids in engine.log]
         assert second == RENDERER.bridge(first, ids, [user("turn 0")])
@@ -120,7 +120,7 @@ def test_responses_do_not_depend_on_arrival_order() -> None:
     assert len(set(first.values())) == 6
 
 
-def told(played: Played) -> Any:
+def told(played: EpisodeResult) -> Any:
     """Everything about an episode that is trained, scored or shown, but times."""
     sample = episode_sample(Prompt("p", (1,), ""), "p/0", played)
     turns = [
@@ -166,7 +166,7 @@ def test_an_episode_is_in_the_order_in_which_its_calls_arrived(agent: Any) -> No
         ):
             engine._random = random.Random(seed)  # the order in which replies are sampled
             await agent(backend)
-            return told(backend.played({"reward": 1.0}))
+            return told(backend.result({"reward": 1.0}))
 
     first, *others = [asyncio.run(play(seed)) for seed in range(8)]
     assert all(other == first for other in others)
@@ -180,7 +180,7 @@ def test_equal_calls_side_by_side_are_different_samples() -> None:
     async def scenario(backend: TrainingSession, engine: ScriptedEngine) -> None:
         same = [ask(backend, user("vote"), digest=b"same") for _ in range(5)]
         assert len({message["content"] for message in await asyncio.gather(*same)}) == 5
-        check_rows(backend.played({}), engine)
+        check_rows(backend.result({}), engine)
 
     run(scenario)
 
@@ -194,11 +194,11 @@ def test_retry_gets_the_reply_of_the_call_it_repeats() -> None:
         assert again == await first
         assert again == await backend.respond(request, digest=b"a", is_retry=True)
         for _ in range(3):
-            assert len(backend.played({}).calls) == 1  # one of the three clients got it
+            assert len(backend.result({}).calls) == 1  # one of the three clients got it
             backend.undelivered(again, b"a")
-        assert len(backend.played({}).calls) == 0  # the agent never saw it
+        assert len(backend.result({}).calls) == 0  # the agent never saw it
         assert again == await backend.respond(request, digest=b"a")
-        assert len(engine.log) == len(backend.played({}).calls) == 1
+        assert len(engine.log) == len(backend.result({}).calls) == 1
         assert backend.counts["replayed"] == 2
 
     run(scenario)
@@ -221,7 +221,7 @@ def test_client_that_leaves_frees_its_request_and_its_retry_draws_the_same_token
         nonlocal_gate(True)
         await backend.respond(call(user("hi")), digest=b"a", is_retry=True)
         assert engine.log[0][0].seed == request.seed
-        assert len(backend.played({}).calls) == len(engine.log) == 1
+        assert len(backend.result({}).calls) == len(engine.log) == 1
 
     def nonlocal_gate(value: bool) -> None:
         nonlocal gate
@@ -261,7 +261,7 @@ def test_retry_of_a_canceled_call_is_not_the_reply_of_its_twin() -> None:
         await wait_for(lambda: len(engine._open) == 2 and backend._num_requests == 3)
         engine.poll = polled  # type: ignore[method-assign]
         assert (await again).choices[0].token_ids != (await second).choices[0].token_ids
-        assert len(backend.played({}).calls) == len(engine.log) == 2
+        assert len(backend.result({}).calls) == len(engine.log) == 2
 
     run(scenario)
 
@@ -274,21 +274,21 @@ def test_limits_refuse_calls_and_give_the_status() -> None:
             await ask(backend, user("3"))
         assert refused.value.status == 410
         crash = EpisodeFailedError("env_error", "the agent raised APIError")
-        assert backend.played({}, crash).record.status == "max_turns"
+        assert backend.result({}, crash).record.status == "max_turns"
         killed = EpisodeFailedError("infra_error", "the worker died")
-        return backend.played({}, killed).record.status
+        return backend.result({}, killed).record.status
 
     async def too_long(backend: TrainingSession, engine: ScriptedEngine) -> Any:
         await ask(backend, user("1"))
         with pytest.raises(CallError, match=r"episodes\.max_tokens") as refused:
             await ask(backend, user("long " * 300))
         assert refused.value.kind == "context_length_exceeded"
-        assert backend.played({}).record.status == "max_tokens"
+        assert backend.result({}).record.status == "max_tokens"
         await ask(backend, user("a summary"))
-        return backend.played({}).record.status
+        return backend.result({}).record.status
 
     async def never(backend: TrainingSession, engine: ScriptedEngine) -> Any:
-        played = backend.played({})
+        played = backend.result({})
         assert "without calling" in str(played.error)
         return played.record.status
 
@@ -328,7 +328,7 @@ def test_stop_strings_are_not_part_of_the_message_but_of_the_tokens() -> None:
         message = await ask(backend, user("code"), stop=("</code>",))
         assert message["content"] == "think"
         await ask(backend, user("code"), message, user("result"), stop=("</code>",))
-        played = backend.played({})
+        played = backend.result({})
         assert len(episode_rows(played.calls)) == 1
         check_rows(played, engine)
 
@@ -366,7 +366,7 @@ def test_raw_prompts_continue_the_tokens_of_earlier_ones() -> None:
         await ask(backend, prompt=f"Question: 2+2\n{text}\nObservation: 4\n")
         with pytest.raises(CallError, match="ids below"):
             await ask(backend, prompt=(1, 10**9))
-        played = backend.played({})
+        played = backend.result({})
         assert len(episode_rows(played.calls)) == 1
         assert [m["role"] for m in played.record.messages] == ["user", "assistant"] * 2
         assert played.record.messages[2]["content"] == "\nObservation: 4\n"
@@ -395,7 +395,7 @@ def test_a_raw_prompt_has_the_text_that_was_sent(sampled: str, more: str) -> Non
         assert prompts[0] == prompts[1]
         seeds = [request.seed for request, _ in engine.log]
         assert len(set(seeds)) == 3
-        check_rows(backend.played({}), engine)
+        check_rows(backend.result({}), engine)
 
     run(scenario, answer)
 
@@ -410,8 +410,8 @@ def test_raw_prompts_of_a_stop_string_continue_with_it() -> None:
         reply = await ask(backend, prompt="Act:", stop=("Obs:", "\n"))
         assert reply["content"] == " look it up"
         await ask(backend, prompt=f"Act:{reply['content']}\nObs: 4\n")
-        assert len(episode_rows(backend.played({}).calls)) == 1
-        check_rows(backend.played({}), engine)
+        assert len(episode_rows(backend.result({}).calls)) == 1
+        check_rows(backend.result({}), engine)
 
     run(scenario, answer)
 
@@ -445,7 +445,7 @@ def test_a_text_that_is_certainly_too_long_is_not_tokenized(
                 with pytest.raises(CallError) as refused:
                     await ask_for
                 assert refused.value.kind == "context_length_exceeded"
-        assert backend.played({}).record.status == "max_tokens"
+        assert backend.result({}).record.status == "max_tokens"
         assert max(lengths) <= 3_200
 
     run(scenario, max_tokens=100)

@@ -18,14 +18,14 @@ from burnish.agents.commands import CommandAgents
 from burnish.agents.functions import FunctionAgents
 from burnish.config.episodes import EpisodesConfig
 from burnish.config.model import ModelConfig
-from burnish.episodes.play import Limits, Played
+from burnish.episodes.loop import EpisodeLimits, EpisodeResult
 from burnish.episodes.rows import episode_rows
 from burnish.jobs.episodes import agent_spec
 
 pytestmark = [pytest.mark.clients, pytest.mark.slow, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).parent
-LIMITS = Limits(max_turns=10, max_tokens=60_000, step_timeout_s=60, timeout_s=240)
+LIMITS = EpisodeLimits(max_turns=10, max_tokens=60_000, step_timeout_s=60, timeout_s=240)
 ADD = (
     "<think>\nI add.\n</think>\n\n" + tool_call("add", a=2, b=3),
     "5",
@@ -68,7 +68,7 @@ def _no_network_and_no_leftovers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(cache() / "home"))
 
 
-def check(played: Sequence[Played], engine: ScriptedEngine, rows: int) -> None:
+def check(played: Sequence[EpisodeResult], engine: ScriptedEngine, rows: int) -> None:
     for one in played:
         assert one.record.status == "done", one.error
         assert len(episode_rows(one.calls)) == rows
@@ -105,7 +105,7 @@ def look_up(text: str) -> str:
 
 def play_verifiers(
     monkeypatch: pytest.MonkeyPatch, name: str, answer: Answer, tasks: Sequence[Any], **options: Any
-) -> tuple[list[Played], ScriptedEngine]:
+) -> tuple[list[EpisodeResult], ScriptedEngine]:
     python = interpreter("verifiers")
     monkeypatch.setenv("PYTHONPATH", str(HERE / "environments"))
     monkeypatch.setenv("PATH", f"{python.parent}{os.pathsep}{os.environ['PATH']}")  # has uv

@@ -275,12 +275,12 @@ def test_episodes_of_a_recipe_call_a_server_and_replay_a_lost_one(tmp_path: Path
         {"tools": [f"{path}:seven"], "mcp": {"tiny": TINY}, "max_tokens": 4096}
         | {"tool_format": "hermes", "max_failed_frac": 0.0}
     )
-    players = build_players(
+    pool = build_players(
         config,
         ModelConfig(scratch=ScratchConfig(max_position_embeddings=1 << 16)),
         InlineRuntime(tokenizer, precision=PrecisionConfig(), device="cpu", timeline=Timeline()),
     )
-    assert players is not None
+    assert pool is not None
     killed: list[str] = []
 
     def answer(request: Request) -> list[int]:
@@ -302,11 +302,11 @@ def test_episodes_of_a_recipe_call_a_server_and_replay_a_lost_one(tmp_path: Path
     )
     engine = ScriptedEngine(answer, tokenizer)
     try:
-        runner = EpisodeRunner(engine, rewards, Sampling(100), players, num_samples=2, seed=3)
+        runner = EpisodeRunner(engine, rewards, Sampling(100), pool, num_samples=2, seed=3)
         (drawn,) = runner.draw_all([Prompt("task:0@0", (1,), "task 0")])
         group, stats = drawn.group, runner.stats([drawn])
     finally:
-        players.close()
+        pool.close()
     pids = []
     assert group is not None
     for sample in group.samples:

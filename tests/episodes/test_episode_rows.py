@@ -5,14 +5,14 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from burnish.episodes.play import Call
+from burnish.episodes.loop import EngineCall
 from burnish.episodes.rows import episode_rows
 from burnish.rollout.base import Completion, VersionSpan
 
 
-def call(prompt: tuple[int, ...], sampled: tuple[int, ...], turn: int) -> Call:
+def call(prompt: tuple[int, ...], sampled: tuple[int, ...], turn: int) -> EngineCall:
     """A call whose log-probs and versions identify its turn and position."""
-    return Call(
+    return EngineCall(
         prompt,
         Completion(
             request_id=str(turn),
@@ -27,11 +27,11 @@ def call(prompt: tuple[int, ...], sampled: tuple[int, ...], turn: int) -> Call:
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> list[Call]:
+def histories(draw: st.DrawFn) -> list[EngineCall]:
     """Calls that extend an earlier one (maybe the same twice), change its history, or begin
     afresh."""
     tokens = st.integers(0, 3)  # few ids, so that accidental prefixes happen
-    calls: list[Call] = []
+    calls: list[EngineCall] = []
     for turn in range(draw(st.integers(1, 8))):
         sampled = tuple(draw(st.lists(tokens, min_size=1, max_size=4)))
         prompt = tuple(draw(st.lists(tokens, min_size=1, max_size=4)))
@@ -47,7 +47,7 @@ def histories(draw: st.DrawFn) -> list[Call]:
 
 @settings(max_examples=300)
 @given(histories())
-def test_each_sampled_token_is_trained_in_exactly_one_row(calls: list[Call]) -> None:
+def test_each_sampled_token_is_trained_in_exactly_one_row(calls: list[EngineCall]) -> None:
     rows = episode_rows(calls)
     trained = [
         (turn, token, logprob, version)
@@ -74,7 +74,7 @@ def test_each_sampled_token_is_trained_in_exactly_one_row(calls: list[Call]) -> 
 
 @settings(max_examples=300)
 @given(histories())
-def test_each_turn_is_read_after_its_own_prompt(calls: list[Call]) -> None:
+def test_each_turn_is_read_after_its_own_prompt(calls: list[EngineCall]) -> None:
     """The tokens before a turn's first token are exactly the prompt of its call."""
     found: dict[int, tuple[int, ...]] = {}
     for row in episode_rows(calls):

@@ -20,10 +20,10 @@ from scripted_engine import Answer, ScriptedEngine
 from burnish.config.episodes import EpisodesConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
-from burnish.episodes.play import call_seed, sampling_timeout
-from burnish.episodes.runner import EpisodeRunner, EpisodesFailedError, Players, episode_stats
+from burnish.episodes.loop import call_seed, sampling_timeout
+from burnish.episodes.runner import EpisodePool, EpisodeRunner, EpisodesFailedError, episode_stats
 from burnish.episodes.template import RendererError
-from burnish.jobs.episodes import build_players
+from burnish.jobs.episodes import build_episode_pool
 from burnish.models.scratch import scratch_tokenizer
 from burnish.observe.timeline import Timeline
 from burnish.rewards.base import NoGroupLeftError, RewardError, RewardSet
@@ -47,8 +47,8 @@ def options(name: str, **changes: Any) -> EpisodesConfig:
 
 
 @contextmanager
-def players(config: EpisodesConfig) -> Iterator[Players]:
-    made = build_players(config, MODEL, RUNTIME)
+def pool(config: EpisodesConfig) -> Iterator[EpisodePool]:
+    made = build_episode_pool(config, MODEL, RUNTIME)
     assert made is not None
     try:
         yield made
@@ -60,7 +60,7 @@ def prompts(count: int, **metadata: Any) -> list[Prompt]:
     return [Prompt(f"task:{i}@0", (1,), f"task {i}", metadata=metadata) for i in range(count)]
 
 
-def runner(engine: ScriptedEngine, made: Players, *, n: int = 2) -> EpisodeRunner:
+def runner(engine: ScriptedEngine, made: EpisodePool, *, n: int = 2) -> EpisodeRunner:
     rewards = RewardSet(
         [(EpisodeReward(None, name="all"), 1.0)],
         on_failure=FailurePolicy(),
@@ -83,7 +83,7 @@ def random_words(request: Request) -> Sequence[int]:
 
 def play(answer: Answer, config: EpisodesConfig, count: int = 4, **metadata: Any) -> Any:
     engine = ScriptedEngine(answer, TOKENIZER)
-    with players(config) as made:
+    with pool(config) as made:
         groups, stats = sampled(runner(engine, made), prompts(count, **metadata))
     return engine, groups, stats
 
@@ -184,7 +184,7 @@ def test_lost_groups_are_counted_as_episodes_and_replaced() -> None:
     """The first 2 prompts fill the limit, so both groups lose their 2 episodes; the next 2 work."""
     short = {**FOREVER, "step": {"done": True, "rewards": {"x": 1.0}}}
     given = iter([prompts(2, **LONG), prompts(2, **short)])
-    with players(options("Fixed", max_tokens=100)) as made:
+    with pool(options("Fixed", max_tokens=100)) as made:
         task_runner = runner(ScriptedEngine(lambda _: says("hi"), TOKENIZER), made)
         rollout = task_runner.fill(lambda _: next(given), 2)
         found = rollout.stats.floats()
@@ -251,7 +251,7 @@ def test_calls_that_were_not_run_are_not_rendered_again() -> None:
     call = '<tool_call>\n{"name": "nothing", "arguments": {}}\n</tool_call>'
     engine = ScriptedEngine(lambda request: says(call), tokenizer)
     config = options("Fixed", history="template", max_turns=2)
-    made = build_players(config, MODEL, runtime)
+    made = build_episode_pool(config, MODEL, runtime)
     assert made is not None
     try:
         task_runner = runner(engine, made)
@@ -281,7 +281,7 @@ def test_a_refill_may_fail_entirely_if_the_rollout_does_not() -> None:
     episodes, below the limit of 0.3. If the next refill also fails, 6 of 16 are above it."""
     bad, good = {"start": 3}, {**FOREVER, "step": {"done": True, "rewards": {"x": 1.0}}}
     config = options("Fixed", max_failed_frac=0.3)
-    with players(config) as made:
+    with pool(config) as made:
         task_runner = runner(ScriptedEngine(lambda _: says("hi"), TOKENIZER), made)
         first = [*prompts(5, **good), *refill(0, bad)]
         given = iter([first, refill(1, bad), refill(2, good)])
@@ -301,7 +301,7 @@ def test_results_do_not_depend_on_the_order_of_arrival() -> None:
     for seed, concurrent in ((0, None), (1, 1), (2, 3)):
         engine = ScriptedEngine(random_words, TOKENIZER, seed=seed)
         config = options("Hostile", max_concurrent=concurrent, workers=2)
-        with players(config) as made:
+        with pool(config) as made:
             groups, _ = sampled(runner(engine, made), prompts(5))
         found.append([sample.rows for group in groups for sample in group.samples])
     assert found[0] == found[1] == found[2]
@@ -324,7 +324,7 @@ def test_tools_of_a_recipe_run_within_their_time_limit(tmp_path: Path) -> None:
         return scripts[request.request_id.rpartition("/")[2]]
 
     engine = ScriptedEngine(answer, TOKENIZER)
-    with players(config) as made:
+    with pool(config) as made:
         task_runner = runner(engine, made)
         task_runner.sampling = Sampling(100)
         groups, stats = sampled(task_runner, prompts(1))
@@ -348,7 +348,7 @@ def test_tools_that_the_template_cannot_render_are_an_error_before_the_run(tmp_p
     )
     config = EpisodesConfig(tools=(f"{tools}:now",), max_tokens=100)
     with pytest.raises(RendererError, match="the environment offers tools"):
-        build_players(config, MODEL, runtime)
+        build_episode_pool(config, MODEL, runtime)
 
 
 def test_statistics_by_hand() -> None:

@@ -26,7 +26,7 @@ from burnish.data.sources import DataError
 from burnish.episodes.probing import (
     CONVERSATIONS,
     TOOLS,
-    Conversation,
+    ProbeConversation,
     assistant,
     result,
     user,
@@ -49,7 +49,7 @@ def turn_ids(
     return tuple(turn[: ends[-1] + 1] if ends else turn)
 
 
-def bridged(renderer: ChatRenderer, conversation: Conversation) -> Ids:
+def bridged(renderer: ChatRenderer, conversation: ProbeConversation) -> Ids:
     """Play the conversation turn by turn, as an episode does."""
     messages, tools = conversation.messages, conversation.tools
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -65,7 +65,7 @@ def bridged(renderer: ChatRenderer, conversation: Conversation) -> Ids:
 @pytest.mark.parametrize("conversation", CONVERSATIONS, ids=lambda c: c.name)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_bridged_prompt_equals_a_complete_rendering_token_for_token(
-    family: str, conversation: Conversation
+    family: str, conversation: ProbeConversation
 ) -> None:
     renderer, tokenizer = renderer_of(family)
     if conversation.name in renderer.rejected:

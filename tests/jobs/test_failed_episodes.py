@@ -15,7 +15,7 @@ from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.config.rollout import EvalConfig
 from burnish.config.train import better
 from burnish.environments.pool import EpisodeFailedError
-from burnish.episodes.play import Call, Played
+from burnish.episodes.loop import EngineCall, EpisodeResult
 from burnish.episodes.runner import FAILED, EpisodeRunner
 from burnish.jobs.evaluate import Evaluator
 from burnish.rewards.base import RewardSet
@@ -27,13 +27,13 @@ from burnish.types import Prompt
 SAID = {"role": "assistant", "content": "4"}
 
 
-def played(score: float | None, status: Any) -> Played:
+def played(score: float | None, status: Any) -> EpisodeResult:
     """An episode with a score; None: it failed."""
     completion = Completion("r", 0, (7,), (-1.0,), "stop", "4", (VersionSpan(0, 0, 1),))
     if score is None:
-        return Played(Episode(status, ()), (), EpisodeFailedError(status, "it is slow"))
+        return EpisodeResult(Episode(status, ()), (), EpisodeFailedError(status, "it is slow"))
     record = Episode("done", (), turns=(Turn(SAID, (), rewards={"right": score}),))
-    return Played(record, (Call((1,), completion),))
+    return EpisodeResult(record, (EngineCall((1,), completion),))
 
 
 class FixedRunner(EpisodeRunner):
@@ -52,7 +52,7 @@ class FixedRunner(EpisodeRunner):
     def draw_all(self, prompts: Sequence[Prompt], *, least: int = 2) -> list[Any]:
         status = random.Random(0).choice(FAILED[:3])
         return [
-            self._played(prompt, [played(s, status) for s in scores], least=least)
+            self._group_of(prompt, [played(s, status) for s in scores], least=least)
             for prompt, scores in zip(prompts, self.scores, strict=True)
         ]
 

@@ -28,7 +28,7 @@ from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.config.rollout import EvalConfig
 from burnish.environments.pool import EpisodeFailedError
 from burnish.environments.results import ToolResultError, as_text
-from burnish.episodes.play import Call, Limits, Played, Policy, Task
+from burnish.episodes.loop import EngineCall, EpisodeLimits, EpisodeResult, Policy, Task
 from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.runner import FAILED, EpisodeRunner, episode_sample
 from burnish.jobs.evaluate import Evaluator
@@ -94,7 +94,7 @@ async def agent(plan: Plan, ask: Callable[..., Awaitable[Any]]) -> None:
         ]
 
 
-def played_by(plan: Plan, order: int, limits: Limits, seed: int) -> Played:
+def played_by(plan: Plan, order: int, limits: EpisodeLimits, seed: int) -> EpisodeResult:
     """Play an episode whose replies are sampled in an order that ``order`` seeds."""
     from scripted_engine import ScriptedEngine
 
@@ -105,7 +105,7 @@ def played_by(plan: Plan, order: int, limits: Limits, seed: int) -> Played:
         rng = random.Random(request.seed)
         return [*rng.choices(ordinary[:6], k=rng.randint(1, 3)), end]
 
-    async def inside() -> Played:
+    async def inside() -> EpisodeResult:
         service = RolloutService(ScriptedEngine(words, tokenizer, seed=order))
         with ThreadPoolExecutor(1) as rendering:
             policy = Policy(service, renderer, Sampling(20, stop_token_ids=(end,)), rendering)
@@ -120,7 +120,7 @@ def played_by(plan: Plan, order: int, limits: Limits, seed: int) -> Played:
 
             try:
                 await agent(plan, ask)
-                return session.played({"reward": 1.0})
+                return session.result({"reward": 1.0})
             finally:
                 await session.close()
                 service.close()
@@ -128,7 +128,7 @@ def played_by(plan: Plan, order: int, limits: Limits, seed: int) -> Played:
     return asyncio.run(inside())
 
 
-def trained(played: Played) -> Any:
+def trained(played: EpisodeResult) -> Any:
     """Everything of an episode that is trained, scored or shown, but times."""
     if not played.calls:
         return played.record.status
@@ -138,9 +138,9 @@ def trained(played: Played) -> Any:
     return repr((own, sample.rows, played.record.status, played.record.start, turns))
 
 
-def draw_limits(draw: Draw) -> Limits:
+def draw_limits(draw: Draw) -> EpisodeLimits:
     turns, tokens = draw.one(turns=[3, 50]), draw.one(tokens=[120, 4000])
-    return Limits(max_turns=turns, max_tokens=tokens, step_timeout_s=60, timeout_s=60)
+    return EpisodeLimits(max_turns=turns, max_tokens=tokens, step_timeout_s=60, timeout_s=60)
 
 
 @relation
@@ -166,21 +166,25 @@ def episodes_in_a_checkpoint(draw: Draw) -> None:
         (loaded,) = samples_from_plain(load_state(Path(folder), "rl"))
     equal(repr(loaded), repr(sample), "sample in the file")
     assert loaded.episode is not None
-    calls = tuple(Call(c.prompt_ids, c.completion) for c in played.calls)
-    equal(trained(again), trained(Played(loaded.episode, calls)), "episode that is played again")
+    calls = tuple(EngineCall(c.prompt_ids, c.completion) for c in played.calls)
+    equal(
+        trained(again),
+        trained(EpisodeResult(loaded.episode, calls)),
+        "episode that is played again",
+    )
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
 
 
-def result(score: float | None, status: Any) -> Played:
+def result(score: float | None, status: Any) -> EpisodeResult:
     """An episode with a score; None: it failed."""
     if score is None:
-        return Played(Episode(status, ()), (), EpisodeFailedError(status, "failed"))
+        return EpisodeResult(Episode(status, ()), (), EpisodeFailedError(status, "failed"))
     completion = Completion("r", 0, (7,), (-1.0,), "stop", "4", (VersionSpan(0, 0, 1),))
     said = {"role": "assistant", "content": "4"}
     record = Episode("done", (), turns=(Turn(said, (), rewards={"right": score}),))
-    return Played(record, (Call((1,), completion),))
+    return EpisodeResult(record, (EngineCall((1,), completion),))
 
 
 class _Scores(EpisodeRunner):
@@ -201,7 +205,7 @@ class _Scores(EpisodeRunner):
 
     def draw_all(self, prompts: Sequence[Prompt], *, least: int = 2) -> list[Any]:
         return [
-            self._played(prompt, [result(s, self.status) for s in row], least=least)
+            self._group_of(prompt, [result(s, self.status) for s in row], least=least)
             for prompt, row in zip(prompts, self.scores, strict=True)
         ]
 

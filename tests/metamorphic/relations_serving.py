@@ -336,6 +336,6 @@ def history_of_other_languages(draw: Draw) -> None:
             named = {"tool_call_id": made_call["id"], "name": "add"}
             result = {"role": "tool", "content": "3", **named}
             await made.respond(call(start, message, result, tools=(CHAT_TOOL,)), digest=b"b")
-            return len(episode_rows(made.played({}).calls))
+            return len(episode_rows(made.result({}).calls))
 
     equal(asyncio.run(scenario()), 2 if change == "reasoning" else 1, "rows")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from burnish.config.rewards import FailurePolicy, ShapingConfig
-from burnish.episodes.play import Call, Played
+from burnish.episodes.loop import EngineCall, EpisodeResult
 from burnish.episodes.runner import FAILED, episode_sample
 from burnish.rewards.base import NoGroupLeftError, RewardError, RewardSet
 from burnish.rewards.episode import EpisodeReward
@@ -32,7 +32,7 @@ def sample(
     reason: Any = "length" if cut else "stop"
     completion = Completion("r", 0, (7,), (-1.0,), reason, "4", (VersionSpan(0, 0, 1),))
     record = Episode(status, (), turns=tuple(Turn(SAID, (), rewards=r) for r in turns))
-    return episode_sample(PROMPT, "p/0", Played(record, (Call((1,), completion),)))
+    return episode_sample(PROMPT, "p/0", EpisodeResult(record, (EngineCall((1,), completion),)))
 
 
 def score(

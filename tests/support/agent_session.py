@@ -14,11 +14,11 @@ from chat_families import chat_tokenizer
 from scripted_engine import Answer, ScriptedEngine
 
 from burnish.agents.calls import ModelCall
-from burnish.agents.episodes import AgentPlayer, Agents
+from burnish.agents.episodes import AgentProgram, Agents
 from burnish.agents.server import EpisodeServer
 from burnish.agents.serving import Renderers, ServingBackend
 from burnish.agents.session import TrainingSession
-from burnish.episodes.play import Limits, Played, Policy, Task
+from burnish.episodes.loop import EpisodeLimits, EpisodeResult, Policy, Task
 from burnish.episodes.renderer import ChatRenderer, TextCodec
 from burnish.episodes.rows import episode_rows
 from burnish.rollout.asynchronous.service import RolloutService
@@ -74,7 +74,7 @@ async def session(answer: Answer = words, **changes: Any) -> AsyncIterator[Sessi
     service = RolloutService(engine)
     with ThreadPoolExecutor(1) as rendering:
         policy = Policy(service, RENDERER, Sampling(turn_tokens, stop_token_ids=(END,)), rendering)
-        made = TrainingSession(Task("t/0", {}, 0, sampling_seed=5), policy, Limits(**limits))
+        made = TrainingSession(Task("t/0", {}, 0, sampling_seed=5), policy, EpisodeLimits(**limits))
         try:
             yield made, engine
         finally:
@@ -90,7 +90,7 @@ def call(*messages: Any, **fields: Any) -> ModelCall:
     return ModelCall("gpt", tuple(messages), **fields)
 
 
-def check_rows(played: Played, engine: ScriptedEngine) -> None:
+def check_rows(played: EpisodeResult, engine: ScriptedEngine) -> None:
     """Every sampled token is in exactly one row, with the ids and the prompt of the engine."""
     rows = episode_rows(played.calls)
     found = []
@@ -116,20 +116,20 @@ async def wait_for(condition: Callable[[], bool]) -> None:
 def play_tasks(
     agents: Agents,
     rows: Sequence[dict[str, Any]],
-    limits: Limits,
+    limits: EpisodeLimits,
     answer: Answer = words,
     *,
     server: EpisodeServer | None = None,
     turn_tokens: int = 40,
-) -> tuple[list[Played], ScriptedEngine]:
+) -> tuple[list[EpisodeResult], ScriptedEngine]:
     """Play an episode with each row, all at once. Return the episodes and the engine."""
     engine = ScriptedEngine(answer, TOKENIZER)
 
-    async def inside() -> list[Played]:
-        player = AgentPlayer(server or EpisodeServer("127.0.0.1", 0), agents)
+    async def inside() -> list[EpisodeResult]:
+        program = AgentProgram(server or EpisodeServer("127.0.0.1", 0), agents)
         service = RolloutService(engine)
         try:
-            await player.start()
+            await program.start()
             with ThreadPoolExecutor(1) as rendering:
                 sampling = Sampling(turn_tokens, stop_token_ids=(END,))
                 policy = Policy(service, RENDERER, sampling, rendering)
@@ -137,9 +137,11 @@ def play_tasks(
                     Task(f"t:{i}", row, row.get("seed", 0), i, prompt_text=row.get("prompt", ""))
                     for i, row in enumerate(rows)
                 ]
-                return list(await asyncio.gather(*(player.play(t, policy, limits) for t in tasks)))
+                return list(
+                    await asyncio.gather(*(program.run_episode(t, policy, limits) for t in tasks))
+                )
         finally:
-            await player.close()
+            await program.close()
             await wait_for(lambda: not engine.busy)
             service.close()
 

@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of one episode. Each ends the episode with a status of its own."""
+class EpisodeLimits:
+    """EpisodeLimits of one episode. Each ends the episode with a status of its own."""
 
     max_turns: int
     """Maximum responses of the policy (status ``max_turns``)."""
@@ -49,7 +49,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Call:
+class EngineCall:
     """One call of the engine: exact prompt ids and what was sampled."""
 
     prompt_ids: Ids
@@ -57,18 +57,18 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Played:
+class EpisodeResult:
     """A finished episode: its record, and the engine calls of its turns in time order."""
 
     record: Episode
-    calls: tuple[Call, ...]
+    calls: tuple[EngineCall, ...]
     error: EpisodeFailedError | None = None
     """Cause of a failure that the policy did not cause."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One episode to play."""
+    """One episode to run."""
 
     episode_id: str
     row: Mapping[str, Any]
@@ -113,15 +113,15 @@ class Policy:
         return await asyncio.get_running_loop().run_in_executor(self.rendering, call)
 
 
-class EpisodePlayer(Protocol):
-    """A way to play episodes: with an environment, or with an agent program."""
+class EpisodeProgram(Protocol):
+    """A program that runs episodes with the policy: an environment, or an agent."""
 
     async def start(self) -> None:
         """Start the processes that it needs. Raises EnvironmentSetupError."""
         ...
 
-    async def play(self, task: Task, policy: Policy, limits: Limits) -> Played:
-        """Play one episode. Failures that the policy did not cause are part of the result.
+    async def run_episode(self, task: Task, policy: Policy, limits: EpisodeLimits) -> EpisodeResult:
+        """Run one episode. Failures that the policy did not cause are part of the result.
 
         Raises EnvironmentSetupError if workers cannot be started anymore, and the engine's errors.
         """
@@ -133,30 +133,29 @@ class EpisodePlayer(Protocol):
 
 
 @dataclass(frozen=True)
-class EnvironmentPlayer:
-    """Plays episodes with an environment. Implements :class:`EpisodePlayer`."""
+class EnvironmentProgram:
+    """Runs episodes with an environment. Implements :class:`EpisodeProgram`."""
 
     environments: EnvironmentPool
 
     async def start(self) -> None:
-        """Start the environment's workers."""
         await self.environments.start()
 
-    async def play(self, task: Task, policy: Policy, limits: Limits) -> Played:
-        """Play one episode."""
-        return await play(task, policy, self.environments, limits)
+    async def run_episode(self, task: Task, policy: Policy, limits: EpisodeLimits) -> EpisodeResult:
+        return await run_episode(task, policy, self.environments, limits)
 
     async def close(self) -> None:
-        """End the environment's workers."""
         await self.environments.close()
 
 
-async def play(task: Task, policy: Policy, environments: EnvironmentPool, limits: Limits) -> Played:
-    """Play one episode. Failures that the policy did not cause are part of the result.
+async def run_episode(
+    task: Task, policy: Policy, environments: EnvironmentPool, limits: EpisodeLimits
+) -> EpisodeResult:
+    """Run one episode. Failures that the policy did not cause are part of the result.
 
     Raises EnvironmentSetupError if workers cannot be started any more, and the engine's errors.
     """
-    game = _Game(task, policy, limits)
+    state = _EpisodeState(task, policy, limits)
     status: EpisodeStatus
     started = time.monotonic()
     episode: OpenEpisode | None = None
@@ -166,7 +165,7 @@ async def play(task: Task, policy: Policy, environments: EnvironmentPool, limits
             episode = await environments.open(
                 task.row, task.environment_seed, timeout_s=limits.step_timeout_s
             )
-            status = await game.play(episode)
+            status = await state.run(episode)
     except EpisodeFailedError as failed:
         status, error = failed.status, failed
     except TimeoutError:
@@ -181,13 +180,13 @@ async def play(task: Task, policy: Policy, environments: EnvironmentPool, limits
         policy.service.release(task.episode_id)
     record = Episode(
         status=status,
-        start=tuple(game.start),
-        tools=tuple(game.tools),
-        turns=tuple(game.turns),
+        start=tuple(state.start),
+        tools=tuple(state.tools),
+        turns=tuple(state.turns),
         seconds=time.monotonic() - started,
         error="" if error is None else str(error),
     )
-    return Played(record, tuple(game.calls), error)
+    return EpisodeResult(record, tuple(state.calls), error)
 
 
 @asynccontextmanager
@@ -210,18 +209,18 @@ async def sampling_timeout(seconds: float, stopped_s: Callable[[], float]) -> As
 
 
 @dataclass
-class _Game:
+class _EpisodeState:
     """State of one episode."""
 
     task: Task
     policy: Policy
-    limits: Limits
+    limits: EpisodeLimits
     start: Sequence[Message] = ()
     tools: Sequence[Mapping[str, Any]] = ()
     turns: list[Turn] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[EngineCall] = field(default_factory=list)
 
-    async def play(self, episode: OpenEpisode) -> EpisodeStatus:
+    async def run(self, episode: OpenEpisode) -> EpisodeStatus:
         """Take turns until the episode ends. Return its status."""
         self.start, self.tools = episode.start.messages, episode.start.tools
         prompt = await self._render(self.start)
@@ -231,7 +230,7 @@ class _Game:
             begun = time.monotonic()
             completion = await self.policy.respond(self._request(prompt, number))
             sampled = time.monotonic()
-            self.calls.append(Call(prompt, completion))
+            self.calls.append(EngineCall(prompt, completion))
             message, problem = await self._parse(prompt, completion)
             step, status = await self._answer(episode, message, completion, problem)
             self.turns.append(
@@ -307,17 +306,19 @@ class _Game:
     def _messages(self) -> list[Message]:
         """Return the conversation to render. Calls that were not run are left out: templates may
         reject calls without results."""
-        found = list(self.start)
+        messages = list(self.start)
         for turn in self.turns:
-            kept = {k: v for k, v in turn.message.items() if not turn.problem or k != "tool_calls"}
-            found += [kept, *turn.answer]
-        return found
+            response = dict(turn.message)
+            if turn.problem:
+                response.pop("tool_calls", None)
+            messages += [response, *turn.answer]
+        return messages
 
 
 def call_seed(seed: int, prompt_ids: Sequence[int], attempt: int = 0) -> int:
     """Return the sampling seed of a call: a function of the episode's seed, the exact prompt, and
     the number of earlier calls with this prompt in the episode. A resumed run, and calls that
     arrive in another order, draw the same tokens."""
-    own = seed.to_bytes(max(8, seed.bit_length() // 8 + 1), "little", signed=True)
+    seed_bytes = seed.to_bytes(max(8, seed.bit_length() // 8 + 1), "little", signed=True)
     ids = array("q", [attempt, *prompt_ids])
-    return int.from_bytes(blake2b(own + ids.tobytes(), digest_size=8).digest(), "little")
+    return int.from_bytes(blake2b(seed_bytes + ids.tobytes(), digest_size=8).digest(), "little")

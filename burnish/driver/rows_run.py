@@ -37,7 +37,7 @@ from burnish.driver.signals import StopSignals
 from burnish.models.digest import weights_digest
 from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import read_metrics
-from burnish.observe.progress import Progress
+from burnish.observe.progress import ProgressDisplay
 from burnish.observe.public_recipe import read_recipe, write_recipe
 from burnish.observe.samples import drop_samples_after, write_samples
 from burnish.rewards.errors import RewardError
@@ -217,7 +217,9 @@ class RowsRun(Driver[RowsLoop]):
         """
         self.loop = loop
         self.open()
-        self.progress = Progress(loop.total_steps, every=self.config.observe.log_every_n_steps)
+        self.progress = ProgressDisplay(
+            loop.total_steps, every=self.config.observe.log_every_n_steps
+        )
         self.closing.callback(self.progress.close)
         for warning in self.config.warnings():
             log.warning(warning)

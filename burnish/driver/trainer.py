@@ -28,7 +28,7 @@ from burnish.driver.signals import StopSignals
 from burnish.observe.files import write_text
 from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import read_metrics
-from burnish.observe.progress import FILE_ONLY, Progress
+from burnish.observe.progress import FILE_ONLY, ProgressDisplay
 from burnish.observe.public_recipe import public_recipe, read_recipe, write_recipe
 from burnish.observe.samples import drop_samples_after
 from burnish.observe.spikes import SpikeAlarm
@@ -101,7 +101,9 @@ class Trainer(Driver[Loop]):
 
     def _open_records(self, loop: Loop) -> None:
         self.open()
-        self.progress = Progress(loop.total_steps, every=self.config.observe.log_every_n_steps)
+        self.progress = ProgressDisplay(
+            loop.total_steps, every=self.config.observe.log_every_n_steps
+        )
         self.closing.callback(self.progress.close)
         self.closing.push(self._finish_pending_checkpoint)
         self.progress.table(

@@ -70,10 +70,10 @@ class MetricsLog:
         Unreadable lines, such as a last line truncated by a kill, are dropped too.
         """
         self._file.close()
-        kept = [line for line in _lines(self._path) if _step_of(line) <= step]
-        write_text(self._path, "".join(line + "\n" for line in kept))
+        lines = [line for line in _lines(self._path) if _step_of(line) <= step]
+        write_text(self._path, "".join(line + "\n" for line in lines))
         self._file = self._path.open("a", encoding="utf-8")
-        self._trackers.rewind(step, lambda: map(_numbers, kept))
+        self._trackers.rewind(step, lambda: map(_numbers, lines))
 
     def start_trackers(self) -> None:
         """Start the trackers. Call this once the run is certain to start or resume."""

@@ -87,9 +87,9 @@ class PhasePeaks:
             host, device = since_reset()
             if host is None:  # not supported by the system: use start and end of the phase
                 host = max(self._begun_at, float(current_rss_bytes()))
-            found = MemoryPeak(host, *(device or (None, None)))
+            peak = MemoryPeak(host, *(device or (None, None)))
             have = self._held.get(self.phase)
-            self._held[self.phase] = found if have is None else have | found
+            self._held[self.phase] = peak if have is None else have | peak
         if not reset_peaks():
             self._begun_at = float(current_rss_bytes())
 
@@ -106,15 +106,15 @@ def peak_metrics(processes: Iterable[ProcessPeaks]) -> dict[str, float]:
         for phase, held in process.phases.items():
             phases.setdefault(phase, []).append((process.rank, held))
     metrics: dict[str, float] = {}
-    for phase, found in phases.items():
-        held = found[0][1]
-        for _, more in found[1:]:
+    for phase, peaks in phases.items():
+        held = peaks[0][1]
+        for _, more in peaks[1:]:
             held = held | more
         values = {
             "host_peak_bytes": held.host,
             "peak_bytes": held.allocated,
             "reserved_peak_bytes": held.reserved,
-            "peak_rank": max(found, key=lambda f: f[1].first)[0] if len(found) > 1 else None,
+            "peak_rank": max(peaks, key=lambda f: f[1].first)[0] if len(peaks) > 1 else None,
         }
         metrics |= {f"memory/{phase}/{n}": float(v) for n, v in values.items() if v is not None}
     return metrics

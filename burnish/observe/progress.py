@@ -54,7 +54,7 @@ _SPEEDS = ("rollout/tokens_per_s", "train/tokens_per_s")
 _NOT_PHASES = frozenset({"time/step_s", "time/total_s"})
 
 
-class Progress:
+class ProgressDisplay:
     """Progress display of one run, active from construction to :meth:`close`."""
 
     def __init__(self, total_steps: int, *, every: int = 1, console: Console | None = None) -> None:

@@ -86,7 +86,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """A heading of the page and the figures below it."""
 
     title: str
@@ -142,12 +142,12 @@ def _read_config(run_dir: Path) -> tuple[str, dict[str, Any]]:
     if not path.is_file():
         if (run_dir / METRICS_FILE).is_file():
             return "", {}
-        what = "has neither config.yaml nor metrics.jsonl" if run_dir.is_dir() else "does not exist"
-        if run_dir.is_file():
-            what = "is a file"
+        problem = "is a file" if run_dir.is_file() else "does not exist"
+        if run_dir.is_dir():
+            problem = "has neither config.yaml nor metrics.jsonl"
         raise ReportError(
-            f"{run_dir} is not a run folder: it {what}; give the folder that a job wrote (run_dir "
-            "in its recipe, printed when the job starts)"
+            f"{run_dir} is not a run folder: it {problem}; give the folder that a job wrote "
+            "(run_dir in its recipe, printed when the job starts)"
         )
     try:
         return read_recipe(run_dir)
@@ -162,15 +162,15 @@ def _with_fewer_names(
     some were left out."""
     names = dict.fromkeys(name for line in lines for name in line if name not in ("step", "time"))
     drawn = {"step", "time", *islice(names, MAX_METRICS)}
-    kept = [{name: value for name, value in line.items() if name in drawn} for line in lines]
+    reduced = [{name: value for name, value in line.items() if name in drawn} for line in lines]
     omitted = len(names) - MAX_METRICS
     if omitted <= 0:
-        return kept, []
+        return reduced, []
     text = (
         f"this report shows the first {MAX_METRICS:,} of {len(names):,} metrics; {METRICS_FILE} "
         "has all of them"
     )
-    return kept, [(text, 1)]
+    return reduced, [(text, 1)]
 
 
 def _title(config: Mapping[str, Any], run_dir: Path) -> str:
@@ -311,11 +311,11 @@ def _bytes(count: float) -> str:
     return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
 
 
-def _sections(curves: Mapping[str, Curve]) -> list[Section]:
+def _sections(curves: Mapping[str, Curve]) -> list[ReportSection]:
     drawn = [n for n, c in curves.items() if n not in OMITTED_IF_ZERO or any(c.values)]
     charts = arrange(drawn)
     return [
-        Section(
+        ReportSection(
             title=title,
             anchor=title.lower().replace(" ", "-"),
             figures=tuple(curve_figure(chart, curves) for chart in group),

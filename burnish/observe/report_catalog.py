@@ -187,9 +187,9 @@ def arrange(names: Sequence[str], charts: Iterable[Chart] = CHARTS) -> list[Char
     left = [name for name in left if _of_first_set(name) not in by_name]
     for i, chart in enumerate(charts):
         patterns = [p for p in chart.names if "*" in p]
-        found = [n for n in left if any(_matches(_of_first_set(n), p) for p in patterns)]
-        taken.setdefault(i, []).extend(found)
-        left = [name for name in left if name not in found]
+        matching = [n for n in left if any(_matches(_of_first_set(n), p) for p in patterns)]
+        taken.setdefault(i, []).extend(matching)
+        left = [name for name in left if name not in matching]
     known = [
         replace(chart, names=tuple(taken[i])) for i, chart in enumerate(charts) if taken.get(i)
     ]

@@ -18,7 +18,7 @@ _MIN_CHARS = 200  # of one text of an episode beyond that size
 
 
 @dataclass
-class Conversation:
+class EmbeddedConversation:
     """An episode as JSON values: its status, first messages, tools and turns."""
 
     data: dict[str, Any]
@@ -34,7 +34,7 @@ class Conversation:
 
 def read_conversation(
     text: str, truncated: Callable[[str, int | None], str]
-) -> Conversation | None:
+) -> EmbeddedConversation | None:
     """Return the conversation of a record, or None if it is not such a record.
 
     ``truncated(text, limit)`` truncates a text; ``limit`` None is the usual limit.
@@ -46,7 +46,7 @@ def read_conversation(
             "messages": [_message(message, texts) for message in record["start"]],
             "tools": [_tool(tool, texts) for tool in record["tools"]],
         }
-        row_of = _rows_of_turns(record["rows"])
+        row_of = {t: i for i, row in enumerate(record["rows"]) for t, _ in row["spans"] if t >= 0}
         texts.num_chars = 0
         turns = _turns(record["turns"], texts, row_of)
         data = {
@@ -59,7 +59,7 @@ def read_conversation(
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         return None
     is_shortened = texts.is_shortened or len(turns) < len(record["turns"])
-    return Conversation(data, opening, texts.num_chars, is_shortened)
+    return EmbeddedConversation(data, opening, texts.num_chars, is_shortened)
 
 
 class _Texts:
@@ -77,25 +77,25 @@ class _Texts:
     def __call__(self, value: Any) -> str:
         """Return a value as text: a string unchanged, other values as JSON."""
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=1)
-        found = self._truncated(text, _MIN_CHARS if self.full else None)
-        self.is_shortened |= found != text
-        self.num_chars += len(found)
-        return found
+        shown = self._truncated(text, _MIN_CHARS if self.full else None)
+        self.is_shortened |= shown != text
+        self.num_chars += len(shown)
+        return shown
 
 
 def _turns(
     record: list[Mapping[str, Any]], texts: _Texts, row_of: Mapping[int, int]
 ) -> list[dict[str, Any]]:
     """Return the turns from both ends until the limit of texts, in the order of time."""
-    found: dict[int, dict[str, Any]] = {}
-    for number in _outside_in(len(record)):
-        if texts.full and len(found) >= 2:
+    turns: dict[int, dict[str, Any]] = {}
+    for number in outside_in(len(record)):
+        if texts.full and len(turns) >= 2:
             break
-        found[number] = {"number": number, "row": row_of.get(number)} | _turn(record[number], texts)
-    return [found[number] for number in sorted(found)]
+        turns[number] = {"number": number, "row": row_of.get(number)} | _turn(record[number], texts)
+    return [turns[number] for number in sorted(turns)]
 
 
-def _outside_in(count: int) -> Iterator[int]:
+def outside_in(count: int) -> Iterator[int]:
     """Yield the last number, the first, the second last, and so on."""
     for i in range(count):
         yield i // 2 if i % 2 else count - 1 - i // 2
@@ -116,18 +116,18 @@ def _turn(turn: Mapping[str, Any], texts: _Texts) -> dict[str, Any]:
 def _message(message: Mapping[str, Any], texts: _Texts) -> dict[str, Any]:
     """Return a message with ``role`` and ``text``, and, if it has them, ``name`` (of the tool),
     ``reasoning`` and ``calls``."""
-    found: dict[str, Any] = {"role": texts(message["role"]), "text": texts(_content(message))}
+    entry: dict[str, Any] = {"role": texts(message["role"]), "text": texts(_content(message))}
     if message.get("name"):
-        found["name"] = texts(message["name"])
+        entry["name"] = texts(message["name"])
     if message.get("reasoning_content"):
-        found["reasoning"] = texts(message["reasoning_content"])
+        entry["reasoning"] = texts(message["reasoning_content"])
     calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
     if calls:
-        found["calls"] = [
+        entry["calls"] = [
             {"name": texts(call.get("name", "")), "arguments": texts(call.get("arguments", {}))}
             for call in calls
         ]
-    return found
+    return entry
 
 
 def _content(message: Mapping[str, Any]) -> Any:
@@ -147,11 +147,6 @@ def _content(message: Mapping[str, Any]) -> Any:
 def _tool(tool: Mapping[str, Any], texts: _Texts) -> dict[str, str]:
     function = tool.get("function", tool)
     return {"name": texts(function.get("name", "")), "schema": texts(function)}
-
-
-def _rows_of_turns(rows: list[Mapping[str, Any]]) -> dict[int, int]:
-    """Return turn -> number of its training row."""
-    return {turn: i for i, row in enumerate(rows) for turn, _ in row["spans"] if turn >= 0}
 
 
 def _number(value: Any) -> float | None:

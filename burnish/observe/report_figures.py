@@ -76,15 +76,15 @@ def is_finite(value: Any) -> bool:
 
 def curves_of(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
     """Return metric name -> curve, for metrics with at least one finite value."""
-    found: dict[str, Curve] = {}
+    curves: dict[str, Curve] = {}
     for line in metrics:
         for name, value in line.items():
             if name in ("step", "time") or not is_finite(value):
                 continue
-            curve = found.setdefault(name, Curve([], []))
+            curve = curves.setdefault(name, Curve([], []))
             curve.steps.append(int(line["step"]))
             curve.values.append(float(value))
-    return found
+    return curves
 
 
 def thin(curve: Curve, limit: int = MAX_POINTS) -> tuple[Curve, int]:
@@ -114,12 +114,12 @@ def step_points(curve: Curve, limit: int = MAX_POINTS) -> Curve:
     """
     count = len(curve.steps)
     size = -(-count // limit)
-    kept = [
+    indices = [
         i
         for i, value in enumerate(curve.values)
         if i % size == 0 or i == count - 1 or value != curve.values[i - 1]
     ]
-    return Curve([curve.steps[i] for i in kept], [curve.values[i] for i in kept])
+    return Curve([curve.steps[i] for i in indices], [curve.values[i] for i in indices])
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
@@ -187,8 +187,8 @@ def time_splits(metrics: Sequence[Mapping[str, Any]]) -> list[TimeSplit]:
     """Return the time split of the trainer and, in asynchronous runs, of the threads that work at
     the same time; empty if there are no ``time/*_s`` metrics."""
     lanes = dict.fromkeys(lane for line in metrics for lane in time_lanes(line))
-    found = [_time_split(metrics, lane) for lane in lanes]
-    return [split for split in found if split is not None]
+    splits = [_time_split(metrics, lane) for lane in lanes]
+    return [split for split in splits if split is not None]
 
 
 def _time_split(metrics: Sequence[Mapping[str, Any]], lane: str) -> TimeSplit | None:

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from burnish.config.arrow_files import READ_ERRORS
-from burnish.observe.report_episodes import read_conversation
+from burnish.observe.report_episodes import outside_in, read_conversation
 from burnish.observe.report_figures import is_finite
 from burnish.observe.samples import read_sample_file, sample_files
 
@@ -42,26 +42,26 @@ def embed_samples(run_dir: Path, *, max_rows: int = MAX_ROWS) -> EmbeddedSamples
     """
     files = _Files(sample_files(run_dir))
     shared = _Shared()
-    kept: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     num_chars = 0
-    for step, path in _outside_in(files.readable):
+    for step, path in (files.readable[i] for i in outside_in(len(files.readable))):
         rows = files.rows(path)
-        if kept and len(kept) + len(rows) > max_rows:
+        if entries and len(entries) + len(rows) > max_rows:
             break
         for row in rows[:max_rows]:
             entry = _entry(row, shared, step, counts=files.counts)
             num_chars += len(entry["response"])
-            kept.append(entry)
+            entries.append(entry)
         if num_chars + shared.num_chars > MAX_TOTAL_CHARS:
             break
-    if not kept and not files.bad:
+    if not entries and not files.bad:
         return None
-    kept.sort(key=lambda entry: entry["step"])
+    entries.sort(key=lambda entry: entry["step"])
     openings = [json.loads(opening) for opening in shared.openings]
-    content = {"prompts": list(shared.prompts), "openings": openings, "rows": kept}
+    content = {"prompts": list(shared.prompts), "openings": openings, "rows": entries}
     data = json.dumps(content, allow_nan=False, separators=(",", ":"))
     # "<" only occurs in strings, where \u003c is equivalent: no text can end the script element.
-    return EmbeddedSamples(data.replace("<", "\\u003c"), len(kept), files.note(len(kept)))
+    return EmbeddedSamples(data.replace("<", "\\u003c"), len(entries), files.note(len(entries)))
 
 
 class _Shared:
@@ -85,7 +85,7 @@ class _Files:
     def __init__(self, files: Sequence[tuple[int, Path]]) -> None:
         self.counts: Counter[str] = Counter()
         self.bad: dict[str, str] = {}
-        """File name -> why it cannot be read."""
+        """File name -> reason why it cannot be read."""
         self.readable: list[tuple[int, Path]] = []
         self._total = 0
         for step, path in files:
@@ -103,13 +103,13 @@ class _Files:
             self._leave_out(path, error)
             return []
 
-    def note(self, kept: int) -> str:
+    def note(self, num_shown: int) -> str:
         """Return which samples are omitted or truncated, and where to find them; "" if all are
         complete."""
         notes = []
-        if kept < self._total:
+        if num_shown < self._total:
             notes.append(
-                f"{kept:,} of {self._total:,} samples, from the newest and the oldest steps"
+                f"{num_shown:,} of {self._total:,} samples, from the newest and the oldest steps"
             )
         if self.counts["truncated"]:
             notes.append(f"{self.counts['truncated']:,} long texts are truncated in the middle")
@@ -123,15 +123,15 @@ class _Files:
             notes.append(f"the reward parts of {self.counts['parts']:,} samples cannot be read")
         if self.counts["episodes"]:
             notes.append(f"the episodes of {self.counts['episodes']:,} samples cannot be read")
-        bad = [f"{name} ({why})" for name, why in list(self.bad.items())[:3]]
+        bad = [f"{name} ({reason})" for name, reason in list(self.bad.items())[:3]]
         if bad:
             more = f" and {len(self.bad) - 3:,} more" if len(self.bad) > 3 else ""
             notes.append(f"omitted because they cannot be read: {', '.join(bad)}{more}")
         return "; ".join(notes)
 
     def _leave_out(self, path: Path, error: Exception) -> None:
-        why = str(error).partition("\n")[0][:120]
-        self.bad[path.name] = why or type(error).__name__
+        reason = str(error).partition("\n")[0][:120]
+        self.bad[path.name] = reason or type(error).__name__
 
 
 def _entry(
@@ -144,8 +144,8 @@ def _entry(
     parts = _parts(row["reward_parts"])
     counts["truncated"] += [prompt, response] != texts
     counts["parts"] += parts is None
-    found = [_finite(value) for value in (parts or {}).values()]
-    counts["numbers"] += [*numbers, *(parts or {}).values()] != [reward, advantage, *found]
+    part_values = [_finite(value) for value in (parts or {}).values()]
+    counts["numbers"] += [*numbers, *(parts or {}).values()] != [reward, advantage, *part_values]
     entry = {
         "step": step if row["step"] is None else row["step"],
         "split": row["split"],
@@ -153,7 +153,7 @@ def _entry(
         "response": response,
         "label": None if row["label"] is None else _truncated(row["label"]),
         "reward": reward,
-        "parts": dict(zip(parts or {}, found, strict=True)),
+        "parts": dict(zip(parts or {}, part_values, strict=True)),
         "advantage": advantage,
         "finish": row["finish_reason"],
         "tokens": row["response_tokens"],
@@ -166,27 +166,27 @@ def _entry(
 
 
 def _episode(text: str, shared: _Shared, counts: Counter[str]) -> dict[str, Any] | None:
-    found = read_conversation(text, _truncated)
-    if found is None:
+    conversation = read_conversation(text, _truncated)
+    if conversation is None:
         counts["episodes"] += 1
         return None
-    counts["shortened"] += found.is_shortened
-    shared.turns_chars += found.num_chars
-    opening = json.dumps(found.opening)
+    counts["shortened"] += conversation.is_shortened
+    shared.turns_chars += conversation.num_chars
+    opening = json.dumps(conversation.opening)
     index = shared.openings.setdefault(opening, len(shared.openings))
-    return {**found.data, "opening": index}
+    return {**conversation.data, "opening": index}
 
 
 def _parts(text: str | None) -> dict[str, Any] | None:
     """Parse a JSON object with number or null values; None if the text is anything else."""
     try:
-        found = json.loads(text or "{}")
+        values = json.loads(text or "{}")
     except (ValueError, RecursionError):
         return None
-    good = isinstance(found, dict) and all(
-        value is None or isinstance(value, int | float) for value in found.values()
+    good = isinstance(values, dict) and all(
+        value is None or isinstance(value, int | float) for value in values.values()
     )
-    return found if good else None
+    return values if good else None
 
 
 def _finite(value: float | None) -> float | None:
@@ -199,10 +199,3 @@ def _truncated(text: str, limit: int | None = None) -> str:
         return text
     half = limit // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters left out ...]\n{text[-half:]}"
-
-
-def _outside_in(files: Sequence[tuple[int, Path]]) -> list[tuple[int, Path]]:
-    """Reorder files: newest, oldest, second newest, second oldest, ..."""
-    newest, oldest = list(reversed(files)), files
-    both = [file for pair in zip(newest, oldest, strict=True) for file in pair]
-    return both[: len(files)]

@@ -65,17 +65,17 @@ def write_samples(
     groups; the first group is written even if it exceeds ``limit``. With ``limit`` 0 nothing is
     written and None is returned. NaN and infinity become null.
     """
-    kept: list[Group] = []
+    written: list[Group] = []
     for group in groups if limit > 0 else ():
-        if kept and sum(len(g.samples) for g in kept) + len(group.samples) > limit:
+        if written and sum(len(g.samples) for g in written) + len(group.samples) > limit:
             break
-        kept.append(group)
-    if not kept:
+        written.append(group)
+    if not written:
         return None
     known = advantages or {}
     rows = [
         {"step": step, "split": split, **_row(group, sample, known.get(sample.sample_id))}
-        for group in kept
+        for group in written
         for sample in group.samples
     ]
     path = _path(run_dir, split, step)
@@ -87,8 +87,8 @@ def write_samples(
 def sample_files(run_dir: Path) -> list[tuple[int, Path]]:
     """Return (step, file) of every sample file, oldest step first."""
     folder = Path(run_dir) / SAMPLES_DIR
-    found = ((_FILE_NAME.fullmatch(path.name), path) for path in folder.glob("*.parquet"))
-    return sorted((int(match["step"]), path) for match, path in found if match and path.is_file())
+    matches = ((_FILE_NAME.fullmatch(path.name), path) for path in folder.glob("*.parquet"))
+    return sorted((int(match["step"]), path) for match, path in matches if match and path.is_file())
 
 
 def samples_of_step(run_dir: Path, step: int) -> dict[str, Path]:

@@ -211,8 +211,8 @@ def timed(obj: T, timeline: Timeline, names: Mapping[str, str]) -> T:
     Python looks up special methods (``len()``, ``with``, calls) on the type, so those are not
     forwarded. Raises ValueError if ``obj`` lacks a method in ``names``.
     """
-    found = {m: getattr(obj, m, None) for m in names}  # house: ok proxy of any object
-    missing = [m for m, method in found.items() if not callable(method)]
+    methods_of_obj = {m: getattr(obj, m, None) for m in names}  # house: ok proxy of any object
+    missing = [m for m, method in methods_of_obj.items() if not callable(method)]
     if missing:
         raise ValueError(
             f"cannot time {type(obj).__name__}.{missing[0]}: there is no such method; names maps "

@@ -120,7 +120,7 @@ class TrackerQueue:
         self._dropped = 0
         self._delivering = 0
         """Number of steps taken from the queue and not yet delivered or dropped: 0 or 1."""
-        self._problem_told = False
+        self._problem_reported = False
         self._closing = self._abandoned = self._failed = False
         self._deadline = 0.0
         """End of the wait for the thread, by ``time.monotonic``."""
@@ -150,7 +150,7 @@ class TrackerQueue:
                 self._changed.notify()
                 return
             self._dropped += 1
-        self._tell_problem(f"{waiting} steps are waiting for it, so new ones are dropped")
+        self._report_problem(f"{waiting} steps are waiting for it, so new ones are dropped")
 
     def rewind(self, step: int, logged: Logged) -> None:
         """Queue a rewind to ``step``.
@@ -160,8 +160,8 @@ class TrackerQueue:
         were dropped or an earlier process was killed.
         """
         with self._changed:
-            kept = [x for x in self._items if not isinstance(x, _Step) or x.number <= step]
-            self._items = deque([*kept, _Rewind(step, logged)])
+            items = [x for x in self._items if not isinstance(x, _Step) or x.number <= step]
+            self._items = deque([*items, _Rewind(step, logged)])
             self._changed.notify()
 
     def finish(self, *, failed: bool, wait: bool) -> None:
@@ -196,7 +196,7 @@ class TrackerQueue:
                 dropped,
             )
         elif hangs:
-            self._tell_problem(f"it did not close within {self._limits.close_timeout_s:g} s")
+            self._report_problem(f"it did not close within {self._limits.close_timeout_s:g} s")
 
     # ---- the thread --------------------------------------------------------------------------
 
@@ -241,32 +241,32 @@ class TrackerQueue:
                 self._delivering = 0
 
     def _samples(self, step: int) -> Samples:
-        rate, found = self._limits.samples, {}
+        rate, samples = self._limits.samples, {}
         for split, path in samples_of_step(self._run_dir, step).items() if rate.rows else ():
             if step - self._shown.get(split, -math.inf) >= rate.every_n_steps:
-                found[split] = read_sample_file(path, limit=rate.rows)
+                samples[split] = read_sample_file(path, limit=rate.rows)
                 self._shown[split] = step
-        return found
+        return samples
 
-    def _tries(self, action: Any, what: str) -> bool:
+    def _tries(self, action: Any, failure: str) -> bool:
         try:
             action()
         except BaseException as error:  # house: ok no failure of a tracker reaches training
             if not self._abandoned:
-                self._tell_problem(f"{what}: {type(error).__name__}: {error}")
+                self._report_problem(f"{failure}: {type(error).__name__}: {error}")
             return False
         return True
 
-    def _tell_problem(self, what: str) -> None:
+    def _report_problem(self, problem: str) -> None:
         """Log the first problem only. Later ones are included in the count at the end."""
         with self._changed:
-            told, self._problem_told = self._problem_told, True
-        if not told:
+            was_reported, self._problem_reported = self._problem_reported, True
+        if not was_reported:
             _log.warning(
                 "observe.%s: %s. Training continues; metrics.jsonl has every step, and the metric "
                 "observe/%s_dropped counts the steps lost by the tracker",
                 self.name,
-                without_secrets(what),
+                without_secrets(problem),
                 self.name,
             )
 

@@ -55,15 +55,15 @@ def wandb_mode(config: WandbConfig) -> Literal["online", "offline", "disabled"]:
     """
     if config.mode is not None:
         return config.mode
-    given = os.environ.get("WANDB_MODE") or "online"
-    if given == "disabled":
+    mode = os.environ.get("WANDB_MODE") or "online"
+    if mode == "disabled":
         return "disabled"
-    if given not in _MODES:
+    if mode not in _MODES:
         raise TrackerError(
-            f"WANDB_MODE={given}: observe.wandb supports online, offline and disabled; change the "
+            f"WANDB_MODE={mode}: observe.wandb supports online, offline and disabled; change the "
             "environment variable, or set observe.wandb.mode"
         )
-    return "offline" if _MODES[given] == "offline" else "online"
+    return "offline" if _MODES[mode] == "offline" else "online"
 
 
 def check_wandb(config: WandbConfig) -> None:
@@ -77,10 +77,10 @@ def check_wandb(config: WandbConfig) -> None:
         return
     wandb.setup(settings=wandb.Settings(silent=True, mode="online"))  # overrides WANDB_MODE
     try:
-        found = wandb.login(prompt=False, verify=False)
+        logged_in = wandb.login(prompt=False, verify=False)
     except wandb.Error as error:
         raise TrackerError(f"observe.wandb: {without_secrets(str(error))}") from error
-    if not found:
+    if not logged_in:
         raise TrackerError(
             "observe.wandb: Weights & Biases has no API key on this machine; set the environment "
             "variable WANDB_API_KEY (never in the recipe), run 'wandb login' once, or use "
@@ -90,23 +90,23 @@ def check_wandb(config: WandbConfig) -> None:
 
 def _import() -> Any:
     try:
-        found = metadata.version("wandb")
+        version = metadata.version("wandb")
     except metadata.PackageNotFoundError:
         raise TrackerError(
             f"observe.wandb needs the package wandb, which is not installed; {_INSTALL}, or leave "
             "observe.wandb out (metrics.jsonl is always written)"
         ) from None
-    if tuple(int(part) for part in found.split(".")[:2]) < MIN_VERSION:
+    if tuple(int(part) for part in version.split(".")[:2]) < MIN_VERSION:
         least = ".".join(map(str, MIN_VERSION))
         raise TrackerError(
-            f"observe.wandb: wandb {found} cannot resume offline runs; install {least} or newer: "
+            f"observe.wandb: wandb {version} cannot resume offline runs; install {least} or newer: "
             f"{_INSTALL}"
         )
     try:
         return importlib.import_module("wandb")
     except ImportError as error:
         raise TrackerError(
-            f"observe.wandb: importing wandb {found} failed ({error}); reinstall it: {_INSTALL}"
+            f"observe.wandb: importing wandb {version} failed ({error}); reinstall it: {_INSTALL}"
         ) from error
 
 
@@ -271,9 +271,9 @@ def _truncated(cell: Any) -> Any:
 @contextmanager
 def _public_arguments(hidden: Collection[str]) -> Iterator[None]:
     """Replace the secrets in the arguments of this process, which wandb records and uploads."""
-    given = sys.argv
-    sys.argv = [without_texts(argument, hidden) for argument in given]
+    arguments = sys.argv
+    sys.argv = [without_texts(argument, hidden) for argument in arguments]
     try:
         yield
     finally:
-        sys.argv = given
+        sys.argv = arguments

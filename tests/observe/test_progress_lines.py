@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from burnish.observe.progress import (
-    Progress,
+    ProgressDisplay,
     close_logging,
     describe_step,
     format_duration,
@@ -102,7 +102,7 @@ def test_durations_read_well_at_the_edges_of_their_units(seconds: float, text: s
 def test_away_from_a_terminal_each_due_step_is_one_unbroken_plain_line(tmp_path: Path) -> None:
     setup_logging(tmp_path)
     console, out = _plain()
-    progress = Progress(5, every=2, console=console)
+    progress = ProgressDisplay(5, every=2, console=console)
     for step in range(1, 6):
         progress.step(step, METRICS)
     progress.message("saved [bold]checkpoints/step_4[/bold]")
@@ -121,7 +121,7 @@ def test_away_from_a_terminal_each_due_step_is_one_unbroken_plain_line(tmp_path:
 def test_a_terminal_gets_a_bar_and_messages_above_it() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)
-    progress = Progress(4, console=console)
+    progress = ProgressDisplay(4, console=console)
     progress.step(2, METRICS)
     progress.message("half way")
     progress.close()
@@ -133,7 +133,7 @@ def test_a_terminal_gets_a_bar_and_messages_above_it() -> None:
 def test_a_table_is_printed_and_logged_with_its_cells_as_plain_text(tmp_path: Path) -> None:
     setup_logging(tmp_path)
     console, out = _plain()
-    Progress(1, console=console).table("Batch", ["name", "value"], [["B [samples]", "64"]])
+    ProgressDisplay(1, console=console).table("Batch", ["name", "value"], [["B [samples]", "64"]])
     for text in (out.getvalue(), (tmp_path / "run.log").read_text(encoding="utf-8")):
         assert "Batch" in text and "B [samples]" in text and "64" in text
 
@@ -214,7 +214,7 @@ def test_a_repeated_warning_is_printed_at_powers_of_ten_and_logged_every_time(
 
 def test_the_numbers_of_a_step_are_explained_once() -> None:
     console, out = _plain()
-    progress = Progress(3, console=console)
+    progress = ProgressDisplay(3, console=console)
     for step in (1, 2, 3):
         progress.step(step, METRICS | {"train/mismatch_abs": 1e-7})
     lines = out.getvalue().splitlines()

@@ -249,7 +249,7 @@ _IGNORED = frozenset(
 causality is checked on the module."""
 
 
-def _options(module: nn.Module, query: Tensor, mask: Tensor | None, given: Any) -> Options:
+def _options(module: nn.Module, query: Tensor, mask: Tensor | None, keywords: Any) -> Options:
     """Return the options of one attention call under a plan.
 
     Raises UnsupportedAttention if the model passes its own mask, if the layer is not causal, or
@@ -260,26 +260,26 @@ def _options(module: nn.Module, query: Tensor, mask: Tensor | None, given: Any) 
         raise UnsupportedAttention(f"{name} passes its own attention mask {list(mask.shape)}")
     if vars(module).get("is_causal", True) is False:
         raise UnsupportedAttention(f"{name} is not causal")
-    _refuse_unknown(module, given)
+    _refuse_unknown(module, keywords)
     layer = vars(module).get("layer_idx")
     if layer is None:
         raise UnsupportedAttention(f"{name} has no layer index (layer_idx)")
-    scale = given.get("scaling")
+    scale = keywords.get("scaling")
     return Options(
         layer=int(layer),
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        window=_window(module, given),
-        dropout=given.get("dropout") or 0.0,
-        softcap=given.get("softcap"),
+        window=_window(module, keywords),
+        dropout=keywords.get("dropout") or 0.0,
+        softcap=keywords.get("softcap"),
     )
 
 
 _MEANINGS = {"s_aux": "sinks (s_aux)", "indices": "a selection of keys (indices)"}
 
 
-def _refuse_unknown(module: nn.Module, given: Any) -> None:
+def _refuse_unknown(module: nn.Module, keywords: Any) -> None:
     known = {"scaling", "sliding_window", "dropout", "softcap"}
-    for key, value in given.items():
+    for key, value in keywords.items():
         if key in known or key in _IGNORED or key.startswith("output_"):
             continue
         if value is not None and value is not False:
@@ -290,15 +290,15 @@ def _refuse_unknown(module: nn.Module, given: Any) -> None:
 _WINDOWS: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()
 
 
-def _window(module: nn.Module, given: Any) -> int | None:
+def _window(module: nn.Module, keywords: Any) -> int | None:
     """Return the layer's sliding window in tokens, or None.
 
     Most models pass it as a keyword. Some only apply it to the mask, which a plan replaces (PhiMoE,
     Qwen2-MoE); for these it is read from the config. The check of the model family
     (``models/support.py``) detects models for which that is wrong.
     """
-    if "sliding_window" in given:
-        return given["sliding_window"] or None
+    if "sliding_window" in keywords:
+        return keywords["sliding_window"] or None
     if module not in _WINDOWS:
         _WINDOWS[module] = _window_in_config(module)
     return _WINDOWS[module]
@@ -348,25 +348,25 @@ def _attention(
 
 
 def _unpacked(
-    module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, **given: Any
+    module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, **keywords: Any
 ) -> Tensor:
     """Return the attention [B, T, heads, dim] of a padded batch, as the model would compute it."""
-    _refuse_unknown(module, given)
-    softcap = given.pop("softcap", None)
+    _refuse_unknown(module, keywords)
+    softcap = keywords.pop("softcap", None)
     if softcap is None:
-        out, _ = sdpa_attention_forward(module, *qkv, mask, **given)
+        out, _ = sdpa_attention_forward(module, *qkv, mask, **keywords)
         return out
     query, key, _ = qkv
     if mask is None and query.shape[2] > 1:
         length = key.shape[2]
         mask = torch.ones(query.shape[2], length, dtype=torch.bool, device=query.device)
         mask = mask.tril(length - query.shape[2])
-    scale = given.get("scaling")
+    scale = keywords.get("scaling")
     options = Options(
         layer=0,
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         window=None,
-        dropout=given.get("dropout") or 0.0,
+        dropout=keywords.get("dropout") or 0.0,
         softcap=softcap,
     )
     return _capped(qkv, mask, options).transpose(1, 2)

@@ -30,30 +30,30 @@ def require_flash_attention() -> None:
         )
 
 
-def check_attention(found: PretrainedConfig, wanted: str) -> None:
-    """Raise ModelError if the class of the model does not have the attention ``wanted``."""
+def check_attention(pretrained_config: PretrainedConfig, implementation: str) -> None:
+    """Raise ModelError if the class of the model does not have the attention ``implementation``."""
     classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     flags = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}
-    if wanted not in flags or type(found) not in classes:
+    if implementation not in flags or type(pretrained_config) not in classes:
         return
-    kind = classes[type(found)]
-    if not getattr(kind, flags[wanted], True):  # house: ok transformers' own flags
+    kind = classes[type(pretrained_config)]
+    if not getattr(kind, flags[implementation], True):  # house: ok transformers' own flags
         raise ModelError(
-            f"model.attn_implementation={wanted}: {kind.__name__} of transformers does not support "
-            "it; use auto or eager"
+            f"model.attn_implementation={implementation}: {kind.__name__} of transformers "
+            "does not support it; use auto or eager"
         )
 
 
-def use_attention(model: Any, wanted: str, name: str) -> None:
-    """Set the attention of a model to that of transformers called ``wanted``, for which rows are
-    padded. ``auto`` changes nothing. ``name``: the model's name in messages. Raises ModelError if
-    the model does not accept it."""
-    if wanted == "auto":
+def use_attention(model: Any, implementation: str, name: str) -> None:
+    """Set the attention of a model to an implementation of transformers, for which rows are padded.
+    ``auto`` changes nothing. ``name``: the model's name in messages. Raises ModelError if the model
+    does not accept it."""
+    if implementation == "auto":
         return
     try:
-        model.set_attn_implementation(wanted)
+        model.set_attn_implementation(implementation)
     except (ValueError, ImportError) as error:
         raise ModelError(
-            f"model.attn_implementation={wanted} of {name}: {library_text(error)}; use auto"
+            f"model.attn_implementation={implementation} of {name}: {library_text(error)}; use auto"
         ) from error
-    log.info("%s: rows are padded and computed by transformers' %s", name, wanted)
+    log.info("%s: rows are padded and computed by transformers' %s", name, implementation)

@@ -64,18 +64,18 @@ def fill_buffers(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -
     ``source`` names the origin of the tensors in messages. Raises ValueError if names or shapes
     differ from the model's.
     """
-    own = dict(persistent_buffers(model))
-    if odd := sorted(own.keys() ^ tensors.keys())[:3]:
+    model_buffers = dict(persistent_buffers(model))
+    if odd := sorted(model_buffers.keys() ^ tensors.keys())[:3]:
         raise ValueError(
             f"{source} is of another model: buffer names differ, e.g. {', '.join(odd)}"
         )
-    for name, buffer in own.items():
+    for name, buffer in model_buffers.items():
         if tensors[name].shape != buffer.shape:
             raise ValueError(
                 f"{source} is of another model: the buffer {name} has shape "
                 f"{list(tensors[name].shape)} in it and {list(buffer.shape)} in this model"
             )
-    for name, buffer in own.items():
+    for name, buffer in model_buffers.items():
         buffer.copy_(tensors[name])
 
 
@@ -104,11 +104,11 @@ def load_buffers(model: nn.Module, folder: Path) -> None:
     path = folder / BUFFERS
     if path.is_file():
         fill_buffers(model, load_file(path), f"the checkpoint {folder}")
-    elif own := [name for name, _ in persistent_buffers(model)]:
+    elif names := [name for name, _ in persistent_buffers(model)]:
         log.info(
             "%s has no buffers (it was written by an older version): %d buffers, e.g. %s, keep "
             "their values from the initial model",
-            *(folder, len(own), own[0]),
+            *(folder, len(names), names[0]),
         )
 
 

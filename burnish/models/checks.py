@@ -103,30 +103,30 @@ def raise_overflow(dtype: torch.dtype, name: str) -> None:
 def raise_if_mixed(error: Exception, dtype: torch.dtype, name: str) -> None:
     """Raise ModelError if ``error`` is PyTorch's for operands of different dtypes: transformers'
     own code of the model does not run in ``dtype``."""
-    said = str(error).splitlines()[0] if str(error) else ""
+    first_line = str(error).splitlines()[0] if str(error) else ""
     if dtype == torch.float32 or not re.search(
-        r"same dtype|mixed dtype|expected scalar type|(input|bias) type", said, re.IGNORECASE
+        r"same dtype|mixed dtype|expected scalar type|(input|bias) type", first_line, re.IGNORECASE
     ):
         return
     raise ModelError(
         f"{name} cannot be computed in {dtype}: transformers' code of this model mixes it with "
-        f"fp32 ({said}); use precision.dtype=fp32"
+        f"fp32 ({first_line}); use precision.dtype=fp32"
     ) from error
 
 
 def raise_if_lacking(error: Exception, model: Any, name: str) -> None:
     """Raise ModelError if ``error`` is PyTorch's for an operation not implemented in this dtype."""
-    said = str(error).splitlines()[0] if str(error) else ""
+    first_line = str(error).splitlines()[0] if str(error) else ""
     formats = {"Half": "fp16", "BFloat16": "bf16"}
-    found = re.search(r"\b(Half|BFloat16)\b", said)
-    lacking = re.search(r"not implemented|not supported|unsupported", said, re.IGNORECASE)
-    if found is None or lacking is None:
+    dtype_name = re.search(r"\b(Half|BFloat16)\b", first_line)
+    lacking = re.search(r"not implemented|not supported|unsupported", first_line, re.IGNORECASE)
+    if dtype_name is None or lacking is None:
         return
-    quoted = re.search(r'"(\w+)"', said)
-    operation = quoted.group(1) if quoted else said.partition(":")[0]
-    dtype = formats[found.group(1)]
+    quoted = re.search(r'"(\w+)"', first_line)
+    operation = quoted.group(1) if quoted else first_line.partition(":")[0]
+    dtype = formats[dtype_name.group(1)]
     raise ModelError(
         f"{name} cannot be computed in {dtype} on {model.device.type}: PyTorch {torch.__version__} "
-        f"has no {dtype} form of {operation} there ({said}); use another precision.dtype (fp32 "
-        "always works), or another device"
+        f"has no {dtype} form of {operation} there ({first_line}); use another precision.dtype "
+        "(fp32 always works), or another device"
     ) from error

@@ -16,21 +16,21 @@ from burnish.models.paths import ModelError
 from burnish.models.support import model_support
 
 
-def check_class(found: PretrainedConfig, name: str) -> None:
+def check_class(config: PretrainedConfig, name: str) -> None:
     """Raise ModelError for a composite model that transformers does not build as a language
     model."""
-    if not is_composite(found) or has_language_model(found):
+    if not is_composite(config) or has_language_model(config):
         return
     raise ModelError(
-        f"{name} is a composite model ({found.model_type}) that transformers "
-        f"{transformers_version} does not build as a language model; {other_model(found)}"
+        f"{name} is a composite model ({config.model_type}) that transformers "
+        f"{transformers_version} does not build as a language model; {other_model(config)}"
     )
 
 
-def other_model(found: PretrainedConfig) -> str:
+def other_model(config: PretrainedConfig) -> str:
     """Return advice for a composite model that cannot be used. Its language model can be saved
     alone if transformers maps it."""
-    text = found.get_text_config()
+    text = config.get_text_config()
     if has_language_model(text) and not model_support(text).refusal:
         return (
             f"use a text-only model of its family, or save its language model ({text.model_type}) "

@@ -84,7 +84,8 @@ class _Work:
         and the teacher's log-probs [k, V]."""
         rows = slice(begin, begin + self.head.chunk_tokens)
         log_q = self.distill_target.head.logits(self.states[rows])
-        log_q = _at(log_q, self.distill_target.temperature)
+        if self.distill_target.temperature != 1.0:
+            log_q = log_q.div_(self.distill_target.temperature)
         return rows, self.head.logits(hidden[rows]), log_q.sub_(log_q.logsumexp(-1, keepdim=True))
 
     def log_p(self, logits: Tensor) -> Tensor:
@@ -108,8 +109,8 @@ class _DistillLogprobs(torch.autograd.Function):
             last = None
             rows, logits, log_q = work.rows(hidden, begin)
             log_norm[rows] = logits.logsumexp(-1)
-            own = logits.gather(-1, work.targets[rows, None])[:, 0]
-            logprobs[rows] = own - log_norm[rows]
+            target_logits = logits.gather(-1, work.targets[rows, None])[:, 0]
+            logprobs[rows] = target_logits - log_norm[rows]
             log_p = work.log_p(logits)
             divergence[rows] = distill_target.divergence(log_p, log_q)
             same = distill_target.kl is distill_target.divergence
@@ -129,7 +130,7 @@ class _DistillLogprobs(torch.autograd.Function):
         hidden, weight, bias, log_norm = ctx.saved_tensors
         work: _Work = ctx.work
         distill_target, size = work.distill_target, work.distill_target.head.weight.shape[0]
-        sums = HeadGradients(hidden, weight, bias, wanted=ctx.needs_input_grad[:3])
+        sums = HeadGradients(hidden, weight, bias, needed=ctx.needs_input_grad[:3])
         for begin in reversed(range(0, hidden.shape[0], work.head.chunk_tokens)):
             (rows, logits, log_q), ctx.last = ctx.last or work.rows(hidden, begin), None
             capped = logits if work.head.scaling.softcap is not None else None
@@ -147,8 +148,4 @@ class _DistillLogprobs(torch.autograd.Function):
                 del slope
             sums.add(rows, work.head.projection_grad_(grad, capped))
             del grad, capped
-        return (*sums.found(), None)
-
-
-def _at(logits: Tensor, temperature: float) -> Tensor:
-    return logits if temperature == 1.0 else logits.div_(temperature)
+        return (*sums.gradients(), None)

@@ -21,8 +21,8 @@ _NOISE = re.compile(r"(?!classifier|summary).*(drop|jitter)")
 
 def noise_of(config: PretrainedConfig) -> dict[str, float]:
     """Return the dropout and jitter settings above 0 in a model's config, by field name."""
-    told = config.get_text_config().to_dict()
-    return {name: told[name] for name in sorted(told) if _is_noise(name, told[name])}
+    fields = config.get_text_config().to_dict()
+    return {name: fields[name] for name in sorted(fields) if _is_noise(name, fields[name])}
 
 
 def start_training(model: nn.Module, *, dropout: bool) -> None:
@@ -34,10 +34,10 @@ def start_training(model: nn.Module, *, dropout: bool) -> None:
     model.train()
     if dropout:
         return
-    kept = _adapters(model)
+    adapter_ids = _adapters(model)
     for module in model.modules():
         recomputed = vars(module).get("gradient_checkpointing") is True
-        module.training = recomputed or id(module) in kept
+        module.training = recomputed or id(module) in adapter_ids
         if recomputed:  # transformers recomputes layers in training mode only
             _disable(module)
 
@@ -54,15 +54,15 @@ def _disable(module: nn.Module) -> None:
 
     The config is copied first, because exports write the model's config.
     """
-    own = vars(module)
-    for name in [name for name, value in own.items() if _is_noise(name, value)]:
-        own[name] = 0.0
-    config = own.get("config")
+    attributes = vars(module)
+    for name in [name for name, value in attributes.items() if _is_noise(name, value)]:
+        attributes[name] = 0.0
+    config = attributes.get("config")
     if isinstance(config, PretrainedConfig) and not isinstance(module, PreTrainedModel):
-        found = [name for name, value in vars(config).items() if _is_noise(name, value)]
-        if found:
-            own["config"] = copy.copy(config)
-            vars(own["config"]).update(dict.fromkeys(found, 0.0))
+        noise_names = [name for name, value in vars(config).items() if _is_noise(name, value)]
+        if noise_names:
+            attributes["config"] = copy.copy(config)
+            vars(attributes["config"]).update(dict.fromkeys(noise_names, 0.0))
 
 
 def _is_noise(name: str, value: Any) -> bool:

@@ -30,25 +30,29 @@ log = logging.getLogger("burnish")
 
 
 def empty_model(
-    auto_class: Any, config: ModelConfig, found: PretrainedConfig, *, dtype: torch.dtype
+    auto_class: Any, config: ModelConfig, pretrained_config: PretrainedConfig, *, dtype: torch.dtype
 ) -> Any | None:
-    """Build the model of ``found`` (the folder's config) without reading its parameters.
+    """Build the model of a folder, of which this is the config, without reading its parameters.
 
     Parameters are on the meta device; buffers are loaded or computed. Returns None if the weights
     cannot be read in parts.
     """
     files = weight_files(config)
-    if files is None or "quantization_config" in found.to_dict():
+    if files is None or "quantization_config" in pretrained_config.to_dict():
         return None
     with init_empty_weights(include_buffers=False):
         model = auto_class.from_config(
-            found, dtype=dtype, trust_remote_code=config.trust_remote_code
+            pretrained_config, dtype=dtype, trust_remote_code=config.trust_remote_code
         )
     cast_parameters(model, dtype)
     model.tie_weights()  # moving parameters to the meta device untied them
     buffers = dict(persistent_buffers(model))
     state = {**dict(model.named_parameters()), **buffers}
-    odd = [name for name, tensor in state.items() if not _fits(files, name, tensor)]
+    odd = [
+        name
+        for name, tensor in state.items()
+        if name not in files or files.shape(name) != tuple(tensor.shape)
+    ]
     if odd:
         log.warning(
             "the safetensors files of %s have no %s of the model's shape, so every rank reads the "
@@ -109,10 +113,6 @@ def read_tensor(config: ModelConfig, name: str) -> Tensor:
     return files.read(name)
 
 
-def _fits(files: TensorFiles, name: str, tensor: Tensor) -> bool:
-    return name in files and files.shape(name) == tuple(tensor.shape)
-
-
 def weight_files(config: ModelConfig) -> TensorFiles | None:
     """Return the safetensors files of a HuggingFace folder or hub model; None if it has none or
     some are missing."""
@@ -122,13 +122,13 @@ def weight_files(config: ModelConfig) -> TensorFiles | None:
     else:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     paths = [find_file(config, name) for name in names]
-    found = [path for path in paths if path is not None]
-    return TensorFiles(found) if found and len(found) == len(paths) else None
+    existing = [path for path in paths if path is not None]
+    return TensorFiles(existing) if existing and len(existing) == len(paths) else None
 
 
 def find_file(config: ModelConfig, name: str) -> Path | None:
     """Return a file of a folder or hub model; None if it has none of this name."""
-    found = cached_file(
+    file = cached_file(
         str(config.path),
         name,
         revision=config.revision or "main",
@@ -136,4 +136,4 @@ def find_file(config: ModelConfig, name: str) -> Path | None:
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return None if found is None else Path(found)
+    return None if file is None else Path(file)

@@ -167,8 +167,11 @@ def store_json(folder: str, key: str, value: Any) -> None:
 @cache
 def _versions() -> tuple[bytes, ...]:
     """Return the library versions and the source code that results depend on."""
-    own = Path(__file__).parents[1]
-    files = [*sorted((own / "models").rglob("*.py")), *sorted((own / "rollout").rglob("*.py"))]
+    package = Path(__file__).parents[1]
+    files = [
+        *sorted((package / "models").rglob("*.py")),
+        *sorted((package / "rollout").rglob("*.py")),
+    ]
     versions = [importlib.metadata.version(name).encode() for name in ("torch", "transformers")]
     return (*versions, *(file.read_bytes() for file in files))
 

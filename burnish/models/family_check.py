@@ -73,10 +73,10 @@ def _check(tiny: PretrainedConfig, trust: bool) -> ModelSupport:
         family = _Family(build(tiny, trust=trust))
         rows = _rows(family.vocabulary)
         default = family.one_by_one(rows, family.native[0])
-        wanted = family.one_by_one(rows, "eager")
+        reference = family.one_by_one(rows, "eager")
     except Exception as error:  # any failure of a model is a result of the experiment
         return ModelSupport(name, "eager", refusal=_cannot("be computed at all", error))
-    gap = largest_difference(default, wanted)
+    gap = largest_difference(default, reference)
     if not gap <= TOLERANCE:
         problem = (
             f"its log-probs depend on the implementation of its attention: {family.native[0]} and "
@@ -85,11 +85,11 @@ def _check(tiny: PretrainedConfig, trust: bool) -> ModelSupport:
         return ModelSupport(name, "eager", refusal=problem)
     if problem := family.problem_of_head() or family.problem_of_backward():
         return ModelSupport(name, "eager", refusal=problem)
-    differences, reason = _packed_layouts(family, rows, wanted)
+    differences, reason = _packed_layouts(family, rows, reference)
     if not reason:
         return ModelSupport(name, PACKED, differences)
     for implementation in family.native:
-        padded, problem = _native_layout(family, implementation, rows, wanted)
+        padded, problem = _native_layout(family, implementation, rows, reference)
         if not problem:
             return ModelSupport(name, implementation, padded, reason=reason)
     return ModelSupport(
@@ -100,7 +100,7 @@ def _check(tiny: PretrainedConfig, trust: bool) -> ModelSupport:
 
 
 def _packed_layouts(
-    family: _Family, rows: Rows, wanted: list[Tensor]
+    family: _Family, rows: Rows, reference: list[Tensor]
 ) -> tuple[dict[str, float], str]:
     """Return (differences by layout, why packed rows are not exact or "")."""
     differences: dict[str, float] = {}
@@ -114,36 +114,36 @@ def _packed_layouts(
         "shared_prefix": family.shared_prefix,
     }
     for layout, logprobs in layouts.items():
-        found, problem = _problem(layout, logprobs, rows, wanted, family.is_mixture)
+        difference, problem = _problem(layout, logprobs, rows, reference, family.is_mixture)
         if problem:
             return {}, problem
-        differences[layout] = found
+        differences[layout] = difference
     return differences, ""
 
 
 def _native_layout(
-    family: _Family, implementation: str, rows: Rows, wanted: list[Tensor]
+    family: _Family, implementation: str, rows: Rows, reference: list[Tensor]
 ) -> tuple[dict[str, float], str]:
     try:
         family.use(implementation)
     except Exception as error:  # see _check
         return {}, _cannot(f"use transformers' {implementation} attention", error)
-    found, problem = _problem("padded", family.padded, rows, wanted, family.is_mixture)
-    return {"padded": found}, problem
+    difference, problem = _problem("padded", family.padded, rows, reference, family.is_mixture)
+    return {"padded": difference}, problem
 
 
 def _problem(  # house: ok the five parts of one comparison
-    layout: str, logprobs: LogProbs, rows: Rows, wanted: list[Tensor], is_mixture: bool
+    layout: str, logprobs: LogProbs, rows: Rows, reference: list[Tensor], is_mixture: bool
 ) -> tuple[float, str]:
     """Return (largest difference from the reference, problem or "")."""
     name = layout.replace("_", "-") + " rows"
     try:
-        found = logprobs(rows)
-        leak, early = _leaks(logprobs, rows, found)
+        computed = logprobs(rows)
+        leak, early = _leaks(logprobs, rows, computed)
     except Exception as error:  # see _check
         return 0.0, _cannot(f"compute {name}", error)
     allowed = MIXTURE_TOLERANCE if is_mixture else 0.0
-    difference = largest_difference(found, wanted)
+    difference = largest_difference(computed, reference)
     if not early <= allowed:
         return difference, f"in {name} a later token changes earlier outputs by {early:.1e} nats"
     if not leak <= allowed:
@@ -153,7 +153,7 @@ def _problem(  # house: ok the five parts of one comparison
     return difference, ""
 
 
-def _leaks(logprobs: LogProbs, rows: Rows, found: list[Tensor]) -> tuple[float, float]:
+def _leaks(logprobs: LogProbs, rows: Rows, before: list[Tensor]) -> tuple[float, float]:
     """Return (largest change of other rows, largest change of earlier tokens).
 
     Two changes are tried: one inner token of the second row, and its last token.
@@ -164,14 +164,16 @@ def _leaks(logprobs: LogProbs, rows: Rows, found: list[Tensor]) -> tuple[float, 
         changed[1][place] = changed[1][place] % 3 + 1  # another token, of any vocabulary
         after = logprobs(changed)
         others = [i for i in range(len(rows)) if i != 1]
-        leak = max(leak, largest_difference([after[i] for i in others], [found[i] for i in others]))
-        early = max(early, largest_difference([after[1][:place]], [found[1][:place]]))
+        leak = max(
+            leak, largest_difference([after[i] for i in others], [before[i] for i in others])
+        )
+        early = max(early, largest_difference([after[1][:place]], [before[1][:place]]))
     return leak, early
 
 
-def largest_difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+def largest_difference(tensors: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
     """Return the largest absolute difference between paired tensors; NaN if there is a NaN."""
-    gaps = [(a - b).abs().max() for a, b in zip(found, wanted, strict=True)]
+    gaps = [(a - b).abs().max() for a, b in zip(tensors, reference, strict=True)]
     return float(torch.stack(gaps).max())  # (Python's max would skip a NaN)
 
 
@@ -199,8 +201,8 @@ class _Family:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model: Any = model
         self.vocabulary = int(model.config.get_text_config().vocab_size)
-        own = str(model.config._attn_implementation)
-        self.native = list(dict.fromkeys([own, "eager"]))
+        implementation = str(model.config._attn_implementation)
+        self.native = list(dict.fromkeys([implementation, "eager"]))
         """Attention implementations of transformers for padded rows, in order of preference."""
         names = [name.rpartition(".")[2] for name, _ in model.named_modules()]
         self.is_mixture = any("expert" in name or "moe" in name for name in names)
@@ -248,13 +250,13 @@ class _Family:
     def _head_difference(self, factor: float) -> float:
         """Return the relative difference of the logits if the last hidden state is scaled by
         ``factor``."""
-        kept: list[Tensor] = []
+        hidden_states: list[Tensor] = []
 
         def scale(module: Any, _inputs: Any, output: Any) -> Any:
             if not isinstance(output, ModelOutput) or "last_hidden_state" not in output:
                 raise ValueError(f"{type(module).__name__} returns no hidden states")
             output["last_hidden_state"] = output["last_hidden_state"] * factor
-            kept.append(output["last_hidden_state"])
+            hidden_states.append(output["last_hidden_state"])
             return output
 
         handle = self.model.get_decoder().register_forward_hook(scale)
@@ -262,8 +264,8 @@ class _Family:
             logits = self._logits(torch.arange(1, 9)[None] % self.vocabulary)[0]
         finally:
             handle.remove()
-        own = self._head().logits(kept[-1][0])
-        return float((logits - own).abs().max() / logits.abs().max().clamp(min=1.0))
+        expected = self._head().logits(hidden_states[-1][0])
+        return float((logits - expected).abs().max() / logits.abs().max().clamp(min=1.0))
 
     def _head(self) -> Head:
         projection = self.model.get_output_embeddings()
@@ -276,7 +278,7 @@ class _Family:
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
         hidden = self._hidden(input_ids=ids)
         logprobs = self._head().logits(hidden.flatten(0, 1)).log_softmax(-1).unflatten(0, ids.shape)
-        return [one[: len(row)] for one, row in zip(logprobs, rows, strict=True)]
+        return [row_logprobs[: len(row)] for row_logprobs, row in zip(logprobs, rows, strict=True)]
 
     def packed(self, rows: Rows) -> list[Tensor]:
         """Compute the rows concatenated in one packed row."""
@@ -324,9 +326,9 @@ class _Family:
         return hidden
 
 
-def _cannot(what: str, error: Exception) -> str:
+def _cannot(action: str, error: Exception) -> str:
     text = failure_text(error)
-    return str(error) if isinstance(error, UnsupportedAttention) else f"it cannot {what} ({text})"
+    return str(error) if isinstance(error, UnsupportedAttention) else f"it cannot {action} ({text})"
 
 
 def failure_text(error: Exception, *, width: int = 160) -> str:

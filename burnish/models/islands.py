@@ -64,8 +64,8 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype, *, only_frozen: bool =
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or (only_frozen and parameter.requires_grad):
             continue
-        kept = plain_name(name) in wide
-        parameter.data = parameter.data.to(torch.float32 if kept else dtype)
+        is_wide = plain_name(name) in wide
+        parameter.data = parameter.data.to(torch.float32 if is_wide else dtype)
 
 
 def with_islands(

@@ -63,12 +63,12 @@ class KVCache:
 
     def copy_from(self, other: KVCache) -> None:
         """Copy the contents of a cache that is not larger."""
-        for own, given in ((self.keys, other.keys), (self.values, other.values)):
-            for layer, tensor in given.items():
-                if layer not in own:
-                    transposed = self.transposed_keys and own is self.keys
-                    own[layer] = self._zeros(tensor[:, :, 0], transposed=transposed)
-                own[layer][: other.num_slots, :, : other.capacity] = tensor
+        for target, source in ((self.keys, other.keys), (self.values, other.values)):
+            for layer, tensor in source.items():
+                if layer not in target:
+                    transposed = self.transposed_keys and target is self.keys
+                    target[layer] = self._zeros(tensor[:, :, 0], transposed=transposed)
+                target[layer][: other.num_slots, :, : other.capacity] = tensor
 
     @property
     def num_bytes(self) -> int:

@@ -87,12 +87,12 @@ def keep_layers(fields: Fields) -> Fields:
     if count == 0:
         return new
     patterns = _patterns(fields, count)
-    kept = _chosen([p.marks for p in patterns], count)
+    layers = _chosen([p.marks for p in patterns], count)
     for name in COUNTS:
         if isinstance(fields.get(name), int) and fields[name] > 0:
-            new[name] = len(kept) if fields[name] == count else min(2, fields[name])
+            new[name] = len(layers) if fields[name] == count else min(2, fields[name])
     for pattern in patterns:
-        pattern.write(new, kept)
+        pattern.write(new, layers)
     return new
 
 
@@ -106,49 +106,49 @@ def num_layers(fields: Fields) -> int:
 
 def _chosen(marks: list[list[Hashable]], count: int) -> list[int]:
     types: list[tuple[Hashable, ...]] = [tuple(m[i] for m in marks) for i in range(count)]
-    kept = [i for i, mark in enumerate(types) if types.index(mark) == i]
-    if len(kept) > MAX_LAYERS:
-        kept = _with_new_values(types, kept)
-    if len(kept) == 1:
-        kept = list(range(min(2, count)))
-    return kept
+    layers = [i for i, mark in enumerate(types) if types.index(mark) == i]
+    if len(layers) > MAX_LAYERS:
+        layers = _with_new_values(types, layers)
+    if len(layers) == 1:
+        layers = list(range(min(2, count)))
+    return layers
 
 
-def _with_new_values(types: list[tuple[Hashable, ...]], kept: list[int]) -> list[int]:
+def _with_new_values(types: list[tuple[Hashable, ...]], layers: list[int]) -> list[int]:
     """Return the layers with a value that no earlier layer has, at most MAX_LAYERS."""
     seen: set[tuple[int, Hashable]] = set()
-    found = []
-    for i in kept:
+    new_layers = []
+    for i in layers:
         values = set(enumerate(types[i]))
         if not values <= seen:
-            found.append(i)
+            new_layers.append(i)
         seen |= values
-    return found[:MAX_LAYERS]
+    return new_layers[:MAX_LAYERS]
 
 
 def _patterns(fields: Fields, count: int) -> list[_Pattern]:
-    found = []
+    patterns = []
     for name, value in fields.items():
         if isinstance(value, list) and _one_per_layer(name, value, count):
-            found.append(_list(name, value))
+            patterns.append(_list(name, value))
         elif name in _NUMBERS and isinstance(value, list):
-            found.append(_numbers(name, value, count))
+            patterns.append(_numbers(name, value, count))
         elif name in _FIRST and isinstance(value, int):
-            found.append(_first(name, value, count))
+            patterns.append(_first(name, value, count))
         elif name in _LAST and isinstance(value, int):
-            found.append(_last(name, value, count))
+            patterns.append(_last(name, value, count))
         elif name in _CYCLES and isinstance(value, list) and value:
-            found.append(_list(name, [value[i % len(value)] for i in range(count)]))
+            patterns.append(_list(name, [value[i % len(value)] for i in range(count)]))
     for period, offset in _PERIODS:
         if fields.get(period):
-            found.append(_period((period, offset), fields, count))
+            patterns.append(_period((period, offset), fields, count))
     if fields.get("decoder_sparse_step"):
-        found.append(_sparse_step(fields, count))
+        patterns.append(_sparse_step(fields, count))
     if fields.get("moe_layer_interval"):
-        found.append(_interval(fields, count))
+        patterns.append(_interval(fields, count))
     if fields.get("per_layer_config"):
-        found.append(_overrides(fields["per_layer_config"], count))
-    return found
+        patterns.append(_overrides(fields["per_layer_config"], count))
+    return patterns
 
 
 def _one_per_layer(name: str, value: list[Any], count: int) -> bool:
@@ -158,8 +158,8 @@ def _one_per_layer(name: str, value: list[Any], count: int) -> bool:
 
 
 def _list(name: str, value: list[Any]) -> _Pattern:
-    def write(new: Fields, kept: list[int]) -> None:
-        new[name] = [value[i] for i in kept]
+    def write(new: Fields, layers: list[int]) -> None:
+        new[name] = [value[i] for i in layers]
         if name == "attention_layers" and "attention_types" in new:  # the short form of the same
             new["attention_types"] = [[new[name], 1]]
 
@@ -169,22 +169,22 @@ def _list(name: str, value: list[Any]) -> _Pattern:
 def _numbers(name: str, value: list[int], count: int) -> _Pattern:
     first = 1 if name in _FROM_ONE else 0
 
-    def write(new: Fields, kept: list[int]) -> None:
-        new[name] = [j for j, i in enumerate(kept, first) if i + first in value]
+    def write(new: Fields, layers: list[int]) -> None:
+        new[name] = [j for j, i in enumerate(layers, first) if i + first in value]
 
     return _Pattern([i + first in value for i in range(count)], write)
 
 
 def _first(name: str, value: int, count: int) -> _Pattern:
-    def write(new: Fields, kept: list[int]) -> None:
-        new[name] = sum(i < value for i in kept)
+    def write(new: Fields, layers: list[int]) -> None:
+        new[name] = sum(i < value for i in layers)
 
     return _Pattern([i < value for i in range(count)], write)
 
 
 def _last(name: str, value: int, count: int) -> _Pattern:
-    def write(new: Fields, kept: list[int]) -> None:
-        new[name] = sum(i >= count - value for i in kept)
+    def write(new: Fields, layers: list[int]) -> None:
+        new[name] = sum(i >= count - value for i in layers)
 
     return _Pattern([i >= count - value for i in range(count)], write)
 
@@ -193,8 +193,8 @@ def _period(names: tuple[str, str], fields: Fields, count: int) -> _Pattern:
     period, offset = fields[names[0]], fields.get(names[1]) or 0
     marks = [(i - offset) % period == 0 for i in range(count)]
 
-    def write(new: Fields, kept: list[int]) -> None:
-        new[names[0]], new[names[1]] = _find_period([marks[i] for i in kept])
+    def write(new: Fields, layers: list[int]) -> None:
+        new[names[0]], new[names[1]] = _find_period([marks[i] for i in layers])
 
     return _Pattern(list(marks), write)
 
@@ -216,8 +216,8 @@ def _sparse_step(fields: Fields, count: int) -> _Pattern:
     step = fields["decoder_sparse_step"]
     marks = [(i + 1) % step == 0 for i in range(count)]
 
-    def write(new: Fields, kept: list[int]) -> None:
-        dense = [j for j, i in enumerate(kept) if not marks[i]]
+    def write(new: Fields, layers: list[int]) -> None:
+        dense = [j for j, i in enumerate(layers) if not marks[i]]
         new["decoder_sparse_step"] = 1
         new["mlp_only_layers"] = sorted({*(new.get("mlp_only_layers") or ()), *dense})
 
@@ -230,8 +230,8 @@ def _interval(fields: Fields, count: int) -> _Pattern:
     end = count - 1 if end is None or end < 0 else end
     marks = [(i + 1) % step == 0 and start <= i <= end for i in range(count)]
 
-    def write(new: Fields, kept: list[int]) -> None:
-        sparse = [j for j, i in enumerate(kept) if marks[i]] or [len(kept)]
+    def write(new: Fields, layers: list[int]) -> None:
+        sparse = [j for j, i in enumerate(layers) if marks[i]] or [len(layers)]
         new["moe_layer_interval"] = 1
         new["moe_layer_start_index"], new["moe_layer_end_index"] = sparse[0], sparse[-1]
 
@@ -241,9 +241,9 @@ def _interval(fields: Fields, count: int) -> _Pattern:
 def _overrides(value: dict[str, Any], count: int) -> _Pattern:
     by_layer = {int(i): overrides for i, overrides in value.items()}
 
-    def write(new: Fields, kept: list[int]) -> None:
+    def write(new: Fields, layers: list[int]) -> None:
         new["per_layer_config"] = {
-            str(j): dict(by_layer[i]) for j, i in enumerate(kept) if i in by_layer
+            str(j): dict(by_layer[i]) for j, i in enumerate(layers) if i in by_layer
         }
 
     return _Pattern([str(by_layer.get(i)) for i in range(count)], write)

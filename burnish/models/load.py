@@ -137,13 +137,13 @@ def check_support(config: ModelConfig) -> ModelSupport | None:
         require_bitsandbytes()
     if config.attn_implementation == "flash_attention_2":
         require_flash_attention()
-    found = hf_config(config)
-    if found is None:
+    pretrained_config = hf_config(config)
+    if pretrained_config is None:
         return None
-    check_unquantized(found, describe(config))
-    check_class(found, describe(config))
-    check_attention(found, config.attn_implementation)
-    return require_support(found, describe(config), trust=config.trust_remote_code)
+    check_unquantized(pretrained_config, describe(config))
+    check_class(pretrained_config, describe(config))
+    check_attention(pretrained_config, config.attn_implementation)
+    return require_support(pretrained_config, describe(config), trust=config.trust_remote_code)
 
 
 def require_support(config: PretrainedConfig, name: str, *, trust: bool) -> ModelSupport:
@@ -303,14 +303,14 @@ def _set_end_token(tokenizer: Any, token: str, config: ModelConfig) -> None:
 def _set_template_defaults(tokenizer: Any, config: ModelConfig) -> None:
     """Make ``chat_template_kwargs`` defaults of the chat template, or of each of several named
     ones. Raises ModelError if none of them reads a name."""
-    given, found = config.chat_template_kwargs, tokenizer.chat_template
-    texts = found if isinstance(found, dict) else {"default": found or ""}
+    defaults, template = config.chat_template_kwargs, tokenizer.chat_template
+    texts = template if isinstance(template, dict) else {"default": template or ""}
     try:
         read = set[str]().union(*(variables(text) for text in texts.values()))
     except TemplateError as error:
         raise ModelError(f"the chat template of {describe(config)} is invalid: {error}") from error
     read -= {*TEMPLATE_INPUTS, *tokenizer.special_tokens_map}
-    for name in given:
+    for name in defaults:
         if name not in read:
             names = f"it reads {', '.join(sorted(read))}" if read else "it reads no such variables"
             raise ModelError(
@@ -318,8 +318,8 @@ def _set_template_defaults(tokenizer: Any, config: ModelConfig) -> None:
                 f"not read {name}{nearest(name, read)}, so the value would have no effect; remove "
                 f"it: {names}"
             )
-    texts = {key: with_defaults(text, given) for key, text in texts.items()}
-    tokenizer.chat_template = texts if isinstance(found, dict) else texts["default"]
+    texts = {key: with_defaults(text, defaults) for key, text in texts.items()}
+    tokenizer.chat_template = texts if isinstance(template, dict) else texts["default"]
 
 
 def _check_vocabulary(tokenizer: Any, config: ModelConfig) -> None:
@@ -327,8 +327,12 @@ def _check_vocabulary(tokenizer: Any, config: ModelConfig) -> None:
 
     More embeddings than tokens are normal, because vocabularies are padded.
     """
-    found = hf_config(config)
-    size = found.get_text_config().to_dict().get("vocab_size") if found is not None else None
+    pretrained_config = hf_config(config)
+    size = (
+        pretrained_config.get_text_config().to_dict().get("vocab_size")
+        if pretrained_config is not None
+        else None
+    )
     if size is None or len(tokenizer) <= size:
         return
     if tokenizer.eos_token_id >= size:
@@ -357,7 +361,7 @@ def hf_config(config: ModelConfig) -> PretrainedConfig | None:
     if Path(config.path).is_dir():
         check_folder(Path(config.path))
     try:
-        found: PretrainedConfig = AutoConfig.from_pretrained(
+        pretrained_config: PretrainedConfig = AutoConfig.from_pretrained(
             config.path,
             revision=config.revision or "main",
             trust_remote_code=config.trust_remote_code,
@@ -365,18 +369,18 @@ def hf_config(config: ModelConfig) -> PretrainedConfig | None:
     except UNREADABLE:
         return None
     if not config.trust_remote_code:
-        refuse_kernels(found, describe(config))
-    return found
+        refuse_kernels(pretrained_config, describe(config))
+    return pretrained_config
 
 
 def without_weights(auto_class: Any, config: ModelConfig, dtype: Dtype) -> Any | None:
     """Return the model of :func:`empty.empty_model`; None if its weights cannot be read in
     parts."""
-    found = hf_config(config)
-    if found is None:  # a GGUF file, or built from scratch
+    pretrained_config = hf_config(config)
+    if pretrained_config is None:  # a GGUF file, or built from scratch
         return None
     try:
-        return empty_model(auto_class, config, found, dtype=DTYPES[dtype])
+        return empty_model(auto_class, config, pretrained_config, dtype=DTYPES[dtype])
     except UNREADABLE as error:
         if isinstance(error, ModelError) or is_out_of_memory(error):
             raise
@@ -387,10 +391,10 @@ def num_positions(config: ModelConfig) -> int | None:
     """Return the longest row in tokens, from the model's config alone; None if it has no limit."""
     if config.scratch is not None:
         return config.scratch.max_position_embeddings
-    found = hf_config(config)
-    if found is None:
+    pretrained_config = hf_config(config)
+    if pretrained_config is None:
         return None
-    return row_limit(found)
+    return row_limit(pretrained_config)
 
 
 def describe(config: ModelConfig) -> str:
@@ -477,13 +481,13 @@ def _restore_digit_splitting(tokenizer: PreTrainedTokenizerBase, file: Path) -> 
     from tokenizers import pre_tokenizers
 
     if not file.is_file():
-        found = cached_file(
+        cached = cached_file(
             str(file.parent), file.name, _raise_exceptions_for_missing_entries=False
         )
-        if found is None:
+        if cached is None:
             log.warning("%s: its pre-tokenizer is unknown; digits may be split differently", file)
             return
-        file = Path(found)
+        file = Path(cached)
     entry = GGUFReader(str(file)).get_field("tokenizer.ggml.pre")
     if entry is None or entry.contents() not in _SPLIT_DIGITS:
         return

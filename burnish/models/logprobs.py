@@ -26,9 +26,10 @@ sum of the head's gradient, [V, H], once. That traffic matters on a GPU, so chun
 there."""
 
 
-def chunk_tokens(wanted: int | None, device_type: str) -> int:
-    """Return ``wanted`` (``train.logprob_chunk_tokens``), or the device's default if it is None."""
-    return CHUNK_TOKENS.get(device_type, CHUNK_TOKENS["cpu"]) if wanted is None else wanted
+def chunk_tokens(num_tokens: int | None, device_type: str) -> int:
+    """Return ``num_tokens`` (``train.logprob_chunk_tokens``), or the device's default if it is
+    None."""
+    return CHUNK_TOKENS.get(device_type, CHUNK_TOKENS["cpu"]) if num_tokens is None else num_tokens
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,12 @@ def token_logprobs(
     *,
     with_entropy: bool = False,
     entropy_order: EntropyOrder = 1,
-    kept: Tensor | None = None,
+    kept_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log softmax(logits)[target] and, if ``with_entropy``, the entropy of each
     distribution.
 
-    ``hidden`` [K, H] is in the compute dtype, ``targets`` [K] is int64. ``kept`` [K, C] int32
+    ``hidden`` [K, H] is in the compute dtype, ``targets`` [K] is int64. ``kept_ids`` [K, C] int32
     restricts the softmax of a row to these ids, which must contain the target; -1 is padding, and
     a row of padding is not restricted. The entropy is always that of the full vocabulary: Shannon's
     for ``entropy_order`` 1, and for 2 the collision entropy -log sum p^2, without gradient. Returns
@@ -82,7 +83,7 @@ def token_logprobs(
     order = entropy_order if with_entropy else 0
     assert order < 2 or not torch.is_grad_enabled(), "only Shannon's entropy has a gradient"
     logprobs, entropy = _TokenLogprobs.apply(
-        hidden, head.weight, head.bias, targets, head, order, kept
+        hidden, head.weight, head.bias, targets, head, order, kept_ids
     )
     return logprobs, entropy if with_entropy else None
 
@@ -97,7 +98,7 @@ class _TokenLogprobs(torch.autograd.Function):
         targets: Tensor,
         head: Head,
         entropy_order: int,
-        kept: Tensor | None,
+        kept_ids: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         count = hidden.shape[0]
         logprobs = hidden.new_empty(count, dtype=torch.float32)
@@ -110,14 +111,14 @@ class _TokenLogprobs(torch.autograd.Function):
             log_norm[rows] = norm
             logprobs[rows] = logits.gather(-1, targets[rows, None])[:, 0] - norm
             log_p = _bounded(logits.sub_(norm[:, None]))
-            if kept is not None:
-                kept_mass[rows] = _log_mass(log_p, kept[rows])
+            if kept_ids is not None:
+                kept_mass[rows] = _log_mass(log_p, kept_ids[rows])
                 logprobs[rows] -= kept_mass[rows]
             if entropy_order == 1:
                 entropy[rows] = -(log_p.exp() * log_p).sum(-1)
             elif entropy_order == 2:
                 entropy[rows] = -(2 * log_p).logsumexp(-1)
-        ctx.save_for_backward(hidden, weight, bias, targets, log_norm, entropy, kept, kept_mass)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_norm, entropy, kept_ids, kept_mass)
         ctx.head, ctx.with_entropy = head, entropy_order == 1
         ctx.last_log_p = log_p if count else None
         return logprobs, entropy
@@ -125,20 +126,20 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_logprobs, grad_entropy = grads
-        hidden, weight, bias, targets, log_norm, entropy, kept, kept_mass = ctx.saved_tensors
+        hidden, weight, bias, targets, log_norm, entropy, kept_ids, kept_mass = ctx.saved_tensors
         head: Head = ctx.head
-        sums = HeadGradients(hidden, weight, bias, wanted=ctx.needs_input_grad[:3])
+        sums = HeadGradients(hidden, weight, bias, needed=ctx.needs_input_grad[:3])
         for begin in reversed(range(0, hidden.shape[0], head.chunk_tokens)):
             rows = slice(begin, begin + head.chunk_tokens)
             if ctx.last_log_p is not None:
                 log_p, ctx.last_log_p = ctx.last_log_p, None
             else:
                 log_p = _bounded(head.logits(hidden[rows]).sub_(log_norm[rows, None]))
-            if kept is None:
+            if kept_ids is None:
                 grad = grad_logits(log_p, targets[rows], grad_logprobs[rows])
             else:
                 grad = _kept_grad_logits(
-                    log_p, targets[rows], grad_logprobs[rows], kept[rows], kept_mass[rows]
+                    log_p, targets[rows], grad_logprobs[rows], kept_ids[rows], kept_mass[rows]
                 )
             if ctx.with_entropy:
                 # dH/dz = -p (log p + H)
@@ -148,7 +149,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if head.scaling.softcap is not None:
                 capped = log_p.add_(log_norm[rows, None])  # restores the logits
             sums.add(rows, head.projection_grad_(grad, capped))
-        return (*sums.found(), None, None, None, None)
+        return (*sums.gradients(), None, None, None, None)
 
 
 def _bounded(log_p: Tensor) -> Tensor:
@@ -165,14 +166,14 @@ class HeadGradients:
     logit gradients."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, wanted: Sequence[bool]
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, needed: Sequence[bool]
     ) -> None:
-        """Allocate the gradients that are needed. ``wanted``: flags for hidden, weight and bias."""
+        """Allocate the gradients that are needed. ``needed``: flags for hidden, weight and bias."""
         self._hidden_states, self._weight, self._bias = hidden, weight, bias
-        self._of_hidden = torch.empty_like(hidden) if wanted[0] else None
-        self._of_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        self._of_hidden = torch.empty_like(hidden) if needed[0] else None
+        self._of_weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
         self._of_bias = None
-        if bias is not None and wanted[2]:
+        if bias is not None and needed[2]:
             self._of_bias = torch.zeros_like(bias, dtype=torch.float32)
 
     def add(self, rows: slice, grad: Tensor) -> None:
@@ -185,7 +186,7 @@ class HeadGradients:
         if self._of_bias is not None:
             self._of_bias += grad.sum(0)
 
-    def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of hidden, weight and bias, each in its tensor's dtype."""
         weight, bias = self._of_weight, self._of_bias
         return (
@@ -201,20 +202,20 @@ def grad_logits(log_p: Tensor, targets: Tensor, upstream: Tensor) -> Tensor:
     return grad.scatter_add_(-1, targets[:, None], upstream[:, None].to(grad.dtype))
 
 
-def _log_mass(log_p: Tensor, kept: Tensor) -> Tensor:
-    """Return [K] the log of the total probability of the ids ``kept`` [K, C]; 0 for rows without
-    ids. ``log_p`` [K, V]."""
-    padding = kept < 0
-    found = log_p.gather(-1, kept.clamp(min=0).long()).masked_fill_(padding, -torch.inf)
-    return torch.where(padding.all(-1), 0.0, found.logsumexp(-1))
+def _log_mass(log_p: Tensor, kept_ids: Tensor) -> Tensor:
+    """Return [K] the log of the total probability of ``kept_ids`` [K, C]; 0 for rows without ids.
+    ``log_p`` [K, V]."""
+    padding = kept_ids < 0
+    kept_log_p = log_p.gather(-1, kept_ids.clamp(min=0).long()).masked_fill_(padding, -torch.inf)
+    return torch.where(padding.all(-1), 0.0, kept_log_p.logsumexp(-1))
 
 
 def _kept_grad_logits(
-    log_p: Tensor, targets: Tensor, upstream: Tensor, kept: Tensor, log_mass: Tensor
+    log_p: Tensor, targets: Tensor, upstream: Tensor, kept_ids: Tensor, log_mass: Tensor
 ) -> Tensor:
-    """Return :func:`grad_logits` of log-probs over the ids ``kept`` [K, C]: p is p / mass for these
-    ids and 0 for the others. Rows without ids are over the full vocabulary."""
-    padding, ids = kept < 0, kept.clamp(min=0).long()
+    """Return :func:`grad_logits` of log-probs over ``kept_ids`` [K, C]: p is p / mass for these ids
+    and 0 for the others. Rows without ids are over the full vocabulary."""
+    padding, ids = kept_ids < 0, kept_ids.clamp(min=0).long()
     full = padding.all(-1)
     grad = log_p.exp().mul_(torch.where(full, -upstream, 0.0)[:, None])
     p = (log_p.gather(-1, ids) - log_mass[:, None]).exp_().masked_fill_(padding, 0.0)

@@ -146,7 +146,7 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
 
 
 def _without_base_weights(
-    given: Mapping[str, Tensor], model: nn.Module, folder: Path
+    adapter: Mapping[str, Tensor], model: nn.Module, folder: Path
 ) -> dict[str, Tensor]:
     """Return an adapter without copies of weights of the base. peft saves those of an embedding or
     head that has an adapter.
@@ -154,16 +154,16 @@ def _without_base_weights(
     Raises ValueError if one of them is not equal to the weight of ``model``.
     """
     base = {name: p for name, p in model.named_parameters() if not is_adapter(name)}
-    for name in base.keys() & given.keys():
+    for name in base.keys() & adapter.keys():
         weight = base[name]
-        if weight.is_meta or not torch.equal(given[name].to(weight), weight):
+        if weight.is_meta or not torch.equal(adapter[name].to(weight), weight):
             raise ValueError(
                 f"model.lora.path: the adapter {folder} has a {name} of its own, which is not that "
                 "of this model, but an adapter cannot replace weights of its base; merge it into "
                 "its base with peft (merge_and_unload, save_pretrained), and set model.path to the "
                 "result"
             )
-    return {name: tensor for name, tensor in given.items() if name not in base}
+    return {name: tensor for name, tensor in adapter.items() if name not in base}
 
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -175,16 +175,16 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     format without its prefix. They share the model's memory."""
     from peft.utils import get_peft_model_state_dict
 
-    found: dict[str, Tensor] = get_peft_model_state_dict(
+    tensors: dict[str, Tensor] = get_peft_model_state_dict(
         model, adapter_name=ADAPTER, save_embedding_layers=False
     )
-    return found
+    return tensors
 
 
 def adapter_base(folder: Path) -> str | None:
     """Return the base model that an adapter folder names, or None."""
-    found = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    return found.get("base_model_name_or_path") or None
+    adapter_config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    return adapter_config.get("base_model_name_or_path") or None
 
 
 def _is_tied(model: PreTrainedModel) -> bool:
@@ -232,19 +232,20 @@ def _check_targets(model: PreTrainedModel, config: LoraConfig) -> None:
     """Raise ValueError if a name of ``target_modules`` matches no module. peft only checks that one
     matches. Models without a head may be given its name. Names of experts, which are stacked in
     parameters, are checked later."""
-    names, wanted = [name for name, _ in model.named_modules()], config.target_modules
-    if config.path is not None or wanted == "all-linear":
+    names, targets = [name for name, _ in model.named_modules()], config.target_modules
+    if config.path is not None or targets == "all-linear":
         return
-    if isinstance(wanted, str):
-        missing = [] if any(re.fullmatch(wanted, name) for name in names) else [wanted]
+    if isinstance(targets, str):
+        missing = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
     else:
-        missing = [t for t in wanted if not any(f".{n}".endswith(f".{t}") for n in names)]
+        missing = [t for t in targets if not any(f".{n}".endswith(f".{t}") for n in names)]
     if model.get_output_embeddings() is None:
         missing = [name for name in missing if name not in HEAD_NAMES]
     if any(parameter.ndim > 2 for parameter in model.parameters()):
         missing = [name for name in missing if name.rpartition(".")[2] not in _MLP_NAMES]
     if missing:
-        linear = {n.rpartition(".")[2] for n, m in model.named_modules() if _is_linear(m)}
+        modules = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)]
+        linear = {n.rpartition(".")[2] for n, _ in modules}
         raise ValueError(
             f"{_targets(config)}: {missing[0]!r} matches no module of this model; use all-linear, "
             f"or names of its linear layers: {', '.join(sorted(linear))}"
@@ -273,10 +274,6 @@ def _check_expert_targets(model: nn.Module, config: LoraConfig) -> None:
             )
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | Conv1D)
-
-
 def _check_saved_weights(model: nn.Module, config: LoraConfig) -> None:
     """Raise ValueError if a module to save has 4-bit weights, which peft cannot copy and train."""
     for name, module in model.named_modules():
@@ -295,10 +292,10 @@ def _check_saved(model: nn.Module, config: LoraConfig) -> None:
     """Raise ValueError if a name of ``modules_to_save`` matches no module, or one that cannot be
     saved."""
     saved = saved_modules(model)
-    for wanted in config.modules_to_save:
-        if not any(n == wanted or n.endswith(f".{wanted}") for n in saved):
+    for module_name in config.modules_to_save:
+        if not any(n == module_name or n.endswith(f".{module_name}") for n in saved):
             raise ValueError(
-                f"{_SAVE} has {wanted!r}, which names no module of this model; "
+                f"{_SAVE} has {module_name!r}, which names no module of this model; "
                 "use names such as embed_tokens, lm_head or norm"
             )
     for name, module in saved.items():
@@ -317,17 +314,15 @@ def _check_shared_weights(model: nn.Module, config: LoraConfig) -> None:
     for name, layer in adapted_layers(model).items():
         if isinstance(layer, ParamWrapper):
             continue
-        first = names.setdefault(_weight_id(layer.get_base_layer()), name)
+        base = layer.get_base_layer()
+        weight = base.packed if isinstance(base, Nf4Layer) else base.weight
+        first = names.setdefault(id(weight), name)
         if first != name:
             raise ValueError(
                 f"{_targets(config)}: {first} and {name} share one weight, and their adapters "
                 "could not be merged into it; name layers that are not repeated, or train all "
                 "weights"
             )
-
-
-def _weight_id(layer: nn.Module) -> int:
-    return id(layer.packed if isinstance(layer, Nf4Layer) else layer.weight)
 
 
 @torch.no_grad()

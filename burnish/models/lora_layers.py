@@ -158,12 +158,12 @@ def adapters_by_parameter(model: nn.Module) -> dict[str, list[LoraLayer]]:
     A wrapper around a module adapts the module's ``weight``. A :class:`ParamWrapper` adapts the
     parameter that it names; several of these may be nested around one module.
     """
-    found: dict[str, list[LoraLayer]] = {}
+    adapters: dict[str, list[LoraLayer]] = {}
     if not (layers := adapted_layers(model)):
-        return found
+        return adapters
     from peft.tuners.lora.layer import ParamWrapper
 
     for name, layer in layers.items():
         leaf = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
-        found.setdefault(f"{plain_name(name)}.{leaf}", []).append(layer)
-    return found
+        adapters.setdefault(f"{plain_name(name)}.{leaf}", []).append(layer)
+    return adapters

@@ -23,9 +23,9 @@ class EmbeddingNoise:
     def set_rows(self, flat_index: Tensor, lengths: Tensor, shape: torch.Size) -> None:
         """Set the rows of the next pass. ``flat_index`` [M]: place of each token in the input ids
         of ``shape`` [R, T]; ``lengths`` [M]: tokens of its row."""
-        found = torch.zeros(shape.numel(), dtype=torch.float32)
-        found[flat_index.cpu()] = lengths.float().cpu()
-        self.row_lengths = found.view(shape)
+        row_lengths = torch.zeros(shape.numel(), dtype=torch.float32)
+        row_lengths[flat_index.cpu()] = lengths.float().cpu()
+        self.row_lengths = row_lengths.view(shape)
 
     def _add(self, module: nn.Module, args: object, output: Tensor) -> Tensor | None:
         """Return the output with noise; None leaves it as it is."""

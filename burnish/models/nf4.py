@@ -71,8 +71,8 @@ class Nf4Layer(nn.Module):
             state2=nested,
         )
         codes = packed.detach().contiguous().view(torch.uint8).view(-1, 1)
-        found: Tensor = dequantize_4bit(codes, state)
-        return found
+        weight: Tensor = dequantize_4bit(codes, state)
+        return weight
 
     def store_as(self, dtype: torch.dtype) -> None:
         """Keep the bytes of the codes as numbers of ``dtype``, in place.
@@ -175,13 +175,13 @@ def quantize(model: Any, *, double: bool, device: torch.device | str) -> None:
     to 8 bits. Raises ModelError if bitsandbytes is missing or no layer can be quantized.
     """
     require_bitsandbytes()
-    found = layers_to_quantize(model)
-    if not found:
+    layers = layers_to_quantize(model)
+    if not layers:
         raise ModelError(
             f"model.lora.quantization=nf4: {type(model).__name__} has no plain linear layer whose "
             "weights can be quantized; remove model.lora.quantization"
         )
-    for layer in found:
+    for layer in layers:
         _quantize_layer(layer, double=double, device=device)
     left = [
         (name, p)

@@ -7,13 +7,13 @@ from transformers import PretrainedConfig
 from burnish.models.paths import ModelError
 
 
-def check_unquantized(found: PretrainedConfig, name: str) -> None:
+def check_unquantized(config: PretrainedConfig, name: str) -> None:
     """Raise ModelError if the weights of a model folder are quantized (GPTQ, AWQ, FP8,
     compressed-tensors, bitsandbytes): they have no gradient and no full-precision masters."""
-    given = vars(found).get("quantization_config")
-    if not given:
+    quantization = vars(config).get("quantization_config")
+    if not quantization:
         return
-    fields = given if isinstance(given, dict) else given.to_dict()
+    fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
     method = str(fields.get("quant_method") or "an unknown method").rpartition(".")[2].lower()
     tools = {
         "fp8": "transformers' FineGrainedFP8Config(dequantize=True) and save_pretrained",

@@ -135,11 +135,11 @@ class RoutingRecorder:
 def _experts(body: nn.Module) -> list[tuple[str, nn.Module, tuple[int, str]]]:
     """Return (name, module, argument) of each module whose forward receives the ids of the chosen
     experts, with the position and name of that argument."""
-    found = []
+    experts = []
     for name, module in body.named_modules():
         names = list(inspect.signature(type(module).forward).parameters)[1:]
-        found += [(name, module, (names.index(n), n)) for n in _INDEX_NAMES if n in names]
-    return found
+        experts += [(name, module, (names.index(n), n)) for n in _INDEX_NAMES if n in names]
+    return experts
 
 
 def _routers(body: nn.Module) -> dict[str, tuple[nn.Module, int]]:

@@ -124,9 +124,9 @@ def save_own(
     save_torch_state_dict(dict(weights), folder, max_shard_size=shard, metadata={"format": "pt"})
 
 
-def load_own(config: ModelConfig, found: PretrainedConfig, name: str) -> ScalarModel:
+def load_own(config: ModelConfig, pretrained_config: PretrainedConfig, name: str) -> ScalarModel:
     """Return the scalar model of a folder of the form ``own`` in the dtype of its files, on the
-    CPU. ``found``: the folder's config. ``name``: for messages.
+    CPU. ``pretrained_config``: that of the folder. ``name``: for messages.
 
     Raises ModelError if the files do not fit the config.
     """
@@ -134,8 +134,8 @@ def load_own(config: ModelConfig, found: PretrainedConfig, name: str) -> ScalarM
     if files is None:
         raise ModelError(f"{name} has no safetensors files, or some are missing; export it again")
     model = empty_scalar(
-        found,
-        int(found.num_labels or 1),
+        pretrained_config,
+        int(pretrained_config.num_labels or 1),
         bias="score.bias" in files,
         trust=config.trust_remote_code,
     )

@@ -70,9 +70,9 @@ def _cuda_kernels(index: int) -> Kernels:
 
 def installed_torch() -> tuple[int, int]:
     """Return the (major, minor) version of the imported torch."""
-    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    assert found is not None, f"torch.__version__ is {torch.__version__!r}"
-    return int(found[1]), int(found[2])
+    match = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    assert match is not None, f"torch.__version__ is {torch.__version__!r}"
+    return int(match[1]), int(match[2])
 
 
 def way_of(kernels: Kernels | None, call: Call) -> Way:

@@ -158,9 +158,9 @@ def causal_lm_config(config: PretrainedConfig) -> PretrainedConfig:
     mapping: Any = AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:
         return config
-    wanted = mapping[type(config)].config_class
-    parts = [value for value in vars(config).values() if type(value) is wanted]
-    if isinstance(config, wanted) or len(parts) != 1 or wanted not in mapping:
+    config_class = mapping[type(config)].config_class
+    parts = [value for value in vars(config).values() if type(value) is config_class]
+    if isinstance(config, config_class) or len(parts) != 1 or config_class not in mapping:
         return config
     return cast(PretrainedConfig, parts[0])
 

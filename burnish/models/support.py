@@ -66,9 +66,9 @@ def cached_result(
     The random state of torch does not change, whether or not the result is cached.
     """
     key = key_of(kind, tiny.model_type, [_content(tiny), str(trust).encode()])
-    found = _IN_MEMORY.get(key)
-    if isinstance(found, kind):
-        return found
+    cached = _IN_MEMORY.get(key)
+    if isinstance(cached, kind):
+        return cached
     use_disk = use_disk and not _is_remote(tiny)
     result = recall(kind, key) if use_disk else None
     if result is None:
@@ -108,8 +108,8 @@ def row_limit(config: PretrainedConfig) -> int | None:
     text = config.get_text_config()
     fields = text.to_dict()
     limits = [fields.get(name) for name in ("max_position_embeddings", "n_positions")]
-    found = [int(limit) for limit in limits if isinstance(limit, int) and limit > 0]
-    return min([*found[:1], *rope_borders(config)], default=None)
+    positive = [int(limit) for limit in limits if isinstance(limit, int) and limit > 0]
+    return min([*positive[:1], *rope_borders(config)], default=None)
 
 
 def rope_borders(config: PretrainedConfig) -> list[int]:
@@ -130,10 +130,10 @@ def rope_borders(config: PretrainedConfig) -> list[int]:
 
 def _ropes(fields: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the parameters of each rotary embedding: one set, or one per layer type."""
-    found = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if any(isinstance(value, dict) for value in found.values()):
-        return [value for value in found.values() if isinstance(value, dict)]
-    return [found]
+    parameters = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if any(isinstance(value, dict) for value in parameters.values()):
+        return [value for value in parameters.values() if isinstance(value, dict)]
+    return [parameters]
 
 
 def below_rope_border(tiny: PretrainedConfig) -> PretrainedConfig:

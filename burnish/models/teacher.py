@@ -68,27 +68,27 @@ def shared_vocabulary(
     ``tokenizer`` is the student's. Raises ModelError if an id stands for different tokens in the
     two models.
     """
-    own, other = by_id(tokenizer), by_id(load_tokenizer(teacher))
+    student_tokens, teacher_tokens = by_id(tokenizer), by_id(load_tokenizer(teacher))
     sizes = vocabulary_size(student), vocabulary_size(teacher)
-    for i in sorted(own.keys() & other.keys()):
-        if own[i] != other[i]:
+    for i in sorted(student_tokens.keys() & teacher_tokens.keys()):
+        if student_tokens[i] != teacher_tokens[i]:
             raise ModelError(
-                f"the teacher {describe(teacher)} ({len(other)} tokens, {sizes[1]} logits) has "
-                f"another vocabulary than the student {describe(student)} ({len(own)} tokens, "
-                f"{sizes[0]} logits): token {i} is {other[i]!r} in the teacher and {own[i]!r} in "
-                "the student. Their distributions cannot be compared; use a teacher of the "
-                "student's family, or sample the teacher (burnish generate) and train on its "
-                "output (burnish sft)"
+                f"the teacher {describe(teacher)} ({len(teacher_tokens)} tokens, {sizes[1]} "
+                f"logits) has another vocabulary than the student {describe(student)} "
+                f"({len(student_tokens)} tokens, {sizes[0]} logits): token {i} is "
+                f"{teacher_tokens[i]!r} in the teacher and {student_tokens[i]!r} in the student. "
+                "Their distributions cannot be compared; use a teacher of the student's family, or "
+                "sample the teacher (burnish generate) and train on its output (burnish sft)"
             )
     shared = min(sizes)
-    only_one = own.keys() ^ other.keys()
+    only_one = student_tokens.keys() ^ teacher_tokens.keys()
     if only_one and min(only_one) < shared:
         first = min(only_one)
-        has, lacks = ("student", "teacher") if first in own else ("teacher", "student")
+        has, lacks = ("student", "teacher") if first in student_tokens else ("teacher", "student")
         log.warning(
             "teacher: token %d (%r) is in the %s's tokenizer and not in the %s's; distributions "
             "are compared over the %d tokens before it",
-            *(first, (own | other)[first], has, lacks, first),
+            *(first, (student_tokens | teacher_tokens)[first], has, lacks, first),
         )
         shared = first
     elif sizes[0] != sizes[1]:
@@ -110,17 +110,17 @@ def vocabulary_size(config: ModelConfig) -> int:
     """Return the number of rows of the model's output projection, from its config alone."""
     if config.scratch is not None:
         return len(scratch_tokenizer(config.scratch.alphabet))
-    found: Any = hf_config(config)
-    if found is None and config.path is not None and config.gguf_file is not None:
-        found = AutoConfig.from_pretrained(
+    pretrained_config: Any = hf_config(config)
+    if pretrained_config is None and config.path is not None and config.gguf_file is not None:
+        pretrained_config = AutoConfig.from_pretrained(
             config.path, gguf_file=config.gguf_file, trust_remote_code=config.trust_remote_code
         )
-    if found is None:
+    if pretrained_config is None:
         raise ModelError(
             f"{describe(config)} has no readable config with the size of its vocabulary; check "
             "model.path"
         )
-    return int(found.get_text_config().vocab_size)
+    return int(pretrained_config.get_text_config().vocab_size)
 
 
 @torch.no_grad()
@@ -136,18 +136,18 @@ def load_head(
     model: Any = empty if empty is not None else load_causal_lm(config, dtype=dtype)
     head = model.get_output_embeddings()
     names = {id(p): name for name, p in model.named_parameters()}
-    found: list[Tensor | None] = []
+    tensors: list[Tensor | None] = []
     for parameter in (head.weight, head.bias):
         if parameter is None:
-            found.append(None)
+            tensors.append(None)
             continue
         if empty is None:
             values = parameter[:rows].clone()
         else:
             values = torch.empty(rows, *parameter.shape[1:], dtype=DTYPES[dtype])
             fill_rows({names[id(parameter)]: (values, (0, rows))}, config)
-        found.append(values.to(device=device, dtype=DTYPES[dtype]))
-    weight, bias = found
+        tensors.append(values.to(device=device, dtype=DTYPES[dtype]))
+    weight, bias = tensors
     assert weight is not None
     scaling = logit_scaling(model.config)
     return Head(weight, bias, chunk_tokens=chunk_tokens, scaling=scaling)

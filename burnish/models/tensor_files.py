@@ -99,9 +99,9 @@ class TensorFiles:
         file = self._file(path)
         tensor_shards = json.loads((file.metadata() or {}).get("pieces", "{}"))
         for name in file.keys():  # noqa: SIM118 (not a mapping)
-            own = tuple(file.get_slice(name).get_shape())
-            begin, shape = tensor_shards.get(name, (0, own))
-            rows = own[0] if own else 1
+            shape_in_file = tuple(file.get_slice(name).get_shape())
+            begin, shape = tensor_shards.get(name, (0, shape_in_file))
+            rows = shape_in_file[0] if shape_in_file else 1
             self._shapes[name] = tuple(shape)
             self._stored.setdefault(name, []).append(_Stored(path, begin, begin + rows))
 
@@ -124,11 +124,11 @@ def tensor_sets(folder: Path) -> dict[str, TensorFiles]:
 
     Raises ValueError if a file of a set is missing, or if a set exists with several file counts.
     """
-    found: dict[str, list[Path]] = {}
+    paths_by_name: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         part = _PART.fullmatch(path.stem)
-        found.setdefault(part[1] if part else path.stem, []).append(path)
-    for name, paths in found.items():
+        paths_by_name.setdefault(part[1] if part else path.stem, []).append(path)
+    for name, paths in paths_by_name.items():
         parts = [_PART.fullmatch(path.stem) for path in paths]
         expected = {int(part[3]) if part else 1 for part in parts}
         if expected != {len(paths)}:
@@ -136,7 +136,7 @@ def tensor_sets(folder: Path) -> dict[str, TensorFiles]:
                 f"{folder} has {len(paths)} files of {name} ({', '.join(p.name for p in paths)}), "
                 "which are not one complete set; use another checkpoint"
             )
-    return {name: TensorFiles(paths) for name, paths in found.items()}
+    return {name: TensorFiles(paths) for name, paths in paths_by_name.items()}
 
 
 def in_parts(
@@ -162,16 +162,16 @@ def write_shard_file(
     Returns the path. Empty shards are omitted, except for empty tensors, which file 0 contains.
     """
     number, count = part
-    kept = {
+    written = {
         key: tensor_shard
         for key, tensor_shard in tensor_shards.items()
         if tensor_shard.tensor.numel() or (number == 0 and 0 in tensor_shard.shape)
     }
     path = folder / f"{name}-{number + 1:05d}-of-{count:05d}.safetensors"
     where = {
-        key: [tensor_shard.begin, list(tensor_shard.shape)] for key, tensor_shard in kept.items()
+        key: [tensor_shard.begin, list(tensor_shard.shape)] for key, tensor_shard in written.items()
     }
-    tensors = {key: tensor_shard.tensor.contiguous() for key, tensor_shard in kept.items()}
+    tensors = {key: tensor_shard.tensor.contiguous() for key, tensor_shard in written.items()}
     save_file(tensors, path, metadata={"format": "pt", "pieces": json.dumps(where)})
     return path
 
@@ -180,5 +180,5 @@ def write_shards(folder: Path, kinds: TensorShards, part: tuple[int, int]) -> No
     """Write a rank's shards as file ``part`` = (k, n) of every set, k from 0. Scalars are only in
     file 0."""
     for kind, tensor_shards in kinds.items():
-        own = {n: p for n, p in tensor_shards.items() if p.shape or part[0] == 0}
-        write_shard_file(folder, kind, own, part)
+        shards = {n: p for n, p in tensor_shards.items() if p.shape or part[0] == 0}
+        write_shard_file(folder, kind, shards, part)

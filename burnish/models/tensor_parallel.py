@@ -66,7 +66,7 @@ def part_of(full: Tensor, dim: int, *, blocks: int, rank: int, size: int) -> Ten
 def join_parts(parts: Sequence[Tensor], dim: int, blocks: int) -> Tensor:
     """Return the tensor whose parts :func:`part_of` returned, in the order of the ranks."""
     split = [part.chunk(blocks, dim) for part in parts]
-    return torch.cat([own[block] for block in range(blocks) for own in split], dim)
+    return torch.cat([chunks[block] for block in range(blocks) for chunks in split], dim)
 
 
 def shard_layers(body: PreTrainedModel, group: ProcessGroup) -> dict[str, ShardSpec]:
@@ -145,29 +145,29 @@ def layer_styles(body: PreTrainedModel) -> dict[str, str]:
             f"train.engine.tensor_parallel_size: the plan of {kind} shards {name} in an "
             f"unsupported way ({style}); use 1, and sharding=full or sequence_parallel_size"
         )
-    found = {}
+    styles = {}
     for name, _ in body.named_modules():
         key = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         if key in plan:
-            found[name] = plan[key]
-    for parent in _parents(found):
+            styles[name] = plan[key]
+    for parent in _parents(styles):
         for leaf, _ in body.get_submodule(parent).named_parameters():
-            if not any(f"{parent}.{leaf}".startswith(f"{name}.") for name in found):
+            if not any(f"{parent}.{leaf}".startswith(f"{name}.") for name in styles):
                 raise ModelError(
                     f"train.engine.tensor_parallel_size: the plan of {kind} does not cover "
                     f"{parent}.{leaf}; use 1, and sharding=full"
                 )
-    return found
+    return styles
 
 
 def _inside_experts(plan: Mapping[str, str]) -> set[str]:
     """Return the keys of ``plan`` that name parameters of experts which can be split."""
-    found: set[str] = set()
+    inside: set[str] = set()
     for key in (k for k, v in plan.items() if v == EXPERTS):
-        own = {k: v for k, v in plan.items() if k.startswith(f"{key}.")}
-        if {k.removeprefix(f"{key}."): v for k, v in own.items()} == EXPERT_WEIGHTS:
-            found |= own.keys()
-    return found
+        expert_plan = {k: v for k, v in plan.items() if k.startswith(f"{key}.")}
+        if {k.removeprefix(f"{key}."): v for k, v in expert_plan.items()} == EXPERT_WEIGHTS:
+            inside |= expert_plan.keys()
+    return inside
 
 
 _HEADS = ("num_attention_heads", "num_key_value_heads")

@@ -22,10 +22,10 @@ def gathered_modules(body: PreTrainedModel, *, tied: bool) -> list[GatheredModul
     """Return the modules that are gathered one by one: the decoder layers, and the embedding if
     nothing else reads its weight (``tied``: something does). What is left (final norm, output
     projection or value head, and a tied embedding) belongs to the root."""
-    found = [GatheredModule(name, "layer", module) for name, module in layers_of(body)]
+    modules = [GatheredModule(name, "layer", module) for name, module in layers_of(body)]
     if not tied:
-        found.append(GatheredModule("embedding", "embedding", body.get_input_embeddings()))
-    return found
+        modules.append(GatheredModule("embedding", "embedding", body.get_input_embeddings()))
+    return modules
 
 
 def layers_of(body: PreTrainedModel) -> list[tuple[str, nn.Module]]:

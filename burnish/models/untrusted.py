@@ -62,11 +62,11 @@ def check_kinds(folder: Path) -> None:
 def unloadable(part: str, source: str, error: BaseException) -> ModelError:
     """Return the error of a model or tokenizer that cannot be loaded."""
     broken = _broken_file(Path(source)) if Path(source).is_dir() else None
-    why = _why(error) if broken is None else f"{broken}; download or export it again"
-    return ModelError(f"cannot load the {part} {source}: {why}")
+    reason = _reason(error) if broken is None else f"{broken}; download or export it again"
+    return ModelError(f"cannot load the {part} {source}: {reason}")
 
 
-def _why(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     text = library_text(error)
     if "ignore_mismatched_sizes" in text:
         return "its weights have other shapes than its config says; download or export it again"

@@ -76,17 +76,19 @@ def load_scalar_model(  # house: ok properties of the model and of its head
     do not fit.
     """
     check_support(config)
-    found = hf_config(config)
-    if found is not None and has_score(found):
-        check_outputs(config, found, num_outputs if new_head is not None else None)
-        order = None if new_head is None else _order_of_outputs(config, found, output_names)
-        model = _from_folder(config, found, dtype=dtype, device=device, empty=empty)
+    pretrained_config = hf_config(config)
+    if pretrained_config is not None and has_score(pretrained_config):
+        check_outputs(config, pretrained_config, num_outputs if new_head is not None else None)
+        order = (
+            None if new_head is None else _order_of_outputs(config, pretrained_config, output_names)
+        )
+        model = _from_folder(config, pretrained_config, dtype=dtype, device=device, empty=empty)
         if config.lora is not None:
             _add_adapters(model, config, seed=seed)
         if order is not None:
             model.score = _mixed(model.score, lambda full: full[order], config)
         if new_head is None:
-            weights = weights_of_outputs(config, found, output_weights)
+            weights = weights_of_outputs(config, pretrained_config, output_weights)
             if weights is not None:
                 mix = torch.tensor(weights)
                 model.score = _mixed(
@@ -94,16 +96,16 @@ def load_scalar_model(  # house: ok properties of the model and of its head
                 )
         return model
     if new_head is None:
-        if config.path is not None and config.gguf_file is None and found is None:
+        if config.path is not None and config.gguf_file is None and pretrained_config is None:
             load_causal_lm(config)  # raises with the reason why its config cannot be read
         raise ModelError(
             f"{describe(config)} is a language model without a reward head, so its scores would "
             "be noise; train one first (burnish rm), or use a sequence classifier"
         )
-    if found is not None:
-        require_scalar(found, describe(config), trust=config.trust_remote_code)
+    if pretrained_config is not None:
+        require_scalar(pretrained_config, describe(config), trust=config.trust_remote_code)
     network = _language_model(config, dtype=dtype, device=device, empty=empty, seed=seed)
-    if found is None:  # a GGUF file, or a model made from scratch
+    if pretrained_config is None:  # a GGUF file, or a model made from scratch
         require_scalar(network.config, describe(config))
     width = head_width(network)
     score = nn.Linear(width, num_outputs, bias=False)
@@ -130,7 +132,7 @@ def _language_model(
 
 def _from_folder(
     config: ModelConfig,
-    found: PretrainedConfig,
+    pretrained_config: PretrainedConfig,
     *,
     dtype: Dtype,
     device: torch.device | str,
@@ -138,16 +140,16 @@ def _from_folder(
 ) -> ScalarModel:
     """Return the scalar model of a folder that has a head, of either form."""
     name = describe(config)
-    if is_own(found):
+    if is_own(pretrained_config):
         check_path(config, warn=True)
         try:
-            model = load_own(config, found, name)
+            model = load_own(config, pretrained_config, name)
         except UNREADABLE as error:
             if isinstance(error, ModelError) or is_out_of_memory(error):
                 raise
             raise unloadable("model", name, error) from error
     else:
-        model = _from_classifier(config, found, dtype=dtype, empty=empty)
+        model = _from_classifier(config, pretrained_config, dtype=dtype, empty=empty)
     if not any(parameter.is_meta for parameter in model.parameters()):
         place(model.model, dtype=dtype, device=device, lora=config.lora)
         model.score.to(device=device, dtype=DTYPES[dtype])
@@ -157,12 +159,12 @@ def _from_folder(
 
 
 def _from_classifier(
-    config: ModelConfig, found: PretrainedConfig, *, dtype: Dtype, empty: bool
+    config: ModelConfig, pretrained_config: PretrainedConfig, *, dtype: Dtype, empty: bool
 ) -> ScalarModel:
     """Return body and head of transformers' classifier. Raises ModelError if it has another head,
     or computes more than a linear output of its body."""
     name, auto_class = describe(config), AutoModelForSequenceClassification
-    support = require_scalar(found, name, trust=config.trust_remote_code)
+    support = require_scalar(pretrained_config, name, trust=config.trust_remote_code)
     model: Any = None
     if empty and support.body_path == "model":  # the files have the names of ScalarModel
         model = without_weights(auto_class, config, dtype)
@@ -190,64 +192,74 @@ def _add_adapters(model: ScalarModel, config: ModelConfig, *, seed: int) -> None
         inject_adapters(model.model, config)
 
 
-def has_score(found: PretrainedConfig) -> bool:
+def has_score(config: PretrainedConfig) -> bool:
     """Return whether a folder with this config has a head: a reward model or critic exported by
     Burnish, or transformers' sequence classifier."""
-    names = found.architectures or []
-    return is_own(found) or any(name.endswith("ForSequenceClassification") for name in names)
+    names = config.architectures or []
+    return is_own(config) or any(name.endswith("ForSequenceClassification") for name in names)
 
 
-def check_outputs(config: ModelConfig, found: PretrainedConfig, wanted: int | None) -> None:
-    """Raise ModelError if the model has another number of outputs than ``wanted`` (None: any)."""
-    if wanted is not None and found.num_labels != wanted:
+def check_outputs(
+    config: ModelConfig, pretrained_config: PretrainedConfig, num_outputs: int | None
+) -> None:
+    """Raise ModelError if the model has another number of outputs than ``num_outputs`` (None:
+    any)."""
+    if num_outputs is not None and pretrained_config.num_labels != num_outputs:
         raise ModelError(
-            f"{describe(config)} has {found.num_labels} outputs, but this recipe trains {wanted}; "
-            f"use a classifier with num_labels={wanted}, or a language model, which gets a new head"
+            f"{describe(config)} has {pretrained_config.num_labels} outputs, but this recipe "
+            f"trains {num_outputs}; use a classifier with num_labels={num_outputs}, or a language "
+            "model, which gets a new head"
         )
 
 
 def _order_of_outputs(
-    config: ModelConfig, found: PretrainedConfig, wanted: Sequence[str]
+    config: ModelConfig, pretrained_config: PretrainedConfig, output_names: Sequence[str]
 ) -> list[int] | None:
-    """Return the classifier's outputs in the order of the names ``wanted``; None: as they are.
+    """Return the classifier's outputs in the order of ``output_names``; None: as they are.
 
     One output, and outputs without names, are taken as they are. Raises ModelError if the outputs
     have other names: they would be trained on as outputs that they are not.
     """
-    names = names_of_outputs(found)
-    if len(names) == 1 or not wanted or list(wanted) == names:
+    names = names_of_outputs(pretrained_config)
+    if len(names) == 1 or not output_names or list(output_names) == names:
         return None
-    if sorted(wanted) == sorted(names):
+    if sorted(output_names) == sorted(names):
         log.info(
             "the outputs of %s (%s) are put in the order of the recipe: %s",
-            *(describe(config), ", ".join(names), ", ".join(wanted)),
+            *(describe(config), ", ".join(names), ", ".join(output_names)),
         )
-        return [names.index(name) for name in wanted]
+        return [names.index(name) for name in output_names]
     if names == [f"LABEL_{index}" for index in range(len(names))]:
         log.warning(
             "the outputs of %s have no names (id2label in its config.json); they are taken as %s, "
             "in this order",
-            *(describe(config), ", ".join(wanted)),
+            *(describe(config), ", ".join(output_names)),
         )
         return None
     raise ModelError(
         f"the outputs of {describe(config)} are {', '.join(names)}, but this recipe trains "
-        f"{', '.join(wanted)}; use these names in the recipe and its rows, write the recipe's "
-        "names into id2label of its config.json if they mean the same, or use a language model, "
-        "which gets a new head"
+        f"{', '.join(output_names)}; use these names in the recipe and its rows, write the "
+        "recipe's names into id2label of its config.json if they mean the same, or use a language "
+        "model, which gets a new head"
     )
 
 
 def weights_of_outputs(
-    config: ModelConfig, found: PretrainedConfig, given: Mapping[str, float] | None
+    config: ModelConfig,
+    pretrained_config: PretrainedConfig,
+    output_weights: Mapping[str, float] | None,
 ) -> list[float] | None:
     """Return the weight of each output of the classifier in the reward. None: it has one output,
     which is the reward. Raises ModelError if the weights are missing or do not fit the names."""
-    chosen = given if given is not None else found.to_dict().get("reward_weights")
-    num = int(found.num_labels or 1)
+    chosen = (
+        output_weights
+        if output_weights is not None
+        else pretrained_config.to_dict().get("reward_weights")
+    )
+    num = int(pretrained_config.num_labels or 1)
     if chosen is None and num == 1:
         return None
-    names = names_of_outputs(found)
+    names = names_of_outputs(pretrained_config)
     if chosen is None:
         raise ModelError(
             f"{describe(config)} has {num} outputs ({', '.join(names)}), and a reward is one "
@@ -256,21 +268,21 @@ def weights_of_outputs(
         )
     unknown = [name for name in chosen if name not in names]
     if unknown or not any(chosen.values()):
+        key = "output_weights" if output_weights is not None else "reward_weights"
         raise ModelError(
-            f"{'output_weights' if given is not None else 'reward_weights'}={dict(chosen)} of "
-            f"{describe(config)}: "
+            f"{key}={dict(chosen)} of {describe(config)}: "
             + (f"there is no output {unknown[0]!r}" if unknown else "all weights are 0")
             + f"; the outputs are {', '.join(names)}"
         )
-    found_weights = [float(chosen.get(name, 0.0)) for name in names]
-    return None if found_weights == [1.0] else found_weights
+    weights = [float(chosen.get(name, 0.0)) for name in names]
+    return None if weights == [1.0] else weights
 
 
 def _mixed(score: nn.Linear, mix: Callable[[Tensor], Tensor], config: ModelConfig) -> nn.Linear:
     """Return a head whose outputs are those of ``score`` after ``mix``, which maps the fp32 rows
     of a parameter to the new ones. The result is rounded to the dtype of the head."""
-    own = {n: p for n, p in score.named_parameters()}
-    full = {n: read_tensor(config, f"score.{n}") if p.is_meta else p for n, p in own.items()}
+    parameters = {n: p for n, p in score.named_parameters()}
+    full = {n: read_tensor(config, f"score.{n}") if p.is_meta else p for n, p in parameters.items()}
     rows = {name: mix(tensor.detach().float()) for name, tensor in full.items()}
     home = "cpu" if score.weight.is_meta else score.weight.device
     new = nn.Linear(score.in_features, len(rows["weight"]), bias=score.bias is not None)

@@ -353,11 +353,11 @@ class _Trace:
         options: dict[str, Any] = {"with_entropy": work.with_entropy and work.train}
         more = at_reads.shape[0] - few
         if more <= 0:
-            return list(token_logprobs(at_reads, targets, head, kept=kept, **options))
+            return list(token_logprobs(at_reads, targets, head, kept_ids=kept, **options))
         held: list[Tensor] = []
         some = _Passed.apply(at_reads[:few], held, None)
         part = None if kept is None else kept[:few]
-        found = token_logprobs(some, targets[:few], head, kept=part, **options)
+        found = token_logprobs(some, targets[:few], head, kept_ids=part, **options)
         like = at_reads.new_empty(0).new_empty
         size = (more, at_reads.shape[1])
         return [

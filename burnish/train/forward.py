@@ -235,7 +235,7 @@ class Forward:
             return found.logprobs, found.divergence, found.kl, found.agreement
         order = self.entropy_order
         logprobs, entropy = token_logprobs(
-            hidden, targets, head, with_entropy=with_entropy, entropy_order=order, kept=kept
+            hidden, targets, head, with_entropy=with_entropy, entropy_order=order, kept_ids=kept
         )
         return (logprobs,) if entropy is None else (logprobs, entropy)
 

@@ -45,7 +45,7 @@ def test_logprobs_entropy_and_gradients_equal_float64(
 
     ours = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
     head = Head(ours[1], ours[2], temperature=temperature, chunk_tokens=chunk)
-    logprobs, entropy = token_logprobs(ours[0], targets, head, with_entropy=True, kept=kept)
+    logprobs, entropy = token_logprobs(ours[0], targets, head, with_entropy=True, kept_ids=kept)
     assert entropy is not None
     (upstream[0] * logprobs + upstream[1] * entropy).sum().backward()
 

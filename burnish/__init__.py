@@ -28,7 +28,7 @@ _HOMES = {
     "RunResult": "burnish.jobs.run",
     "build_report": "burnish.observe.report",
     "export": "burnish.checkpoint.export",
-    "load_config": "burnish.config",
+    "load_config": "burnish.config.load",
     "run": "burnish.jobs.run",
 }
 

@@ -31,23 +31,29 @@ KINDS = ("VllmServers", "Muon")
 """Config classes of two kinds: a rollout engine and an optimizer."""
 
 
+def is_config(module: str) -> bool:
+    """Return whether a module has classes of recipes."""
+    return module.startswith("burnish.config") or module.endswith(".config")
+
+
 def config_classes(modules: Mapping[str, ast.Module]) -> set[str]:
-    """Return the names of all classes that burnish.config defines."""
+    """Return the names of all classes of recipes: those of burnish.config, and of the folders of
+    kinds."""
     return {
         node.name
         for name, tree in modules.items()
-        if name.startswith("burnish.config")
+        if is_config(name)
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
     }
 
 
 def isinstance_checks(modules: Mapping[str, ast.Module], classes: set[str]) -> int:
-    """Count ``isinstance`` calls outside burnish.config on a class of burnish.config."""
+    """Count ``isinstance`` calls outside configs on a class of recipes."""
     return sum(
         any(isinstance(n, ast.Name) and n.id in classes for n in ast.walk(call.args[1]))
         for name, tree in modules.items()
-        if name.startswith("burnish") and not name.startswith("burnish.config")
+        if name.startswith("burnish") and not is_config(name)
         for call in _calls(tree, "isinstance")
     )
 
@@ -119,17 +125,22 @@ def _functions(tree: ast.Module, *, private: bool = False) -> Iterator[ast.Funct
             yield node
 
 
+def _module_of(path: Path, root: Path) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts)
+
+
 def lines_per_config_field(root: Path, modules: Mapping[str, ast.Module]) -> float:
-    """Return the lines of burnish.config per annotated field of its classes."""
+    """Return the lines of the modules of configs per annotated field of their classes."""
     fields = sum(
         isinstance(statement, ast.AnnAssign)
         for name, tree in modules.items()
-        if name.startswith("burnish.config")
+        if is_config(name)
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
         for statement in node.body
     )
-    lines = sum(count for package, _, count in sizes(root) if package == "config")
+    files = [path for path in (root / "burnish").rglob("*.py") if is_config(_module_of(path, root))]
+    lines = sum(path.read_text(encoding="utf-8").count("\n") for path in files)
     return lines / max(1, fields)
 
 

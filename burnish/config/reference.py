@@ -119,7 +119,8 @@ def _add_uses(
 def _common_bases(cls: type[Node], all_classes: list[type[Node]]) -> list[type[Node]]:
     """Return the classes of common keys above ``cls``, the most general first. Of several with the
     same subclasses only the most specific counts."""
-    above = [b for b in cls.__mro__[1:] if issubclass(b, Node) and b is not Node]
+    bases = [b for b in cls.__mro__[1:] if issubclass(b, Node)]
+    above = [b for b in bases if not b.model_fields.keys() <= {"kind", "job"}]
     heirs = {b: frozenset(c for c in all_classes if issubclass(c, b)) for b in above}
     nearest = {heirs[b]: b for b in reversed(above)}
     return [b for found, b in nearest.items() if b not in all_classes and len(found) > 1]

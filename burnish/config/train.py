@@ -11,8 +11,10 @@ from pydantic import Field
 from burnish.config.base import Node, PathText
 from burnish.config.cluster import ClusterConfig, ClusterRole
 from burnish.config.model import ModelConfig
-from burnish.config.optimizer import AdamW, OptimizerConfig, ScheduleConfig
+from burnish.config.schedule import ScheduleConfig
 from burnish.config.train_engines import TorchEngine, TrainEngineConfig
+from burnish.optimizers import OptimizerConfig
+from burnish.optimizers.adamw.config import AdamW
 
 
 class TrainConfig(ScheduleConfig):

@@ -23,6 +23,7 @@ import torch
 from burnish.checkpoint.save import PendingSave
 from burnish.config import JobConfig
 from burnish.config.placement import PlacementGroupSpec, placement_groups
+from burnish.distributed.process_group import SINGLE
 from burnish.driver.eval_times import EvalTimes
 from burnish.driver.memory_monitor import MemoryMonitor
 from burnish.observe.metrics import MetricsLog
@@ -31,7 +32,6 @@ from burnish.observe.public_recipe import recipe_secrets
 from burnish.observe.timeline import Timeline
 from burnish.observe.trackers import open_trackers
 from burnish.runtime.base import Runtime
-from burnish.train.process_group import SINGLE
 
 Metrics = dict[str, float]
 Functions = Mapping[str, Callable[..., Any]]

@@ -15,11 +15,11 @@ from burnish.checkpoint.save import PendingSave
 from burnish.checkpoint.state import UNFITTING, capture_rng, load_state, restore_rng, save_state
 from burnish.config.job import TrainingJob
 from burnish.config.train import better
+from burnish.distributed.process_group import SINGLE, OtherRankError, RankGroup
 from burnish.driver.base import Metrics, State
 from burnish.driver.early_stopping import StopCounters
 from burnish.driver.errors import RunError
 from burnish.observe.timeline import Timeline
-from burnish.train.process_group import SINGLE, OtherRankError, RankGroup
 
 log = logging.getLogger("burnish")
 

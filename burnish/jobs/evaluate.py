@@ -16,6 +16,7 @@ from burnish.config.eval_sets import eval_prefix
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.config.rollout import EvalConfig, SamplingConfig
 from burnish.data.prompts import load_prompts
+from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.driver.base import Driver, Functions, Job, Metrics
 from burnish.driver.errors import RunError
 from burnish.driver.memory_monitor import MemoryMonitor
@@ -38,7 +39,6 @@ from burnish.rollout.runner import Runner, numbered
 from burnish.rollout.servers.group import wait_for_servers
 from burnish.runtime.base import Runtime
 from burnish.steps.no_signal import warn_without_labels
-from burnish.train.process_group import SINGLE, RankGroup
 from burnish.types import ROUNDING, Group, Prompt
 
 log = logging.getLogger("burnish")

@@ -16,6 +16,7 @@ from burnish.config import JobConfig, RLConfig
 from burnish.config.job import InferenceJob, TrainingJob
 from burnish.config.placement import PlacementGroupSpec
 from burnish.config.registry import REGISTRY
+from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.driver.base import Driver, Job, seed_everything
 from burnish.driver.data_digests import check_same_rows
 from burnish.driver.errors import RunError, StoppedError
@@ -37,7 +38,6 @@ from burnish.runtime.base import Runtime
 from burnish.runtime.inline import InlineRuntime
 from burnish.runtime.ray.runtime import RayRuntime
 from burnish.runtime.spmd.runtime import Ranks, SpmdRuntime, connected, records_folder
-from burnish.train.process_group import SINGLE, RankGroup
 
 log = logging.getLogger("burnish")
 

@@ -21,7 +21,7 @@ from burnish.driver.base import Functions
 from burnish.driver.rows_run import StepRows, WritesRows, sums_of
 from burnish.jobs.build import reward_set, weighted_rewards
 from burnish.observe.timeline import timed
-from burnish.rewards.base import NoGroupLeftError, RewardSet, Scored
+from burnish.rewards.base import NoGroupLeftError, RewardedGroups, RewardSet
 from burnish.rewards.labels import label_problem, label_readers
 from burnish.runtime.base import Runtime
 from burnish.steps.no_signal import warn_without_labels
@@ -77,7 +77,7 @@ class Scoring:
             scored = self.rewards.score([item.group for item in given])
         except NoGroupLeftError as error:
             log.warning("step %d: %s", number, error)
-            scored = Scored((), (), error.stats)
+            scored = RewardedGroups((), (), error.stats)
         samples = {group.prompt.id: group.samples[0] for group in scored.groups}
         rows = []
         for item in given:

@@ -11,8 +11,8 @@ Every rank has a part of the inner width of every expert of a mixture. The route
 ranks choose the same experts. The weights of the chosen experts scale partial outputs, so their
 gradient is summed over ranks, and that of the router is then complete on every rank.
 
-Weights are plain tensors, local to each rank. ``train/tensor_parallel.py`` tracks which shards of
-the full parameters they are.
+Weights are plain tensors, local to each rank. ``distributed/tensor_parallel.py`` tracks which
+shards of the full parameters they are.
 """
 
 from __future__ import annotations

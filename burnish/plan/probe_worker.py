@@ -29,6 +29,7 @@ from burnish.config.model import ModelConfig
 from burnish.config.registry import JOBS
 from burnish.config.roles import JobSpec, RolloutRole, TrainRole
 from burnish.config.rollout import LocalEngine, VllmEngine
+from burnish.distributed.process_group import RankGroup
 from burnish.errors import BurnishError
 from burnish.messages import library_text
 from burnish.models.attn_implementation import use_attention
@@ -55,7 +56,6 @@ from burnish.train.base import Outputs
 from burnish.train.engine import BaseTrainEngine
 from burnish.train.engines import load_device, make_engine
 from burnish.train.optim import Optimizer
-from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats, rows_to_batch
 

@@ -41,7 +41,7 @@ from burnish.models.scratch import scratch_tokenizer
 from burnish.models.units import gathered_modules
 from burnish.models.untrusted import UNREADABLE, check_kinds, refuse_kernels
 from burnish.models.value_head import has_score
-from burnish.train.optimizers import embedding_names
+from burnish.optimizers.rule import embedding_names
 
 _ENDINGS = re.compile(r"-(instruct|it|chat|base|hf|v0\.3|sft|dpo|\d{4})$")
 

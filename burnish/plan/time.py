@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from burnish.config.job import JobConfig
-from burnish.config.optimizer import Muon
 from burnish.config.placement import placement_groups
 from burnish.config.roles import JobSpec, RolloutRole, RowLengths, TrainRole
 from burnish.config.rollout import VllmEngine, VllmServers
@@ -22,7 +21,7 @@ from burnish.plan.engine_profile import TrainEngineProfile, profile_of
 from burnish.plan.hardware import Hardware
 from burnish.plan.kv_cache import bytes_per_token, vllm_on_gpu
 from burnish.plan.model_state import SIZES, EngineSetup, total
-from burnish.plan.optimizer_state import newton_schulz_flops
+from burnish.plan.optimizer_state import step_work
 from burnish.plan.overlap import Overlap, Sides, overlap, seconds_text
 from burnish.plan.role_base import positions
 from burnish.plan.rollout_role import demand_of, responses_at_once
@@ -322,7 +321,7 @@ class _Clock:
         )
 
     def _step(self, profile: TrainEngineProfile, role: str) -> list[Part]:
-        """Return the update of all parameters, and the Newton-Schulz iterations of Muon."""
+        """Return the update of all parameters, and the optimizer's other work."""
         setup, own = profile.setup, profile.stepped_entries
         if setup.train.engine.offloads_optimizer and self.hardware.gpu is not None:
             node = min(setup.ranks, self.hardware.gpus_per_node)
@@ -333,11 +332,11 @@ class _Clock:
             seconds = own * 28 / self.memory_bytes_per_s()
             how = f"Adam: {own / 1e9:.2f}e9 parameters per rank"
         parts = [Part(role, "step", self.updates * seconds, f"{self.updates} x {how}")]
-        work = newton_schulz_flops(setup) * own / max(1, setup.trained)
-        optimizer = setup.train.optimizer
-        if work and isinstance(optimizer, Muon):
-            seconds = work / self.flops_per_s(optimizer.ns_dtype == "bf16")
-            how = f"Newton-Schulz: {work:.2e} FLOPs per rank"
+        work = step_work(setup)
+        flops = 0.0 if work is None else work.flops * own / max(1, setup.trained)
+        if work is not None and flops:
+            seconds = flops / self.flops_per_s(work.half)
+            how = f"{work.purpose}: {flops:.2e} FLOPs per rank"
             if own < setup.trained:  # shards are gathered on one rank, and its result is scattered
                 sent = 8.0 * own / self.link_bytes_per_s(setup.ranks)
                 seconds, how = seconds + sent, f"{how}, communication {sent:.2g} s"

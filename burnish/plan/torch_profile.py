@@ -18,6 +18,7 @@ from typing import cast
 
 from burnish.config.roles import TrainRole
 from burnish.config.train_engines import TorchEngine
+from burnish.distributed.process_group import BUCKET_BYTES
 from burnish.plan.engine_profile import Suggestion, TrainEngineProfile
 from burnish.plan.model_state import (
     Item,
@@ -28,7 +29,6 @@ from burnish.plan.model_state import (
 )
 from burnish.plan.optimizer_state import checkpoint_bytes, in_step, moments
 from burnish.plan.shapes import rounded_up
-from burnish.train.process_group import BUCKET_BYTES
 
 
 class TorchProfile(TrainEngineProfile):

@@ -51,7 +51,7 @@ class NoGroupLeftError(RewardError):
 
 
 @dataclass(frozen=True)
-class Scored:
+class RewardedGroups:
     """Result of :meth:`RewardSet.score`."""
 
     groups: tuple[Group, ...]
@@ -69,7 +69,7 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ScoredGroup:
     """A group with the scores of its samples, before normalization, weights and shaping."""
 
     group: Group
@@ -120,8 +120,8 @@ class RewardSet:
         names = [reward.name for reward, _ in rewards]
         for i, name in enumerate(names):
             if name in RESERVED_NAMES or name in names[:i]:
-                why = "is reserved for metrics" if name in RESERVED_NAMES else "is used twice"
-                raise RewardError(f"reward name {name!r} {why}; give the reward another name")
+                problem = "is reserved for metrics" if name in RESERVED_NAMES else "is used twice"
+                raise RewardError(f"reward name {name!r} {problem}; give the reward another name")
         self._rewards = tuple(rewards)
         self._of_turns = [
             (reward, weight)
@@ -131,21 +131,24 @@ class RewardSet:
         self._on_failure = on_failure
         self._shaping = shaping
         self._generate_max_len = generate_max_len
-        self._running = {name: (RunningMoments(), how) for name, how in (running or {}).items()}
+        self._running = {
+            name: (RunningMoments(), normalization)
+            for name, normalization in (running or {}).items()
+        }
 
-    def score(self, groups: Sequence[Group]) -> Scored:
+    def score(self, groups: Sequence[Group]) -> RewardedGroups:
         """Score every sample of ``groups``. Each reward is called once with all samples.
 
         With the policy ``fail``, raises RewardError if a reward fails. With ``drop_group``, raises
         NoGroupLeftError if every group is dropped.
         """
         measured = self.measure(groups)
-        scored = self.finish(measured)
-        if scored.dropped and not any(group.samples for group in scored.groups):
-            raise none_left(measured, scored.stats)
-        return scored
+        rewarded = self.finish(measured)
+        if rewarded.dropped and not any(group.samples for group in rewarded.groups):
+            raise none_left(measured, rewarded.stats)
+        return rewarded
 
-    def score_samples(self, groups: Sequence[Group]) -> Scored:
+    def score_samples(self, groups: Sequence[Group]) -> RewardedGroups:
         """Score every sample of ``groups`` on its own: with ``drop_group``, a reward that fails on
         a sample drops that sample, and a group only if it has no other. For evaluations.
 
@@ -153,10 +156,10 @@ class RewardSet:
         """
         single = [replace(g, samples=(sample,)) for g in groups for sample in g.samples]
         measured = self.measure(single)
-        scored = self.finish(measured)
-        failures = [each.failure for each in measured if each.failure is not None]
-        if failures and not scored.groups:
-            raise none_left(measured, scored.stats)
+        rewarded = self.finish(measured)
+        failures = [group.failure for group in measured if group.failure is not None]
+        if failures and not rewarded.groups:
+            raise none_left(measured, rewarded.stats)
         if failures:
             _log.warning(
                 "%d of %d samples have no score, because a reward failed "
@@ -164,8 +167,8 @@ class RewardSet:
                 "%s",
                 *(len(failures), len(single), without_drop(str(failures[0]))),
             )
-        has_score = (each.scores is not None for each in measured)
-        results = iter(scored.groups)
+        has_score = (group.scores is not None for group in measured)
+        results = iter(rewarded.groups)
         merged = []
         for group in groups:
             flags = [next(has_score) for _ in group.samples]
@@ -173,9 +176,9 @@ class RewardSet:
                 replace(group, samples=tuple(next(results).samples[0] for f in flags if f))
             )
         dropped = tuple(group.prompt.id for group in merged if not group.samples)
-        return Scored(tuple(g for g in merged if g.samples), dropped, scored.stats)
+        return RewardedGroups(tuple(g for g in merged if g.samples), dropped, rewarded.stats)
 
-    def measure(self, groups: Sequence[Group]) -> list[Measured]:
+    def measure(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Call each reward once with all samples of ``groups``; return the scores of each group.
 
         :meth:`finish` makes rewards of them, also of groups that were measured in several calls.
@@ -194,28 +197,32 @@ class RewardSet:
             parts = {name: column[span] for name, column in columns.items()}
             failed = [v for values in parts.values() for v in values if isinstance(v, _Failure)]
             if failed:
-                measured.append(Measured(group, None, failed[0].error()))
+                measured.append(ScoredGroup(group, None, failed[0].error()))
             else:
-                measured.append(Measured(group, cast("dict[str, list[float]]", parts)))
+                measured.append(ScoredGroup(group, cast("dict[str, list[float]]", parts)))
         return measured
 
-    def finish(self, measured: Sequence[Measured]) -> Scored:
+    def finish(self, measured: Sequence[ScoredGroup]) -> RewardedGroups:
         """Return the groups with rewards: normalized, weighted and shaped, without those that
         failed. Updates the running statistics.
 
         Raises RewardError if a total or a running statistic is beyond fp32's range.
         """
-        whole = [(one.group, one.scores) for one in measured if one.scores is not None]
-        dropped = [one.group.prompt.id for one in measured if one.scores is None]
+        complete = [
+            (scored.group, scored.scores) for scored in measured if scored.scores is not None
+        ]
+        dropped = [scored.group.prompt.id for scored in measured if scored.scores is None]
         for name, (moments, _) in self._running.items():
             try:
-                moments.update([value for _, scores in whole for value in scores[name]])
+                moments.update([value for _, scores in complete for value in scores[name]])
             except ValueError as error:
                 raise RewardError(f"running_norm of the reward {name}: {error}") from error
-        kept = [self._with_rewards(group, scores) for group, scores in whole]
-        if not kept and dropped:
-            return Scored((), tuple(dropped), Stats(sums={"reward/groups_dropped": len(dropped)}))
-        return Scored(tuple(kept), tuple(dropped), self._stats(kept, len(dropped)))
+        rewarded = [self._with_rewards(group, scores) for group, scores in complete]
+        if not rewarded and dropped:
+            return RewardedGroups(
+                (), tuple(dropped), Stats(sums={"reward/groups_dropped": len(dropped)})
+            )
+        return RewardedGroups(tuple(rewarded), tuple(dropped), self._stats(rewarded, len(dropped)))
 
     def _turn_rewards(self, item: RewardInput) -> tuple[float, ...]:
         """Return the weighted rewards of an episode's turns that are credited turn by turn. Empty
@@ -251,7 +258,7 @@ class RewardSet:
             return sample.reward_parts[counted[0][0]]
         return sample.reward
 
-    def totals(self, measured: Measured) -> list[float]:
+    def totals(self, measured: ScoredGroup) -> list[float]:
         """Return the weighted sum of the scores of each sample of a group that did not fail, not
         normalized and not clipped."""
         assert measured.scores is not None
@@ -294,8 +301,10 @@ class RewardSet:
         else:  # call group by group, so that only the groups that fail are lost
             column = []
             for part in (items[span] for span in spans):
-                found = self._ask(reward, part) if part else []
-                column += found if isinstance(found, list) else [found] * len(part)
+                part_scores = self._ask(reward, part) if part else []
+                column += (
+                    part_scores if isinstance(part_scores, list) else [part_scores] * len(part)
+                )
         if self._on_failure.then == "fail":
             for value in column:
                 if isinstance(value, _Failure):
@@ -319,25 +328,25 @@ class RewardSet:
     def _with_rewards(self, group: Group, parts: Mapping[str, Sequence[float]]) -> Group:
         samples = []
         for i, sample in enumerate(group.samples):
-            own = {name: values[i] for name, values in parts.items()}
-            total = self.total(self._normalized(own))
+            sample_parts = {name: values[i] for name, values in parts.items()}
+            total = self.total(self._normalized(sample_parts))
             reward = shaped(
                 total, sample, config=self._shaping, generate_max_len=self._generate_max_len
             )
             item = RewardInput(group.prompt, sample)
             of_turns = self._turn_rewards(item)
             for value in (reward, *of_turns):
-                _check_total(value, own, item)
+                _check_total(value, sample_parts, item)
             if reward != total:
-                own["shaping"] = reward - total
-            samples.append(sample.scored(reward, own, of_turns))
+                sample_parts["shaping"] = reward - total
+            samples.append(sample.scored(reward, sample_parts, of_turns))
         return replace(group, samples=tuple(samples))
 
     def _normalized(self, parts: Mapping[str, float]) -> dict[str, float]:
         """Return ``parts`` of one sample, with running_norm applied to the rewards that use it."""
         return dict(parts) | {
-            name: moments.normalized(parts[name], center=how == "mean_std")
-            for name, (moments, how) in self._running.items()
+            name: moments.normalized(parts[name], center=normalization == "mean_std")
+            for name, (moments, normalization) in self._running.items()
         }
 
     def _stats(self, groups: Sequence[Group], num_dropped: int) -> Stats:
@@ -348,17 +357,19 @@ class RewardSet:
         totals["mean"] = sum(sample.reward for sample in samples)
         totals["truncated_frac"] = sum(sample.finish_reason == "length" for sample in samples)
         sums: dict[str, Number] = {"reward/groups_dropped": num_dropped}
-        own: dict[str, tuple[Number, Number]] = {}
+        means_of_rewards: dict[str, tuple[Number, Number]] = {}
         for reward, _ in self._rewards:
             counts = reward.take_counts() if isinstance(reward, HasCounts) else {}
             sums.update({f"reward/{reward.name}/{event}": n for event, n in counts.items()})
             means = reward.take_means() if isinstance(reward, HasMeans) else {}
-            own.update({f"reward/{reward.name}/{name}": mean for name, mean in means.items()})
+            means_of_rewards.update(
+                {f"reward/{reward.name}/{name}": mean for name, mean in means.items()}
+            )
         for name, (moments, _) in self._running.items():
-            own[f"reward/{name}/running_mean"] = (moments.mean, 1)
-            own[f"reward/{name}/running_std"] = (moments.std, 1)
+            means_of_rewards[f"reward/{name}/running_mean"] = (moments.mean, 1)
+            means_of_rewards[f"reward/{name}/running_std"] = (moments.std, 1)
         totalled = {f"reward/{name}": (total, len(samples)) for name, total in totals.items()}
-        return Stats(means=own | totalled, sums=sums)
+        return Stats(means=means_of_rewards | totalled, sums=sums)
 
 
 class NoRewards(RewardSet):
@@ -370,23 +381,23 @@ class NoRewards(RewardSet):
     def __init__(self) -> None:
         self._rewards, self._running = (), {}
 
-    def measure(self, groups: Sequence[Group]) -> list[Measured]:
+    def measure(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return the groups unchanged."""
-        return [Measured(group, {}) for group in groups]
+        return [ScoredGroup(group, {}) for group in groups]
 
-    def finish(self, measured: Sequence[Measured]) -> Scored:
+    def finish(self, measured: Sequence[ScoredGroup]) -> RewardedGroups:
         """Return the groups unchanged. The only metric is ``rollout/truncated_frac``."""
-        groups = [one.group for one in measured]
+        groups = [scored.group for scored in measured]
         ended = [s.finish_reason == "length" for group in groups for s in group.samples]
         means: dict[str, tuple[Number, Number]] = {
             "rollout/truncated_frac": (sum(ended), len(ended))
         }
-        return Scored(tuple(groups), (), Stats(means=means))
+        return RewardedGroups(tuple(groups), (), Stats(means=means))
 
 
-def none_left(measured: Sequence[Measured], stats: Stats) -> NoGroupLeftError:
+def none_left(measured: Sequence[ScoredGroup], stats: Stats) -> NoGroupLeftError:
     """Return the error for groups that all failed. ``stats``: those of all of them."""
-    failures = [one.failure for one in measured if one.failure is not None]
+    failures = [scored.failure for scored in measured if scored.failure is not None]
     error = NoGroupLeftError(
         f"no group is left to train on: a reward failed in all {len(failures)} groups, and "
         "on_reward_failure.then=drop_group dropped them. The first failure:\n"
@@ -425,9 +436,9 @@ def _call(reward: Reward, items: Sequence[RewardInput]) -> _Column | _Failure:
         bad = isinstance(error, _BadAnswer)
         is_named = isinstance(error, CallRaisedError)  # (its text has the name of the error)
         raised = str(error) if is_named else f"{type(error).__name__}: {error}"
-        what = str(error) if bad else f"raised {raised}"
+        problem = str(error) if bad else f"raised {raised}"
         many = f" in a call with {len(items)} responses; the first one is" if items[1:] else ""
-        message = f"{named(reward)} {what}{many}\n{describe(items[0])}\n  {what_to_do()}"
+        message = f"{named(reward)} {problem}{many}\n{describe(items[0])}\n  {what_to_do()}"
         return _Failure(message, None if bad else error)
     return [_number(reward, item, value) for item, value in zip(items, answer, strict=True)]
 
@@ -468,5 +479,5 @@ def _number(reward: Reward, item: RewardInput, value: Any) -> float | _Failure:
             return number
         if math.isfinite(number):
             needed = f"a number within fp32's range, +-{_LARGEST:.1e}"
-    what = f"returned {excerpt(value)} instead of {needed}"
-    return _Failure(f"{named(reward)} {what}\n{describe(item)}\n  {what_to_do()}")
+    problem = f"returned {excerpt(value)} instead of {needed}"
+    return _Failure(f"{named(reward)} {problem}\n{describe(item)}\n  {what_to_do()}")

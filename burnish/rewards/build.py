@@ -42,14 +42,13 @@ def build_rewards(
     Raises RewardError if an entry has no callable, a function cannot be loaded, or no entry uses a
     given callable.
     """
-    given = functions or {}
-    chosen = _match(configs, given)
+    matched = _match(configs, functions or {})
     names = _allowed_names(configs)
     entries = [c for c in configs if isinstance(c, config.EpisodeReward)]
     listed = [c.reward for c in entries if c.reward is not None]
     build = partial(_build, model_reward=model_reward, tokenizer=tokenizer, listed=listed)
     return [
-        (build(c, name, chosen.get(i)), c.weight)
+        (build(c, name, matched.get(i)), c.weight)
         for i, (c, name) in enumerate(zip(configs, names, strict=True))
     ]
 
@@ -57,18 +56,18 @@ def build_rewards(
 def _build(
     entry: RewardConfig,
     name: str,
-    given: Callable[..., Any] | None,
+    callable_: Callable[..., Any] | None,
     *,
     model_reward: Callable[[config.ModelReward], Reward] | None,
     tokenizer: PreTrainedTokenizerBase | None,
     listed: Collection[str],
 ) -> Reward:
     if isinstance(entry, config.FunctionReward):
-        if given is None and (entry.function or "").startswith(PREFIX):
+        if callable_ is None and (entry.function or "").startswith(PREFIX):
             return OpenRLHFReward(
                 str(entry.function), name=name, tokenizer=tokenizer, timeout_s=entry.timeout_s
             )
-        function = _load(entry.function, name) if given is None else given
+        function = _load(entry.function, name) if callable_ is None else callable_
         return FunctionReward(function, name=name, timeout_s=entry.timeout_s)
     if isinstance(entry, config.MathReward):
         return MathReward(name=name, timeout_s=entry.timeout_s, num_workers=entry.num_workers)
@@ -95,7 +94,7 @@ def _load(spec: str | None, name: str) -> Callable[..., Any]:
         raise RewardError(f"reward {name!r}: function {error}") from error
 
 
-def _match(configs: Sequence[RewardConfig], given: Functions) -> dict[int, Callable[..., Any]]:
+def _match(configs: Sequence[RewardConfig], functions: Functions) -> dict[int, Callable[..., Any]]:
     """Return the given callable of each entry, by the entry's index."""
     open_entries = [
         i
@@ -103,28 +102,24 @@ def _match(configs: Sequence[RewardConfig], given: Functions) -> dict[int, Calla
         if isinstance(c, config.FunctionReward) and c.function is None
     ]
     keys = {i: configs[i].name or "" for i in open_entries}
-    if len(open_entries) == 1 and len(given) == 1:
-        keys = {open_entries[0]: next(iter(given))}
+    if len(open_entries) == 1 and len(functions) == 1:
+        keys = {open_entries[0]: next(iter(functions))}
     for i, key in keys.items():
-        if key not in given:
-            raise RewardError(_nothing_to_call(i, key, given))
-    unused = [key for key in given if key not in keys.values()]
+        if key not in functions:
+            names = ", ".join(functions)
+            have = f"{names} were given{nearest(key, functions)}" if functions else "none was given"
+            raise RewardError(
+                f"rewards.{i}{f' ({key!r})' if key else ''} is of kind function but names no "
+                f"function, and {have}. Set rewards.{i}.function=path/to/file.py:name (or "
+                "package.module:name), or pass a callable to burnish.run under the entry's name"
+            )
+    unused = [key for key in functions if key not in keys.values()]
     if unused:
         raise RewardError(
             f"no reward of the recipe uses the given function {unused[0]!r}; add "
             f"{{kind: function, name: {unused[0]}}} to 'rewards', or do not pass it"
         )
-    return {i: given[key] for i, key in keys.items()}
-
-
-def _nothing_to_call(i: int, key: str, given: Functions) -> str:
-    what = f"rewards.{i}" + (f" ({key!r})" if key else "")
-    have = f"{', '.join(given)} were given{nearest(key, given)}" if given else "none was given"
-    return (
-        f"{what} is of kind function but names no function, and {have}. "
-        f"Set rewards.{i}.function=path/to/file.py:name (or package.module:name), "
-        "or pass a callable to burnish.run under the entry's name"
-    )
+    return {i: functions[key] for i, key in keys.items()}
 
 
 def _allowed_names(configs: Sequence[RewardConfig]) -> list[str]:

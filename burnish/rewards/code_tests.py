@@ -173,13 +173,13 @@ def _pairs(inputs: Any, outputs: Any, name: Any) -> dict[str, Any]:
     if name is not None and not isinstance(name, str):
         raise TestsError(f"has a fn_name that is not text: {name!r:.60}; write the function's name")
     if not name:
-        return {"programs": [[_text(given), _text(wanted)] for given, wanted in pairs]}
-    if not all(isinstance(given, list) for given in inputs):
+        return {"programs": [[_text(stdin), _text(stdout)] for stdin, stdout in pairs]}
+    if not all(isinstance(arguments, list) for arguments in inputs):
         raise TestsError(
             "has a fn_name, and inputs that are not lists of arguments; write each input as a "
             "list, such as [1, 2] for f(1, 2)"
         )
-    return {"calls": [[given, wanted] for given, wanted in pairs], "name": name}
+    return {"calls": [[arguments, output] for arguments, output in pairs], "name": name}
 
 
 def _text(value: Any) -> str:

@@ -54,11 +54,11 @@ class EnvironmentReward:
             )
             result = environment.step(origin["index"], item.sample.text)
         except BaseException as error:
-            what = f"raised {type(error).__name__}: {error} (environment {origin})"
-            raise SampleError(self, item, what) from error
+            problem = f"raised {type(error).__name__}: {error} (environment {origin})"
+            raise SampleError(self, item, problem) from error
         if not isinstance(result, StepResult):
-            what = f"got {result!r} from environment {origin['name']} instead of a StepResult"
-            raise SampleError(self, item, what)
+            problem = f"got {result!r} from environment {origin['name']} instead of a StepResult"
+            raise SampleError(self, item, problem)
         if not result.done:
             raise SampleError(
                 self,

@@ -94,15 +94,17 @@ class EpisodeReward:
     def _missing(self, item: RewardInput, names: Sequence[str]) -> SampleError:
         """Return the error for an episode that ended by itself without this reward."""
         if names:
-            what = f"found no reward {self.reward!r} in the episode; it has {', '.join(names)}"
-            what += nearest(self.reward or "", names)
+            problem = f"found no reward {self.reward!r} in the episode; it has {', '.join(names)}"
+            problem += nearest(self.reward or "", names)
         else:
-            what = "found no reward in the episode: the environment gave none in any step, or the "
-            what += "agent returned None"
+            problem = (
+                "found no reward in the episode: the environment gave none in any step, or the "
+            )
+            problem += "agent returned None"
         return SampleError(
             self,
             item,
-            what,
+            problem,
             advice="set `reward` of this entry to a name that exists; give the reward in every "
             "episode that ends, also if it is 0.0; or use another kind of reward",
         )
@@ -126,13 +128,13 @@ class EpisodeReward:
         self._names |= set(new)
         if is_first and len(new) == 1:
             return
-        what = "which no entry of rewards names, so they do not count"
+        effect = "which no entry of rewards names, so they do not count"
         if self.reward is None:
-            what = "all of which are summed" if is_first else "which are added to the sum"
+            effect = "all of which are summed" if is_first else "which are added to the sum"
         log.warning(
             "reward %r: episodes have the rewards %s%s, %s. Set `reward` of this entry to the name "
             "that counts, and add an entry for each other one that does (logged once)",
-            *(self.name, ", ".join(new), hint, what),
+            *(self.name, ", ".join(new), hint, effect),
         )
 
     def _count(self, episode: Episode, names: Sequence[str]) -> None:

@@ -149,13 +149,13 @@ def _parameters(function: Callable[..., Any], named: str) -> tuple[str, ...]:
     if not callable(function):
         raise RewardError(f"{named}: expected a function, got {type(function).__name__}")
     try:
-        found = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
         raise RewardError(
             f"{named}: its parameters cannot be inspected ({error}); wrap it in a def"
         ) from error
     bound = function.keywords if isinstance(function, functools.partial) else {}
-    free = [p for p in found if p.name not in bound]
+    free = [p for p in parameters if p.name not in bound]
     for p in free:
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY):
             raise RewardError(f"{named}: parameter {p} cannot be passed by name; {_ACCEPTED}")

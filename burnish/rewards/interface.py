@@ -24,9 +24,9 @@ class SampleError(RewardError):
     """Raised by a reward when it fails on one identified sample."""
 
     def __init__(
-        self, reward: Reward, item: RewardInput, what: str, *, advice: str = _RETURN_A_NUMBER
+        self, reward: Reward, item: RewardInput, problem: str, *, advice: str = _RETURN_A_NUMBER
     ) -> None:
-        super().__init__(f"{named(reward)} {what}\n{describe(item)}\n  {what_to_do(advice)}")
+        super().__init__(f"{named(reward)} {problem}\n{describe(item)}\n  {what_to_do(advice)}")
 
 
 class LateError(SampleError):

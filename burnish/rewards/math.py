@@ -54,7 +54,7 @@ class MathReward:
         self._num_workers = num_workers
         self._idle: queue.SimpleQueue[_Worker] | None = None
         self._counts: Counter[str] = Counter()
-        self._said_words = False
+        self._warned_words = False
 
     def score(self, items: Sequence[RewardInput]) -> list[float]:
         """Return one score per item.
@@ -62,16 +62,18 @@ class MathReward:
         Raises SampleError if a label is missing, is not an answer, or cannot be parsed.
         """
         labels = [self._label(item) for item in items]
-        found = [judge(label, item.sample.text) for label, item in zip(labels, items, strict=True)]
-        asked = {i: verdict for i, verdict in enumerate(found) if isinstance(verdict, Ask)}
+        verdicts = [
+            judge(label, item.sample.text) for label, item in zip(labels, items, strict=True)
+        ]
+        asked = {i: verdict for i, verdict in enumerate(verdicts) if isinstance(verdict, Ask)}
         answers = dict(zip(asked, self._ask(list(asked.values())), strict=True))
-        self._say_words([label for label in labels if label.kind == "words"])
+        self._warn_words([label for label in labels if label.kind == "words"])
         for i, answer in answers.items():
             if "bad_label" in answer:
-                what = "cannot parse the label as mathematics"
-                raise SampleError(self, items[i], what, advice="correct the label in the data")
+                problem = "cannot parse the label as mathematics"
+                raise SampleError(self, items[i], problem, advice="correct the label in the data")
         return [
-            float(answers[i].get("score", 0)) if i in answers else float(found[i] is True)
+            float(answers[i].get("score", 0)) if i in answers else float(verdicts[i] is True)
             for i in range(len(items))
         ]
 
@@ -108,12 +110,14 @@ class MathReward:
         try:
             return read_label(item.prompt.label)
         except LabelError as error:
-            what = f"cannot use the label: it {error}"
-            raise SampleError(self, item, what, advice="correct the label in the data") from error
+            problem = f"cannot use the label: it {error}"
+            raise SampleError(
+                self, item, problem, advice="correct the label in the data"
+            ) from error
 
-    def _say_words(self, labels: Sequence[Label]) -> None:
-        if labels and not self._said_words:
-            self._said_words = True
+    def _warn_words(self, labels: Sequence[Label]) -> None:
+        if labels and not self._warned_words:
+            self._warned_words = True
             log.warning(
                 "reward %r: %d labels of this call are words, not mathematics, such as %r; they "
                 "are compared as text, ignoring case, articles and punctuation (logged once)",

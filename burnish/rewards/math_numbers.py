@@ -152,9 +152,9 @@ def read_quantity(text: str) -> Quantity | None:
         return _based(match)
     for form in _FORMS:
         match = form.fullmatch(text)
-        found = None if match is None else _quantity(match, money)
-        if found is not None:
-            return found
+        quantity = None if match is None else _quantity(match, money)
+        if quantity is not None:
+            return quantity
     return None
 
 
@@ -243,7 +243,7 @@ def _rest(text: str) -> tuple[bool, str] | None:
     return False, " ".join(_UNITS.get(w, w) for w in singular)
 
 
-def quantities_equal(one: Quantity, other: Quantity) -> bool:
+def quantities_equal(first: Quantity, second: Quantity) -> bool:
     """Return whether two numbers are the same answer.
 
     A number with a base as a subscript equals only numbers with the same base: otherwise a number
@@ -252,16 +252,16 @@ def quantities_equal(one: Quantity, other: Quantity) -> bool:
     number has a decimal point, they may differ by rounding to six decimals, as long as five
     significant digits agree.
     """
-    if one.base != other.base:
+    if first.base != second.base:
         return False
     known = set(_UNITS.values())
-    if one.unit != other.unit and {one.unit, other.unit} <= known:
+    if first.unit != second.unit and {first.unit, second.unit} <= known:
         return False
-    pairs = [(one.value, other.value)]
-    if one.percent != other.percent:
-        part, plain = (one, other) if one.percent else (other, one)
+    pairs = [(first.value, second.value)]
+    if first.percent != second.percent:
+        part, plain = (first, second) if first.percent else (second, first)
         pairs.append((part.value / 100, plain.value))
-    rounded = one.decimal or other.decimal
+    rounded = first.decimal or second.decimal
     return any(a == b or (rounded and _close(a, b)) for a, b in pairs)
 
 

@@ -156,12 +156,12 @@ def last_answer(text: str) -> Answer | None:
     place = text.rfind("####")
     if place > begin:
         begin, marked = place, text[place + 4 :].strip().partition("\n")[0].strip()
-    found = Answer(marked) if marked else None
+    answer = Answer(marked) if marked else None
     for match in _ANSWER.finditer(text, max(begin, 0))[-_MARKS:]:
-        said = _sentence(text[match.end() :])
-        if said and (found is None or not found.firm or read_quantity(said) is not None):
-            found = Answer(said, firm=False)
-    return found
+        sentence = _sentence(text[match.end() :])
+        if sentence and (answer is None or not answer.firm or read_quantity(sentence) is not None):
+            answer = Answer(sentence, firm=False)
+    return answer
 
 
 def _last_boxes(text: str) -> tuple[int, str | None]:
@@ -189,7 +189,7 @@ class _Box(NamedTuple):
 
 def _boxes(text: str) -> list[_Box]:
     """Return the closed, non-empty, outermost boxes in order. Takes one pass over any text."""
-    found: list[_Box] = []
+    boxes: list[_Box] = []
     opened: list[tuple[int, int] | None] = []  # None: a brace that is not a box
     for match in _BRACE.finditer(text):
         token = match.group()
@@ -199,13 +199,13 @@ def _boxes(text: str) -> list[_Box]:
             box = opened.pop()
             if box is None or not text[box[1] : match.start()].strip():
                 continue
-            while found and found[-1].begin > box[0]:
-                found.pop()
+            while boxes and boxes[-1].begin > box[0]:
+                boxes.pop()
             content, end = text[box[1] : match.start()].strip(), match.end()
             if subscript := _SUBSCRIPT.match(text, end):  # \boxed{10}_2
                 content, end = content + subscript.group(), subscript.end()
-            found.append(_Box(box[0], end, content))
-    return found
+            boxes.append(_Box(box[0], end, content))
+    return boxes
 
 
 _SUBSCRIPT = Form(r"\s?_\s?(?:\d|\{[^{}]{1,20}\})")
@@ -253,8 +253,8 @@ def _answer_of_label(text: str) -> str:
     """Extract the answer of a label that is a full solution, such as GSM8K's (``####``) or MATH's
     (a box)."""
     if "####" in text or _BOX.search(text):
-        found = last_answer(text)
-        return "" if found is None else found.text
+        answer = last_answer(text)
+        return "" if answer is None else answer.text
     match = _ANSWER.search(text)
     return _sentence(text[match.end() :]) if match else text.strip()
 
@@ -289,8 +289,8 @@ def _is_words(text: str, words: str) -> bool:
         return True
     if _MATH_SIGN.search(bare(text)):
         return False
-    found = _WORD.findall(words)
-    named = [w for w in found if w not in _MATH_WORDS]
+    all_words = _WORD.findall(words)
+    named = [w for w in all_words if w not in _MATH_WORDS]
     wrapped = _WRAPPED.match(text) is not None
     return any(len(w) > 3 or w in _SHORT_WORDS or wrapped for w in named)
 
@@ -304,17 +304,17 @@ def read_date(text: str) -> tuple[str, bool] | None:
     >>> read_date("march 5, 2017")
     ('2017-3-5', True)
     """
-    found = [match for pattern in _DATES for match in pattern.finditer(text)]
-    if not found:
+    matches = [match for pattern in _DATES for match in pattern.finditer(text)]
+    if not matches:
         return None
-    match = max(found, key=lambda m: (m.end(), m.end() - m.start()))
+    match = max(matches, key=lambda m: (m.end(), m.end() - m.start()))
     parts = match.groupdict()
     if parts.get("first"):
-        said = f"{parts['year']}:{int(parts['first'])}/{int(parts['second'])}"
+        date = f"{parts['year']}:{int(parts['first'])}/{int(parts['second'])}"
     else:
         month = parts.get("number") or _MONTHS.index(parts["month"].lower()[:3]) + 1
-        said = f"{parts['year'] or ''}-{int(month)}-{int(parts['day'])}"
-    return said, match.group() == text
+        date = f"{parts['year'] or ''}-{int(month)}-{int(parts['day'])}"
+    return date, match.group() == text
 
 
 def judge(label: Label, response: str) -> bool | Ask:
@@ -325,12 +325,12 @@ def judge(label: Label, response: str) -> bool | Ask:
     if label.kind == "words":
         return _same_words(label.text, text, answer)
     if label.kind == "date":
-        found = read_date(_words(text if answer is None else answer.text))
-        return found is not None and found[0] == label.text
+        date = read_date(_words(text if answer is None else answer.text))
+        return date is not None and date[0] == label.text
     quantity = None if answer is None else read_quantity(answer.text)
     if label.quantity is not None and label.quantity.base:
-        said = text if answer is None else answer.text
-        based = quantity if quantity is not None and quantity.base else _last_based(said)
+        answer_text = text if answer is None else answer.text
+        based = quantity if quantity is not None and quantity.base else _last_based(answer_text)
         if based is not None:
             return quantities_equal(label.quantity, based)
         plain = read_quantity(label.quantity.digits)  # like a unit, the base may be left out
@@ -356,12 +356,12 @@ def _last_based(text: str) -> Quantity | None:
     return read_quantity(matches[-1].group()) if matches else None
 
 
-def _claims_others(said: str, label: Label) -> bool:
+def _claims_others(sentence: str, label: Label) -> bool:
     """Return whether the sentence after "answer is" denies its value, or has values that differ
     from a number: math-verify would take one of them."""
-    if said.lower().startswith("not "):
+    if sentence.lower().startswith("not "):
         return True
-    values = [read_quantity(part) for part in _OR.split(said.replace(", ", " or "))]
+    values = [read_quantity(part) for part in _OR.split(sentence.replace(", ", " or "))]
     numbers = [value for value in values if value is not None]
     if label.quantity is None or len(numbers) < len(values) or len(values) < 2:
         return False
@@ -370,30 +370,30 @@ def _claims_others(said: str, label: Label) -> bool:
 
 def _same_words(label: str, text: str, answer: Answer | None) -> bool:
     if answer is None:  # nothing is marked: compare the words at the end
-        said = _words(text.strip().rpartition("\n")[2])
-        return said == label or _ends_with(said, label)
-    said = _words(answer.text)
+        answer_words = _words(text.strip().rpartition("\n")[2])
+        return answer_words == label or _ends_with(answer_words, label)
+    answer_words = _words(answer.text)
     if _CHOICE.fullmatch(label):
-        return _choice(said) == label
-    return said == label or (_ends_with(said, label) and not answer.firm)
+        return _choice(answer_words) == label
+    return answer_words == label or (_ends_with(answer_words, label) and not answer.firm)
 
 
-def _ends_with(said: str, label: str) -> bool:
+def _ends_with(answer_words: str, label: str) -> bool:
     """Return whether a text ends with the label, and not with "not" or another answer before it."""
-    before = said.removesuffix(" " + label)
-    if before == said or _IS_ALTERNATIVE.search(before):
+    before = answer_words.removesuffix(" " + label)
+    if before == answer_words or _IS_ALTERNATIVE.search(before):
         return False
     return not (_CHOICE.fullmatch(label) and _IS_LISTED.search(before))
 
 
-def _choice(said: str) -> str | None:
+def _choice(answer_words: str) -> str | None:
     """Return the letter of a choice, possibly followed by its text, or None if the answer is none,
     or a list of several.
 
     >>> _choice("c) 12"), _choice("c"), _choice("a, b, c or d"), _choice("d) a and b")
     ('c', 'c', None, 'd')
     """
-    match = _CHOSEN.match(said.lstrip("("))
+    match = _CHOSEN.match(answer_words.lstrip("("))
     if match is None or match["mark"] is None:
         return match and str(match["letter"])
     mark, text = match["mark"], match["text"]

@@ -36,8 +36,8 @@ def compare(label: str, response: str) -> dict[str, Any]:
     gold = _parse_label(label)
     if not gold:
         return {"bad_label": True}
-    found = parse(response, parsing_timeout=None, raise_on_error=True)
-    return {"score": int(bool(verify(gold, found, timeout_seconds=None)))}
+    answer = parse(response, parsing_timeout=None, raise_on_error=True)
+    return {"score": int(bool(verify(gold, answer, timeout_seconds=None)))}
 
 
 def _parse_label(label: str) -> list[Any]:

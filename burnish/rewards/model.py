@@ -103,12 +103,12 @@ class ProcessReward:
         tokenizer: PreTrainedTokenizerBase,
         *,
         separator: str,
-        how: StepAggregation,
+        aggregation: StepAggregation,
     ) -> None:
         """``inner``: the model with its encoding and scale. ``tokenizer``: the tokenizer of the
-        encoded token ids. ``how``: the aggregation of step scores."""
+        encoded token ids. ``aggregation``: the aggregation of step scores."""
         self.name, self.inner, self.tokenizer = inner.name, inner, tokenizer
-        self.separator, self.how = separator, how
+        self.separator, self.aggregation = separator, aggregation
         self._steps, self._responses = 0, 0
 
     def score(self, items: Sequence[RewardInput]) -> list[float | SampleError]:
@@ -126,17 +126,19 @@ class ProcessReward:
         batch = steps_to_batch(rows, ends, prompt_lens=lens)
         mask = batch.action_mask
         probs = self.inner.engine.values(batch)[mask].sigmoid()
-        scores = aggregate_steps(probs, batch.row_ids[mask], num_rows=len(rows), how=self.how)
+        scores = aggregate_steps(
+            probs, batch.row_ids[mask], num_rows=len(rows), how=self.aggregation
+        )
         self._steps += int(mask.sum())
         self._responses += len(rows)
-        found: list[float] = scores.to(torch.float64).tolist()
-        return found
+        as_list: list[float] = scores.to(torch.float64).tolist()
+        return as_list
 
     def take_means(self) -> dict[str, tuple[float, float]]:
         """Return ``steps``: (number of steps, number of responses) since the last call."""
-        found = {"steps": (float(self._steps), float(self._responses))}
+        means = {"steps": (float(self._steps), float(self._responses))}
         self._steps = self._responses = 0
-        return found
+        return means
 
     def close(self) -> None:
         """Do nothing: no process was started."""
@@ -161,33 +163,33 @@ def load_model_reward(
     else prompt and response encoded by its own tokenizer (``rows.py``). If ``process_reward`` is
     set in its config, every step is scored. Raises ModelError if the model has no trained head.
     """
-    told = metadata_of(config.model)
-    _check_steps(config, told)
+    metadata = metadata_of(config.model)
+    _check_steps(config, metadata)
     spec = _spec(config.model, micro_batch_size=config.micro_batch_size)
     spec = replace(spec, output_weights=config.output_weights)
-    own = load_tokenizer(config.model)
-    how = (config.step_aggregation or "min") if told.get("process_reward") else None
-    scale = _scale(config.model, told, how) if config.normalize else (0.0, 1.0)
+    tokenizer = load_tokenizer(config.model)
+    aggregation = (config.step_aggregation or "min") if metadata.get("process_reward") else None
+    scale = _scale(config.model, metadata, aggregation) if config.normalize else (0.0, 1.0)
     name = config.name or "model"
-    encode = reward_encoder(own, policy_tokenizer, name, continues=how is not None)
+    encode = reward_encoder(tokenizer, policy_tokenizer, name, continues=aggregation is not None)
     limit = num_positions(config.model)
     reward = ModelReward(name, make_engine(spec), encode, scale, max_len=limit)
-    if how is None:
+    if aggregation is None:
         return reward
-    separator = str(config.step_separator or told["step_separator"])
-    return ProcessReward(reward, own, separator=separator, how=how)
+    separator = str(config.step_separator or metadata["step_separator"])
+    return ProcessReward(reward, tokenizer, separator=separator, aggregation=aggregation)
 
 
 def metadata_of(model: ModelConfig) -> dict[str, Any]:
     """Return the export metadata in the model's own config; empty if it cannot be read."""
-    found = hf_config(model)
-    return {} if found is None else found.to_dict()
+    model_config = hf_config(model)
+    return {} if model_config is None else model_config.to_dict()
 
 
-def _check_steps(config: ModelRewardConfig, told: Mapping[str, Any]) -> None:
+def _check_steps(config: ModelRewardConfig, metadata: Mapping[str, Any]) -> None:
     """Raise ModelError if the step settings of the recipe do not fit the model."""
-    process = bool(told.get("process_reward"))
-    if process and not (config.step_separator or told.get("step_separator")):
+    process = bool(metadata.get("process_reward"))
+    if process and not (config.step_separator or metadata.get("step_separator")):
         raise ModelError(
             f"{describe(config.model)} is a process reward model without a step_separator in its "
             "config; set the reward's step_separator"
@@ -203,17 +205,17 @@ def _check_steps(config: ModelRewardConfig, told: Mapping[str, Any]) -> None:
 
 
 def _scale(
-    model: ModelConfig, told: Mapping[str, Any], how: StepAggregation | None
+    model: ModelConfig, metadata: Mapping[str, Any], aggregation: StepAggregation | None
 ) -> tuple[float, float]:
     """Return (mean, std) of the model's scores from its config.
 
     Raises ModelError if the config has none.
     """
     names = "reward_mean and reward_std"
-    mean, std = told.get("reward_mean"), told.get("reward_std")
-    if how is not None:
-        names = f"process_reward_stats with {how!r}"
-        mean, std = (told.get("process_reward_stats") or {}).get(how, (None, None))
+    mean, std = metadata.get("reward_mean"), metadata.get("reward_std")
+    if aggregation is not None:
+        names = f"process_reward_stats with {aggregation!r}"
+        mean, std = (metadata.get("process_reward_stats") or {}).get(aggregation, (None, None))
     if mean is None or not std:
         raise ModelError(
             f"{describe(model)} has no {names} in its config (found {mean} and {std}), which "

@@ -60,7 +60,7 @@ class OpenRLHFReward:
         self._calls = UserCalls(f"reward {name!r} ({self.location})", limit_s=timeout_s)
         self._means: dict[str, tuple[float, float]] = {}
         self._counts: Counter[str] = Counter()
-        self._said = False
+        self._warned = False
 
     def score(self, items: Sequence[RewardInput]) -> list[float | SampleError]:
         """Return one score or SampleError per item. Raises SampleError if the call is late, and
@@ -112,8 +112,8 @@ class OpenRLHFReward:
             have_total, have_count = self._means.get(name, (0.0, 0.0))
             self._means[name] = (have_total + total, have_count + count)
         self._counts["bad_logs"] += len(reply.bad_logs)
-        if reply.bad_logs and not self._said:
-            self._said = True
+        if reply.bad_logs and not self._warned:
+            self._warned = True
             log.warning("reward %r: not added to the metrics: %s", self.name, reply.bad_logs[0])
 
 

@@ -93,11 +93,11 @@ class PythonCodeReward:
     async def _score_all(self, items: Sequence[RewardInput]) -> list[float | SampleError]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._settled(item)) for item in items]
-        found = [task.result() for task in tasks]
-        for result in found:
+        results = [task.result() for task in tasks]
+        for result in results:
             if isinstance(result, SandboxError):
                 raise result
-        return [result for result in found if not isinstance(result, SandboxError)]
+        return [result for result in results if not isinstance(result, SandboxError)]
 
     async def _settled(self, item: RewardInput) -> float | SampleError | SandboxError:
         try:
@@ -145,7 +145,7 @@ class PythonCodeReward:
     def _verdict(self, item: RewardInput, result: Result, nonce: str) -> Verdict:
         """Return the results that the judge wrote. Raises SampleError if the tests cannot be used,
         SandboxError if the judge did not begin."""
-        count, whys = 0, {}
+        count, reasons = 0, {}
         for line in result.stdout.decode(errors="replace").splitlines():
             mark, _, content = line.partition(" ")
             if mark != nonce:
@@ -155,18 +155,18 @@ class PythonCodeReward:
                 raise self._bad_label(item, f"cannot be used: {report['bad_tests']}")
             count = report.get("count", count)
             if "test" in report:
-                whys[report["test"]] = report["why"]
+                reasons[report["test"]] = report["why"]
         if not count:
-            said = result.stderr.decode(errors="replace").strip()[-1000:]
+            stderr = result.stderr.decode(errors="replace").strip()[-1000:]
             raise SandboxError(
                 f"the tests of sample {item.sample.sample_id!r} did not begin: {result.ended} "
-                f"{result.exit_code} after {result.seconds:.1f} s: {said}; the judge needs Python "
-                "3.10+ with ctypes, and the limits of `sandbox` must leave it room"
+                f"{result.exit_code} after {result.seconds:.1f} s: {stderr}; the judge needs "
+                "Python 3.10+ with ctypes, and the limits of `sandbox` must leave it room"
             )
-        log.debug("reward %s, sample %s: %s", self.name, item.sample.sample_id, whys)
-        timed_out = result.ended != "exit" or "timeout" in whys.values()
-        return Verdict(count, sum(why is None for why in whys.values()), timed_out)
+        log.debug("reward %s, sample %s: %s", self.name, item.sample.sample_id, reasons)
+        timed_out = result.ended != "exit" or "timeout" in reasons.values()
+        return Verdict(count, sum(reason is None for reason in reasons.values()), timed_out)
 
-    def _bad_label(self, item: RewardInput, what: str) -> SampleError:
+    def _bad_label(self, item: RewardInput, problem: str) -> SampleError:
         advice = "correct the label in the data, or set data.label_key to the column with the tests"
-        return SampleError(self, item, f"cannot use the label: it {what}", advice=advice)
+        return SampleError(self, item, f"cannot use the label: it {problem}", advice=advice)

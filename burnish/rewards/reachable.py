@@ -39,42 +39,45 @@ def _check(entry: RemoteReward, key: str) -> None:
     retrying = Retrying(
         stop=stop_after_attempt(entry.retries + 1),
         wait=wait_exponential(entry.backoff_s, max=entry.max_backoff_s),
-        retry=retry_if_result(lambda silent: len(silent) == len(entry.urls)),
+        retry=retry_if_result(lambda unreachable: len(unreachable) == len(entry.urls)),
         retry_error_callback=lambda state: state.outcome.result() if state.outcome else {},
     )
-    silent: dict[str, str] = retrying(_silent, entry)
+    unreachable: dict[str, str] = retrying(_unreachable, entry)
     name = entry.name or entry.kind
-    if len(silent) < len(entry.urls):
-        for url, why in silent.items():
+    if len(unreachable) < len(entry.urls):
+        for url, reason in unreachable.items():
             log.warning(
-                "reward %r: %s accepts no connections (%s); others do", name, _shown(url), why
+                "reward %r: %s accepts no connections (%s); others do",
+                name,
+                _without_query(url),
+                reason,
             )
         return
-    found = "\n".join(f"  {_shown(url)}: {why}" for url, why in silent.items())
+    reasons = "\n".join(f"  {_without_query(url)}: {reason}" for url, reason in unreachable.items())
     tries = f" (tried {entry.retries + 1} times)" if entry.retries else ""
     raise RewardError(
         f"reward {name!r}: no server accepts connections{tries}; no model was loaded\n"
-        f"{found}\n  What to do: start a server (burnish serve-reward MODEL, with --host and "
+        f"{reasons}\n  What to do: start a server (burnish serve-reward MODEL, with --host and "
         f"--token-env if it runs on another machine), or set {key}.urls=[http://host:5000/"
         "get_reward]. The check runs on the machine of the command: check name resolution and "
         "firewalls there"
     )
 
 
-def _silent(entry: RemoteReward) -> dict[str, str]:
+def _unreachable(entry: RemoteReward) -> dict[str, str]:
     """Return URL -> reason for each server that accepts no connection."""
     with ThreadPoolExecutor(len(entry.urls)) as pool:
-        found = pool.map(lambda url: _why_not(url, entry.connect_timeout_s), entry.urls)
-        reasons = zip(entry.urls, found, strict=True)
-        return {url: why for url, why in reasons if why is not None}
+        errors = pool.map(lambda url: _connection_error(url, entry.connect_timeout_s), entry.urls)
+        reasons = zip(entry.urls, errors, strict=True)
+        return {url: reason for url, reason in reasons if reason is not None}
 
 
-def _shown(url: str) -> str:
+def _without_query(url: str) -> str:
     """Return ``url`` without its query, which may contain a secret."""
     return url.partition("?")[0]
 
 
-def _why_not(url: str, timeout_s: float) -> str | None:
+def _connection_error(url: str, timeout_s: float) -> str | None:
     parts = urlsplit(url)
     port = parts.port or {"http": 80, "https": 443}[parts.scheme]
     try:

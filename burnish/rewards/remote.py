@@ -118,9 +118,9 @@ class RemoteReward:
         try:
             json.dumps(label, allow_nan=False)
         except (TypeError, ValueError) as error:
-            what = f"cannot encode the label as JSON ({error})"
+            problem = f"cannot encode the label as JSON ({error})"
             advice = "in the data, use text, a finite number, or lists and mappings of these"
-            raise SampleError(self, item, what, advice=advice) from error
+            raise SampleError(self, item, problem, advice=advice) from error
         return label
 
     def _scores(

@@ -149,47 +149,50 @@ class RewardClient:
         await self._client.aclose()
 
     async def _ask(self, body: bytes, count: int) -> Reply | RemoteError:
-        retrying, asked = self._retrying.copy(), _Attempts()  # both keep the state of one request
+        retrying, attempts = (
+            self._retrying.copy(),
+            _Attempts(),
+        )  # both keep the state of one request
         try:
-            return await retrying(self._try, body, count, asked)
+            return await retrying(self._try, body, count, attempts)
         except RemoteError as error:
-            if asked.partial is not None:
-                return asked.partial
+            if attempts.partial is not None:
+                return attempts.partial
             tries = int(retrying.statistics.get("attempt_number", 1))
-            before = [str(other) for other in asked.refused.values() if other is not error]
-            said = "; before that ".join([f"tried {tries} times", *before[:1]])
-            return RemoteError(f"{error} ({said})") if tries > 1 else error
+            before = [str(other) for other in attempts.refused.values() if other is not error]
+            tries_text = "; before that ".join([f"tried {tries} times", *before[:1]])
+            return RemoteError(f"{error} ({tries_text})") if tries > 1 else error
 
-    async def _try(self, body: bytes, count: int, asked: _Attempts) -> Reply:
+    async def _try(self, body: bytes, count: int, attempts: _Attempts) -> Reply:
         async with self._slots:
-            server = self._pick(asked)
-            asked.tried.add(server.url)
+            server = self._pick(attempts)
+            attempts.tried.add(server.url)
             server.busy += 1
             self.counts["requests"] += 1
             try:
                 data, kind = await self._send(server, body)
-                reply = asked.add(self._reply(server, data, kind, count=count))
-                if self._other_server_may_succeed(reply, asked):
+                reply = attempts.add(self._reply(server, data, kind, count=count))
+                if self._other_server_may_succeed(reply, attempts):
                     raise _PartialError(f"{server.shown} returned no reward for some responses")
                 return reply
             except RemoteError as error:
                 if not isinstance(error, _PartialError):
                     self._back_off(server, error)
                 if not isinstance(error, _TransientError):
-                    asked.refused[server.url] = error
-                if len(asked.refused) == len(self._servers):
+                    attempts.refused[server.url] = error
+                if len(attempts.refused) == len(self._servers):
                     self._end_backoffs()
                 raise
             finally:
                 server.busy -= 1
 
-    def _other_server_may_succeed(self, reply: Reply, asked: _Attempts) -> bool:
+    def _other_server_may_succeed(self, reply: Reply, attempts: _Attempts) -> bool:
         """Return whether an entry is bad and an available server has not received the request."""
         now = time.monotonic()
-        left = any(s.backoff_until <= now and s.url not in asked.tried for s in self._servers)
+        left = any(s.backoff_until <= now and s.url not in attempts.tried for s in self._servers)
         return left and any(isinstance(value, str) for value in reply.rewards)
 
-    def _pick(self, asked: _Attempts) -> _Server:
+    def _pick(self, attempts: _Attempts) -> _Server:
         """Choose a server among those without a permanent error for the request.
 
         Servers not in backoff come first, then those that have not received the request, then
@@ -197,19 +200,19 @@ class RewardClient:
         ends first.
         """
         now = time.monotonic()
-        left = [server for server in self._servers if server.url not in asked.refused]
+        left = [server for server in self._servers if server.url not in attempts.refused]
         awake = [server for server in left if server.backoff_until <= now]
         if awake:
-            chosen = min(awake, key=lambda s: (s.url in asked.tried, s.busy, s.turn))
+            chosen = min(awake, key=lambda s: (s.url in attempts.tried, s.busy, s.turn))
         else:
-            chosen = min(left, key=lambda s: (s.url in asked.tried, s.backoff_until, s.busy))
+            chosen = min(left, key=lambda s: (s.url in attempts.tried, s.backoff_until, s.busy))
         self._turn += 1
         chosen.turn = self._turn
         return chosen
 
     def _back_off(self, server: _Server, error: RemoteError) -> None:
-        wanted = error.retry_after_s if isinstance(error, _TransientError) else 0.0
-        now, seconds = time.monotonic(), wanted or self._config.rest_s
+        retry_after_s = error.retry_after_s if isinstance(error, _TransientError) else 0.0
+        now, seconds = time.monotonic(), retry_after_s or self._config.rest_s
         if server.warned_until <= now:
             others = len(self._servers) > 1
             more = f"; it is not used for {seconds:g} s while others work" if others else ""
@@ -225,24 +228,24 @@ class RewardClient:
     def _may_retry(self, state: RetryCallState) -> bool:
         """Return whether to retry: after a transient failure, or while a server has not refused."""
         error = state.outcome.exception() if state.outcome is not None else None
-        asked: _Attempts = state.args[2]
-        left = len(asked.refused) < len(self._servers)
-        if asked.partial is not None:  # retried at once on another server, never after a wait
+        attempts: _Attempts = state.args[2]
+        left = len(attempts.refused) < len(self._servers)
+        if attempts.partial is not None:  # retried at once on another server, never after a wait
             return isinstance(error, _PartialError)
         return isinstance(error, _TransientError) or (isinstance(error, RemoteError) and left)
 
     def _wait_s(self, state: RetryCallState) -> float:
         """Return the seconds before the next try. No wait while there are untried servers."""
         error = state.outcome.exception() if state.outcome is not None else None
-        asked: _Attempts = state.args[2]
+        attempts: _Attempts = state.args[2]
         now = time.monotonic()
-        if any(s.backoff_until <= now and s.url not in asked.tried for s in self._servers):
+        if any(s.backoff_until <= now and s.url not in attempts.tried for s in self._servers):
             return 0.0
         config = self._config
         rounds = max(state.attempt_number - len(self._servers), 0)
         grown = min(config.backoff_s * 2.0**rounds, config.max_backoff_s)
-        wanted = error.retry_after_s if isinstance(error, _TransientError) else 0.0
-        return max(wanted, grown * self._random.uniform(0.5, 1.0))
+        retry_after_s = error.retry_after_s if isinstance(error, _TransientError) else 0.0
+        return max(retry_after_s, grown * self._random.uniform(0.5, 1.0))
 
     def _count_retry(self, _: RetryCallState) -> None:
         self.counts["retries"] += 1
@@ -255,25 +258,27 @@ class RewardClient:
                 async with self._client.stream("POST", server.url, content=body) as response:
                     data = await self._read(server, response)
         except TimeoutError as error:
-            what = f"sent no complete reply within read_timeout_s={config.read_timeout_s:g}"
-            raise _TransientError(f"{server.shown} {what}") from error
+            problem = f"sent no complete reply within read_timeout_s={config.read_timeout_s:g}"
+            raise _TransientError(f"{server.shown} {problem}") from error
         except httpx.TransportError as error:
-            what = f"{type(error).__name__}: {error}".removesuffix(": ")
+            problem = f"{type(error).__name__}: {error}".removesuffix(": ")
             if isinstance(error, httpx.ConnectTimeout):
-                what += f"; connect_timeout_s={config.connect_timeout_s:g}"
+                problem += f"; connect_timeout_s={config.connect_timeout_s:g}"
             elif isinstance(error, httpx.TimeoutException):
-                what += f"; read_timeout_s={config.read_timeout_s:g}"
-            message = f"{server.shown} sent no complete reply ({self._shown(what)})"
+                problem += f"; read_timeout_s={config.read_timeout_s:g}"
+            message = f"{server.shown} sent no complete reply ({self._shown(problem)})"
             raise _TransientError(message) from error
         except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
-            what = self._shown(f"{type(error).__name__}: {error}")
-            message = f"the request to {server.shown} failed ({what}); check the url and the server"
+            problem = self._shown(f"{type(error).__name__}: {error}")
+            message = (
+                f"the request to {server.shown} failed ({problem}); check the url and the server"
+            )
             raise RemoteError(message) from error
         status = response.status_code
         if status == httpx.codes.OK:
             return data, response.headers.get("content-type", "no content type")
-        said = self._excerpt(data)
-        message = f"{server.shown} answered with status {status}: {said}; 200 was expected"
+        excerpt = self._excerpt(data)
+        message = f"{server.shown} answered with status {status}: {excerpt}; 200 was expected"
         if status in _TRANSIENT_STATUSES or status >= 500:
             after = _retry_after_s(response.headers.get("retry-after", ""))
             raise _TransientError(message, retry_after_s=min(after, config.max_backoff_s))
@@ -308,10 +313,10 @@ class RewardClient:
             reply = read_reply(data, count)
         except (ValueError, RecursionError) as error:
             wrong = isinstance(error, _WrongShapeError)
-            said = str(error) if wrong else f"which is not JSON ({error})"
+            problem = str(error) if wrong else f"which is not JSON ({error})"
             raise RemoteError(
                 f"{server.shown} replied with {self._excerpt(data)} ({self._excerpt(kind)}), "
-                f'{said}; expected {{"rewards": [...]}} with {count} finite '
+                f'{problem}; expected {{"rewards": [...]}} with {count} finite '
                 f"number{'s' if count > 1 else ''}. Correct the server (docs/rewards.md)"
             ) from error
         return Reply(
@@ -320,8 +325,8 @@ class RewardClient:
             tuple(self._shown(text) for text in reply.bad_logs),
         )
 
-    def _excerpt(self, said: bytes | str) -> str:
-        text = said.decode("utf-8", errors="replace") if isinstance(said, bytes) else said
+    def _excerpt(self, reply: bytes | str) -> str:
+        text = reply.decode("utf-8", errors="replace") if isinstance(reply, bytes) else reply
         return self._shown(repr(text))
 
     def _shown(self, text: str) -> str:
@@ -361,18 +366,22 @@ def checked_reply(reply: Any, count: int) -> Reply:
     if len(rewards) != count:
         raise _WrongShapeError(f"in which 'rewards' has {len(rewards)} entries")
     checked = [float(v) if _is_number(v) else json.dumps(v, default=repr) for v in rewards]
-    given = reply.get("extra_logs")
-    found: dict[str, Any] = given if isinstance(given, dict) else {}
+    extra_logs = reply.get("extra_logs")
+    entries: dict[str, Any] = extra_logs if isinstance(extra_logs, dict) else {}
     logs: dict[str, tuple[float, int]] = {}
-    bad = [] if given is None or isinstance(given, dict) else ["extra_logs is not a mapping"]
+    bad = (
+        []
+        if extra_logs is None or isinstance(extra_logs, dict)
+        else ["extra_logs is not a mapping"]
+    )
     scores = {} if reply.get("scores") is None else {"scores": reply["scores"]}
-    for key, value in (scores | found).items():
+    for key, value in (scores | entries).items():
         mean = _mean(value, count)
         if not is_metric_name(key) or len(key) > _MAX_LOGS or key in COUNTS:
             bad.append(f"extra_logs has the invalid name {str(key)[: _MAX_LOGS + 1]!r}")
         elif mean is None or len(logs) == _MAX_LOGS:
-            what = f"neither a number nor a list of {count}, within fp32's range"
-            bad.append(f"extra_logs[{key!r}] is {what}")
+            expected = f"neither a number nor a list of {count}, within fp32's range"
+            bad.append(f"extra_logs[{key!r}] is {expected}")
         else:
             logs[key] = mean
     return Reply(tuple(checked), logs, tuple(bad))

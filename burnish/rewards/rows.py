@@ -191,7 +191,7 @@ class RowEncoder:
         """``name``: the reward's name, for the log. ``continues``: the model was trained on
         responses that follow the generation prompt as they are (process reward models)."""
         self.tokenizer, self.name, self.continues = tokenizer, name, continues
-        self._said = False
+        self._warned = False
 
     def __call__(self, item: RewardInput) -> Pair:
         """Return (prompt ids, response ids). Raises RewardError if an episode needs the template
@@ -205,7 +205,7 @@ class RowEncoder:
                 return self.of_messages(
                     prompt.messages, sample.text, tools=prompt.tools, ended=ended
                 )
-            self._say_markup()
+            self._warn_markup()
         head, ids = encode_text(self.tokenizer, prompt.text, sample.text, ended=ended)
         end = self.tokenizer.eos_token_id
         return head, ids[: ids.index(end) + 1] if end in ids else ids
@@ -269,9 +269,9 @@ class RowEncoder:
             end -= 1
         return ids[:begin], ids[begin:end]
 
-    def _say_markup(self) -> None:
-        if not self._said:
-            self._said = True
+    def _warn_markup(self) -> None:
+        if not self._warned:
+            self._warned = True
             log.warning(
                 "reward %r: prompts are conversations but its tokenizer has no chat template, so "
                 "it reads the policy's chat markup as plain text; set its model.chat_template to "

@@ -18,9 +18,9 @@ def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator:
     text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
     ends: list[int] = []
     begin, pending = 0, False
-    while (found := text.find(separator, begin)) >= 0:
-        pending = pending or bool(text[begin:found].strip())
-        begin = found + len(separator)
+    while (separator_begin := text.find(separator, begin)) >= 0:
+        pending = pending or bool(text[begin:separator_begin].strip())
+        begin = separator_begin + len(separator)
         if pending:
             ends.append(_token_of(tokenizer, ids, begin))
             pending = False

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from burnish.compact import BoolRuns
 from burnish.config.rollout import DynamicSampling
 from burnish.loop_thread import LoopThread
-from burnish.rewards.base import Measured, NoGroupLeftError, RewardError, RewardSet, none_left
+from burnish.rewards.base import NoGroupLeftError, RewardError, RewardSet, ScoredGroup, none_left
 from burnish.rollout.asynchronous.schedule import Outcome
 from burnish.rollout.asynchronous.service import RolloutService
 from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
@@ -63,7 +63,7 @@ class Result:
     """A drawn group with its scores."""
 
     drawn: Drawn
-    measured: Measured | None
+    measured: ScoredGroup | None
     """None: there is no group to score."""
     outcome: Outcome
 
@@ -77,7 +77,7 @@ class GroupFilter:
     """True if the advantage normalizes each reward in its group. It then learns from any reward
     that differs within the group, even if the weighted sums are equal."""
 
-    def keeps(self, measured: Measured, rewards: RewardSet) -> bool:
+    def keeps(self, measured: ScoredGroup, rewards: RewardSet) -> bool:
         """Return whether a group that has scores is kept.
 
         It is if its weighted sums differ after clipping and before penalties (with
@@ -292,7 +292,7 @@ class Runner:
     def _drawn(self, prompt: Prompt, completions: Sequence[Completion]) -> Drawn:
         return Drawn(prompt, Group(0, prompt, tuple(_sample(prompt, c) for c in completions)))
 
-    def _outcome(self, measured: Measured) -> Outcome:
+    def _outcome(self, measured: ScoredGroup) -> Outcome:
         """Return the outcome of a group."""
         if measured.scores is None:
             return "failed"

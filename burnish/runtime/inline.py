@@ -16,6 +16,7 @@ from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.roles import samples_with_policy
 from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine, VllmServers
 from burnish.config.sync import LinkSync, SyncConfig
+from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.environments.process import start_process
 from burnish.environments.worker_set import Worker
 from burnish.models.gpu import set_up_gpu
@@ -40,7 +41,6 @@ from burnish.train.engines import (
     make_engine,
     reads_own_shards,
 )
-from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 
 

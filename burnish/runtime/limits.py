@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from burnish.train.process_group import CollectiveTimeoutError, timed_out_collective
+from burnish.distributed.process_group import CollectiveTimeoutError, timed_out_collective
 
 
 @dataclass(frozen=True)

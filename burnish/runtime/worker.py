@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.checkpoint.save import PendingSave
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.sync import DiskSync, LinkSync
+from burnish.distributed.process_group import RankGroup
 from burnish.models.load import DTYPES, load_tokenizer
 from burnish.observe.peaks import MemoryPeak, PhasePeaks
 from burnish.observe.timeline import Timeline
@@ -42,7 +43,6 @@ from burnish.sync.engine import WeightSender, drain
 from burnish.train.base import Loss, NonFiniteError, StepStats
 from burnish.train.batching import RowSplit, Share
 from burnish.train.engine import BaseTrainEngine, FrozenBase
-from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats
 

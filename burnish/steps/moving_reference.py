@@ -13,11 +13,11 @@ from torch import Tensor
 
 from burnish.checkpoint.reduce import REFERENCE
 from burnish.config.model import ReferenceConfig
+from burnish.distributed.process_group import RankGroup
 from burnish.models.load import ModelError
 from burnish.models.tensor_files import TensorFiles, in_parts
 from burnish.sync.engine import drain
 from burnish.train.base import HasLogprobs, MixableModel, TrainEngine
-from burnish.train.process_group import RankGroup
 from burnish.train.state import write_together
 
 log = logging.getLogger("burnish")

@@ -62,6 +62,7 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.checkpoint.save import PendingSave
 from burnish.config.model import Dtype
+from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.buffers import (
     buffers_now,
     load_buffers,
@@ -88,7 +89,6 @@ from burnish.train.forward import Forward, enable_checkpointing, no_rows, zero_o
 from burnish.train.host_memory import HostMemory, own_storages
 from burnish.train.oom import MicroBatchBackoff
 from burnish.train.optim import MAX_GROWTH, EngineOptimizer
-from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.state import read_description, write_description
 from burnish.types import Batch, Stats

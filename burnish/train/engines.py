@@ -11,10 +11,10 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype
+from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.lora import adapted_ends
 from burnish.models.paths import ModelError
 from burnish.train.engine import BaseTrainEngine
-from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 
 

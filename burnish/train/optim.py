@@ -25,17 +25,17 @@ from torch import Tensor, nn
 
 from burnish.config.model import PrecisionConfig
 from burnish.config.train import TrainConfig
+from burnish.distributed.process_group import SINGLE, RankGroup
+from burnish.distributed.tensor_parallel import TensorParallelPlan
 from burnish.models.buffers import plain_name
 from burnish.models.islands import fp32_names
 from burnish.models.load import DTYPES
 from burnish.models.tensor_files import TensorFiles, TensorShard, tensor_sets
+from burnish.optimizers.rule import RuleInputs, StateShard, Trained, make_rules
 from burnish.train.base import StepStats
 from burnish.train.host_memory import tensors_in
 from burnish.train.loss_scaler import LossScaleFloorError, LossScaler, make_loss_scaler
-from burnish.train.optimizers import StateShard, Trained, make_rules
-from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.state import check_names
-from burnish.train.tensor_parallel import TensorParallelPlan
 
 
 def lr_factor(step: int, config: TrainConfig, total_steps: int) -> float:
@@ -164,16 +164,12 @@ class Optimizer:
         """Ranks over which rows are sharded."""
         self._fp32_names = fp32_names(model, DTYPES[precision.dtype])
         self.masters = self._take_masters(DTYPES[precision.dtype])
+        trained = [
+            Trained(n, p, m, self.shapes[n], self.shard_ranks)
+            for n, p, m in zip(self.names, self.params, self.masters, strict=True)
+        ]
         self.rules = make_rules(
-            model,
-            [
-                Trained(n, p, m, self.shapes[n], self.shard_ranks)
-                for n, p, m in zip(self.names, self.params, self.masters, strict=True)
-            ],
-            config,
-            lr=lr,
-            device=device or self.masters[0].device,
-            tp_plan=tp_plan,
+            RuleInputs(model, trained, config, lr, device or self.masters[0].device, tp_plan)
         )
         """Update rules, each of some of the masters."""
         self._rule_of = {m: rule for rule in self.rules for m in rule.masters}

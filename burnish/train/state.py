@@ -36,11 +36,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import ModelConfig
+from burnish.distributed.process_group import RankGroup
 from burnish.models.buffers import BUFFERS
 from burnish.models.composite import copy_processor
 from burnish.models.tensor_files import TensorFiles, tensor_sets
 from burnish.small_files import read_small
-from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 
 Shape = tuple[int, ...]

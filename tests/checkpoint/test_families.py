@@ -32,6 +32,7 @@ from burnish.config.model import Dtype, LoraConfig, ModelConfig, PrecisionConfig
 from burnish.config.rollout import LocalEngine
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import DeepSpeedEngine, TorchEngine
+from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.buffers import BUFFERS, persistent_buffers
 from burnish.models.load import DTYPES, ModelError, load_causal_lm, load_tokenizer
 from burnish.rollout.local.engine import LocalRolloutEngine
@@ -43,7 +44,6 @@ from burnish.sync.inproc import InprocSync
 from burnish.sync.snapshot import SnapshotSource
 from burnish.train.base import Loss
 from burnish.train.engines import make_engine as engine_of
-from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch

@@ -30,6 +30,7 @@ from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.placement import placement_groups_for
 from burnish.config.train import TrainConfig
+from burnish.distributed.process_group import RankGroup
 from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
 from burnish.runtime.limits import Limits
@@ -42,7 +43,6 @@ from burnish.sync.snapshot import SnapshotSource
 from burnish.train.base import Loss, Outputs, Role, StepStats, TrainEngine
 from burnish.train.batching import Share, fill_rows
 from burnish.train.host_memory import storages_of
-from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats
 

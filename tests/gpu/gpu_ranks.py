@@ -23,6 +23,7 @@ from burnish.config.rollout import LocalEngine
 from burnish.config.sync import LinkSync
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import DeepSpeedEngine, TorchEngine
+from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.load import DTYPES, load_causal_lm, load_tokenizer
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.sync.base import Bucket, SyncError
@@ -30,7 +31,6 @@ from burnish.sync.channel import connect_store, serve_store
 from burnish.sync.connect import Rendezvous, open_sender, open_source
 from burnish.sync.engine import SyncedEngine, WeightSender
 from burnish.train.base import Outputs
-from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch

@@ -14,7 +14,7 @@ import burnish
 from burnish.config import JobConfig, load_config
 from burnish.config.rollout import DynamicSampling
 from burnish.observe.metrics import read_metrics
-from burnish.rewards.base import Measured, RewardSet
+from burnish.rewards.base import RewardSet, ScoredGroup
 from burnish.rollout.runner import GroupFilter
 from burnish.types import Group, Prompt
 
@@ -144,7 +144,7 @@ class Sums(RewardSet):
     ],
 )
 def test_the_filter_by_hand(scores: dict[str, list[float]], by_sum: bool, by_each: bool) -> None:
-    measured = Measured(Group(0, Prompt("p", (1,), ""), ()), scores)
+    measured = ScoredGroup(Group(0, Prompt("p", (1,), ""), ()), scores)
     for each, kept in ((False, by_sum), (True, by_each)):
         assert GroupFilter(DynamicSampling(), each_reward=each).keeps(measured, Sums()) is kept
         band = DynamicSampling(above=5.0)

@@ -16,9 +16,9 @@ from burnish.checkpoint.save import CheckpointStore
 from burnish.config import ConfigError, load_config
 from burnish.config.model import ModelConfig, ReferenceConfig, ScratchConfig
 from burnish.config.train import TrainConfig
+from burnish.distributed.process_group import SINGLE
 from burnish.models.load import ModelError, load_causal_lm
 from burnish.steps.moving_reference import MovingReference, load_reference, moving_reference
-from burnish.train.process_group import SINGLE
 from burnish.train.spec import EngineSpec
 from burnish.train.torch.engine import TorchTrainEngine
 

@@ -20,6 +20,7 @@ from burnish.models.load import load_causal_lm
 from burnish.models.nf4 import Nf4Layer
 from burnish.models.shrink import build, shrink
 from burnish.models.value_head import load_scalar_model
+from burnish.optimizers.rule import OptimizerError
 from burnish.plan.hardware import parse_cluster, this_machine
 from burnish.plan.model_state import EngineSetup
 from burnish.plan.optimizer_state import checkpoint_bytes
@@ -27,7 +28,6 @@ from burnish.plan.predict import make_plan
 from burnish.plan.shapes import shape_of
 from burnish.train.base import Outputs
 from burnish.train.engines import make_engine
-from burnish.train.optimizers import OptimizerError
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats, rows_to_batch
 

@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
+from burnish.distributed.process_group import RankGroup
 from burnish.models.load import load_causal_lm
 from burnish.plan.activations import key_of, measure
 from burnish.plan.engine_profile import profile_of
@@ -25,7 +26,6 @@ from burnish.plan.passes import Pass
 from burnish.plan.shapes import shape_of
 from burnish.plan.train_role import _in_pass
 from burnish.train.fsdp.engine import ShardedTrainEngine
-from burnish.train.process_group import RankGroup
 from burnish.train.row_layout import RowSize
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats, rows_to_batch

@@ -25,6 +25,7 @@ from burnish.config.placement import PlacementGroupSpec
 from burnish.config.rollout import LocalEngine, VllmEngine
 from burnish.config.sync import DiskSync
 from burnish.config.train import TrainConfig
+from burnish.distributed.process_group import CollectiveTimeoutError
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.teacher import DistillTargetSpec
 from burnish.observe.timeline import Timeline
@@ -41,7 +42,6 @@ from burnish.runtime.ray.train_engine import BatchStore, RemoteTrainEngine
 from burnish.runtime.ray.worker_group import WorkerGroup
 from burnish.runtime.worker import to_array, unpack_share
 from burnish.train.batching import RowSplit
-from burnish.train.process_group import CollectiveTimeoutError
 from burnish.train.spec import EngineSpec
 from burnish.types import rows_to_batch
 

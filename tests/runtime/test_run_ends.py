@@ -19,10 +19,10 @@ from burnish.checkpoint import CheckpointStore, read_manifest, verify
 from burnish.checkpoint.reduce import reduce_to_weights
 from burnish.config import ConfigError, JobConfig, RLConfig, load_config
 from burnish.config.early_stopping import EarlyStoppingConfig
+from burnish.distributed.process_group import RankGroup
 from burnish.driver.early_stopping import StopCounters
 from burnish.driver.errors import RunError
 from burnish.observe.metrics import read_metrics
-from burnish.train.process_group import RankGroup
 
 MakeSFT = Callable[..., JobConfig]
 MakeConfig = Callable[..., JobConfig]

@@ -13,11 +13,11 @@ import torch
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
+from burnish.distributed.process_group import RankGroup
 from burnish.models.load import ModelError
 from burnish.runtime.worker import TrainWorker, WorkerInfo, pack_share
 from burnish.train.base import Outputs
 from burnish.train.batching import Share
-from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats, rows_to_batch
 

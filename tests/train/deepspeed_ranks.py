@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.train import TrainConfig
+from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.load import check_support, load_causal_lm
 from burnish.train.base import Loss, NonFiniteError
 from burnish.train.deepspeed.engine import DeepSpeedTrainEngine
 from burnish.train.engines import loading, make_engine
-from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 
 _SPEC = importlib.util.spec_from_file_location(

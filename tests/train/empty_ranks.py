@@ -25,6 +25,7 @@ from burnish.config.algorithm import AlgorithmConfig
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.preference_losses import DpoLoss, KtoLoss
 from burnish.config.train import TrainConfig
+from burnish.distributed.process_group import CollectiveTimeoutError, RankGroup
 from burnish.jobs.distill import distill_objective
 from burnish.jobs.preference import preference_objective
 from burnish.models.load import load_causal_lm
@@ -36,7 +37,6 @@ from burnish.steps.objectives import policy_objective, process_objective
 from burnish.train.base import Loss, Role
 from burnish.train.deepspeed.engine import DeepSpeedTrainEngine
 from burnish.train.engines import make_engine as engine_of
-from burnish.train.process_group import CollectiveTimeoutError, RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch
 

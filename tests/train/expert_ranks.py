@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 
 from burnish.config.model import ModelConfig
 from burnish.config.train import TrainConfig
+from burnish.distributed.process_group import RankGroup
 from burnish.models.load import load_causal_lm
 from burnish.steps.objectives import sft_objective, with_expert_balance
 from burnish.train.engines import make_engine
-from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch, rows_to_batch
 

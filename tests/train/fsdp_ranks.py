@@ -29,15 +29,15 @@ import burnish.models.tensor_files as tensor_files
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
+from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.tensor_files import TensorFiles
 from burnish.models.value_head import load_scalar_model
+from burnish.optimizers.rule import OptimizerError
 from burnish.train.base import NonFiniteError
 from burnish.train.engine import FrozenBase
 from burnish.train.engines import make_engine as engine_of
 from burnish.train.fsdp.engine import ShardedTrainEngine
-from burnish.train.optimizers import OptimizerError
-from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch
 

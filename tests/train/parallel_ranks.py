@@ -29,6 +29,7 @@ import burnish.train.torch.engine
 from burnish.config.model import ModelConfig
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
+from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models import tensor_parallel, ulysses
 from burnish.models.attention import Segment, _packed, plan_segments
 from burnish.models.cache_attention import Options
@@ -36,7 +37,6 @@ from burnish.models.load import load_causal_lm
 from burnish.models.ulysses import sequence_parallel_attention
 from burnish.train.base import NonFiniteError
 from burnish.train.engines import make_engine as engine_of
-from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 
 _SPEC = importlib.util.spec_from_file_location(

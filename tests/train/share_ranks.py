@@ -19,13 +19,13 @@ from torch import Tensor
 
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.train import TrainConfig
+from burnish.distributed.process_group import RankGroup
 from burnish.models.load import load_causal_lm
 from burnish.runtime.worker import pack_share, unpack_share
 from burnish.train.base import Outputs
 from burnish.train.batching import Share
 from burnish.train.engine import BaseTrainEngine
 from burnish.train.engines import make_engine
-from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats, rows_to_batch
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from burnish.config import load_config
 from burnish.config.load import ConfigError
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.train.deepspeed.engine import DeepSpeedError, check_version
 from burnish.train.loss_scaler import DynamicLossScaler
-from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.state import write_tensors
 
 SCRIPT = Path(__file__).with_name("deepspeed_ranks.py")

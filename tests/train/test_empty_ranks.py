@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from burnish.train.process_group import SINGLE
+from burnish.distributed.process_group import SINGLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

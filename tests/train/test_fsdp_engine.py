@@ -22,9 +22,9 @@ from burnish.checkpoint.export import export
 from burnish.checkpoint.manifest import write_manifest
 from burnish.config import SFTConfig
 from burnish.config.train_engines import TorchEngine
+from burnish.distributed.process_group import SINGLE
 from burnish.models.tensor_files import TensorFiles, tensor_sets
 from burnish.train.engines import make_engine as engine_of
-from burnish.train.process_group import SINGLE
 from burnish.train.torch.engine import TorchTrainEngine
 
 pytestmark = pytest.mark.slow

@@ -11,12 +11,12 @@ import torch
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import DeepSpeedEngine, TorchEngine
+from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
 from burnish.runtime import inline
 from burnish.runtime.inline import InlineRuntime
 from burnish.train.engines import load_device
-from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 
 GPU, CPU = torch.device("cuda:1"), torch.device("cpu")

@@ -15,10 +15,12 @@ from transformers.optimization import Adafactor
 
 from burnish.config.model import PrecisionConfig
 from burnish.config.train import TrainConfig
+from burnish.optimizers.muon.config import Muon
+from burnish.optimizers.muon.rule import hidden_matrices
+from burnish.optimizers.muon.update import COEFFICIENTS, orthogonalize
+from burnish.optimizers.rule import OptimizerError
 from burnish.train.base import Loss
-from burnish.train.muon import COEFFICIENTS, orthogonalize
 from burnish.train.optim import lr_factor
-from burnish.train.optimizers import OptimizerError, hidden_matrices
 from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch
 
@@ -150,15 +152,15 @@ def test_experts_are_matrices_of_their_own_and_fused_projections_are_refused() -
     )
     model = MixtralForCausalLM(config)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    found = hidden_matrices(model, shapes)
+    found = hidden_matrices(model, shapes, Muon())
     experts = {n.rpartition(".")[2]: halves for n, halves in found.items() if "experts" in n}
     assert experts == {"gate_up_proj": True, "down_proj": False}
     layer = model.model.layers[0]
     layer.self_attn.c_attn = nn.Linear(32, 96, bias=False)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     with pytest.raises(OptimizerError, match=r"adamw_params=\[c_attn\]"):
-        hidden_matrices(model, shapes)
-    assert hidden_matrices(model, shapes, ["c_attn"]) == found
+        hidden_matrices(model, shapes, Muon())
+    assert hidden_matrices(model, shapes, Muon(adamw_params=("c_attn",))) == found
 
 
 @pytest.mark.parametrize(

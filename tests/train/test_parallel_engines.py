@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.optimization import Adafactor
 
-from burnish.train.process_group import SINGLE
+from burnish.distributed.process_group import SINGLE
 
 SCRIPT = Path(__file__).with_name("parallel_ranks.py")
 RunTogether = Callable[..., list[int]]

@@ -13,10 +13,10 @@ from burnish.config import SFTConfig
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
+from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.load import ModelError, load_causal_lm
 from burnish.models.tensor_parallel import layer_styles, shard_layers
 from burnish.train.batching import arrange
-from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.torch.engine import TorchTrainEngine
 from burnish.train.torch.sequence_parallel import check_sequence_parallel, local_shard

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen3MoeConfig
 
 from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.distributed.process_group import SINGLE
 from burnish.models.load import load_tokenizer
 from burnish.models.tensor_files import tensor_sets
-from burnish.train.process_group import SINGLE
 
 pytestmark = pytest.mark.slow
 

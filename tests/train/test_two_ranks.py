@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from burnish.train.process_group import SINGLE, RankGroup
+from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.types import Stats
 
 pytestmark = pytest.mark.slow

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.train import TrainConfig
+from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.load import load_causal_lm
 from burnish.models.value_head import load_scalar_model
 from burnish.train.base import Loss, NonFiniteError, Outputs
 from burnish.train.batching import split_over_ranks
-from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch, Stats

@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 
 from burnish.config.rollout import InFlight
 from burnish.data.prompts import PromptStream
-from burnish.rewards.base import Measured, RewardSet
+from burnish.rewards.base import RewardSet, ScoredGroup
 from burnish.rollout.asynchronous.schedule import Limits, StalenessSchedule, Taken
 from burnish.rollout.asynchronous.service import RolloutService
 from burnish.rollout.base import StagedWeights
@@ -444,7 +444,7 @@ def _result_of(plain: Mapping[str, Any], prompt: Prompt, vocab_size: int | None)
     samples = samples_from_plain(plain["samples"], vocab_size=vocab_size)
     group = Group(0, prompt, tuple(samples))
     episodes = tuple(episode_from_plain(episode) for episode in plain["episodes"])
-    return Result(Drawn(prompt, group, episodes), Measured(group, plain["scores"]), "ready")
+    return Result(Drawn(prompt, group, episodes), ScoredGroup(group, plain["scores"]), "ready")
 
 
 def _set_result(future: asyncio.Future[Result], result: Result) -> None:

@@ -27,6 +27,7 @@ from burnish.config.placement import PlacementGroupSpec
 from burnish.config.roles import free_name
 from burnish.config.rollout import RolloutEngineConfig, VllmServers
 from burnish.config.sync import DiskSync, InprocSync, LinkSync, SyncConfig
+from burnish.distributed.process_group import SINGLE
 from burnish.environments.worker_set import Worker
 from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed
@@ -48,7 +49,6 @@ from burnish.runtime.ray.train_engine import BatchStore, RemoteFrozenBase, Remot
 from burnish.runtime.ray.weight_sync import ray_sync
 from burnish.runtime.ray.worker_group import WorkerGroup
 from burnish.train.base import HasLogprobs, TrainEngine
-from burnish.train.process_group import SINGLE
 from burnish.train.spec import EngineSpec
 
 

@@ -7,6 +7,7 @@ from functools import wraps
 from threading import RLock
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
+from burnish.distributed.process_group import CollectiveTimeoutError
 from burnish.oom import is_out_of_memory
 from burnish.runtime.base import WorkerLostError
 from burnish.runtime.limits import Limits
@@ -14,7 +15,6 @@ from burnish.runtime.ray.cluster import RayCluster
 from burnish.runtime.ray.errors import died, failure, is_worker_loss
 from burnish.runtime.worker import NO_SPANS, TrainWorker
 from burnish.train.base import Role
-from burnish.train.process_group import CollectiveTimeoutError
 from burnish.train.spec import EngineSpec
 
 _OTHER_RANKS_S = 10.0

@@ -21,9 +21,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from burnish.distributed.process_group import CollectiveTimeoutError, OtherRankError
 from burnish.errors import BurnishError
 from burnish.runtime.heartbeat import HEARTBEATS_PER_TIMEOUT
-from burnish.train.process_group import CollectiveTimeoutError, OtherRankError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -1,8 +1,8 @@
 """Runtime on the ranks of a launcher (torchrun, accelerate, srun), without a controller.
 
 Every rank runs the job's loop with equal batches. A train engine computes the rank's share of each
-batch and sums or gathers the results over ranks (``train/process_group.py``), so the loops of all
-ranks see equal numbers and take equal decisions. An engine is that of a Ray worker
+batch and sums or gathers the results over ranks (``distributed/process_group.py``), so the loops of
+all ranks see equal numbers and take equal decisions. An engine is that of a Ray worker
 (``worker.TrainWorker``), called in this process: timeouts of collectives and random numbers of
 passes are the same.
 
@@ -33,6 +33,7 @@ from burnish.config.cluster import ClusterConfig
 from burnish.config.launch import LaunchedRank, LaunchError, launched_rank
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.roles import free_name
+from burnish.distributed.process_group import RankGroup
 from burnish.models.load import resolve_device
 from burnish.observe.progress import silenced
 from burnish.observe.timeline import Timeline
@@ -44,7 +45,6 @@ from burnish.runtime.spmd.monitor import RankMonitor, first_line
 from burnish.runtime.worker import TrainWorker, WorkerInfo
 from burnish.train.base import HasLogprobs, Loss, StepStats, TrainEngine
 from burnish.train.engine import FrozenBase
-from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats
 

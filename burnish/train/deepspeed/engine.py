@@ -28,6 +28,7 @@ from torch import Tensor
 from burnish.checkpoint.save import FinishedSave, PendingSave
 from burnish.config.model import Dtype
 from burnish.config.train_engines import DeepSpeedEngine
+from burnish.distributed.process_group import RankGroup
 from burnish.errors import BurnishError
 from burnish.models.buffers import persistent_buffers
 from burnish.models.checks import check_compute_dtype, check_head
@@ -49,7 +50,6 @@ from burnish.train.deepspeed.zero import (
 from burnish.train.diagnose import BadTensor
 from burnish.train.engine import BaseTrainEngine, Describe
 from burnish.train.forward import BatchForward, zero_of
-from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats
 

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.model import PrecisionConfig
-from burnish.config.optimizer import Muon as MuonConfig
 from burnish.config.train_engines import DeepSpeedEngine
+from burnish.distributed.process_group import SINGLE, RankGroup
+from burnish.optimizers.muon.config import Muon
+from burnish.optimizers.muon.rule import hidden_matrices, muon_settings
+from burnish.optimizers.muon.update import Matrix, MuonOptimizer
 from burnish.train.base import StepStats
 from burnish.train.host_memory import tensors_in
-from burnish.train.muon import Matrix, Muon
 from burnish.train.optim import lr_factor
-from burnish.train.optimizers import hidden_matrices, muon_settings
-from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.state import Shard, ShardedState, Shards
 
@@ -105,9 +105,9 @@ class ZeroAdamW(torch.optim.AdamW):
         own = spec.train.optimizer
         self.hidden: dict[str, bool] = {}
         """Parameters that Muon trains -> whether their rows are two matrices."""
-        if isinstance(own, MuonConfig):
+        if isinstance(own, Muon):
             shapes = {n: shape_of(p) for n, p in trained.items()}
-            self.hidden = hidden_matrices(model, shapes, own.adamw_params)
+            self.hidden = hidden_matrices(model, shapes, own)
         self.muon: ZeroMuon | None = None
         """Set after DeepSpeed has made the flat shards."""
         rest = [p for n, p in trained.items() if n not in self.hidden]
@@ -176,7 +176,7 @@ class ZeroMuon:
         """``adamw``: its state has the momentum of each flat shard. ``device``: that of the
         iterations."""
         own = spec.train.optimizer
-        assert isinstance(own, MuonConfig)
+        assert isinstance(own, Muon)
         self._state, lr = adamw.state, spec.lr or spec.train.lr
         self._lr_ratio = (own.matrix_lr or lr) / lr
         held = [s for s in shards.all if s.name in adamw.hidden]
@@ -195,7 +195,7 @@ class ZeroMuon:
             self._flats.setdefault(id(flat), []).append((shard, matrix))
         settings = muon_settings(own, weight_decay=spec.train.weight_decay)
         every = [matrix for part in self._flats.values() for _, matrix in part]
-        self._muon = Muon(every, settings, device=device)
+        self._muon = MuonOptimizer(every, settings, device=device)
         self._muon.shards = SINGLE if shards.replicated else shards.ranks
 
     @torch.no_grad()

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (
 )
 
 from burnish.config.train_engines import TorchEngine
+from burnish.distributed.process_group import RankGroup
 from burnish.models.buffers import persistent_buffers
 from burnish.models.checks import check_head, raise_if_lacking, raise_overflow
 from burnish.models.empty import fill_rows
@@ -44,7 +45,6 @@ from burnish.train.engine import Describe
 from burnish.train.forward import NO_ROWS
 from burnish.train.fsdp.sharded_state import BackgroundSave, ShardedOptimizer, local, own_rows
 from burnish.train.optim import Optimizer
-from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, all_gather_object
 from torch.distributed.tensor import DTensor
 
+from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.tensor_files import Rows, TensorShards, write_shards
 from burnish.train.optim import Optimizer
-from burnish.train.process_group import SINGLE, RankGroup
 
 
 def own_rows(parameter: Tensor) -> Rows:

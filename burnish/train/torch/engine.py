@@ -18,6 +18,8 @@ from torch import Tensor
 
 from burnish.checkpoint.save import FinishedSave, PendingSave
 from burnish.config.train_engines import TorchEngine
+from burnish.distributed.process_group import RankGroup
+from burnish.distributed.tensor_parallel import TensorParallelPlan, apply_tensor_parallel
 from burnish.models.checks import check_compute_dtype, check_weights
 from burnish.models.islands import cast_parameters, with_islands
 from burnish.models.load import DTYPES, ModelError, describe
@@ -28,9 +30,7 @@ from burnish.train.engine import BaseTrainEngine, Describe
 from burnish.train.forward import Forward
 from burnish.train.oom import MicroBatchBackoff
 from burnish.train.optim import Optimizer
-from burnish.train.process_group import RankGroup
 from burnish.train.state import write_together
-from burnish.train.tensor_parallel import TensorParallelPlan, apply_tensor_parallel
 from burnish.train.torch.sequence_parallel import make_forward, parallel_groups
 
 

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
+from burnish.distributed.process_group import RankGroup
 from burnish.models.attention import Segment, SequenceParallelPlan, plan_segments
 from burnish.models.load import ModelError, require_packing
 from burnish.models.routing import Routing
@@ -28,7 +29,6 @@ from burnish.tensors import upload
 from burnish.train.base import Role
 from burnish.train.batching import Arranged
 from burnish.train.forward import Forward
-from burnish.train.process_group import RankGroup
 from burnish.types import Batch
 
 ATTENDING = {"full_attention", "sliding_attention"}

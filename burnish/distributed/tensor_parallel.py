@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from burnish.distributed.process_group import RankGroup
 from burnish.models.buffers import plain_name
 from burnish.models.load import ModelError
 from burnish.models.tensor_files import Rows, TensorShard
 from burnish.models.tensor_parallel import ShardSpec, join_parts, part_of, shard_layers
-from burnish.train.process_group import RankGroup
 
 
 class TensorParallelPlan:

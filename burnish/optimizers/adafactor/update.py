@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from burnish.train.process_group import SINGLE, RankGroup
+from burnish.distributed.process_group import SINGLE, RankGroup
+from burnish.optimizers.rule import ShardedOptimizer
 
 SMALLEST_RMS = 1e-3
 """Smallest root mean square of a weight with ``scale_parameter`` (the default of transformers)."""
@@ -55,7 +56,7 @@ class AdafactorSettings:
     scale_parameter: bool
 
 
-class Adafactor(torch.optim.Optimizer):
+class AdafactorOptimizer(ShardedOptimizer):
     """Adafactor over weights that may be sharded. Implements torch's interface for its ``state``.
 
     FSDP2 splits dimension 0 over :attr:`shards`. State of a matrix on a rank: ``exp_avg_sq_row`` of
@@ -72,8 +73,6 @@ class Adafactor(torch.optim.Optimizer):
         super().__init__([w.master for w in weights], {"lr": 0.0})
         self.weights, self.settings = tuple(weights), settings
         self.tensor_parallel = tensor_parallel
-        self.shards: RankGroup = SINGLE
-        """Ranks over which rows of the weights are sharded. Set before each step."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

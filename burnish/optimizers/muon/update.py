@@ -17,7 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from burnish.train.process_group import SINGLE, RankGroup
+from burnish.distributed.process_group import SINGLE, RankGroup
+from burnish.optimizers.rule import ShardedOptimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients a, b, c of a X + b (X X^T) X + c (X X^T)^2 X (Jordan et al. 2024)."""
@@ -96,7 +97,7 @@ class MuonSettings:
     weight_decay: float
 
 
-class Muon(torch.optim.Optimizer):
+class MuonOptimizer(ShardedOptimizer):
     """Muon over matrices that may be sharded. Implements torch's interface for its ``state``."""
 
     def __init__(
@@ -111,8 +112,6 @@ class Muon(torch.optim.Optimizer):
         super().__init__([m.master for m in matrices], {"lr": 0.0})
         self.matrices, self.settings, self.device = tuple(matrices), settings, device
         self.tensor_parallel = tensor_parallel
-        self.shards: RankGroup = SINGLE
-        """Ranks over which rows of the weights are sharded. Set before each step."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -190,7 +189,7 @@ def _row(matrix: Matrix) -> tuple[int, ...]:
     return matrix.shape[1:] if matrix.counts else tuple(matrix.master.shape[1:])
 
 
-def _counts(matrix: Matrix, muon: Muon) -> Sequence[int]:
+def _counts(matrix: Matrix, muon: MuonOptimizer) -> Sequence[int]:
     """Return the number of entries on each rank: as given, or those of ceil(rows / ranks) rows, of
     which the last ranks have fewer."""
     if matrix.counts:

@@ -1,0 +1,19 @@
+"""Config of AdamW."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from burnish.optimizers.base import Optimizer, WeightShape
+
+
+class AdamW(Optimizer):
+    """AdamW (arXiv 1711.05101) with fp32 moments: 8 bytes per trained weight."""
+
+    kind: Literal["adamw"] = "adamw"
+    state_format: ClassVar[str] = "adamw"
+    entry_bytes: ClassVar[float | None] = 8.0
+
+    def weight_bytes(self, weight: WeightShape) -> float:
+        """Two fp32 moments of each entry."""
+        return 8.0 * weight.numel

@@ -1,0 +1,1 @@
+"""AdamW with 8-bit moments, of bitsandbytes."""

@@ -1,0 +1,1 @@
+"""Muon for the matrices of decoder layers, AdamW for the rest."""

@@ -54,8 +54,8 @@ CASES = (
 def engines_for(case: Case) -> dict[str, Any]:
     """Return an engine with batch invariance and one without, on the same weights."""
     from burnish.config.model import ModelConfig, ScratchConfig
-    from burnish.config.rollout import LocalEngine
     from burnish.models.load import load_causal_lm, load_tokenizer
+    from burnish.rollout.local.config import LocalEngine
     from burnish.rollout.local.engine import LocalRolloutEngine
 
     scratch = ScratchConfig(

@@ -85,7 +85,7 @@ def build(args: argparse.Namespace, engine: str, **options: Any) -> Bench:
 
     from burnish.config.episodes import EpisodesConfig
     from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
-    from burnish.config.rollout import RolloutEngineConfig
+    from burnish.rollout.kinds import RolloutEngineConfig
     from burnish.jobs.episodes import build_episode_pool
     from burnish.models.load import load_tokenizer
     from burnish.observe.timeline import Timeline

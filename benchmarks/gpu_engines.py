@@ -33,12 +33,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig, ScratchConfig
-from burnish.config.rollout import LocalEngine
 from burnish.config.train import TrainConfig
 from burnish.models.gpu import set_up_gpu
 from burnish.models.load import choose_attention, place
 from burnish.models.scratch import scratch_tokenizer
 from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.rollout.weights import Fingerprint, fingerprint, read_fingerprints
 from burnish.sync.checksum import word_sums

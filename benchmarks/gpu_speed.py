@@ -24,11 +24,11 @@ from gpu_model import (
 from gpu_report import Report, Setup
 from plan_accuracy import in_process, random_model
 
-from burnish.config.rollout import LocalEngine
 from burnish.models.gpu import set_up_gpu
 from burnish.models.scratch import scratch_tokenizer
 from burnish.oom import is_out_of_memory
 from burnish.rollout.base import Request, Sampling
+from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
 
 STEPS = 3

@@ -94,8 +94,8 @@ def _sample(dtype: str, args: argparse.Namespace) -> Any:
 
     import torch
 
-    from burnish.config.rollout import LocalEngine
     from burnish.rollout.base import Request, Sampling
+    from burnish.rollout.local.config import LocalEngine
     from burnish.types import rows_to_batch
 
     runtime, model = _runtime(dtype, args)

@@ -42,9 +42,9 @@ def run_burnish(args: argparse.Namespace) -> None:
     import torch
 
     from burnish.config.model import ModelConfig
-    from burnish.config.rollout import LocalEngine
     from burnish.models.load import load_causal_lm, load_tokenizer
     from burnish.rollout.base import Request, Sampling
+    from burnish.rollout.local.config import LocalEngine
     from burnish.rollout.local.engine import LocalRolloutEngine
 
     torch.set_num_threads(args.threads)

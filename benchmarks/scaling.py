@@ -35,11 +35,11 @@ from burnish.config.algorithm import AlgorithmConfig
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
-from burnish.config.rollout import LocalEngine
 from burnish.driver.base import rare_garbage_collection
 from burnish.observe.peaks import MemoryPeak, peak_metrics
 from burnish.rewards.base import RewardInput, RewardSet
 from burnish.rollout.base import Completion, Sampling, VersionSpan
+from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.runner import Runner
 from burnish.runtime.heartbeat import HeartbeatMonitor, HeartbeatRegistry
 from burnish.runtime.ray.cluster import worker_peaks

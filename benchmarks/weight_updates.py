@@ -24,9 +24,10 @@ MODES = ("no update", "continue", "recompute")
 def make_engine(kind: str) -> tuple[Any, list[tuple[str, Any]]]:
     """An engine, and the weights that it has."""
     from burnish.config.model import ModelConfig, ScratchConfig
-    from burnish.config.rollout import LocalEngine, VllmEngine
     from burnish.models.load import load_causal_lm, load_tokenizer
+    from burnish.rollout.local.config import LocalEngine
     from burnish.rollout.local.engine import LocalRolloutEngine
+    from burnish.rollout.vllm.config import VllmEngine
     from burnish.rollout.vllm.engine import VllmRolloutEngine
 
     sizes = ScratchConfig(hidden_size=256, num_heads=4, num_kv_heads=2, num_layers=6)

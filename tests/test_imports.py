@@ -135,15 +135,16 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, module
 
 
-KINDS = {"optimizers"}
+KINDS = {"optimizers", "rollout"}
 """Folders whose subfolders are the kinds of one key of recipes."""
+LAYERS = {"config": "config", "kinds": "config", "memory": "plan"}
+"""Files of a kind that belong to another layer than its code: its config, the registry and the
+contract of the kinds, and its part of the plan."""
 
 
 def part_of(path: Path) -> str:
-    """The part of a file. The config of a kind (``config.py`` of its folder), and the registry and
-    the contract of the kinds, belong to ``config``."""
     folder, *rest = path.relative_to(PACKAGE).with_suffix("").parts
-    return "config" if folder in KINDS and rest[-1] in ("__init__", "base", "config") else folder
+    return LAYERS.get(rest[-1], folder) if folder in KINDS else folder
 
 
 def part_of_module(module: str) -> str:

@@ -12,13 +12,13 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from burnish.checkpoint.export import export
 from burnish.checkpoint.save import CheckpointStore
 from burnish.config.model import ModelConfig, ScratchConfig
-from burnish.config.rollout import LocalEngine
 from burnish.config.train import TrainConfig
 from burnish.data.chat import encode_conversation
 from burnish.episodes.renderer import ChatRenderer, RendererError
 from burnish.models.load import add_end_tokens, load_causal_lm, load_tokenizer
 from burnish.rollout.base import Sampling
-from burnish.rollout.local.decoding import make_local_engine
+from burnish.rollout.local.config import LocalEngine
+from burnish.rollout.local.make import make_engine as make_local_engine
 from burnish.rollout.requests import StopRule
 from burnish.special_tokens import padding_id, special_tokens, turn_end_ids
 from burnish.train.spec import EngineSpec

@@ -29,7 +29,6 @@ from transformers.utils import logging as transformers_logging
 from burnish.checkpoint.export import export
 from burnish.checkpoint.save import CheckpointStore
 from burnish.config.model import Dtype, LoraConfig, ModelConfig
-from burnish.config.rollout import LocalEngine
 from burnish.config.train import TrainConfig
 from burnish.models.auto_class import language_model_class
 from burnish.models.load import ModelError, load_causal_lm, num_positions
@@ -41,7 +40,8 @@ from burnish.models.tensor_parallel import check_head_counts, shard_dims
 from burnish.models.value_head import load_scalar_model
 from burnish.rewards.model import load_reward_engine, score_rows
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.rollout.local.decoding import make_local_engine
+from burnish.rollout.local.config import LocalEngine
+from burnish.rollout.local.make import make_engine as make_local_engine
 from burnish.train.base import Outputs
 from burnish.train.engine import BaseTrainEngine
 from burnish.train.engines import make_engine

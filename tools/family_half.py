@@ -13,13 +13,13 @@ from transformers import AutoConfig
 from burnish.checkpoint.export import export
 from burnish.checkpoint.save import CheckpointStore
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
-from burnish.config.rollout import LocalEngine
 from burnish.config.train import TrainConfig
 from burnish.models.auto_class import language_model_class
 from burnish.models.buffers import wanted_dtype
 from burnish.models.load import DTYPES, load_causal_lm
 from burnish.rollout.base import Request, Sampling
-from burnish.rollout.local.decoding import make_local_engine
+from burnish.rollout.local.config import LocalEngine
+from burnish.rollout.local.make import make_engine as make_local_engine
 from burnish.train.engine import BaseTrainEngine
 from burnish.train.engines import make_engine
 from burnish.train.spec import EngineSpec

@@ -21,12 +21,9 @@ from burnish.config.roles import (
     RowLengths,
     sampled_lengths,
 )
-from burnish.config.rollout import (
-    EvalConfig,
-    LocalEngine,
-    RolloutEngineConfig,
-    pass_advice,
-)
+from burnish.config.rollout import EvalConfig, pass_advice
+from burnish.rollout.kinds import RolloutEngineConfig
+from burnish.rollout.local.config import LocalEngine
 
 
 class EvaluateConfig(InferenceJob):

@@ -34,7 +34,6 @@ from burnish.config.roles import (
     reward_roles,
     rollout_precision,
 )
-from burnish.config.rollout import RolloutEngineConfig, VllmServers
 from burnish.config.steps import RewardRows
 from burnish.config.train import (
     CheckpointConfig,
@@ -45,6 +44,7 @@ from burnish.config.train import (
     parallel_rules,
     ranks_per_row,
 )
+from burnish.rollout.kinds import RolloutEngineConfig
 
 OUTPUT_KINDS = (".jsonl", ".parquet")
 
@@ -152,7 +152,7 @@ class JobConfig(Node):
             kind="rollout",
             model=self.model,
             precision=rollout_precision(self.precision),
-            ranks=1 if isinstance(engine, VllmServers) else self.cluster.ranks("rollout"),
+            ranks=1 if engine.on_servers else self.cluster.ranks("rollout"),
             lengths=lengths,
             engine=engine,
             key=key,

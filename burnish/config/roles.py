@@ -17,17 +17,12 @@ from burnish.config.episodes import EpisodesConfig
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.ptx import PtxConfig
 from burnish.config.rewards import ModelReward, RewardConfig
-from burnish.config.rollout import (
-    AsynchronousRollout,
-    EvalConfig,
-    LocalEngine,
-    RolloutEngineConfig,
-    VllmServers,
-)
+from burnish.config.rollout import AsynchronousRollout, EvalConfig
 from burnish.config.sync import SyncConfig
 from burnish.config.train import CheckpointConfig, TrainConfig
 from burnish.config.train_engines import TrainEngineConfig
 from burnish.config.vllm_sampling import vllm_sampling_problems
+from burnish.rollout.kinds import RolloutEngineConfig
 
 
 @dataclass(frozen=True)
@@ -266,14 +261,14 @@ class RolloutRole(RoleSpec):
     @property
     def on_servers(self) -> bool:
         """Return whether running servers sample, so that the job starts no worker for it."""
-        return isinstance(self.engine, VllmServers)
+        return self.engine.on_servers
 
     def sampling_rules(self) -> Iterator[str]:
         """Yield an error for each temperature that the engine would not use exactly."""
         evaluated = None if self.evaluation is None else self.evaluation.temperature
         temperatures = {"rollout": self.temperature, "eval": evaluated}
         for section, temperature in temperatures.items():
-            if temperature is not None and not isinstance(self.engine, LocalEngine):
+            if temperature is not None and not self.engine.uses_transformers:
                 problems = vllm_sampling_problems(temperature)
                 yield from (f"{section}.{problem}" for _, problem in problems)
 
@@ -357,8 +352,8 @@ def samples_with_policy(
     """Return whether a rollout engine in the process of a train engine uses the policy's own
     tensors. A local engine does if the sampler has the same format, no tensor is sharded, and
     ``own_weights`` is off."""
-    wants = isinstance(rollout, LocalEngine) and not rollout.own_weights
-    return wants and precision.sampler_dtype == precision.dtype and engine.shares_weights
+    may_share = rollout.may_share_weights
+    return may_share and precision.sampler_dtype == precision.dtype and engine.shares_weights
 
 
 def rollout_precision(precision: PrecisionConfig) -> PrecisionConfig:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from burnish.config.base import Node, PathText
+from burnish.config.base import Node
 from burnish.config.data import PromptDataConfig, held_out_advice
 from burnish.config.episodes import EpisodesConfig
 from burnish.config.eval_sets import eval_sections, eval_set_rules, with_sets
 from burnish.config.rewards import RewardConfig
-from burnish.config.urls import client_advice, client_problems, is_local, url_problems
-from burnish.config.vllm_arguments import problems
+from burnish.rollout.kinds import RolloutEngineConfig
+from burnish.rollout.local.config import LocalEngine
 
 StopText = Annotated[str, Field(min_length=1)]  # an empty string is a substring of every response
 TokenId = Annotated[int, Field(ge=0)]
-_SERVER = "http://127.0.0.1:8000"
 
 
 class SamplingConfig(Node):
@@ -41,170 +39,6 @@ class SamplingConfig(Node):
     without special tokens, unless one of them names a special token."""
     stop_token_ids: tuple[TokenId, ...] = ()
     """Token ids that end a response, in addition to the end token."""
-
-
-class LocalEngine(Node):
-    """Burnish's own engine, on CPU or one GPU: in the trainer's process, or on Ray in each rollout
-    worker."""
-
-    kind: Literal["local"] = "local"
-    max_batch_size: int = Field(128, ge=1)
-    """Maximum responses decoded at once; others wait for a free slot."""
-    max_prefill_tokens: int = Field(8192, ge=1)
-    """Maximum prompt tokens per prefill pass."""
-    cuda_graphs: bool = True
-    """CUDA: replay decode steps as graphs. Their cache holds ``max_batch_size`` sequences of full
-    length."""
-    batch_invariant: bool | None = None
-    """CPU: log-probs have the same bits whatever else is in the batch. None: in fp32
-    and fp16, if possible. true: an error if it is not; in bf16, linear layers are computed in fp32
-    (4 more bytes per parameter)."""
-    sleep_between_rollouts: bool = False
-    """Free the graphs' cache after every rollout: less memory in training, but graphs are recorded
-    again."""
-    own_weights: bool = False
-    """runtime=inline: sample from a copy of the policy's weights, so that sampling and training can
-    overlap (``rollout.max_staleness``). On Ray every worker has a copy."""
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        """Return 1: each worker has its own copy of the model."""
-        return 1
-
-    @property
-    def keeps_cache_on_update(self) -> bool:
-        """Return True: responses can continue with the cache of older weights
-        (``in_flight: continue``). A family that is decoded row by row has no response in progress
-        between polls, so all values of ``in_flight`` give the same result."""
-        return True
-
-
-class VllmEngine(Node):
-    """vLLM, in the trainer's process or on Ray in each rollout worker (more processes if
-    tensor_parallel_size > 1). Weights are copied in and verified after every step, never read from
-    the model's folder."""
-
-    kind: Literal["vllm"]
-    tensor_parallel_size: int = Field(1, ge=1)
-    """GPUs (on CPU: processes) per copy of the model, on one node. Must divide its attention and
-    key/value heads and, with a layout that shares GPUs, the number of ranks."""
-    max_num_seqs: int = Field(128, ge=1)
-    """Maximum responses decoded at once; others wait for a free slot."""
-    max_model_len: int | None = Field(None, ge=2)
-    """Maximum tokens of prompt + response. None: prompt_max_len + generate_max_len, the larger of
-    training and evaluation."""
-    gpu_memory_utilization: float = Field(0.4, gt=0, le=1)
-    """CUDA: share of GPU memory for vLLM's weights and cache; the trainer needs the rest."""
-    kv_cache_bytes: int | None = Field(None, ge=1)
-    """Bytes of each process's key/value cache. None: on CPU ``max_num_seqs`` sequences of full
-    length, at most 4 GiB; on CUDA the rest of gpu_memory_utilization."""
-    prefix_caching: bool = True
-    """Compute common blocks of prompts once: n samples of a prompt share its prefill except for the
-    last block."""
-    enforce_eager: bool = False
-    """CUDA: disable compilation and graphs. On CPU they are always disabled."""
-    sleep_between_rollouts: bool = False
-    """CUDA: free weights and cache after every training rollout; updated weights are loaded before
-    the next. No effect on CPU."""
-    engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's ``EngineArgs``, such as ``{max_num_batched_tokens: 16384}``.
-    Refused: those that a key of Burnish sets, or that change samples or weights."""
-
-    def rules(self) -> Iterator[str]:
-        yield from problems(self.engine_args, path="engine_args")
-
-    @property
-    def keeps_cache_on_update(self) -> bool:
-        """Return True: responses can continue with the cache of older weights
-        (``in_flight: continue``)."""
-        return True
-
-
-class VllmServers(Node):
-    """vLLM servers that are already running (``vllm serve``), each with a copy of the model.
-
-    The run sends them weights through files, verifies every load, and checks which weights sampled
-    each token. The servers must run with the flags in docs/engines.md. Other clients of a server
-    would get the weights of this run."""
-
-    kind: Literal["vllm_server"]
-    urls: tuple[str, ...] = Field(min_length=1)
-    """Base addresses, such as ``http://127.0.0.1:8000``. A request goes to the least busy server;
-    those of a server that fails are repeated by the others."""
-    token_env: str | None = None
-    """Environment variable with the token of ``--api-key``. Set its name, not the token: the recipe
-    is written to the run folder. None: no token."""
-    weights_folder: PathText | None = None
-    """Folder that this process (on Ray: the controller) and all servers see at the same path, for
-    the files of new weights. None: shared memory of this machine, for servers on this machine
-    only."""
-    max_concurrency: int = Field(256, ge=1)
-    """Maximum responses requested at once, over all ``urls``. Others wait here."""
-    start_timeout_s: float = Field(300.0, gt=0)
-    """Seconds to wait for the servers at the start of the run."""
-    connect_timeout_s: float = Field(10.0, gt=0)
-    """Timeout of opening a connection."""
-    read_timeout_s: float = Field(1800.0, gt=0)
-    """Timeout of one response, from the request to its last token, including loads of weights in
-    between."""
-    load_timeout_s: float = Field(600.0, gt=0)
-    """Timeout of each part of a load of weights: a file, or the check of all weights."""
-    retries: int = Field(5, ge=0)
-    """Failures in a row (connection errors, timeouts, status 408, 425, 429 or 5xx) after which a
-    server is not used until the next load of weights. Failures of concurrent requests count
-    once."""
-    backoff_s: float = Field(1.0, ge=0)
-    """Seconds without requests to a server after its first failure; doubles each time."""
-    max_backoff_s: float = Field(30.0, ge=0)
-    """Maximum of these seconds."""
-
-    def rules(self) -> Iterator[str]:
-        yield from client_problems(self, _SERVER)
-        for i, url in enumerate(self.urls):
-            if not list(url_problems(url, _SERVER)) and urlsplit(url).path.strip("/"):
-                yield (
-                    f"urls[{i}] is {url!r}, but must be the base address of a server without a "
-                    f"path; use the form {_SERVER}"
-                )
-        far = [url for url in self.urls if not list(url_problems(url, _SERVER))]
-        far = [url for url in far if not is_local(url)]
-        if far and self.weights_folder is None:
-            yield (
-                f"weights_folder is not set, and {urlsplit(far[0]).hostname} may be another "
-                "machine, which cannot read this machine's shared memory; set weights_folder to a "
-                "folder that both see at the same path"
-            )
-
-    def advice(self) -> Iterator[str]:
-        yield from client_advice(self)
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        """Return 1: the processes of a server are not those of the job."""
-        return 1
-
-    @property
-    def sleep_between_rollouts(self) -> bool:
-        """Return False: the memory of a server is its own."""
-        return False
-
-    @property
-    def keeps_cache_on_update(self) -> bool:
-        """Return False: the caches of older weights are discarded."""
-        return False
-
-
-def _kind_left_out(value: Any) -> Any:
-    """Expand a name to ``{kind: name}``; use the local engine if no kind is given."""
-    if isinstance(value, str):
-        return {"kind": value}
-    return {"kind": "local", **value} if isinstance(value, dict) else value
-
-
-RolloutEngineConfig = Annotated[
-    Annotated[LocalEngine | VllmEngine | VllmServers, Field(discriminator="kind")],
-    BeforeValidator(_kind_left_out),
-]
 
 
 class DynamicSampling(Node):

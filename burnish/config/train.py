@@ -13,8 +13,8 @@ from burnish.config.cluster import ClusterConfig, ClusterRole
 from burnish.config.model import ModelConfig
 from burnish.config.schedule import ScheduleConfig
 from burnish.config.train_engines import TorchEngine, TrainEngineConfig
-from burnish.optimizers import OptimizerConfig
 from burnish.optimizers.adamw.config import AdamW
+from burnish.optimizers.kinds import OptimizerConfig
 
 
 class TrainConfig(ScheduleConfig):

@@ -118,10 +118,11 @@ def _rollout(kind: str) -> str:
     import torch
 
     from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
-    from burnish.config.rollout import LocalEngine, VllmEngine
     from burnish.models.load import load_causal_lm, load_tokenizer
     from burnish.observe.timeline import Timeline
     from burnish.rollout.base import Request, Sampling
+    from burnish.rollout.local.config import LocalEngine
+    from burnish.rollout.vllm.config import VllmEngine
     from burnish.runtime.inline import InlineRuntime
 
     shape: dict[str, Any] = {"hidden_size": 128, "num_heads": 4, "tie_word_embeddings": False}

@@ -35,8 +35,8 @@ from burnish.observe.timeline import timed
 from burnish.preflight.positions import within_positions
 from burnish.rewards.base import NoGroupLeftError, RewardSet
 from burnish.rollout.base import Sampling
+from burnish.rollout.make import wait_for_engine
 from burnish.rollout.runner import Runner, numbered
-from burnish.rollout.servers.group import wait_for_servers
 from burnish.runtime.base import Runtime
 from burnish.steps.no_signal import warn_without_labels
 from burnish.types import ROUNDING, Group, Prompt
@@ -240,7 +240,7 @@ def _build(
     held_out = held_out_prompts(
         config.eval, config, runtime.tokenizer, new_tokens, in_episodes=episode_pool is not None
     )
-    wait_for_servers(config.engine)
+    wait_for_engine(config.engine)
     scores = weighted_rewards(config.rewards, runtime, functions)
     longest = config.eval.prompt_max_len + new_tokens
     engine = runtime.standalone_rollout(config.model, config.engine, max_len=longest)

@@ -32,8 +32,8 @@ from burnish.observe.timeline import timed
 from burnish.preflight.positions import within_positions
 from burnish.rewards.base import NoGroupLeftError
 from burnish.rewards.labels import label_problem, label_readers
+from burnish.rollout.make import wait_for_engine
 from burnish.rollout.runner import Rollout, Runner
-from burnish.rollout.servers.group import wait_for_servers
 from burnish.runtime.base import Runtime
 from burnish.steps.no_signal import warn_without_labels
 
@@ -181,7 +181,7 @@ def _build(
         in_episodes=config.rollout.episodes is not None,
         problem_of=partial(label_problem, label_readers(config.rewards, config.on_reward_failure)),
     )
-    wait_for_servers(config.rollout.engine)
+    wait_for_engine(config.rollout.engine)
     rewards = reward_set(
         weighted_rewards(config.rewards, runtime, functions),
         on_failure=config.on_reward_failure,

@@ -51,8 +51,8 @@ from burnish.rollout.asynchronous.schedule import Limits
 from burnish.rollout.asynchronous.service import RolloutService
 from burnish.rollout.asynchronous.source import AsyncOptions, AsyncSource
 from burnish.rollout.base import RolloutEngine
+from burnish.rollout.make import wait_for_engine
 from burnish.rollout.runner import GroupFilter, Runner
-from burnish.rollout.servers.group import wait_for_servers
 from burnish.rollout.source import RolloutSource, SyncSource
 from burnish.runtime.base import Runtime
 from burnish.steps.moving_reference import moving_reference
@@ -149,7 +149,7 @@ def _build(
         config.eval, config, runtime.tokenizer, new_tokens, in_episodes=in_episodes
     )
     ptx = make_ptx(config, runtime)
-    wait_for_servers(config.rollout.engine)
+    wait_for_engine(config.rollout.engine)
     scores = weighted_rewards(
         config.rewards,
         runtime,

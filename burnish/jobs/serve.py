@@ -17,12 +17,14 @@ from burnish.agents.serving import OneModel, Renderers, ServingBackend
 from burnish.checkpoint.export import export
 from burnish.config.load import ConfigError
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
-from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine
 from burnish.episodes.renderer import ChatRenderer, TextCodec
 from burnish.models.load import load_tokenizer, num_positions, resolve_device
 from burnish.models.paths import check_path
 from burnish.observe.timeline import Timeline
 from burnish.rollout.asynchronous.service import RolloutService
+from burnish.rollout.kinds import RolloutEngineConfig
+from burnish.rollout.local.config import LocalEngine
+from burnish.rollout.vllm.config import VllmEngine
 from burnish.runtime.inline import InlineRuntime
 from burnish.serve.base import ModelOptions, ServeError
 from burnish.serve.running import (

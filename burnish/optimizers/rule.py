@@ -5,7 +5,6 @@ Checks, clipping, loss scaling, moving average and checkpoints are the same for 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from burnish.config.kinds import module_of
 from burnish.config.train import TrainConfig
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.distributed.tensor_parallel import TensorParallelPlan
@@ -142,8 +142,7 @@ def make_rules(inputs: RuleInputs) -> list[UpdateRule]:
     the optimizer cannot train the model, or its library is missing.
     """
     config = inputs.train.optimizer
-    folder = type(config).__module__.rpartition(".")[0]
-    rules: list[UpdateRule] = importlib.import_module(f"{folder}.rule").make_rules(config, inputs)
+    rules: list[UpdateRule] = module_of(config, "rule").make_rules(config, inputs)
     return rules
 
 

@@ -18,12 +18,12 @@ from burnish.config.cluster import ClusterConfig
 from burnish.config.job import JobConfig
 from burnish.config.load import ConfigError, changed_config
 from burnish.config.placement import placement_groups
-from burnish.config.roles import JobSpec, TrainRole
-from burnish.config.rollout import VllmEngine
+from burnish.config.roles import TrainRole
 from burnish.plan.engine_profile import profile_class
 from burnish.plan.hardware import Hardware
 from burnish.plan.memory_plan import TIGHT, Plan
 from burnish.plan.predict import make_plan
+from burnish.plan.rollout_role import rollout_settings
 from burnish.plan.shapes import PlanError
 from burnish.plan.split import splits
 from burnish.plan.time import Rates, estimate
@@ -161,7 +161,7 @@ def _reason(plan: Plan, seconds: float, rate: float) -> str:
 def candidates(config: JobConfig, hardware: Hardware) -> list[list[str]]:
     """Return the overrides of every candidate, starting with the unchanged recipe."""
     job = config.resolve()
-    options = [_vllm_shares(config, job, hardware)]
+    options = [rollout_settings(config, job, hardware)]
     if job.trained is not None and job.batch is not None:
         profile = profile_class(job.trained.train.engine, job.trained.ranks)
         options += [profile.alternatives(job.trained), _checkpointing(job.trained)]
@@ -186,27 +186,6 @@ def _micro_batches(role: TrainRole, plan: BatchPlan) -> list[list[str]]:
     for n in near:
         out.append([f"train.micro_train_batch_size={n}", "train.gradient_accumulation_steps=null"])
     return out
-
-
-def _vllm_shares(config: JobConfig, job: JobSpec, hardware: Hardware) -> list[list[str]]:
-    rollout = job.rollout
-    if rollout is None or not isinstance(rollout.engine, VllmEngine) or hardware.gpu is None:
-        return [[]]
-    engine, path = rollout.engine, rollout.key
-    now = engine.gpu_memory_utilization
-    shares = [s for s in (0.25, 0.35, 0.5, 0.6) if abs(s - now) > 0.04]
-    alone = not job.inline and any(
-        placement.roles == ("rollout",) for placement in placement_groups(config)
-    )
-    found: list[list[str]] = [[]]
-    if not alone:
-        found += [[f"{path}.gpu_memory_utilization={s}"] for s in shares]
-    if alone and config.cluster.gpus_per_worker == 1:
-        sizes = [n for n in (1, 2, 4, 8) if n != engine.tensor_parallel_size]
-        found += [
-            [f"{path}.tensor_parallel_size={n}"] for n in sizes if n <= hardware.gpus_per_node
-        ]
-    return found
 
 
 # ---- a larger cluster ------------------------------------------------------------------------

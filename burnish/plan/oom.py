@@ -10,8 +10,7 @@ from pathlib import Path
 from burnish.config.arithmetic import BatchPlan
 from burnish.config.job import JobConfig, RowsJob
 from burnish.config.load import ConfigError, changed_config
-from burnish.config.roles import JobSpec, RolloutRole, TrainRole
-from burnish.config.rollout import LocalEngine, VllmEngine
+from burnish.config.roles import JobSpec, TrainRole
 from burnish.config.train import on_oom_problem
 from burnish.errors import BurnishError
 from burnish.messages import library_text
@@ -22,6 +21,7 @@ from burnish.plan.launch import hardware_of
 from burnish.plan.memory_plan import Plan
 from burnish.plan.plan_vs_actual import PLANNED_AS, PlanVsActual, plan_vs_actual_text
 from burnish.plan.predict import make_plan
+from burnish.plan.rollout_role import rollout_suggestions
 
 
 class RunOutOfMemoryError(BurnishError, RuntimeError):
@@ -135,7 +135,7 @@ def suggestions(config: JobConfig, phase: str) -> Iterator[Suggestion]:
     """Yield changes that reduce the memory of a recipe, ordered by cost."""
     job = config.resolve()
     if phase == "rollout" and job.rollout is not None:
-        yield from _rollout_suggestions(job.rollout)
+        yield from rollout_suggestions(job.rollout)
     if job.trained is not None and job.batch is not None:
         if phase not in ("rollout", "sync", "checkpoint", "step", "load"):
             hardware = _hardware(config)
@@ -143,7 +143,7 @@ def suggestions(config: JobConfig, phase: str) -> Iterator[Suggestion]:
             yield from _pass_suggestions(job.trained, job.batch, device)
         yield from _state_suggestions(job, job.trained)
     if phase != "rollout" and job.rollout is not None:
-        yield from _rollout_suggestions(job.rollout)
+        yield from rollout_suggestions(job.rollout)
     if job.trained is not None:
         yield from _length_suggestions(job.trained)
 
@@ -177,17 +177,6 @@ def _state_suggestions(job: JobSpec, role: TrainRole) -> Iterator[Suggestion]:
     if not job.inline:
         more = "fewer rows per rank, and smaller shards if the state is sharded"
         yield Suggestion((f"cluster.policy_ranks={2 * role.ranks}",), more)
-
-
-def _rollout_suggestions(role: RolloutRole) -> Iterator[Suggestion]:
-    engine, key = role.engine, f"{role.key}."
-    if isinstance(engine, VllmEngine):
-        share = round(0.75 * engine.gpu_memory_utilization, 2)
-        fewer = "less GPU memory for vLLM: fewer concurrent samples"
-        yield Suggestion((f"{key}gpu_memory_utilization={share}",), fewer)
-    elif isinstance(engine, LocalEngine) and engine.max_batch_size > 1:
-        fewer = "fewer concurrent samples"
-        yield Suggestion((f"{key}max_batch_size={engine.max_batch_size // 2}",), fewer)
 
 
 def _length_suggestions(role: TrainRole) -> Iterator[Suggestion]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from burnish.optimizers.base import StepWork, WeightShape
+from burnish.optimizers.config import StepWork, WeightShape
 from burnish.plan.model_state import EngineSetup, Item, Where, entries_text, share_text
 from burnish.plan.shapes import ModelShape, PlanError, rounded_up
 

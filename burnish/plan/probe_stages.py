@@ -12,7 +12,6 @@ from burnish.config.job import JobConfig
 from burnish.config.load import ConfigError, changed_config
 from burnish.config.placement import placement_groups
 from burnish.config.roles import JobSpec, RolloutRole, TrainRole
-from burnish.config.rollout import LocalEngine, VllmEngine
 from burnish.plan.hardware import Hardware
 from burnish.plan.model_state import Item
 from burnish.plan.role_base import Context, RoleMemory
@@ -207,7 +206,7 @@ def separate_rollout(job: JobSpec) -> RolloutRole | None:
     """Return the rollout role if it is one process of vLLM, which is probed without the trainer.
     Several processes (``tensor_parallel_size``) are not measured."""
     role = job.rollout
-    if role is None or not isinstance(role.engine, VllmEngine):
+    if role is None or role.engine.uses_transformers or role.engine.on_servers:
         return None
     return role if role.engine.tensor_parallel_size == 1 else None
 
@@ -216,6 +215,6 @@ def probed_rollout(job: JobSpec) -> RolloutRole | None:
     """Return the rollout role if it samples with the trainer's own weights: the local engine, in
     the same format, with unsharded weights. Otherwise return None."""
     role, policy = job.rollout, job.trained
-    if role is None or policy is None or not isinstance(role.engine, LocalEngine):
+    if role is None or policy is None:
         return None
     return role if role.shares_weights and not policy.train.engine.shards_weights else None

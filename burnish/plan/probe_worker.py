@@ -28,7 +28,6 @@ from burnish.config.job import JobConfig
 from burnish.config.model import ModelConfig
 from burnish.config.registry import JOBS
 from burnish.config.roles import JobSpec, RolloutRole, TrainRole
-from burnish.config.rollout import LocalEngine, VllmEngine
 from burnish.distributed.process_group import RankGroup
 from burnish.errors import BurnishError
 from burnish.messages import library_text
@@ -51,7 +50,9 @@ from burnish.plan.shapes import find_config, shape_of
 from burnish.plan.tracking import LiveBytes
 from burnish.plan.train_role import largest_rows, planned_model
 from burnish.rollout.base import Request, RolloutEngine, Sampling
+from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
+from burnish.rollout.vllm.config import VllmEngine
 from burnish.train.base import Outputs
 from burnish.train.engine import BaseTrainEngine
 from burnish.train.engines import load_device, make_engine

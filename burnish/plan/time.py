@@ -15,16 +15,15 @@ from dataclasses import dataclass, field, replace
 from burnish.config.job import JobConfig
 from burnish.config.placement import placement_groups
 from burnish.config.roles import JobSpec, RolloutRole, RowLengths, TrainRole
-from burnish.config.rollout import VllmEngine, VllmServers
 from burnish.config.sync import SyncConfig, resolve_kind
 from burnish.plan.engine_profile import TrainEngineProfile, profile_of
 from burnish.plan.hardware import Hardware
-from burnish.plan.kv_cache import bytes_per_token, vllm_on_gpu
+from burnish.plan.kv_cache import bytes_per_token
 from burnish.plan.model_state import SIZES, EngineSetup, total
 from burnish.plan.optimizer_state import step_work
 from burnish.plan.overlap import Overlap, Sides, overlap, seconds_text
 from burnish.plan.role_base import positions
-from burnish.plan.rollout_role import demand_of, responses_at_once
+from burnish.plan.rollout_role import responses_at_once, rows_at_once
 from burnish.plan.shapes import ModelShape, matrix_flops, shape_of
 from burnish.plan.train_role import setup_of
 
@@ -380,9 +379,9 @@ class _Clock:
             seconds = 2 * size / self.pcie_bytes_per_s()
             if self.hardware.nodes > 1:
                 seconds += size / (self.hardware.network_gbs * 1e9 * self.share["link"])
-        elif isinstance(engine, VllmEngine):
+        elif engine is not None and not engine.uses_transformers and not engine.on_servers:
             seconds, how = 2 * size / self.memory_bytes_per_s(), "copy within the GPU"
-        if isinstance(engine, VllmServers):
+        if engine is not None and engine.on_servers:
             files, way = self._files(size)
             seconds, how = seconds + files, way if self.job.inline else f"{how}, {way}"
         return Part("policy", "sync", seconds, how)
@@ -420,22 +419,10 @@ class _Clock:
     def sampling_batch(self, role: RolloutRole) -> _Batch:
         """Return the decoding of one step on one worker. If sampling never ends, other responses
         use the slots of those that have ended, and no step waits for its longest response."""
-        hardware, dtype, engine = self.hardware, role.dtype, role.engine
         shape = shape_of(role.model.model_copy(update={"lora": None}))
-        demand = demand_of(role, shape)
-        workers = role.ranks
-        if isinstance(engine, VllmServers):  # as if each had this machine's hardware
-            workers = len(engine.urls)
-            most = max(1, engine.max_concurrency // workers)
-        else:
-            most = engine.max_num_seqs if isinstance(engine, VllmEngine) else engine.max_batch_size
+        workers = role.engine.num_workers(role.ranks)  # servers: as if on this hardware
         length, prompt = self._mean_lengths(role.lengths, shape)
-        if isinstance(engine, VllmEngine) and hardware.gpu is not None:
-            over = dict(hardware.tables.overhead)
-            found = vllm_on_gpu(
-                shape, engine, demand, dtype=dtype, gpu_bytes=hardware.gpu.bytes, overhead=over
-            )
-            most = max(1, min(most, int(found.cache_tokens / max(length, 1))))
+        most = rows_at_once(role, self.hardware, shape, length)
         sequences = max(1, self.samples // workers)
         at_once = -(-responses_at_once(role) * role.ranks // workers)
         rows = min(most, at_once if role.continues else sequences)

@@ -12,8 +12,8 @@ from pathlib import Path
 from burnish.config.job import JobConfig
 from burnish.config.model import ModelConfig
 from burnish.config.parallelism import models_of
-from burnish.config.rollout import LocalEngine
 from burnish.models.family import DecodingSupport, ModelSupport, keep, key_of, recall
+from burnish.rollout.local.config import LocalEngine
 from burnish.small_files import read_small
 
 
@@ -85,6 +85,4 @@ def _content(model: ModelConfig) -> list[bytes]:
 
 
 def _samples_locally(config: JobConfig) -> bool:
-    own = vars(config)
-    engine = vars(own.get("rollout", config)).get("engine")
-    return isinstance(engine, LocalEngine)
+    return bool(config.nodes_of(LocalEngine))

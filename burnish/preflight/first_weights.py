@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from burnish.config import RLConfig
-from burnish.config.rollout import LocalEngine
 from burnish.preflight.sampling import vocab_size_of
 from burnish.rollout.base import RolloutEngine, Sampling
 from burnish.rollout.weight_probe import NUM_SAMPLES, check_logprobs, probe_requests
@@ -18,7 +17,7 @@ def check_first_weights(
     """Raise StaleWeightsError if the log-probs of ``engine``, which has the weights of ``policy``,
     are not those of ``policy``. The local engine computes with transformers and is not checked."""
     rollout = config.rollout
-    if isinstance(rollout.engine, LocalEngine):
+    if rollout.engine.uses_transformers:
         return
     size = min(len(runtime.tokenizer), vocab_size_of(config.model) or len(runtime.tokenizer))
     limit = engine.max_len or config.data.prompt_max_len + config.row_lengths.rest

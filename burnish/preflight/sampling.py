@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from burnish.config import EvaluateConfig, GenerateConfig, JobConfig, RLConfig
 from burnish.config.model import ModelConfig
 from burnish.config.off_policy import max_kept_ids
-from burnish.config.rollout import LocalEngine
 from burnish.config.vllm_sampling import vllm_sampling_problems
 from burnish.models.load import hf_config, load_tokenizer
 
@@ -25,7 +24,7 @@ def sampling_problems(config: JobConfig) -> Iterator[str]:
                     f"{key} contains {token}, but the model has only the tokens 0 to "
                     f"{vocab_size - 1}, so it would end no response; remove it"
                 )
-    if isinstance(config, RLConfig) and not isinstance(config.rollout.engine, LocalEngine):
+    if isinstance(config, RLConfig) and not config.rollout.engine.uses_transformers:
         rollout, num = config.rollout, max_kept_ids(config.algorithm, config.rollout)
         problems = vllm_sampling_problems(
             rollout.temperature, num_recorded=num, max_recorded=vocab_size

@@ -10,13 +10,14 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.model import ModelConfig, PrecisionConfig
-from burnish.config.rollout import InFlight, RolloutEngineConfig
+from burnish.config.rollout import InFlight
 from burnish.config.sync import LinkSync, SyncConfig
 from burnish.distributed.process_group import RankGroup
 from burnish.environments.worker_set import Worker
 from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import RolloutEngine, StagedWeights
+from burnish.rollout.kinds import RolloutEngineConfig
 from burnish.sync.base import Metrics
 from burnish.train.base import EngineLostError, HasLogprobs, TrainEngine
 from burnish.train.spec import EngineSpec

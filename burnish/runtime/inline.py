@@ -14,7 +14,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.roles import samples_with_policy
-from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine, VllmServers
 from burnish.config.sync import LinkSync, SyncConfig
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.environments.process import start_process
@@ -26,9 +25,8 @@ from burnish.models.value_head import NewHead, load_scalar_model
 from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine, Sampling
-from burnish.rollout.local.decoding import make_local_engine
-from burnish.rollout.servers.engine import VllmServerEngine
-from burnish.rollout.vllm.engine import VllmRolloutEngine
+from burnish.rollout.kinds import RolloutEngineConfig
+from burnish.rollout.make import make_rollout_engine
 from burnish.rollout.weight_probe import check_logprobs, probe_requests
 from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS, SYNC_SPANS
 from burnish.runtime.phases import Phases
@@ -63,7 +61,7 @@ class InlineRuntime:
         self.tokenizer, self.precision, self.timeline = tokenizer, precision, timeline
         self.ranks, self.phases = ranks, Phases(cluster)
         self.device = resolve_device(device)
-        self._connected: list[VllmServerEngine] = []
+        self._connected: list[RolloutEngine] = []
         """Engines that are clients of servers."""
         set_up_gpu(self.device)
 
@@ -120,9 +118,9 @@ class InlineRuntime:
         wanted = self.precision.sampler_dtype
         trainer = cast(BaseTrainEngine, policy)
         model: Any = trainer.model
-        if not isinstance(config, LocalEngine):
-            return self.phases.rollout(self._vllm(model, config, max_len))
-        if not samples_with_policy(trainer.spec.train.engine, config, self.precision):
+        if config.uses_transformers and not samples_with_policy(
+            trainer.spec.train.engine, config, self.precision
+        ):
             base = trainer.spec.model.model_copy(
                 update={"lora": None, "attn_implementation": "auto"}
             )
@@ -130,7 +128,7 @@ class InlineRuntime:
             model.requires_grad_(False)
             add_end_tokens(model, self.tokenizer)
         name = describe(trainer.spec.model)
-        return self.phases.rollout(make_local_engine(model, self.tokenizer, config, name=name))
+        return self.phases.rollout(self._rollout(model, config, name=name, max_len=max_len))
 
     def standalone_rollout(
         self,
@@ -143,31 +141,28 @@ class InlineRuntime:
         """Return a rollout engine without a trainer (evaluation of a finished model). ``ready``:
         it has the model's own weights. Otherwise vLLM reads none if the model can be built without
         them, and cannot sample until weights are loaded."""
-        device = self.device if isinstance(config, LocalEngine) else "cpu"
-        empty = not isinstance(config, LocalEngine) and not ready
+        device = self.device if config.uses_transformers else "cpu"
+        empty = not config.uses_transformers and not ready
         dtype = self.precision.sampler_dtype
         model = model.model_copy(update={"attn_implementation": "auto"})
         network = load_causal_lm(model, dtype=dtype, device=device, empty=empty)
         add_end_tokens(network, self.tokenizer)
-        if isinstance(config, LocalEngine):
-            return make_local_engine(network, self.tokenizer, config, name=describe(model))
-        engine = self._vllm(network, config, max_len)
-        if ready:
+        engine = self._rollout(network, config, name=describe(model), max_len=max_len)
+        if ready and not config.uses_transformers:
             engine.load_weights(0, merged_weights(network))
             _check_weights(engine, network, dtype)
         return engine
 
-    def _vllm(
-        self, model: Any, config: VllmEngine | VllmServers, max_len: int | None
-    ) -> VllmRolloutEngine | VllmServerEngine:
+    def _rollout(
+        self, network: Any, config: RolloutEngineConfig, *, name: str, max_len: int | None
+    ) -> RolloutEngine:
         dtype = self.precision.sampler_dtype
-        if isinstance(config, VllmServers):
-            made = VllmServerEngine(
-                model, self.tokenizer, config, dtype=dtype, max_model_len=max_len
-            )
-            self._connected.append(made)
-            return made
-        return VllmRolloutEngine(model, self.tokenizer, config, dtype=dtype, max_model_len=max_len)
+        engine = make_rollout_engine(
+            network, self.tokenizer, config, name=name, dtype=dtype, max_len=max_len
+        )
+        if config.on_servers:
+            self._connected.append(engine)
+        return engine
 
     def _engine(
         self, model: torch.nn.Module, spec: EngineSpec, spans: Mapping[str, str]
@@ -215,12 +210,11 @@ class InlineRuntime:
 
 
 @torch.no_grad()
-def _check_weights(
-    engine: VllmRolloutEngine | VllmServerEngine, network: PreTrainedModel, dtype: Dtype
-) -> None:
+def _check_weights(engine: RolloutEngine, network: PreTrainedModel, dtype: Dtype) -> None:
     """Raise StaleWeightsError if the log-probs of ``engine`` are not those of ``network``, whose
     weights it has."""
-    limit = engine.max_model_len
+    limit = engine.max_len
+    assert limit is not None, "the limit of the model"
     requests = probe_requests(network.config.vocab_size, max_len=limit, num_samples=1)
     sampling = Sampling(requests[0].max_tokens or 1, 0.0)
     (completion,) = engine.generate(requests, sampling)

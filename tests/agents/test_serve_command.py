@@ -37,12 +37,12 @@ from burnish.agents.serving import OneModel
 from burnish.checkpoint.manifest import write_manifest
 from burnish.cli import app
 from burnish.config.model import ModelConfig, PrecisionConfig
-from burnish.config.rollout import LocalEngine
 from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.template import RendererError
 from burnish.jobs.serve import in_background
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.vllm.engine import INSTALL
 from burnish.runtime.inline import InlineRuntime
 from burnish.serve.base import ModelOptions

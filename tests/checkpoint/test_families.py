@@ -29,12 +29,12 @@ from transformers import (
 from burnish.checkpoint.export import export
 from burnish.checkpoint.manifest import write_manifest
 from burnish.config.model import Dtype, LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
-from burnish.config.rollout import LocalEngine
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import DeepSpeedEngine, TorchEngine
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.buffers import BUFFERS, persistent_buffers
 from burnish.models.load import DTYPES, ModelError, load_causal_lm, load_tokenizer
+from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.rollout.vllm.model import skeleton_of
 from burnish.sync.base import encode

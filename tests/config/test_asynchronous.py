@@ -3,7 +3,7 @@
 import pytest
 
 from burnish.config import ConfigError, load_config
-from burnish.config.rollout import LocalEngine
+from burnish.rollout.local.config import LocalEngine
 
 RECIPE = {
     "job": "rl",

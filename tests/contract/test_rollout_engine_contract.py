@@ -23,12 +23,15 @@ from vllm_server import vllm_server
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.placement import placement_groups_for
-from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine, VllmServers
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling, VersionSpan
+from burnish.rollout.kinds import RolloutEngineConfig
+from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
+from burnish.rollout.servers.config import VllmServers
 from burnish.rollout.servers.engine import VllmServerEngine
+from burnish.rollout.vllm.config import VllmEngine
 from burnish.rollout.vllm.engine import INSTALL, VllmRolloutEngine
 from burnish.runtime.ray.rollout_engine import RemoteRolloutEngine
 from burnish.runtime.ray.runtime import RayRuntime

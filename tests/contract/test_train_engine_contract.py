@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from burnish.config.model import PrecisionConfig
-from burnish.config.rollout import LocalEngine
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.train.base import Role, TrainEngine
 from burnish.train.loss_scaler import DynamicLossScaler

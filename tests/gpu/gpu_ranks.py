@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig, ScratchConfig
-from burnish.config.rollout import LocalEngine
 from burnish.config.sync import LinkSync
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import DeepSpeedEngine, TorchEngine
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.load import DTYPES, load_causal_lm, load_tokenizer
+from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.sync.base import Bucket, SyncError
 from burnish.sync.channel import connect_store, serve_store

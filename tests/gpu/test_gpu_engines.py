@@ -10,10 +10,10 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig, ScratchConfig
-from burnish.config.rollout import LocalEngine
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm
 from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.train.base import Loss
 from burnish.train.spec import EngineSpec

@@ -14,9 +14,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from burnish.config.model import ModelConfig, ScratchConfig
-from burnish.config.rollout import VllmEngine
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.rollout.base import Request, Sampling
+from burnish.rollout.vllm.config import VllmEngine
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,14 +14,14 @@ from peft import get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from burnish.config.model import Dtype, LoraConfig, ModelConfig
-from burnish.config.rollout import LocalEngine
 from burnish.models.load import DTYPES, ModelError, load_causal_lm
 from burnish.models.lora_layers import merged_weights
 from burnish.models.scratch import scratch_tokenizer
 from burnish.models.shrink import build, shrink
 from burnish.models.support import below_rope_border
 from burnish.rollout.base import Request, Sampling
-from burnish.rollout.local.decoding import make_local_engine
+from burnish.rollout.local.config import LocalEngine
+from burnish.rollout.local.make import make_engine as make_local_engine
 from burnish.types import rows_to_batch
 
 _FILE = Path(__file__).resolve().parents[2] / "tools" / "family_experts.py"

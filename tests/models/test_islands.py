@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from burnish.checkpoint.export import export
 from burnish.checkpoint.save import CheckpointStore
 from burnish.config.model import Dtype, LoraConfig, ModelConfig, PrecisionConfig
-from burnish.config.rollout import LocalEngine
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import DeepSpeedEngine
 from burnish.models.buffers import wanted_dtype
@@ -25,7 +24,8 @@ from burnish.models.load import DTYPES, ModelError, load_causal_lm
 from burnish.models.scratch import scratch_tokenizer
 from burnish.models.shrink import build, shrink
 from burnish.models.value_head import load_scalar_model
-from burnish.rollout.local.decoding import make_local_engine
+from burnish.rollout.local.config import LocalEngine
+from burnish.rollout.local.make import make_engine as make_local_engine
 from burnish.steps.objectives import sft_objective
 from burnish.train.engines import make_engine
 from burnish.train.spec import EngineSpec

@@ -16,13 +16,14 @@ from burnish.plan.activations import TraceError
 from burnish.plan.command import PlanOptions, plan_text
 from burnish.plan.fit import fewer_ranks, fit
 from burnish.plan.hardware import load_tables, parse_cluster, this_machine
-from burnish.plan.kv_cache import Demand, bytes_per_token, local_cache
+from burnish.plan.kv_cache import Demand, bytes_per_token
 from burnish.plan.launch import DoesNotFitError, check_memory
 from burnish.plan.memory_plan import PHASES
 from burnish.plan.predict import make_plan
 from burnish.plan.shapes import PlanError, shape_of
 from burnish.plan.split import splits
 from burnish.plan.time import estimate
+from burnish.rollout.local.memory import local_cache
 
 ROOT = Path(__file__).parents[2]
 NINE = ROOT / "recipes" / "llama3_70b_grpo_9x8.yaml"
@@ -302,7 +303,7 @@ def test_local_cache_is_planned_as_the_engine_grows_it():
     """4 slots of 16 + 8 positions; 2 layers x 2 x 2 heads x 16 x 4 B = 512 B a token, and one of
     four tensors twice while it grows."""
     from burnish.config.model import ModelConfig
-    from burnish.config.rollout import LocalEngine
+    from burnish.rollout.local.config import LocalEngine
 
     shape = shape_of(ModelConfig.model_validate({"scratch": {}}))
     assert bytes_per_token(shape, "fp32") == 512

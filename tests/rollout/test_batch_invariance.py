@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from burnish.config.model import Dtype, ModelConfig, ScratchConfig
-from burnish.config.rollout import LocalEngine
 from burnish.models import cache_attention
 from burnish.models.cache_attention import (
     Options,
@@ -27,6 +26,7 @@ from burnish.models.kv_cache import KVCache
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.paths import ModelError
 from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.rollout.local.sampling import sample_tokens
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from burnish.config.rollout import LocalEngine
 from burnish.models.cache_attention import PrefillPlan
 from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.rollout.local.running_batch import RunningBatch
 

@@ -11,9 +11,9 @@ from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 import burnish.rollout.local.cpu_linear as cpu_linear
-from burnish.config.rollout import LocalEngine
 from burnish.models.half_linear import use_fp32_products
 from burnish.rollout.base import Request, Sampling
+from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.cpu_linear import fp32_layers, onednn_layers, onednn_linear
 from burnish.rollout.local.engine import LocalRolloutEngine
 

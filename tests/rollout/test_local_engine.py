@@ -12,11 +12,11 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype, ModelConfig
-from burnish.config.rollout import LocalEngine
 from burnish.config.train import TrainConfig
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import load_causal_lm
 from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.rollout.local.running_batch import RunningBatch
 from burnish.train.spec import EngineSpec

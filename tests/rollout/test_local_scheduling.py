@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from burnish.config.model import ModelConfig, ScratchConfig
-from burnish.config.rollout import LocalEngine
 from burnish.models.attention import DecodePlan
 from burnish.models.cache_attention import PrefillPlan
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.rollout.local.running_batch import RunningBatch
 

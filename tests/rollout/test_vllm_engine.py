@@ -29,11 +29,12 @@ from transformers import (
 import burnish.rollout.vllm.engine as ours
 import burnish.rollout.vllm.weights as weights_side
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
-from burnish.config.rollout import LocalEngine, VllmEngine
 from burnish.config.train import TrainConfig
 from burnish.models.load import ModelError, load_causal_lm, load_tokenizer
 from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
+from burnish.rollout.vllm.config import VllmEngine
 from burnish.rollout.vllm.engine import INSTALL, StaleWeightsError, VllmRolloutEngine
 from burnish.rollout.vllm.sleep import Sleep
 from burnish.train.base import Loss

@@ -21,12 +21,12 @@ from transformers import (
 )
 
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
-from burnish.config.rollout import VllmEngine
 from burnish.models.buffers import persistent_buffers
 from burnish.models.load import ModelError, load_tokenizer
 from burnish.models.lora import inject_lora
 from burnish.models.lora_layers import merged_weights
 from burnish.rollout.base import Request, Sampling
+from burnish.rollout.vllm.config import VllmEngine
 from burnish.rollout.vllm.engine import INSTALL, StaleWeightsError, VllmRolloutEngine
 from burnish.rollout.vllm.model import check_head_dim
 

@@ -19,11 +19,11 @@ import torch
 from safetensors.torch import load_file
 
 from burnish.config.model import ModelConfig, ScratchConfig
-from burnish.config.rollout import VllmServers
 from burnish.models.load import ModelError, load_causal_lm, load_tokenizer
 from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
 from burnish.rollout.server_guard import VARIABLE, TokenGuard
 from burnish.rollout.servers.client import ServerError
+from burnish.rollout.servers.config import VllmServers
 from burnish.rollout.servers.engine import VllmServerEngine
 from burnish.rollout.servers.group import wait_for_servers
 from burnish.rollout.vllm.engine import StaleWeightsError

@@ -124,7 +124,7 @@ def test_results_of_tools_are_not_trained_and_tokens_keep_their_versions(
         made.append((groups, ages, groups_to_batch(groups, ages)))
         return made[-1][-1]
 
-    monkeypatch.setattr("burnish.runtime.inline.make_local_engine", lambda *_, **__: engine)
+    monkeypatch.setattr("burnish.runtime.inline.make_rollout_engine", lambda *_, **__: engine)
     monkeypatch.setattr(steps_of_rl, "groups_to_batch", batch_of)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{i}+{i % 7}="}) + "\n" for i in range(40)))

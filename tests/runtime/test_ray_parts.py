@@ -22,13 +22,14 @@ import burnish
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.placement import PlacementGroupSpec
-from burnish.config.rollout import LocalEngine, VllmEngine
 from burnish.config.sync import DiskSync
 from burnish.config.train import TrainConfig
 from burnish.distributed.process_group import CollectiveTimeoutError
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.teacher import DistillTargetSpec
 from burnish.observe.timeline import Timeline
+from burnish.rollout.local.config import LocalEngine
+from burnish.rollout.vllm.config import VllmEngine
 from burnish.runtime import inline
 from burnish.runtime.base import ClusterError, WorkerLostError
 from burnish.runtime.inline import InlineRuntime
@@ -211,7 +212,7 @@ def test_vllm_reads_no_weights_if_a_transfer_follows(
         given.append(model)
         return SimpleNamespace(load_weights=lambda version, tensors: loaded.append(version))
 
-    monkeypatch.setattr(inline, "VllmRolloutEngine", engine)
+    monkeypatch.setattr(inline, "make_rollout_engine", engine)
     monkeypatch.setattr(inline, "_check_weights", lambda *_: None)  # it samples
     runtime = InlineRuntime(
         load_tokenizer(scratch), precision=PrecisionConfig(), device="cpu", timeline=Timeline()

@@ -16,13 +16,13 @@ import torch
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.placement import placement_groups_for
-from burnish.config.rollout import LocalEngine
 from burnish.config.sync import DiskSync, LinkSync
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
 from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.local.config import LocalEngine
 from burnish.runtime.base import ClusterError, WorkerLostError
 from burnish.runtime.ray.rollout_worker import RolloutWorker
 from burnish.runtime.ray.runtime import RayRuntime

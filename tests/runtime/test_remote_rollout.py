@@ -12,8 +12,8 @@ import pytest
 
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, ScratchConfig
-from burnish.config.rollout import LocalEngine
 from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
+from burnish.rollout.local.config import LocalEngine
 from burnish.runtime.base import WorkerLostError
 from burnish.runtime.ray.rollout_engine import RemoteRolloutEngine
 from burnish.runtime.ray.rollout_pool import Weights

@@ -18,10 +18,10 @@ import burnish
 import burnish.rollout.servers.group as server_group
 from burnish.config import JobConfig, load_config
 from burnish.config.model import ModelConfig, ScratchConfig
-from burnish.config.rollout import VllmServers
 from burnish.models.load import ModelError, load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.rollout.base import Request, Sampling
+from burnish.rollout.servers.config import VllmServers
 from burnish.rollout.servers.engine import VllmServerEngine
 from burnish.rollout.vllm.engine import INSTALL, StaleWeightsError
 from burnish.runtime.base import WorkerLostError

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig, ScratchConfig
-from burnish.config.rollout import LocalEngine
 from burnish.config.sync import DiskSync, LinkSync
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.rollout.base import Request, Sampling
+from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.sync.base import Abort, Bucket, End, LinkError, SyncError
 from burnish.sync.channel import Channel, connect_store, serve_store

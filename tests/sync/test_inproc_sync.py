@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype, LoraConfig, ModelConfig, ScratchConfig
-from burnish.config.rollout import LocalEngine
 from burnish.models.load import DTYPES, load_causal_lm
 from burnish.rollout.base import Request, Sampling
+from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.sync.inproc import InprocSync
 from burnish.train.base import Loss

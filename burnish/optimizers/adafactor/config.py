@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from burnish.config.train_engines import TorchEngine, TrainEngineFacts
-from burnish.optimizers.base import Optimizer, StepBuffer, WeightShape
+from burnish.optimizers.config import Optimizer, StepBuffer, WeightShape
 
 
 class Adafactor(Optimizer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from burnish.optimizers.base import Optimizer, WeightShape
+from burnish.optimizers.config import Optimizer, WeightShape
 
 
 class AdamW(Optimizer):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from burnish.config.train_engines import TorchEngine, TrainEngineFacts
-from burnish.optimizers.base import Optimizer, WeightShape
+from burnish.optimizers.config import Optimizer, WeightShape
 
 SMALLEST = 4096
 """Entries of the smallest matrix with 8-bit moments (the default of bitsandbytes)."""

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from burnish.optimizers.base import Optimizer, StepBuffer, StepWork, WeightShape
+from burnish.optimizers.config import Optimizer, StepBuffer, StepWork, WeightShape
 
 
 class Muon(Optimizer):

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from burnish.models.load import DTYPES
 from burnish.models.units import layers_of
 from burnish.optimizers.adamw.rule import adamw_rules
-from burnish.optimizers.base import WeightShape
+from burnish.optimizers.config import WeightShape
 from burnish.optimizers.muon.config import Muon
 from burnish.optimizers.muon.update import Matrix, MuonOptimizer, MuonSettings
 from burnish.optimizers.rule import OptimizerError, RuleInputs, UpdateRule, embedding_names

@@ -13,20 +13,17 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from burnish.config.rollout import LocalEngine
 from burnish.models.family import PACKED, Decoding, DecodingSupport, words
 from burnish.models.family_check import TOLERANCE, failure_text, largest_difference
-from burnish.models.load import ModelError
 from burnish.models.shrink import build, shrink
 from burnish.models.support import (
     below_rope_border,
     cached_result,
     model_support,
-    runs_own_code,
 )
 from burnish.rollout.base import Request, Sampling
+from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
 
 log = logging.getLogger("burnish")
@@ -48,21 +45,6 @@ def decoding_support(
         return _check(tiny, trust=trust, use_disk=use_disk)
 
     return cached_result(DecodingSupport, tiny, run, use_disk=use_disk, trust=trust)
-
-
-def make_local_engine(
-    model: PreTrainedModel, tokenizer: Tokenizer, config: LocalEngine, *, name: str
-) -> LocalRolloutEngine:
-    """Return a local engine that samples from ``model`` with the fastest exact method.
-
-    ``name`` is the model's name in messages. Raises ModelError if no method is exact.
-    """
-    support = decoding_support(model.config, trust=runs_own_code(model))
-    if support.decoding is None:
-        raise ModelError(f"{name}: {support.sentence()}; use rollout.engine.kind=vllm")
-    if support.decoding != "batched":
-        log.warning("%s: %s; rollout.engine.kind=vllm may be faster", name, support.sentence())
-    return LocalRolloutEngine(model, tokenizer, config, decoding=support.decoding)
 
 
 @torch.no_grad()

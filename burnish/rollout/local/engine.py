@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from burnish.config.rollout import LocalEngine
 from burnish.models.buffers import persistent_buffers, replace_buffers
 from burnish.models.family import Decoding
 from burnish.models.support import row_limit
 from burnish.rollout.base import Completion, Request, Sampling, SamplingError
 from burnish.rollout.generation import generate
 from burnish.rollout.live_sample import LiveSample
+from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.model import LocalModel
 from burnish.rollout.local.row_sampler import RowSampler
 from burnish.rollout.local.running_batch import RunningBatch

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from burnish.config.rollout import LocalEngine
 from burnish.models.attention import NO_MASK
 from burnish.models.cache_attention import full_vectors, least_rows
 from burnish.models.kv_cache import KVCache
 from burnish.models.logit_scaling import logit_scaling
 from burnish.models.paths import ModelError
+from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.cpu_linear import Fp32Layer, fp32_layers, onednn_layers, onednn_linear
 from burnish.rollout.local.cuda_graphs import DecodeGraphs
 

@@ -35,7 +35,7 @@ from burnish.rollout.local.model import LocalModel
 from burnish.rollout.local.sampling import kept_rows, sample_tokens, uniforms_for
 from burnish.rollout.requests import StopRule
 
-_FIRST_ROOM = 64
+FIRST_ROOM = 64
 """Positions for new tokens in a new cache that can grow."""
 
 
@@ -177,7 +177,7 @@ class RunningBatch:
         slots = min(self.max_slots, slots)
         longest = max(row.length for row in rows)
         most = max(row.request.limit(row.sampling) for row in rows)
-        room = most if self.network.uses_graphs else min(most, _FIRST_ROOM)
+        room = most if self.network.uses_graphs else min(most, FIRST_ROOM)
         have = self.cache
         needed = longest + room if self.network.uses_graphs else longest
         if have is None or have.num_slots < slots or have.capacity < needed:

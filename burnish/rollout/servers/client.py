@@ -17,9 +17,9 @@ from typing import Any
 
 import httpx
 
-from burnish.config.rollout import VllmServers
 from burnish.errors import BurnishError
 from burnish.messages import library_text
+from burnish.rollout.servers.config import VllmServers
 
 log = logging.getLogger("burnish")
 

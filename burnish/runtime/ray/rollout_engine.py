@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from burnish.config.model import ModelConfig
-from burnish.config.rollout import InFlight, LocalEngine, RolloutEngineConfig, VllmServers
+from burnish.config.rollout import InFlight
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.generation import generate
+from burnish.rollout.kinds import RolloutEngineConfig
 from burnish.rollout.requests import OpenRequests, check_requests
 from burnish.runtime.ray.cluster import RayCluster
 from burnish.runtime.ray.rollout_pool import PoolWorker, RolloutPool, Weights
@@ -47,9 +48,7 @@ class RemoteRolloutEngine:
         self.cluster, self.model, self.config = cluster, model, config
         self.keeps_cache_on_update = config.keeps_cache_on_update
         self.size = cluster.config.ranks("rollout")
-        assert not isinstance(config, VllmServers), "validation rejects this"
-        slots = config.max_batch_size if isinstance(config, LocalEngine) else config.max_num_seqs
-        self._slots = slots
+        self._slots = config.slots
         """Samples that a worker decodes at once."""
         self._requests = OpenRequests()
         self._open: dict[str, _OpenRequest] = {}

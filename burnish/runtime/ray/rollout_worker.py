@@ -9,10 +9,10 @@ from itertools import groupby
 from typing import Any
 
 from burnish.config.model import ModelConfig
-from burnish.config.rollout import RolloutEngineConfig
 from burnish.config.sync import DiskSync, LinkSync
 from burnish.observe.timeline import timed
 from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.kinds import RolloutEngineConfig
 from burnish.rollout.weights import Shape
 from burnish.runtime.worker import Worker
 from burnish.sync.base import Metrics

@@ -25,13 +25,13 @@ from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.placement import PlacementGroupSpec
 from burnish.config.roles import free_name
-from burnish.config.rollout import RolloutEngineConfig, VllmServers
 from burnish.config.sync import DiskSync, InprocSync, LinkSync, SyncConfig
 from burnish.distributed.process_group import SINGLE
 from burnish.environments.worker_set import Worker
 from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine
+from burnish.rollout.kinds import RolloutEngineConfig
 from burnish.rollout.servers.engine import VllmServerEngine
 from burnish.runtime.base import (
     CRITIC_SPANS,
@@ -135,7 +135,7 @@ class RayRuntime:
         """Return rollout workers that get their weights from ``policy``, or an engine in this
         process for running servers."""
         base = cast(RemoteTrainEngine, policy).group.spec.model.model_copy(update={"lora": None})
-        if isinstance(config, VllmServers):
+        if config.on_servers:
             return self.here.standalone_rollout(base, config, max_len=max_len, ready=False)
         made = self._rollout(base, config, max_len=max_len, ready=False)
         return self.phases.rollout(made)
@@ -145,7 +145,7 @@ class RayRuntime:
     ) -> RolloutEngine:
         """Return rollout workers with a model's own weights, or an engine in this process that has
         sent them to running servers."""
-        if isinstance(config, VllmServers):
+        if config.on_servers:
             return self.here.standalone_rollout(model, config, max_len=max_len)
         return self._rollout(model.with_absolute_paths(), config, max_len=max_len, ready=True)
 

@@ -1,0 +1,41 @@
+"""The contract of a rollout engine's config: its settings, and the facts that rules, plans and
+runtimes need. Free of torch.
+
+A kind is a folder. ``config.py``: a subclass of :class:`RolloutEngineSettings`. ``make.py``: a
+function ``make_engine`` with the arguments of ``rollout/make.py``. ``memory.py``: what a plan asks
+(``plan/rollout_role.py``). ``kinds.py`` is the registry.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from burnish.config.base import Node
+
+
+class RolloutEngineSettings(Node, ABC):
+    """Settings of one kind of rollout engine."""
+
+    kind: str
+    uses_transformers: ClassVar[bool] = False
+    """True if it samples with the trainer's own model code: at any temperature, with log-probs that
+    need no comparison with the trainer's, and possibly with the trainer's own tensors."""
+    on_servers: ClassVar[bool] = False
+    """True if running servers sample, so that the job starts no worker."""
+    keeps_cache_on_update: ClassVar[bool] = True
+    """True if responses can continue with the cache of older weights (``in_flight: continue``)."""
+
+    @property
+    @abstractmethod
+    def slots(self) -> int:
+        """Maximum number of responses that a worker (or server) decodes at once."""
+
+    @property
+    def may_share_weights(self) -> bool:
+        """Return whether it uses the policy's tensors if it is in the same process."""
+        return False
+
+    def num_workers(self, ranks: int) -> int:
+        """Return the number of engines that sample, for ``ranks`` of the recipe's cluster."""
+        return ranks

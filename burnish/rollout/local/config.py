@@ -1,0 +1,50 @@
+"""Config of the local rollout engine."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from burnish.rollout.config import RolloutEngineSettings
+
+
+class LocalEngine(RolloutEngineSettings):
+    """Burnish's own engine, on CPU or one GPU: in the trainer's process, or on Ray in each rollout
+    worker."""
+
+    kind: Literal["local"] = "local"
+    max_batch_size: int = Field(128, ge=1)
+    """Maximum responses decoded at once; others wait for a free slot."""
+    max_prefill_tokens: int = Field(8192, ge=1)
+    """Maximum prompt tokens per prefill pass."""
+    cuda_graphs: bool = True
+    """CUDA: replay decode steps as graphs. Their cache holds ``max_batch_size`` sequences of full
+    length."""
+    batch_invariant: bool | None = None
+    """CPU: log-probs have the same bits whatever else is in the batch. None: in fp32
+    and fp16, if possible. true: an error if it is not; in bf16, linear layers are computed in fp32
+    (4 more bytes per parameter)."""
+    sleep_between_rollouts: bool = False
+    """Free the graphs' cache after every rollout: less memory in training, but graphs are recorded
+    again."""
+    own_weights: bool = False
+    """runtime=inline: sample from a copy of the policy's weights, so that sampling and training can
+    overlap (``rollout.max_staleness``). On Ray every worker has a copy."""
+
+    uses_transformers: ClassVar[bool] = True
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Return 1: each worker has its own copy of the model."""
+        return 1
+
+    @property
+    def slots(self) -> int:
+        """Maximum number of responses that a worker decodes at once."""
+        return self.max_batch_size
+
+    @property
+    def may_share_weights(self) -> bool:
+        """Return whether it uses the policy's tensors if it is in the same process."""
+        return not self.own_weights

@@ -85,11 +85,11 @@ def build(args: argparse.Namespace, engine: str, **options: Any) -> Bench:
 
     from burnish.config.episodes import EpisodesConfig
     from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
-    from burnish.rollout.kinds import RolloutEngineConfig
     from burnish.jobs.episodes import build_episode_pool
     from burnish.models.load import load_tokenizer
     from burnish.observe.timeline import Timeline
     from burnish.rollout.base import Sampling
+    from burnish.rollout.kinds import RolloutEngineConfig
     from burnish.runtime.inline import InlineRuntime
 
     heads = {"num_heads": args.hidden // 32, "num_kv_heads": args.hidden // 32}

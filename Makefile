@@ -77,9 +77,10 @@ fuzz: $(VENV)/.dev  ## give generated inputs to every reader of untrusted text (
 models: $(VENV)/.dev  ## run every language model type of transformers, and write docs/models.md
 	OMP_NUM_THREADS=1 $(BIN)/python tools/models.py --jobs $(JOBS) $(ARGS)
 
-docs: $(VENV)/.dev  ## regenerate docs/config.md, docs/compare.md and docs/code-map.md
+docs: $(VENV)/.dev  ## regenerate docs/config.md, docs/compare.md, docs/code-map.md and the picture of docs/architecture.md
 	$(BIN)/python -m burnish config --all --markdown > docs/config.md
 	$(BIN)/python tools/compare.py --write
+	$(BIN)/python tools/architecture_svg.py --write
 	$(BIN)/python tools/code_map.py --write
 
 clean:  ## remove the environment and the caches of tools

@@ -72,6 +72,27 @@ def test_a_page_begins_with_its_purpose(page):
     assert not purpose.startswith("```") and len(purpose.split()) >= 8
 
 
+def missing_files(text: str) -> list[str]:
+    """The files and folders in backquotes that are neither below burnish/ nor in the project. A
+    bare name such as `rule.py` may be in any folder of burnish."""
+    names = re.findall(r"`([\w./-]+(?:\.(?:py|yaml|md)|/))`", FENCE.sub("", text))
+    tops = (ROOT / "burnish", ROOT)
+    return [
+        name
+        for name in names
+        if not any((top / name).exists() for top in tops)
+        and ("/" in name or not list((ROOT / "burnish").rglob(name)))
+    ]
+
+
+def test_the_page_of_the_architecture_names_files_that_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert missing_files(text.replace("`~/.config/burnish/gpus.yaml`", "")) == []
+    assert len(re.findall(r"`[\w/]+\.py`", text)) > 100
+    bad = ["rollout/none.py", "nothing.py", "none/"]
+    assert missing_files("`steps/rl.py` `rule.py` `train/` `" + "` `".join(bad) + "`") == bad
+
+
 def test_the_lab_notebook_has_dated_entries_in_order_with_question_and_conclusion():
     text = (ROOT / "docs" / "lab-notebook.md").read_text(encoding="utf-8")
     entries = re.split(r"^## ", text, flags=re.MULTILINE)[1:]

@@ -3,11 +3,16 @@
 import ast
 import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+from prose import docstrings  # noqa: E402
+
+sys.path.pop(0)
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + DOCS
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -91,6 +96,28 @@ def test_the_page_of_the_architecture_names_files_that_exist():
     assert len(re.findall(r"`[\w/]+\.py`", text)) > 100
     bad = ["rollout/none.py", "nothing.py", "none/"]
     assert missing_files("`steps/rl.py` `rule.py` `train/` `" + "` `".join(bad) + "`") == bad
+
+
+def test_docstrings_name_modules_that_exist():
+    """``name.py`` is a module of the same folder or the one above; ``folder/name.py`` is a path
+    below these, burnish or the project. Files of users and of other packages are listed here."""
+    elsewhere = {
+        *("path/to/file.py", "file.py", "a.py", "rewards.py", "program.py", "tools/server.py"),
+        *("stage_1_and_2.py", "stage3.py"),  # of DeepSpeed
+        *("config.py", "rule.py"),  # of each kind of optimizer
+        "worker.py",  # copied into the sandbox next to function_program.py
+    }
+    package = ROOT / "burnish"
+    missing, count = [], 0
+    for path in package.rglob("*.py"):
+        for text in docstrings(ast.parse(path.read_text(encoding="utf-8"))):
+            for name in re.findall(r"(?<![\w/.~*-])((?:[\w-]+/)*\w+\.py)\b", text):
+                near = [path.parent, path.parent.parent]
+                tops = [*near, package, ROOT] if "/" in name else near
+                count += 1
+                if name not in elsewhere and not any((top / name).is_file() for top in tops):
+                    missing.append(f"{path.relative_to(ROOT)}: {name}")
+    assert missing == [] and count > 100
 
 
 def test_the_lab_notebook_has_dated_entries_in_order_with_question_and_conclusion():

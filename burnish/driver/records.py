@@ -6,7 +6,7 @@
                                     trained with their ages, and those that were lost
 
 Both are written before the step is trained. A folder of a step is renamed into place once it is
-complete, so a kill at any point leaves the steps 1 to n. ``replay.py`` trains from them.
+complete, so a kill at any point leaves the steps 1 to n. ``jobs/replay.py`` trains from them.
 """
 
 from __future__ import annotations

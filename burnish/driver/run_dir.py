@@ -22,7 +22,7 @@ from burnish.plan.launch import PLAN_FILE
 from burnish.plan.plan_vs_actual import MEMORY_FILE, MEMORY_JSON
 
 REFERENCE_FILE = "reference_logprobs.safetensors"
-"""File of the reference log-prob cache (``reference_cache.py``), written before the policy is
+"""File of the reference log-prob cache (``steps/reference_cache.py``), written before the policy is
 loaded."""
 
 

@@ -1,8 +1,8 @@
 """Distillation: train a student to match a teacher's distribution over every next token of given
 rows.
 
-The loop is in ``supervised.py``. This file contains the loss and the preparation of batches. The
-teacher is in ``teacher.py``: it also scores a policy's samples (``algorithm.advantage:
+The loop is in ``steps/supervised.py``. This file contains the loss and the preparation of batches.
+The teacher is in ``steps/teacher.py``: it also scores a policy's samples (``algorithm.advantage:
 on_policy_distill``).
 
 Teacher and student are separate engines, possibly on different workers. The teacher sends its last

@@ -1,7 +1,7 @@
 """Batch inference: sample responses to prompts and write them as rows of data.
 
 A step is a fixed slice of the prompts, sampled and scored together. Each response has its own
-random numbers. ``rows_run.py`` runs the steps, keeps the result of each, and resumes.
+random numbers. ``driver/rows_run.py`` runs the steps, keeps the result of each, and resumes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Policies from preferences (DPO and its family). The loop is in ``supervised.py``. This file
+"""Policies from preferences (DPO and its family). The loop is in ``steps/supervised.py``. This file
 contains the loss and the preparation of batches: the reference's log-probs and, for KTO, its
 reference point."""
 

@@ -1,5 +1,5 @@
 """Reward models from pairs (Bradley-Terry), process reward models from step-labeled solutions, and
-regression and classification from single responses. The loop is in ``supervised.py``."""
+regression and classification from single responses. The loop is in ``steps/supervised.py``."""
 
 from __future__ import annotations
 

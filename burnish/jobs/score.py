@@ -1,7 +1,7 @@
 """Score given responses: read rows, and write the same rows with ``reward`` and ``rewards`` added.
 
 A step is a fixed slice of the rows; each reward is called once with the entire slice.
-``rows_run.py`` runs the steps, keeps the result of each, and resumes.
+``driver/rows_run.py`` runs the steps, keeps the result of each, and resumes.
 """
 
 from __future__ import annotations

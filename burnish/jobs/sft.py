@@ -1,4 +1,6 @@
-"""Supervised fine-tuning: cross-entropy on demonstrations. The loop is in ``supervised.py``."""
+"""Supervised fine-tuning: cross-entropy on demonstrations.
+
+The loop is in ``steps/supervised.py``."""
 
 from __future__ import annotations
 

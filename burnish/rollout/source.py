@@ -1,6 +1,7 @@
 """Sources of scored groups for the RL step. Start here: :class:`RolloutSource`.
 
-:class:`SyncSource` samples when a step asks for groups. ``async_source.py`` samples all the time.
+:class:`SyncSource` samples when a step asks for groups. ``asynchronous/source.py`` samples
+all the time.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Runtime(Protocol):
     precision: PrecisionConfig
     timeline: Timeline
     loop_ranks: RankGroup
-    """Ranks that run the loop: one, unless a launcher started several (``spmd.py``)."""
+    """Ranks that run the loop: one, unless a launcher started several (``spmd/runtime.py``)."""
 
     def language_model(
         self, spec: EngineSpec, spans: Mapping[str, str] = POLICY_SPANS

@@ -1,8 +1,9 @@
 """Worker process of one rank of a train engine, and the parts it shares with rollout workers
-(``rollout_worker.py``).
+(``ray/rollout_worker.py``).
 
-The classes do not depend on Ray; ``ray.py`` starts them in processes and calls their methods.
-Arguments and results are small or NumPy arrays, which Ray shares read-only without copies."""
+The classes do not depend on Ray; ``ray/worker_group.py`` starts them in processes and calls their
+methods. Arguments and results are small or NumPy arrays, which Ray shares read-only without
+copies."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A rollout source (``rollout/source.py``) provides the groups of each step: it samples them when the
 step asks for them, or all the time. The formulas are in ``algorithms``. ``objectives.py`` combines
 them into losses and ``credit.py`` into advantages. ``jobs/rl.py`` builds the components.
-``trainer.py`` adds metrics and checkpoints around each step.
+``driver/trainer.py`` adds metrics and checkpoints around each step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Training loop of jobs that learn from a stream of rows: one batch and one update per step.
-sft.py, reward_model.py, preference.py and distill.py supply the data, the loss and the batch
-preparation."""
+``jobs/sft.py``, ``jobs/reward_model.py``, ``jobs/preference.py`` and ``jobs/distill.py`` supply the
+data, the loss and the batch preparation."""
 
 from __future__ import annotations
 

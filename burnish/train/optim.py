@@ -1,5 +1,5 @@
 """Optimizer: fp32 master weights, fp32 gradient sums, loss scaling, schedules, clipping and EMA.
-The update itself is that of ``train.optimizer`` (``optimizers.py``).
+The update itself is that of ``train.optimizer`` (``optimizers/rule.py``).
 
 Model state per trained parameter, with AdamW:
 

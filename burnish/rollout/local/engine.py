@@ -1,6 +1,6 @@
 """The rollout engine in the trainer's process: continuous batching over the policy's own weights.
 
-``running_batch.py`` schedules and decodes; ``local_model.py`` runs the model. Models whose
+``running_batch.py`` schedules and decodes; ``model.py`` runs the model. Models whose
 attention cannot use plans are sampled one row at a time (``row_sampler.py``).
 """
 

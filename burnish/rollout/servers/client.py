@@ -1,7 +1,7 @@
 """HTTP client of vLLM servers: requests, failures, and the choice of a server.
 
 :class:`Server` has the state of one server, :class:`ServerClient` sends requests to it. All methods
-run on one event loop. ``server_engine.py`` is the rollout engine on top.
+run on one event loop. ``engine.py`` is the rollout engine on top.
 """
 
 from __future__ import annotations

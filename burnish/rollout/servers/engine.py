@@ -1,7 +1,7 @@
 """The rollout engine of vLLM servers that were started before the run (``vllm serve``).
 
 Reading order: ``VllmServerEngine.submit`` -> ``_tried`` -> ``_ask`` (one server) -> ``_read``;
-``poll``; ``load_weights`` -> ``server_group.py``.
+``poll``; ``load_weights`` -> ``group.py``.
 
 Exactness. Requests and replies are token ids with log-probs, and each sample has its own seed, as
 with vLLM in this process. Weights travel as files that the workers of the servers read

@@ -8,7 +8,7 @@ weights, and must compute with the stored ones (some kernels keep their own copi
 has passed both checks, the engine raises instead of sampling.
 
 This is the only file that imports vllm, and it does so when an engine is created. Reading order:
-``VllmRolloutEngine.submit`` -> ``poll``; ``load_weights`` -> ``vllm_weights.py``.
+``VllmRolloutEngine.submit`` -> ``poll``; ``load_weights`` -> ``weights.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Mixtures of experts in vLLM: use the layers' own weights, and verify that they are used.
 
 vLLM stores the experts of a layer in two tensors: ``w13_weight`` [E, 2 I, H] (gate, then up) and
-``w2_weight`` [E, H, I]. This module does not import vllm (``vllm.py`` does); its objects are passed
-as arguments.
+``w2_weight`` [E, H, I]. This module does not import vllm (``engine.py`` does); its objects are
+passed as arguments.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 This side: :class:`WeightStream` checks and fingerprints the tensors as vLLM reads them, and
 compares them with what the workers report. The workers' side: :class:`WorkerExtension`. Nothing
-here imports vllm (``vllm.py`` does); its objects arrive as arguments.
+here imports vllm (``engine.py`` does); its objects arrive as arguments.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ def _fingerprints(
 
 def _settings(vllm: Any, runner: Any) -> dict[str, Any]:
     """Return the arguments of a ``VllmConfig`` that ``config.vllm_arguments`` refuses, by their
-    names, and other facts that ``server_checks.py`` needs."""
+    names, and other facts that ``servers/checks.py`` needs."""
     model, cache, scheduler = vllm.model_config, vllm.cache_config, vllm.scheduler_config
     parallel, given = vllm.parallel_config, vllm.model_config.logits_processors
     return {

@@ -2,7 +2,7 @@
 
 This is the only file that imports ray.
 
-The engines made of workers (``worker_group.py``, ``remote_rollout.py``) request processes from the
+The engines made of workers (``worker_group.py``, ``rollout_engine.py``) request processes from the
 cluster and report lost ones. They do not choose the placement of a process."""
 
 from __future__ import annotations

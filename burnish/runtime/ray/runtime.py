@@ -7,8 +7,8 @@ those of a worker that dies are repeated by its replacement. The training loops 
 are therefore the same as in one process. If running servers sample, the rollout engine is their
 client, in the controller's process.
 
-The processes are in ``ray_cluster.py``, the engines made of them in ``remote_train.py`` and
-``remote_rollout.py``."""
+The processes are in ``cluster.py``, the engines made of them in ``train_engine.py`` and
+``rollout_engine.py``."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A launcher starts the same command on every node, but each node may have another installation,
 another recipe file or other data. The ranks would then train different models without an error, or
 wait for each other. :func:`inputs_of` describes the inputs of one rank as plain values, and
-:func:`different_inputs` compares those of all ranks. ``spmd.py`` exchanges them.
+:func:`different_inputs` compares those of all ranks. ``runtime.py`` exchanges them.
 
 Paths of files that exist are not compared, but the files are: nodes may have their copies on
 different disks."""

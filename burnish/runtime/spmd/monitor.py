@@ -1,4 +1,4 @@
-"""Detection of failed ranks when no controller watches them (``spmd.py``).
+"""Detection of failed ranks when no controller watches them (``runtime.py``).
 
 The ranks share a key-value store. A thread of each rank counts heartbeats in it, watches the next
 rank (rank r watches r + 1, the last watches 0), and reads the failures that ranks have published.

@@ -2,7 +2,7 @@
 state.
 
 This module does not import deepspeed; its objects are passed as arguments. Their attributes were
-taken from the source of the versions that ``deepspeed.py`` accepts. Reading order: ds_config,
+taken from the source of the versions that ``engine.py`` accepts. Reading order: ds_config,
 ZeroAdamW, ZeroMuon, ZeroScaler, ZeroOptimizer, find_shards.
 """
 

@@ -110,7 +110,7 @@ SAMPLING = (
     Box(
         218, 460, 140, 138, "score", "Environments, agents",
         (
-            "the turns of an episode:", "episodes/play.py", "environments/pool.py",
+            "the turns of an episode:", "episodes/loop.py", "environments/pool.py",
             "environments/tools.py", "agents/episodes.py", "agents/session.py",
             "sandbox/base.py",
         ),

@@ -38,7 +38,7 @@ from burnish.agents.calls import (
 from burnish.agents.openai_chat import ChatCompletions, Completions
 from burnish.agents.openai_responses import Responses
 from burnish.json_text import json_object
-from burnish.serve.guard import Guard, while_connected
+from burnish.serve.guard import RequestGuard, while_connected
 
 MAX_MESSAGES = 10_000
 MAX_DEPTH = 100
@@ -88,7 +88,7 @@ class AgentApp:
     def __init__(
         self,
         resolve: Resolve,
-        guard: Guard,
+        guard: RequestGuard,
         *,
         health: Callable[[], Mapping[str, Any]] | None = None,
         wait_s: float | None = None,

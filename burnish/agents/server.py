@@ -114,15 +114,15 @@ class EpisodeServer:
         """Listen. Raises ServeError if the address cannot be used or a package is missing."""
         try:
             from burnish.agents.app import AgentApp
-            from burnish.serve.guard import Guard, Limits, listener, make_server
+            from burnish.serve.guard import RequestGuard, ServerLimits, listener, make_server
         except ImportError as error:
             raise ServeError(
                 f"agents need the packages of burnish[serve], and importing them failed ({error}); "
                 "install them with: pip install 'burnish[serve]'"
             ) from error
         _allow_open_files()
-        limits = Limits(max_connections=MAX_CONNECTIONS, max_per_address=MAX_CONNECTIONS)
-        guard = Guard(limits, token=None, names=(self._host,))
+        limits = ServerLimits(max_connections=MAX_CONNECTIONS, max_per_address=MAX_CONNECTIONS)
+        guard = RequestGuard(limits, token=None, names=(self._host,))
         app = AgentApp(self._endpoints.resolve, guard)
         listening = [listener(self._host, self._port, token="one per episode")]
         port = listening[0].getsockname()[1]

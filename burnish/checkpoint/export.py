@@ -100,30 +100,32 @@ def export(  # house: ok options of one command
     outputs = weights["score.weight"].shape[0] if scalar else None
     if lora == "adapter":
         _check_adapter(config, saved_role)
-    wanted = DTYPES[dtype or "fp32"]
+    torch_dtype = DTYPES[dtype or "fp32"]
     if config.lora is not None:  # the checkpoint only contains the adapter, and the base's path
         network = _adapted_model(config, computes_in, outputs=outputs)
         with reading(source):
             _load_weights(network, weights, source)
             load_buffers(network, source)
             weights = dict(merged_weights(network))
-    _check_range(weights, wanted)
+    _check_range(weights, torch_dtype)
     target.mkdir(parents=True, exist_ok=True)
     if lora == "adapter":
-        _save_adapter(network, config, target, wanted)
+        _save_adapter(network, config, target, torch_dtype)
     else:
         with reading(source):
             check_sizes(source, weights)
-            made_of = _config(
+            model_config = _config(
                 source, outputs=outputs, averaged=kind == "ema", trust=trust_remote_code
             )
-            shell, body = _shell(made_of, wanted, weights, source=source, trust=trust_remote_code)
+            shell, body = _shell(
+                model_config, torch_dtype, weights, source=source, trust=trust_remote_code
+            )
             if config.lora is None:
                 weights |= _buffers(shell, source, config, scalar=scalar)
             if scalar and not isinstance(shell, ScalarModel):
                 weights = _renamed(shell, weights, body, source)
-            wide = fp32_names(shell, wanted)
-            written = {n: t if n in wide else _cast(t, wanted) for n, t in weights.items()}
+            wide = fp32_names(shell, torch_dtype)
+            written = {n: t if n in wide else _cast(t, torch_dtype) for n, t in weights.items()}
             if isinstance(shell, ScalarModel):
                 _save_scalar(shell, written, (source, target), shard=max_shard_size)
             else:
@@ -281,8 +283,8 @@ def _check_range(weights: dict[str, Tensor], dtype: torch.dtype) -> None:
 
 
 def _load_weights(network: torch.nn.Module, tensors: dict[str, Tensor], source: Path) -> None:
-    own = dict(network.named_parameters())
-    unknown = sorted(set(tensors) - set(own))
+    parameters = dict(network.named_parameters())
+    unknown = sorted(set(tensors) - set(parameters))
     if unknown:
         raise CheckpointError(
             f"{source} has weights that the model lacks, e.g. {unknown[0]}; use --base with the "
@@ -290,7 +292,7 @@ def _load_weights(network: torch.nn.Module, tensors: dict[str, Tensor], source: 
         )
     with torch.no_grad():
         for name, tensor in tensors.items():
-            own[name].copy_(tensor)
+            parameters[name].copy_(tensor)
 
 
 def _config(source: Path, *, outputs: int | None, averaged: bool, trust: bool) -> PretrainedConfig:
@@ -423,15 +425,15 @@ def _score_stats(source: Path) -> dict[str, Any]:
         )
         return {}
     named = {"reward_mean": "eval/score_mean", "reward_std": "eval/score_std"}
-    found: dict[str, Any] = {k: float(last[name]) for k, name in named.items() if name in last}
+    stats: dict[str, Any] = {k: float(last[name]) for k, name in named.items() if name in last}
     steps = re.compile(r"eval/score_(min|product|last|mean)_mean")
     ways = [match[1] for name in sorted(last) if (match := steps.fullmatch(name))]
     if ways:
-        found["process_reward_stats"] = {
-            way: [float(last[f"eval/score_{way}_{what}"]) for what in ("mean", "std")]
+        stats["process_reward_stats"] = {
+            way: [float(last[f"eval/score_{way}_{statistic}"]) for statistic in ("mean", "std")]
             for way in ways
         }
-    return found
+    return stats
 
 
 def _without_stats(session: dict[str, Any]) -> tuple[str, str]:

@@ -142,8 +142,8 @@ def _read(path: Path, *, advice: str) -> Manifest:
     try:
         manifest = Manifest.model_validate(body, strict=True)
     except ValidationError as error:
-        what = error.errors()[0]["msg"]
-        raise CheckpointError(f"{path} is corrupted ({what}){advice}") from error
+        problem = error.errors()[0]["msg"]
+        raise CheckpointError(f"{path} is corrupted ({problem}){advice}") from error
     if manifest.sha256 != manifest.own_sha256():
         raise CheckpointError(f"{path} is corrupted (its own checksum differs){advice}")
     return manifest
@@ -194,8 +194,8 @@ def fsync(path: Path) -> None:
 
 def _files_below(folder: Path) -> list[Path]:
     """Return every file below ``folder`` except its manifest, sorted by path."""
-    own = {folder / MANIFEST, folder / _SCRATCH}
-    return sorted(p for p in folder.rglob("*") if p.is_file() and p not in own)
+    excluded = {folder / MANIFEST, folder / _SCRATCH}
+    return sorted(p for p in folder.rglob("*") if p.is_file() and p not in excluded)
 
 
 def _record(path: Path) -> FileRecord:

@@ -52,10 +52,10 @@ def to_delete(checkpoints: Sequence[Entry], *, keep_last: int, best_mode: BestMo
             f"keep_last={keep_last} would delete every checkpoint; the smallest value is 1"
         )
     good = sorted(entry.step for entry in checkpoints if entry.good)
-    kept = {*good[-keep_last:], best_step(checkpoints, best_mode)}
+    to_keep = {*good[-keep_last:], best_step(checkpoints, best_mode)}
     newest_good = good[-1] if good else -math.inf
     return sorted(
         entry.step
         for entry in checkpoints
-        if entry.step not in kept and (entry.good or entry.step < newest_good)
+        if entry.step not in to_keep and (entry.good or entry.step < newest_good)
     )

@@ -163,13 +163,16 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
             if not isinstance(error, Exception):
                 raise
-            what = f"checkpoint {final} could not be written: {_described(error)}"
-            kept = "Its partial files are removed, older checkpoints are unchanged."
+            failure = f"checkpoint {final} could not be written: {_described(error)}"
+            consequence = "Its partial files are removed, older checkpoints are unchanged."
             if isinstance(error, _NOT_OF_DISK):
-                raise CheckpointError(f"{what}\n{kept} The disk is not the cause.") from error
+                raise CheckpointError(
+                    f"{failure}\n{consequence} The disk is not the cause."
+                ) from error
             raise CheckpointError(
-                f"{what} ({_free_space_text(self.folder)} free now). {kept} If the disk is full, "
-                "free some space, lower checkpoint.keep_last or move run_dir to a larger disk."
+                f"{failure} ({_free_space_text(self.folder)} free now). {consequence} If the "
+                "disk is full, free some space, lower checkpoint.keep_last or move run_dir to a "
+                "larger disk."
             ) from error
 
     def all(self) -> list[Path]:
@@ -190,10 +193,10 @@ class CheckpointStore:
         return [path for path in good if has_only_weights(path)]
 
     def _by_step(self) -> dict[int, Path]:
-        found: dict[int, Path] = {}
+        paths: dict[int, Path] = {}
         for pattern in (_REPLACED, _STEP):  # a published step overrides the one it replaces
-            found |= {int(match[1]): path for match, path in self._matching(pattern)}
-        return dict(sorted(found.items()))
+            paths |= {int(match[1]): path for match, path in self._matching(pattern)}
+        return dict(sorted(paths.items()))
 
     def _matching(self, pattern: re.Pattern[str]) -> list[tuple[re.Match[str], Path]]:
         if not self.folder.is_dir():
@@ -336,8 +339,8 @@ def _other_process_lives(pid: int) -> bool:
 
 def _described(error: Exception) -> str:
     """Return the text of an error, with its type if the text does not explain it."""
-    own = isinstance(error, CheckpointError | OSError)
-    return str(error) if own else f"{type(error).__name__}: {error}"
+    is_explained = isinstance(error, CheckpointError | OSError)
+    return str(error) if is_explained else f"{type(error).__name__}: {error}"
 
 
 def _free_space_text(folder: Path) -> str:

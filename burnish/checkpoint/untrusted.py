@@ -102,7 +102,8 @@ def copy_tokenizer(hf: Path, target: Path, *, trust: bool) -> None:
         written = file.name != "generation_config.json" and (target / file.name).exists()
         if file.name == "config.json" or written:
             continue
-        if file.is_file() and (_is_exported(file.name) or (trust and file.suffix == ".py")):
+        is_exported = any(fnmatchcase(file.name, pattern) for pattern in _EXPORTED)
+        if file.is_file() and (is_exported or (trust and file.suffix == ".py")):
             shutil.copy2(file, target / file.name)
         elif file.is_dir() and file.name == "additional_chat_templates":
             (target / file.name).mkdir(exist_ok=True)
@@ -112,8 +113,3 @@ def copy_tokenizer(hf: Path, target: Path, *, trust: bool) -> None:
             left_out.append(file.name)
     if left_out:
         log.warning("files of the checkpoint that are not exported: %s", ", ".join(left_out[:10]))
-
-
-def _is_exported(name: str) -> bool:
-    """Return whether a file of a checkpoint's ``hf`` folder belongs to an exported model."""
-    return any(fnmatchcase(name, pattern) for pattern in _EXPORTED)

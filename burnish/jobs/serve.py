@@ -100,7 +100,7 @@ def model_server(model: str, options: ModelOptions, *, version: str) -> Iterator
         _check_format(given)
         check_path(ModelConfig(path=model))
     from burnish.agents.app import AgentApp
-    from burnish.serve.guard import Guard, Limits, make_server
+    from burnish.serve.guard import RequestGuard, ServerLimits, make_server
     from burnish.serve.guard import listener as listen
 
     with ExitStack() as stack:
@@ -118,7 +118,9 @@ def model_server(model: str, options: ModelOptions, *, version: str) -> Iterator
             return {**state, "open_responses": backend.num_open}
 
         # The application checks the token: it accepts the headers of all clients.
-        guard = Guard(Limits(), token=None, names=(options.host, *options.allowed_hosts))
+        guard = RequestGuard(
+            ServerLimits(), token=None, names=(options.host, *options.allowed_hosts)
+        )
         app = AgentApp(OneModel(backend, token), guard, health=health)
         server = make_server(app.asgi, guard, shutdown_s=options.shutdown_s)
         yield ModelServer(name, f"{address_of(listener)}/v1", server, listener)

@@ -24,8 +24,14 @@ from starlette.routing import Route
 
 from burnish.serve.base import ServeOptions
 from burnish.serve.batcher import Batcher, QueueFullError, ScoreError
-from burnish.serve.guard import Guard, Limits, come_back_later, refusal, while_connected
-from burnish.serve.scorer import Row, TextError, TextScorer
+from burnish.serve.guard import (
+    RequestGuard,
+    ServerLimits,
+    come_back_later,
+    refusal,
+    while_connected,
+)
+from burnish.serve.scorer import EncodedText, TextError, TextScorer
 
 REWARD_PATH = "/get_reward"
 
@@ -54,8 +60,8 @@ class RewardApp:
             max_wait_s=options.max_wait_ms / 1e3,
             max_queue=options.max_queue,
         )
-        limits = Limits(max_request_bytes=options.max_request_bytes)
-        self.guard = Guard(limits, token=token, names=(options.host, *options.allowed_hosts))
+        limits = ServerLimits(max_request_bytes=options.max_request_bytes)
+        self.guard = RequestGuard(limits, token=token, names=(options.host, *options.allowed_hosts))
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self.asgi = Starlette(
             routes=[
@@ -103,14 +109,14 @@ class RewardApp:
         }
         return JSONResponse({"rewards": rewards, "scores": rewards, "extra_logs": logs})
 
-    async def _rows(self, body: bytearray) -> list[Row]:
+    async def _rows(self, body: bytearray) -> list[EncodedText]:
         """Tokenize the texts of a request, one at a time.
 
         Requests are interleaved, and a request whose client disconnects stops after the current
         text.
         """
         read = functools.partial(asyncio.get_running_loop().run_in_executor, self._reader)
-        rows: list[Row] = []
+        rows: list[EncodedText] = []
         for i, (query, prompt) in enumerate(await read(self._texts, body)):
             try:
                 rows.append(await read(self._scorer.encode, query, prompt))
@@ -139,8 +145,8 @@ class RewardApp:
         else:
             _check_texts("prompts", prompts)
         if len(prompts) != len(queries):
-            what = f"'prompts' has {len(prompts)} entries but 'query' has {len(queries)}"
-            raise HTTPException(422, what)
+            problem = f"'prompts' has {len(prompts)} entries but 'query' has {len(queries)}"
+            raise HTTPException(422, problem)
         return list(zip(queries, prompts, strict=True))
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from burnish.errors import BurnishError
-from burnish.serve.scorer import Row
+from burnish.serve.scorer import EncodedText
 
 log = logging.getLogger("burnish")
 
@@ -26,7 +26,7 @@ class ScoreError(BurnishError, RuntimeError):
 
 @dataclass(frozen=True)
 class _Waiting:
-    row: Row
+    row: EncodedText
     answer: asyncio.Future[float]
     since: float
     """time.monotonic seconds"""
@@ -44,7 +44,7 @@ class Batcher:
 
     def __init__(
         self,
-        score: Callable[[Sequence[Row]], list[float]],
+        score: Callable[[Sequence[EncodedText]], list[float]],
         *,
         max_tokens: int,
         max_wait_s: float,
@@ -83,7 +83,7 @@ class Batcher:
         self._queue.clear()
         await asyncio.to_thread(self._thread.shutdown)
 
-    async def scores(self, rows: Sequence[Row]) -> list[float]:
+    async def scores(self, rows: Sequence[EncodedText]) -> list[float]:
         """Return one score per row.
 
         Raises QueueFullError if the rows do not fit into the queue, ScoreError if a pass failed.
@@ -166,8 +166,8 @@ class Batcher:
         return batch
 
 
-def _fail(waiting: _Waiting, why: str, cause: Exception | None = None) -> None:
+def _fail(waiting: _Waiting, reason: str, cause: Exception | None = None) -> None:
     if not waiting.answer.done():
-        error = ScoreError(why)
+        error = ScoreError(reason)
         error.__cause__ = cause
         waiting.answer.set_exception(error)

@@ -43,8 +43,7 @@ class Chat:
         self._client = httpx.Client(
             base_url=f"{root}/v1/", headers=headers, timeout=timeout, trust_env=False
         )
-        given = {} if parameters is None else parameters
-        self._parameters = {name: value for name, value in given.items() if value is not None}
+        self._parameters = {n: v for n, v in (parameters or {}).items() if v is not None}
         self.messages: list[dict[str, str]] = []
         if system is not None:
             self.messages.append({"role": "system", "content": system})
@@ -107,13 +106,15 @@ class Chat:
         try:
             return str(response.json()["data"][0]["id"])
         except (ValueError, LookupError, TypeError) as error:
-            what = f"{response.url} names no model; give the address of an OpenAI-compatible server"
-            raise ServeError(what) from error
+            problem = (
+                f"{response.url} names no model; give the address of an OpenAI-compatible server"
+            )
+            raise ServeError(problem) from error
 
 
 def _failed(client: httpx.Client, error: httpx.HTTPError) -> ServeError:
-    why = str(error) or type(error).__name__
-    return ServeError(f"no connection to {client.base_url}: {why}; is the server running?")
+    reason = str(error) or type(error).__name__
+    return ServeError(f"no connection to {client.base_url}: {reason}; is the server running?")
 
 
 def _refused(response: httpx.Response) -> ServeError:

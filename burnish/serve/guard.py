@@ -1,7 +1,7 @@
 """The guard of a server: authentication, size limits and timeouts.
 
-Every HTTP server of this package uses a :class:`Guard`. Reading order: :class:`Limits`,
-:class:`Guard` (checks of requests), :func:`listener` and :func:`make_server` (socket and server),
+Every HTTP server of this package has a :class:`RequestGuard`. Reading order: that class and its
+:class:`ServerLimits`, :func:`listener` and :func:`make_server` (socket and server),
 :class:`GuardedProtocol` (limits of a connection, before there is a request).
 """
 
@@ -38,7 +38,7 @@ _KEEP_ALIVE_S = 30  # longer than clients keep idle connections (httpx: 5), so c
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Limits of a server, per request, per connection and in total."""
 
     max_request_bytes: int = 16 << 20
@@ -60,16 +60,17 @@ class Limits:
     """Most open connections of one client address."""
 
 
-class Guard:
+class RequestGuard:
     """Checks of requests, and a limit on the memory of their bodies (see :meth:`json_body`)."""
 
-    def __init__(self, limits: Limits, *, token: str | None, names: Iterable[str] = ()) -> None:
+    def __init__(
+        self, limits: ServerLimits, *, token: str | None, names: Iterable[str] = ()
+    ) -> None:
         """``token``: secret that requests must contain. None: no token. ``names``: host names of
         this server, in addition to those of this machine."""
         self.limits = limits
         self._token = None if token is None else token.encode()
-        own = {"localhost", socket.gethostname(), *names}
-        self._names = {name.lower().rstrip(".") for name in own}
+        self._names = {n.lower().rstrip(".") for n in ("localhost", socket.gethostname(), *names)}
         self.refusal: Callable[[Request, Exception], Awaitable[Response]] = refusal
         """Converts an HTTPException to the reply of the server's API."""
         self.held_bytes = 0
@@ -102,16 +103,16 @@ class Guard:
             return HTTPException(
                 431, f"the headers have more than {self.limits.max_header_bytes} bytes"
             )
-        why = self._wrong_host(scope)
-        return None if why is None else HTTPException(421, why)
+        problem = self._wrong_host(scope)
+        return None if problem is None else HTTPException(421, problem)
 
     def _wrong_host(self, scope: Scope) -> str | None:
-        given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-        name = _host_name(given[0]) if len(given) == 1 else ""
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        name = _host_name(hosts[0]) if len(hosts) == 1 else ""
         if name in self._names or name.endswith(".localhost") or _is_address(name):
             return None
         return (
-            f"the Host header {', '.join(given)[:100]!r} is not a name of this server; use its "
+            f"the Host header {', '.join(hosts)[:100]!r} is not a name of this server; use its "
             "address, or start it with --allowed-host NAME"
         )
 
@@ -119,8 +120,8 @@ class Guard:
         """Raise HTTPException 401 if the token is missing or wrong. Compares in constant time."""
         if self._token is None:
             return
-        given = request.headers.get("authorization", "").encode("latin-1")
-        if not hmac.compare_digest(given, b"Bearer " + self._token):
+        header = request.headers.get("authorization", "").encode("latin-1")
+        if not hmac.compare_digest(header, b"Bearer " + self._token):
             raise HTTPException(
                 401,
                 "the header 'Authorization: Bearer TOKEN' is missing or has another token",
@@ -173,10 +174,10 @@ class Guard:
             async with arriving.timer:
                 size = await self._collect(request, body)
         except TimeoutError as error:
-            what = f"the request did not arrive within {limits.body_timeout_s:g} s"
+            problem = f"the request did not arrive within {limits.body_timeout_s:g} s"
             if arriving.is_displaced:
-                what = "the request was incomplete when there was no room for another one"
-            raise HTTPException(408, what, headers={"Connection": "close"}) from error
+                problem = "the request was incomplete when there was no room for another one"
+            raise HTTPException(408, problem, headers={"Connection": "close"}) from error
         except ClientDisconnect as error:
             raise HTTPException(400, "the connection closed before the request ended") from error
         finally:
@@ -264,10 +265,10 @@ async def _has_left(request: Request) -> None:
         pass
 
 
-def come_back_later(why: str) -> HTTPException:
+def come_back_later(reason: str) -> HTTPException:
     """Return the HTTPException (429) for a request that may be retried."""
     headers = {"Retry-After": str(_RETRY_AFTER_S)}
-    return HTTPException(429, f"{why}; retry later", headers=headers)
+    return HTTPException(429, f"{reason}; retry later", headers=headers)
 
 
 async def refusal(_: Request, error: Exception) -> Response:
@@ -318,7 +319,7 @@ def listener(host: str, port: int, *, token: str | None) -> socket.socket:
     Raises ServeError if the address is unknown, in use, or reachable from other machines without a
     token.
     """
-    found, local = _addresses(host, port), is_loopback(host)
+    addresses, local = _addresses(host, port), is_loopback(host)
     if not local and token is None:
         raise ServeError(
             f"host={host!r} can be reached from other machines, but there is no token, so anyone "
@@ -327,19 +328,19 @@ def listener(host: str, port: int, *, token: str | None) -> socket.socket:
         )
     if not local:
         log.warning("the token and all texts are sent unencrypted; use a TLS proxy or a tunnel")
-    family, kind, protocol, _, address = min(found, key=lambda a: a[0] != socket.AF_INET)
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    family, kind, protocol, _, address = min(addresses, key=lambda a: a[0] != socket.AF_INET)
+    listening = socket.socket(family, kind, protocol)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind(address)
-        made.listen()  # without this a second server could bind to the same port
+        listening.bind(address)
+        listening.listen()  # without this a second server could bind to the same port
     except OSError as error:
-        made.close()
+        listening.close()
         raise ServeError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    return made
+    return listening
 
 
-def make_server(app: ASGIApp, guard: Guard, *, shutdown_s: float) -> uvicorn.Server:
+def make_server(app: ASGIApp, guard: RequestGuard, *, shutdown_s: float) -> uvicorn.Server:
     """Return the HTTP server of ``app``. ``run(sockets=[...])`` serves until ``should_exit``."""
     limits = guard.limits
     protocol: Any = functools.partial(GuardedProtocol, limits=limits)
@@ -372,7 +373,7 @@ class GuardedProtocol(H11Protocol):
     of a request, therefore evict each other, and clients that send requests are served.
     """
 
-    def __init__(self, *arguments: Any, limits: Limits, **named: Any) -> None:
+    def __init__(self, *arguments: Any, limits: ServerLimits, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.limits = limits
         self.conn = _Connection(h11.SERVER, limits.max_header_bytes)

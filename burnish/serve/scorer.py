@@ -21,7 +21,7 @@ class TextError(BurnishError, ValueError):
 
 
 @dataclass(frozen=True)
-class Row:
+class EncodedText:
     """An encoded text."""
 
     ids: tuple[int, ...]
@@ -47,7 +47,7 @@ class TextScorer:
         """Longest text in characters. Few tokens of a vocabulary have more than 32 characters."""
         return self.options.max_chars or 32 * self.max_len
 
-    def encode(self, query: str, prompt: str | None) -> Row:
+    def encode(self, query: str, prompt: str | None) -> EncodedText:
         """Encode ``query``. If it begins with ``prompt``, no token spans that boundary, as in rows
         of the policy.
 
@@ -74,15 +74,15 @@ class TextScorer:
         if not ids:
             raise TextError("has no tokens, so it cannot be scored")
         if len(ids) <= self.max_len:
-            return Row(tuple(ids), truncated=excess > 0)
+            return EncodedText(tuple(ids), truncated=excess > 0)
         if self.options.overlong == "error":
             raise TextError(
                 f"has {len(ids)} tokens, but the limit is {self.max_len}; send shorter texts, or "
                 "start the server with --overlong truncate_left to truncate them on the left"
             )
-        return Row(tuple(ids[-self.max_len :]), truncated=True)
+        return EncodedText(tuple(ids[-self.max_len :]), truncated=True)
 
-    def score(self, rows: Sequence[Row]) -> list[float]:
+    def score(self, rows: Sequence[EncodedText]) -> list[float]:
         """Return the score of each row. One forward pass is used for at most ``max_batch_tokens``
         tokens in total."""
         return score_rows(self.engine, [row.ids for row in rows])

@@ -46,7 +46,7 @@ from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.vllm.engine import INSTALL
 from burnish.runtime.inline import InlineRuntime
 from burnish.serve.base import ModelOptions
-from burnish.serve.guard import Guard, Limits
+from burnish.serve.guard import RequestGuard, ServerLimits
 from burnish.serve.running import sigterm_exits
 
 ROOT = Path(burnish.__file__).parents[1]
@@ -252,7 +252,7 @@ def test_too_many_requests_get_429_until_one_is_answered_or_its_client_leaves() 
 
     async def scenario() -> None:
         with backend_of(answer) as backend:
-            web = AgentApp(OneModel(backend, None), Guard(Limits(), token=None))
+            web = AgentApp(OneModel(backend, None), RequestGuard(ServerLimits(), token=None))
             transport = httpx.ASGITransport(web.asgi)
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 body = {"model": "gpt", "messages": MESSAGES}

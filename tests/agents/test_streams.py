@@ -16,7 +16,7 @@ from burnish.agents.app import AgentApp
 from burnish.agents.calls import CallError
 from burnish.agents.serving import OneModel
 from burnish.episodes.renderer import ChatRenderer
-from burnish.serve.guard import Guard, Limits
+from burnish.serve.guard import RequestGuard, ServerLimits
 
 MESSAGES = [user("What is 2 + 2?")]
 ADD = {"name": "add", "parameters": {"type": "object"}}
@@ -88,7 +88,7 @@ def test_streams_of_every_api_have_the_parts_of_the_reply() -> None:
 
 async def check(text: str) -> None:
     with backend_of(says(lambda _: text)) as backend:
-        web = AgentApp(OneModel(backend, None), Guard(Limits(), token=None))
+        web = AgentApp(OneModel(backend, None), RequestGuard(ServerLimits(), token=None))
         transport = httpx.ASGITransport(web.asgi)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             for path, body in BODIES.items():
@@ -113,7 +113,7 @@ def test_several_prompts_are_answered_in_order() -> None:
 
     async def scenario() -> None:
         with backend_of(words) as backend:
-            web = AgentApp(OneModel(backend, None), Guard(Limits(), token=None))
+            web = AgentApp(OneModel(backend, None), RequestGuard(ServerLimits(), token=None))
             transport = httpx.ASGITransport(web.asgi)
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 for prompts in (["One", "Two"], ["One", [5, 6]], ["One", "One"]):

@@ -25,7 +25,7 @@ from burnish.episodes.rows import episode_rows
 from burnish.rollout.asynchronous.service import RolloutService
 from burnish.rollout.base import Sampling
 from burnish.rollout.requests import StopRule
-from burnish.serve.guard import Guard, Limits
+from burnish.serve.guard import RequestGuard, ServerLimits
 from burnish.special_tokens import special_tokens
 
 ADD = {"name": "add", "parameters": {"type": "object"}}
@@ -65,7 +65,7 @@ def served(
             max_len=4000,
             max_queue=8,
         )
-        app = AgentApp(OneModel(made, None), Guard(Limits(), token=None))
+        app = AgentApp(OneModel(made, None), RequestGuard(ServerLimits(), token=None))
         transport = httpx.ASGITransport(app.asgi)
         try:
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:

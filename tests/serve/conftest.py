@@ -20,7 +20,7 @@ from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.serve.app import RewardApp
 from burnish.serve.base import ServeOptions
 from burnish.serve.guard import make_server
-from burnish.serve.scorer import Row, TextScorer, load_text_scorer
+from burnish.serve.scorer import EncodedText, TextScorer, load_text_scorer
 
 SCRATCH = ModelConfig(
     scratch=ScratchConfig(
@@ -60,14 +60,14 @@ class Gate:
 
     def __init__(self, scorer: TextScorer) -> None:
         self._score = scorer.score
-        self.passes: list[Sequence[Row]] = []
+        self.passes: list[Sequence[EncodedText]] = []
         self.open = threading.Event()
         self.open.set()
         self.entered = threading.Semaphore(0)
         """Released at the beginning of every pass."""
-        self.instead: Callable[[Sequence[Row]], list[float]] | None = None
+        self.instead: Callable[[Sequence[EncodedText]], list[float]] | None = None
 
-    def __call__(self, rows: Sequence[Row]) -> list[float]:
+    def __call__(self, rows: Sequence[EncodedText]) -> list[float]:
         self.passes.append(rows)
         self.entered.release()
         assert self.open.wait(60)

@@ -295,7 +295,6 @@ class _EpisodeState:
     async def _next_prompt(
         self, prompt: Ids, completion: Completion, messages: Sequence[Message]
     ) -> Ids:
-        """Return the prompt of the next turn."""
         renderer = self.policy.renderer
         if renderer.history == "template":
             return await self._render(self._messages())

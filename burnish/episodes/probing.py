@@ -52,12 +52,10 @@ class ProbeConversation:
 
 
 def user(content: str) -> dict[str, Any]:
-    """Return a user message."""
     return {"role": "user", "content": content}
 
 
 def assistant(content: str, **entries: Any) -> dict[str, Any]:
-    """Return an assistant message."""
     return {"role": "assistant", "content": content, **entries}
 
 

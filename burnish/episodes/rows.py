@@ -45,7 +45,6 @@ class _Row:
         self.calls.append((gap, sampled))
 
     def finished(self) -> TokenRow:
-        """Return the row."""
         return TokenRow(
             prompt_ids=self.prompt_ids,
             response_ids=self.ids[len(self.prompt_ids) :],

@@ -130,7 +130,6 @@ class MlflowTracker:
         return min(step, self._state.step)
 
     def close(self, *, failed: bool) -> None:
-        """End the run."""
         assert self._state is not None
         self._client.set_terminated(self._state.run_id, status="FAILED" if failed else "FINISHED")
 

@@ -36,11 +36,9 @@ class TensorBoardTracker:
         self._writer: SummaryWriter | None = None
 
     def start(self) -> None:
-        """Open a new event file."""
         self._writer = self._open(self._folder)
 
     def log(self, step: int, metrics: Mapping[str, float], samples: Samples) -> None:
-        """Write one scalar per metric."""
         assert self._writer is not None
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
@@ -54,6 +52,5 @@ class TensorBoardTracker:
         return step
 
     def close(self, *, failed: bool) -> None:
-        """Close the event file."""
         assert self._writer is not None
         self._writer.close()

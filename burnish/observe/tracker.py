@@ -283,7 +283,6 @@ class Trackers:
             queue.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue a step for every tracker."""
         for queue in self._queues:
             queue.log(step, metrics)
 

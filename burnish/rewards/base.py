@@ -284,7 +284,6 @@ class RewardSet:
                 moments.load_state_dict(state[name])
 
     def close(self) -> None:
-        """Close every reward."""
         for reward, _ in self._rewards:
             reward.close()
 

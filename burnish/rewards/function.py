@@ -98,7 +98,6 @@ class FunctionReward:
         return answers
 
     def close(self) -> None:
-        """Stop the threads that were started."""
         self._calls.close()
         if self._loop is not None:
             self._loop.close()

@@ -92,12 +92,10 @@ class MathReward:
         return answers
 
     def take_counts(self) -> Mapping[str, int]:
-        """Return the number of timeouts and errors since the last call and reset them."""
         counts, self._counts = self._counts, Counter()
         return {"timeouts": counts["timeouts"], "errors": counts["errors"]}
 
     def close(self) -> None:
-        """Stop the worker processes."""
         if self._idle is not None:
             while not self._idle.empty():
                 self._idle.get().close()

@@ -100,7 +100,6 @@ class OpenRLHFReward:
         return means
 
     def close(self) -> None:
-        """End the thread of the calls."""
         self._calls.close()
 
     def _call(self, queries: list[str], prompts: list[str], labels: list[Any]) -> Any:

@@ -71,7 +71,6 @@ class PythonCodeReward:
             raise RewardError(f"reward {self.name!r}: {error}") from error
 
     def take_counts(self) -> Mapping[str, int]:
-        """Return the counts since the last call and reset them."""
         counts, self._counts = self._counts, Counter()
         return {"no_code": counts["no_code"], "timeouts": counts["timeouts"]}
 
@@ -81,7 +80,6 @@ class PythonCodeReward:
         return {"tests_passed_frac": passed} if passed[1] else {}
 
     def close(self) -> None:
-        """Release the sandbox and its thread."""
         self._loop.run(self._sandbox.close)
         self._loop.close()
 

@@ -145,7 +145,6 @@ class RewardClient:
         return [task.result() for task in tasks]
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.aclose()
 
     async def _ask(self, body: bytes, count: int) -> Reply | RemoteError:

@@ -50,7 +50,6 @@ class Chat:
         self.model = self._first_model()
 
     def close(self) -> None:
-        """Close the connection."""
         self._client.close()
 
     def ask(self, text: str) -> Generator[tuple[bool, str], None, None]:

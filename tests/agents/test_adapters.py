@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_session import TOKENIZER, check_rows, play_tasks
+from agent_session import TOKENIZER, check_rows, run_tasks
 
 from burnish.agents.functions import FunctionAgents
 from burnish.config.episodes import EpisodesConfig
@@ -34,30 +34,30 @@ def openrlhf(name: str, model: Path | None = None) -> FunctionAgents:
 def test_an_agent_instance_of_openrlhf_plays_in_text(max_turns: int) -> None:
     limits = EpisodeLimits(max_turns=max_turns, max_tokens=2000, step_timeout_s=20, timeout_s=20)
     row = {"prompt": "2+2=", "label": "?"}
-    (played, other), engine = play_tasks(openrlhf("openrlhf_agents.py"), [row, row], limits)
-    assert other.record.status == played.record.status
-    first, *rest = played.calls
+    (result, other), engine = run_tasks(openrlhf("openrlhf_agents.py"), [row, row], limits)
+    assert other.record.status == result.record.status
+    first, *rest = result.calls
     assert TOKENIZER.decode(first.prompt_ids) == "2+2=?"
-    assert len(episode_rows(played.calls)) == len(played.calls)  # texts have no end token
+    assert len(episode_rows(result.calls)) == len(result.calls)  # texts have no end token
     assert len(rest) == min(max_turns, 2) - 1
-    reward = sum(turn.rewards.get("reward", 0.0) for turn in played.record.turns)
+    reward = sum(turn.rewards.get("reward", 0.0) for turn in result.record.turns)
     assert reward == min(max_turns, 2)
-    assert played.record.status == ("done" if max_turns > 1 else "max_turns")
+    assert result.record.status == ("done" if max_turns > 1 else "max_turns")
     if rest:
         text = f"2+2=?{first.completion.text} wrong, again: "
         assert TOKENIZER.decode(rest[0].prompt_ids) == text
-    assert len(engine.log) == 2 * len(played.calls)
+    assert len(engine.log) == 2 * len(result.calls)
 
 
 def test_an_executor_of_openrlhf_works_on_token_ids(tmp_path: Path) -> None:
     TOKENIZER.save_pretrained(tmp_path)
     agents = openrlhf("openrlhf_executor.py", tmp_path)
-    (played,), engine = play_tasks(agents, [{"prompt": "2+2=", "label": None}], LIMITS)
-    assert played.record.status == "done", played.record.error
-    check_rows(played, engine)
-    assert len(episode_rows(played.calls)) == 1
-    assert len(played.calls) == 2
-    assert played.record.turns[-1].rewards == {"reward": 0.5}
+    (result,), engine = run_tasks(agents, [{"prompt": "2+2=", "label": None}], LIMITS)
+    assert result.record.status == "done", result.record.error
+    check_rows(result, engine)
+    assert len(episode_rows(result.calls)) == 1
+    assert len(result.calls) == 2
+    assert result.record.turns[-1].rewards == {"reward": 0.5}
 
 
 def test_a_file_without_an_agent_is_refused_at_start() -> None:

@@ -109,10 +109,10 @@ def test_official_clients_continue_conversations_on_exact_tokens() -> None:
             sent = {"auth_token": key} if stream else {"api_key": key}
             async with anthropic.AsyncAnthropic(base_url=root, **sent) as other:
                 await conversation(messages_turn, other, stream=stream)
-        played = backend.result({})
-        assert len(played.calls) == 18
-        assert len(episode_rows(played.calls)) == 6
-        check_rows(played, engine)
+        result = backend.result({})
+        assert len(result.calls) == 18
+        assert len(episode_rows(result.calls)) == 6
+        check_rows(result, engine)
 
     run(scenario)
 
@@ -299,9 +299,9 @@ def test_thousand_calls_at_once_and_calls_beyond_the_turn_limit() -> None:
         codes = [code for group in groups for code in group]
         assert codes.count(200) == 600
         assert codes.count(410) == 400
-        played = backend.result({})
-        assert played.record.status == "max_turns"
-        check_rows(played, engine)
+        result = backend.result({})
+        assert result.record.status == "max_turns"
+        check_rows(result, engine)
 
     run(scenario, max_turns=600)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from agent_session import play_tasks
+from agent_session import run_tasks
 from scripted_engine import ScriptedEngine
 
 from burnish.agents.commands import CommandAgents
@@ -51,7 +51,7 @@ STATUSES = {
 }
 
 
-def play(
+def run_agents(
     agents: Agents,
     names: list[str],
     *,
@@ -59,24 +59,26 @@ def play(
     limits: EpisodeLimits = LIMITS,
     more: Mapping[str, Any] | None = None,
 ) -> tuple[Mapping[str, list[EpisodeResult]], ScriptedEngine]:
-    """Play an episode with each agent, all at once. ``more``: further fields of the tasks."""
+    """Run an episode with each agent, all at once. ``more``: further fields of the tasks."""
     rows = [{"agent": name, **(more or {})} for name in names]
-    found, engine = play_tasks(agents, rows, limits, server=server)
-    played: dict[str, list[EpisodeResult]] = {}
+    found, engine = run_tasks(agents, rows, limits, server=server)
+    results: dict[str, list[EpisodeResult]] = {}
     for name, one in zip(names, found, strict=True):
-        played.setdefault(name, []).append(one)
-    return played, engine
+        results.setdefault(name, []).append(one)
+    return results, engine
 
 
-def check(played: Mapping[str, list[EpisodeResult]], engine: ScriptedEngine, but: str = "") -> None:
+def check(
+    results: Mapping[str, list[EpisodeResult]], engine: ScriptedEngine, but: str = ""
+) -> None:
     for name, expected in STATUSES.items():
-        for one in played.get(name, ()):
+        for one in results.get(name, ()):
             assert one.record.status == expected or name == but, (name, one.record)
             sampled = sum(sum(row.action_mask) for row in episode_rows(one.calls))
             assert sampled == sum(len(call.completion.token_ids) for call in one.calls)
-    for one in played.get("leaves_a_process_behind", ()):
+    for one in results.get("leaves_a_process_behind", ()):
         assert one.record.status == "done"  # although the process holds its output open
-    for one in played.get("good", ()):
+    for one in results.get("good", ()):
         assert len(one.calls) == 2 and len(episode_rows(one.calls)) == 1
         assert one.record.turns[-1].rewards == {"reward": 1.0}
     assert not engine.busy
@@ -93,12 +95,12 @@ def test_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     more = ["writes_a_strange_reward", "ends_by_a_signal_without_a_name", "good", "good"]
     more += ["leaves_a_process_behind"]
-    played, engine = play(CommandAgents([sys.executable, str(FILE)]), [*STATUSES, *more])
-    check(played, engine)
-    assert "agent bug" in str(played["raises"][0].error)
-    assert "SIGKILL" in str(played["kills_itself"][0].error)
-    assert "signal 40" in str(played["ends_by_a_signal_without_a_name"][0].error)
-    assert "regular file" in str(played["writes_a_strange_reward"][0].error)
+    results, engine = run_agents(CommandAgents([sys.executable, str(FILE)]), [*STATUSES, *more])
+    check(results, engine)
+    assert "agent bug" in str(results["raises"][0].error)
+    assert "SIGKILL" in str(results["kills_itself"][0].error)
+    assert "signal 40" in str(results["ends_by_a_signal_without_a_name"][0].error)
+    assert "regular file" in str(results["writes_a_strange_reward"][0].error)
     assert not any(is_running(int(pid)) for pid in pids.read_text().split())
     assert os.listdir(tmp_path) == ["pids"]  # no folder of an episode is left
 
@@ -173,20 +175,20 @@ def test_programs_in_a_sandbox(shown: str, tmp_path: Path, monkeypatch: pytest.M
         }
         limits = replace(LIMITS, timeout_s=8)
         names = [*SANDBOXED, "good"]
-        played, engine = play(agents, names, server=server, limits=limits, more=more)
-    assert {name: one[0].record.status for name, one in played.items()} == SANDBOXED
+        results, engine = run_agents(agents, names, server=server, limits=limits, more=more)
+    assert {name: one[0].record.status for name, one in results.items()} == SANDBOXED
     for name in ESCAPES:
-        assert played[name][0].record.turns[-1].rewards == {}, name
-        assert len(played[name][0].calls) == 2
-    assert "exited with code 3" in str(played["leaves"][0].error)
-    assert "MemoryError" in str(played["allocates_without_end"][0].error)
+        assert results[name][0].record.turns[-1].rewards == {}, name
+        assert len(results[name][0].calls) == 2
+    assert "exited with code 3" in str(results["leaves"][0].error)
+    assert "MemoryError" in str(results["allocates_without_end"][0].error)
     assert not [place for place in places if os.path.exists(f"{place}/hostile")]
     assert not engine.busy
     assert not [p for p in psutil.process_iter(["cmdline"]) if shown in (p.info["cmdline"] or [])]
 
-    others, _ = play(CommandAgents([sys.executable, shown]), list(SANDBOXED)[:1])
+    others, _ = run_agents(CommandAgents([sys.executable, shown]), list(SANDBOXED)[:1])
     (outside,) = others["good"]
-    inside = played["good"][0]
+    inside = results["good"][0]
     assert [(c.prompt_ids, c.completion.token_ids) for c in inside.calls] == [
         (c.prompt_ids, c.completion.token_ids) for c in outside.calls
     ]
@@ -223,16 +225,16 @@ def test_functions_in_a_sandbox(shown: str, tmp_path: Path) -> None:
             "address": socket.gethostbyname(socket.gethostname()),
             "abstract": tmp_path.name,
         }
-        played, engine = play(agents, [*FUNCTIONS], server=server, more=more)
-    assert {name: one[0].record.status for name, one in played.items()} == FUNCTIONS
+        results, engine = run_agents(agents, [*FUNCTIONS], server=server, more=more)
+    assert {name: one[0].record.status for name, one in results.items()} == FUNCTIONS
     for name in ("writes_outside", "connects_elsewhere"):
-        assert played[name][0].record.turns[-1].rewards == {}, name
+        assert results[name][0].record.turns[-1].rewards == {}, name
     assert not [place for place in places if os.path.exists(f"{place}/hostile")]
-    assert "agent bug" in str(played["raises"][0].error)
-    assert 'hostile_agents.py"' in str(played["raises"][0].error)  # a traceback
-    assert "SystemExit" in str(played["leaves"][0].error)
+    assert "agent bug" in str(results["raises"][0].error)
+    assert 'hostile_agents.py"' in str(results["raises"][0].error)  # a traceback
+    assert "SystemExit" in str(results["leaves"][0].error)
     for name in ("good", "good_async"):
-        check({"good": played[name]}, engine)
+        check({"good": results[name]}, engine)
 
     for wrong, message in (
         (f"{shown}:missing", "has no 'missing'"),
@@ -241,7 +243,7 @@ def test_functions_in_a_sandbox(shown: str, tmp_path: Path) -> None:
         server = EpisodeServer("127.0.0.1", 0, unix_socket=True)
         refused = SandboxedFunctions(replace(spec, spec=wrong), BubblewrapSandbox(), server)
         with pytest.raises(EnvironmentSetupError, match=message):
-            play(refused, [], server=server)
+            run_agents(refused, [], server=server)
 
 
 def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,18 +251,20 @@ def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = EnvironmentSpec(f"{FILE}:any_of_them", {}, role="agent")
     more = ["chats_on_after_the_end", "good", "good"]
     names = [name for name in STATUSES if name != "kills_itself"]
-    played, engine = play(FunctionAgents(spec, workers=2), [*names, *more])
-    check(played, engine)
-    assert "agent bug" in str(played["raises"][0].error)
-    assert 'hostile_agents.py"' in str(played["raises"][0].error)  # a traceback
-    assert "SystemExit" in str(played["leaves"][0].error)
-    assert played["chats_on_after_the_end"][0].record.status == "done"
+    results, engine = run_agents(FunctionAgents(spec, workers=2), [*names, *more])
+    check(results, engine)
+    assert "agent bug" in str(results["raises"][0].error)
+    assert 'hostile_agents.py"' in str(results["raises"][0].error)  # a traceback
+    assert "SystemExit" in str(results["leaves"][0].error)
+    assert results["chats_on_after_the_end"][0].record.status == "done"
     monkeypatch.setenv("HOSTILE_PIDS", str(tmp_path / "pids"))
-    played, engine = play(FunctionAgents(spec, workers=2), ["kills_itself", "good", "kills_itself"])
-    assert {one.record.status for one in played["kills_itself"]} == {"infra_error"}
+    results, engine = run_agents(
+        FunctionAgents(spec, workers=2), ["kills_itself", "good", "kills_itself"]
+    )
+    assert {one.record.status for one in results["kills_itself"]} == {"infra_error"}
     name = "dies_with_a_process_in_another_session"
-    played, engine = play(FunctionAgents(spec, workers=1), [name])
-    assert played[name][0].record.status == "infra_error"
+    results, engine = run_agents(FunctionAgents(spec, workers=1), [name])
+    assert results[name][0].record.status == "infra_error"
     assert not is_running(int((tmp_path / "pids").read_text()))
 
 
@@ -296,5 +300,5 @@ def test_agents_that_a_sandbox_does_not_show_are_refused(shown: str) -> None:
     ):
         agents, server = sandboxed(shown, **given)
         with pytest.raises(EnvironmentSetupError, match=message):
-            play(agents, [], server=server)
+            run_agents(agents, [], server=server)
         assert not server.unix_path.exists()

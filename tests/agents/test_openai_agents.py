@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from agent_session import check_rows, play_tasks, script, tool_call
+from agent_session import check_rows, run_tasks, script, tool_call
 
 from burnish.agents.commands import CommandAgents
 from burnish.episodes.loop import EpisodeLimits
@@ -26,8 +26,8 @@ def test_a_tool_loop_of_openai_agents_is_one_row() -> None:
     )
     limits = EpisodeLimits(max_turns=6, max_tokens=4000, step_timeout_s=60, timeout_s=60)
     agents = CommandAgents([sys.executable, str(PROGRAM)])
-    (played,), engine = play_tasks(agents, [{}], limits, answers, turn_tokens=300)
-    assert played.record.status == "done", played.error
-    assert played.record.turns[-1].rewards == {"reward": 1.0}
-    assert len(episode_rows(played.calls)) == 1
-    check_rows(played, engine)
+    (result,), engine = run_tasks(agents, [{}], limits, answers, turn_tokens=300)
+    assert result.record.status == "done", result.error
+    assert result.record.turns[-1].rewards == {"reward": 1.0}
+    assert len(episode_rows(result.calls)) == 1
+    check_rows(result, engine)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_session import play_tasks
+from agent_session import run_tasks
 
 from burnish.agents.sandboxed import SandboxedCommands, SandboxedFunctions
 from burnish.agents.server import EpisodeServer
@@ -97,12 +97,12 @@ def folder() -> Iterator[Path]:
 
 def rewards(agents: Any, server: EpisodeServer) -> list[Any]:
     try:
-        found, _ = play_tasks(agents, [{}] * 3, LIMITS, server=server)
+        found, _ = run_tasks(agents, [{}] * 3, LIMITS, server=server)
     except SandboxError as error:
         if os.environ.get("CI") == "true":
             raise
         pytest.skip(str(error))
-    return [(played.record.status, dict(played.record.turns[-1].rewards)) for played in found]
+    return [(result.record.status, dict(result.record.turns[-1].rewards)) for result in found]
 
 
 @pytest.mark.parametrize("kind", LEFT)

@@ -82,10 +82,10 @@ def test_random_histories_have_exact_tokens(seed: int) -> None:
                 elif kind < 0.9:  # an edited answer
                     edited = {"role": "assistant", "content": "edited"}
                     histories.append([*history, edited, user("and now?")])
-        played = backend.result({"reward": 1.0})
-        check_rows(played, engine)
-        assert played.record.status == "done"
-        assert [turn.rewards for turn in played.record.turns if turn.rewards] == [{"reward": 1.0}]
+        result = backend.result({"reward": 1.0})
+        check_rows(result, engine)
+        assert result.record.status == "done"
+        assert [turn.rewards for turn in result.record.turns if turn.rewards] == [{"reward": 1.0}]
 
     run(scenario)
 
@@ -95,14 +95,14 @@ def test_continued_conversation_is_one_row_with_the_prompts_of_the_bridge() -> N
         history: list[Any] = [user("hello")]
         for turn in range(4):
             history += [await ask(backend, *history), user(f"turn {turn}")]
-        played = backend.result({})
-        (row,) = episode_rows(played.calls)
+        result = backend.result({})
+        (row,) = episode_rows(result.calls)
         (first, ids), (second, _), *_ = [(r.prompt_ids, ids) for r, ids in engine.log]
         assert second == RENDERER.bridge(first, ids, [user("turn 0")])
-        assert [turn.prompt for turn in played.record.turns] == [None] * 4
-        assert played.record.messages == [played.record.start[0], *history[1:-1]]
+        assert [turn.prompt for turn in result.record.turns] == [None] * 4
+        assert result.record.messages == [result.record.start[0], *history[1:-1]]
         assert len({request.conversation for request, _ in engine.log}) == 1
-        check_rows(played, engine)
+        check_rows(result, engine)
         del row
 
     run(scenario)
@@ -120,16 +120,16 @@ def test_responses_do_not_depend_on_arrival_order() -> None:
     assert len(set(first.values())) == 6
 
 
-def told(played: EpisodeResult) -> Any:
+def told(result: EpisodeResult) -> Any:
     """Everything about an episode that is trained, scored or shown, but times."""
-    sample = episode_sample(Prompt("p", (1,), ""), "p/0", played)
+    sample = episode_sample(Prompt("p", (1,), ""), "p/0", result)
     turns = [
         (turn.message, turn.answer, turn.prompt, turn.rewards, turn.num_tokens)
-        for turn in played.record.turns
+        for turn in result.record.turns
     ]
-    calls = [(call.prompt_ids, call.completion.token_ids) for call in played.calls]
+    calls = [(call.prompt_ids, call.completion.token_ids) for call in result.calls]
     rows = sample.rows
-    return sample.text, sample.finish_reason, played.record.status, turns, calls, rows
+    return sample.text, sample.finish_reason, result.record.status, turns, calls, rows
 
 
 async def votes(backend: TrainingSession) -> None:
@@ -159,7 +159,7 @@ async def too_many(backend: TrainingSession) -> None:
 
 @pytest.mark.parametrize("agent", [votes, branches, too_many])
 def test_an_episode_is_in_the_order_in_which_its_calls_arrived(agent: Any) -> None:
-    async def play(seed: int) -> Any:
+    async def run_session(seed: int) -> Any:
         async with session(max_turns=4 if agent is too_many else 50, max_tokens=900) as (
             backend,
             engine,
@@ -168,7 +168,7 @@ def test_an_episode_is_in_the_order_in_which_its_calls_arrived(agent: Any) -> No
             await agent(backend)
             return told(backend.result({"reward": 1.0}))
 
-    first, *others = [asyncio.run(play(seed)) for seed in range(8)]
+    first, *others = [asyncio.run(run_session(seed)) for seed in range(8)]
     assert all(other == first for other in others)
     if agent is branches:
         assert [turn[2] and turn[2][-1]["content"] for turn in first[3]] == [
@@ -288,9 +288,9 @@ def test_limits_refuse_calls_and_give_the_status() -> None:
         return backend.result({}).record.status
 
     async def never(backend: TrainingSession, engine: ScriptedEngine) -> Any:
-        played = backend.result({})
-        assert "without calling" in str(played.error)
-        return played.record.status
+        result = backend.result({})
+        assert "without calling" in str(result.error)
+        return result.record.status
 
     assert run(too_many, max_turns=2) == "infra_error"
     assert run(too_long, max_tokens=200) == "done"
@@ -328,9 +328,9 @@ def test_stop_strings_are_not_part_of_the_message_but_of_the_tokens() -> None:
         message = await ask(backend, user("code"), stop=("</code>",))
         assert message["content"] == "think"
         await ask(backend, user("code"), message, user("result"), stop=("</code>",))
-        played = backend.result({})
-        assert len(episode_rows(played.calls)) == 1
-        check_rows(played, engine)
+        result = backend.result({})
+        assert len(episode_rows(result.calls)) == 1
+        check_rows(result, engine)
 
     run(scenario, answer)
 
@@ -366,11 +366,11 @@ def test_raw_prompts_continue_the_tokens_of_earlier_ones() -> None:
         await ask(backend, prompt=f"Question: 2+2\n{text}\nObservation: 4\n")
         with pytest.raises(CallError, match="ids below"):
             await ask(backend, prompt=(1, 10**9))
-        played = backend.result({})
-        assert len(episode_rows(played.calls)) == 1
-        assert [m["role"] for m in played.record.messages] == ["user", "assistant"] * 2
-        assert played.record.messages[2]["content"] == "\nObservation: 4\n"
-        check_rows(played, engine)
+        result = backend.result({})
+        assert len(episode_rows(result.calls)) == 1
+        assert [m["role"] for m in result.record.messages] == ["user", "assistant"] * 2
+        assert result.record.messages[2]["content"] == "\nObservation: 4\n"
+        check_rows(result, engine)
 
     run(scenario, lambda request: words(request)[:-1])
 

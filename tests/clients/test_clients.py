@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_session import check_rows, play_tasks, says, script, tool_call
+from agent_session import check_rows, run_tasks, says, script, tool_call
 from client_venvs import cache, interpreter
 from scripted_engine import Answer, ScriptedEngine
 
@@ -68,13 +68,13 @@ def _no_network_and_no_leftovers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(cache() / "home"))
 
 
-def check(played: Sequence[EpisodeResult], engine: ScriptedEngine, rows: int) -> None:
-    for one in played:
+def check(results: Sequence[EpisodeResult], engine: ScriptedEngine, rows: int) -> None:
+    for one in results:
         assert one.record.status == "done", one.error
         assert len(episode_rows(one.calls)) == rows
-    if len(played) == 1:
-        check_rows(played[0], engine)
-    recorded = [(c.prompt_ids, c.completion.token_ids) for one in played for c in one.calls]
+    if len(results) == 1:
+        check_rows(results[0], engine)
+    recorded = [(c.prompt_ids, c.completion.token_ids) for one in results for c in one.calls]
     assert Counter(recorded) == Counter((r.prompt_ids, ids) for r, ids in engine.log)
 
 
@@ -82,7 +82,7 @@ def check(played: Sequence[EpisodeResult], engine: ScriptedEngine, rows: int) ->
 def test_program(program: str) -> None:
     environment, answers, rows = PROGRAMS[program]
     command = [str(interpreter(environment)), str(HERE / f"programs/{program}.py")]
-    found = play_tasks(CommandAgents(command), [{}], LIMITS, script(*answers), turn_tokens=600)
+    found = run_tasks(CommandAgents(command), [{}], LIMITS, script(*answers), turn_tokens=600)
     check(*found, rows)
     assert found[0][0].record.turns[-1].rewards == {"reward": 1.0}
 
@@ -103,7 +103,7 @@ def look_up(text: str) -> str:
     return str(2 * number) if "double" in text else str(number)
 
 
-def play_verifiers(
+def run_verifiers(
     monkeypatch: pytest.MonkeyPatch, name: str, answer: Answer, tasks: Sequence[Any], **options: Any
 ) -> tuple[list[EpisodeResult], ScriptedEngine]:
     python = interpreter("verifiers")
@@ -113,7 +113,7 @@ def play_verifiers(
         agent=f"verifiers:{name}", python=str(python), options=options, max_tokens=4000
     )
     agents = FunctionAgents(agent_spec(config, ModelConfig(path="none")), workers=1)
-    return play_tasks(agents, tasks, LIMITS, answer, turn_tokens=300)
+    return run_tasks(agents, tasks, LIMITS, answer, turn_tokens=300)
 
 
 def seeds(*numbers: int) -> list[dict[str, Any]]:
@@ -123,21 +123,21 @@ def seeds(*numbers: int) -> list[dict[str, Any]]:
 def test_verifiers_with_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tasks by seed, and from the columns of a row. Rewards are weighted."""
     row = {"prompt": "What is 20 + 30?", "label": "50", "seed": 1}
-    played, engine = play_verifiers(monkeypatch, "burnish-sums", says(add), [*seeds(1, 6), row])
-    check(played, engine, 1)
-    first, same, own = ([m["content"] for m in one.record.messages] for one in played)
+    results, engine = run_verifiers(monkeypatch, "burnish-sums", says(add), [*seeds(1, 6), row])
+    check(results, engine, 1)
+    first, same, own = ([m["content"] for m in one.record.messages] for one in results)
     assert first == same == ["What is 1 + 1?", "2"]
     assert own == ["What is 20 + 30?", "50"]
-    for one in played:
+    for one in results:
         assert one.record.turns[-1].rewards == {"right": 1.0, "short": 0.25}
 
 
 def test_verifiers_with_several_turns_and_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tool server per episode, and two user turns: still one row."""
-    played, engine = play_verifiers(monkeypatch, "burnish-lookup", says(look_up), seeds(0, 1))
-    check(played, engine, 1)
-    assert [len(one.calls) for one in played] == [3, 3]
-    for one in played:
+    results, engine = run_verifiers(monkeypatch, "burnish-lookup", says(look_up), seeds(0, 1))
+    check(results, engine, 1)
+    assert [len(one.calls) for one in results] == [3, 3]
+    for one in results:
         assert one.record.turns[-1].rewards == {"found": 1.0, "doubled": 1.0}
 
 
@@ -147,6 +147,6 @@ def test_failures_of_verifiers_are_failures_of_the_episode(
     def raises(text: str) -> str:
         return tool_call("lookup_tools_look_up", color="none")
 
-    played, engine = play_verifiers(monkeypatch, "burnish-lookup", says(raises), seeds(0))
-    assert played[0].record.status == "max_turns"
-    check_rows(played[0], engine)
+    results, engine = run_verifiers(monkeypatch, "burnish-lookup", says(raises), seeds(0))
+    assert results[0].record.status == "max_turns"
+    check_rows(results[0], engine)

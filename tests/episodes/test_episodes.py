@@ -81,7 +81,7 @@ def random_words(request: Request) -> Sequence[int]:
     return [*draw.choices(ordinary, k=draw.randint(1, 9)), END]
 
 
-def play(answer: Answer, config: EpisodesConfig, count: int = 4, **metadata: Any) -> Any:
+def run_episodes(answer: Answer, config: EpisodesConfig, count: int = 4, **metadata: Any) -> Any:
     engine = ScriptedEngine(answer, TOKENIZER)
     with pool(config) as made:
         groups, stats = sampled(runner(engine, made), prompts(count, **metadata))
@@ -101,7 +101,9 @@ def sampled(task_runner: EpisodeRunner, given: Sequence[Prompt]) -> tuple[list[G
 def test_rows_have_exactly_the_ids_that_the_engine_sampled() -> None:
     """The engine's own log is the record. Decoding and tokenizing again gives other ids for most
     of these turns, so the naive way would train on tokens that were not sampled."""
-    engine, groups, _ = play(random_words, options("Hostile", options={"turns": 6}), count=8)
+    engine, groups, _ = run_episodes(
+        random_words, options("Hostile", options={"turns": 6}), count=8
+    )
     logged = {request.request_id: (request, ids) for request, ids in engine.log}
     used, changed = [], 0
     for sample in (s for group in groups for s in group.samples):
@@ -122,7 +124,7 @@ def test_rows_have_exactly_the_ids_that_the_engine_sampled() -> None:
 
 
 def test_members_of_a_group_start_equally_and_sample_differently() -> None:
-    engine, groups, _ = play(random_words, options("Hostile"))
+    engine, groups, _ = run_episodes(random_words, options("Hostile"))
     for group in groups:
         one, other = group.samples
         assert one.episode.start == other.episode.start
@@ -163,7 +165,7 @@ def test_limits_end_an_episode_with_their_status(
     answer: tuple[int, ...], changes: dict[str, Any], task: Any, status: str, turns: int | None
 ) -> None:
     """An episode that reaches a token limit is truncated, also if an observation reaches it."""
-    _, groups, stats = play(lambda _: answer, options("Fixed", **changes), **task)
+    _, groups, stats = run_episodes(lambda _: answer, options("Fixed", **changes), **task)
     assert statuses(groups) == {status: 8}
     assert stats.floats()[f"episodes/{status}"] == 8
     for sample in (s for group in groups for s in group.samples):
@@ -176,7 +178,7 @@ def test_limits_end_an_episode_with_their_status(
 
 def test_a_prompt_that_fills_the_limit_leaves_nothing_to_train_on() -> None:
     with pytest.raises(NoGroupLeftError, match=r"raise episodes\.max_tokens") as error:
-        play(lambda _: says("hi"), options("Fixed", max_tokens=100), **LONG)
+        run_episodes(lambda _: says("hi"), options("Fixed", max_tokens=100), **LONG)
     assert error.value.stats.floats()["episodes/prompt_too_long"] == 8
 
 
@@ -207,7 +209,7 @@ def test_failures_are_conserved_and_leave_the_baseline() -> None:
         max_concurrent=3,
         max_failed_frac=1.0,
     )
-    engine, groups, stats = play(random_words, config, count=20)
+    engine, groups, stats = run_episodes(random_words, config, count=20)
     found: Stats = stats
     ended = {k.removeprefix("episodes/"): v for k, v in found.floats().items()}
     names = ("done", "max_turns", "env_error", "timeout", "infra_error")
@@ -268,7 +270,7 @@ def test_calls_that_were_not_run_are_not_rendered_again() -> None:
 def test_too_many_failures_stop_the_run_with_the_cause() -> None:
     config = options("Hostile", options={"rate": 1.0}, step_timeout_s=0.5, max_failed_frac=0.5)
     with pytest.raises(EpisodesFailedError, match=r"(?s)episodes failed .*max_failed_frac=0\.5"):
-        play(random_words, config, count=2, salt="b")
+        run_episodes(random_words, config, count=2, salt="b")
 
 
 def refill(number: int, task: dict[str, Any]) -> list[Prompt]:

@@ -27,7 +27,7 @@ from burnish.types import Prompt
 SAID = {"role": "assistant", "content": "4"}
 
 
-def played(score: float | None, status: Any) -> EpisodeResult:
+def result_of(score: float | None, status: Any) -> EpisodeResult:
     """An episode with a score; None: it failed."""
     completion = Completion("r", 0, (7,), (-1.0,), "stop", "4", (VersionSpan(0, 0, 1),))
     if score is None:
@@ -37,7 +37,7 @@ def played(score: float | None, status: Any) -> EpisodeResult:
 
 
 class FixedRunner(EpisodeRunner):
-    """Plays episodes with given scores. NaN: the reward fails."""
+    """Runs episodes with given scores. NaN: the reward fails."""
 
     def __init__(self, scores: Sequence[Sequence[float | None]]) -> None:
         rewards = RewardSet(
@@ -52,7 +52,7 @@ class FixedRunner(EpisodeRunner):
     def draw_all(self, prompts: Sequence[Prompt], *, least: int = 2) -> list[Any]:
         status = random.Random(0).choice(FAILED[:3])
         return [
-            self._group_of(prompt, [played(s, status) for s in scores], least=least)
+            self._group_of(prompt, [result_of(s, status) for s in scores], least=least)
             for prompt, scores in zip(prompts, self.scores, strict=True)
         ]
 

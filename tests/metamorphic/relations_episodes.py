@@ -94,8 +94,8 @@ async def agent(plan: Plan, ask: Callable[..., Awaitable[Any]]) -> None:
         ]
 
 
-def played_by(plan: Plan, order: int, limits: EpisodeLimits, seed: int) -> EpisodeResult:
-    """Play an episode whose replies are sampled in an order that ``order`` seeds."""
+def run_plan(plan: Plan, order: int, limits: EpisodeLimits, seed: int) -> EpisodeResult:
+    """Run an episode whose replies are sampled in an order that ``order`` seeds."""
     from scripted_engine import ScriptedEngine
 
     renderer, tokenizer, end = family()
@@ -128,14 +128,14 @@ def played_by(plan: Plan, order: int, limits: EpisodeLimits, seed: int) -> Episo
     return asyncio.run(inside())
 
 
-def trained(played: EpisodeResult) -> Any:
+def trained(finished: EpisodeResult) -> Any:
     """Everything of an episode that is trained, scored or shown, but times."""
-    if not played.calls:
-        return played.record.status
-    sample = episode_sample(PROMPT, "p/0", played)
-    turns = [{k: v for k, v in vars(t).items() if k not in CLOCKS} for t in played.record.turns]
+    if not finished.calls:
+        return finished.record.status
+    sample = episode_sample(PROMPT, "p/0", finished)
+    turns = [{k: v for k, v in vars(t).items() if k not in CLOCKS} for t in finished.record.turns]
     own = {k: v for k, v in vars(sample).items() if k != "episode"}
-    return repr((own, sample.rows, played.record.status, played.record.start, turns))
+    return repr((own, sample.rows, finished.record.status, finished.record.start, turns))
 
 
 def draw_limits(draw: Draw) -> EpisodeLimits:
@@ -148,29 +148,29 @@ def calls_in_any_order(draw: Draw) -> None:
     """An episode does not depend on the order in which the replies to its parallel calls are
     sampled. Exact."""
     plan, limits, seed = draw_plan(draw), draw_limits(draw), draw.rng.getrandbits(32)
-    first, second = (trained(played_by(plan, order, limits, seed)) for order in (1, 2))
+    first, second = (trained(run_plan(plan, order, limits, seed)) for order in (1, 2))
     equal(second, first, "episode")
 
 
 @relation
 def episodes_in_a_checkpoint(draw: Draw) -> None:
     """A finished episode of an agent is the same after the way through a checkpoint, while its
-    session counts on, and so equals the one that a resumed run plays again. Exact."""
+    session counts on, and so equals the one that a resumed run repeats. Exact."""
     plan, limits, seed = draw_plan(draw), draw_limits(draw), draw.rng.getrandbits(32)
-    played, again = (played_by(plan, order, limits, seed) for order in (1, 2))
-    if not played.calls:
+    finished, again = (run_plan(plan, order, limits, seed) for order in (1, 2))
+    if not finished.calls:
         return
-    sample = episode_sample(PROMPT, "p/0", played)
+    sample = episode_sample(PROMPT, "p/0", finished)
     with tempfile.TemporaryDirectory() as folder:
         save_state(Path(folder), "rl", samples_to_plain([sample]))
         (loaded,) = samples_from_plain(load_state(Path(folder), "rl"))
     equal(repr(loaded), repr(sample), "sample in the file")
     assert loaded.episode is not None
-    calls = tuple(EngineCall(c.prompt_ids, c.completion) for c in played.calls)
+    calls = tuple(EngineCall(c.prompt_ids, c.completion) for c in finished.calls)
     equal(
         trained(again),
         trained(EpisodeResult(loaded.episode, calls)),
-        "episode that is played again",
+        "episode that is run again",
     )
 
 
@@ -188,7 +188,7 @@ def result(score: float | None, status: Any) -> EpisodeResult:
 
 
 class _Scores(EpisodeRunner):
-    """Plays episodes with given scores. None: the episode failed with ``status``, or the reward
+    """Runs episodes with given scores. None: the episode failed with ``status``, or the reward
     did."""
 
     def __init__(self, scores: Sequence[Sequence[float | None]], status: str) -> None:

@@ -90,9 +90,9 @@ def call(*messages: Any, **fields: Any) -> ModelCall:
     return ModelCall("gpt", tuple(messages), **fields)
 
 
-def check_rows(played: EpisodeResult, engine: ScriptedEngine) -> None:
+def check_rows(result: EpisodeResult, engine: ScriptedEngine) -> None:
     """Every sampled token is in exactly one row, with the ids and the prompt of the engine."""
-    rows = episode_rows(played.calls)
+    rows = episode_rows(result.calls)
     found = []
     for row in rows:
         ids = row.prompt_ids + row.response_ids
@@ -104,7 +104,7 @@ def check_rows(played: EpisodeResult, engine: ScriptedEngine) -> None:
     assert sorted(found) == sorted(log)
     trained = sum(sum(row.action_mask) for row in rows)
     assert trained == sum(len(ids) for _, ids in engine.log)
-    assert len(played.record.turns) == len(log)
+    assert len(result.record.turns) == len(log)
 
 
 async def wait_for(condition: Callable[[], bool]) -> None:
@@ -113,7 +113,7 @@ async def wait_for(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def play_tasks(
+def run_tasks(
     agents: Agents,
     rows: Sequence[dict[str, Any]],
     limits: EpisodeLimits,
@@ -122,7 +122,7 @@ def play_tasks(
     server: EpisodeServer | None = None,
     turn_tokens: int = 40,
 ) -> tuple[list[EpisodeResult], ScriptedEngine]:
-    """Play an episode with each row, all at once. Return the episodes and the engine."""
+    """Run an episode with each row, all at once. Return the episodes and the engine."""
     engine = ScriptedEngine(answer, TOKENIZER)
 
     async def inside() -> list[EpisodeResult]:

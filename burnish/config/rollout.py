@@ -28,7 +28,8 @@ class SamplingConfig(Node):
     temperature: float = Field(1.0, ge=0)
     """Softmax temperature. 0: greedy (refused for samples that train the policy)."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the smallest set of tokens with this total probability. 1: all."""
+    """Sample from the smallest set of tokens with this share of the probability of those that min_p
+    and top_k leave. 1: all."""
     top_k: int = Field(0, ge=0)
     """Sample from the k most probable tokens. 0: all."""
     min_p: float = Field(0.0, ge=0, le=1)

@@ -52,6 +52,8 @@ class DataConfig(Node):
     """True if rows without their first tokens can be used."""
     can_lose_end: ClassVar[bool] = False
     """True if rows without their last tokens can be trained on."""
+    length_key: ClassVar[str] = "max_len"
+    """Key of the length limit of rows."""
 
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
     """One or more sources. Several are combined as set by ``mix``."""
@@ -91,6 +93,11 @@ class DataConfig(Node):
     on_bad_row: Literal["fail", "skip"] = "fail"
     """A row that cannot be read or converted: stop with an error, or skip it. Skipped rows are
     counted (metric ``data/<unit>s_skipped``)."""
+
+    @property
+    def length_limit(self) -> int:
+        """Maximum tokens of a row, or of a prompt."""
+        return int(dict(self)[self.length_key])
 
     @property
     def all_files(self) -> list[str]:
@@ -232,6 +239,8 @@ def _pattern_rules(pattern: str) -> Iterator[str]:
 
 class PromptDataConfig(DataConfig):
     """Prompts for rollouts and evaluation."""
+
+    length_key: ClassVar[str] = "prompt_max_len"
 
     label_key: str = "label"
     """Column with the reference answer; may be absent. Environments fill ``label``."""

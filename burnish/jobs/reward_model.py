@@ -3,19 +3,18 @@ regression and classification from single responses. The loop is in ``steps/supe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from burnish.algorithms import PREFERENCE_LOSSES
 from burnish.algorithms.process import AGGREGATIONS, aggregate_steps
 from burnish.config import RewardModelConfig
-from burnish.config.rated import ClassesDataConfig, RatedDataConfig
-from burnish.config.steps import PairsDataConfig, RewardRows, StepsDataConfig
+from burnish.config.steps import StepsDataConfig
 from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.rated import RatedStream, load_rated
 from burnish.data.steps import StepsStream, load_solutions
@@ -24,84 +23,73 @@ from burnish.observe.timeline import timed
 from burnish.preflight.positions import eval_place, held_out_sets, within_positions
 from burnish.preflight.usable import usable_rows
 from burnish.runtime.base import Runtime
-from burnish.steps.no_signal import NoSignalMonitor, pair_signal
+from burnish.steps.no_signal import Finding, NoSignalMonitor, pair_signal
 from burnish.steps.objectives import (
     pair_scores,
     process_objective,
     reward_model_objective,
     with_expert_balance,
 )
-from burnish.steps.rated_reward import measure_rated, rated_objective
+from burnish.steps.rated_reward import (
+    classes_metadata,
+    classes_objective,
+    measure_classes,
+    measure_scores,
+    scores_metadata,
+    scores_objective,
+)
 from burnish.steps.supervised import Supervised, SupervisedTraining
 from burnish.train.base import Loss, Outputs, TrainEngine
 from burnish.types import Batch, Stats
 
 
+@dataclass(frozen=True)
+class RewardModelKind:
+    """A kind of training rows (``data.kind``): how rows are read, trained and measured."""
+
+    stream: Callable[..., PreferenceStream | StepsStream | RatedStream]
+    """(data section, tokenizer, seed) -> endless rows."""
+    load: Callable[..., Batch]
+    """(data section, tokenizer, section name) -> held-out rows."""
+    objective: Callable[[RewardModelConfig], Loss]
+    measure: Callable[[RewardModelConfig], Callable[[TrainEngine, Batch], Stats]]
+    """Recipe -> a function that measures held-out rows."""
+    metadata: Callable[[RewardModelConfig], dict[str, Any] | None] = lambda config: None
+    """Recipe -> entries that exports add to their config."""
+    look: Callable[[Batch], Finding] | None = None
+    """Detects batches without learning signal."""
+
+
 def build_reward_model(config: RewardModelConfig, runtime: Runtime, run_dir: Path) -> Supervised:
     """Return the components of a reward-model run."""
-    stream, held_out = _stream(config, runtime.tokenizer), _held_out(config, runtime.tokenizer)
+    kind, tokenizer = KINDS[config.data.kind], runtime.tokenizer
+    data = within_positions(config.data, config.model)
+    stream = kind.stream(data, tokenizer, seed=config.seed)
     usable = usable_rows(config, stream.num_rows)
     total = config.steps_for(usable.num_rows)
     spans = {"forward_backward": "train", "optim_step": "optim", "values": "eval"}
     spec = engine_specs(config, total_steps=total)["reward"]
+    held_out = held_out_sets(config.eval_data, config.eval_sets, config.model)
     return Supervised(
         stream=timed(stream, runtime.timeline, {"next": "data"}),
         usable=usable,
         engine=runtime.scalar_model(spec, seed=config.seed, spans=spans),
-        loss=with_expert_balance(_objective(config), config.train.moe_aux_loss_coef),
+        loss=with_expert_balance(kind.objective(config), config.train.moe_aux_loss_coef),
         total_steps=total,
         batch_size_at=partial(config.batch_size_at, num_rows=usable.num_rows),
-        measure=_measure(config),
-        eval_batches=held_out,
+        measure=kind.measure(config),
+        eval_batches={
+            name: kind.load(rows, tokenizer, section=eval_place(name))
+            for name, rows in held_out.items()
+        },
         signal=NoSignalMonitor(config.train.max_steps_without_signal),
-        look=pair_signal if isinstance(config.data, PairsDataConfig) else None,
-        export_metadata=export_metadata(config),
+        look=kind.look,
+        export_metadata=kind.metadata(config),
     )
 
 
-def _objective(config: RewardModelConfig) -> Loss:
-    if config.process:
-        return process_objective()
-    if isinstance(config.data, RatedDataConfig):
-        return rated_objective(config)
+def _pair_objective(config: RewardModelConfig) -> Loss:
     return reward_model_objective(config.loss or "bradley_terry", center_coef=config.center_coef)
-
-
-def _measure(config: RewardModelConfig) -> Callable[[TrainEngine, Batch], Stats]:
-    if isinstance(config.data, RatedDataConfig):
-        return measure_rated(config)
-    return measure_steps if config.process else measure_pairs
-
-
-def _stream(
-    config: RewardModelConfig, tokenizer: PreTrainedTokenizerBase
-) -> PreferenceStream | StepsStream | RatedStream:
-    if isinstance(config.data, RatedDataConfig):
-        data: RatedDataConfig = config.data
-        return RatedStream(within_positions(data, config.model), tokenizer, seed=config.seed)
-    if isinstance(config.data, StepsDataConfig):
-        steps = within_positions(config.data, config.model)
-        return StepsStream(steps, tokenizer, seed=config.seed)
-    own = within_positions(config.data, config.model)
-    return PreferenceStream(own, tokenizer, seed=config.seed)
-
-
-def _held_out(config: RewardModelConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Batch]:
-    """Return all held-out rows by the name of their set."""
-    given: dict[str, RewardRows] = {} if config.eval_data is None else {"": config.eval_data}
-    found: dict[str, Batch] = {}
-    for name, rows in {**given, **config.eval_sets}.items():
-        if isinstance(rows, RatedDataConfig):
-            rated: RatedDataConfig = rows
-            limited = held_out_sets(None, {name: rated}, config.model)
-            found[name] = load_rated(limited[name], tokenizer, section=eval_place(name))
-        elif isinstance(rows, StepsDataConfig):
-            steps = held_out_sets(None, {name: rows}, config.model)
-            found[name] = load_solutions(steps[name], tokenizer, section=eval_place(name))
-        else:
-            pairs = held_out_sets(None, {name: rows}, config.model)
-            found[name] = load_pairs(pairs[name], tokenizer, section=eval_place(name))
-    return found
 
 
 def measure_pairs(engine: TrainEngine, batch: Batch) -> Stats:
@@ -135,33 +123,30 @@ def measure_steps(engine: TrainEngine, batch: Batch) -> Stats:
     return stats + Stats(maxima=scores)
 
 
-def export_metadata(config: RewardModelConfig) -> dict[str, Any] | None:
-    """Return the metadata that exports of a process reward model and of a regression or
-    classification contain; None for other models."""
+def _steps_metadata(config: RewardModelConfig) -> dict[str, Any]:
     data = config.data
-    if isinstance(data, RatedDataConfig):
-        return _rated_metadata(config, data)
-    if not isinstance(data, StepsDataConfig):
-        return None
+    assert isinstance(data, StepsDataConfig)
     return {"process_reward": True, "step_separator": data.step_separator}
 
 
-def _rated_metadata(config: RewardModelConfig, data: RatedDataConfig) -> dict[str, Any]:
-    """Return transformers' type of the problem, the names of the outputs, and their weights in the
-    reward."""
-    problem = "regression"
-    if isinstance(data, ClassesDataConfig):  # transformers' type with a binary cross-entropy
-        binary = "multi_label_classification"
-        problem = binary if data.classes is None else "single_label_classification"
-    weights = config.weight_of_outputs
-    found: dict[str, Any] = {
-        "problem_type": problem,
-        "id2label": dict(enumerate(data.names)),
-        "label2id": {name: index for index, name in enumerate(data.names)},
-    }
-    if weights is not None:
-        found["reward_weights"] = dict(zip(data.names, weights, strict=True))
-    return found
-
+KINDS: Mapping[str, RewardModelKind] = {
+    "pairs": RewardModelKind(
+        PreferenceStream, load_pairs, _pair_objective, lambda _: measure_pairs, look=pair_signal
+    ),
+    "steps": RewardModelKind(
+        StepsStream,
+        load_solutions,
+        lambda _: process_objective(),
+        lambda _: measure_steps,
+        _steps_metadata,
+    ),
+    "scores": RewardModelKind(
+        RatedStream, load_rated, scores_objective, measure_scores, scores_metadata
+    ),
+    "classes": RewardModelKind(
+        RatedStream, load_rated, classes_objective, measure_classes, classes_metadata
+    ),
+}
+"""``data.kind`` -> kind."""
 
 JOB = SupervisedTraining(RewardModelConfig, build_reward_model)

@@ -6,23 +6,13 @@ import logging
 from collections.abc import Mapping
 from typing import TypeVar
 
-from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
+from burnish.config.data import DataConfig
 from burnish.config.model import ModelConfig
-from burnish.config.rated import RatedDataConfig
-from burnish.config.steps import PairsDataConfig, StepsDataConfig
 from burnish.models.load import ModelError, describe, num_positions
 
 log = logging.getLogger("burnish")
 
-Data = TypeVar(
-    "Data",
-    PromptDataConfig,
-    SFTDataConfig,
-    PreferenceDataConfig,
-    PairsDataConfig,
-    StepsDataConfig,
-    RatedDataConfig,
-)
+Data = TypeVar("Data", bound=DataConfig)
 
 
 def within_positions(
@@ -33,9 +23,7 @@ def within_positions(
     ``field``: name of the data section in the recipe, for messages. Raises ModelError if
     ``new_tokens`` leaves no room for a prompt."""
     limit = num_positions(model)
-    name = "prompt_max_len" if isinstance(data, PromptDataConfig) else "max_len"
-    wanted = data.prompt_max_len if isinstance(data, PromptDataConfig) else data.max_len
-    if limit is None or wanted + new_tokens <= limit:
+    if limit is None or data.length_limit + new_tokens <= limit:
         return data
     if limit <= new_tokens:
         raise ModelError(
@@ -45,9 +33,9 @@ def within_positions(
         )
     log.warning(
         "%s.%s is lowered to %d: %s supports rows of at most %d tokens",
-        *(field, name, limit - new_tokens, describe(model), limit),
+        *(field, data.length_key, limit - new_tokens, describe(model), limit),
     )
-    return data.model_copy(update={name: limit - new_tokens})
+    return data.model_copy(update={data.length_key: limit - new_tokens})
 
 
 def eval_place(name: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,46 +22,113 @@ from burnish.tensors import upload
 from burnish.train.base import Loss, Outputs, TrainEngine
 from burnish.types import Batch, Number, Stats
 
+RowLoss = Callable[[Tensor, Tensor], Tensor]
+"""(outputs [N, O], targets) -> loss of each row [N]"""
 
-def rated_objective(config: RewardModelConfig) -> Loss:
-    """Return the loss of a recipe with rated rows, as a mean over all rows of the step."""
-    data = config.data
-    assert isinstance(data, RatedDataConfig)
-    by_row = _loss_by_row(config)
 
+def scores_objective(config: RewardModelConfig) -> Loss:
+    """Return the loss of scores, as a mean over all rows of the step."""
+    return _objective(_scores_loss(config), partial(score_errors, names=_data_of(config).names))
+
+
+def classes_objective(config: RewardModelConfig) -> Loss:
+    """Return the loss of classes, as a mean over all rows of the step."""
+    return _objective(class_cross_entropy, partial(class_accuracies, names=_class_names(config)))
+
+
+def measure_scores(config: RewardModelConfig) -> Callable[[TrainEngine, Batch], Stats]:
+    """Return a function that measures loss, errors, correlations, and the mean and standard
+    deviation of the reward over held-out rows."""
+    names, row_loss = _data_of(config).names, _scores_loss(config)
+    weights = config.weight_of_outputs
+
+    def measure(engine: TrainEngine, batch: Batch) -> Stats:
+        scores, targets = _held_out(engine, batch)
+        stats = score_errors(scores, targets, names=names)
+        stats += _loss_and_reward(scores, row_loss(scores, targets), weights)
+        return stats + Stats(maxima=dict(correlations(scores, targets, names)))
+
+    return measure
+
+
+def measure_classes(config: RewardModelConfig) -> Callable[[TrainEngine, Batch], Stats]:
+    """Return a function that measures loss, accuracies, and the mean and standard deviation of the
+    reward over held-out rows."""
+    names, weights = _class_names(config), config.weight_of_outputs
+
+    def measure(engine: TrainEngine, batch: Batch) -> Stats:
+        logits, targets = _held_out(engine, batch)
+        stats = class_accuracies(logits, targets, names=names)
+        return stats + _loss_and_reward(logits, class_cross_entropy(logits, targets), weights)
+
+    return measure
+
+
+def scores_metadata(config: RewardModelConfig) -> dict[str, Any]:
+    """Return transformers' type of the problem, the names of the outputs, and their weights in the
+    reward."""
+    return _metadata(config, "regression")
+
+
+def classes_metadata(config: RewardModelConfig) -> dict[str, Any]:
+    """Return transformers' type of the problem (of pass or fail: the one with a binary
+    cross-entropy), the names of the outputs, and their weights in the reward."""
+    binary = len(_data_of(config).names) == 1
+    return _metadata(
+        config, "multi_label_classification" if binary else "single_label_classification"
+    )
+
+
+def _metadata(config: RewardModelConfig, problem: str) -> dict[str, Any]:
+    names, weights = _data_of(config).names, config.weight_of_outputs
+    metadata: dict[str, Any] = {
+        "problem_type": problem,
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: index for index, name in enumerate(names)},
+    }
+    if weights is not None:
+        metadata["reward_weights"] = dict(zip(names, weights, strict=True))
+    return metadata
+
+
+def _data_of(config: RewardModelConfig) -> RatedDataConfig:
+    return cast(RatedDataConfig, config.data)
+
+
+def _class_names(config: RewardModelConfig) -> tuple[str, ...]:
+    return class_names(cast(ClassesDataConfig, config.data))
+
+
+def _scores_loss(config: RewardModelConfig) -> RowLoss:
+    return partial(huber, delta=config.huber_delta) if config.loss == "huber" else squared_error
+
+
+def _objective(row_loss: RowLoss, row_stats: Callable[[Tensor, Tensor], Stats]) -> Loss:
     def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
-        found = row_outputs(outputs, batch)
+        predicted = row_outputs(outputs, batch)
         assert batch.labels is not None
-        targets = batch.labels.to(found.device)
-        loss = by_row(found, targets).sum() / batch.num_sequences
-        stats = rated_stats(found.detach(), targets, data)
+        targets = batch.labels.to(predicted.device)
+        loss = row_loss(predicted, targets).sum() / batch.num_sequences
+        stats = row_stats(predicted.detach(), targets)
         return loss, stats + Stats(sums={"loss": loss.detach()})
 
     return objective
 
 
-def measure_rated(config: RewardModelConfig) -> Callable[[TrainEngine, Batch], Stats]:
-    """Return a function that measures loss, errors or accuracies, correlations, and the mean and
-    standard deviation of the reward over held-out rows."""
-    data, weights = config.data, config.weight_of_outputs
-    assert isinstance(data, RatedDataConfig)
-    by_row = _loss_by_row(config)
+def _held_out(engine: TrainEngine, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return outputs and targets of held-out rows."""
+    assert batch.labels is not None
+    return row_outputs(Outputs(values=engine.values(batch)), batch), batch.labels
 
-    def measure(engine: TrainEngine, batch: Batch) -> Stats:
-        found = row_outputs(Outputs(values=engine.values(batch)), batch)
-        assert batch.labels is not None
-        stats = rated_stats(found, batch.labels, data)
-        stats += Stats(means={"loss": (by_row(found, batch.labels).sum(), len(found))})
-        more: dict[str, Tensor] = {}
-        if not isinstance(data, ClassesDataConfig):
-            more |= correlations(found, batch.labels, data.names)
-        if weights is not None:
-            rewards = found @ torch.tensor(weights)
-            spread = rewards.std() if len(rewards) > 1 else torch.zeros(())
-            more |= {"score_mean": rewards.mean(), "score_std": spread}
-        return stats + Stats(maxima=dict(more))
 
-    return measure
+def _loss_and_reward(outputs: Tensor, losses: Tensor, weights: Sequence[float] | None) -> Stats:
+    """Return the mean loss, and mean and deviation of the reward if its weights are known."""
+    stats = Stats(means={"loss": (losses.sum(), len(losses))})
+    if weights is None:
+        return stats
+    rewards = outputs @ torch.tensor(weights)
+    spread = rewards.std() if len(rewards) > 1 else torch.zeros(())
+    return stats + Stats(maxima={"score_mean": rewards.mean(), "score_std": spread})
 
 
 def row_outputs(outputs: Outputs, batch: Batch) -> Tensor:
@@ -83,33 +152,28 @@ def correlations(scores: Tensor, targets: Tensor, names: Sequence[str]) -> dict[
     return metrics
 
 
-def rated_stats(found: Tensor, targets: Tensor, data: RatedDataConfig) -> Stats:
-    """Return the errors of scores, or the accuracies of classes. ``found`` [N, outputs]."""
-    num = len(found)
-    if isinstance(data, ClassesDataConfig):
-        best = (found[:, 0] > 0).long() if found.shape[1] == 1 else found.argmax(1)
-        right = best == targets
-        accuracies: dict[str, tuple[Number, Number]] = {"accuracy": (right.float().sum(), num)}
-        for index, name in enumerate(class_names(data)):
-            own = targets == index
-            accuracies[f"accuracy_{name}"] = ((right & own).float().sum(), own.sum())
-        return Stats(means=accuracies)
-    error = found - targets
+def class_accuracies(logits: Tensor, targets: Tensor, *, names: Sequence[str]) -> Stats:
+    """Return the accuracy of all rows and of those of each class. ``logits`` [N, outputs]."""
+    best = (logits[:, 0] > 0).long() if logits.shape[1] == 1 else logits.argmax(1)
+    is_right = best == targets
+    accuracies: dict[str, tuple[Number, Number]] = {
+        "accuracy": (is_right.float().sum(), len(logits))
+    }
+    for index, name in enumerate(names):
+        in_class = targets == index
+        accuracies[f"accuracy_{name}"] = ((is_right & in_class).float().sum(), in_class.sum())
+    return Stats(means=accuracies)
+
+
+def score_errors(scores: Tensor, targets: Tensor, *, names: Sequence[str]) -> Stats:
+    """Return the errors of scores, and those of each attribute if there are several. ``scores``
+    [N, attributes]."""
+    error, num = scores - targets, len(scores)
     kinds = {"mse": error.square(), "mae": error.abs()}
     means: dict[str, tuple[Number, Number]] = {
-        what: (each.mean(1).sum(), num) for what, each in kinds.items()
+        kind: (errors.mean(1).sum(), num) for kind, errors in kinds.items()
     }
-    if len(data.names) > 1:
-        for what, each in kinds.items():
-            means |= {
-                f"{what}_{name}": (each[:, a].sum(), num) for a, name in enumerate(data.names)
-            }
+    if len(names) > 1:
+        for kind, errors in kinds.items():
+            means |= {f"{kind}_{name}": (errors[:, a].sum(), num) for a, name in enumerate(names)}
     return Stats(means=means)
-
-
-def _loss_by_row(config: RewardModelConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    if isinstance(config.data, ClassesDataConfig):
-        return class_cross_entropy
-    if config.loss == "huber":
-        return lambda scores, targets: huber(scores, targets, delta=config.huber_delta)
-    return squared_error

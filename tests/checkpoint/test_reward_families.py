@@ -26,7 +26,7 @@ from burnish.checkpoint.state import EXPORT_METADATA, save_state
 from burnish.config.model import LoraConfig, ModelConfig
 from burnish.config.reward_model import RewardModelConfig
 from burnish.config.train import TrainConfig
-from burnish.jobs.reward_model import export_metadata
+from burnish.jobs.reward_model import KINDS
 from burnish.models.empty import weight_files
 from burnish.models.load import ModelError
 from burnish.models.scalar_model import is_own
@@ -250,7 +250,8 @@ def exported_as(kind: str, start: ModelConfig, tokenizer: Any, folder: Path) -> 
     rows.write_text(json.dumps(TRAINED[kind][1]) + "\n", encoding="utf-8")
     network = load_scalar_model(start, new_head="random")
     engine = TorchTrainEngine(network, EngineSpec(role, TrainConfig(), start), tokenizer=tokenizer)
-    metadata = None if role == "critic" else export_metadata(recipe(kind, str(rows)))
+    config = None if role == "critic" else recipe(kind, str(rows))
+    metadata = None if config is None else KINDS[config.data.kind].metadata(config)
 
     def write(part: Path) -> None:
         engine.save(part / role)

@@ -56,8 +56,8 @@ def test_every_exception_derives_from_the_root_exception():
     ("home", "name", "builtin", "exit_code"),
     [
         ("checkpoint", "CheckpointError", RuntimeError, 2),
-        ("config", "BatchError", ValueError, 2),
-        ("config", "ConfigError", ValueError, 2),
+        ("config.arithmetic", "BatchError", ValueError, 2),
+        ("config.load", "ConfigError", ValueError, 2),
         ("data.sources", "DataError", ValueError, 2),
         ("environments.base", "EnvironmentSetupError", ValueError, 2),
         ("driver.errors", "RunError", RuntimeError, 2),

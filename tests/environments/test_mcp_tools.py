@@ -26,7 +26,7 @@ from burnish.environments.base import EnvironmentSetupError, EpisodeInfraError, 
 from burnish.environments.pool import EnvironmentPool, EpisodeFailedError, OpenEpisode
 from burnish.environments.tools import ToolEnvironment
 from burnish.episodes.runner import EpisodeRunner
-from burnish.jobs.episodes import build_players, environment_spec
+from burnish.jobs.episodes import build_episode_pool, environment_spec
 from burnish.observe.timeline import Timeline
 from burnish.rewards.base import RewardSet
 from burnish.rewards.episode import EpisodeReward
@@ -275,7 +275,7 @@ def test_episodes_of_a_recipe_call_a_server_and_replay_a_lost_one(tmp_path: Path
         {"tools": [f"{path}:seven"], "mcp": {"tiny": TINY}, "max_tokens": 4096}
         | {"tool_format": "hermes", "max_failed_frac": 0.0}
     )
-    pool = build_players(
+    pool = build_episode_pool(
         config,
         ModelConfig(scratch=ScratchConfig(max_position_embeddings=1 << 16)),
         InlineRuntime(tokenizer, precision=PrecisionConfig(), device="cpu", timeline=Timeline()),

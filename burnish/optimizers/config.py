@@ -43,7 +43,7 @@ class StepBuffer(NamedTuple):
 
 
 class StepWork(NamedTuple):
-    """Computation of a step beside the update of each entry."""
+    """Computation of a step in addition to the update of each entry."""
 
     purpose: str
     flops: float
@@ -99,5 +99,6 @@ class Optimizer(Node, ABC):
         return None
 
     def step_work(self, weights: Iterable[WeightShape]) -> StepWork | None:
-        """Return the computation of a step of the entire model beside the update of each entry."""
+        """Return the computation of a step of the entire model in addition to the update of each
+        entry."""
         return None

@@ -54,7 +54,8 @@ def checkpoint_bytes(setup: EngineSetup, *, frozen: bool = False) -> float:
 
 
 def step_work(setup: EngineSetup) -> StepWork | None:
-    """Return the computation of a step of all ranks, beside the update of each entry."""
+    """Return the computation of a step of all ranks, in addition to the update of each
+    entry."""
     return setup.train.optimizer.step_work(trained_weights(setup.model))
 
 

@@ -134,8 +134,8 @@ def _loss_and_reward(outputs: Tensor, losses: Tensor, weights: Sequence[float] |
 def row_outputs(outputs: Outputs, batch: Batch) -> Tensor:
     """Return the outputs of the model for each row: [N, outputs]."""
     assert outputs.values is not None
-    found = outputs.values[upload(batch.last_tokens, outputs.values.device)]
-    return found if found.ndim == 2 else found[:, None]
+    values = outputs.values[upload(batch.last_tokens, outputs.values.device)]
+    return values if values.ndim == 2 else values[:, None]
 
 
 def correlations(scores: Tensor, targets: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
@@ -144,11 +144,11 @@ def correlations(scores: Tensor, targets: Tensor, names: Sequence[str]) -> dict[
     ``scores``, ``targets`` [N, A]. An attribute without variance counts as 0 in the mean.
     """
     metrics: dict[str, Tensor] = {}
-    for what, function in (("pearson", pearson), ("spearman", spearman)):
+    for kind, function in (("pearson", pearson), ("spearman", spearman)):
         each = [function(scores[:, a], targets[:, a]).nan_to_num(0.0) for a in range(len(names))]
-        metrics[what] = torch.stack(each).mean()
+        metrics[kind] = torch.stack(each).mean()
         if len(names) > 1:
-            metrics |= {f"{what}_{name}": value for name, value in zip(names, each, strict=True)}
+            metrics |= {f"{kind}_{name}": value for name, value in zip(names, each, strict=True)}
     return metrics
 
 

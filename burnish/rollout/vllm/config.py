@@ -10,6 +10,9 @@ from pydantic import Field
 from burnish.config.vllm_arguments import problems
 from burnish.rollout.config import RolloutEngineSettings
 
+MOST_CPU_CACHE = 4 << 30
+"""Bytes of the largest cache on a CPU, unless one row needs more or the recipe sets the size."""
+
 
 class VllmEngine(RolloutEngineSettings):
     """vLLM, in the trainer's process or on Ray in each rollout worker (more processes if
@@ -44,6 +47,12 @@ class VllmEngine(RolloutEngineSettings):
 
     def rules(self) -> Iterator[str]:
         yield from problems(self.engine_args, path="engine_args")
+
+    def cpu_cache_bytes(self, row_bytes: int) -> int:
+        """Return the bytes of one process's cache on a CPU: ``max_num_seqs`` rows of full length,
+        at most 4 GiB, at least one row. ``row_bytes``: keys and values of the longest row."""
+        size = min(row_bytes * self.max_num_seqs, max(MOST_CPU_CACHE, row_bytes))
+        return self.kv_cache_bytes or size // self.tensor_parallel_size
 
     @property
     def slots(self) -> int:

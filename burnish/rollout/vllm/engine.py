@@ -73,7 +73,6 @@ CPU_BLOCK = 32
 share more of a prompt."""
 _CPU_BATCH = 2048
 """Tokens per step on CPU, at least those of the longest row."""
-MOST_CPU_CACHE = 4 << 30
 _alive: set[int] = set()
 """The engine of this process, if there is one. vLLM's process groups are global, so closing one
 engine would destroy them for all."""
@@ -150,9 +149,8 @@ class VllmRolloutEngine:
             least = cache_bytes(
                 skeleton.config, self.max_model_len, dtype=self.dtype, block=CPU_BLOCK
             )
-            wanted = min(least * config.max_num_seqs, max(MOST_CPU_CACHE, least))
-            wanted = config.kv_cache_bytes or wanted // config.tensor_parallel_size
-            cache = {"kv_cache_memory_bytes": wanted, "block_size": CPU_BLOCK}
+            size = config.cpu_cache_bytes(least)
+            cache = {"kv_cache_memory_bytes": size, "block_size": CPU_BLOCK}
             # A prompt that is prefilled in parts rewinds its random generator, which CPU generators
             # cannot do: prefill every prompt in one step.
             cache |= {

@@ -23,7 +23,7 @@ from burnish.plan.role_base import Context, Items, RoleMemory, overhead
 from burnish.plan.rollout_role import demand_of, episode_notes, file_bytes
 from burnish.plan.shapes import ModelShape
 from burnish.rollout.vllm.config import VllmEngine
-from burnish.rollout.vllm.engine import CPU_BLOCK, MOST_CPU_CACHE
+from burnish.rollout.vllm.engine import CPU_BLOCK
 
 
 def role_memory(
@@ -215,8 +215,7 @@ def vllm_on_cpu(
     size = shape.parameters * SIZES[dtype] / config.tensor_parallel_size
     blocks = -(-demand.longest // CPU_BLOCK) + 1
     least = blocks * CPU_BLOCK * bytes_per_token(shape, dtype)
-    wanted = min(least * config.max_num_seqs, max(MOST_CPU_CACHE, least))
-    cache = config.kv_cache_bytes or wanted // config.tensor_parallel_size
+    cache = config.cpu_cache_bytes(least)
     return (
         Item("parameters", size, f"{shape.parameters} x {SIZES[dtype]} B"),
         Item("KV cache", cache, f"{config.max_num_seqs} rows, at most 4 GiB"),

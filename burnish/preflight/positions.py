@@ -48,9 +48,9 @@ def held_out_sets(
 ) -> dict[str, Data]:
     """Return the evaluation sets by name, with their length limits within the positions of all
     ``models``. The name of ``eval_data`` is empty."""
-    found = {} if eval_data is None else {"": eval_data}
-    found |= eval_sets
+    sections = {} if eval_data is None else {"": eval_data}
+    sections |= eval_sets
     for model in models:
-        for name, data in found.items():
-            found[name] = within_positions(data, model, field=eval_place(name))
-    return found
+        for name, data in sections.items():
+            sections[name] = within_positions(data, model, field=eval_place(name))
+    return sections

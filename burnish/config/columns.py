@@ -24,6 +24,8 @@ from burnish.json_text import json_value
 
 LARGEST_JSON = 16 << 20
 """Maximum bytes of a .json file, which is parsed as a unit; a larger one is not checked."""
+_LARGEST_COUNTED = 2 << 30
+"""Text files with more bytes than this are not counted before a run."""
 _LARGEST_FLOAT = (2 - 2**-23) * 2.0**127  # of single precision
 
 
@@ -377,3 +379,39 @@ def _first_of_table(file: Path) -> Mapping[str, Any]:
 _PLAIN_LINES = (".jsonl", ".ndjson")
 LINES = (*_PLAIN_LINES, *(plain + more for plain in _PLAIN_LINES for more in COMPRESSED))
 """Suffixes of files with one JSON object per line."""
+
+
+# --- number of rows
+
+
+def num_rows_of(paths: Sequence[Path]) -> int | None:
+    """Return the number of rows of the files of a source; None if one is missing, or if counting
+    its lines would take long. Raises as the readers of the formats do."""
+    if not all(path.is_file() for path in paths):  # a pipe has no end
+        return None
+    columnar = bool(paths) and suffix_of(paths[0]) in arrow_files.SUFFIXES
+    if not columnar and sum(path.stat().st_size for path in paths) > _LARGEST_COUNTED:
+        return None
+    sizes = [_rows_of_file(path) for path in paths]
+    return sum(size or 0 for size in sizes) if sizes and None not in sizes else None
+
+
+def _rows_of_file(path: Path) -> int | None:
+    suffix = suffix_of(path)
+    if suffix == ".parquet":
+        import pyarrow.parquet
+
+        return int(pyarrow.parquet.read_metadata(path).num_rows)
+    if suffix == ".arrow":
+        with arrow_files.opened(path) as (_, batches):
+            return sum(int(batch.num_rows) for batch in batches)
+    if suffix in LINES:
+        with opened_lines(path) as lines:
+            return sum(1 for line in lines if line.strip())
+    if suffix == ".csv":
+        with path.open(encoding="utf-8-sig", newline="") as text:
+            return max(0, sum(1 for cells in csv.reader(text) if cells) - 1)
+    if suffix == ".json":
+        rows = json_value(path.read_text(encoding="utf-8-sig"))
+        return len(rows) if isinstance(rows, list) else None
+    return None

@@ -13,8 +13,6 @@ from pydantic import Field
 from burnish.config.base import Node
 from burnish.config.columns import (
     columns_of,
-    files_of,
-    first_file,
     first_row,
     missing_columns,
     nested_value,
@@ -30,7 +28,7 @@ from burnish.config.forms import (
     form_of,
 )
 from burnish.config.overlong import Overlong, overlong_rules, shortenings
-from burnish.config.sources import FileSource, HubSource, SourceConfig
+from burnish.config.sources import SourceConfig
 from burnish.config.split_files import FilesError
 from burnish.config.templates import template_rules
 
@@ -102,7 +100,7 @@ class DataConfig(Node):
     @property
     def all_files(self) -> list[str]:
         """Path of each source of files, or of the first of its files if it has several."""
-        return [first_file(s.path) for s in self.sources if isinstance(s, FileSource)]
+        return [file for source in self.sources if (file := source.first_file) is not None]
 
     @property
     def files(self) -> list[str]:
@@ -110,9 +108,9 @@ class DataConfig(Node):
         return [path for path in self.all_files if self._is_by_columns(path)]
 
     @property
-    def streamed(self) -> list[HubSource]:
+    def streamed(self) -> list[SourceConfig]:
         """The sources that are streamed."""
-        return [s for s in self.sources if isinstance(s, HubSource) and s.streaming]
+        return [source for source in self.sources if source.is_streamed]
 
     @property
     def shortenings(self) -> tuple[Overlong, ...]:
@@ -149,12 +147,8 @@ class DataConfig(Node):
 
     def form_lines(self) -> list[tuple[str, str, str]]:
         """Return lines (name, value, origin) of the batch table with the form of each file that is
-        not read by columns, and with the streamed sources."""
-        streamed = [
-            ("streamed rows", str(s.max_samples or "?"), f"{s.path}: {s.shuffle_buffer} in memory")
-            for s in self.streamed
-        ]
-        return streamed + [
+        not read by columns, and of the sources."""
+        return [line for source in self.sources for line in source.lines()] + [
             ("data form", NAMES[found.form], f"{path}: {_mapped(found)}")
             for path, found in self.readings()
             if found.form != "columns"
@@ -179,8 +173,7 @@ class DataConfig(Node):
     def _files_rules(self) -> Iterator[str]:
         for source in self.sources:
             try:
-                if isinstance(source, FileSource):
-                    files_of(source.path)
+                _ = source.files
             except FilesError as error:
                 yield str(error)
 
@@ -196,7 +189,7 @@ class DataConfig(Node):
             )
         if self.mix == "size" and self.streamed:
             yield (
-                f"mix=size shuffles all rows together, but {self.streamed[0].path} is streamed in "
+                f"mix=size shuffles all rows together, but {self.streamed[0].place} is streamed in "
                 "order; use mix=weight, or remove streaming"
             )
         if self.is_own("tools_key"):

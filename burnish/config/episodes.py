@@ -14,7 +14,6 @@ from burnish.config.data import PromptDataConfig
 from burnish.config.paths import code_problem
 from burnish.config.rewards import RewardConfig
 from burnish.config.sandbox import AnySandbox, BubblewrapSandbox, SandboxConfig
-from burnish.config.sources import SeedSource
 
 FormatName = Literal["hermes", "xml", "glm", "llama3_json", "mistral", "mistral_args", "harmony"]
 """hermes: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen2.5, Qwen3).
@@ -336,7 +335,7 @@ def episode_data_rules(
     """Yield an error for each field of ``data``, whose key is ``key``, that is inconsistent with
     the episodes of a recipe, or with their absence."""
     if episodes is None:
-        if any(isinstance(source, SeedSource) for source in data.sources):
+        if not all(source.has_prompts for source in data.sources):
             yield (
                 f"{key}.sources has an entry of kind seeds, whose rows have no prompt; set "
                 "episodes with an environment that makes tasks from seeds, or use another source"

@@ -3,23 +3,15 @@ the rules of both."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from burnish.config.base import Node
-from burnish.config.columns import files_of, splits_of_path
 from burnish.config.data import DataConfig
 from burnish.config.passes import num_held_out, source_sizes
-from burnish.config.sources import (
-    EnvironmentSource,
-    FileSource,
-    HubSource,
-    SeedSource,
-    SourceConfig,
-)
+from burnish.config.sources import SourceConfig
 from burnish.config.split_files import FilesError
 
 EVAL_SECTIONS = ("eval_data", "eval_sets.", "eval.")
@@ -148,7 +140,7 @@ def _same_split(name: str, data: DataConfig, train: DataConfig) -> Iterator[str]
         (source, trained)
         for source in data.sources
         for trained in train.sources
-        if rows_of(source) & rows_of(trained)
+        if source.identities & trained.identities
     ]
     if not shared:
         return
@@ -161,7 +153,7 @@ def _same_split(name: str, data: DataConfig, train: DataConfig) -> Iterator[str]
     for source, trained in shared:
         if _identity(source) != _identity(trained):
             yield (
-                f"{name}.part=held_out and data read {_place(source)} with different files, name "
+                f"{name}.part=held_out and data read {source.place} with different files, name "
                 f"or max_samples ({_described(source)}; {_described(trained)}), so their split "
                 "would differ and trained rows would be evaluated; use the same source in both"
             )
@@ -174,7 +166,7 @@ def _same_split(name: str, data: DataConfig, train: DataConfig) -> Iterator[str]
             differ = chosen[data.sources.index(source)] > largest[train.sources.index(trained)]
         if differ:
             yield (
-                f"{name}.held_out={data.held_out:g} would hold out other rows of {_place(source)} "
+                f"{name}.held_out={data.held_out:g} would hold out other rows of {source.place} "
                 f"than data.held_out={train.held_out:g}, so trained rows would be evaluated; use "
                 f"the same held_out and the same sources in both"
             )
@@ -185,48 +177,27 @@ def _read_once(train: DataConfig, sections: Sequence[tuple[str, DataConfig]]) ->
     """Yield an error for each source that trains rows of a held-out source again."""
     readers = [(name, i, s) for name, data in sections for i, s in enumerate(data.sources)]
     for (k, held), (name, i, source) in product(enumerate(train.sources), readers):
-        if (name != "data" or i > k) and rows_of(source) & rows_of(held):
+        if (name != "data" or i > k) and source.identities & held.identities:
             yield (
-                f"data.held_out={train.held_out:g} holds out rows of {_place(held)}, but "
+                f"data.held_out={train.held_out:g} holds out rows of {held.place}, but "
                 f"{name}.sources[{i}] trains on rows of the same files; read each file once, or "
                 "remove held_out and evaluate on another file"
             )
             return
 
 
-def rows_of(source: SourceConfig) -> frozenset[str]:
-    """Return the files or the data set that a source reads; nothing if its rows are made."""
-    if isinstance(source, FileSource):
-        try:
-            return frozenset(os.path.realpath(file) for file in files_of(source.path))
-        except FilesError:  # reported with the other rules
-            return frozenset()
-    if isinstance(source, HubSource):
-        place = os.path.realpath(source.path) if os.path.exists(source.path) else source.path
-        return frozenset({f"{place}[{source.subset}][{source.split or 'train'}]"})
-    return frozenset()
-
-
 def _identity(source: SourceConfig) -> tuple[frozenset[str], str | None, int | None]:
     """Return the facts that determine the held-out rows of a source, apart from their number."""
-    if isinstance(source, FileSource):
-        return rows_of(source), source.source_name, source.max_samples
-    if isinstance(source, HubSource):
-        return rows_of(source), source.name or Path(source.path).name, source.max_samples
-    return frozenset(), None, None
+    return source.identities, source.source_name, source.row_limit
 
 
 def _num_by_source(data: DataConfig) -> list[int] | None:
     return source_sizes(data.model_copy(update={"part": "held_out"}))
 
 
-def _place(source: SourceConfig) -> str:
-    return source.path if isinstance(source, FileSource | HubSource) else str(source.name)
-
-
 def _described(source: SourceConfig) -> str:
     _, name, limit = _identity(source)
-    return f"path={_place(source)}, name={name}, max_samples={limit}"
+    return f"path={source.place}, name={name}, max_samples={limit}"
 
 
 def split_rules(sections: Iterable[tuple[str, DataConfig]]) -> Iterator[str]:
@@ -235,16 +206,16 @@ def split_rules(sections: Iterable[tuple[str, DataConfig]]) -> Iterator[str]:
         if not name.startswith(EVAL_SECTIONS) or data.part == "held_out":
             continue
         for source in data.sources:
-            if isinstance(source, FileSource) and (others := _other_splits(source)):
+            if others := _other_splits(source):
                 yield (
-                    f"{name}: {source.path} has files of several splits, and evaluation would read "
-                    f"the training split; name the files, such as {others[0]}"
+                    f"{name}: {source.place} has files of several splits, and evaluation would "
+                    f"read the training split; name the files, such as {others[0]}"
                 )
 
 
-def _other_splits(source: FileSource) -> Sequence[Path]:
+def _other_splits(source: SourceConfig) -> Sequence[Path]:
     try:
-        return splits_of_path(source.path).left_out
+        return source.left_out
     except FilesError:  # reported with the other rules
         return ()
 
@@ -258,7 +229,7 @@ def _problems(data: DataConfig) -> Iterator[str]:
     if held_out >= 1 and held_out != int(held_out):
         yield f"held_out={held_out:g} must be a fraction below 1, or a whole number of rows"
         return
-    made = [s for s in data.sources if isinstance(s, EnvironmentSource | SeedSource)]
+    made = [source for source in data.sources if source.is_made]
     if made:
         yield (
             f"held_out={held_out:g}: rows of kind {made[0].kind} are made from a seed, not read "
@@ -267,7 +238,7 @@ def _problems(data: DataConfig) -> Iterator[str]:
         return
     if data.streamed:
         yield (
-            f"held_out={held_out:g}: {data.streamed[0].path} is streamed, so its rows cannot be "
+            f"held_out={held_out:g}: {data.streamed[0].place} is streamed, so its rows cannot be "
             "chosen in advance; remove streaming, or evaluate on another split"
         )
         return

@@ -16,7 +16,7 @@ def table_rules(
     for name, data in sections:
         if data.streamed and name not in in_order:
             yield (
-                f"{name}: {data.streamed[0].path} is streamed, but all rows of {name} are read "
+                f"{name}: {data.streamed[0].place} is streamed, but all rows of {name} are read "
                 "before they are used, and counted; remove streaming (max_samples limits the rows)"
             )
 
@@ -63,7 +63,7 @@ def supervised_rules(
 def _unknown_losses(data: DataConfig, why: str, instead: str = "set max_steps") -> Iterator[str]:
     if data.streamed and data.may_lose_rows:
         yield (
-            f"{why}, but {data.streamed[0].path} is streamed, so it is unknown how many rows "
+            f"{why}, but {data.streamed[0].place} is streamed, so it is unknown how many rows "
             f"overlong={data.overlong} and on_bad_row={data.on_bad_row} leave out; {instead}, or "
             "use overlong=error and on_bad_row=fail"
         )
@@ -71,8 +71,8 @@ def _unknown_losses(data: DataConfig, why: str, instead: str = "set max_steps") 
 
 def _unknown_length(data: DataConfig, why: str, instead: str = "set max_steps") -> Iterator[str]:
     for source in data.streamed:
-        if source.max_samples is None:
+        if source.row_limit is None:
             yield (
-                f"{why}, but {source.path} is streamed, so their number is unknown; {instead}, or "
+                f"{why}, but {source.place} is streamed, so their number is unknown; {instead}, or "
                 "set max_samples of the source"
             )

@@ -2,29 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
-from pathlib import Path
 
-from burnish.config import arrow_files
-from burnish.config.columns import (
-    LINES,
-    files_of,
-    opened_lines,
-    suffix_of,
-)
 from burnish.config.data import DataConfig
-from burnish.config.sources import (
-    EnvironmentSource,
-    FileSource,
-    HubSource,
-    SeedSource,
-    SourceConfig,
-)
-from burnish.json_text import json_value
-
-_LARGEST = 2 << 30
-"""Text files with more bytes than this are not counted before a run."""
 
 Line = tuple[str, str, str]
 
@@ -34,22 +14,6 @@ NOT_COUNTED: Line = (
     "the numbers above include them; the run counts them at its start",
 )
 """Line of the batch table before the usable rows are counted."""
-
-
-def num_rows(source: SourceConfig) -> int | None:
-    """Return the number of rows of a source, or None if it is unknown before the source is opened
-    (hub datasets, unless streamed with ``max_samples``, and missing, large or unreadable files)."""
-    if isinstance(source, EnvironmentSource | SeedSource):
-        return source.size
-    if isinstance(source, HubSource) and source.streaming:
-        return source.max_samples
-    if not isinstance(source, FileSource):
-        return None
-    try:
-        found = _rows_of_files(files_of(source.path))
-    except (*arrow_files.READ_ERRORS, csv.Error):
-        return None
-    return found if found is None else min(found, source.max_samples or found)
 
 
 def total_rows(data: DataConfig, rows_per_item: int = 1) -> int | None:
@@ -62,7 +26,7 @@ def total_rows(data: DataConfig, rows_per_item: int = 1) -> int | None:
 def source_sizes(data: DataConfig) -> list[int] | None:
     """Return the number of rows of each source, of the part that ``data`` uses, or None if one is
     unknown or empty."""
-    found = [num_rows(source) for source in data.sources]
+    found = [source.num_rows() for source in data.sources]
     sizes = [size for size in found if size]
     if len(sizes) < len(found):
         return None
@@ -116,7 +80,7 @@ def passes_lines(
     how = ""
     if len(items) > 1:
         each = zip(data.sources, items, strict=True)
-        how = "; ".join(f"{_name(source)} {size}" for source, size in each)
+        how = "; ".join(f"{source.source_name or source.place} {size}" for source, size in each)
     if len(data.sources) == 1 or data.mix == "size":
         over += f": {_evenly(drawn, total)}"
     elif items:
@@ -141,48 +105,11 @@ def _by_weight(data: DataConfig, sizes: Sequence[int], drawn: int) -> str:
     weights = [source.weight for source in data.sources]
     shares = [drawn * weight / sum(weights) for weight in weights]
     each = zip(data.sources, sizes, shares, strict=True)
-    passes = ", ".join(f"{_name(source)} {share / size:.2f}" for source, size, share in each)
+    passes = ", ".join(
+        f"{source.source_name or source.place} {share / size:.2f}" for source, size, share in each
+    )
     return f"about {passes} passes by weight (data.mix=size: all rows equally often)"
 
 
 def _times(count: int) -> str:
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
-
-
-def _name(source: SourceConfig) -> str:
-    if isinstance(source, FileSource):
-        return source.source_name
-    if source.name is not None:
-        return source.name
-    return source.environment if isinstance(source, EnvironmentSource) else Path(source.path).stem
-
-
-def _rows_of_files(paths: Sequence[Path]) -> int | None:
-    if not all(path.is_file() for path in paths):  # a pipe has no end
-        return None
-    columnar = bool(paths) and suffix_of(paths[0]) in arrow_files.SUFFIXES
-    if not columnar and sum(path.stat().st_size for path in paths) > _LARGEST:
-        return None
-    sizes = [_rows_of_file(path) for path in paths]
-    return sum(size or 0 for size in sizes) if sizes and None not in sizes else None
-
-
-def _rows_of_file(path: Path) -> int | None:
-    suffix = suffix_of(path)
-    if suffix == ".parquet":
-        import pyarrow.parquet
-
-        return int(pyarrow.parquet.read_metadata(path).num_rows)
-    if suffix == ".arrow":
-        with arrow_files.opened(path) as (_, batches):
-            return sum(int(batch.num_rows) for batch in batches)
-    if suffix in LINES:
-        with opened_lines(path) as lines:
-            return sum(1 for line in lines if line.strip())
-    if suffix == ".csv":
-        with path.open(encoding="utf-8-sig", newline="") as text:
-            return max(0, sum(1 for cells in csv.reader(text) if cells) - 1)
-    if suffix == ".json":
-        rows = json_value(path.read_text(encoding="utf-8-sig"))
-        return len(rows) if isinstance(rows, list) else None
-    return None

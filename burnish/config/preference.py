@@ -185,7 +185,7 @@ class PreferenceConfig(SupervisedJob):
         if self.reference is not None and self.reference.precompute and self.data.streamed:
             yield (
                 "reference.precompute computes log-probs of all rows before the first step, but "
-                f"{self.data.streamed[0].path} is streamed; remove precompute, or streaming"
+                f"{self.data.streamed[0].place} is streamed; remove precompute, or streaming"
             )
         if kind != "kto":
             for name, data in sections.items():

@@ -1,26 +1,100 @@
-"""Config of sources of rows: files, Hugging Face datasets, environments and numbered tasks."""
+"""Config of sources of rows: files, Hugging Face datasets, environments and numbered tasks.
+
+A kind is a class here, with the facts that checks and plans need, and its entry in the table of
+``data/sources.py``, which opens it."""
 
 from __future__ import annotations
 
+import csv
+import os
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
+from burnish.config import arrow_files
 from burnish.config.base import Node, PathText
-from burnish.config.columns import default_name, splits_of_path
+from burnish.config.columns import default_name, files_of, first_file, num_rows_of, splits_of_path
 from burnish.config.split_files import FilesError, left_out_line
 
 
-class _Source(Node):
-    """Keys of every source."""
+class Copies(NamedTuple):
+    """Facts of a source whose rows every node reads from a copy of its own."""
+
+    keys: dict[str, Any]
+    files: list[Path]
+
+
+class SourceSettings(Node):
+    """Keys of every source, and the facts of its kind."""
+
+    is_made: ClassVar[bool] = False
+    """True if the rows are made from a seed, not read from data."""
+    has_prompts: ClassVar[bool] = True
+    """False if only an environment makes the prompts of the rows."""
 
     weight: float = Field(1.0, gt=0)
     """Relative probability of drawing from this source."""
 
+    @property
+    def place(self) -> str:
+        """Path or name of the source in messages."""
+        raise NotImplementedError
 
-class FileSource(_Source):
+    @property
+    def source_name(self) -> str | None:
+        """Name of the source in prompt ids and metrics; None if only its environment knows it."""
+        raise NotImplementedError
+
+    @property
+    def files(self) -> list[Path]:
+        """Files of the rows, in order; empty for other sources. Raises FilesError."""
+        return []
+
+    @property
+    def first_file(self) -> str | None:
+        """First of ``files`` that has a readable row, or else the path; None for other sources."""
+        return None
+
+    @property
+    def left_out(self) -> tuple[Path, ...]:
+        """Files of other splits in the same place. Raises FilesError."""
+        return ()
+
+    @property
+    def row_limit(self) -> int | None:
+        """Number of rows that are used at most; None: all."""
+        return None
+
+    @property
+    def is_streamed(self) -> bool:
+        """Return whether rows are read in order while training."""
+        return False
+
+    @property
+    def identities(self) -> frozenset[str]:
+        """Files or data set that the source reads; none if its rows are made, or on an error of the
+        files, which other rules report."""
+        return frozenset()
+
+    def num_rows(self) -> int | None:
+        """Return the number of rows, or None if it is unknown before the source is opened (hub
+        datasets, unless streamed with ``max_samples``, and missing, large or unreadable files)."""
+        return None
+
+    def lines(self) -> list[tuple[str, str, str]]:
+        """Return lines (name, value, origin) of the batch table."""
+        return []
+
+    def copies(self) -> Copies | None:
+        """Return the facts that every node must have in common in place of ``path``; None if the
+        path itself must be the same."""
+        return None
+
+
+class FileSource(SourceSettings):
     """Rows of a file: .jsonl (also .jsonl.gz and .jsonl.zst), .json (a list of objects), .csv,
     .parquet or .arrow; or of several files of one type: a folder or a glob."""
 
@@ -35,9 +109,45 @@ class FileSource(_Source):
     """Name in prompt ids and metrics. None: the file's stem, or the name of the folder."""
 
     @property
+    def place(self) -> str:
+        return self.path
+
+    @property
     def source_name(self) -> str:
-        """Name of the source in prompt ids and metrics."""
         return self.name or default_name(self.path)
+
+    @property
+    def files(self) -> list[Path]:
+        return files_of(self.path)
+
+    @property
+    def first_file(self) -> str:
+        return first_file(self.path)
+
+    @property
+    def left_out(self) -> tuple[Path, ...]:
+        return splits_of_path(self.path).left_out
+
+    @property
+    def row_limit(self) -> int | None:
+        return self.max_samples
+
+    @property
+    def identities(self) -> frozenset[str]:
+        try:
+            return frozenset(os.path.realpath(file) for file in self.files)
+        except FilesError:
+            return frozenset()
+
+    def num_rows(self) -> int | None:
+        try:
+            num = num_rows_of(self.files)
+        except (*arrow_files.READ_ERRORS, csv.Error):
+            return None
+        return num if num is None else min(num, self.max_samples or num)
+
+    def copies(self) -> Copies:
+        return Copies({"name": self.source_name}, self.files)
 
     def advice(self) -> Iterator[str]:
         with suppress(FilesError):
@@ -46,7 +156,7 @@ class FileSource(_Source):
                 yield f"path={self.path}: {left_out_line(splits)}"
 
 
-class HubSource(_Source):
+class HubSource(SourceSettings):
     """A HuggingFace dataset, by hub name or as a folder written by ``save_to_disk``."""
 
     kind: Literal["dataset"] = "dataset"
@@ -66,6 +176,38 @@ class HubSource(_Source):
     shuffle_buffer: int = Field(1000, ge=1)
     """Rows held in memory and shuffled together, if ``streaming``."""
 
+    @property
+    def place(self) -> str:
+        return self.path
+
+    @property
+    def source_name(self) -> str:
+        return self.name or Path(self.path).name
+
+    @property
+    def row_limit(self) -> int | None:
+        return self.max_samples
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.streaming
+
+    @property
+    def identities(self) -> frozenset[str]:
+        place = os.path.realpath(self.path) if os.path.exists(self.path) else self.path
+        return frozenset({f"{place}[{self.subset}][{self.split or 'train'}]"})
+
+    def num_rows(self) -> int | None:
+        return self.max_samples if self.streaming else None
+
+    def lines(self) -> list[tuple[str, str, str]]:
+        origin = f"{self.path}: {self.shuffle_buffer} in memory"
+        return [("streamed rows", str(self.max_samples or "?"), origin)] if self.streaming else []
+
+    def copies(self) -> Copies | None:
+        folder = Path(self.path)
+        return Copies({}, sorted(folder.rglob("*.arrow"))) if folder.is_dir() else None
+
     def rules(self) -> Iterator[str]:
         if self.is_own("shuffle_buffer") and not self.streaming:
             yield (
@@ -74,9 +216,11 @@ class HubSource(_Source):
             )
 
 
-class EnvironmentSource(_Source):
+class EnvironmentSource(SourceSettings):
     """Prompts made by an environment, which also scores the responses (reward kind
     ``environment``)."""
+
+    is_made: ClassVar[bool] = True
 
     kind: Literal["environment"] = "environment"
     environment: str = "reasoning_gym"
@@ -91,10 +235,24 @@ class EnvironmentSource(_Source):
     name: str | None = None
     """Name in prompt ids and metrics. None: the environment's own name."""
 
+    @property
+    def place(self) -> str:
+        return self.name or self.environment
 
-class SeedSource(_Source):
+    @property
+    def source_name(self) -> str | None:
+        return self.name
+
+    def num_rows(self) -> int:
+        return self.size
+
+
+class SeedSource(SourceSettings):
     """Numbered tasks without data, for multi-turn environments that make a task from its seed
     (``rollout.episodes``)."""
+
+    is_made: ClassVar[bool] = True
+    has_prompts: ClassVar[bool] = False
 
     kind: Literal["seeds"] = "seeds"
     size: int = Field(1000, ge=1)
@@ -103,6 +261,17 @@ class SeedSource(_Source):
     """Seed of the tasks. Use a different one for evaluation."""
     name: str = "seeds"
     """Name in prompt ids and metrics."""
+
+    @property
+    def place(self) -> str:
+        return self.name
+
+    @property
+    def source_name(self) -> str:
+        return self.name
+
+    def num_rows(self) -> int:
+        return self.size
 
 
 def _path_to_file_source(value: Any) -> Any:

@@ -174,11 +174,11 @@ def files_digests(configs: Sequence[SourceConfig]) -> dict[str, str]:
     digest does not change if their common folder is moved."""
     digests = {}
     for config in configs:
-        paths = files_of(config.path) if isinstance(config, FileSource) else []
-        if isinstance(config, FileSource) and len(paths) > 1:
+        paths = config.files
+        if len(paths) > 1:
             common = os.path.commonpath([path.parent for path in paths])
             names = "\n".join(os.path.relpath(path, common) for path in paths)
-            digests[config.source_name] = hashlib.sha256(names.encode()).hexdigest()[:16]
+            digests[str(config.source_name)] = hashlib.sha256(names.encode()).hexdigest()[:16]
     return digests
 
 

@@ -5,25 +5,19 @@ The meaning of columns is defined in prompts, sft and preference, the row order 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from burnish.config.arrow_files import READ_ERRORS
 from burnish.config.columns import is_saved_dataset
 from burnish.config.explain import nearest
-from burnish.config.sources import (
-    EnvironmentSource,
-    FileSource,
-    HubSource,
-    SeedSource,
-    SourceConfig,
-)
+from burnish.config.sources import EnvironmentSource, HubSource, SeedSource, SourceConfig
 from burnish.data import files
 from burnish.data.base import EMPTY, DataError, Row, Rows, Source, columnar_row
-from burnish.data.files import missing_file, open_files
+from burnish.data.files import missing_file
 from burnish.data.streamed import StreamedRows, num_first
 
 __all__ = ["DataError", "Row", "Source", "first_rows", "open_source", "open_sources"]
@@ -35,18 +29,10 @@ _SPLIT = "train"
 
 def open_source(config: SourceConfig) -> Source:
     """Open the source described by ``config``. Raises DataError if it has no rows."""
-    if isinstance(config, FileSource):
-        source = open_files(config)
-    elif isinstance(config, HubSource):
-        source = _open_dataset(config)
-    elif isinstance(config, SeedSource):
-        source = _seed_rows(config)
-    else:
-        source = _EnvironmentRows(config)
+    source = _READERS[config.kind].open_rows(config)
     if num_first(source, 1) == 0:
-        place = config.path if isinstance(config, FileSource | HubSource) else config.name
-        raise DataError(EMPTY.format(place=place))
-    limit = config.max_samples if isinstance(config, FileSource | HubSource) else None
+        raise DataError(EMPTY.format(place=config.place))
+    limit = config.row_limit
     if limit is None or isinstance(source, StreamedRows) or limit >= len(source):
         return source
     return Rows(source.name, limit, source.__getitem__)
@@ -71,9 +57,13 @@ def first_rows(config: SourceConfig, count: int = 3) -> list[Row]:
     Return [] for other sources and for very large .json files. Raises DataError as
     :func:`open_source` does.
     """
-    if isinstance(config, HubSource):
-        _check_folder(config)
-    return files.first_rows(config, count) if isinstance(config, FileSource) else []
+    return _READERS[config.kind].first_rows(config, count)
+
+
+def _first_of_dataset(config: HubSource, count: int) -> list[Row]:
+    """Return no rows: reading them may take long. Raises DataError if the folder is missing."""
+    _check_folder(config)
+    return []
 
 
 def _open_dataset(config: HubSource) -> Source:
@@ -182,3 +172,19 @@ class _EnvironmentRows:
     def __getitem__(self, i: int) -> Row:
         where = f"environment {self.name} row {i}"
         return Row(dict(self._environment.item(i)), where, {**self._origin, "index": i})
+
+
+class _Reader(NamedTuple):
+    """How rows of a kind of source are read."""
+
+    open_rows: Callable[[Any], Source]
+    first_rows: Callable[[Any, int], list[Row]] = lambda config, count: []
+
+
+_READERS: Mapping[str, _Reader] = {
+    "file": _Reader(files.open_files, files.first_rows),
+    "dataset": _Reader(_open_dataset, _first_of_dataset),
+    "environment": _Reader(_EnvironmentRows),
+    "seeds": _Reader(_seed_rows),
+}
+"""Kind of a source -> its reader."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from burnish.config.columns import files_of
 from burnish.config.data import DataConfig
 from burnish.config.job import TrainingJob
-from burnish.config.sources import FileSource
 from burnish.data.files import content_digest
 from burnish.driver.errors import RunError
 from burnish.observe.files import write_text
@@ -59,12 +58,12 @@ def _saved(file: Path) -> dict[str, Any]:
 
 def _digests(config: TrainingJob) -> dict[str, str]:
     checked = [(n, data) for n, data in config.paths_of(DataConfig) if data.validate != "off"]
-    files = [(n, s) for n, data in checked for s in data.sources if isinstance(s, FileSource)]
-    return {f"{name} ({source.source_name})": _digest(source) for name, source in files}
+    files = [(n, s.source_name, s.files) for n, data in checked for s in data.sources]
+    return {f"{name} ({source})": _digest(paths) for name, source, paths in files if paths}
 
 
-def _digest(source: FileSource) -> str:
+def _digest(paths: Sequence[Path]) -> str:
     digest = hashlib.sha256()
-    for path in files_of(source.path):
+    for path in paths:
         digest.update(content_digest(path))
     return digest.hexdigest()

@@ -20,12 +20,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from burnish.config import DistillConfig, EvaluateConfig, GenerateConfig, JobConfig, RLConfig
 from burnish.config import rewards as config_rewards
-from burnish.config.columns import files_of
 from burnish.config.data import DataConfig, PromptDataConfig
 from burnish.config.job import RowsJob
 from burnish.config.rewards import FailurePolicy, RewardConfig, ShapingConfig
 from burnish.config.score import ScoreConfig
-from burnish.config.sources import EnvironmentSource, FileSource, SeedSource
 from burnish.data.encoders import encoder_of
 from burnish.data.files import content_digest
 from burnish.data.forms import open_rows
@@ -312,7 +310,7 @@ def _num_workers() -> int:
 
 def _can_reopen(data: DataConfig) -> bool:
     """Return True if another process reads the same rows: not for generated ones."""
-    return not any(isinstance(s, EnvironmentSource | SeedSource) for s in data.sources)
+    return not any(source.is_made for source in data.sources)
 
 
 # --- cache
@@ -320,14 +318,14 @@ def _can_reopen(data: DataConfig) -> bool:
 
 def _key(section: Section, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return the cache key; None if the rows or the tokenizer have no digest."""
-    files = [source for source in section.data.sources if isinstance(source, FileSource)]
+    files = [source.files for source in section.data.sources]
     own_code = section.model.trust_remote_code
-    if len(files) < len(section.data.sources) or own_code:
+    if not all(files) or own_code:
         return None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return None
     digest = hashlib.sha256(_code())
-    paths = [path for source in files for path in files_of(source.path)]
+    paths = [path for of_source in files for path in of_source]
     settings = [
         *(
             [str(path) for path in paths],
@@ -346,8 +344,7 @@ def _key(section: Section, tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def _states(data: DataConfig) -> list[tuple[str, int, int, int]]:
-    files = [s.path for s in data.sources if isinstance(s, FileSource)]
-    stats = [(str(path), path.stat()) for file in files for path in files_of(file)]
+    stats = [(str(path), path.stat()) for source in data.sources for path in source.files]
     return [(path, stat.st_size, stat.st_mtime_ns, stat.st_ino) for path, stat in stats]
 
 

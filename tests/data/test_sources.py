@@ -16,7 +16,6 @@ from datasets.arrow_writer import ArrowWriter
 from burnish.config import ConfigError, arrow_files, load_config
 from burnish.config.columns import columns_of, first_file, first_row
 from burnish.config.data import DataConfig, PromptDataConfig
-from burnish.config.passes import num_rows
 from burnish.config.sources import EnvironmentSource, FileSource, HubSource
 from burnish.data.prompts import label_of
 from burnish.data.sources import DataError, Row, Source, first_rows, open_source, open_sources
@@ -114,7 +113,7 @@ def test_files_of_a_folder_or_glob_are_one_source_in_the_order_of_their_names(
     ):
         config = FileSource(path=path)
         source = open_source(config)
-        assert (source.name, len(source), num_rows(config)) == (source_name, size, size)
+        assert (source.name, len(source), config.num_rows()) == (source_name, size, size)
         found = [source[i] for i in range(size)]
         assert [dict(row.values) for row in found] == ROWS * (size // 2)
         assert [row.where for row in first_rows(config, 3)] == [row.where for row in found[:3]]

@@ -20,11 +20,9 @@ from typing import Any
 
 from burnish.config import JobConfig
 from burnish.config.changes import different_values, flat
-from burnish.config.columns import files_of
 from burnish.config.data import DataConfig
 from burnish.config.model import ModelConfig
 from burnish.config.rewards import FunctionReward
-from burnish.config.sources import FileSource, HubSource
 from burnish.data.files import content_digest
 from burnish.models.digest import WEIGHT_SUFFIXES, file_ends_digest
 
@@ -61,16 +59,12 @@ def inputs_of(
     for place, data in config.paths_of(DataConfig):
         reads = reads_contents and data.validate != "off"
         for number, source in enumerate(data.sources):
-            key = f"{_dotted(place)}.sources.{number}"
-            if isinstance(source, FileSource):
-                recipe[f"{key}.name"] = source.source_name
-                paths = files_of(source.path)
-            elif isinstance(source, HubSource) and Path(source.path).is_dir():
-                paths = sorted(Path(source.path).rglob("*.arrow"))
-            else:
+            key, copies = f"{_dotted(place)}.sources.{number}", source.copies()
+            if copies is None:
                 continue
+            recipe |= {f"{key}.{name}": value for name, value in copies.keys.items()}
             del recipe[f"{key}.path"]
-            files |= _described(f"{key}.path", paths, reads=reads)
+            files |= _described(f"{key}.path", copies.files, reads=reads)
     for place, model in config.paths_of(ModelConfig):
         named = {"path": model.path, "tokenizer_path": model.tokenizer_path}
         named |= {"chat_template": model.chat_template}

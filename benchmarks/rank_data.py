@@ -101,13 +101,13 @@ class CountingWorker(TrainWorker):
     calls = 0
     seconds = 0.0
 
-    def logprobs(self, packed: Any) -> Any:
+    def per_token(self, method: str, packed: Any) -> Any:
         with self._counted(packed):
-            return super().logprobs(packed)
+            return super().per_token(method, packed)
 
-    def forward_backward(self, packed: Any, loss: Any) -> Any:
+    def stats(self, method: str, packed: Any, loss: Any) -> Any:
         with self._counted(packed):
-            return super().forward_backward(packed, loss)
+            return super().stats(method, packed, loss)
 
     @contextmanager
     def _counted(self, packed: Any) -> Iterator[None]:

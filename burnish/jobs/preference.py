@@ -50,7 +50,7 @@ from burnish.steps.reference_cache import load as load_cache
 from burnish.steps.reference_cache import save as save_cache
 from burnish.steps.supervised import Supervised, SupervisedTraining
 from burnish.tensors import masked_sum
-from burnish.train.base import HasLogprobs, Loss, Outputs, TrainEngine
+from burnish.train.base import FrozenBase, HasLogprobs, Loss, Outputs, TrainEngine
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats
 
@@ -366,7 +366,7 @@ def _preference_engines(
         return reference, runtime.language_model(own, spans)
     if separate is None:
         policy = runtime.language_model(own, spans)
-        reference = runtime.frozen_base(policy)
+        reference = FrozenBase(policy)
     else:
         reference = runtime.language_model(separate, {"logprobs": "reference", "mix": "reference"})
     if rows is not None:

@@ -61,7 +61,7 @@ from burnish.steps.objectives import policy_objective, value_objective, with_exp
 from burnish.steps.ptx import Ptx, ptx_objective
 from burnish.steps.rl import RL, RLState, rl_step
 from burnish.steps.teacher import Teacher, make_teacher
-from burnish.train.base import HasLogprobs, Loss, TrainEngine
+from burnish.train.base import FrozenBase, HasLogprobs, Loss, TrainEngine
 from burnish.train.spec import EngineSpec
 
 log = logging.getLogger("burnish")
@@ -351,7 +351,7 @@ def _reference(
 ) -> HasLogprobs | None:
     if spec is not None:
         return runtime.language_model(spec, {"logprobs": "reference", "mix": "reference"})
-    return runtime.frozen_base(policy) if config.holds_reference else None
+    return FrozenBase(policy) if config.holds_reference else None
 
 
 def _kl_controller(config: KlConfig) -> KlController:

@@ -19,15 +19,16 @@ from burnish.observe.timeline import Timeline
 from burnish.rollout.base import RolloutEngine, StagedWeights
 from burnish.rollout.kinds import RolloutEngineConfig
 from burnish.sync.base import Metrics
-from burnish.train.base import EngineLostError, HasLogprobs, TrainEngine
+from burnish.train.base import (
+    CRITIC_SPANS,
+    POLICY_SPANS,
+    EngineLostError,
+    HasLogprobs,
+    TrainEngine,
+)
 from burnish.train.spec import EngineSpec
 
-POLICY_SPANS = {
-    **{"logprobs": "logprobs", "entropies": "logprobs"},
-    **{"forward_backward": "train", "optim_step": "optim"},
-}
 SYNC_SPANS = {"push": "sync", "stage": "sync"}
-CRITIC_SPANS = {"values": "values", "forward_backward": "critic", "optim_step": "critic"}
 
 
 class Sync(Protocol):
@@ -78,10 +79,6 @@ class Runtime(Protocol):
     ) -> TrainEngine:
         """Return a train engine over a scalar model (critic, reward). A language model gets a new
         head if it will be trained."""
-        ...
-
-    def frozen_base(self, policy: TrainEngine) -> HasLogprobs:
-        """Return the reference model inside a LoRA policy."""
         ...
 
     def rollout(

@@ -28,11 +28,11 @@ from burnish.rollout.base import RolloutEngine, Sampling
 from burnish.rollout.kinds import RolloutEngineConfig
 from burnish.rollout.make import make_rollout_engine
 from burnish.rollout.weight_probe import check_logprobs, probe_requests
-from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS, SYNC_SPANS
+from burnish.runtime.base import SYNC_SPANS
 from burnish.runtime.phases import Phases
 from burnish.sync.inproc import InprocSync
-from burnish.train.base import HasLogprobs, TrainEngine
-from burnish.train.engine import BaseTrainEngine, FrozenBase
+from burnish.train.base import CRITIC_SPANS, POLICY_SPANS, HasLogprobs, TrainEngine
+from burnish.train.engine import BaseTrainEngine
 from burnish.train.engines import (
     load_device,
     loading,
@@ -102,12 +102,6 @@ class InlineRuntime:
                 output_weights=spec.output_weights,
             )
         return self._engine(model, spec, spans)
-
-    def frozen_base(self, policy: TrainEngine) -> HasLogprobs:
-        """Return the reference model inside a LoRA policy."""
-        return timed(
-            FrozenBase(cast(BaseTrainEngine, policy)), self.timeline, {"logprobs": "reference"}
-        )
 
     def rollout(
         self, policy: TrainEngine, config: RolloutEngineConfig, *, max_len: int | None = None

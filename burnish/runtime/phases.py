@@ -17,23 +17,10 @@ from typing import Any, TypeVar, cast
 from burnish.config.cluster import ClusterConfig, ClusterRole
 from burnish.config.offload import PHASE_OF
 from burnish.observe.timeline import Proxy
-from burnish.train.base import TrainEngine
+from burnish.train.base import BASE_SPANS, PASSES, TrainEngine
 
 OFFLOAD_SPANS: Mapping[str, str] = MappingProxyType({"offload": "offload", "reload": "reload"})
-_TRAIN_CALLS = (
-    "logprobs",
-    "base_logprobs",
-    "entropies",
-    "values",
-    "states",
-    "measure",
-    "forward_backward",
-    "optim_step",
-    "weights",
-    "save",
-    "save_async",
-    "load",
-)
+_TRAIN_CALLS = (*PASSES, "optim_step", "weights", "save", "save_async", "load")
 _ROLLOUT_CALLS = ("submit", "poll", "generate")
 _SYNC_CALLS = ("push", "stage")
 
@@ -65,7 +52,7 @@ class Phases:
 
     def spans(self, role: ClusterRole, spans: Mapping[str, str]) -> dict[str, str]:
         """Return the timeline spans of an engine, including those of its moves."""
-        return {**spans, **(OFFLOAD_SPANS if role in self._offloaded else {})}
+        return {**spans, **BASE_SPANS, **(OFFLOAD_SPANS if role in self._offloaded else {})}
 
     def train_engine(self, engine: T, role: ClusterRole) -> T:
         """Return ``engine`` as a proxy whose computations begin the phase of ``role``."""

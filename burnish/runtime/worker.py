@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import cached_property
+from operator import methodcaller
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ from burnish.sync.disk import DiskSender
 from burnish.sync.engine import WeightSender, drain
 from burnish.train.base import Loss, NonFiniteError, StepStats
 from burnish.train.batching import RowSplit, Share
-from burnish.train.engine import BaseTrainEngine, FrozenBase
+from burnish.train.engine import BaseTrainEngine
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats
 
@@ -291,46 +292,30 @@ class TrainWorker(Worker):
         share. Ranks of a model-parallel group have the same share."""
         return self.engine.row_split, self.engine.data_parallel.rank
 
-    def logprobs(self, packed: Packed) -> Any:
-        """Return [m] log-probs of a share as an array, on one rank of each model-parallel group.
-        The other ranks take part and return None."""
+    def run_per_token(self, method: str, batch: Batch | Share) -> Tensor:
+        """Call a method of the engine that returns a tensor with an entry per token."""
         with self.one_pass():
-            return self._first(self.engine.logprobs(unpack_share(packed)))
+            result: Tensor = methodcaller(method, batch)(self.engine)
+            return result
 
-    def base_logprobs(self, packed: Packed) -> Any:
-        """Return [m] log-probs as :meth:`logprobs`, with the adapters disabled."""
-        with self.one_pass(), self.timeline.span("reference"):
-            return self._first(FrozenBase(self.engine).logprobs(unpack_share(packed)))
-
-    def entropies(self, packed: Packed) -> Any:
-        """Return [m] entropies of a share on the ranks that return :meth:`logprobs`."""
+    def run_stats(self, method: str, batch: Batch | Share, loss: Loss) -> Stats:
+        """Call a method of the engine that returns statistics over all ranks. Return plain
+        numbers."""
+        if method == "forward_backward":
+            self.seed_pass()
         with self.one_pass():
-            return self._first(self.engine.entropies(unpack_share(packed)))
+            stats: Stats = methodcaller(method, batch, loss)(self.engine)
+            return stats.plain()
 
-    def states(self, packed: Packed) -> Any:
-        """Return [m, H] hidden states of a share on the ranks that return :meth:`logprobs`."""
-        with self.one_pass():
-            return self._first(self.engine.states(unpack_share(packed)))
-
-    def values(self, packed: Packed) -> Any:
-        """Return [m] values of a share on the ranks that return :meth:`logprobs`."""
-        with self.one_pass():
-            return self._first(self.engine.values(unpack_share(packed)))
-
-    def _first(self, result: Tensor) -> Any:
+    def per_token(self, method: str, packed: Packed) -> Any:
+        """Return :meth:`run_per_token` of a share as an array [m, ...], on one rank of each
+        model-parallel group. The other ranks take part and return None."""
+        result = self.run_per_token(method, unpack_share(packed))
         return to_array(result) if self.engine.model_parallel.rank == 0 else None
 
-    def forward_backward(self, packed: Packed, loss: Loss) -> Stats:
-        """Add the gradient of ``loss`` over a share. Return statistics over all ranks, as plain
-        numbers."""
-        self.seed_pass()
-        with self.one_pass():
-            return self.engine.forward_backward(unpack_share(packed), loss).plain()
-
-    def measure(self, packed: Packed, loss: Loss) -> Stats:
-        """Return the statistics of :meth:`forward_backward`, without gradient."""
-        with self.one_pass():
-            return self.engine.measure(unpack_share(packed), loss).plain()
+    def stats(self, method: str, packed: Packed, loss: Loss) -> Stats:
+        """Return :meth:`run_stats` of a share."""
+        return self.run_stats(method, unpack_share(packed), loss)
 
     def optim_step(self) -> tuple[StepStats, str | None, int]:
         """Return the statistics of the step, the message of NonFiniteError if it was raised, and

@@ -6,9 +6,11 @@ Engines never import algorithms: the loss is an argument.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -143,6 +145,10 @@ class TrainEngine(Protocol):
         temperature."""
         ...
 
+    def base_logprobs(self, batch: Batch) -> Tensor:
+        """Return :meth:`logprobs` under the base model of a LoRA: adapters disabled."""
+        ...
+
     def entropies(self, batch: Batch) -> Tensor:
         """Return [M] fp32 entropies in nats of the distributions that action tokens are drawn from,
         over the full vocabulary, without gradient. Language models only."""
@@ -214,3 +220,67 @@ class TrainEngine(Protocol):
     def load(self, folder: Path) -> None:
         """Restore a checkpoint that :meth:`save` wrote."""
         ...
+
+
+BASE_SPANS: Mapping[str, str] = MappingProxyType({"base_logprobs": "reference"})
+"""Method of any engine -> span of the timeline."""
+POLICY_SPANS: Mapping[str, str] = MappingProxyType(
+    {
+        "logprobs": "logprobs",
+        "entropies": "logprobs",
+        "forward_backward": "train",
+        "optim_step": "optim",
+    }
+)
+"""Method of a policy's engine -> span of the timeline."""
+CRITIC_SPANS: Mapping[str, str] = MappingProxyType(
+    {"values": "values", "forward_backward": "critic", "optim_step": "critic"}
+)
+
+
+class DistributedPasses(ABC):
+    """The methods that pass rows through the model, of an engine over several ranks. Each calls the
+    method of the same name of every rank's own engine (``runtime/worker.py``)."""
+
+    @abstractmethod
+    def _per_token(self, method: str, batch: Batch) -> Tensor:
+        """Call ``method`` of the engines of all ranks; return [M, ...] with the rows of all."""
+
+    @abstractmethod
+    def _stats(self, method: str, batch: Batch, loss: Loss) -> Stats:
+        """Call ``method`` of the engines of all ranks; return the statistics over all of them."""
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        return self._per_token("logprobs", batch)
+
+    def base_logprobs(self, batch: Batch) -> Tensor:
+        return self._per_token("base_logprobs", batch)
+
+    def entropies(self, batch: Batch) -> Tensor:
+        return self._per_token("entropies", batch)
+
+    def values(self, batch: Batch) -> Tensor:
+        return self._per_token("values", batch)
+
+    def states(self, batch: Batch) -> Tensor:
+        return self._per_token("states", batch)
+
+    def measure(self, batch: Batch, loss: Loss) -> Stats:
+        return self._stats("measure", batch, loss)
+
+    def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
+        return self._stats("forward_backward", batch, loss)
+
+
+PASSES = tuple(name for name in DistributedPasses.__dict__ if not name.startswith("_"))
+"""Names of the methods of a train engine that pass rows through the model."""
+
+
+@dataclass(frozen=True)
+class FrozenBase:
+    """Reference model of a LoRA policy: its own weights, adapters disabled, at no memory."""
+
+    policy: TrainEngine
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        return self.policy.base_logprobs(batch)

@@ -268,6 +268,11 @@ class BaseTrainEngine(ABC):
         assert not self.scalar, f"a {self.role} computes values, not log-probs"
         return self._no_grad_pass(batch, "logprobs")
 
+    def base_logprobs(self, batch: Batch | Share) -> Tensor:
+        """Return :meth:`logprobs` under the base model of a LoRA: adapters disabled."""
+        with adapters_off(self.model):
+            return self.logprobs(batch)
+
     def entropies(self, batch: Batch | Share) -> Tensor:
         """Return [M] fp32 entropies of the action tokens' distributions, without gradient, of the
         order of the spec."""
@@ -576,18 +581,6 @@ class BaseTrainEngine(ABC):
         self._diverged = False
         if state.get("loss_scaler"):  # empty for a constant scale, and a recipe may have changed
             optimizer.scaler.load_state_dict(state["loss_scaler"])
-
-
-class FrozenBase:
-    """Reference model of a LoRA policy: its own weights, adapters disabled, at no memory."""
-
-    def __init__(self, policy: BaseTrainEngine) -> None:
-        self.policy = policy
-
-    def logprobs(self, batch: Batch | Share) -> Tensor:
-        """Return [M] fp32 log-probs of the action tokens under the base model."""
-        with adapters_off(self.policy.model):
-            return self.policy.logprobs(batch)
 
 
 def _in_slices(tensor: Tensor) -> Sequence[Tensor]:

@@ -40,7 +40,7 @@ from burnish.runtime.ray.worker_group import WorkerGroup
 from burnish.runtime.spmd.runtime import Ranks, SpmdRuntime, SpmdTrainEngine
 from burnish.runtime.worker import TrainWorker, TransferOptions, WorkerInfo, pack_share
 from burnish.sync.snapshot import SnapshotSource
-from burnish.train.base import Loss, Outputs, Role, StepStats, TrainEngine
+from burnish.train.base import DistributedPasses, Loss, Outputs, Role, StepStats, TrainEngine
 from burnish.train.batching import Share, fill_rows
 from burnish.train.host_memory import storages_of
 from burnish.train.spec import EngineSpec
@@ -302,31 +302,25 @@ class Launched(Pipes):
         return LaunchedEngine(self, wanted.role)
 
 
-class PipedEngine:
+class PipedEngine(DistributedPasses):
     """The ranks of :class:`Processes` as one train engine."""
 
     def __init__(self, pool: Processes, role: Role) -> None:
         self.pool, self.role, self.version = pool, role, 0
 
-    def logprobs(self, batch: Batch) -> Tensor:
-        return self._per_token("logprobs", batch)
-
-    def entropies(self, batch: Batch) -> Tensor:
-        return self._per_token("entropies", batch)
-
-    def values(self, batch: Batch) -> Tensor:
-        return self._per_token("values", batch)
-
     def _per_token(self, method: str, batch: Batch) -> Tensor:
         shares, out = self.shares(batch), torch.zeros(batch.tokens.numel())
-        found = self.pool.each(method, [pack_share(share) for share in shares])
+        found = self.pool.each(
+            "per_token", [method] * len(shares), [pack_share(share) for share in shares]
+        )
         for share, values in zip(shares, found, strict=True):
             fill_rows(out, batch, [(share.row_numbers, torch.from_numpy(values))])
         return out
 
-    def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
+    def _stats(self, method: str, batch: Batch, loss: Loss) -> Stats:
         packed = [pack_share(share) for share in self.shares(batch)]
-        stats: Stats = self.pool.each("forward_backward", packed, [loss] * len(packed))[0]
+        losses, methods = [loss] * len(packed), [method] * len(packed)
+        stats: Stats = self.pool.each("stats", methods, packed, losses)[0]
         return stats
 
     def shares(self, batch: Batch) -> list[Share]:
@@ -364,7 +358,7 @@ class PipedEngine:
         self.version = self.pool.all("load", str(folder))[0]
 
 
-class LaunchedEngine:
+class LaunchedEngine(DistributedPasses):
     """The engines of :class:`Launched` as one: each gets the same calls, and all have the same
     results, bit for bit."""
 
@@ -376,17 +370,11 @@ class LaunchedEngine:
         assert all(equal(result, results[0]) for result in results[1:]), f"{method} differs"
         return results[0]
 
-    def logprobs(self, batch: Batch) -> Any:
-        return self._call("logprobs", batch)
+    def _per_token(self, method: str, batch: Batch) -> Any:
+        return self._call(method, batch)
 
-    def entropies(self, batch: Batch) -> Any:
-        return self._call("entropies", batch)
-
-    def values(self, batch: Batch) -> Any:
-        return self._call("values", batch)
-
-    def forward_backward(self, batch: Batch, loss: Loss) -> Any:
-        return self._call("forward_backward", batch, loss)
+    def _stats(self, method: str, batch: Batch, loss: Loss) -> Any:
+        return self._call(method, batch, loss)
 
     def optim_step(self) -> Any:
         stats, self.version = self._call("optim_step")

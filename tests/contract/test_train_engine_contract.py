@@ -114,6 +114,7 @@ def test_logprobs_are_aligned_with_the_tokens_and_zero_elsewhere(
     torch.testing.assert_close(ours.cpu(), expected, atol=5e-6, rtol=0)
     of_states = torch.where(ragged_batch.action_mask, of_states, 0.0)
     torch.testing.assert_close(entropies.cpu(), of_states, atol=5e-6, rtol=0)
+    assert torch.equal(engine.base_logprobs(batch), ours), "no adapter"
 
 
 def test_outputs_of_forward_backward_equal_those_of_logprobs(

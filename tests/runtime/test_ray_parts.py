@@ -59,8 +59,11 @@ class SumRank:
     def __init__(self, rank: int) -> None:
         self.rank, self.received = rank, list[Any]()
         self.row_split = SimpleNamespace(remote=self._row_split)
-        self.logprobs = SimpleNamespace(remote=self._logprobs)
-        self.states = SimpleNamespace(remote=self._states)
+        self.per_token = SimpleNamespace(
+            remote=lambda method, packed: {"logprobs": self._logprobs, "states": self._states}[
+                method
+            ](packed)
+        )
 
     def _row_split(self) -> tuple[RowSplit, int]:
         return RowSplit(3, None, max_tokens=10, layout="packed"), self.rank // 2

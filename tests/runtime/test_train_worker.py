@@ -50,7 +50,7 @@ def started(
 
 def draw(worker: TrainWorker) -> float:
     """The loss of a pass, as dropout makes it."""
-    return float(worker.forward_backward(BATCH, nll).sums["loss"])
+    return float(worker.stats("forward_backward", BATCH, nll).sums["loss"])
 
 
 def step(worker: TrainWorker) -> float:
@@ -123,8 +123,8 @@ def test_random_numbers_differ_by_rank_and_seed_but_not_within_a_tensor_parallel
 
 def test_scoring_does_not_change_the_random_numbers(moved: Callable[..., TrainWorker]) -> None:
     plain, looking = moved(), moved()
-    looking.logprobs(BATCH)
-    looking.measure(BATCH, nll)
+    looking.per_token("logprobs", BATCH)
+    looking.stats("measure", BATCH, nll)
     assert step(plain) == step(looking)
 
 

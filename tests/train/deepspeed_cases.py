@@ -19,9 +19,8 @@ from burnish.config.train import TrainConfig
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.load import load_causal_lm
 from burnish.models.value_head import load_scalar_model
-from burnish.train.base import Loss, Outputs, TrainEngine
+from burnish.train.base import FrozenBase, Loss, Outputs, TrainEngine
 from burnish.train.deepspeed.engine import DeepSpeedTrainEngine
-from burnish.train.engine import FrozenBase
 from burnish.train.spec import EngineSpec
 from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch, Stats

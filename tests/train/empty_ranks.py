@@ -187,7 +187,7 @@ def wait_in_vain(ranks: RankGroup, store: Any) -> str:
         text = "went on"
         try:
             share = next(worker.engine.row_split.shares(batch_for("sft")))
-            worker.measure(pack_share(share), LOSSES["sft"][1])
+            worker.stats("measure", pack_share(share), LOSSES["sft"][1])
         except CollectiveTimeoutError as error:
             text = str(error)
         store.set("text", text)

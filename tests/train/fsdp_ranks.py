@@ -34,8 +34,7 @@ from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.tensor_files import TensorFiles
 from burnish.models.value_head import load_scalar_model
 from burnish.optimizers.rule import OptimizerError
-from burnish.train.base import NonFiniteError
-from burnish.train.engine import FrozenBase
+from burnish.train.base import FrozenBase, NonFiniteError
 from burnish.train.engines import make_engine as engine_of
 from burnish.train.fsdp.engine import ShardedTrainEngine
 from burnish.train.spec import EngineSpec

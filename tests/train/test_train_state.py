@@ -17,8 +17,7 @@ from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm
 from burnish.models.lora_layers import adapters_off
 from burnish.runtime.ray.runtime import with_absolute_paths
-from burnish.train.base import Loss
-from burnish.train.engine import FrozenBase
+from burnish.train.base import FrozenBase, Loss
 from burnish.train.spec import EngineSpec
 from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch

@@ -34,8 +34,6 @@ from burnish.rollout.base import RolloutEngine
 from burnish.rollout.kinds import RolloutEngineConfig
 from burnish.rollout.servers.engine import VllmServerEngine
 from burnish.runtime.base import (
-    CRITIC_SPANS,
-    POLICY_SPANS,
     SYNC_SPANS,
     Sync,
     WorkerLostError,
@@ -45,10 +43,10 @@ from burnish.runtime.phases import Phases
 from burnish.runtime.ray.cluster import PeakCollector, RayCluster, worker_peaks
 from burnish.runtime.ray.environment_workers import start_remote_worker
 from burnish.runtime.ray.rollout_engine import RemoteRolloutEngine
-from burnish.runtime.ray.train_engine import BatchStore, RemoteFrozenBase, RemoteTrainEngine
+from burnish.runtime.ray.train_engine import BatchStore, RemoteTrainEngine
 from burnish.runtime.ray.weight_sync import ray_sync
 from burnish.runtime.ray.worker_group import WorkerGroup
-from burnish.train.base import HasLogprobs, TrainEngine
+from burnish.train.base import CRITIC_SPANS, POLICY_SPANS, HasLogprobs, TrainEngine
 from burnish.train.spec import EngineSpec
 
 
@@ -120,14 +118,6 @@ class RayRuntime:
         group = WorkerGroup(self.cluster, here, scalar=scalar, seed=seed, spans=spans, name=name)
         self.groups.append(group)
         return group
-
-    def frozen_base(self, policy: TrainEngine) -> HasLogprobs:
-        """Return the reference model inside a LoRA policy."""
-        return timed(
-            RemoteFrozenBase(cast(RemoteTrainEngine, policy)),
-            self.timeline,
-            {"logprobs": "reference"},
-        )
 
     def rollout(
         self, policy: TrainEngine, config: RolloutEngineConfig, *, max_len: int | None = None

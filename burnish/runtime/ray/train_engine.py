@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from burnish.models.tensor_files import in_parts
 from burnish.runtime.ray.worker_group import WorkerGroup
 from burnish.runtime.worker import BUCKET_BYTES, TransferOptions, pack_share, to_array, to_tensor
 from burnish.sync.snapshot import SnapshotSource, WeightSnapshot
-from burnish.train.base import Loss, NonFiniteError, StepStats
+from burnish.train.base import DistributedPasses, Loss, NonFiniteError, StepStats
 from burnish.train.batching import RowSplit, fill_rows
 from burnish.types import Batch, Stats
 
@@ -84,7 +84,7 @@ class _Contents:
         )
 
 
-class RemoteTrainEngine:
+class RemoteTrainEngine(DistributedPasses):
     """A group of ranks as one ``train.base.TrainEngine``."""
 
     def __init__(self, group: WorkerGroup, batches: BatchStore | None = None) -> None:
@@ -92,44 +92,6 @@ class RemoteTrainEngine:
         self.group, self.role = group, group.role
         self.batches = batches or BatchStore(group.cluster.ray)
         self.version = 0
-
-    def logprobs(self, batch: Batch) -> Tensor:
-        """Return [M] fp32 log-probs of the action tokens, without gradient."""
-        return self._per_token(batch, lambda w, share: w.logprobs.remote(share))
-
-    def base_logprobs(self, batch: Batch) -> Tensor:
-        """Return [M] fp32 log-probs of the action tokens under the base model of a LoRA policy."""
-        return self._per_token(batch, lambda w, share: w.base_logprobs.remote(share))
-
-    def entropies(self, batch: Batch) -> Tensor:
-        """Return [M] fp32 entropies of the action tokens' distributions, without gradient."""
-        return self._per_token(batch, lambda w, share: w.entropies.remote(share))
-
-    def values(self, batch: Batch) -> Tensor:
-        """Return [M] fp32 values (critic) or scores on last tokens (reward), without gradient."""
-        return self._per_token(batch, lambda w, share: w.values.remote(share))
-
-    def states(self, batch: Batch) -> Tensor:
-        """Return [M, H] hidden states from which action tokens are predicted, without gradient."""
-        return self._per_token(batch, lambda w, share: w.states.remote(share))
-
-    def measure(self, batch: Batch, loss: Loss) -> Stats:
-        """Return the statistics of ``loss`` over ``batch``, without gradient."""
-        function = self.group.cluster.ray.put(loss)
-        shares, _ = self._put(batch)
-        stats: list[Stats] = self.group.all(
-            lambda w, share: w.measure.remote(share, function), shares
-        )
-        return stats[0]
-
-    def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
-        """Add the gradient of ``loss`` over ``batch``; each rank computes its share."""
-        function = self.group.cluster.ray.put(loss)
-        shares, _ = self._put(batch)
-        stats: list[Stats] = self.group.all(
-            lambda w, share: w.forward_backward.remote(share, function), shares
-        )
-        return stats[0]
 
     def optim_step(self) -> StepStats:
         """Run one optimizer step of all ranks. Raises NonFiniteError as a local engine does."""
@@ -210,15 +172,22 @@ class RemoteTrainEngine:
         put = self.batches.put(batch, self._row_splits[0][0])
         return [put.refs[number] for _, number in self._row_splits], put.rows
 
-    def _per_token(self, batch: Batch, call: Callable[[Any, Any], Any]) -> Tensor:
-        """Return the ranks' results for their own rows as one tensor [M, ...]."""
+    def _per_token(self, method: str, batch: Batch) -> Tensor:
         shares, rows_of_shares = self._put(batch.model_inputs())
-        results = self.group.all(call, shares)
+        results = self.group.all(lambda w, share: w.per_token.remote(method, share), shares)
         own = [to_tensor(result) for result in results if result is not None]
         out = own[0].new_zeros(batch.tokens.numel(), *own[0].shape[1:])
         for rows, values in zip(rows_of_shares, own, strict=True):
             fill_rows(out, batch, [(rows, values)])
         return out
+
+    def _stats(self, method: str, batch: Batch, loss: Loss) -> Stats:
+        function = self.group.cluster.ray.put(loss)
+        shares, _ = self._put(batch)
+        stats: list[Stats] = self.group.all(
+            lambda w, share: w.stats.remote(method, share, function), shares
+        )
+        return stats[0]
 
 
 class RemoteSave:
@@ -235,14 +204,3 @@ class RemoteSave:
     def wait(self) -> None:
         """Wait until the checkpoint is complete. Raises the error of a rank that failed."""
         self.group.all(lambda w: w.finish_save.remote())
-
-
-class RemoteFrozenBase:
-    """Base model of a LoRA policy, on its workers."""
-
-    def __init__(self, policy: RemoteTrainEngine) -> None:
-        self.policy = policy
-
-    def logprobs(self, batch: Batch) -> Tensor:
-        """Return [M] fp32 log-probs of the action tokens under the base model."""
-        return self.policy.base_logprobs(batch)

@@ -37,14 +37,19 @@ from burnish.distributed.process_group import RankGroup
 from burnish.models.load import resolve_device
 from burnish.observe.progress import silenced
 from burnish.observe.timeline import Timeline
-from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS
 from burnish.runtime.inline import InlineRuntime
 from burnish.runtime.limits import Limits
 from burnish.runtime.spmd.inputs import Inputs, different_inputs, inputs_of
 from burnish.runtime.spmd.monitor import RankMonitor, first_line
 from burnish.runtime.worker import TrainWorker, WorkerInfo
-from burnish.train.base import HasLogprobs, Loss, StepStats, TrainEngine
-from burnish.train.engine import FrozenBase
+from burnish.train.base import (
+    CRITIC_SPANS,
+    POLICY_SPANS,
+    DistributedPasses,
+    Loss,
+    StepStats,
+    TrainEngine,
+)
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats
 
@@ -385,13 +390,8 @@ class SpmdRuntime(InlineRuntime):
             worker.build(spec, scalar=scalar, seed=seed, spans=spans)
         return SpmdTrainEngine(worker)
 
-    def frozen_base(self, policy: TrainEngine) -> HasLogprobs:
-        """Return the reference model inside a LoRA policy."""
-        assert isinstance(policy, SpmdTrainEngine)
-        return SpmdFrozenBase(policy.worker)
 
-
-class SpmdTrainEngine:
+class SpmdTrainEngine(DistributedPasses):
     """One rank of a train engine, called by the loop of the same rank.
 
     Implements ``train.base.TrainEngine``. All ranks call each method with equal arguments and get
@@ -402,38 +402,12 @@ class SpmdTrainEngine:
         self.worker, self.role = worker, worker.engine.role
         self.version = 0
 
-    def logprobs(self, batch: Batch) -> Tensor:
-        """Return [M] fp32 log-probs of the action tokens, without gradient."""
-        with self.worker.one_pass():
-            return self.worker.engine.logprobs(batch)
+    def _per_token(self, method: str, batch: Batch) -> Tensor:
+        return self.worker.run_per_token(method, batch)
 
-    def entropies(self, batch: Batch) -> Tensor:
-        """Return [M] fp32 entropies of the action tokens' distributions, without gradient."""
-        with self.worker.one_pass():
-            return self.worker.engine.entropies(batch)
-
-    def values(self, batch: Batch) -> Tensor:
-        """Return [M] fp32 values (critic) or scores on last tokens (reward), without gradient."""
-        with self.worker.one_pass():
-            return self.worker.engine.values(batch)
-
-    def states(self, batch: Batch) -> Tensor:
-        """Return [M, H] hidden states from which action tokens are predicted, without gradient."""
-        with self.worker.one_pass():
-            return self.worker.engine.states(batch)
-
-    def measure(self, batch: Batch, loss: Loss) -> Stats:
-        """Return the statistics of ``loss`` over ``batch``, without gradient."""
-        with self.worker.one_pass():
-            return self.worker.engine.measure(batch, loss).plain()
-
-    def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
-        """Add the gradient of ``loss`` over this rank's share of ``batch``. Return statistics over
-        all ranks."""
+    def _stats(self, method: str, batch: Batch, loss: Loss) -> Stats:
         with _own_random_numbers():
-            self.worker.seed_pass()
-            with self.worker.one_pass():
-                return self.worker.engine.forward_backward(batch, loss).plain()
+            return self.worker.run_stats(method, batch, loss)
 
     def optim_step(self) -> StepStats:
         """Run one optimizer step of all ranks. Raises NonFiniteError on all of them."""
@@ -477,15 +451,3 @@ class SpmdTrainEngine:
     def load(self, folder: Path) -> None:
         """Load the state on all ranks."""
         self.version = self.worker.load(str(folder))
-
-
-class SpmdFrozenBase:
-    """Base model of a LoRA policy, on its ranks."""
-
-    def __init__(self, worker: TrainWorker) -> None:
-        self._worker, self._base = worker, FrozenBase(worker.engine)
-
-    def logprobs(self, batch: Batch) -> Tensor:
-        """Return [M] fp32 log-probs of the action tokens under the base model."""
-        with self._worker.one_pass(), self._worker.timeline.span("reference"):
-            return self._base.logprobs(batch)

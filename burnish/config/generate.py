@@ -4,7 +4,7 @@ output."""
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -35,13 +35,22 @@ class GenerateRollout(PromptsRollout):
             )
 
 
-class AllSamples(Node):
+class _Mode(Node):
+    """Facts of every kind. ``data/selection.py`` selects the rows."""
+
+    sums: ClassVar[Mapping[str, str]] = {}
+    """Name of a sum over the rows -> the column that is added up."""
+
+
+class AllSamples(_Mode):
     """One row for every response: ``prompt``, ``response``."""
+
+    keep_truncated: ClassVar[bool] = True
 
     kind: Literal["all"] = "all"
 
 
-class _Chosen(Node):
+class _Chosen(_Mode):
     """Keys of all kinds except ``all``."""
 
     keep_truncated: bool = False
@@ -53,6 +62,8 @@ class BestOfN(_Chosen):
     """One row for each prompt with its highest-reward response: ``prompt``, ``response``. SFT
     data."""
 
+    sums: ClassVar[Mapping[str, str]] = {"kept_reward": "reward"}
+
     kind: Literal["best_of_n"]
     min_reward: float | None = None
     """Drop a prompt if its best reward is lower (rejection sampling). None: no bound."""
@@ -62,6 +73,8 @@ class BestWorstPairs(_Chosen):
     """One row for each prompt with its best and worst responses: ``prompt``, ``chosen``,
     ``rejected``, ``margin``. Data for ``preference`` and ``rm``. Prompts with equal rewards are
     dropped."""
+
+    sums: ClassVar[Mapping[str, str]] = {"margin": "margin"}
 
     kind: Literal["pairs"]
     min_margin: float = Field(0.0, ge=0)

@@ -12,19 +12,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.generate import (
-    AllSamples,
-    BestOfN,
-    BestWorstPairs,
-    GenerateMode,
-    RewardConditioned,
-)
+from burnish.config.generate import BestOfN, BestWorstPairs, GenerateMode
 from burnish.data.chat import response_text
 from burnish.data.generation_prompts import Content, GenerationPrompt, with_reward
 from burnish.data.rows import TOKENS, TOKENS_MASK, TOKENS_TEXT
@@ -57,7 +51,7 @@ class Selection:
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Counts above 0, by the names in DROPS."""
     sums: Mapping[str, float] = field(default_factory=dict)
-    """Sums over the rows: ``kept_reward`` (best_of_n), ``margin`` (pairs)."""
+    """Sums over the rows, by the names that the mode gives them."""
 
 
 def select(  # house: ok the options of the rows
@@ -85,26 +79,16 @@ def select(  # house: ok the options of the rows
     dropped: Counter[str] = Counter()
     for group in groups:
         samples = group.samples
-        if not isinstance(mode, AllSamples) and not mode.keep_truncated:
+        if not mode.keep_truncated:
             samples = tuple(s for s in samples if s.finish_reason == "stop")
             dropped["samples_truncated"] += len(group.samples) - len(samples)
-        if isinstance(mode, AllSamples):
-            rows += [row for s in samples for row in writer.response(s)]
-        elif isinstance(mode, RewardConditioned):
-            rows += [writer.reward_conditioned(s) for s in samples]
-        elif isinstance(mode, BestOfN):
-            found = best(samples, min_reward=mode.min_reward)
-            if isinstance(found, str):
-                dropped[found] += 1
-            else:
-                rows += writer.response(found)
+        selected = _SELECT[mode.kind](mode, samples, writer)
+        if isinstance(selected, str):
+            dropped[selected] += 1
         else:
-            pair = best_and_worst(samples, min_margin=mode.min_margin)
-            if isinstance(pair, str):
-                dropped[pair] += 1
-            else:
-                rows.append(writer.pair(*pair))
-    return Selection(tuple(rows), {k: n for k, n in dropped.items() if n}, _sums(mode, rows))
+            rows += selected
+    sums = {name: sum(row[column] for row in rows) for name, column in mode.sums.items()}
+    return Selection(tuple(rows), {k: n for k, n in dropped.items() if n}, sums)
 
 
 def best(samples: Sequence[Sample], *, min_reward: float | None = None) -> Sample | str:
@@ -136,14 +120,6 @@ def best_and_worst(
     if margin < min_margin - ROUNDING:
         return "prompts_below_min_margin"
     return high, low
-
-
-def _sums(mode: GenerateMode, rows: Sequence[DataRow]) -> dict[str, float]:
-    if isinstance(mode, BestOfN):
-        return {"kept_reward": sum(row["reward"] for row in rows)}
-    if isinstance(mode, BestWorstPairs):
-        return {"margin": sum(row["margin"] for row in rows)}
-    return {}
 
 
 @dataclass(frozen=True)
@@ -238,3 +214,25 @@ class _Writer:
 def _of_the_data(generation_prompt: GenerationPrompt) -> DataRow:
     label = {"label": generation_prompt.label} if generation_prompt.has_label else {}
     return label | dict(generation_prompt.columns)
+
+
+def _of_best(mode: BestOfN, samples: Sequence[Sample], writer: _Writer) -> list[DataRow] | str:
+    sample = best(samples, min_reward=mode.min_reward)
+    return sample if isinstance(sample, str) else writer.response(sample)
+
+
+def _of_pair(
+    mode: BestWorstPairs, samples: Sequence[Sample], writer: _Writer
+) -> list[DataRow] | str:
+    pair = best_and_worst(samples, min_margin=mode.min_margin)
+    return pair if isinstance(pair, str) else [writer.pair(*pair)]
+
+
+_SELECT: Mapping[str, Callable[[Any, Sequence[Sample], _Writer], list[DataRow] | str]] = {
+    "all": lambda _, samples, writer: [row for s in samples for row in writer.response(s)],
+    "best_of_n": _of_best,
+    "pairs": _of_pair,
+    "conditioned": lambda _, samples, writer: [writer.reward_conditioned(s) for s in samples],
+}
+"""Kind of a mode -> (mode, samples of a prompt, writer) -> its rows, or the reason why there are
+none (a name in DROPS)."""

@@ -20,10 +20,12 @@ from burnish.chat_message import (
     text_of,
     trained_flag,
 )
-from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
-from burnish.config.score import ResponseDataConfig
+from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.forms import open_rows
 from burnish.data.messages import as_messages
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.prompts.config import PromptDataConfig
+from burnish.data.responses.config import ResponseDataConfig
 from burnish.data.rows import content_column
 from burnish.data.sources import DataError
 

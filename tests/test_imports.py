@@ -135,8 +135,8 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, module
 
 
-KINDS = {"optimizers", "rollout"}
-"""Folders whose subfolders are the kinds of one key of recipes."""
+KINDS = {"data", "optimizers", "rollout"}
+"""Folders whose subfolders are kinds that recipes select."""
 LAYERS = {"config": "config", "kinds": "config", "memory": "plan"}
 """Files of a kind that belong to another layer than its code: its config, the registry and the
 contract of the kinds, and its part of the plan."""

@@ -8,8 +8,8 @@ import pytest
 
 import burnish
 from burnish import model_text
-from burnish.config.data import PromptDataConfig
-from burnish.data.prompts import label_of
+from burnish.data.prompts.config import PromptDataConfig
+from burnish.data.prompts.encode import label_of
 from burnish.data.sources import DataError, Row
 from burnish.model_text import DOTALL, ModelTextError, Pattern
 from burnish.rewards.code_tests import read_code

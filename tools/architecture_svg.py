@@ -76,7 +76,7 @@ CONTROLLER = (
     ),
 )  # fmt: skip
 SAMPLING = (
-    Box(20, 156, 338, 124, "sample", "RolloutSource: prompts of data/prompts.py"),
+    Box(20, 156, 338, 124, "sample", "RolloutSource: prompts of data/prompts"),
     Box(
         26, 178, 114, 96, "inner", "synchronous",
         ("SyncSource:", "rollout/source.py", "samples when a", "step asks"),

@@ -1,6 +1,6 @@
 """Base class of config nodes: frozen, no unknown keys, docstrings as help, rules.
 
-Reading order of this package: base, model, data, rewards, algorithm, rollout, train, sync, job, the
+Reading order of this package: base, model, rewards, algorithm, rollout, train, sync, job, the
 jobs, arithmetic, load; then schema, overrides, explain and docs, which inspect these classes."""
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from burnish.config.data import SFTDataConfig
 from burnish.config.eval_sets import with_sets
 from burnish.config.job import SupervisedJob
 from burnish.config.roles import DistillTarget, TrainRole
 from burnish.config.teacher import DistillLossConfig, ForwardKlLoss, TeacherConfig
+from burnish.data.demonstrations.config import SFTDataConfig
 
 
 class DistillConfig(SupervisedJob):

@@ -10,10 +10,10 @@ from typing import Any, Literal, get_args
 from pydantic import Field
 
 from burnish.config.base import Node, PathText
-from burnish.config.data import PromptDataConfig
 from burnish.config.paths import code_problem
 from burnish.config.rewards import RewardConfig
 from burnish.config.sandbox import AnySandbox, BubblewrapSandbox, SandboxConfig
+from burnish.data.prompts.config import PromptDataConfig
 
 FormatName = Literal["hermes", "xml", "glm", "llama3_json", "mistral", "mistral_args", "harmony"]
 """hermes: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen2.5, Qwen3).

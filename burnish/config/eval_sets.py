@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
-from burnish.config.data import DataConfig
+from burnish.data.config import DataConfig
 
 D = TypeVar("D", bound=DataConfig)
 

@@ -11,13 +11,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node, PathText
-from burnish.config.data import PromptDataConfig
 from burnish.config.episodes import episode_rules, episodes_lines
 from burnish.config.job import RowsJob
-from burnish.config.overlong import Overlong
 from burnish.config.rewards import FailurePolicy, RewardConfig, running_norm_rules, weigh_nothing
 from burnish.config.roles import RolloutRole, RowLengths, sampled_lengths
 from burnish.config.rollout import PromptsRollout
+from burnish.data.prompts.config import GenerationDataConfig
 
 
 class GenerateRollout(PromptsRollout):
@@ -122,16 +121,6 @@ class ConditionConfig(Node):
         for name in ("prompt", "reward"):
             if name not in names:
                 yield f"template {self.template!r} has no {{{name}}}; {example}"
-
-
-class GenerationDataConfig(PromptDataConfig):
-    """Prompts that are copied to the output."""
-
-    can_lose_start: ClassVar[bool] = False
-
-    overlong: Overlong = "error"
-    """Prompt over the length limit: stop with an error, or drop it (counted). The output contains
-    the prompts, so they are not truncated."""
 
 
 class GenerateConfig(RowsJob):

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.base import Node
-from burnish.config.data import DataConfig
 from burnish.config.passes import num_held_out, source_sizes
 from burnish.config.sources import SourceConfig
 from burnish.config.split_files import FilesError
+from burnish.data.config import DataConfig
 
 EVAL_SECTIONS = ("eval_data", "eval_sets.", "eval.")
 

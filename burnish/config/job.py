@@ -14,7 +14,6 @@ from burnish.config.attention import attention_rules
 from burnish.config.base import Node, PathText
 from burnish.config.best_metric import best_metric_advice, named_metric_rules
 from burnish.config.cluster import ClusterConfig, ClusterRole
-from burnish.config.data import DataConfig, PreferenceDataConfig, SFTDataConfig
 from burnish.config.early_stopping import EarlyStoppingConfig, early_stopping_rules
 from burnish.config.eval_sets import eval_set_rules
 from burnish.config.held_out import held_out_rules, split_rules, with_evaluation_sections
@@ -34,7 +33,6 @@ from burnish.config.roles import (
     reward_roles,
     rollout_precision,
 )
-from burnish.config.steps import RewardRows
 from burnish.config.train import (
     CheckpointConfig,
     TrainConfig,
@@ -44,14 +42,13 @@ from burnish.config.train import (
     parallel_rules,
     ranks_per_row,
 )
+from burnish.data.config import DataConfig
 from burnish.rollout.kinds import RolloutEngineConfig
 
 OUTPUT_KINDS = (".jsonl", ".parquet")
 
 WITHOUT_RULES = {"rules": False}
 """Validation context in which only types are validated, to inspect a recipe that breaks rules."""
-
-GivenRows = SFTDataConfig | PreferenceDataConfig | RewardRows
 
 
 class JobConfig(Node):
@@ -265,7 +262,7 @@ class SupervisedJob(TrainingJob):
 
     @property
     @abstractmethod
-    def rows(self) -> GivenRows:
+    def rows(self) -> DataConfig:
         """Training data."""
 
     def roles(self) -> tuple[TrainRole, ...]:
@@ -279,7 +276,7 @@ class SupervisedJob(TrainingJob):
             model=self.model,
             precision=self.precision,
             ranks=self.cluster.ranks(kind),
-            lengths=RowLengths(prompt=0, rest=self.rows.max_len),
+            lengths=RowLengths(prompt=0, rest=self.rows.length_limit),
             train=self.train,
             offload=kind in self.cluster.offload_between_phases,
             rows_per_unit=self.rows_per_unit,

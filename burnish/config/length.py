@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from burnish.config.data import DataConfig
+from burnish.data.config import DataConfig
 
 
 def table_rules(

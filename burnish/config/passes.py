@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from burnish.config.data import DataConfig
+from burnish.data.config import DataConfig
 
 Line = tuple[str, str, str]
 

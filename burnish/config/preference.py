@@ -11,10 +11,6 @@ from pydantic import Field, TypeAdapter
 from burnish.config.arithmetic import (
     BatchError,
 )
-from burnish.config.data import (
-    PreferenceDataConfig,
-    held_out_advice,
-)
 from burnish.config.eval_sets import eval_sections, with_sets
 from burnish.config.job import SupervisedJob
 from burnish.config.model import ReferenceConfig, lora_advice, random_reference_advice
@@ -23,6 +19,8 @@ from burnish.config.reference_sync import reference_sync_advice, reference_sync_
 from burnish.config.roles import (
     TrainRole,
 )
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.prompts.config import held_out_advice
 
 
 class PreferenceReferenceConfig(ReferenceConfig):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from burnish.config.base import Node
-from burnish.config.data import SFTDataConfig
+from burnish.data.demonstrations.config import SFTDataConfig
 
 
 class PtxConfig(Node):

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Literal, get_args
 
 from pydantic import Field
 
-from burnish.config.data import (
-    held_out_advice,
-)
 from burnish.config.eval_sets import eval_sections, with_sets
 from burnish.config.job import SupervisedJob
-from burnish.config.rated import ClassesDataConfig, RatedDataConfig, class_names
 from burnish.config.rewards import StepAggregation
 from burnish.config.roles import (
     TrainRole,
 )
-from burnish.config.steps import (
-    PairsDataConfig,
-    RewardDataConfig,
-    RewardLoss,
-    RewardRows,
-    StepsDataConfig,
-    reward_data_rules,
-)
+from burnish.data.kinds import RewardDataConfig, RewardRows
+from burnish.data.preferences.config import PairsDataConfig
+from burnish.data.prompts.config import held_out_advice
+from burnish.data.rated.config import ClassesDataConfig, RatedDataConfig, class_names, rated_rules
+from burnish.data.steps.config import StepsDataConfig
 
 RATED_METRICS = {
     "scores": ("loss", "mse", "mae", "pearson", "spearman"),
@@ -38,6 +31,16 @@ STEP_METRICS = (
     *("step_score", "good_steps"),
     *(f"score_{how}_{what}" for how in get_args(StepAggregation) for what in ("mean", "std")),
 )
+
+
+RewardLoss = Literal["bradley_terry", "log_exp", "process", "mse", "huber", "cross_entropy"]
+LOSSES: Mapping[str, tuple[RewardLoss, ...]] = {
+    "pairs": ("bradley_terry", "log_exp"),
+    "steps": ("process",),
+    "scores": ("mse", "huber"),
+    "classes": ("cross_entropy",),
+}
+"""Kind of rows -> its losses; the first is the default."""
 
 
 class RewardModelConfig(SupervisedJob):
@@ -149,3 +152,84 @@ class RewardModelConfig(SupervisedJob):
                 "classifier; set e.g. reward_weights={good: 1, bad: -1}, the log-odds of two "
                 f"classes (here: {', '.join(self.data.names)})"
             )
+
+
+def reward_data_rules(
+    data: RewardRows,
+    held_out: Mapping[str, RewardRows],
+    *,
+    loss: RewardLoss | None,
+    centered: bool,
+    weights: Mapping[str, float] | None,
+) -> Iterator[str]:
+    """Yield an error for each setting of a reward model that does not fit the kind of its data.
+    ``held_out``: evaluation sections by their place in the recipe."""
+    others = {name: rows for name, rows in held_out.items() if rows.kind != data.kind}
+    for name, rows in others.items():
+        yield (
+            f"{name}.kind={rows.kind} and data.kind={data.kind}: held-out rows must be "
+            "of the same kind as training rows; use one kind for both"
+        )
+    if others:
+        return
+    if weights is not None and not isinstance(data, RatedDataConfig):
+        yield (
+            f"reward_weights weigh the outputs of a regression or classification, but "
+            f"data.kind={data.kind} trains one output; remove them"
+        )
+    if isinstance(data, RatedDataConfig):
+        rated = {name: r for name, r in held_out.items() if isinstance(r, RatedDataConfig)}
+        yield from _loss_rules(data.kind, loss, centered)
+        yield from rated_rules(data, rated, weights)
+        return
+    if isinstance(data, StepsDataConfig):
+        if loss not in (None, "process"):
+            yield (
+                f"loss={loss} compares two responses, but rows of data.kind=steps have labels of "
+                "single steps; use loss=process, or remove loss"
+            )
+        if centered:
+            yield (
+                "center_coef applies to the two scores of a pair, which data.kind=steps does not "
+                "have; remove it"
+            )
+        return
+    if loss == "process":
+        yield (
+            "loss=process needs a label for every step, which data.kind=pairs does not have; use "
+            "data.kind=steps"
+        )
+    elif loss is not None and loss not in LOSSES["pairs"]:
+        yield from _loss_rules(data.kind, loss, False)
+    for name, rows in {"data": data, **held_out}.items():
+        if isinstance(rows, PairsDataConfig):
+            yield from _pairs_rules(name, rows, loss)
+
+
+def _loss_rules(kind: str, loss: RewardLoss | None, centered: bool) -> Iterator[str]:
+    if loss is not None and loss not in LOSSES[kind]:
+        fits = next(other for other, losses in LOSSES.items() if loss in losses)
+        yield (
+            f"loss={loss} is for data.kind={fits}, but data.kind={kind}; use "
+            f"{' or '.join(LOSSES[kind])}, or remove loss"
+        )
+    if centered:
+        yield (
+            f"center_coef applies to the two scores of a pair, which data.kind={kind} does not "
+            "have; remove it"
+        )
+
+
+def _pairs_rules(name: str, rows: PairsDataConfig, loss: str | None) -> Iterator[str]:
+    yield from rows.missing_pairs(name)
+    if rows.label_key is not None:
+        yield (
+            f"{name}.label_key={rows.label_key} means that rows are single responses, but a "
+            "reward model learns from pairs unless data.kind says otherwise; remove it, or set "
+            "data.kind=classes to train a classifier of pass and fail"
+        )
+    if loss == "log_exp" and rows.margin_key is not None:
+        yield (
+            f"{name}.margin_key={rows.margin_key} has no effect with loss=log_exp, which has no "
+            "margin; remove it, or use bradley_terry"
+        )

@@ -23,7 +23,6 @@ from burnish.config.arithmetic import (
 )
 from burnish.config.asynchronous import asynchronous_advice, asynchronous_rules
 from burnish.config.best_metric import best_metric_advice, named_metric_rules
-from burnish.config.data import PromptDataConfig
 from burnish.config.early_stopping import early_stopping_rules
 from burnish.config.episodes import episode_data_rules, episode_rules, episodes_lines
 from burnish.config.held_out import with_evaluation_sections
@@ -58,6 +57,7 @@ from burnish.config.rollout import EvalConfig, RolloutConfig, eval_advice
 from burnish.config.sync import LinkSync, SyncConfig, sync_rules
 from burnish.config.teacher import TeacherConfig, without_rewards
 from burnish.config.train import CriticConfig, RLTrainConfig, critic_rules
+from burnish.data.prompts.config import PromptDataConfig
 
 WITHOUT_TURN_REWARDS = frozenset({"rloo", "reinforce_pp_baseline"})
 """Advantages that cannot use rewards of single turns (:func:`turn_rewards_refused`)."""

@@ -12,7 +12,6 @@ from typing import Literal, cast
 
 from burnish.config.arithmetic import BatchPlan
 from burnish.config.cluster import COLOCATED, ClusterConfig, ClusterRole
-from burnish.config.data import PromptDataConfig
 from burnish.config.episodes import EpisodesConfig
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.ptx import PtxConfig
@@ -22,6 +21,7 @@ from burnish.config.sync import SyncConfig
 from burnish.config.train import CheckpointConfig, TrainConfig
 from burnish.config.train_engines import TrainEngineConfig
 from burnish.config.vllm_sampling import vllm_sampling_problems
+from burnish.data.prompts.config import PromptDataConfig
 from burnish.rollout.kinds import RolloutEngineConfig
 
 

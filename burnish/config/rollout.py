@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from burnish.config.base import Node
-from burnish.config.data import PromptDataConfig, held_out_advice
 from burnish.config.episodes import EpisodesConfig
 from burnish.config.eval_sets import eval_sections, eval_set_rules, with_sets
 from burnish.config.rewards import RewardConfig
+from burnish.data.prompts.config import PromptDataConfig, held_out_advice
 from burnish.rollout.kinds import RolloutEngineConfig
 from burnish.rollout.local.config import LocalEngine
 

@@ -8,9 +8,6 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from burnish.config.base import PathText
-from burnish.config.columns import missing_columns
-from burnish.config.data import PromptDataConfig
-from burnish.config.forms import Keys
 from burnish.config.job import RowsJob
 from burnish.config.rewards import (
     FunctionReward,
@@ -20,32 +17,7 @@ from burnish.config.rewards import (
     running_norm_rules,
 )
 from burnish.config.roles import RowLengths
-
-
-class ResponseDataConfig(PromptDataConfig):
-    """Prompts with a response each, such as the rows written by ``generate``."""
-
-    can_lose_start: ClassVar[bool] = False
-
-    response_key: str = "response"
-    """Column with the response, a string."""
-    finish_reason_key: str | None = "finish_reason"
-    """Column with ``stop``, ``length`` or ``aborted``. The default column may be absent:
-    ``stop``."""
-
-    @property
-    def row_keys(self) -> Keys:
-        """Columns that the form of a row depends on."""
-        own = super().row_keys.own or self.is_own("response_key")
-        complete = ((self.prompt_key, self.response_key),)
-        return Keys("responses", self.form, self.prompt_key, own, complete)
-
-    def rules(self) -> Iterator[str]:
-        yield from super().rules()
-        wanted: dict[str, str | None] = {"response_key": self.response_key}
-        if self.is_own("finish_reason_key"):
-            wanted["finish_reason_key"] = self.finish_reason_key
-        yield from missing_columns(self.files, wanted)
+from burnish.data.responses.config import ResponseDataConfig
 
 
 class ScoreConfig(RowsJob):

@@ -28,7 +28,7 @@ class Copies(NamedTuple):
 
 
 class SourceSettings(Node):
-    """Keys of every source, and the facts of its kind."""
+    """Keys of every source."""
 
     is_made: ClassVar[bool] = False
     """True if the rows are made from a seed, not read from data."""

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from burnish.config.data import DataConfig
+from burnish.data.config import DataConfig
 from burnish.data.files import files_digests
 from burnish.data.forms import open_rows
 from burnish.data.notices import Notices, PostponedNotices, collecting

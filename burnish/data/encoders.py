@@ -7,19 +7,22 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.data import DataConfig, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
-from burnish.config.rated import RatedDataConfig
-from burnish.config.score import ResponseDataConfig
-from burnish.config.steps import StepsDataConfig
+from burnish.data.config import DataConfig
+from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.demonstrations.encode import SFTEncoder
 from burnish.data.encoded import Encoder
-from burnish.data.preference import PairEncoder
-from burnish.data.prompts import PromptEncoder
-from burnish.data.rated import RatedEncoder
-from burnish.data.responses import ResponseEncoder
-from burnish.data.sft import SFTEncoder
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.preferences.encode import PairEncoder
+from burnish.data.preferences.unpaired import UnpairedEncoder
+from burnish.data.prompts.config import PromptDataConfig
+from burnish.data.prompts.encode import PromptEncoder
+from burnish.data.rated.config import RatedDataConfig
+from burnish.data.rated.encode import RatedEncoder
+from burnish.data.responses.config import ResponseDataConfig
+from burnish.data.responses.encode import ResponseEncoder
 from burnish.data.sources import Source
-from burnish.data.steps import StepsEncoder
-from burnish.data.unpaired import UnpairedEncoder
+from burnish.data.steps.config import StepsDataConfig
+from burnish.data.steps.encode import StepsEncoder
 
 
 def encoder_of(

@@ -14,7 +14,6 @@ from typing import Any
 from burnish.chat_message import REASONING
 from burnish.config.columns import nested_value
 from burnish.config.comparisons import comparison_of, first_is_better
-from burnish.config.data import DataConfig, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.forms import (
     ANSWER,
     COMPLETION,
@@ -38,11 +37,15 @@ from burnish.config.forms import (
     as_object,
     is_transcript,
 )
-from burnish.config.rated import RatedDataConfig
-from burnish.config.score import ResponseDataConfig
+from burnish.data.config import DataConfig
+from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.held_out import part_of
 from burnish.data.messages import as_messages, parsed, with_sharegpt_role, without_nulls
 from burnish.data.notices import note
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.prompts.config import PromptDataConfig
+from burnish.data.rated.config import RatedDataConfig
+from burnish.data.responses.config import ResponseDataConfig
 from burnish.data.sources import DataError, Row, Source, open_sources
 from burnish.data.streamed import StreamedRows
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from burnish.config.data import DataConfig
 from burnish.config.held_out import empty_part
 from burnish.config.passes import num_held_out
 from burnish.data.base import DataError, Row, Source
+from burnish.data.config import DataConfig
 
 _SPLIT = 2**32 - 3
 """First number of the seed of the choice."""

@@ -8,8 +8,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from burnish.config.data import PreferenceDataConfig
-from burnish.config.rated import RatedDataConfig
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.rated.config import RatedDataConfig
 from burnish.data.rows import Exchange, content_column, is_text, prompt_column
 from burnish.data.sources import DataError, Source
 from burnish.data.streamed import num_first

@@ -9,15 +9,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from burnish.chat_message import MessageError, text_of
-from burnish.config.data import (
-    SHAREGPT_KEY,
-    DataConfig,
-    PreferenceDataConfig,
-    SFTDataConfig,
-)
 from burnish.config.explain import nearest
 from burnish.config.forms import SYSTEMS, unread_form
-from burnish.config.rated import RatedDataConfig
 from burnish.config.templates import TemplateError, fields_of
 from burnish.data.chat import (
     check_prompt,
@@ -27,8 +20,12 @@ from burnish.data.chat import (
     encode_prompt,
     response_text,
 )
+from burnish.data.config import DataConfig
+from burnish.data.demonstrations.config import SHAREGPT_KEY, SFTDataConfig
 from burnish.data.messages import as_messages, as_tools, parsed, without_nulls
 from burnish.data.notices import note
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.rated.config import RatedDataConfig
 from burnish.data.rendering import REFUSED, check_rendering
 from burnish.data.sources import DataError, Row
 from burnish.special_tokens import special_tokens

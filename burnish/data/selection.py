@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config.generate import BestOfN, BestWorstPairs, GenerateMode
 from burnish.data.chat import response_text
-from burnish.data.generation_prompts import Content, GenerationPrompt, with_reward
+from burnish.data.prompts.generation import Content, GenerationPrompt, with_reward
 from burnish.data.rows import TOKENS, TOKENS_MASK, TOKENS_TEXT
 from burnish.transcript import Episode
 from burnish.types import ROUNDING, Group, Sample, all_equal

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from burnish.chat_message import TRAIN_FLAGS
-from burnish.config.data import DataConfig, PromptDataConfig
 from burnish.config.templates import fields_of
 from burnish.data.base import Row
+from burnish.data.config import DataConfig
 from burnish.data.notices import note
+from burnish.data.prompts.config import PromptDataConfig
 
 MARKS = frozenset(
     {

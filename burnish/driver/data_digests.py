@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from burnish.config.data import DataConfig
 from burnish.config.job import TrainingJob
+from burnish.data.config import DataConfig
 from burnish.data.files import content_digest
 from burnish.driver.errors import RunError
 from burnish.observe.files import write_text

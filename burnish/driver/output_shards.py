@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from burnish.data.generation_prompts import OWN_COLUMNS
+from burnish.data.prompts.generation import OWN_COLUMNS
 from burnish.data.write import ColumnError, json_line, read_lines, write_parquet
 from burnish.driver.errors import RunError
 from burnish.observe.files import create_new, replacing, write_text

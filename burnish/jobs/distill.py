@@ -24,7 +24,7 @@ from torch import Tensor
 from burnish.algorithms.distill import DIVERGENCES, SLOPES, distill_loss, forward_kl
 from burnish.algorithms.reduce import reduce
 from burnish.config import DistillConfig
-from burnish.data.sft import SFTStream, load_rows
+from burnish.data.demonstrations.encode import SFTStream, load_rows
 from burnish.jobs.build import engine_specs
 from burnish.models.teacher import DistillTargetSpec
 from burnish.observe.timeline import timed

@@ -15,7 +15,7 @@ from burnish.config import EvaluateConfig, JobConfig
 from burnish.config.eval_sets import eval_prefix
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.config.rollout import EvalConfig, SamplingConfig
-from burnish.data.prompts import load_prompts
+from burnish.data.prompts.encode import load_prompts
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.driver.base import Driver, Functions, Job, Metrics
 from burnish.driver.errors import RunError

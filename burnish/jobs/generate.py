@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config import GenerateConfig
 from burnish.config.model import ModelConfig
-from burnish.data.generation_prompts import (
+from burnish.data.prompts.generation import (
     GenerationPrompt,
     GenerationPrompts,
 )

@@ -25,7 +25,6 @@ from burnish.algorithms.pair_ratios import (
 from burnish.algorithms.preference import mismatched_kl
 from burnish.algorithms.reduce import sum_by_row
 from burnish.config import PreferenceConfig
-from burnish.config.data import PreferenceDataConfig
 from burnish.config.preference_losses import (
     AotLoss,
     DpoLoss,
@@ -33,8 +32,14 @@ from burnish.config.preference_losses import (
     KtoLoss,
     PreferenceLossConfig,
 )
-from burnish.data.preference import PreferenceStream, load_pairs
-from burnish.data.unpaired import SplitPairsStream, UnpairedStream, load_unpaired, mismatched_pairs
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.preferences.encode import PreferenceStream, load_pairs
+from burnish.data.preferences.unpaired import (
+    SplitPairsStream,
+    UnpairedStream,
+    load_unpaired,
+    mismatched_pairs,
+)
 from burnish.driver.run_dir import REFERENCE_FILE
 from burnish.jobs.build import engine_specs, log_disabled_noise
 from burnish.observe.timeline import timed

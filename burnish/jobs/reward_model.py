@@ -14,10 +14,10 @@ import torch
 from burnish.algorithms import PREFERENCE_LOSSES
 from burnish.algorithms.process import AGGREGATIONS, aggregate_steps
 from burnish.config import RewardModelConfig
-from burnish.config.steps import StepsDataConfig
-from burnish.data.preference import PreferenceStream, load_pairs
-from burnish.data.rated import RatedStream, load_rated
-from burnish.data.steps import StepsStream, load_solutions
+from burnish.data.preferences.encode import PreferenceStream, load_pairs
+from burnish.data.rated.encode import RatedStream, load_rated
+from burnish.data.steps.config import StepsDataConfig
+from burnish.data.steps.encode import StepsStream, load_solutions
 from burnish.jobs.build import engine_specs
 from burnish.observe.timeline import timed
 from burnish.preflight.positions import eval_place, held_out_sets, within_positions

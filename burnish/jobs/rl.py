@@ -14,8 +14,8 @@ from burnish.config.algorithm import KlConfig
 from burnish.config.model import PrecisionConfig
 from burnish.config.off_policy import records_sampling_mask
 from burnish.config.train import CriticConfig
-from burnish.data.prompts import PromptStream
-from burnish.data.sft import SFTStream
+from burnish.data.demonstrations.encode import SFTStream
+from burnish.data.prompts.encode import PromptStream
 from burnish.driver.base import Functions, Job, Loop, Metrics, Usable, seed_everything
 from burnish.driver.eval_times import EvalTimes
 from burnish.driver.memory_monitor import MemoryMonitor

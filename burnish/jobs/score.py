@@ -16,7 +16,7 @@ from typing import Any
 
 from burnish.config.model import ModelConfig
 from burnish.config.score import ScoreConfig
-from burnish.data.responses import GivenResponses
+from burnish.data.responses.encode import GivenResponses
 from burnish.driver.base import Functions
 from burnish.driver.rows_run import StepRows, WritesRows, sums_of
 from burnish.jobs.build import reward_set, weighted_rewards

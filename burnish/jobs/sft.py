@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from burnish.config import SFTConfig
-from burnish.data.sft import SFTStream, load_rows
+from burnish.data.demonstrations.encode import SFTStream, load_rows
 from burnish.jobs.build import engine_specs
 from burnish.observe.timeline import timed
 from burnish.preflight.positions import eval_place, held_out_sets, within_positions

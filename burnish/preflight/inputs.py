@@ -13,19 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config import ConfigError, RLConfig
-from burnish.config.data import DataConfig, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.episodes import EpisodesConfig
 from burnish.config.job import JobConfig, RowsJob
 from burnish.config.paths import model_problems, models_of
-from burnish.config.rated import RatedDataConfig
 from burnish.config.rewards import FunctionReward
 from burnish.config.sources import SourceConfig
-from burnish.config.steps import StepsDataConfig
+from burnish.data.config import DataConfig
+from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.forms import form_of_row, in_columns
 from burnish.data.messages import as_messages
-from burnish.data.rated_targets import target_of
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.prompts.config import PromptDataConfig
+from burnish.data.rated.config import RatedDataConfig
+from burnish.data.rated.targets import target_of
 from burnish.data.rows import column, content_column, demonstration_key, prompt_column
 from burnish.data.sources import DataError, Row, first_rows
+from burnish.data.steps.config import StepsDataConfig
 from burnish.driver.errors import RunError
 from burnish.environments.importing import LoadError, check_file
 from burnish.errors import BurnishError

@@ -20,13 +20,14 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from burnish.config import DistillConfig, EvaluateConfig, GenerateConfig, JobConfig, RLConfig
 from burnish.config import rewards as config_rewards
-from burnish.config.data import DataConfig, PromptDataConfig
 from burnish.config.job import RowsJob
 from burnish.config.rewards import FailurePolicy, RewardConfig, ShapingConfig
 from burnish.config.score import ScoreConfig
+from burnish.data.config import DataConfig
 from burnish.data.encoders import encoder_of
 from burnish.data.files import content_digest
 from burnish.data.forms import open_rows
+from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.sources import DataError, Source
 from burnish.data.stream import RowRef
 from burnish.data.streamed import StreamedRows, num_first

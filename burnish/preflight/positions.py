@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import TypeVar
 
-from burnish.config.data import DataConfig
 from burnish.config.model import ModelConfig
+from burnish.data.config import DataConfig
 from burnish.models.load import ModelError, describe, num_positions
 
 log = logging.getLogger("burnish")

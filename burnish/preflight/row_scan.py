@@ -19,13 +19,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.data import DataConfig
 from burnish.config.model import ModelConfig
+from burnish.data.config import DataConfig
 from burnish.data.encoded import OverlongError, fit
 from burnish.data.encoders import encoder_of
 from burnish.data.forms import open_rows
 from burnish.data.notices import Notices
-from burnish.data.responses import GivenResponse
+from burnish.data.responses.encode import GivenResponse
 from burnish.data.sources import DataError, Source
 from burnish.data.stream import RowRef
 from burnish.models.load import load_tokenizer

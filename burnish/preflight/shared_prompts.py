@@ -6,7 +6,8 @@ import hashlib
 import json
 from collections.abc import Iterator
 
-from burnish.config.data import DataConfig, SFTDataConfig
+from burnish.data.config import DataConfig
+from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.forms import open_rows
 from burnish.data.messages import as_messages
 from burnish.data.rows import demonstration_key, prompt_column

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from burnish.data.prompts import PromptStream
+from burnish.data.prompts.encode import PromptStream
 from burnish.rewards.base import RewardSet
 from burnish.rollout.runner import Rollout, Runner
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from burnish.checkpoint.save import CheckpointStore
 from burnish.checkpoint.state import load_state
-from burnish.data.preference import PreferenceStream
-from burnish.data.unpaired import UnpairedStream, mismatched_pairs
+from burnish.data.preferences.encode import PreferenceStream
+from burnish.data.preferences.unpaired import UnpairedStream, mismatched_pairs
 from burnish.types import Batch
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from burnish.data.sft import SFTStream
+from burnish.data.demonstrations.encode import SFTStream
 from burnish.steps.objectives import sft_objective
 from burnish.train.base import Loss, Outputs, TrainEngine
 from burnish.types import Batch, Stats

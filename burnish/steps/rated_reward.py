@@ -17,7 +17,7 @@ from burnish.algorithms.rated import (
     squared_error,
 )
 from burnish.config import RewardModelConfig
-from burnish.config.rated import ClassesDataConfig, RatedDataConfig, class_names
+from burnish.data.rated.config import ClassesDataConfig, RatedDataConfig, class_names
 from burnish.tensors import upload
 from burnish.train.base import Loss, Outputs, TrainEngine
 from burnish.types import Batch, Number, Stats

@@ -13,11 +13,11 @@ from burnish.checkpoint.save import PendingSave
 from burnish.checkpoint.state import EXPORT_METADATA, load_state, save_state
 from burnish.config.eval_sets import eval_prefix
 from burnish.config.job import SupervisedJob
-from burnish.data.preference import PreferenceStream
-from burnish.data.rated import RatedStream
-from burnish.data.sft import SFTStream
-from burnish.data.steps import StepsStream
-from burnish.data.unpaired import UnpairedStream
+from burnish.data.demonstrations.encode import SFTStream
+from burnish.data.preferences.encode import PreferenceStream
+from burnish.data.preferences.unpaired import UnpairedStream
+from burnish.data.rated.encode import RatedStream
+from burnish.data.steps.encode import StepsStream
 from burnish.driver.base import Functions, Job, Loop, Metrics, Usable
 from burnish.driver.eval_times import EvalTimes
 from burnish.driver.memory_monitor import MemoryMonitor

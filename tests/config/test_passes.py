@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from burnish.config import ConfigError, JobConfig, load_config
-from burnish.data.sft import SFTStream
+from burnish.data.demonstrations.encode import SFTStream
 from burnish.models.load import load_tokenizer
 
 

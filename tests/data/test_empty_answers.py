@@ -11,14 +11,16 @@ from transformers import PreTrainedTokenizerFast
 
 from burnish.agents.calls import CallError
 from burnish.agents.replies import checked_ids
-from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
-from burnish.config.rated import ScoresDataConfig
-from burnish.data.preference import PreferenceStream, load_pairs
-from burnish.data.prompts import PromptStream
-from burnish.data.rated import RatedStream
-from burnish.data.sft import SFTStream, load_rows
+from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.demonstrations.encode import SFTStream, load_rows
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.preferences.encode import PreferenceStream, load_pairs
+from burnish.data.preferences.unpaired import UnpairedStream
+from burnish.data.prompts.config import PromptDataConfig
+from burnish.data.prompts.encode import PromptStream
+from burnish.data.rated.config import ScoresDataConfig
+from burnish.data.rated.encode import RatedStream
 from burnish.data.sources import DataError
-from burnish.data.unpaired import UnpairedStream
 from burnish.episodes.renderer import ChatRenderer, RendererError
 from burnish.vocabulary import set_embeddings
 

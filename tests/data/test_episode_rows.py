@@ -10,10 +10,11 @@ import yaml
 
 import burnish
 from burnish.config import load_config
-from burnish.config.data import PromptDataConfig, SFTDataConfig
 from burnish.config.model import ModelConfig, ScratchConfig
-from burnish.data.generation_prompts import GenerationPrompts
-from burnish.data.sft import SFTStream
+from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.demonstrations.encode import SFTStream
+from burnish.data.prompts.config import PromptDataConfig
+from burnish.data.prompts.generation import GenerationPrompts
 from burnish.models.load import load_tokenizer
 
 ENVIRONMENT = "recipes/environments/guess_number.py:GuessNumber"

@@ -11,16 +11,18 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.comparisons import comparison_of, first_is_better
-from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.passes import total_rows
-from burnish.config.rated import ClassesDataConfig
-from burnish.config.score import ResponseDataConfig
+from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.forms import form_of_row, in_columns, open_rows
-from burnish.data.generation_prompts import OWN_COLUMNS, GenerationPrompts
 from burnish.data.notices import collecting
-from burnish.data.preference import load_pairs
-from burnish.data.prompts import load_prompts
-from burnish.data.responses import GivenResponses
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.preferences.encode import load_pairs
+from burnish.data.prompts.config import PromptDataConfig
+from burnish.data.prompts.encode import load_prompts
+from burnish.data.prompts.generation import OWN_COLUMNS, GenerationPrompts
+from burnish.data.rated.config import ClassesDataConfig
+from burnish.data.responses.config import ResponseDataConfig
+from burnish.data.responses.encode import GivenResponses
 from burnish.data.sources import DataError, Row, first_rows
 
 HH = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant:"

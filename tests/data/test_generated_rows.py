@@ -14,13 +14,15 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.generate import AllSamples, BestWorstPairs
 from burnish.data.chat import response_text
-from burnish.data.generation_prompts import GenerationPrompts
-from burnish.data.preference import load_pairs
+from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.demonstrations.encode import SFTStream, load_rows
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.preferences.encode import load_pairs
+from burnish.data.prompts.config import PromptDataConfig
+from burnish.data.prompts.generation import GenerationPrompts
 from burnish.data.selection import select
-from burnish.data.sft import SFTStream, load_rows
 from burnish.data.write import json_line, write_parquet
 from burnish.types import Group, Sample
 

@@ -12,11 +12,11 @@ import pytest
 
 import burnish
 from burnish.config import ConfigError, load_config
-from burnish.config.data import SFTDataConfig
 from burnish.config.passes import num_held_out
+from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.demonstrations.encode import SFTStream, load_rows
 from burnish.data.forms import open_rows
 from burnish.data.held_out import held_out_rows
-from burnish.data.sft import SFTStream, load_rows
 from burnish.data.sources import DataError
 from burnish.models.load import load_tokenizer
 from burnish.observe.metrics import read_metrics

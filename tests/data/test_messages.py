@@ -14,10 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
-from burnish.data.preference import load_pairs
-from burnish.data.prompts import load_prompts
-from burnish.data.sft import SFTStream, load_rows
+from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.demonstrations.encode import SFTStream, load_rows
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.preferences.encode import load_pairs
+from burnish.data.prompts.config import PromptDataConfig
+from burnish.data.prompts.encode import load_prompts
 from burnish.data.sources import DataError
 from burnish.types import Batch
 

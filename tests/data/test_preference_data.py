@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from burnish.config.data import PreferenceDataConfig
 from burnish.data.chat import encode_prompt
-from burnish.data.preference import PreferenceStream, load_pairs
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.preferences.encode import PreferenceStream, load_pairs
+from burnish.data.preferences.unpaired import load_unpaired
 from burnish.data.sources import DataError
-from burnish.data.unpaired import load_unpaired
 from burnish.types import Batch
 
 Tok = PreTrainedTokenizerFast

@@ -17,19 +17,17 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from burnish.config import ConfigError, dump_yaml, load_config
-from burnish.config.data import (
-    DataConfig,
-    PreferenceDataConfig,
-    PromptDataConfig,
-    SFTDataConfig,
-)
-from burnish.config.rated import ScoresDataConfig
-from burnish.config.score import ResponseDataConfig
 from burnish.config.sources import FileSource
 from burnish.data import sources
+from burnish.data.config import DataConfig
+from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.encoders import encoder_of
 from burnish.data.forms import open_rows
-from burnish.data.prompts import PromptStream, load_prompts
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.prompts.config import PromptDataConfig
+from burnish.data.prompts.encode import PromptStream, load_prompts
+from burnish.data.rated.config import ScoresDataConfig
+from burnish.data.responses.config import ResponseDataConfig
 from burnish.data.sources import DataError, Row
 from burnish.data.stream import RowRef
 

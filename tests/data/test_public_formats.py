@@ -14,11 +14,11 @@ import pytest
 from public_formats import FORMATS, Format
 from transformers import PreTrainedTokenizerFast
 
-from burnish.config.steps import StepsDataConfig
 from burnish.data.encoders import encoder_of
 from burnish.data.forms import open_rows
 from burnish.data.messages import as_messages, without_nulls
 from burnish.data.sources import DataError
+from burnish.data.steps.config import StepsDataConfig
 from burnish.data.stream import RowRef
 from burnish.data.write import json_line
 

@@ -10,9 +10,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from burnish.config import ConfigError, load_config
-from burnish.config.rated import RatedDataConfig
 from burnish.data.forms import open_rows
-from burnish.data.rated import RatedStream, load_rated
+from burnish.data.rated.config import RatedDataConfig
+from burnish.data.rated.encode import RatedStream, load_rated
 from burnish.data.sources import DataError
 
 Tok = PreTrainedTokenizerFast

@@ -11,12 +11,14 @@ from chat_families import chat_tokenizer
 from chat_templates import published_tokenizer
 
 from burnish.chat_message import canonical
-from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
+from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.demonstrations.encode import load_rows
 from burnish.data.notices import collecting
-from burnish.data.preference import load_pairs
-from burnish.data.prompts import load_prompts
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.preferences.encode import load_pairs
+from burnish.data.prompts.config import PromptDataConfig
+from burnish.data.prompts.encode import load_prompts
 from burnish.data.rendering import check_rendering
-from burnish.data.sft import load_rows
 from burnish.data.sources import DataError
 
 Jsonl = Callable[..., str]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.config.generate import AllSamples, BestOfN, BestWorstPairs, RewardConditioned
-from burnish.data.generation_prompts import OWN_COLUMNS, GenerationPrompt, with_reward
+from burnish.data.prompts.generation import OWN_COLUMNS, GenerationPrompt, with_reward
 from burnish.data.selection import DROPS, best, best_and_worst, select
 from burnish.data.sources import DataError
 from burnish.types import FinishReason, Group, Prompt, Sample

@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from burnish.config import ConfigError, load_config
-from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.data.chat import encode_prompt
-from burnish.data.preference import load_pairs
-from burnish.data.prompts import PromptStream
-from burnish.data.sft import SFTStream, load_rows
+from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.demonstrations.encode import SFTStream, load_rows
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.preferences.encode import load_pairs
+from burnish.data.prompts.config import PromptDataConfig
+from burnish.data.prompts.encode import PromptStream
 from burnish.data.sources import DataError
 from burnish.types import Batch
 

@@ -15,9 +15,10 @@ from datasets.arrow_writer import ArrowWriter
 
 from burnish.config import ConfigError, arrow_files, load_config
 from burnish.config.columns import columns_of, first_file, first_row
-from burnish.config.data import DataConfig, PromptDataConfig
 from burnish.config.sources import EnvironmentSource, FileSource, HubSource
-from burnish.data.prompts import label_of
+from burnish.data.config import DataConfig
+from burnish.data.prompts.config import PromptDataConfig
+from burnish.data.prompts.encode import label_of
 from burnish.data.sources import DataError, Row, Source, first_rows, open_source, open_sources
 from burnish.data.write import json_line
 

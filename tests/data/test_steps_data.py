@@ -15,9 +15,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from burnish.config.model import ModelConfig, ScratchConfig
-from burnish.config.steps import StepsDataConfig
 from burnish.data.sources import DataError
-from burnish.data.steps import StepsStream, load_solutions
+from burnish.data.steps.config import StepsDataConfig
+from burnish.data.steps.encode import StepsStream, load_solutions
 from burnish.models.load import load_tokenizer
 from burnish.rewards.steps import step_ends
 from burnish.types import Batch

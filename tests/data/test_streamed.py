@@ -11,9 +11,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from burnish.config import ConfigError, load_config
-from burnish.config.data import PromptDataConfig
 from burnish.config.passes import total_rows
-from burnish.data.prompts import PromptStream, load_prompts
+from burnish.data.prompts.config import PromptDataConfig
+from burnish.data.prompts.encode import PromptStream, load_prompts
 from burnish.data.sources import DataError
 from burnish.preflight import launch as validate
 

@@ -8,16 +8,19 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from burnish.config.data import DataConfig, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
-from burnish.config.rated import ClassesDataConfig
-from burnish.config.score import ResponseDataConfig
-from burnish.config.steps import StepsDataConfig
+from burnish.data.config import DataConfig
+from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.encoders import encoder_of
 from burnish.data.forms import open_rows
-from burnish.data.generation_prompts import GenerationPrompts
 from burnish.data.notices import collecting
-from burnish.data.prompts import load_prompts
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.prompts.config import PromptDataConfig
+from burnish.data.prompts.encode import load_prompts
+from burnish.data.prompts.generation import GenerationPrompts
+from burnish.data.rated.config import ClassesDataConfig
+from burnish.data.responses.config import ResponseDataConfig
 from burnish.data.sources import DataError
+from burnish.data.steps.config import StepsDataConfig
 from burnish.data.stream import RowRef
 
 Tok = PreTrainedTokenizerFast

@@ -15,11 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from burnish.config.data import PreferenceDataConfig, SFTDataConfig
 from burnish.data.chat import encode_conversation, encode_prompt
+from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.demonstrations.encode import load_rows
 from burnish.data.notices import collecting
-from burnish.data.preference import load_pairs
-from burnish.data.sft import load_rows
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.preferences.encode import load_pairs
 from burnish.data.sources import DataError
 from burnish.templates import with_defaults
 

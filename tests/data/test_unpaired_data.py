@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from burnish.config.data import PreferenceDataConfig
-from burnish.data.preference import load_pairs
-from burnish.data.sources import DataError
-from burnish.data.unpaired import (
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.preferences.encode import load_pairs
+from burnish.data.preferences.unpaired import (
     SplitPairsStream,
     UnpairedStream,
     _of_the_next_prompt,
@@ -20,6 +19,7 @@ from burnish.data.unpaired import (
     mismatched_pairs,
     split_pairs,
 )
+from burnish.data.sources import DataError
 from burnish.types import Batch
 
 Tok = PreTrainedTokenizerFast

@@ -11,21 +11,18 @@ import pytest
 from chat_templates import published_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from burnish.config.data import (
-    DataConfig,
-    PreferenceDataConfig,
-    PromptDataConfig,
-    SFTDataConfig,
-)
-from burnish.config.generate import GenerationDataConfig
-from burnish.config.rated import ScoresDataConfig
-from burnish.config.score import ResponseDataConfig
-from burnish.config.steps import StepsDataConfig
+from burnish.data.config import DataConfig
+from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.encoded import fit, load_all
 from burnish.data.encoders import encoder_of
 from burnish.data.forms import open_rows
 from burnish.data.notices import Notices
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.prompts.config import GenerationDataConfig, PromptDataConfig
+from burnish.data.rated.config import ScoresDataConfig
+from burnish.data.responses.config import ResponseDataConfig
 from burnish.data.sources import DataError
+from burnish.data.steps.config import StepsDataConfig
 from burnish.data.stream import RowRef
 
 RATED = {"kind": "scores", "score_keys": ["score"]}

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from burnish.config.data import SFTDataConfig
+from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.demonstrations.encode import SFTEncoder
 from burnish.data.forms import open_rows
 from burnish.data.notices import collecting
-from burnish.data.sft import SFTEncoder
 from burnish.data.sources import DataError
 from burnish.data.stream import RowRef
 

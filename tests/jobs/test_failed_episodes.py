@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from burnish.config.data import PromptDataConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.config.rollout import EvalConfig
 from burnish.config.train import better
+from burnish.data.prompts.config import PromptDataConfig
 from burnish.environments.pool import EpisodeFailedError
 from burnish.episodes.loop import EngineCall, EpisodeResult
 from burnish.episodes.runner import FAILED, EpisodeRunner

@@ -16,8 +16,8 @@ import torch
 import burnish
 from burnish.config import load_config
 from burnish.config.model import ModelConfig
-from burnish.data.preference import PreferenceStream
-from burnish.data.sft import SFTStream
+from burnish.data.demonstrations.encode import SFTStream
+from burnish.data.preferences.encode import PreferenceStream
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.train.batching import split_over_ranks

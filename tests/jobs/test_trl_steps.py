@@ -24,11 +24,11 @@ pytest.importorskip("trl")
 
 from burnish.algorithms import ADVANTAGES
 from burnish.config.algorithm import AlgorithmConfig
-from burnish.config.data import PreferenceDataConfig
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.preference_losses import PreferenceLossConfig
-from burnish.data.preference import load_pairs
-from burnish.data.unpaired import load_unpaired
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.preferences.encode import load_pairs
+from burnish.data.preferences.unpaired import load_unpaired
 from burnish.jobs.preference import preference_objective, preparation
 from burnish.models.load import load_causal_lm
 from burnish.steps.objectives import policy_objective

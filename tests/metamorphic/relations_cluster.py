@@ -19,9 +19,9 @@ from metamorphic.base import CLOSERS, REFUSALS, Broken, Draw, equal, relation
 from torch import Tensor
 
 from burnish.config import dump_yaml, load_config
-from burnish.config.data import SFTDataConfig
+from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.demonstrations.encode import load_rows
 from burnish.data.forms import open_rows
-from burnish.data.sft import load_rows
 from burnish.data.sources import first_rows
 from burnish.models.load import DTYPES, load_tokenizer
 from burnish.observe.public_recipe import public_recipe, recipe_secrets

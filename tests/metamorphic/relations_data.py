@@ -20,14 +20,16 @@ from metamorphic.draw_text import (
     write_rows,
 )
 
-from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.generate import AllSamples, BestWorstPairs
 from burnish.config.sources import FileSource
-from burnish.data.generation_prompts import GenerationPrompts
-from burnish.data.preference import PreferenceStream, load_pairs
-from burnish.data.prompts import PromptStream, load_prompts
+from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.demonstrations.encode import SFTStream, load_rows
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.preferences.encode import PreferenceStream, load_pairs
+from burnish.data.prompts.config import PromptDataConfig
+from burnish.data.prompts.encode import PromptStream, load_prompts
+from burnish.data.prompts.generation import GenerationPrompts
 from burnish.data.selection import select
-from burnish.data.sft import SFTStream, load_rows
 from burnish.data.write import json_line, write_parquet
 from burnish.types import Batch, Group, Sample
 

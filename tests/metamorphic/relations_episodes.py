@@ -23,9 +23,9 @@ from metamorphic.base import Broken, Draw, equal, relation
 from burnish.agents.calls import ModelCall
 from burnish.agents.session import TrainingSession
 from burnish.checkpoint.state import load_state, save_state
-from burnish.config.data import PromptDataConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.config.rollout import EvalConfig
+from burnish.data.prompts.config import PromptDataConfig
 from burnish.environments.pool import EpisodeFailedError
 from burnish.environments.results import ToolResultError, as_text
 from burnish.episodes.loop import EngineCall, EpisodeLimits, EpisodeResult, Policy, Task

@@ -16,10 +16,10 @@ from metamorphic.base import Broken, Draw, Refused, equal, relation
 from metamorphic.draw_text import text_of, write_rows
 from metamorphic.relations_data import rows_of
 
-from burnish.config.data import SFTDataConfig
 from burnish.data.chat import encode_conversation, encode_prompt
+from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.demonstrations.encode import load_rows
 from burnish.data.notices import collecting
-from burnish.data.sft import load_rows
 from burnish.data.sources import DataError
 
 Messages = list[dict[str, Any]]

@@ -25,13 +25,13 @@ from metamorphic.draw_text import (
 from metamorphic.relations_rules import _item, math_reward
 from tokenizers import processors
 
-from burnish.config.data import PreferenceDataConfig
 from burnish.config.rewards import FailurePolicy, PythonCodeReward, ShapingConfig
 from burnish.config.sandbox import UnsafeSubprocessSandbox
-from burnish.config.score import ResponseDataConfig
 from burnish.data.forms import open_rows
-from burnish.data.preference import load_pairs
-from burnish.data.responses import ResponseEncoder
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.preferences.encode import load_pairs
+from burnish.data.responses.config import ResponseDataConfig
+from burnish.data.responses.encode import ResponseEncoder
 from burnish.data.stream import RowRef
 from burnish.rewards import python_code, rows
 from burnish.rewards.base import NoGroupLeftError, RewardError, RewardInput, RewardSet, SampleError

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 from metamorphic.base import Draw, equal, relation
 
 from burnish.config import load_config
+from burnish.data.demonstrations.encode import SFTStream, load_rows
 from burnish.data.forms import open_rows
-from burnish.data.sft import SFTStream, load_rows
 from burnish.models.load import load_tokenizer
 from burnish.preflight.usable import usable_rows
 

@@ -29,10 +29,10 @@ import burnish.checkpoint.export as export_module
 import burnish.config.load as load_module
 import burnish.config.overrides as overrides
 import burnish.data.chat as chat
+import burnish.data.demonstrations.encode as sft
 import burnish.data.pieces as pieces
-import burnish.data.preference as preference
+import burnish.data.preferences.encode as preference
 import burnish.data.rows as data_rows
-import burnish.data.sft as sft
 import burnish.rewards.math_text as math_text
 import burnish.rollout.local.row_sampler as row_sampler
 import burnish.rollout.local.running_batch as running_batch

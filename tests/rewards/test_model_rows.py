@@ -13,10 +13,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from burnish.config.data import PreferenceDataConfig
 from burnish.config.model import ModelConfig
 from burnish.config.rewards import ModelReward
-from burnish.data.preference import load_pairs
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.preferences.encode import load_pairs
 from burnish.rewards.base import RewardError, RewardInput
 from burnish.rewards.model import load_model_reward
 from burnish.rewards.rows import RowEncoder, SampledRows, encode_text

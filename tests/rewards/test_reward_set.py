@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.config.data import PromptDataConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.config.rewards import FunctionReward as FunctionConfig
 from burnish.config.rollout import EvalConfig, pass_advice
+from burnish.data.prompts.config import PromptDataConfig
 from burnish.rewards.base import Reward, RewardError, RewardSet
 from burnish.rewards.episode import EpisodeReward
 from burnish.rewards.function import FunctionReward

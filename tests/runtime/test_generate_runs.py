@@ -12,9 +12,10 @@ import pytest
 
 import burnish
 from burnish.config import JobConfig, load_config
-from burnish.config.data import PreferenceDataConfig, SFTDataConfig
-from burnish.data.preference import load_pairs
-from burnish.data.sft import load_rows
+from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.demonstrations.encode import load_rows
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.preferences.encode import load_pairs
 from burnish.models.load import load_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples

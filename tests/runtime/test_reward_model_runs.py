@@ -18,7 +18,7 @@ from burnish.config import ConfigError, JobConfig, load_config
 from burnish.config.model import ModelConfig
 from burnish.config.reward_model import RewardModelConfig
 from burnish.config.rewards import ModelReward
-from burnish.data.rated import load_rated
+from burnish.data.rated.encode import load_rated
 from burnish.models.load import ModelError, load_tokenizer
 from burnish.models.value_head import load_scalar_model
 from burnish.observe.metrics import read_metrics

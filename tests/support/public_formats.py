@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from burnish.config.data import DataConfig, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
-from burnish.config.rated import ScoresDataConfig
-from burnish.config.score import ResponseDataConfig
-from burnish.config.steps import StepsDataConfig
+from burnish.data.config import DataConfig
+from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.prompts.config import PromptDataConfig
+from burnish.data.rated.config import ScoresDataConfig
+from burnish.data.responses.config import ResponseDataConfig
+from burnish.data.steps.config import StepsDataConfig
 
 
 class Format(NamedTuple):

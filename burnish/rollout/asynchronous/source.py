@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from burnish.config.rollout import InFlight
-from burnish.data.prompts import PromptStream
+from burnish.data.prompts.encode import PromptStream
 from burnish.rewards.base import RewardSet, ScoredGroup
 from burnish.rollout.asynchronous.schedule import Limits, StalenessSchedule, Taken
 from burnish.rollout.asynchronous.service import RolloutService

@@ -20,9 +20,9 @@ from typing import Any
 
 from burnish.config import JobConfig
 from burnish.config.changes import different_values, flat
-from burnish.config.data import DataConfig
 from burnish.config.model import ModelConfig
 from burnish.config.rewards import FunctionReward
+from burnish.data.config import DataConfig
 from burnish.data.files import content_digest
 from burnish.models.digest import WEIGHT_SUFFIXES, file_ends_digest
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.data import PromptDataConfig
 from burnish.config.generate import ConditionConfig
 from burnish.data.encoded import EncodedTable
 from burnish.data.messages import as_messages
-from burnish.data.prompts import PromptEncoder, check_label_key
+from burnish.data.prompts.config import PromptDataConfig
+from burnish.data.prompts.encode import PromptEncoder, check_label_key
 from burnish.data.rows import TOKENS, TOKENS_MASK, TOKENS_TEXT, prompt_column, system_of
 from burnish.data.sources import DataError, Row
 from burnish.data.stream import RowRef

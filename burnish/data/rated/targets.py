@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from burnish.config.columns import finite_number
-from burnish.config.rated import ClassesDataConfig, RatedDataConfig
+from burnish.data.rated.config import ClassesDataConfig, RatedDataConfig
 from burnish.data.rows import column
 from burnish.data.sources import DataError, Row
 

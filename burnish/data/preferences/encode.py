@@ -9,11 +9,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.columns import finite_number
-from burnish.config.data import PreferenceDataConfig
 from burnish.data.chat import check_tokenizer
 from burnish.data.encoded import EncodedStream, load_all
 from burnish.data.forms import open_rows
 from burnish.data.notices import note
+from burnish.data.preferences.config import PreferenceDataConfig
 from burnish.data.repeated import RepeatedPrompts
 from burnish.data.rows import (
     TokenRow,

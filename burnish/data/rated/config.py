@@ -11,9 +11,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from burnish.config.columns import columns_of, finite_number, first_row, missing_columns
-from burnish.config.data import DataConfig
 from burnish.config.forms import Keys
 from burnish.config.templates import template_rules
+from burnish.data.config import DataConfig
 
 ATTRIBUTES = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
 """Scores of HelpSteer; those that a row has are read together."""

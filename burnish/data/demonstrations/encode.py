@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.data import SFTDataConfig
 from burnish.data.chat import (
     check_text,
     check_tokenizer,
@@ -15,6 +14,7 @@ from burnish.data.chat import (
     encode_conversation,
     encode_prompt,
 )
+from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.encoded import EncodedStream, load_all
 from burnish.data.forms import open_rows
 from burnish.data.messages import as_messages, trained_flags

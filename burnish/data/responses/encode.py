@@ -9,11 +9,11 @@ from typing import Any, cast, get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.score import ResponseDataConfig
 from burnish.data.chat import encode_completion, response_text
 from burnish.data.encoded import EncodedTable
-from burnish.data.generation_prompts import OWN_COLUMNS
-from burnish.data.prompts import PromptEncoder, check_label_key
+from burnish.data.prompts.encode import PromptEncoder, check_label_key
+from burnish.data.prompts.generation import OWN_COLUMNS
+from burnish.data.responses.config import ResponseDataConfig
 from burnish.data.rows import column
 from burnish.data.sources import DataError, Row
 from burnish.data.stream import RowRef

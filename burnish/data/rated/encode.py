@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.rated import RatedDataConfig
 from burnish.data.chat import check_tokenizer
 from burnish.data.encoded import EncodedStream, load_all
 from burnish.data.forms import open_rows
-from burnish.data.preference import to_last_trained
-from burnish.data.rated_targets import target_of
+from burnish.data.preferences.encode import to_last_trained
+from burnish.data.rated.config import RatedDataConfig
+from burnish.data.rated.targets import target_of
 from burnish.data.repeated import RepeatedPrompts
 from burnish.data.rows import TokenRow, encode_exchange, exchange, prompt_column
 from burnish.data.sources import Row, Source

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.data import PreferenceDataConfig
 from burnish.data.chat import check_tokenizer
 from burnish.data.encoded import EncodedStream, load_all
 from burnish.data.forms import open_rows
-from burnish.data.preference import PreferenceStream, load_pairs, to_last_trained
+from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.preferences.encode import PreferenceStream, load_pairs, to_last_trained
 from burnish.data.repeated import RepeatedPrompts
 from burnish.data.rows import TokenRow, column, encode_exchange, exchange, prompt_column
 from burnish.data.sources import DataError, Row, Source

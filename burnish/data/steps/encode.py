@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.columns import finite_number
-from burnish.config.steps import STEP_KEYS, StepsDataConfig
 from burnish.data.chat import check_tokenizer, encode_completion, encode_prompt
 from burnish.data.encoded import EncodedStream, load_all
 from burnish.data.forms import open_rows
@@ -25,6 +24,7 @@ from burnish.data.rows import (
     tools_column,
 )
 from burnish.data.sources import DataError, Row
+from burnish.data.steps.config import STEP_KEYS, StepsDataConfig
 from burnish.data.stream import RowRef
 from burnish.types import Batch, steps_to_batch
 

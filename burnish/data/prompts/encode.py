@@ -8,12 +8,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.data import PromptDataConfig
 from burnish.config.explain import nearest
 from burnish.data.chat import check_tokenizer, encode_prompt
 from burnish.data.encoded import EncodedStream, load_all
 from burnish.data.forms import open_rows
 from burnish.data.messages import as_messages
+from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.rows import note_unused_template, prompt_column, system_of, tools_column
 from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import RowRef

@@ -1,0 +1,195 @@
+"""The contract of data: the keys of every data section, and the facts of its kind. Free of torch.
+
+A kind is a folder. ``config.py``: a subclass of :class:`DataConfig`. ``encode.py``: its encoder,
+and its rows as batches. ``data/kinds.py`` is the registry of the kinds of the job ``rm``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from burnish.config.base import Node
+from burnish.config.columns import (
+    first_row,
+    missing_columns,
+)
+from burnish.config.forms import (
+    NAMES,
+    FormChoice,
+    FormError,
+    Keys,
+    Reading,
+    form_of,
+)
+from burnish.config.overlong import Overlong, overlong_rules, shortenings
+from burnish.config.sources import SourceConfig
+from burnish.config.split_files import FilesError
+
+warnings.filterwarnings(  # DataConfig.validate hides a method that pydantic has deprecated
+    "ignore", message='Field name "validate" in "DataConfig" shadows', category=UserWarning
+)
+
+Validate = Literal["all", "head", "off"]
+
+
+class DataConfig(Node):
+    """Fields common to all kinds of data."""
+
+    can_lose_start: ClassVar[bool] = True
+    """True if rows without their first tokens can be used."""
+    can_lose_end: ClassVar[bool] = False
+    """True if rows without their last tokens can be trained on."""
+    length_key: ClassVar[str] = "max_len"
+    """Key of the length limit of rows."""
+
+    sources: tuple[SourceConfig, ...] = Field(min_length=1)
+    """One or more sources. Several are combined as set by ``mix``."""
+    held_out: float | None = Field(None, gt=0)
+    """Rows kept for evaluation instead of training: a fraction below 1, or a number of rows. Chosen
+    at random, the same for every ``seed`` (docs/evaluation.md). None: none."""
+    part: Literal["train", "held_out"] = "train"
+    """Rows to use if ``held_out`` is set. The evaluation section is filled with ``held_out``."""
+    form: FormChoice = "auto"
+    """Form of the rows (docs/data.md). auto: recognized by a source's first row; columns: only the
+    columns set by the ``_key`` fields."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: a string, or a list of chat messages. Environments fill
+    ``prompt``."""
+    prompt_template: str | None = None
+    """Prompt as a Python format string over the row's columns, e.g. ``"Question:
+    {prompt}\\nAnswer:"``. None: the column itself."""
+    apply_chat_template: bool = False
+    """Wrap a string prompt as a user message, and responses or steps as assistant messages, in the
+    chat template. Messages always use it."""
+    system_prompt: str | None = None
+    """System message inserted before every conversation. None: none."""
+    tools_key: str | None = "tools"
+    """Column with a conversation's tools (list of descriptions, or its JSON text) for the chat
+    template. May be absent; other content of the default column is ignored. None: no tools."""
+    shuffle: bool = True
+    """Reshuffle each source in every epoch (by ``seed``). False: file order."""
+    mix: Literal["weight", "size"] = "weight"
+    """weight: each draw chooses a source by ``weight``, so rows of small sources repeat more often.
+    size: all rows are shuffled together, each once per epoch."""
+    overlong: Overlong = "error"
+    """Row over the length limit: stop with an error, truncate its left or right end (right:
+    demonstrations and preferences), or drop it. The last three are counted."""
+    validate: Validate = "all"  # type: ignore[assignment]  # pydantic's deprecated method
+    """Rows checked before a model is loaded, with the run's own tokenizer: all (cached until a file
+    or a setting changes), head (the first 1,000 of each source) or off."""
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    """A row that cannot be read or converted: stop with an error, or skip it. Skipped rows are
+    counted (metric ``data/<unit>s_skipped``)."""
+
+    @property
+    def length_limit(self) -> int:
+        """Maximum tokens of a row, or of a prompt."""
+        return int(dict(self)[self.length_key])
+
+    @property
+    def all_files(self) -> list[str]:
+        """Path of each source of files, or of the first of its files if it has several."""
+        return [file for source in self.sources if (file := source.first_file) is not None]
+
+    @property
+    def files(self) -> list[str]:
+        """Paths of the sources that are files and whose rows are read by columns."""
+        return [path for path in self.all_files if self._is_by_columns(path)]
+
+    @property
+    def streamed(self) -> list[SourceConfig]:
+        """The sources that are streamed."""
+        return [source for source in self.sources if source.is_streamed]
+
+    @property
+    def shortenings(self) -> tuple[Overlong, ...]:
+        """Settings of ``overlong`` that this data accepts in place of an error."""
+        return shortenings(can_lose_start=self.can_lose_start, can_lose_end=self.can_lose_end)
+
+    @property
+    def may_lose_rows(self) -> bool:
+        """Return whether rows can be left out: unusable ones, or those over the length limit."""
+        return self.on_bad_row == "skip" or self.overlong != "error"
+
+    @property
+    def nested_keys(self) -> list[str]:
+        """Dotted paths that the recipe sets as columns."""
+        keys = (value for name, value in self if name.endswith("_key") and isinstance(value, str))
+        return [key for key in keys if "." in key]
+
+    @property
+    def row_keys(self) -> Keys:
+        """Columns that the form of a row depends on."""
+        return Keys("steps", self.form, self.prompt_key, own=True)
+
+    def reading_of(self, row: Mapping[str, Any]) -> Reading:
+        """Return the form of a source whose first row is ``row``. Raises FormError."""
+        return form_of(row, self.row_keys)
+
+    def readings(self) -> Iterator[tuple[str, Reading]]:
+        """Yield (path, form) of each file with a readable first row and one form."""
+        for path in self.all_files:
+            row = first_row(path)
+            if row is not None:
+                with suppress(FormError):
+                    yield path, self.reading_of(row)
+
+    def form_lines(self) -> list[tuple[str, str, str]]:
+        """Return lines (name, value, origin) of the batch table with the form of each file that is
+        not read by columns, and of the sources."""
+        return [line for source in self.sources for line in source.lines()] + [
+            ("data form", NAMES[found.form], f"{path}: {_mapped(found)}")
+            for path, found in self.readings()
+            if found.form != "columns"
+        ]
+
+    def _is_by_columns(self, path: str) -> bool:
+        row = first_row(path)
+        try:
+            return row is None or self.reading_of(row).form == "columns"
+        except FormError:
+            return False
+
+    def _form_rules(self) -> Iterator[str]:
+        for path in self.all_files:
+            row = first_row(path)
+            try:
+                if row is not None:
+                    self.reading_of(row)
+            except FormError as error:
+                yield f"{path}: {error}"
+
+    def _files_rules(self) -> Iterator[str]:
+        for source in self.sources:
+            try:
+                _ = source.files
+            except FilesError as error:
+                yield str(error)
+
+    def rules(self) -> Iterator[str]:
+        yield from overlong_rules(self.overlong, self.shortenings)
+        yield from self._files_rules()
+        yield from self._form_rules()
+        weighted = [source.weight for source in self.sources if source.weight != 1.0]
+        if self.mix == "size" and weighted:
+            yield (
+                "mix=size draws all rows equally often, but a source has "
+                f"weight={weighted[0]:g}; remove the weights, or use mix=weight"
+            )
+        if self.mix == "size" and self.streamed:
+            yield (
+                f"mix=size shuffles all rows together, but {self.streamed[0].place} is streamed in "
+                "order; use mix=weight, or remove streaming"
+            )
+        if self.is_own("tools_key"):
+            yield from missing_columns(self.files, {"tools_key": self.tools_key})
+
+
+def _mapped(reading: Reading) -> str:
+    num = len(reading.columns)
+    return f"{num} column{'s' * (num > 1)} mapped ({', '.join(reading.columns)})"

@@ -1,0 +1,1 @@
+"""Demonstrations: conversations, prompts with responses, or plain text."""

@@ -1,0 +1,1 @@
+"""Pairs of responses to one prompt, and single responses with a label."""

@@ -1,0 +1,1 @@
+"""Prompts: for rollouts, evaluation and batch inference."""

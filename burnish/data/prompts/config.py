@@ -1,0 +1,83 @@
+"""Config of prompts: for rollouts and evaluation, and for the job ``generate``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import regex
+from pydantic import Field
+
+from burnish.config.columns import missing_columns
+from burnish.config.forms import Keys
+from burnish.config.overlong import Overlong
+from burnish.config.templates import template_rules
+from burnish.data.config import DataConfig
+
+
+class PromptDataConfig(DataConfig):
+    """Prompts for rollouts and evaluation."""
+
+    length_key: ClassVar[str] = "prompt_max_len"
+
+    label_key: str = "label"
+    """Column with the reference answer; may be absent. Environments fill ``label``."""
+    label_pattern: str | None = None
+    """Regular expression with one group that reads the label from ``label_key``, such as
+    ``"#### (.+)"``; the last match counts. None: the column itself."""
+    prompt_max_len: int = Field(1024, ge=1)
+    """Maximum prompt tokens; see ``overlong``."""
+
+    @property
+    def row_keys(self) -> Keys:
+        """Columns that the form of a row depends on."""
+        own = self.prompt_template is not None or self.is_own("prompt_key")
+        return Keys("prompts", self.form, self.prompt_key, own, ((self.prompt_key,),))
+
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        wanted = {"prompt_key": self.prompt_key if self.prompt_template is None else None}
+        if self.label_pattern is not None:
+            yield from _pattern_rules(self.label_pattern)
+            wanted["label_key"] = self.label_key
+        yield from missing_columns(self.files, wanted)
+        yield from template_rules(self.prompt_template, self.files)
+
+
+class GenerationDataConfig(PromptDataConfig):
+    """Prompts that are copied to the output."""
+
+    can_lose_start: ClassVar[bool] = False
+
+    overlong: Overlong = "error"
+    """Prompt over the length limit: stop with an error, or drop it (counted). The output contains
+    the prompts, so they are not truncated."""
+
+
+def held_out_advice(data: DataConfig, held_out: DataConfig | None, name: str) -> Iterator[str]:
+    """Yield one sentence if evaluation prompts are built differently from training prompts and the
+    recipe does not set this explicitly. ``name``: the held-out data's key in the recipe."""
+    if held_out is None:
+        return
+    now, then = data.model_dump(), held_out.model_dump()
+    for key in ("system_prompt", "prompt_template", "apply_chat_template"):
+        set_here = key in data.model_fields_set and key in then
+        if set_here and key not in held_out.model_fields_set and now[key] != then[key]:
+            yield (
+                f"data.{key} is set but {name}.{key} is not, so evaluation would use another "
+                f"prompt than training; set {name}.{key} to the same value (or to null, if this "
+                "is intended)"
+            )
+
+
+def _pattern_rules(pattern: str) -> Iterator[str]:
+    try:
+        groups = regex.compile(pattern).groups
+    except regex.error as error:
+        yield f"label_pattern={pattern!r} is not a regular expression: {error}; correct it"
+        return
+    if groups != 1:
+        yield (
+            f"label_pattern={pattern!r} has {groups} groups, but needs one around the label, such "
+            "as '#### (.+)'; write other parentheses as (?:...)"
+        )

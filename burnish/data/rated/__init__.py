@@ -1,0 +1,1 @@
+"""Single responses with scores or a class."""

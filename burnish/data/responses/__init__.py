@@ -1,0 +1,1 @@
+"""Prompts with a response each, to be scored."""

@@ -1,0 +1,36 @@
+"""Config of prompts with a response each, for the job ``score``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from burnish.config.columns import missing_columns
+from burnish.config.forms import Keys
+from burnish.data.prompts.config import PromptDataConfig
+
+
+class ResponseDataConfig(PromptDataConfig):
+    """Prompts with a response each, such as the rows written by ``generate``."""
+
+    can_lose_start: ClassVar[bool] = False
+
+    response_key: str = "response"
+    """Column with the response, a string."""
+    finish_reason_key: str | None = "finish_reason"
+    """Column with ``stop``, ``length`` or ``aborted``. The default column may be absent:
+    ``stop``."""
+
+    @property
+    def row_keys(self) -> Keys:
+        """Columns that the form of a row depends on."""
+        own = super().row_keys.own or self.is_own("response_key")
+        complete = ((self.prompt_key, self.response_key),)
+        return Keys("responses", self.form, self.prompt_key, own, complete)
+
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        wanted: dict[str, str | None] = {"response_key": self.response_key}
+        if self.is_own("finish_reason_key"):
+            wanted["finish_reason_key"] = self.finish_reason_key
+        yield from missing_columns(self.files, wanted)

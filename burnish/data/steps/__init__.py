@@ -1,0 +1,1 @@
+"""Solutions with a label on every step."""

@@ -11,8 +11,9 @@ line to ``--out`` (runs/async_throughput.jsonl) and keeps its run folder beside 
 Kinds of runs, all with one thread per process:
 
 - ``sync``: one policy rank on core 0, one rollout engine on core 1, which take turns.
-- ``async``: the same processes on the same cores, with ``rollout.max_staleness`` (``--stale``)
-  and, in a run of its own each, the values of ``rollout.run_ahead`` (``--ahead``).
+- ``async``: the same processes on the same cores, with ``rollout.asynchronous.max_staleness``
+(``--stale``)
+  and, in a run of its own each, the values of ``rollout.asynchronous.run_ahead`` (``--ahead``).
 - ``both``: synchronous, two policy ranks and two rollout engines, so that both cores work in each
   phase.
 
@@ -120,7 +121,8 @@ def recipe(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     data = folder.parent / "prompts.jsonl"
     data.parent.mkdir(parents=True, exist_ok=True)
     data.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
-    stale = {"max_staleness": args.stale, "run_ahead": args.ahead} if args.kind == "async" else {}
+    stale = {"asynchronous": {"max_staleness": args.stale, "run_ahead": args.ahead}}
+    stale = stale if args.kind == "async" else {}
     return {
         "job": "rl",
         "run_dir": str(folder),

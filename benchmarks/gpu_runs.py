@@ -71,7 +71,7 @@ RUNS: tuple[Run, ...] = (
     Run("GRPO, fp16", "rl", GRPO, dtype="fp16"),
     Run("GRPO, LoRA", "rl", (*GRPO, "model.lora.lora_rank=4")),
     Run("GRPO, asynchronous", "rl",
-        (*GRPO, "rollout.max_staleness=2", "rollout.engine.own_weights=true",
+        (*GRPO, "rollout.asynchronous.max_staleness=2", "rollout.engine.own_weights=true",
          "algorithm.correction={}")),
     Run("PPO", "rl", PPO),
     Run("PPO, repeated", "rl", PPO),

@@ -84,7 +84,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dapo": {
         "algorithm": {"policy_loss": {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.28}},
         "rollout": {"dynamic_sampling": {"max_refills": 20}},
-        "shaping": {"overlong_buffer_len": 2},
+        "shaping": {"overlong": {"buffer_len": 2}},
     },
     "gspo": {"algorithm": {"policy_loss": "gspo", "loss_aggregation": "sequence_mean"}},
     "cispo": {"algorithm": {"policy_loss": "cispo"}},

@@ -109,8 +109,9 @@ class AdaptiveKl:
         """
         if self.MAX_ERROR * num_samples >= self.horizon:
             raise ValueError(
-                f"kl_horizon={self.horizon} is too short for rollouts of {num_samples} samples: "
-                "one update could bring the KL weight to 0 or below; set kl_horizon above "
+                f"the horizon {self.horizon} is too short for rollouts of {num_samples} samples: "
+                "one update could bring the KL weight to 0 or below; set "
+                "algorithm.kl.adaptive.horizon above "
                 f"{math.ceil(self.MAX_ERROR * num_samples)} ({10 * num_samples} is smooth)"
             )
         if not math.isfinite(kl):

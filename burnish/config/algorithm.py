@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from burnish.config.base import Node
+from burnish.config.base import Node, OlderKeys, switched_by
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum_constant"]
 Discount = Literal["token", "turn"]
@@ -228,8 +228,23 @@ class CorrectionConfig(Node):
             )
 
 
+class AdaptiveKlConfig(Node):
+    """Adaptive weight of the KL term (Ziegler 2019, arXiv 1909.08593)."""
+
+    target: float = Field(gt=0)
+    """Target mean KL per token, in nats."""
+    horizon: int = Field(10_000, ge=1)
+    """Time scale of the weight, in samples."""
+
+
 class KlConfig(Node):
     """KL divergence from the reference model, as a term of the loss or of the rewards."""
+
+    older_keys = (
+        OlderKeys(
+            "adaptive", "kl_target", switched_by("target"), {"kl_horizon": ("horizon", 10_000)}
+        ),
+    )
 
     init_kl_coef: float = Field(0.0, ge=0)
     """Weight beta. 0: no KL term and no reference model. On resume an adaptive weight keeps its
@@ -246,21 +261,14 @@ class KlConfig(Node):
     """With placement loss: multiply the KL of each token by its importance ratio, so that several
     updates per rollout or stale samples do not bias the gradient (DeepSeek-V3.2, arXiv
     2512.02556)."""
-    kl_target: float | None = Field(None, gt=0)
-    """Target mean KL per token of an adaptive weight (Ziegler 2019). None: fixed weight."""
-    kl_horizon: int = Field(10_000, ge=1)
-    """Time scale of the adaptive weight, in samples."""
+    adaptive: AdaptiveKlConfig | None = None
+    """Adapt the weight to a target. None: it is fixed."""
 
     def rules(self) -> Iterator[str]:
-        if self.kl_target is not None and not self.init_kl_coef:
+        if self.adaptive is not None and not self.init_kl_coef:
             yield (
-                "kl_target adapts init_kl_coef, which is 0; set init_kl_coef (0.01 is a usual "
+                "adaptive changes init_kl_coef, which is 0; set init_kl_coef (0.01 is a usual "
                 "start)"
-            )
-        if self.kl_target is None and self.kl_horizon != _default(self, "kl_horizon"):
-            yield (
-                f"kl_horizon={self.kl_horizon} has no effect without kl_target, which enables "
-                "the adaptive weight; set both or neither"
             )
         if self.bias_correction and (not self.init_kl_coef or self.placement == "reward"):
             yield (

@@ -19,30 +19,27 @@ def asynchronous_rules(
     """Yield an error for each setting of a recipe that cannot sample while its policy trains, or
     cannot continue responses under newer weights."""
     role = next(role for role in roles if isinstance(role, RolloutRole))
-    if rollout.partial and rollout.in_flight == "finish":
-        yield (
-            "rollout.partial continues unfinished responses with the new weights, but with "
-            "in_flight=finish they would end with the old ones; remove in_flight, or remove partial"
-        )
-    if not rollout.overlaps:
+    asynchronous = rollout.asynchronous
+    if asynchronous is None or not asynchronous.overlaps:
         return
-    bound = f"rollout.max_staleness={rollout.max_staleness}"
+    bound = f"rollout.asynchronous.max_staleness={asynchronous.max_staleness}"
     if cluster.runtime == "inline" and role.shares_weights:
         yield (
             f"{bound} samples while the policy is trained, but with cluster.runtime=inline the "
             "rollout engine uses the policy's own weights, which the update changes; set "
             "cluster.runtime=ray, or rollout.engine.own_weights=true (a copy), or "
-            "rollout.partial=true (sampling pauses in the update)"
+            "rollout.asynchronous.partial=true (sampling pauses in the update)"
         )
     if shares_with_policy(cluster, roles) and cluster.gpus_per_worker:
         yield (
             f"{bound} samples while the policy is trained, but cluster.layout={cluster.layout} "
             "puts each rollout worker on the GPU of a policy rank, where they take turns; use "
-            f"{ALONE}, or rollout.partial=true (sampling pauses in the update)"
+            f"{ALONE}, or rollout.asynchronous.partial=true (sampling pauses in the update)"
         )
-    if rollout.in_flight == "continue" and not rollout.engine.keeps_cache_on_update:
+    if asynchronous.in_flight == "continue" and not rollout.engine.keeps_cache_on_update:
         yield (
-            f"rollout.in_flight=continue keeps the cache of older weights, which the engine "
+            "rollout.asynchronous.in_flight=continue keeps the cache of older weights, which the "
+            "engine "
             f"{rollout.engine.kind} cannot; use in_flight=recompute (the default) or finish, or "
             "another rollout.engine"
         )
@@ -61,28 +58,29 @@ def asynchronous_advice(
 ) -> Iterator[str]:
     """Yield one sentence for each setting that is valid but loses the purpose of an asynchronous
     run."""
-    if rollout.overlaps and rollout.capacity(rollout.rollout_batch_size) == (
-        rollout.rollout_batch_size
-    ):
+    asynchronous, groups = rollout.asynchronous, rollout.rollout_batch_size
+    overlaps = asynchronous is not None and asynchronous.overlaps
+    if asynchronous is not None and overlaps and asynchronous.capacity(groups) == groups:
         yield (
-            "rollout.run_ahead=0 with oversample=1 starts no group ahead of the step that it is "
+            "rollout.asynchronous.run_ahead=0 with oversample=1 starts no group ahead of the step "
+            "that it is "
             "for, so sampling and training never overlap; use run_ahead=1"
         )
-    if rollout.overlaps and shares_with_policy(cluster, roles) and not cluster.gpus_per_worker:
+    if overlaps and shares_with_policy(cluster, roles) and not cluster.gpus_per_worker:
         yield (
             f"cluster.layout={cluster.layout}: a rollout worker uses the CPUs of a policy rank at "
             f"the same time, so both get slower; use {ALONE} for CPUs of their own"
         )
     waits = held_out is not None and held_out.training_groups == "wait"
-    if waits and rollout.is_asynchronous and rollout.episodes and rollout.episodes.has_agent:
+    if waits and asynchronous and rollout.episodes and rollout.episodes.has_agent:
         yield (
             "eval.training_groups=wait: an agent's episode waits while an evaluation runs, and "
             "episodes.timeout_s counts that time; raise timeout_s by the time of an evaluation, or "
             "use training_groups=continue"
         )
-    if waits and not rollout.is_asynchronous:
+    if waits and asynchronous is None:
         yield (
-            "eval.training_groups=wait has no effect: without rollout.max_staleness no group is "
+            "eval.training_groups=wait has no effect: without rollout.asynchronous no group is "
             "sampled during an evaluation; remove it"
         )
 

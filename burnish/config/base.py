@@ -6,8 +6,8 @@ jobs, arithmetic, load; then schema, overrides, explain and docs, which inspect 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
@@ -20,8 +20,74 @@ PathText = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path or a name; ``~`` is expanded to the home folder."""
 
 
+Section = dict[str, Any] | None
+
+
+class OlderKeys(NamedTuple):
+    """Keys of a node that earlier versions had in place of one section: they have an effect only
+    together with ``switch``."""
+
+    section: str
+    switch: str
+    """Older key that enabled the others. Its name may be that of the section."""
+    begin: Callable[[Any], Section]
+    """Return the section for a value of ``switch``; None if that value disabled the others."""
+    keys: Mapping[str, tuple[str, Any]]
+    """Older key -> (key in the section, its default). Saved recipes have all keys, so a value that
+    equals the default is left out."""
+
+    def move(self, tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
+        """Move the values of the older keys of ``tree`` into the section, in place. Yield (older
+        key, dotted present key) for those that are not their defaults. A key that is set in both
+        forms gets the older form's value."""
+        renamed = self.switch != self.section
+        values = {key: tree.pop(key) for key in self.keys if key in tree}
+        switched = self.switch in tree and (renamed or not isinstance(tree[self.switch], dict))
+        if not values and not (switched and renamed):
+            return
+        present = tree.get(self.section)
+        section = dict(present) if isinstance(present, dict) else {}
+        is_on = bool(section)
+        if switched:
+            begun = self.begin(tree.pop(self.switch))
+            section, is_on = {**section, **(begun or {})}, begun is not None
+            if begun and renamed:
+                yield self.switch, f"{self.section}.{next(iter(begun))}"
+        for key, value in values.items():
+            name, default = self.keys[key]
+            if value != default:
+                yield key, f"{self.section}.{name}"
+            if value != default or name in section:
+                section, is_on = {**section, name: value}, True
+        tree[self.section] = section if is_on else None
+
+
+def switched_by(key: str, *off: Any) -> Callable[[Any], Section]:
+    """Return ``begin`` for a switch that is ``key`` in the section, unless it is null or one of
+    ``off``."""
+    return lambda value: None if value is None or value in off else {key: value}
+
+
+def on_off(value: Any) -> Any:
+    """Read ``true`` as a section with its defaults and ``false`` as none, also as text, which a
+    plain value in place of a mapping is."""
+    words: dict[str, Any] = {
+        "true": {},
+        "yes": {},
+        "on": {},
+        "false": None,
+        "no": None,
+        "off": None,
+    }
+    return words.get(str(value).lower(), value) if isinstance(value, (bool, str)) else value
+
+
 class Node(BaseModel):
     """A frozen config node. The string under a field is its help text."""
+
+    older_keys: ClassVar[tuple[OlderKeys, ...]] = ()
+    short_key: ClassVar[str] = ""
+    """Key that a plain value in place of the mapping sets; empty if there is none."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -33,11 +99,18 @@ class Node(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _true_is_no_number(cls, data: Any) -> Any:
-        """Convert booleans in numeric fields to text, so that ``lr: true`` is refused instead of
-        read as 1."""
+    def _as_mapping(cls, data: Any) -> Any:
+        """Expand a plain value to the mapping that it stands for. Convert booleans in numeric
+        fields to text, so that ``lr: true`` is refused instead of read as 1. Move older
+        keys, which also saved engines have."""
+        if cls.short_key and isinstance(data, (str, int, float)):
+            data = {cls.short_key: data}
         if not isinstance(data, dict):
             return data
+        if cls.older_keys:
+            data = dict(data)
+            for older in cls.older_keys:
+                list(older.move(data))
         numbers = {n for n, field in cls.model_fields.items() if field.annotation in _NUMBERS}
         found = {n: str(v).lower() for n, v in data.items() if n in numbers and isinstance(v, bool)}
         return {**data, **found}

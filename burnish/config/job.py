@@ -171,10 +171,10 @@ class TrainingJob(JobConfig):
     @property
     def named_metrics(self) -> dict[str, str | None]:
         """Metrics that the recipe names, by key."""
-        stop = self.early_stopping
+        watched = None if self.early_stopping is None else self.early_stopping.metric
         return {
             "checkpoint.best_metric": self.checkpoint.best_metric,
-            "early_stopping.metric": None if stop is None else stop.metric,
+            "early_stopping.metric": None if watched is None else watched.name,
         }
 
     @property

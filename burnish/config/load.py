@@ -18,6 +18,7 @@ from burnish.config.equivalents import advice_on
 from burnish.config.explain import explain, meant_by, nearest
 from burnish.config.job import WITHOUT_RULES, JobConfig
 from burnish.config.launch import launched_rank, use_launched_ranks
+from burnish.config.older import MovedKey, move_older_keys, notice
 from burnish.config.overrides import OverrideError, apply_override
 from burnish.config.registry import JOBS
 from burnish.config.yaml_text import compose, construct, dump, read_text
@@ -69,7 +70,9 @@ def load_config(
     a wrong type, or a broken rule between fields. One message contains all problems. Settings that
     are valid but rarely intended are logged as warnings by the logger ``burnish`` (on stderr if it
     has no handler). Apart from here, they appear only in the run.log of a run."""
-    where, config = _load(recipe, overrides, job=job, resumed=resumed)
+    where, config, moved = _load(recipe, overrides, job=job, resumed=resumed)
+    if moved and not resumed:
+        _log.warning("%s: notice: %s", where, notice(moved))
     for warning in config.warnings():
         _log.warning("%s: warning: %s", where, warning)
     return config
@@ -87,9 +90,10 @@ def _load(
     *,
     job: str | None,
     resumed: bool,
-) -> tuple[str, JobConfig]:
-    """Return the recipe's source and its config. Raises ConfigError."""
+) -> tuple[str, JobConfig, list[MovedKey]]:
+    """Return the recipe's source, its config and its older keys. Raises ConfigError."""
     where, tree, cls = _read(recipe, overrides, wanted=job)
+    moved = list(move_older_keys(tree, cls))
     rank = launched_rank()
     problems: list[str] = []
     corrected = None
@@ -100,6 +104,7 @@ def _load(
             apply_override(tree, override, cls)
         except OverrideError as error:
             problems.append(str(error))
+        moved += move_older_keys(tree, cls)
     if rank is not None:
         problems += use_launched_ranks(tree, rank, resumed=False)
     try:
@@ -109,7 +114,7 @@ def _load(
         rules, corrected = _rules_despite_errors(cls, tree, error)
         problems += [*explain(cls, error, advice), *rules]
     if not problems:
-        return where, config
+        return where, config, moved
     raise ConfigError.listing(where, problems, corrected)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from burnish.config.adapters import adapter_settings
-from burnish.config.base import Node, PathText
+from burnish.config.base import Node, OlderKeys, PathText, switched_by
 
 TEMPLATE_INPUTS = frozenset(
     ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
@@ -54,8 +54,27 @@ class ScratchConfig(Node):
             )
 
 
+class Nf4Config(Node):
+    """4-bit NormalFloat codes in blocks of 64 weights with a scale each."""
+
+    short_key = "kind"
+
+    kind: Literal["nf4"] = "nf4"
+    double: bool = True
+    """Also quantize the scales, to 8 bits."""
+
+
 class LoraConfig(Node):
     """Low-rank adapters (arXiv 2106.09685) through peft. The base weights stay frozen."""
+
+    older_keys = (
+        OlderKeys(
+            "quantization",
+            "quantization",
+            switched_by("kind"),
+            {"double_quantization": ("double", True)},
+        ),
+    )
 
     lora_rank: int = Field(16, ge=1)
     """Rank r of the adapters."""
@@ -78,11 +97,9 @@ class LoraConfig(Node):
     path: PathText | None = None
     """Folder of a peft adapter to start from. Its adapter_config.json sets rank, alpha, targets,
     ``modules_to_save``, ``use_rslora`` and ``use_dora``."""
-    quantization: Literal["nf4"] | None = None
-    """Keep the frozen linear weights in 4 bits (QLoRA, arXiv 2305.14314; extra ``quant``). The
-    policy, its reference and the sampler all use the dequantized weights."""
-    double_quantization: bool = True
-    """With ``quantization``: also quantize the scales of the 4-bit weights, to 8 bits."""
+    quantization: Nf4Config | None = None
+    """Keep the frozen linear weights in 4 bits (QLoRA, arXiv 2305.14314; extra ``quant``): ``nf4``,
+    or a mapping. The policy, its reference and the sampler all use the dequantized weights."""
 
     @model_validator(mode="before")
     @classmethod
@@ -117,7 +134,7 @@ class LoraConfig(Node):
         the embeddings and heads that patterns match when they get the model.)"""
         found = []
         if self.quantization:
-            found.append(f"model.lora.quantization={self.quantization}")
+            found.append(f"model.lora.quantization={self.quantization.kind}")
         if self.use_dora:
             found.append("model.lora.use_dora=true")
         if self.modules_to_save:
@@ -136,11 +153,6 @@ class LoraConfig(Node):
         return [t for t in self.target_modules if t.rpartition(".")[2] in END_NAMES]
 
     def rules(self) -> Iterator[str]:
-        if not self.quantization and self.is_own("double_quantization"):
-            yield (
-                "double_quantization has no effect without quantization; set quantization=nf4, or "
-                "remove it"
-            )
         if self.use_dora and self.ends_named:
             yield (
                 f"use_dora with target_modules={self.ends_named}: the magnitude of an embedding or "
@@ -285,23 +297,33 @@ def new_adapter_rules(model: ModelConfig, job: str) -> Iterator[str]:
         )
 
 
-class ReferenceConfig(Node):
-    """Model that the KL term measures the distance from."""
+class MovingReferenceConfig(Node):
+    """Updates of the reference with the policy's weights."""
 
-    model: ModelConfig | None = None
-    """Reference model. None: the policy at the start of the run (with LoRA: its base)."""
-    sync_every_n_steps: int = Field(0, ge=0)
-    """Steps between updates of the reference with the policy's weights. 0: it is frozen."""
+    every_n_steps: int = Field(ge=1)
+    """Steps between updates."""
     mixup_alpha: float = Field(0.6, gt=0, le=1)
     """Weight alpha of the policy in an update: reference = alpha x policy + (1 - alpha) x reference
     (arXiv 2404.09656). 1: a copy of the policy."""
 
-    def rules(self) -> Iterator[str]:
-        if not self.sync_every_n_steps and self.is_own("mixup_alpha"):
-            yield (
-                "mixup_alpha has no effect on a frozen reference; set sync_every_n_steps (512 is "
-                "TRL's default), or remove mixup_alpha"
-            )
+
+class ReferenceConfig(Node):
+    """Model that the KL term measures the distance from."""
+
+    older_keys = (
+        OlderKeys(
+            "moving",
+            "sync_every_n_steps",
+            switched_by("every_n_steps", 0),
+            {"mixup_alpha": ("mixup_alpha", 0.6)},
+        ),
+    )
+
+    model: ModelConfig | None = None
+    """Reference model. None: the policy at the start of the run (with LoRA: its base)."""
+    moving: MovingReferenceConfig | None = None
+    """Update it with the policy's weights (``{every_n_steps: 512}`` is TRL's default). None: it is
+    frozen."""
 
 
 Dtype = Literal["fp32", "bf16", "fp16"]

@@ -122,14 +122,16 @@ def _stale_rules(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator
         if algorithm.policy_loss.kind == "vespo":
             other = " with another loss, or algorithm.old_policy=sampler"
         yield (
-            f"rollout.max_staleness={stale} trains on tokens of older policies, and nothing "
+            f"rollout.asynchronous.max_staleness={stale} trains on tokens of older policies, and "
+            "nothing "
             "weights them by the probability with which they were sampled: old_policy=trainer "
             "compares the policy with itself at the start of the update; set "
             f"algorithm.correction={{mode: truncate}} (decoupled PPO){other}"
         )
     if algorithm.advantage.kind == "on_policy_distill" and by_sampler:
         yield (
-            f"algorithm.advantage=on_policy_distill with rollout.max_staleness={stale} and "
+            "algorithm.advantage=on_policy_distill with "
+            f"rollout.asynchronous.max_staleness={stale} and "
             "old_policy=sampler: the advantage contains the log-probs of the older policy, and "
             "its gradient moves the policy away from that policy; use old_policy=trainer with "
             "a correction"
@@ -163,7 +165,8 @@ def _stale_advice(algorithm: AlgorithmConfig, stale: int) -> Iterator[str]:
     if isinstance(loss, GspoLoss) and not loss.is_own("clip_low") and by_sampler:
         yield (
             f"algorithm.policy_loss.clip_low={loss.clip_low:g} of gspo bounds the change of one "
-            f"update, but with old_policy=sampler and rollout.max_staleness={stale} the ratio "
+            f"update, but with old_policy=sampler and rollout.asynchronous.max_staleness={stale} "
+            "the ratio "
             "also contains the change of earlier steps, so most sequences may be clipped "
             "(train/clip_frac); use old_policy=trainer with correction.level=geometric, or wider "
             "bounds"
@@ -171,13 +174,15 @@ def _stale_advice(algorithm: AlgorithmConfig, stale: int) -> Iterator[str]:
     if kl.init_kl_coef and kl.placement == "reward" and by_sampler:
         yield (
             "algorithm.kl.placement=reward with old_policy=sampler and "
-            f"rollout.max_staleness={stale}: the penalty is the KL of the policies that sampled, "
+            f"rollout.asynchronous.max_staleness={stale}: the penalty is the KL of the policies "
+            "that sampled, "
             "not that of the trained one; use old_policy=trainer with a correction, or "
             "placement=loss"
         )
     if algorithm.advantage.kind == "gae":
         yield (
-            f"algorithm.advantage=gae with rollout.max_staleness={stale}: returns are those of "
+            f"algorithm.advantage=gae with rollout.asynchronous.max_staleness={stale}: returns "
+            "are those of "
             "older policies, so the critic learns their values, and no weight corrects that; keep "
             "max_staleness small, or use a group advantage"
         )

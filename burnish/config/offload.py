@@ -62,7 +62,7 @@ def _rollout_rules(
         yield (
             f"cluster.offload_between_phases: in an asynchronous run {samples[0]} may compute "
             "during the update, so the roles on its device have no phases; remove "
-            "offload_between_phases, or rollout.max_staleness, or use cluster.runtime=ray with a "
+            "offload_between_phases, or rollout.asynchronous, or use cluster.runtime=ray with a "
             "layout that gives it GPUs of its own"
         )
     policy = "policy" in cluster.offload_between_phases

@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 
 from burnish.config.base import Node
-from burnish.config.schema import is_list, item_of, kinds_of, nodes_in, value_of
+from burnish.config.older import type_below
+from burnish.config.schema import is_list, item_of, kinds_of, nodes_in
 from burnish.config.yaml_text import field_value
 from burnish.errors import BurnishError
 
@@ -60,8 +61,7 @@ def _below(annotation: Any, key: str, *, in_list: bool) -> Any:
     unknown, which validation reports."""
     if in_list:
         return item_of(annotation) if is_list(annotation) else annotation
-    fields = [node.model_fields[key] for node in nodes_in(annotation) if key in node.model_fields]
-    return fields[0].annotation if fields else value_of(annotation)
+    return type_below(annotation, key)
 
 
 def _opened(node: Any, annotation: Any, *, path: str, override: str) -> Any:
@@ -76,6 +76,10 @@ def _opened(node: Any, annotation: Any, *, path: str, override: str) -> Any:
         )
     if node is None and (annotation is None or below or typing.get_origin(annotation) is dict):
         return {}
+    if below and isinstance(node, bool):
+        return {}
+    if below and below[0].short_key and isinstance(node, (str, int, float)):
+        return {below[0].short_key: node}
     if isinstance(node, str) and below:
         return _long_form(node, below)
     shown = "a plain value" if node is None else repr(node)

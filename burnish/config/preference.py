@@ -33,9 +33,9 @@ class PreferenceReferenceConfig(ReferenceConfig):
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
-        if self.precompute and self.sync_every_n_steps:
+        if self.precompute and self.moving is not None:
             yield (
-                f"precompute with sync_every_n_steps={self.sync_every_n_steps}: log-probs computed "
+                "precompute with moving: log-probs computed "
                 "before the first step are those of a frozen reference; remove one of the two"
             )
 
@@ -162,7 +162,7 @@ class PreferenceConfig(SupervisedJob):
             reference,
             precomputed_reference=given.precompute,
             estimates_kl=kl,
-            is_saved=given.sync_every_n_steps > 0,
+            is_saved=given.moving is not None,
         )
         return policy, reference
 

@@ -25,7 +25,7 @@ one table.
 
 Keys are set in the recipe (YAML) or on the command line by their dotted name: `train.lr=1e-6` is
 the key `lr` of the section `train`, and `rewards.0.weight=2` that of the first item of a list. An
-unknown key is an error.
+unknown key is an error; keys of an older form are read.
 
 A type with a link is a mapping with the keys of the linked section. If the link is `kind`, the key
 `kind` of the mapping selects a variant of the linked section; the keys of a variant follow its name

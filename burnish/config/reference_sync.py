@@ -1,4 +1,4 @@
-"""Rules of a reference model that follows the policy (``reference.sync_every_n_steps``)."""
+"""Rules of a reference model that follows the policy (``reference.moving``)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def reference_sync_rules(
     engine: TrainEngineConfig,
 ) -> Iterator[str]:
     """Yield an error for each setting with which the reference cannot follow the policy."""
-    if reference is None or not reference.sync_every_n_steps:
+    if reference is None or reference.moving is None:
         return
-    key = f"reference.sync_every_n_steps={reference.sync_every_n_steps}"
+    key = "reference.moving"
     if any(role.kind == "policy" and role.holds_reference for role in roles):  # type: ignore[union-attr]
         yield (
             f"{key} with model.lora: the reference is the base of the adapters, without weights of "
@@ -48,9 +48,10 @@ def reference_sync_advice(
 ) -> Iterator[str]:
     """Warn about an update that is mostly rounded away in the format of the reference."""
     smallest = {"bf16": 2.0**-6, "fp16": 2.0**-9}.get(precision.dtype, 0.0)
-    if reference is not None and reference.sync_every_n_steps and reference.mixup_alpha < smallest:
+    moving = None if reference is None else reference.moving
+    if moving is not None and moving.mixup_alpha < smallest:
         yield (
-            f"reference.mixup_alpha={reference.mixup_alpha:g} with precision.dtype="
+            f"reference.moving.mixup_alpha={moving.mixup_alpha:g} with precision.dtype="
             f"{precision.dtype}: the reference has the weights in this format, which rounds small "
-            f"changes away; use {smallest:g} or more with a larger sync_every_n_steps, or fp32"
+            f"changes away; use {smallest:g} or more with a larger every_n_steps, or fp32"
         )

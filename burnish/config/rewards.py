@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from burnish.config.base import Node
+from burnish.config.base import Node, OlderKeys, switched_by
 from burnish.config.model import ModelConfig
 from burnish.config.paths import code_problem
 from burnish.config.sandbox import BubblewrapSandbox, SandboxConfig
@@ -258,11 +258,31 @@ class FailurePolicy(Node):
     """``fail``: stop the run with the error. ``drop_group``: drop the group, counted in metrics."""
 
 
+class OverlongPenalty(Node):
+    """DAPO's soft length penalty (arXiv 2503.14476): rises linearly from 0 to ``penalty`` over the
+    last ``buffer_len`` sampled tokens before ``generate_max_len`` (episodes: before
+    ``episodes.max_tokens`` - ``prompt_max_len``)."""
+
+    buffer_len: int = Field(ge=1)
+    """Sampled tokens over which the penalty rises."""
+    penalty: float = Field(1.0, ge=0)
+    """Penalty at the limit."""
+
+
 class ShapingConfig(Node):
     """Changes to the reward after the weighted sum, before any baseline.
 
     Order: each reward's score, ``normalize`` (reward models), ``running_norm``, ``weight``; the
     sum; ``reward_clip``; the penalties, which are not clipped."""
+
+    older_keys = (
+        OlderKeys(
+            "overlong",
+            "overlong_buffer_len",
+            switched_by("buffer_len", 0),
+            {"overlong_penalty": ("penalty", 1.0)},
+        ),
+    )
 
     reward_clip: float | None = Field(None, gt=0)
     """Clip the weighted sum to [-c, c]. None: no clipping."""
@@ -270,18 +290,8 @@ class ShapingConfig(Node):
     """Penalty per sampled token of a response or episode (end tokens included). 0: none."""
     truncation_penalty: float = Field(0.0, ge=0)
     """Penalty for reaching the length limit (episodes: status max_tokens or max_turn_tokens)."""
-    overlong_buffer_len: int = Field(0, ge=0)
-    """DAPO's soft length penalty (arXiv 2503.14476): rises linearly from 0 to ``overlong_penalty``
-    over this many sampled tokens before ``generate_max_len`` (episodes: before
-    ``episodes.max_tokens`` - ``prompt_max_len``). 0: off."""
-    overlong_penalty: float = Field(1.0, ge=0)
-    """Soft length penalty at the limit."""
-
-    def rules(self) -> Iterator[str]:
-        if self.overlong_penalty != 1.0 and not self.overlong_buffer_len:
-            yield (
-                "overlong_penalty has no effect while overlong_buffer_len is 0; set both or neither"
-            )
+    overlong: OverlongPenalty | None = None
+    """DAPO's soft length penalty. None: none."""
 
 
 def reward_names(rewards: Sequence[RewardConfig]) -> list[str]:

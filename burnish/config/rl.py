@@ -141,7 +141,7 @@ class RLConfig(TrainingJob):
         if self.algorithm.kl.init_kl_coef and not policy.holds_reference:
             given = self.reference or ReferenceConfig()
             frozen = policy.derived_role("reference", given.model, self.cluster, trainable=False)
-            roles.append(replace(frozen, is_saved=given.sync_every_n_steps > 0))
+            roles.append(replace(frozen, is_saved=given.moving is not None))
         if self.teacher is not None:
             teacher = policy.derived_role(
                 "teacher", self.teacher.model, self.cluster, trainable=False
@@ -181,7 +181,7 @@ class RLConfig(TrainingJob):
             samples_per_prompt=self.rollout.n_samples_per_prompt,
             episodes=self.rollout.episodes,
             temperature=self.rollout.temperature,
-            asynchronous=self.rollout if self.rollout.is_asynchronous else None,
+            asynchronous=self.rollout.asynchronous,
             evaluation=self.eval,
             of_policy=True,
             shares_weights=samples_with_policy(
@@ -401,12 +401,12 @@ def _advantage_rules(config: RLConfig) -> Iterator[str]:
         num = None if config.max_epochs is None else total_rows(config.data)
         steps = config.max_steps if num is None else config.with_steps(num).max_steps
         yield from critic_rules(config.critic, config.train, max_steps=steps)
-        if config.critic.freeze_policy_steps and config.rollout.is_asynchronous:
+        if config.critic.freeze_policy_steps and config.rollout.asynchronous is not None:
             yield (
                 f"critic.freeze_policy_steps={config.critic.freeze_policy_steps} with "
-                "rollout.max_staleness: an asynchronous run counts the age of samples in policy "
+                "rollout.asynchronous: an asynchronous run counts the age of samples in policy "
                 "updates, which frozen steps do not make; use freeze_policy_steps=0, or remove "
-                "rollout.max_staleness"
+                "rollout.asynchronous"
             )
     needs_group = isinstance(advantage, GroupAdvantage) or advantage.kind == "reinforce_pp_baseline"
     if needs_group and config.rollout.n_samples_per_prompt < 2:
@@ -424,9 +424,10 @@ def _advantage_rules(config: RLConfig) -> Iterator[str]:
 def _kl_rules(config: RLConfig) -> Iterator[str]:
     kl = config.algorithm.kl
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
-    if kl.kl_target is not None and samples >= 5 * kl.kl_horizon:
+    if kl.adaptive is not None and samples >= 5 * kl.adaptive.horizon:
         yield (
-            f"algorithm.kl.kl_horizon={kl.kl_horizon} is too short for {samples} samples per "
+            f"algorithm.kl.adaptive.horizon={kl.adaptive.horizon} is too short for {samples} "
+            "samples per "
             f"rollout: the weight could reach 0 in one step; use more than {samples // 5} (10000 "
             "is usual)"
         )
@@ -439,7 +440,7 @@ def _kl_rules(config: RLConfig) -> Iterator[str]:
 
 def _reward_rules(config: RLConfig) -> Iterator[str]:
     shaping = config.shaping
-    penalties = (shaping.length_penalty, shaping.truncation_penalty, shaping.overlong_buffer_len)
+    penalties = (shaping.length_penalty, shaping.truncation_penalty, shaping.overlong)
     measured_only = config.algorithm.advantage.kind == "on_policy_distill"
     if weigh_nothing(config.rewards) and not any(penalties) and not measured_only:
         yield (
@@ -448,13 +449,13 @@ def _reward_rules(config: RLConfig) -> Iterator[str]:
         )
     yield from each_reward_rules(config.algorithm.advantage, config.rewards, shaping)
     limit, episodes = config.row_lengths.rest, config.rollout.episodes
-    if shaping.overlong_buffer_len >= limit:
+    if shaping.overlong is not None and shaping.overlong.buffer_len >= limit:
         name = (
             f"rollout.generate_max_len={limit}"
             if episodes is None
             else f"rollout.episodes.max_tokens - data.prompt_max_len={limit}"
         )
-        yield f"shaping.overlong_buffer_len={shaping.overlong_buffer_len} must be below {name}"
+        yield f"shaping.overlong.buffer_len={shaping.overlong.buffer_len} must be below {name}"
 
 
 def _teacher_rules(config: RLConfig) -> Iterator[str]:

@@ -280,7 +280,7 @@ class RolloutRole(RoleSpec):
     @property
     def continues(self) -> bool:
         """Return whether responses may be in progress when a step ends."""
-        return self.asynchronous is not None and bool(self.asynchronous.max_staleness)
+        return self.asynchronous is not None and self.asynchronous.max_staleness > 0
 
     @property
     def groups_at_once(self) -> int:

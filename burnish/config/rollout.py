@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from burnish.config.base import Node
+from burnish.config.base import Node, OlderKeys, switched_by
 from burnish.config.episodes import EpisodesConfig
 from burnish.config.eval_sets import eval_sections, eval_set_rules, with_sets
 from burnish.config.rewards import RewardConfig
@@ -86,9 +86,9 @@ class AsynchronousRollout(Node):
     The age of a group is the number of RL steps between the oldest weights that sampled one of its
     tokens and the weights that are trained on it."""
 
-    max_staleness: int | None = Field(None, ge=0)
+    max_staleness: int = Field(ge=0)
     """Maximum age of a group. It is never exceeded, and no group is dropped for its age. 0: the
-    results of a synchronous run. None: synchronous."""
+    results of a synchronous run."""
     run_ahead: int = Field(1, ge=0)
     """Rollouts started ahead of the one that the next step needs, at most ``max_staleness``. Sets
     the mean age; ``max_staleness`` only bounds it."""
@@ -101,12 +101,7 @@ class AsynchronousRollout(Node):
     continue: keep the old keys and values and continue with the new weights."""
     partial: bool = False
     """Pause sampling while the policy is trained: unfinished responses are continued in the next
-    step. Needs no second copy of the weights. Requires ``max_staleness``."""
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Return whether the age of groups is managed, also if it is 0."""
-        return self.max_staleness is not None
+    step. Needs no second copy of the weights."""
 
     @property
     def overlaps(self) -> bool:
@@ -116,7 +111,7 @@ class AsynchronousRollout(Node):
     @property
     def rollouts_ahead(self) -> int:
         """Return ``run_ahead``, bounded by ``max_staleness``."""
-        return min(self.run_ahead, self.max_staleness or 0)
+        return min(self.run_ahead, self.max_staleness)
 
     def capacity(self, groups: int) -> int:
         """Return the maximum number of groups that are started and not yet trained, for steps of
@@ -125,15 +120,6 @@ class AsynchronousRollout(Node):
 
     def rules(self) -> Iterator[str]:
         most = self.max_staleness
-        if most is None:
-            given = [n for n in AsynchronousRollout.model_fields if self.is_own(n)]
-            if given:
-                yield (
-                    f"{given[0]} has no effect without max_staleness, which makes the run "
-                    "asynchronous; set max_staleness (1 is a usual start), or remove "
-                    f"{given[0]}"
-                )
-            return
         if self.is_own("run_ahead") and self.run_ahead > most:
             yield (
                 f"run_ahead={self.run_ahead} is above max_staleness={most}: a group that is "
@@ -151,10 +137,30 @@ class AsynchronousRollout(Node):
                 "partial continues responses under newer weights, which max_staleness=0 does not "
                 "allow; set max_staleness=1 or more"
             )
+        if self.partial and self.in_flight == "finish":
+            yield (
+                "partial continues unfinished responses with the new weights, but with "
+                "in_flight=finish they would end with the old ones; remove in_flight, or remove "
+                "partial"
+            )
 
 
-class RolloutConfig(AsynchronousRollout, PromptsRollout):
+class RolloutConfig(PromptsRollout):
     """One rollout: P prompts with n samples each fill the buffer for one RL step."""
+
+    older_keys = (
+        OlderKeys(
+            "asynchronous",
+            "max_staleness",
+            switched_by("max_staleness"),
+            {
+                "run_ahead": ("run_ahead", 1),
+                "oversample": ("oversample", 1.0),
+                "in_flight": ("in_flight", "recompute"),
+                "partial": ("partial", False),
+            },
+        ),
+    )
 
     rollout_batch_size: int = Field(ge=1)
     """PROMPTS per rollout (P); the buffer holds P x n samples."""
@@ -165,13 +171,20 @@ class RolloutConfig(AsynchronousRollout, PromptsRollout):
     dynamic_sampling: DynamicSampling | None = None
     """Replacement of groups without a learning signal (``{}``: defaults). None: train on every
     group."""
+    asynchronous: AsynchronousRollout | None = None
+    """Sample while the policy is trained (``{max_staleness: 1}`` is a usual start). None: sample,
+    then train."""
+
+    @property
+    def max_staleness(self) -> int:
+        """Maximum age of a group; 0 in a synchronous run."""
+        return 0 if self.asynchronous is None else self.asynchronous.max_staleness
 
     def rules(self) -> Iterator[str]:
-        yield from AsynchronousRollout.rules(self)
-        if self.is_asynchronous and self.engine.sleep_between_rollouts:
+        if self.asynchronous is not None and self.engine.sleep_between_rollouts:
             yield (
                 "engine.sleep_between_rollouts frees memory between rollouts, and with "
-                "max_staleness the engine samples all the time; remove one of them"
+                "asynchronous the engine samples all the time; remove one of them"
             )
         if self.temperature == 0:
             yield (

@@ -41,7 +41,7 @@ class ScoreConfig(RowsJob):
     shaping: ShapingConfig = ShapingConfig()
     """Clipping and penalties."""
     generate_max_len: int | None = Field(None, ge=1)
-    """Length limit of responses, for ``shaping.overlong_buffer_len``."""
+    """Length limit of responses, for ``shaping.overlong``."""
     output: PathText = "{run_dir}/scored.jsonl"
     """Output file as in ``generate``: the data's columns, ``reward``, and ``rewards`` by name."""
 
@@ -65,16 +65,17 @@ class ScoreConfig(RowsJob):
         if not self.rewards:
             yield "rewards is empty, so nothing would be scored; add an entry"
         yield from running_norm_rules(self.rewards)
-        buffer = self.shaping.overlong_buffer_len
-        if buffer and self.generate_max_len is None:
+        overlong = self.shaping.overlong
+        if overlong is not None and self.generate_max_len is None:
             yield (
-                f"shaping.overlong_buffer_len={buffer} is counted from generate_max_len, which "
+                f"shaping.overlong.buffer_len={overlong.buffer_len} is counted from "
+                "generate_max_len, which "
                 "is not set; set it to the limit that the responses were sampled with"
             )
-        if not buffer and self.generate_max_len is not None:
+        if overlong is None and self.generate_max_len is not None:
             yield (
                 f"generate_max_len={self.generate_max_len} has no effect without "
-                "shaping.overlong_buffer_len; remove it"
+                "shaping.overlong; remove it"
             )
 
     def advice(self) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import BeforeValidator, Field
 
 from burnish.config import arrow_files
-from burnish.config.base import Node, PathText
+from burnish.config.base import Node, OlderKeys, PathText, on_off
 from burnish.config.columns import default_name, files_of, first_file, num_rows_of, splits_of_path
 from burnish.config.split_files import FilesError, left_out_line
 
@@ -156,8 +156,19 @@ class FileSource(SourceSettings):
                 yield f"path={self.path}: {left_out_line(splits)}"
 
 
+class StreamingConfig(Node):
+    """Reading of a dataset in order."""
+
+    shuffle_buffer: int = Field(1000, ge=1)
+    """Rows held in memory and shuffled together."""
+
+
 class HubSource(SourceSettings):
     """A HuggingFace dataset, by hub name or as a folder written by ``save_to_disk``."""
+
+    older_keys = (
+        OlderKeys("streaming", "streaming", on_off, {"shuffle_buffer": ("shuffle_buffer", 1000)}),
+    )
 
     kind: Literal["dataset"] = "dataset"
     path: PathText
@@ -170,11 +181,10 @@ class HubSource(SourceSettings):
     """Use only the first this many rows. None: all."""
     name: str | None = None
     """Name in prompt ids and metrics. None: the last part of ``path``."""
-    streaming: bool = False
-    """Read rows in order while training, instead of downloading them first. The number of rows is
-    ``max_samples``, which the dataset must have; None: unknown, and the job needs ``max_steps``."""
-    shuffle_buffer: int = Field(1000, ge=1)
-    """Rows held in memory and shuffled together, if ``streaming``."""
+    streaming: Annotated[StreamingConfig | None, BeforeValidator(on_off)] = None
+    """Read rows in order while training, instead of downloading them first: ``true``, or a mapping.
+    The number of rows is ``max_samples``, which the dataset must have; None: unknown, and the job
+    needs ``max_steps``."""
 
     @property
     def place(self) -> str:
@@ -190,7 +200,7 @@ class HubSource(SourceSettings):
 
     @property
     def is_streamed(self) -> bool:
-        return self.streaming
+        return self.streaming is not None
 
     @property
     def identities(self) -> frozenset[str]:
@@ -198,22 +208,17 @@ class HubSource(SourceSettings):
         return frozenset({f"{place}[{self.subset}][{self.split or 'train'}]"})
 
     def num_rows(self) -> int | None:
-        return self.max_samples if self.streaming else None
+        return self.max_samples if self.is_streamed else None
 
     def lines(self) -> list[tuple[str, str, str]]:
-        origin = f"{self.path}: {self.shuffle_buffer} in memory"
-        return [("streamed rows", str(self.max_samples or "?"), origin)] if self.streaming else []
+        if self.streaming is None:
+            return []
+        origin = f"{self.path}: {self.streaming.shuffle_buffer} in memory"
+        return [("streamed rows", str(self.max_samples or "?"), origin)]
 
     def copies(self) -> Copies | None:
         folder = Path(self.path)
         return Copies({}, sorted(folder.rglob("*.arrow"))) if folder.is_dir() else None
-
-    def rules(self) -> Iterator[str]:
-        if self.is_own("shuffle_buffer") and not self.streaming:
-            yield (
-                f"shuffle_buffer={self.shuffle_buffer} has no effect without streaming, because "
-                "all rows are shuffled together; remove it, or set streaming=true"
-            )
 
 
 class EnvironmentSource(SourceSettings):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from burnish.config.base import Node, PathText
+from burnish.config.base import Node, OlderKeys, PathText, on_off
 from burnish.config.cluster import ClusterConfig, ClusterRole
 from burnish.config.model import ModelConfig
 from burnish.config.schedule import ScheduleConfig
@@ -205,8 +205,45 @@ def critic_rules(
         )
 
 
+def _older_export(value: Any) -> dict[str, Any] | None:
+    """Return the section of ``export_at_end`` when it was a boolean or a path."""
+    section = on_off(value)
+    return {"path": section} if isinstance(section, str) else section
+
+
+class ExportConfig(Node):
+    """HuggingFace folder with the trained model."""
+
+    short_key = "path"
+
+    path: PathText = "{run_dir}/export"
+    """Folder. ``{run_dir}`` is replaced by the run folder."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Number format of the weights. The masters have fp32."""
+    lora: Literal["merge", "adapter"] = "merge"
+    """Form of a model with adapters: merged weights, or the adapter alone."""
+
+    def rules(self) -> Iterator[str]:
+        if not self.path.strip():
+            yield "path is empty; use the path of a new folder, or remove it"
+        if set("{}") & set(self.path.replace("{run_dir}", "")):
+            yield (
+                f"path={self.path} contains braces, but only {{run_dir}} is replaced; remove the "
+                "others"
+            )
+
+
 class CheckpointConfig(Node):
     """When checkpoints are saved and which are kept. Saving is on by default."""
+
+    older_keys = (
+        OlderKeys(
+            "export_at_end",
+            "export_at_end",
+            _older_export,
+            {"export_dtype": ("dtype", None), "export_lora": ("lora", None)},
+        ),
+    )
 
     every_n_steps: int = Field(50, ge=0)
     """Save every this many steps. 0: only at the end and on interruption."""
@@ -219,14 +256,9 @@ class CheckpointConfig(Node):
     """Contents of kept checkpoints. weights: each save reduces all older ones to fp32 weights (and
     the moving average), a third of the size with AdamW; they can be exported, not resumed. The
     newest is always full."""
-    export_at_end: bool | PathText = False
-    """Write the trained model as a HuggingFace folder once all steps are done. true: ``export`` in
-    the run folder. A path: that folder; ``{run_dir}`` is replaced."""
-    export_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Number format of the weights of ``export_at_end``. None: fp32, that of the masters."""
-    export_lora: Literal["merge", "adapter"] | None = None
-    """Form of a model with adapters in ``export_at_end``: merged weights, or the adapter alone.
-    None: merge."""
+    export_at_end: Annotated[ExportConfig | None, BeforeValidator(on_off)] = None
+    """Write the trained model as a HuggingFace folder once all steps are done: ``true``, the path
+    of the folder, or a mapping. None: do not."""
     in_background: bool = False
     """Train while a checkpoint is written (needs train.engine.sharding=full). Each rank first
     copies its state to CPU memory, which must have room. A checkpoint is valid at the first end of
@@ -247,21 +279,6 @@ class CheckpointConfig(Node):
                 f"best_metric={name}: its name does not show whether higher or lower is better; "
                 "set best_mode=max or best_mode=min"
             )
-        if self.export_at_end is False:
-            for name in ("export_dtype", "export_lora"):
-                if self.model_dump()[name] is not None:
-                    yield (
-                        f"{name} has no effect without export_at_end; set "
-                        "checkpoint.export_at_end=true (or a folder), or remove it"
-                    )
-        elif isinstance(self.export_at_end, str):
-            if not self.export_at_end.strip():
-                yield "export_at_end is empty; use true, or the path of a new folder"
-            if set("{}") & set(self.export_at_end.replace("{run_dir}", "")):
-                yield (
-                    f"export_at_end={self.export_at_end} contains braces, but only {{run_dir}} is "
-                    "replaced; remove the others"
-                )
 
 
 _LESS = re.compile(
@@ -318,10 +335,11 @@ def export_rules(
     checkpoint: CheckpointConfig, model: ModelConfig, *, kind: ClusterRole
 ) -> Iterator[str]:
     """Yield an error if the model at the end of the run cannot be exported as an adapter."""
-    if checkpoint.export_lora is None:
+    options = checkpoint.export_at_end
+    if options is None or options.lora == "merge":
         return
-    name = f"checkpoint.export_lora={checkpoint.export_lora}"
+    name = "checkpoint.export_at_end.lora=adapter"
     if model.lora is None:
         yield f"{name} is the form of adapters, but model.lora is not set; remove it"
-    elif checkpoint.export_lora == "adapter" and kind != "policy":
+    elif kind != "policy":
         yield f"{name}: an adapter does not contain the head of a {kind} model; use merge"

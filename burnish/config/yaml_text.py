@@ -14,7 +14,8 @@ from typing import Any
 
 import yaml
 
-from burnish.config.schema import allows_none, is_list, is_text, item_of, nodes_in, value_of
+from burnish.config.older import type_below
+from burnish.config.schema import allows_none, is_list, is_text, item_of, nodes_in
 
 _MAX_CHARACTERS = 4 << 20
 _MAX_NODES = 50_000
@@ -204,7 +205,7 @@ def _keep_text(node: Any, annotation: Any, *, field: str, source: str) -> None:
             below = annotation
             if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
                 key.tag = _STR
-                below = _below(annotation, key.value)
+                below = type_below(annotation, key.value)
             name = key.value if isinstance(key, yaml.ScalarNode) else ""
             _keep_text(value, below, field=name, source=source)
     elif isinstance(node, yaml.SequenceNode):
@@ -216,12 +217,6 @@ def _keep_text(node: Any, annotation: Any, *, field: str, source: str) -> None:
             _refuse_comment(node, field, source)
         if node.tag != _NULL:
             node.tag = _STR
-
-
-def _below(annotation: Any, key: str) -> Any:
-    """Return the annotation of ``key`` below ``annotation``, or None if it is not known."""
-    fields = [node.model_fields[key] for node in nodes_in(annotation) if key in node.model_fields]
-    return fields[0].annotation if fields else value_of(annotation)
 
 
 def _refuse_comment(node: Any, field: str, source: str) -> None:

@@ -71,11 +71,11 @@ def _open_dataset(config: HubSource) -> Source:
 
     _check_folder(config)
     folder = Path(config.path)
-    more = {"streaming": True} if config.streaming else {}
+    more = {"streaming": True} if config.streaming is not None else {}
     try:
         if is_saved_dataset(folder):
             dataset = _choose_split(datasets.load_from_disk(config.path), config)
-            dataset = dataset.to_iterable_dataset() if config.streaming else dataset
+            dataset = dataset.to_iterable_dataset() if config.streaming is not None else dataset
         else:
             dataset = datasets.load_dataset(
                 config.path, config.subset, split=config.split or _SPLIT, **more
@@ -92,11 +92,11 @@ def _open_dataset(config: HubSource) -> Source:
 
     split = dataset.split or config.split or _SPLIT
     name, place = config.name or folder.name, f"{config.path}[{split}]"
-    if config.streaming:
+    if config.streaming is not None:
         return StreamedRows(
             *(name, dataset),
             place=place,
-            block_size=config.shuffle_buffer,
+            block_size=config.streaming.shuffle_buffer,
             num_rows=config.max_samples,
         )
 

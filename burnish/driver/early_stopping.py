@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from burnish.config.early_stopping import EarlyStoppingConfig
+from burnish.config.early_stopping import EarlyStoppingConfig, WatchedMetric
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,19 @@ class StopCounters:
         1, 2, so the run stops at the fourth measurement. A value that is not finite is no
         improvement.
         """
-        found = self
-        if config.metric != self.metric:  # a resumed run may watch another metric
-            found = replace(found, metric=config.metric, best=None, without_improvement=0)
-        if config.metric is not None and config.metric in metrics:
-            found = found._measured(config, metrics[config.metric])
+        counters, watched = self, config.metric
+        name = None if watched is None else watched.name
+        if name != self.metric:  # a resumed run may watch another metric
+            counters = replace(counters, metric=name, best=None, without_improvement=0)
+        if watched is not None and watched.name in metrics:
+            counters = counters._measured(watched, metrics[watched.name])
         kl = kl_of(metrics)
         if config.max_kl is not None and kl is not None:
-            above = not kl <= config.max_kl  # true if the KL is NaN
-            found = replace(found, kl_steps=found.kl_steps + 1 if above else 0)
-        return found
+            above = not kl <= config.max_kl.limit  # true if the KL is NaN
+            counters = replace(counters, kl_steps=counters.kl_steps + 1 if above else 0)
+        return counters
 
-    def _measured(self, config: EarlyStoppingConfig, value: float) -> Self:
+    def _measured(self, config: WatchedMetric, value: float) -> Self:
         better = math.isfinite(value) and self.best is None
         if math.isfinite(value) and self.best is not None:
             gain = value - self.best if config.wants_higher else self.best - value
@@ -53,18 +54,22 @@ class StopCounters:
 
     def reason(self, config: EarlyStoppingConfig) -> str | None:
         """Return the reason to stop, or None if the run continues."""
-        same = config.metric is not None and config.metric == self.metric
-        if same and self.without_improvement >= config.patience:
+        watched, limit = config.metric, config.max_kl
+        if (
+            watched is not None
+            and watched.name == self.metric
+            and self.without_improvement >= watched.patience
+        ):
             best = "no finite value" if self.best is None else f"the best value {self.best:.6g}"
             return (
                 f"{self.metric} did not improve in {self.without_improvement} consecutive "
-                f"measurements ({best}; early_stopping.patience={config.patience}, "
-                f"min_delta={config.min_delta:g})"
+                f"measurements ({best}; early_stopping.metric.patience="
+                f"{watched.patience}, min_delta={watched.min_delta:g})"
             )
-        if config.max_kl is not None and self.kl_steps >= config.max_kl_steps:
+        if limit is not None and self.kl_steps >= limit.steps:
             return (
-                f"the KL to the reference was above early_stopping.max_kl={config.max_kl:g} in "
-                f"{self.kl_steps} consecutive steps (max_kl_steps={config.max_kl_steps})"
+                f"the KL to the reference was above early_stopping.max_kl={limit.limit:g} in "
+                f"{self.kl_steps} consecutive steps (early_stopping.max_kl.steps={limit.steps})"
             )
         return None
 

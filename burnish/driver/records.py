@@ -61,7 +61,7 @@ class Recorder:
         self, config: RLConfig, run_dir: Path, source: RolloutSource, timeline: Timeline
     ) -> None:
         self.run_dir, self.source, self.timeline = run_dir, source, timeline
-        self._logs_groups = config.rollout.is_asynchronous
+        self._logs_groups = config.rollout.asynchronous is not None
         self._facts = facts_of(config) if config.observe.record_rollouts else None
 
     def __call__(self, step: int, rollout: Rollout) -> None:

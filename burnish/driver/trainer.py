@@ -324,10 +324,10 @@ class Trainer(Driver[Loop]):
             )
             write_text(self.records_dir / STOPPED_FILE, why + "\n")
             self.progress.message(why)
-        elif config.metric is not None and config.metric not in self.position.last:
+        elif config.metric is not None and config.metric.name not in self.position.last:
             log.warning(
                 "early_stopping.metric=%s was never measured; metrics of this run: %s",
-                *(config.metric, ", ".join(sorted(self.position.last))),
+                *(config.metric.name, ", ".join(sorted(self.position.last))),
             )
 
     def _stop_if_mostly_skipped(self, loop: Loop) -> None:

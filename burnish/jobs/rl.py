@@ -239,19 +239,20 @@ def _source(
     if sleeps and config.cluster.offload_between_phases:  # make room for the first transfer
         engine.sleep(new_weights_follow=True)
     sync = runtime.sync(policy, engine, config.sync)
-    if rollout.max_staleness is None:
+    asynchronous = rollout.asynchronous
+    if asynchronous is None:
         return SyncSource(prompts, runner, sync, groups_per_step=size, sleeps=sleeps), engine
     service = RolloutService(timed(engine, timeline, SAMPLER_SPANS))
     options = AsyncOptions(
         Limits(
             groups_per_step=size,
-            slots=rollout.capacity(size),
-            max_staleness=rollout.max_staleness,
+            slots=asynchronous.capacity(size),
+            max_staleness=asynchronous.max_staleness,
             total_steps=config.num_steps,
             max_refills=runner.max_refills,
         ),
-        in_flight=rollout.in_flight,
-        overlaps=rollout.overlaps,
+        in_flight=asynchronous.in_flight,
+        overlaps=asynchronous.overlaps,
         evaluation="continue" if config.eval is None else config.eval.training_groups,
         vocab_size=vocab_size_of(config.model),
     )
@@ -267,7 +268,7 @@ def _runner(
     episode_pool: EpisodePool | None,
     timeline: Timeline,
 ) -> Runner:
-    overlaps = config.rollout.is_asynchronous  # scored in a thread of its own
+    overlaps = config.rollout.asynchronous is not None  # scored in a thread of its own
     return make_runner(
         engine,
         timed(rewards, timeline, {"measure": f"{SCORING}/reward" if overlaps else "reward"}),
@@ -296,7 +297,7 @@ def _policy_loss(config: RLConfig, kl: KlController) -> Loss:
         config.algorithm,
         max_len=config.row_lengths.rest,
         kl_coef=lambda: kl.coef,
-        max_staleness=config.rollout.max_staleness or 0,
+        max_staleness=config.rollout.max_staleness,
     )
     return with_expert_balance(objective, config.train.moe_aux_loss_coef)
 
@@ -355,9 +356,10 @@ def _reference(
 
 
 def _kl_controller(config: KlConfig) -> KlController:
-    if config.kl_target is None:
+    adaptive = config.adaptive
+    if adaptive is None:
         return FixedKl(config.init_kl_coef)
-    return AdaptiveKl(config.init_kl_coef, target=config.kl_target, horizon=config.kl_horizon)
+    return AdaptiveKl(config.init_kl_coef, target=adaptive.target, horizon=adaptive.horizon)
 
 
 class RLJob(Job[RLConfig, Loop]):

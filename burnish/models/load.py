@@ -242,7 +242,7 @@ def place(
     cast_parameters(model, DTYPES[dtype])
     if lora is not None and lora.quantization is not None:
         check_weights(model.named_parameters(), type(model).__name__)
-        quantize(model, double=lora.double_quantization, device=device)
+        quantize(model, double=lora.quantization.double, device=device)
     return model.to(device)
 
 

@@ -116,7 +116,7 @@ def overlap(sides: Sides, rollout: AsynchronousRollout) -> Overlap:
         limit=limit,
         sides=sides,
         mean_age=mean_age(sides, rollout, step_s=bounds[limit] if limit == _SAMPLING else None),
-        max_age=rollout.max_staleness or 0,
+        max_age=rollout.max_staleness,
         bounds=bounds,
     )
 
@@ -128,7 +128,7 @@ _LONGEST = "the longest responses, which max_staleness waits for"
 def _overlapping(sides: Sides, rollout: AsynchronousRollout) -> dict[str, float]:
     started = rollout.rollouts_ahead + rollout.oversample
     late = max(0.0, 2.0 - started) * sides.rollout_s
-    stale = (rollout.max_staleness or 0) if started > 1 else 0
+    stale = rollout.max_staleness if started > 1 else 0
     return {
         _SAMPLING: sides.rollout_s,
         _TRAINING: sides.trainer_s + late,
@@ -142,7 +142,7 @@ def _overlapping(sides: Sides, rollout: AsynchronousRollout) -> dict[str, float]
 def _paused(sides: Sides, rollout: AsynchronousRollout) -> dict[str, float]:
     """Sampling stops while the policy is trained, and S + 1 sampling phases contain the longest
     response."""
-    longest = sides.longest_s / ((rollout.max_staleness or 0) + 1)
+    longest = sides.longest_s / (rollout.max_staleness + 1)
     return {
         _SAMPLING: sides.trainer_s + max(sides.rollout_s, sides.scoring_s),
         _LONGEST: sides.trainer_s + longest,

@@ -254,8 +254,8 @@ def shape_from_config(  # house: ok the model, its origin and its head
             f"{name}: transformers cannot build a language model from its config ({source}): "
             f"{library_text(error)}"
         ) from error
-    packed = set[int]()
-    if lora is not None and lora.quantization is not None:
+    packed, quantization = set[int](), None if lora is None else lora.quantization
+    if quantization is not None:
         packed = {id(layer.weight) for layer in layers_to_quantize(network)}
     if lora is not None:
         is_classifier = scalar and has_score(config)  # its body gets them, without a head around it
@@ -275,7 +275,7 @@ def shape_from_config(  # house: ok the model, its origin and its head
         scalar=scalar,
         outputs=outputs,
         tied=tied,
-        double_quantization=lora is not None and lora.double_quantization,
+        double_quantization=quantization is not None and quantization.double,
     )
 
 

@@ -28,10 +28,8 @@ RECORD = "export.json"
 
 def export_folder(config: TrainingJob, run_dir: Path) -> Path | None:
     """Return the folder of the export at the end of a run; None if there is none."""
-    wanted = config.checkpoint.export_at_end
-    if wanted is False:
-        return None
-    return run_dir / "export" if wanted is True else Path(wanted.replace("{run_dir}", str(run_dir)))
+    options = config.checkpoint.export_at_end
+    return None if options is None else Path(options.path.replace("{run_dir}", str(run_dir)))
 
 
 def check_export_folder(config: TrainingJob, run_dir: Path) -> None:
@@ -55,27 +53,26 @@ def export_at_end(config: TrainingJob, run_dir: Path) -> None:
     that this run wrote before is replaced. Raises RunError, with the command that repeats the
     export, if it fails; the run itself is complete.
     """
-    folder = export_folder(config, run_dir)
-    if folder is None:
+    options, folder = config.checkpoint.export_at_end, export_folder(config, run_dir)
+    if options is None or folder is None:
         return
     check_export_folder(config, run_dir)
     from burnish.publish.model_card import write_card  # needs the report's catalog and the hub
 
-    settings, model = config.checkpoint, config.trained.kind
+    model = config.trained.kind
     scratch = folder.with_name(f".{folder.name}.tmp")
     try:
         if scratch.exists():
             shutil.rmtree(scratch)
-        lora = settings.export_lora or "merge"
         export(
             run_dir,
             scratch,
             model=model,
-            dtype=settings.export_dtype,
-            lora=lora,
+            dtype=options.dtype,
+            lora=options.lora,
             trust_remote_code=config.model.trust_remote_code,
         )
-        write_card(scratch, run_dir, model=model, lora=lora, title=folder.name)
+        write_card(scratch, run_dir, model=model, lora=options.lora, title=folder.name)
         if folder.exists():
             shutil.rmtree(folder)
         write_text(run_dir / RECORD, json.dumps({"folder": str(folder.resolve())}))

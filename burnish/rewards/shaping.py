@@ -41,9 +41,11 @@ def shaped(total: float, sample: Sample, *, config: ShapingConfig, generate_max_
         reward -= config.truncation_penalty
     num_tokens = sample.num_sampled_tokens
     reward -= config.length_penalty * num_tokens
+    if config.overlong is None:
+        return reward
     return reward - overlong_penalty(
         num_tokens,
         max_len=generate_max_len,
-        buffer_len=config.overlong_buffer_len,
-        penalty=config.overlong_penalty,
+        buffer_len=config.overlong.buffer_len,
+        penalty=config.overlong.penalty,
     )

@@ -131,7 +131,7 @@ class SyncSource:
             raise ValueError(
                 f"it belongs to an asynchronous run, which has used {ahead} prompts that come "
                 "after one that it has not trained; a synchronous run would train them again: set "
-                "rollout.max_staleness as in that run"
+                "rollout.asynchronous.max_staleness as in that run"
             )
         self.prompts.load_state_dict(state["prompts"])
         self.sync.push()

@@ -43,8 +43,8 @@ class Sync(Protocol):
         """Take a snapshot of the policy's weights for a load that overlaps with training.
 
         ``in_flight``: treatment of the responses that are open during the load
-        (``rollout.in_flight``). The caller owns the policy. The load of an earlier snapshot may
-        still be in progress; it is skipped by workers that have not begun it.
+        (``rollout.asynchronous.in_flight``). The caller owns the policy. The load of an earlier
+        snapshot may still be in progress; it is skipped by workers that have not begun it.
         """
         ...
 

@@ -66,9 +66,9 @@ class MovingReference:
         odd = sorted(name for name, _ in set(shapes[0].items()) ^ set(shapes[1].items()))
         if odd:
             raise ModelError(
-                "reference.sync_every_n_steps mixes the policy into the reference, but their "
+                "reference.moving mixes the policy into the reference, but their "
                 f"weights differ in names or shapes, e.g. {odd[0]}; use a reference.model with the "
-                "policy's architecture, or remove sync_every_n_steps"
+                "policy's architecture, or remove reference.moving"
             )
 
     def save(self, folder: Path) -> None:
@@ -105,8 +105,9 @@ def load_reference(moving: MovingReference | None, folder: Path) -> None:
     elif (folder / REFERENCE).is_dir():
         raise ValueError(
             "the checkpoint contains a reference model that followed the policy, and "
-            "reference.sync_every_n_steps=0 would continue with the one that the run started "
-            "from; set sync_every_n_steps as in that run, or to more steps than the run has left, "
+            "without reference.moving the run would continue with the one that the run started "
+            "from; set moving as in that run, or every_n_steps to more steps than the run has "
+            "left, "
             "which keeps the reference as it is now"
         )
 
@@ -119,14 +120,14 @@ def moving_reference(
 ) -> MovingReference | None:
     """Return the updates of the reference that a recipe sets, or None if it is frozen. Raises
     ModelError if weights of ``reference.model`` differ from the policy's in name or shape."""
-    if config is None or not config.sync_every_n_steps:
+    if config is None or config.moving is None:
         return None
     assert reference is not None, "the rules of the recipe require a reference"
     moving = MovingReference(
         policy,
         cast(MixableModel, reference),
-        every_n_steps=config.sync_every_n_steps,
-        alpha=config.mixup_alpha,
+        every_n_steps=config.moving.every_n_steps,
+        alpha=config.moving.mixup_alpha,
         ranks=ranks,
     )
     if config.model is not None:

@@ -104,7 +104,7 @@ def rl_step(run: RL, step: int) -> Metrics:
 
 def ages_of(batch: Batch, rollout: Rollout, run: RL) -> Metrics:
     """Return the ages of the tokens that will be trained; empty in a synchronous run."""
-    most, version = run.config.rollout.max_staleness or 0, run.policy.version
+    most, version = run.config.rollout.max_staleness, run.policy.version
     return age_metrics(batch, rollout.ages, version=version, max_staleness=most)
 
 

@@ -42,30 +42,17 @@ def lr_factor(step: int, config: TrainConfig, total_steps: int) -> float:
     """Return the learning rate at optimizer step ``step`` (from 0) as a fraction of the peak.
 
     Warm-up is linear over ``lr_warmup_steps``, or ``ceil(lr_warmup_ratio x total)`` steps, and is
-    above 0 at step 0. After warm-up the schedule runs to ``total_steps``. ``wsd`` stays at the peak
-    until the last ``ceil(lr_decay_ratio x total)`` steps.
+    above 0 at step 0. After warm-up the schedule (:mod:`burnish.config.schedule`) runs to
+    ``total_steps``.
     """
     warmup = config.lr_warmup_steps
     if warmup is None:
         warmup = math.ceil(config.lr_warmup_ratio * total_steps)
     if step < warmup:
         return (step + 1) / (warmup + 1)
-    begin = warmup
-    if config.lr_scheduler == "wsd":
-        begin = max(warmup, total_steps - math.ceil(config.lr_decay_ratio * total_steps))
-    progress = min(1.0, max(0, step - begin) / max(1, total_steps - begin))
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    left = {"linear": 1.0 - progress, "cosine": cosine, "sqrt": 1.0 - math.sqrt(progress)}
-    floor = config.min_lr_ratio
-    shapes = {
-        "constant": 1.0,
-        "linear": 1.0 - progress,
-        "cosine": cosine,
-        "cosine_with_min_lr": floor + (1 - floor) * cosine,
-        "polynomial": floor + (1 - floor) * (1.0 - progress) ** config.lr_power,
-        "wsd": floor + (1 - floor) * left[config.lr_decay_shape],
-    }
-    return shapes[config.lr_scheduler]
+    first = config.lr_scheduler.first_step(warmup, total_steps)
+    progress = min(1.0, max(0, step - first) / max(1, total_steps - first))
+    return config.lr_scheduler.factor(progress)
 
 
 MEASURED_FROM = 0.5

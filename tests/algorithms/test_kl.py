@@ -122,7 +122,7 @@ def test_a_non_finite_kl_does_not_change_the_weight(measured: float) -> None:
 def test_a_horizon_too_short_for_the_rollout_is_refused() -> None:
     """1 - 0.2 x 50 / 10 = 0 would end the penalty for good."""
     kl = AdaptiveKl(0.2, target=6.0, horizon=10)
-    with pytest.raises(ValueError, match="set kl_horizon above 10"):
+    with pytest.raises(ValueError, match=r"adaptive\.horizon above 10"):
         kl.update(6.0, 50)
     AdaptiveKl(0.2, target=6.0, horizon=11).update(0.0, 50)
 

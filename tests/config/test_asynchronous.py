@@ -21,7 +21,7 @@ RECIPE = {
 }
 SYNCHRONOUS = {name: v for name, v in RECIPE["rollout"].items() if name != "max_staleness"}
 RAY, GPUS = "cluster.runtime=ray", "cluster.gpus_per_worker=1"
-COPY, PARTIAL = "rollout.engine.own_weights=true", "rollout.partial=true"
+COPY, PARTIAL = "rollout.engine.own_weights=true", "rollout.asynchronous.partial=true"
 
 
 @pytest.mark.parametrize(
@@ -39,29 +39,28 @@ COPY, PARTIAL = "rollout.engine.own_weights=true", "rollout.partial=true"
             [["sync.keep=2"]],
         ),
         (
-            [PARTIAL, "rollout.in_flight=finish"],
+            [PARTIAL, "rollout.asynchronous.in_flight=finish"],
             "end with the old ones",
-            [[COPY, "rollout.partial=false"]],
+            [[COPY, "rollout.asynchronous.partial=false"]],
         ),
         (
-            [COPY, "rollout.run_ahead=2"],
+            [COPY, "rollout.asynchronous.run_ahead=2"],
             "run_ahead=2 is above max_staleness=1: a group that is started further ahead",
-            [["rollout.run_ahead=1"], ["rollout.max_staleness=2"]],
+            [["rollout.asynchronous.run_ahead=1"], ["rollout.asynchronous.max_staleness=2"]],
         ),
         (  # 1 rollout ahead and 1.5 of a step: more than the S + 1 = 2 that can be trained in time
-            [COPY, "rollout.oversample=1.5"],
+            [COPY, "rollout.asynchronous.oversample=1.5"],
             "starts 2.5 rollouts at a time, and max_staleness=1 allows 2; lower oversample or",
-            [["rollout.oversample=1"], ["rollout.run_ahead=0"], ["rollout.max_staleness=2"]],
+            [
+                ["rollout.asynchronous.oversample=1"],
+                ["rollout.asynchronous.run_ahead=0"],
+                ["rollout.asynchronous.max_staleness=2"],
+            ],
         ),
         (
-            [PARTIAL, "rollout.max_staleness=0"],
+            [PARTIAL, "rollout.asynchronous.max_staleness=0"],
             "which max_staleness=0 does not allow; set max_staleness=1 or more",
-            [["rollout.max_staleness=1"]],
-        ),
-        (
-            ["rollout.max_staleness=null", "rollout.oversample=1.5"],
-            "oversample has no effect without max_staleness",
-            [[COPY, "rollout.max_staleness=2"]],
+            [["rollout.asynchronous.max_staleness=1"]],
         ),
     ],
 )
@@ -75,18 +74,20 @@ def test_a_run_that_cannot_overlap_is_refused_and_each_way_out_is_accepted(
 
 
 def test_an_engine_that_drops_its_cache_at_an_update_cannot_continue_with_it(monkeypatch):
-    overrides = [RAY, "rollout.in_flight=continue"]
+    overrides = [RAY, "rollout.asynchronous.in_flight=continue"]
     load_config(RECIPE, overrides)
     monkeypatch.setattr(LocalEngine, "keeps_cache_on_update", False)
     with pytest.raises(ConfigError, match="the engine local cannot; use in_flight=recompute"):
         load_config(RECIPE, overrides)
-    load_config(RECIPE, [RAY, "rollout.in_flight=finish"])
+    load_config(RECIPE, [RAY, "rollout.asynchronous.in_flight=finish"])
 
 
 def test_settings_without_the_benefit_of_overlap_are_advised_against():
     """No group ahead; CPUs of a policy rank; a key of asynchronous runs in a synchronous one."""
     held_out = {"data": {"sources": ["held_out.jsonl"]}, "training_groups": "wait"}
-    found = load_config(RECIPE | {"eval": held_out}, [RAY, "rollout.run_ahead=0"]).warnings()
+    found = load_config(
+        RECIPE | {"eval": held_out}, [RAY, "rollout.asynchronous.run_ahead=0"]
+    ).warnings()
     assert [text for text in found if "use run_ahead=1" in text]
     assert [text for text in found if "uses the CPUs of a policy rank" in text]
     assert not [text for text in found if "training_groups" in text]

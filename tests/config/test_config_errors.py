@@ -57,7 +57,7 @@ def test_the_recipes_that_the_tests_break_are_valid(recipes):
         ("train.clip_high=1", "(did you mean algorithm.policy_loss.clip_high?)"),
         ("train.run_dir=x", "(did you mean run_dir at the top level?)"),
         ("eval_delay_steps=3", "(did you mean eval.delay_steps?)"),
-        ("reference.sync=4", "unknown key 'sync' (nearest: sync_every_n_steps)"),
+        ("reference.movings=4", "unknown key 'movings' (nearest: moving)"),
         ("tf32=true", "TRL's tf32 has no equivalent; remove it: fp32 is computed in fp32."),
     ],
 )
@@ -266,7 +266,7 @@ def test_the_nearest_train_batch_size_also_fits_the_micro_batches(rl_recipe):
             ("rollout.n_samples_per_prompt=1", "train.train_batch_size=8"),
             "compares the samples of one prompt",
         ),
-        (("algorithm.kl.kl_target=0.1",), "set init_kl_coef"),
+        (("algorithm.kl.adaptive.target=0.1",), "set init_kl_coef"),
         (("critic={}",), "remove critic or use gae"),
         (("reference={}",), "does not use it"),
         (("checkpoint.best_metric=eval/pass@1",), "is measured by eval, which is not set"),
@@ -279,7 +279,7 @@ def test_the_nearest_train_batch_size_also_fits_the_micro_batches(rl_recipe):
         (("checkpoint.best_metric=reward/shaping", "checkpoint.best_mode=max"), "reward/mean"),
         (("checkpoint.best_metric=critic/loss",), "critic/loss is never measured"),
         (("checkpoint.best_metric=loss",), "rollout/..."),
-        (("shaping.overlong_buffer_len=256",), "must be below rollout.generate_max_len=256"),
+        (("shaping.overlong.buffer_len=256",), "must be below rollout.generate_max_len=256"),
         (
             ("algorithm.policy_loss=reinforce", "train.train_batch_size=32"),
             "one optimizer step per rollout",

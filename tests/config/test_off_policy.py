@@ -18,9 +18,9 @@ RECIPE: dict[str, Any] = {
     "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "generate_max_len": 8},
     "train": {"train_batch_size": 16},
 }
-STALE = ("rollout.max_staleness=1", "rollout.partial=true")
+STALE = ("rollout.asynchronous.max_staleness=1", "rollout.asynchronous.partial=true")
 """Partial rollouts: an asynchronous run that shares the trainer's weights."""
-FRESH = ("rollout.max_staleness=0", "rollout.partial=false")
+FRESH = ("rollout.asynchronous.max_staleness=0", "rollout.asynchronous.partial=false")
 BY_SAMPLER, CORRECTED = "algorithm.old_policy=sampler", "algorithm.correction={}"
 BY_TRAINER, UNCORRECTED = "algorithm.old_policy=trainer", "algorithm.correction=null"
 REINFORCE, GSPO = "algorithm.policy_loss=reinforce", "algorithm.policy_loss=gspo"
@@ -37,7 +37,8 @@ IN_REWARD = (
     [
         (
             STALE,
-            "rollout.max_staleness=1 trains on tokens of older policies, and nothing weights them "
+            "rollout.asynchronous.max_staleness=1 trains on tokens of older policies, and nothing "
+            "weights them "
             "by the probability with which they were sampled: old_policy=trainer compares the "
             "policy with itself at the start of the update; set algorithm.correction={mode: "
             "truncate} (decoupled PPO), or algorithm.old_policy=sampler",
@@ -80,7 +81,7 @@ IN_REWARD = (
         ),
         (
             [*STALE, BY_SAMPLER, *DISTILL],
-            "algorithm.advantage=on_policy_distill with rollout.max_staleness=1 and",
+            "algorithm.advantage=on_policy_distill with rollout.asynchronous.max_staleness=1 and",
             [[BY_TRAINER, CORRECTED]],
         ),
     ],
@@ -104,7 +105,7 @@ def test_an_unsound_combination_is_refused_and_each_way_out_is_accepted(
         ([*STALE, BY_SAMPLER, *IN_REWARD], "algorithm.kl.placement=reward with old_policy=sampler"),
         (
             [*STALE, CORRECTED, "algorithm.advantage=gae"],
-            "algorithm.advantage=gae with rollout.max_staleness=1",
+            "algorithm.advantage=gae with rollout.asynchronous.max_staleness=1",
         ),
     ],
 )

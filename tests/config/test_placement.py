@@ -100,7 +100,7 @@ def test_colocated_rollout_workers_and_reward_models_need_equal_numbers(recipes:
 def test_vllm_servers_take_no_place(layout: str, rl_recipe: dict[str, Any]) -> None:
     """Also not one that the policy would have to share: its layout allows an asynchronous run."""
     ray = [RAY, f"cluster.layout={layout}", "cluster.policy_ranks=4", "cluster.gpus_per_worker=1"]
-    options = [*ray, SERVERS, "rollout.max_staleness=1", "algorithm.correction={}"]
+    options = [*ray, SERVERS, "rollout.asynchronous.max_staleness=1", "algorithm.correction={}"]
     config = load_config(rl_recipe, options)
     assert [(p.roles, p.count) for p in placement_groups(config)] == [(("policy",), 4)]
     assert "rollout: on running servers (rollout.engine.urls)" in placement_text(config)
@@ -190,7 +190,12 @@ OFFLOAD = "cluster.offload_between_phases"
             "always in host memory with train.engine.cpu_offload=true",
         ),
         (
-            [RAY, f"{OFFLOAD}=[policy]", "rollout.max_staleness=1", "rollout.partial=true"],
+            [
+                RAY,
+                f"{OFFLOAD}=[policy]",
+                "rollout.asynchronous.max_staleness=1",
+                "rollout.asynchronous.partial=true",
+            ],
             "the roles on its device have no phases",
         ),
     ],

@@ -97,7 +97,11 @@ REFUSED: dict[str, tuple[list[str], str, str, str]] = {
         "sync.kind=object_store",
     ),
     "the cache of older weights on vLLM servers": (
-        ["rollout.max_staleness=1", "rollout.in_flight=continue", "algorithm.correction={}"],
+        [
+            "rollout.asynchronous.max_staleness=1",
+            "rollout.asynchronous.in_flight=continue",
+            "algorithm.correction={}",
+        ],
         SERVERS,
         "use in_flight=recompute (the default) or finish",
         "rollout.engine.kind=vllm",
@@ -267,8 +271,6 @@ def test_a_value_of_another_framework_is_translated(override: str, said: str) ->
         ("sft", "observe.record_rollouts=true"),
         ("rm", "observe.samples_per_step=3"),
         ("generate", "observe.record_rollouts=true"),
-        ("sft", "train.min_lr_ratio=0.5"),
-        ("rl", "train.min_lr_ratio=0.5"),
         ("rm", "data.response_key=answer"),
         ("distill", "teacher.model.chat_template=x"),
         ("distill", "teacher.model.chat_template_kwargs={enable_thinking: false}"),

@@ -454,7 +454,7 @@ def test_with_keep_cache_only_old_responses_and_conversations_read_old_keys(
     """The oracle continues the old model's cache with the new model."""
     if isinstance(engine, VllmServerEngine):
         assert not engine.keeps_cache_on_update, "a recipe with in_flight=continue is refused"
-        record_property("refused", "rollout.in_flight=continue")
+        record_property("refused", "rollout.asynchronous.in_flight=continue")
         return
     assert engine.keeps_cache_on_update
     talk = Request("t0", LONG, seed=1, conversation="t")

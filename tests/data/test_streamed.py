@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 def streamed(folder: Path, *others: Any, **more: Any) -> PromptDataConfig:
     own = {key: more.pop(key) for key in ("max_samples", "weight") if key in more}
     buffer = more.pop("shuffle_buffer", 4)
-    source = {"kind": "dataset", "path": str(folder), "streaming": True, "shuffle_buffer": buffer}
+    source = {"kind": "dataset", "path": str(folder), "streaming": {"shuffle_buffer": buffer}}
     return PromptDataConfig(sources=(source | own, *others), **more)
 
 
@@ -216,7 +216,6 @@ PRECOMPUTED = {"job": "preference", "reference": {"precompute": True}}
         ({"drop_last": False}, "drop_last=false counts the rows.*remove drop_last"),
         ({"eval_data": "data"}, "eval_data: .* is streamed, but all rows of eval_data are read"),
         ({"mix": "size"}, "mix=size shuffles all rows together"),
-        ({"streaming": False, "shuffle_buffer": 7}, "shuffle_buffer=7 has no effect without str"),
         ({"job": "rl", "max_steps": None, "max_epochs": 2} | RL, "max_epochs=2 counts the prompts"),
         ({"job": "generate"}, "data: .* is streamed, but all rows of data are read"),
         (PRECOMPUTED, "reference.precompute computes log-probs of all rows"),
@@ -229,9 +228,6 @@ def test_a_recipe_that_needs_all_rows_refuses_streaming(
     data = tree["data"]
     if "mix" in tree:
         data["mix"] = tree.pop("mix")
-    for key in ("streaming", "shuffle_buffer"):
-        if key in tree:
-            data["sources"][0][key] = tree.pop(key)
     if "eval_data" in tree:
         tree["eval_data"] = data
     if tree["job"] != "sft":

@@ -48,8 +48,7 @@ GAE: dict[str, Any] = {
             "init_kl_coef": 0.1,
             "placement": "reward",
             "estimator": "k1",
-            "kl_target": 0.02,
-            "kl_horizon": 40,
+            "adaptive": {"target": 0.02, "horizon": 40},
         },
     },
     "train": {

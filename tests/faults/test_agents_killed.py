@@ -39,8 +39,8 @@ def recipe(folder: Path, name: str, staleness: int) -> JobConfig:
             "rollout_batch_size": 2,
             "n_samples_per_prompt": 2,
             "generate_max_len": 4,
-            "max_staleness": staleness,
-            "in_flight": "finish",  # keys that are computed again differ in their last bits
+            # finish: keys that are computed again differ in their last bits
+            "asynchronous": {"max_staleness": staleness, "in_flight": "finish"},
             "engine": {"own_weights": True},
             "episodes": {"agent": f"{agent}:agent", "max_turns": 9, "max_tokens": 64, "workers": 2},
         },

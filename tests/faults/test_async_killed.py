@@ -34,8 +34,8 @@ ON_RAY = [range(i, min(i + PER_RUN, KILLS)) for i in range(0, KILLS, PER_RUN)]
 VICTIMS = ("RolloutWorker", "TrainWorker", "controller", "hung RolloutWorker")
 SYNCS = ("object_store", "collective", "ipc", "disk")
 ASYNC = (
-    f"rollout.max_staleness={STALE}",
-    "rollout.oversample=1.5",
+    f"rollout.asynchronous.max_staleness={STALE}",
+    "rollout.asynchronous.oversample=1.5",
     "algorithm.correction={}",
     "checkpoint.every_n_steps=2",
 )

@@ -149,7 +149,14 @@ def test_a_death_in_any_call_does_not_change_the_results(
 
 @pytest.mark.parametrize(
     "overrides",
-    [(), ("rollout.max_staleness=1", "rollout.run_ahead=0", "algorithm.correction={}")],
+    [
+        (),
+        (
+            "rollout.asynchronous.max_staleness=1",
+            "rollout.asynchronous.run_ahead=0",
+            "algorithm.correction={}",
+        ),
+    ],
     ids=["synchronous", "asynchronous"],
 )
 def test_a_rank_that_dies_while_it_sends_weights_to_a_new_rollout_worker_is_replaced(

@@ -75,7 +75,7 @@ def test_every_set_is_measured_at_every_evaluation(tmp_path: Path, job: str) -> 
 
 
 def test_sets_of_prompts_are_measured_with_the_weights_of_one_step(tmp_path: Path) -> None:
-    staleness = ("rollout.max_staleness=1", "rollout.engine.own_weights=true")
+    staleness = ("rollout.asynchronous.max_staleness=1", "rollout.engine.own_weights=true")
     config: Any = load_config(recipe("rl", tmp_path), [*staleness, "algorithm.old_policy=sampler"])
     run_dir = burnish.run(config, rewards=lambda response: len(response) % 3).run_dir
     lines = [line for line in read_metrics(run_dir) if "eval/pass@1" in line]

@@ -73,7 +73,7 @@ def test_a_step_whose_samples_were_all_cut_off_has_no_update(
         "mask_truncated": True,
         "entropy_coef": 0.1,
         "advantage": "gae" if with_critic else "grpo",
-        "kl": {"init_kl_coef": 0.1, "kl_target": 0.02, "kl_horizon": 40},
+        "kl": {"init_kl_coef": 0.1, "adaptive": {"target": 0.02, "horizon": 40}},
     }
     config = recipe("rollout.generate_max_len=1", "max_steps=6", algorithm=algorithm)
     burnish.run(config)

@@ -14,7 +14,7 @@ from burnish.checkpoint.manifest import verify
 from burnish.checkpoint.reduce import has_only_weights
 from burnish.checkpoint.save import CheckpointStore
 from burnish.config import ConfigError, load_config
-from burnish.config.model import ModelConfig, ReferenceConfig, ScratchConfig
+from burnish.config.model import ModelConfig, MovingReferenceConfig, ReferenceConfig, ScratchConfig
 from burnish.config.train import TrainConfig
 from burnish.distributed.process_group import SINGLE
 from burnish.models.load import ModelError, load_causal_lm
@@ -62,7 +62,7 @@ def test_updates_are_weighted_means_every_n_steps_and_are_restored(
 ) -> None:
     """Policy 4, reference 0, alpha 1/4, every second step: after step 2 the reference is 1/4 x 4 =
     1, after step 4 it is 1/4 x 4 + 3/4 x 1 = 1.75. All numbers are exact in fp32."""
-    config = ReferenceConfig(sync_every_n_steps=2, mixup_alpha=0.25)
+    config = ReferenceConfig(moving=MovingReferenceConfig(every_n_steps=2, mixup_alpha=0.25))
     moving = moving_reference(config, engine(4.0), engine(0.0, trainable=False), SINGLE)
     assert moving is not None
     seen = []
@@ -108,7 +108,7 @@ def test_a_mixture_in_slices_is_the_mixture(
 def test_a_checkpoint_of_weights_alone_has_no_reference(
     engine: Callable[..., TorchTrainEngine], tmp_path: Path
 ) -> None:
-    config = ReferenceConfig(sync_every_n_steps=1)
+    config = ReferenceConfig(moving=MovingReferenceConfig(every_n_steps=1))
     moving = moving_reference(config, engine(4.0), engine(0.0, trainable=False), SINGLE)
     assert moving is not None
     store = CheckpointStore(tmp_path, keep_last=2, best_mode="max", keep="weights")
@@ -120,7 +120,9 @@ def test_a_checkpoint_of_weights_alone_has_no_reference(
 def test_a_reference_of_another_architecture_is_refused_before_the_first_step(
     engine: Callable[..., TorchTrainEngine],
 ) -> None:
-    config = ReferenceConfig(sync_every_n_steps=2, model=ModelConfig(scratch=ScratchConfig()))
+    config = ReferenceConfig(
+        moving=MovingReferenceConfig(every_n_steps=2), model=ModelConfig(scratch=ScratchConfig())
+    )
     with pytest.raises(ModelError, match=r"weights differ in names or shapes, e.g. lm_head|model."):
         moving_reference(config, engine(1.0), engine(0.0, trainable=False, width=16), SINGLE)
 
@@ -128,19 +130,19 @@ def test_a_reference_of_another_architecture_is_refused_before_the_first_step(
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["reference.mixup_alpha=0.5"], "mixup_alpha has no effect on a frozen reference"),
-        (["reference={sync_every_n_steps: 4, mixup_alpha: 1.5}"], "must be at most 1, got 1.5"),
+        (["reference.moving.mixup_alpha=0.5"], "every_n_steps: is required and not set"),
+        (["reference.moving={every_n_steps: 4, mixup_alpha: 1.5}"], "must be at most 1, got 1.5"),
         (
-            ["reference.sync_every_n_steps=4", "model.lora={}"],
+            ["reference.moving.every_n_steps=4", "model.lora={}"],
             "set reference.model.path to the base, which loads it a second time",
         ),
         (
-            ["reference.sync_every_n_steps=4", "train.engine={kind: deepspeed, zero_stage: 3}"],
+            ["reference.moving.every_n_steps=4", "train.engine={kind: deepspeed, zero_stage: 3}"],
             "use zero_stage=2, or train.engine.kind=torch",
         ),
         (
             [
-                "reference.sync_every_n_steps=4",
+                "reference.moving.every_n_steps=4",
                 "rollout.engine.own_weights=true",
                 "cluster.offload_between_phases=[policy]",
             ],
@@ -154,6 +156,6 @@ def test_what_cannot_work_is_refused_with_an_alternative(overrides: list[str], s
 
 
 def test_an_update_that_bf16_rounds_away_is_named() -> None:
-    overrides = ["reference={sync_every_n_steps: 1, mixup_alpha: 0.001}", "precision.dtype=bf16"]
+    overrides = ["reference.moving={every_n_steps: 1, mixup_alpha: 0.001}", "precision.dtype=bf16"]
     warnings = " ".join(load_config(TREE, overrides).warnings())
     assert "rounds small changes away; use 0.015625 or more" in warnings

@@ -46,15 +46,18 @@ TEXT: dict[str, Any] = {
     "rollout": {"rollout_batch_size": 5, "n_samples_per_prompt": 3, "generate_max_len": 7},
     "train": {"train_batch_size": 5, "lr": 5e-3, "lr_scheduler": "linear"},
 }
-STALE = {"max_staleness": 3, "run_ahead": 1, "oversample": 1.4, "engine": {"own_weights": True}}
+STALE = {
+    "asynchronous": {"max_staleness": 3, "run_ahead": 1, "oversample": 1.4},
+    "engine": {"own_weights": True},
+}
 PPO: dict[str, Any] = {
     **TEXT,
     "rollout": {**TEXT["rollout"], **STALE, "top_p": 0.9, "top_k": 6},  # kept ids are recorded
     "rewards": [{"kind": "function", "name": "even", "running_norm": "std"}],
     "algorithm": {
         "advantage": "gae",
-        "kl": {"init_kl_coef": 0.1, "placement": "reward", "estimator": "k1", "kl_target": 0.05,
-               "kl_horizon": 200},
+        "kl": {"init_kl_coef": 0.1, "placement": "reward", "estimator": "k1",
+               "adaptive": {"target": 0.05, "horizon": 200}},
         "correction": {"mode": "truncate"},
     },
     "ptx": {"data": {"sources": ["TEXTS"], "max_len": 12}, "ptx_coef": 0.2, "batch_size": 2},

@@ -168,7 +168,7 @@ def test_merged_weights_are_base_plus_scaled_product(alpha: int) -> None:
 
 FORMS: list[dict[str, Any]] = [
     {"quantization": "nf4"},
-    {"quantization": "nf4", "double_quantization": False, "use_rslora": True},
+    {"quantization": {"double": False}, "use_rslora": True},
     {"use_dora": True},
     {"use_dora": True, "quantization": "nf4"},
     {"modules_to_save": ("embed_tokens", "lm_head"), "quantization": "nf4"},
@@ -323,7 +323,6 @@ def test_a_missing_bitsandbytes_names_the_extra(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        ({"double_quantization": False}, "no effect without quantization"),
         ({"use_dora": True, "target_modules": ("lm_head",)}, "use_dora with target_modules"),
         ({"modules_to_save": ("norm",), "target_modules": ("norm",)}, "remove it from one"),
     ],

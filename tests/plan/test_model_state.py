@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.model import LoraConfig, ModelConfig, Nf4Config, PrecisionConfig, ScratchConfig
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm
 from burnish.models.value_head import load_scalar_model
@@ -214,7 +214,7 @@ def test_checkpoint_is_12_bytes_per_trained_parameter_for_any_number_of_ranks():
 def test_nf4_weights_count_their_codes_and_scales(double):
     """Within 10% of the loaded model: every parameter and buffer but rotary frequencies."""
     scratch = ScratchConfig(hidden_size=128, num_layers=2)
-    lora = LoraConfig(lora_rank=4, quantization="nf4", double_quantization=double)
+    lora = LoraConfig(lora_rank=4, quantization=Nf4Config(double=double))
     config = ModelConfig(scratch=scratch, lora=lora)
     model = load_causal_lm(config)
     tensors = [*model.parameters()]

@@ -33,7 +33,7 @@ RECIPE = {
         "rollout_batch_size": 4,
         "n_samples_per_prompt": 4,
         "generate_max_len": 8,
-        "max_staleness": 2,
+        "asynchronous": {"max_staleness": 2},
     },
     "algorithm": {"correction": {"mode": "truncate"}},
     "train": {"train_batch_size": 16},
@@ -79,10 +79,10 @@ def test_bounds_other_than_the_slower_side():
 
 def test_the_bound_zero_is_planned_as_a_synchronous_run():
     hardware = parse_cluster("3xA100-80GB")
-    plain = {**RECIPE, "rollout": {**RECIPE["rollout"], "max_staleness": None}}
+    plain = {**RECIPE, "rollout": {**RECIPE["rollout"], "asynchronous": None}}
     seconds = [
         estimate(load_config(tree, overrides), hardware)
-        for tree, overrides in ((plain, []), (RECIPE, ["rollout.max_staleness=0"]))
+        for tree, overrides in ((plain, []), (RECIPE, ["rollout.asynchronous.max_staleness=0"]))
     ]
     assert seconds[0] == seconds[1] and seconds[0].overlap is None
 
@@ -104,7 +104,7 @@ def test_trainer_and_rollout_are_added_up_by_side_and_a_connection_blocks_both()
     assert staged.overlap.sides.trainer_s == pytest.approx(trainer)
     assert staged.seconds == pytest.approx(max(staged.overlap.bounds.values()))
 
-    linked, seconds = parts("sync=collective", "rollout.in_flight=continue")
+    linked, seconds = parts("sync=collective", "rollout.asynchronous.in_flight=continue")
     sync = seconds["policy", "sync"]
     sampling = seconds["rollout", "prefill"] + seconds["rollout", "decode"]
     assert linked.overlap.sides.rollout_s == pytest.approx(sampling + sync)
@@ -122,15 +122,18 @@ def test_memory_of_staged_weights_and_of_sampling_in_all_phases():
     keeps its cache of 16 slots x 24 positions x 512 B in the step, too.)"""
     weights, cache = 126_592 * 4, 16 * 24 * 512
     store = []
-    for bound in ("null", "2"):
-        config = load_config(RECIPE, [f"rollout.max_staleness={bound}"])
+    for asynchronous in ("null", "{max_staleness: 2}"):
+        config = load_config(RECIPE, [f"rollout.asynchronous={asynchronous}"])
         plan = make_plan(config, parse_cluster("2xA100-80GB"))
         rows = [r for r in plan.rows if "object store" in r.how and r.phase == "step"]
         store.append(sum(r.bytes for r in rows))
     assert store == [weights, 2 * weights]
 
     peaks = []
-    for changes in (["rollout.max_staleness=null"], ["rollout.engine.own_weights=true"]):
+    for changes in (
+        ["rollout.asynchronous=null"],
+        ["rollout.engine.own_weights=true"],
+    ):
         plan = make_plan(load_config(RECIPE, [*ALONE, *changes]), parse_cluster("A100-80GB"))
         peaks.append(next(p for p in plan.peaks if (p.where, p.phase) == ("device", "step")).bytes)
     rows = [r for r in plan.rows if (r.role, r.phase, r.where) == ("rollout", "rollout", "device")]
@@ -146,7 +149,7 @@ def test_measured_rates_replace_the_assumed_ones(tmp_path):
     """A run whose sampling took 3x and whose updates took 2x the estimate: the median of its last
     two steps, without the first. Its times apply to another split."""
     run, hardware = tmp_path / "run", parse_cluster("2xA100-80GB")
-    tree = {**RECIPE, "rollout": {**RECIPE["rollout"], "max_staleness": None}}
+    tree = {**RECIPE, "rollout": {**RECIPE["rollout"], "asynchronous": None}}
     plan = estimate(load_config(tree), hardware)
     sampling = sum(p.seconds for p in plan.parts if p.phase in ("prefill", "decode"))
     update = next(p.seconds for p in plan.parts if p.phase == "forward/backward")
@@ -183,7 +186,7 @@ def test_measured_response_lengths_replace_the_assumed_ones(tmp_path):
     at once, a step takes 16 x 2 / 32 = 1 time, and computes the keys and values of 32 rows of 0.6 x
     16 + 2/2 tokens. A recipe of at most 1 token has no longer responses."""
     run, hardware = tmp_path / "run", parse_cluster("2xA100-80GB")
-    tree = {**RECIPE, "rollout": {**RECIPE["rollout"], "max_staleness": None}}
+    tree = {**RECIPE, "rollout": {**RECIPE["rollout"], "asynchronous": None}}
     run.mkdir()
     (run / "config.yaml").write_text(json.dumps(tree))
     line = {"time": 0.0, "time/step_s": 9.0, "time/rollout_s": 3.0}
@@ -234,7 +237,7 @@ def test_the_best_split_gives_the_slower_side_more_gpus_and_fit_proposes_it(monk
     training = only(("policy", "forward/backward"))
     assert min(training, key=lambda workers: training[workers]) == (8, 2)
     assert training[2, 8] == pytest.approx(4 * training[8, 2])
-    assert not splits(load_config(RECIPE, ["rollout.max_staleness=null"]), hardware)
+    assert not splits(load_config(RECIPE, ["rollout.asynchronous=null"]), hardware)
 
     monkeypatch.setattr("burnish.plan.fit.candidates", lambda config, hardware: [[]])  # fewer plans
     assert fit(config, hardware).proposals[0].overrides == tuple(found[0].overrides)

@@ -125,7 +125,7 @@ def test_vllm_servers_take_no_gpu_of_the_ranks_on_ray():
     assert set(time.idle) == {"policy", "rollout"}
     (sync,) = (part for part in time.parts if part.phase == "sync")
     assert "host memory, written to files in memory" in sync.how
-    bound = ["rollout.max_staleness=1", "algorithm.correction={}"]
+    bound = ["rollout.asynchronous.max_staleness=1", "algorithm.correction={}"]
     ahead = load_config({**TINY, "cluster": cluster}, [servers, *bound])
     always = {p.phase: p.bytes for p in make_plan(ahead, hardware).peaks if p.where == "host"}
     assert always["step"] - host["step"] == pytest.approx(1 << 30, rel=0.01)
@@ -240,7 +240,7 @@ def test_sequence_parallelism_halves_activations_but_not_state():
 def test_a_checkpoint_contains_a_reference_that_follows_the_policy():
     """At 4 bytes per parameter: a third of the policy's masters and two moments."""
     tree = {**TINY, "algorithm": {"kl": {"init_kl_coef": 0.1}}}
-    moving = {**tree, "reference": {"sync_every_n_steps": 4}}
+    moving = {**tree, "reference": {"moving": {"every_n_steps": 4}}}
     frozen, follows = (
         make_plan(load_config(c), parse_cluster("1xA100-80GB")).disk_per_checkpoint
         for c in (tree, moving)

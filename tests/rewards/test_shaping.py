@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from burnish.config.rewards import ShapingConfig
+from burnish.config.rewards import OverlongPenalty, ShapingConfig
 from burnish.rewards.shaping import clip, overlong_penalty, shaped
 from burnish.types import Sample, TokenRow
 
@@ -44,7 +44,9 @@ def test_clip_works_on_both_sides_and_none_means_none() -> None:
 
 def test_clipping_comes_before_penalties() -> None:
     """Total 5 clipped to 1; truncated: 1 - 0.5; 9 of 10 tokens, buffer 4: 0.5 - 1 * 3/4 = -0.25."""
-    config = ShapingConfig(reward_clip=1.0, truncation_penalty=0.5, overlong_buffer_len=4)
+    config = ShapingConfig(
+        reward_clip=1.0, truncation_penalty=0.5, overlong=OverlongPenalty(buffer_len=4)
+    )
     assert shaped(5.0, _sample(9, "length"), config=config, generate_max_len=10) == -0.25
 
 
@@ -74,5 +76,5 @@ def test_penalties_count_what_the_policy_sampled_in_all_rows() -> None:
     episode = replace(last, earlier_rows=(row,), turns=(1,) * 5 + (-1,) * 4)
     config = ShapingConfig(length_penalty=0.5)
     assert shaped(0.0, episode, config=config, generate_max_len=8) == -3.5
-    config = ShapingConfig(overlong_buffer_len=2, overlong_penalty=1.0)
+    config = ShapingConfig(overlong=OverlongPenalty(buffer_len=2))
     assert shaped(0.0, episode, config=config, generate_max_len=8) == -0.5

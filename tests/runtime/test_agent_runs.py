@@ -88,8 +88,14 @@ def test_an_openai_client_gives_the_curve_of_the_environment(tmp_path: Path) -> 
 def test_asynchronous_episodes_of_an_agent_keep_the_bound(tmp_path: Path) -> None:
     """Programs call the policy while it is trained. Tokens of the trained version have its
     log-probs; those of older versions have others."""
-    overlap = ["rollout.max_staleness=2", "rollout.engine.own_weights=true", "max_steps=5"]
-    lines = run(tmp_path / "run", *overlap, "algorithm.correction={}", "rollout.oversample=1.5")
+    overlap = [
+        "rollout.asynchronous.max_staleness=2",
+        "rollout.engine.own_weights=true",
+        "max_steps=5",
+    ]
+    lines = run(
+        tmp_path / "run", *overlap, "algorithm.correction={}", "rollout.asynchronous.oversample=1.5"
+    )
     ages = [line["rollout/age_max"] for line in lines]
     assert len(ages) == 5 and 1 <= max(ages) <= 2
     kls = [(n, line[n]) for line in lines for n in line if n.endswith("behavior_kl")]

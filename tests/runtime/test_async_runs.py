@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 import burnish
 from burnish.checkpoint.state import load_state
 from burnish.config import load_config
+from burnish.config.rollout import AsynchronousRollout
 from burnish.driver.trainer import Trainer
 from burnish.jobs import rl as loop
 from burnish.jobs.evaluate import Evaluator
@@ -39,6 +40,7 @@ def fails(responses):
         raise RuntimeError("too many")
     return even(responses)
 """
+KEYS = AsynchronousRollout.model_fields.keys()
 ROLLOUT = {"rollout_batch_size": 5, "n_samples_per_prompt": 3, "generate_max_len": 7}
 OWN = {"engine": {"own_weights": True}}
 TEXT: dict[str, Any] = {
@@ -53,8 +55,8 @@ PPO: dict[str, Any] = {
                  "running_norm": "std"}],
     "algorithm": {
         "advantage": "gae",
-        "kl": {"init_kl_coef": 0.1, "placement": "reward", "estimator": "k1", "kl_target": 0.05,
-               "kl_horizon": 200},
+        "kl": {"init_kl_coef": 0.1, "placement": "reward", "estimator": "k1",
+               "adaptive": {"target": 0.05, "horizon": 200}},
     },
     "train": {"train_batch_size": 5, "epochs_per_rollout": 2, "lr": 5e-3},
 }  # fmt: skip
@@ -104,7 +106,10 @@ def recipe(folder: Path, name: str, *trees: dict[str, Any], **rollout: Any) -> A
     }
     for other in trees:
         tree |= other
+    asynchronous = {key: rollout.pop(key) for key in KEYS & rollout.keys()}
     tree["rollout"] = {**tree["rollout"], **rollout}
+    if asynchronous:
+        tree["rollout"]["asynchronous"] = asynchronous
     text = json.dumps(tree).replace("REWARD", str(folder / "rewards.py"))
     return load_config(json.loads(text.replace("PROMPTS", str(prompts))))
 

@@ -87,7 +87,7 @@ def thinking(tmp_path: Path) -> list[str]:
         "rollout.stop=['1','2']",
         "algorithm.advantage={kind: gae, discount: turn, gamma: 0.9}",
         "algorithm.kl={init_kl_coef: 0.1, placement: reward, estimator: k1}",
-        "shaping={overlong_buffer_len: 40, length_penalty: 0.01, truncation_penalty: 0.2}",
+        "shaping={overlong: {buffer_len: 40}, length_penalty: 0.01, truncation_penalty: 0.2}",
         "train={train_batch_size: 8, micro_train_batch_size: 4, epochs_per_rollout: 2, lr: 1e-2}",
     ]
 
@@ -340,7 +340,7 @@ def test_an_evaluation_without_any_episode_left_says_why(
             ["eval.data.sources=[{kind: seeds}]", "rollout.episodes=null"],
             "eval.data.sources has an entry of kind seeds",
         ),
-        (["shaping.overlong_buffer_len=28"], "below rollout.episodes.max_tokens - data.prompt_max"),
+        (["shaping.overlong.buffer_len=28"], "below rollout.episodes.max_tokens - data.prompt_max"),
         (["rollout.episodes.environment=null"], "exactly one of environment, tools"),
         (["rollout.episodes.environment=guess"], "not of the form"),
         (["rollout.episodes=null"], "set episodes"),
@@ -361,4 +361,4 @@ def test_senseless_settings_are_refused_at_load(
 
 def test_the_overlong_buffer_may_be_longer_than_a_turn(tmp_path: Path) -> None:
     """Turns have 3 tokens, and a conversation 28 after the prompt."""
-    assert recipe(tmp_path, "shaping.overlong_buffer_len=27").shaping.overlong_buffer_len == 27
+    assert recipe(tmp_path, "shaping.overlong.buffer_len=27").shaping.overlong.buffer_len == 27

@@ -261,7 +261,7 @@ def test_kto_with_a_kept_reference_is_bit_equal_to_one_with_the_model(
         ["loss=kto"],
         ["reference.precompute=true"],
         [f"model.lora={NF4}"],
-        ["loss=kto", "reference.sync_every_n_steps=3", "checkpoint.every_n_steps=2"],
+        ["loss=kto", "reference.moving.every_n_steps=3", "checkpoint.every_n_steps=2"],
     ],
 )
 def test_a_resumed_run_is_bit_equal_to_one_that_went_through(

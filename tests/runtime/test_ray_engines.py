@@ -97,7 +97,7 @@ def test_a_lora_policy_and_its_base_share_shards(
 ) -> None:
     options = ["model.lora.lora_rank=4", "algorithm.kl.init_kl_coef=0.1", "train.lr=1e-2", "seed=3"]
     one = lines_of(rl(*options, "max_steps=3", f"run_dir={rl().run_dir}-one"), reward)
-    at_end = ["checkpoint.export_at_end=true", "checkpoint.export_lora=adapter"]
+    at_end = ["checkpoint.export_at_end=true", "checkpoint.export_at_end.lora=adapter"]
     config = rl(*options, *RAY, *SHARDED[engine], *at_end, "max_steps=3")
     lines = lines_of(config, reward)
     compare(one, lines)
@@ -134,8 +134,8 @@ def test_asynchronous_rl_with_two_rollout_workers(rl: MakeConfig, reward: Any) -
     two_workers = [*RAY, "cluster.policy_ranks=1", "cluster.rollout_workers=2", "train.lr=1e-2"]
     runs = {
         "sync": [],
-        "0": ["rollout.max_staleness=0"],
-        "2": ["rollout.max_staleness=2", "algorithm.correction={}", "max_steps=6"],
+        "0": ["rollout.asynchronous.max_staleness=0"],
+        "2": ["rollout.asynchronous.max_staleness=2", "algorithm.correction={}", "max_steps=6"],
     }
     found = {
         name: lines_of(rl(*two_workers, *own, f"run_dir={rl().run_dir}-{name}"), reward)

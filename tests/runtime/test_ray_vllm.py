@@ -85,8 +85,17 @@ def test_asynchronous_rl_on_ray(
     """Responses of up to 24 tokens continue across updates. The ages reach the bound and never
     exceed it, every prompt is trained once, and tokens of the trained version have its log-probs
     (except with ``continue``, which keeps caches of older weights)."""
-    how = "rollout.partial=true" if mode == "partial" else f"rollout.in_flight={mode}"
-    bound = ["rollout.max_staleness=2", "rollout.oversample=1.5", "algorithm.correction={}", how]
+    how = (
+        "rollout.asynchronous.partial=true"
+        if mode == "partial"
+        else f"rollout.asynchronous.in_flight={mode}"
+    )
+    bound = [
+        "rollout.asynchronous.max_staleness=2",
+        "rollout.asynchronous.oversample=1.5",
+        "algorithm.correction={}",
+        how,
+    ]
     small = ["rollout.rollout_batch_size=2", "train.train_batch_size=8", "max_steps=8"]
     longer = "rollout.generate_max_len=24"
     engine = f"rollout.engine.kind={kind}"

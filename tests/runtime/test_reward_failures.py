@@ -36,7 +36,7 @@ def run(folder: Path, function: str, bound: int | None, then: str) -> None:
     prompts.write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(20)))
     rollout = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "generate_max_len": 2}
     if bound is not None:
-        rollout |= {"max_staleness": bound, "engine": {"own_weights": True}}
+        rollout |= {"asynchronous": {"max_staleness": bound}, "engine": {"own_weights": True}}
     reward = {"kind": "function", "function": f"{folder}/rewards.py:{function}"}
     tree = {
         "job": "rl",

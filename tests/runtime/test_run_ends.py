@@ -96,7 +96,7 @@ def test_a_reduction_that_was_interrupted_is_completed_by_the_next(
 def test_the_trained_model_is_exported_at_the_end_and_replaced_by_a_resume(
     sft: MakeSFT, tmp_path: Path
 ) -> None:
-    at_end = ("checkpoint.export_at_end='{run_dir}/hf'", "checkpoint.export_dtype=bf16")
+    at_end = ("checkpoint.export_at_end='{run_dir}/hf'", "checkpoint.export_at_end.dtype=bf16")
     run_dir = burnish.run(sft("max_steps=1", *at_end)).run_dir
     for more in (1, 2):
         burnish.run(sft(f"max_steps={more}", *at_end), resume=run_dir)
@@ -123,10 +123,12 @@ def test_an_export_never_replaces_foreign_files_and_its_failure_names_the_comman
     ("overrides", "why"),
     [
         (["checkpoint.keep=some"], "keep"),
-        (["checkpoint.export_dtype=bf16"], "no effect without export_at_end"),
-        (["checkpoint.export_at_end=' '"], "export_at_end is empty"),
+        (["checkpoint.export_at_end=' '"], "path is empty"),
         (["checkpoint.export_at_end='{time}'"], "only {run_dir} is replaced"),
-        (["checkpoint.export_at_end=true", "checkpoint.export_lora=adapter"], "lora is not set"),
+        (
+            ["checkpoint.export_at_end=true", "checkpoint.export_at_end.lora=adapter"],
+            "lora is not set",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_at_load(sft: MakeSFT, overrides: list[str], why: str) -> None:
@@ -190,7 +192,7 @@ def test_a_run_above_its_limit_of_the_kl_ends_early_with_an_evaluation(
     config = rl(
         "max_steps=6",
         "algorithm.kl={init_kl_coef: 0.001}",
-        "early_stopping={max_kl: 1.0e-12, max_kl_steps: 2}",
+        "early_stopping={max_kl: {limit: 1.0e-12, steps: 2}}",
         "train.lr=0.01",
         "eval={generate_max_len: 4, data: {sources: [" + sums + "], prompt_max_len: 16}}",
     )
@@ -246,8 +248,8 @@ def test_all_ranks_count_what_rank_0_measured(
         ("{metric: loss}", "its name does not|is never measured"),
         ("{metric: train/step}", "set higher_is_better=true or higher_is_better=false"),
         ("{metric: time/step_s}", "depends on the machine"),
-        ("{patience: 2, max_kl: 1}", "patience has no effect without metric"),
-        ("{metric: train/loss, max_kl_steps: 2}", "max_kl_steps has no effect without max_kl"),
+        ("{patience: 2, max_kl: 1}", "early_stopping.metric.name: is required and not set"),
+        ("{metric: train/loss, max_kl_steps: 2}", "early_stopping.max_kl.limit: is required"),
         ("{metric: train/loss, max_kl: 1}", "this run measures no KL to a reference"),
         ("{}", "neither metric nor max_kl is set"),
     ],

@@ -152,7 +152,7 @@ def test_the_first_steps_train_a_critic_with_its_own_settings_alone(
     """The policy's schedule starts at its first step: linear over the last 2 of 4 steps. The
     critic's halves over 4."""
     own = "critic={freeze_policy_steps: 2, lr: 1e-3, optimizer: adafactor, max_grad_norm: 0.1, "
-    own += "schedule: {lr_scheduler: polynomial, min_lr_ratio: 0}}"
+    own += "schedule: {lr_scheduler: {kind: polynomial, min_ratio: 0}}}"
     config = rl(*GAE, "train.lr=1e-2", "train.lr_scheduler=linear", "max_steps=4", own)
     lines = _lines(config, reward)
     assert ["train/lr" in line for line in lines] == [False, False, True, True]
@@ -252,7 +252,11 @@ def test_an_adaptive_kl_weight_moves_as_its_formula_says(
     """KL is 0 at the first step: error clipped to -0.2, so the second step's weight is
     0.1 x (1 - 0.2 x 16 / 160) = 0.098. So too where several updates have moved the policy away from
     the one that sampled: the KL is that one's."""
-    options = ["algorithm.kl.kl_target=0.05", "algorithm.kl.kl_horizon=160", "max_steps=6"]
+    options = [
+        "algorithm.kl.adaptive.target=0.05",
+        "algorithm.kl.adaptive.horizon=160",
+        "max_steps=6",
+    ]
     more = ["train.lr=3e-2", f"train.epochs_per_rollout={updates}"]
     lines = _lines(rl(KL, *options, *more), reward)
     assert lines[0][kl] == 0.0 and (lines[0]["train/kl"] != 0.0) == (updates > 1)
@@ -300,7 +304,11 @@ def test_an_adaptive_kl_weight_goes_on_when_resumed_and_begins_anew_from_another
 ) -> None:
     """The first KL is 0, so the second weight is 0.098 (see above); the third is that of a run
     that went through."""
-    options = ["algorithm.kl.kl_target=0.05", "algorithm.kl.kl_horizon=160", "train.lr=3e-2"]
+    options = [
+        "algorithm.kl.adaptive.target=0.05",
+        "algorithm.kl.adaptive.horizon=160",
+        "train.lr=3e-2",
+    ]
     whole = _lines(rl(KL, *options, "max_steps=3", f"run_dir={tmp_path / 'whole'}"), reward)
     burnish.run(rl(KL, *options), rewards=reward)
     again = rl(KL, *options, "max_steps=3")

@@ -76,7 +76,11 @@ def test_an_asynchronous_run_knows_the_age_of_each_token(
     url: str, rl: MakeConfig, reward: Reward
 ) -> None:
     """Log-probs of samples of age 0 are those of the weights that are trained."""
-    config = rl(*recipe(url, "max_steps=4", "rollout.max_staleness=1", "algorithm.correction={}"))
+    config = rl(
+        *recipe(
+            url, "max_steps=4", "rollout.asynchronous.max_staleness=1", "algorithm.correction={}"
+        )
+    )
     lines = read_metrics(burnish.run(config, rewards=reward).run_dir)
     ages = [line["rollout/age_max"] for line in lines if "rollout/age_max" in line]
     assert len(ages) == 4 and ages[0] == 0 and set(ages) <= {0, 1} and 1 in ages
@@ -135,7 +139,7 @@ def test_an_asynchronous_run_on_ray_loads_staged_weights(
         yield from plain(sync, kept)
 
     monkeypatch.setattr(ServerSync, "_payloads", lost)
-    bound = ["rollout.max_staleness=1", "algorithm.correction={}"]
+    bound = ["rollout.asynchronous.max_staleness=1", "algorithm.correction={}"]
     config = rl(*recipe(url, "max_steps=4", *bound, *evaluation, *RAY))
     run_dir = burnish.run(config, rewards=reward).run_dir
     assert "are lost; rolling back" in (run_dir / "run.log").read_text()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.model import LoraConfig, ModelConfig, Nf4Config, PrecisionConfig, ScratchConfig
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
 from burnish.distributed.process_group import RankGroup
@@ -40,7 +40,7 @@ MODELS = {
     "untied": ModelConfig(scratch=ScratchConfig(**SIZES, tie_word_embeddings=False)),
     "lora": ModelConfig(scratch=ScratchConfig(**SIZES), lora=LoraConfig(lora_rank=3)),
     "nf4": ModelConfig(
-        scratch=ScratchConfig(**SIZES), lora=LoraConfig(lora_rank=3, quantization="nf4")
+        scratch=ScratchConfig(**SIZES), lora=LoraConfig(lora_rank=3, quantization=Nf4Config())
     ),
     "dora": ModelConfig(
         scratch=ScratchConfig(**SIZES, tie_word_embeddings=False),
@@ -50,8 +50,7 @@ MODELS = {
         scratch=ScratchConfig(**SIZES, tie_word_embeddings=False),
         lora=LoraConfig(
             lora_rank=3,
-            quantization="nf4",
-            double_quantization=False,
+            quantization=Nf4Config(double=False),
             target_modules=("embed_tokens", "lm_head", "q_proj"),
         ),
     ),

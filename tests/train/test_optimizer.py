@@ -4,6 +4,7 @@ schedules."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, get_scheduler
 
 from burnish.config.model import Dtype, PrecisionConfig
+from burnish.config.schedule import CosineWithMinLr
 from burnish.config.train import TrainConfig
 from burnish.models.load import DTYPES
 from burnish.train.base import Loss, Outputs
@@ -269,8 +271,8 @@ def test_a_bf16_moving_average_follows_the_masters() -> None:
 # ---- schedules -----------------------------------------------------------------------------------
 
 
-def factors(scheduler: str, total: int, warmup: float = 0.0, **more: float) -> list[float]:
-    config = TrainConfig(lr_scheduler=scheduler, lr_warmup_ratio=warmup, **more)
+def factors(scheduler: Any, total: int, warmup: float = 0.0) -> list[float]:
+    config = TrainConfig(lr_scheduler=scheduler, lr_warmup_ratio=warmup)
     return [lr_factor(step, config, total) for step in range(total)]
 
 
@@ -316,11 +318,11 @@ def test_decay_by_hand() -> None:
     assert factors("linear", 4) == [1.0, 0.75, 0.5, 0.25]
     cosine = [1.0, 0.8535534, 0.5, 0.1464466]
     assert factors("cosine", 4) == pytest.approx(cosine)
-    floor = factors("cosine_with_min_lr", 4, min_lr_ratio=0.2)
+    floor = factors(CosineWithMinLr(min_ratio=0.2), 4)
     assert floor == pytest.approx([1.0, 0.8828427, 0.6, 0.3171573])
 
 
 def test_beyond_the_last_step_the_learning_rate_is_constant() -> None:
-    config = TrainConfig(lr_scheduler="cosine_with_min_lr", min_lr_ratio=0.2)
+    config = TrainConfig(lr_scheduler=CosineWithMinLr(min_ratio=0.2))
     assert lr_factor(100, config, 4) == pytest.approx(0.2)
     assert lr_factor(5, TrainConfig(lr_warmup_ratio=1.0), 3) == 1.0

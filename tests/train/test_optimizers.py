@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.optimization import Adafactor
 
 from burnish.config.model import PrecisionConfig
+from burnish.config.schedule import PolynomialLr
 from burnish.config.train import TrainConfig
 from burnish.optimizers.muon.config import Muon
 from burnish.optimizers.muon.rule import hidden_matrices
@@ -175,8 +176,10 @@ def test_experts_are_matrices_of_their_own_and_fused_projections_are_refused() -
         ({"optimizer": "adafactor", "adam_eps": 1e-6}, "adam_eps has no effect"),
         ({"optimizer": "paged_adamw_8bit", "engine": {"device": "cpu"}}, "needs CUDA"),
         ({"lr_warmup_steps": 3, "lr_warmup_ratio": 0.1}, "both set the length"),
-        ({"lr_power": 2.0}, "use lr_scheduler=polynomial"),
-        ({"lr_scheduler": "wsd", "lr_warmup_ratio": 0.5, "lr_decay_ratio": 0.6}, "more than all"),
+        (
+            {"lr_scheduler": {"kind": "wsd", "decay_ratio": 0.6}, "lr_warmup_ratio": 0.5},
+            "more than all",
+        ),
     ],
 )
 def test_settings_without_effect_and_engines_that_cannot_are_refused(
@@ -190,11 +193,15 @@ def test_schedules_with_a_stable_phase_and_with_a_power() -> None:
     """wsd, 10 steps, 2 of warm-up (1/3, 2/3), decay over the last ceil(0.3 x 10) = 3 from 1 to 0.1:
     1, 0.7, 0.4. sqrt: 1 - sqrt(1/3) = 0.42265 of 0.9, and 0.18350. polynomial, power 2: steps 0 to
     3 of 4 have 1, 9/16, 4/16 and 1/16 of 0.9, above 0.1."""
-    wsd = {"lr_scheduler": "wsd", "lr_warmup_steps": 2, "lr_decay_ratio": 0.3}
+    wsd: dict[str, Any] = {
+        "lr_scheduler": {"kind": "wsd", "decay_ratio": 0.3},
+        "lr_warmup_steps": 2,
+    }
     linear = [lr_factor(i, TrainConfig(**wsd), 10) for i in range(10)]
     assert linear == pytest.approx([1 / 3, 2 / 3, *[1.0] * 6, 0.7, 0.4])
-    root = [lr_factor(i, TrainConfig(**wsd, lr_decay_shape="sqrt"), 10) for i in (8, 9)]
+    wsd["lr_scheduler"] = {"kind": "wsd", "decay_ratio": 0.3, "decay_shape": "sqrt"}
+    root = [lr_factor(i, TrainConfig(**wsd), 10) for i in (8, 9)]
     assert root == pytest.approx([0.1 + 0.9 * 0.42265, 0.1 + 0.9 * 0.18350], abs=1e-5)
-    power = TrainConfig(lr_scheduler="polynomial", lr_power=2.0)
+    power = TrainConfig(lr_scheduler=PolynomialLr(power=2.0))
     found = [lr_factor(i, power, 4) for i in range(4)]
     assert found == pytest.approx([0.1 + 0.9 * x / 16 for x in (16, 9, 4, 1)])

@@ -30,7 +30,7 @@ class LocalEngine(RolloutEngineSettings):
     again."""
     own_weights: bool = False
     """runtime=inline: sample from a copy of the policy's weights, so that sampling and training can
-    overlap (``rollout.max_staleness``). On Ray every worker has a copy."""
+    overlap (``rollout.asynchronous``). On Ray every worker has a copy."""
 
     uses_transformers: ClassVar[bool] = True
 

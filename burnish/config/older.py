@@ -1,0 +1,66 @@
+"""Read the keys of older recipes that are now in a section of their own.
+
+A key that has an effect only together with another one is nested below it, so that a recipe cannot
+set it alone. Recipes and saved runs of earlier versions have both keys side by side; their values
+are moved before validation, and a notice names the present keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from burnish.config.base import Node
+from burnish.config.schema import is_list, item_of, kinds_of, nodes_in, value_of
+
+
+class MovedKey(NamedTuple):
+    """An older key that a recipe sets, and the present one. Both are dotted paths."""
+
+    older: str
+    present: str
+
+
+def move_older_keys(tree: Any, annotation: Any, path: str = "") -> Iterator[MovedKey]:
+    """Move the values of older keys in the recipe ``tree``, in place, and yield the keys whose
+    values differ from their defaults.
+    ``annotation``: type of ``tree``. ``path``: its dotted path, with a dot at the end."""
+    if isinstance(tree, dict):
+        cls = _class_of(tree, annotation)
+        for older in () if cls is None else cls.older_keys:
+            yield from (MovedKey(path + key, path + present) for key, present in older.move(tree))
+        for key, value in tree.items():
+            below = type_below(annotation, key) if cls is None else type_below(cls, key)
+            yield from move_older_keys(value, below, f"{path}{key}.")
+    elif isinstance(tree, list):
+        item = item_of(annotation) if is_list(annotation) else annotation
+        for number, value in enumerate(tree):
+            yield from move_older_keys(value, item, f"{path}{number}.")
+
+
+def type_below(annotation: Any, key: str) -> Any:
+    """Return the type of a key of a mapping of type ``annotation``, also of an older key; None if
+    the key is unknown."""
+    for cls in nodes_in(annotation):
+        if key in cls.model_fields:
+            return cls.model_fields[key].annotation
+    for cls in nodes_in(annotation):
+        for older in cls.older_keys:
+            name = older.keys[key][0] if key in older.keys else key
+            if key in older.keys or key == older.switch:
+                return type_below(cls.model_fields[older.section].annotation, name)
+    return value_of(annotation)
+
+
+def notice(moved: Sequence[MovedKey]) -> str:
+    """Return a sentence that names the present keys."""
+    pairs = ", ".join(dict.fromkeys(f"{key.older} -> {key.present}" for key in moved))
+    return f"keys of an older form, which are still read: {pairs}"
+
+
+def _class_of(tree: Mapping[str, Any], annotation: Any) -> type[Node] | None:
+    """Return the class of a mapping; of several kinds the one that it names."""
+    for cls in nodes_in(annotation):
+        kinds = kinds_of(cls)
+        if not kinds or tree.get("kind", cls.model_fields["kind"].default) in kinds:
+            return cls
+    return None

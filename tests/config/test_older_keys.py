@@ -1,0 +1,163 @@
+"""Keys of earlier versions that are now in a section of their own: recipes, overrides, saved
+recipes and saved engines with them mean what they meant."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import yaml
+
+from burnish.config import ConfigError, dump_yaml, load_config
+from burnish.config.base import Node
+from burnish.config.model import ModelConfig
+from burnish.config.registry import JOBS
+from burnish.config.schema import nodes_in
+
+RL: dict[str, Any] = {
+    "job": "rl",
+    "max_steps": 2,
+    "model": {"scratch": {}},
+    "data": {"sources": ["prompts.jsonl"], "prompt_max_len": 8},
+    "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 2},
+    "rewards": [{"kind": "math"}],
+    "train": {"train_batch_size": 8},
+    "algorithm": {"correction": {}, "kl": {"init_kl_coef": 0.1}},
+    "reference": {},
+    "cluster": {"runtime": "ray", "layout": "separate"},
+}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "rollout": (
+        {"max_staleness": 3, "run_ahead": 2, "oversample": 1.5, "in_flight": "finish"},
+        {"asynchronous": {"max_staleness": 3, "run_ahead": 2, "oversample": 1.5,
+                          "in_flight": "finish"}},
+    ),
+    "algorithm.kl": (
+        {"kl_target": 0.05, "kl_horizon": 500},
+        {"adaptive": {"target": 0.05, "horizon": 500}},
+    ),
+    "reference": (
+        {"sync_every_n_steps": 4, "mixup_alpha": 0.5},
+        {"moving": {"every_n_steps": 4, "mixup_alpha": 0.5}},
+    ),
+    "shaping": (
+        {"overlong_buffer_len": 16, "overlong_penalty": 0.5},
+        {"overlong": {"buffer_len": 16, "penalty": 0.5}},
+    ),
+    "checkpoint": (
+        {"export_at_end": "out", "export_dtype": "bf16", "export_lora": "merge"},
+        {"export_at_end": {"path": "out", "dtype": "bf16", "lora": "merge"}},
+    ),
+    "train": (
+        {"lr_scheduler": "wsd", "min_lr_ratio": 0.2, "lr_decay_ratio": 0.3,
+         "lr_decay_shape": "sqrt"},
+        {"lr_scheduler": {"kind": "wsd", "min_ratio": 0.2, "decay_ratio": 0.3,
+                          "decay_shape": "sqrt"}},
+    ),
+    "early_stopping": (
+        {"metric": "reward/mean", "patience": 5, "min_delta": 0.1, "max_kl": 2.0,
+         "max_kl_steps": 3},
+        {"metric": {"name": "reward/mean", "patience": 5, "min_delta": 0.1},
+         "max_kl": {"limit": 2.0, "steps": 3}},
+    ),
+    "model.lora": (
+        {"quantization": "nf4", "double_quantization": False},
+        {"quantization": {"kind": "nf4", "double": False}},
+    ),
+    "data.sources.0": (
+        {"kind": "dataset", "path": "x", "streaming": True, "shuffle_buffer": 7},
+        {"kind": "dataset", "path": "x", "streaming": {"shuffle_buffer": 7}},
+    ),
+}  # fmt: skip
+"""Section -> keys of the older form, and the same settings in the present form."""
+
+
+def recipe(section: str, keys: dict[str, Any]) -> dict[str, Any]:
+    """A copy of RL with keys of one section."""
+    tree: dict[str, Any] = yaml.safe_load(yaml.safe_dump(RL))
+    if section == "data.sources.0":
+        tree["data"]["sources"] = [keys]
+        return tree
+    node = tree
+    for name in section.split("."):
+        node = node.setdefault(name, {})
+    node.update(keys)
+    return tree
+
+
+def test_every_class_with_older_keys_has_a_case() -> None:
+    """So that a section that is nested next is tested with all of its keys."""
+    classes, seen = [*JOBS.values()], set[type[Node]]()
+    while classes:
+        cls = classes.pop()
+        if cls not in seen:
+            seen.add(cls)
+            classes += [n for f in cls.model_fields.values() for n in nodes_in(f.annotation)]
+    moved = [older for cls in seen for older in cls.older_keys]
+    keys = {key for older, _ in CASES.values() for key in older}
+    left = {key for older in moved for key in (older.switch, *older.keys)} - keys
+    assert left <= {"partial", "lr_power", "higher_is_better"}
+
+
+@pytest.mark.parametrize("section", CASES)
+def test_an_older_form_is_the_present_one_with_a_notice(
+    section: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    older, present = CASES[section]
+    expected = load_config(recipe(section, present))
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "burnish"):
+        assert load_config(recipe(section, older)) == expected
+    (notice,) = [r.getMessage() for r in caplog.records if "older form" in r.getMessage()]
+    prefix = section.replace("data.sources.0", "data.sources.0")
+    assert all(
+        f"{prefix}.{key} -> " in notice for key in set(older) - set(present) - {"export_lora"}
+    )
+    if section != "data.sources.0":
+        overrides = [f"{section}.{key}={value}" for key, value in older.items()]
+        assert load_config(RL, overrides) == expected
+
+
+def test_saved_recipes_with_the_older_defaults_are_read_without_sections(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A run folder has every key, most of them at their defaults, which turned nothing on."""
+    tree = yaml.safe_load(dump_yaml(load_config(RL)))
+    saved = yaml.safe_load(dump_yaml(load_config(RL)))
+    for section, key in (("rollout", "asynchronous"), ("shaping", "overlong"),
+                         ("checkpoint", "export_at_end"), ("reference", "moving"),
+                         ("train", "lr_scheduler")):  # fmt: skip
+        del saved[section][key]
+    del saved["algorithm"]["kl"]["adaptive"]
+    saved["rollout"] |= {"max_staleness": None, "run_ahead": 1, "oversample": 1.0,
+                         "in_flight": "recompute", "partial": False}  # fmt: skip
+    saved["shaping"] |= {"overlong_buffer_len": 0, "overlong_penalty": 1.0}
+    saved["checkpoint"] |= {"export_at_end": False, "export_dtype": None, "export_lora": None}
+    saved["reference"] |= {"sync_every_n_steps": 0, "mixup_alpha": 0.6}
+    saved["train"] |= {"lr_scheduler": "constant", "min_lr_ratio": 0.1, "lr_power": 1.0,
+                       "lr_decay_ratio": 0.1, "lr_decay_shape": "linear"}  # fmt: skip
+    saved["algorithm"]["kl"] |= {"kl_target": None, "kl_horizon": 10_000}
+    assert load_config(saved, resumed=True) == load_config(tree)
+    assert not [r for r in caplog.records if "older form" in r.getMessage()]
+
+
+def test_an_override_of_an_older_key_wins() -> None:
+    """It is given later than the recipe, whichever form that has; also with a default value."""
+    present = recipe("rollout", CASES["rollout"][1])
+    assert load_config(present, ["rollout.run_ahead=1"]).rollout.asynchronous.run_ahead == 1
+    assert load_config(present, ["rollout.max_staleness=null", "rollout.in_flight=recompute",
+                                 "rollout.run_ahead=1", "rollout.oversample=1",
+                                 ]).rollout.asynchronous is None  # fmt: skip
+
+
+def test_a_key_without_the_one_that_enables_it_names_that_one() -> None:
+    with pytest.raises(ConfigError, match=r"rollout.asynchronous.max_staleness: is required"):
+        load_config(RL, ["rollout.partial=true"])
+
+
+def test_saved_engines_are_read() -> None:
+    """``engine.json`` has the model of its run."""
+    state = {"scratch": {}, "lora": {"quantization": "nf4", "double_quantization": False}}
+    lora = ModelConfig.model_validate(state).lora
+    assert lora is not None and lora.quantization is not None and not lora.quantization.double

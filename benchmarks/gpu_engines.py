@@ -33,6 +33,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.gpu import set_up_gpu
 from burnish.models.load import choose_attention, place
@@ -174,11 +175,13 @@ def train_errors(
     own = place(copy.deepcopy(model), dtype="fp32", device=device)
     choose_attention(own, "the small model")
     spec = EngineSpec(
-        "policy",
-        TrainConfig(layout=layout),
-        ModelConfig(scratch=ScratchConfig()),
+        TrainRole.alone(
+            "policy",
+            TrainConfig(layout=layout),
+            ModelConfig(scratch=ScratchConfig()),
+            precision=PrecisionConfig(dtype=dtype),
+        ),
         micro_batch_size=4,
-        precision=PrecisionConfig(dtype=dtype),
     )
     engine = TorchTrainEngine(own, spec)
     logprobs = engine.logprobs(batch).cpu().double()

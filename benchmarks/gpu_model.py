@@ -26,6 +26,7 @@ from plan_accuracy import random_model
 
 from burnish.config import load_config
 from burnish.config.model import ModelConfig
+from burnish.config.roles import TrainRole
 from burnish.doctor.calibrate import gpu_of
 from burnish.models.gpu import set_up_gpu
 from burnish.plan.hardware import load_tables
@@ -109,12 +110,14 @@ def make_engine(setup: Setup, *, with_entropy: bool, **train: Any) -> TorchTrain
     torch.manual_seed(0)
     model = random_model(config, torch.device(setup.device))
     spec = EngineSpec(
-        "policy",
-        config.train,
-        config.model,
+        TrainRole.alone(
+            "policy",
+            config.train,
+            config.model,
+            with_entropy=with_entropy,
+            precision=config.precision,
+        ),
         micro_batch_size=config.batch_plan().micro_train_batch_size,
-        with_entropy=with_entropy,
-        precision=config.precision,
     )
     return TorchTrainEngine(model, spec)
 

@@ -39,6 +39,7 @@ def run_case(args: argparse.Namespace) -> None:
     import torch
 
     from burnish.config.model import ModelConfig, PrecisionConfig
+    from burnish.config.roles import TrainRole
     from burnish.config.train import TrainConfig
     from burnish.models.load import load_causal_lm
     from burnish.train.spec import EngineSpec
@@ -51,7 +52,9 @@ def run_case(args: argparse.Namespace) -> None:
     config = ModelConfig(path=str(model_folder()))
     model = load_causal_lm(config)
     train, precision = TrainConfig(lr=1e-6, **case), PrecisionConfig(dtype=args.dtype)
-    spec = EngineSpec("policy", train, config, micro_batch_size=micro, precision=precision)
+    spec = EngineSpec(
+        TrainRole.alone("policy", train, config, precision=precision), micro_batch_size=micro
+    )
     engine = TorchTrainEngine(model, spec)
     generator = torch.Generator().manual_seed(0)
     rows, groups = [], []

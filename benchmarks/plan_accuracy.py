@@ -208,6 +208,7 @@ def random_model(config: Any, device: Any) -> Any:
 
 def _train(config: Any, model: Any) -> tuple[Any, list[Any]]:
     """One optimizer step's passes and the step, over rows of full length."""
+    from burnish.config.roles import TrainRole
     from burnish.plan.role_base import positions
     from burnish.plan.shapes import shape_of
     from burnish.plan.train_role import largest_rows
@@ -217,12 +218,14 @@ def _train(config: Any, model: Any) -> tuple[Any, list[Any]]:
 
     plan = config.batch_plan()
     spec = EngineSpec(
-        "policy",
-        config.train,
-        config.model,
+        TrainRole.alone(
+            "policy",
+            config.train,
+            config.model,
+            with_entropy=config.job == "rl",
+            precision=config.precision,
+        ),
         micro_batch_size=plan.micro_train_batch_size,
-        with_entropy=config.job == "rl",
-        precision=config.precision,
     )
     engine = TorchTrainEngine(model, spec)
     job = config.resolve()

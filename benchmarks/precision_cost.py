@@ -205,6 +205,7 @@ def _peak_bytes(cuda: bool) -> int:
 def make_engine(dtype: str, model: str, *, micro: int | None, device: str) -> Any:
     """A policy's train engine as a run would make it."""
     from burnish.config.model import ModelConfig, PrecisionConfig
+    from burnish.config.roles import TrainRole
     from burnish.config.train import TrainConfig
     from burnish.models.load import load_tokenizer
     from burnish.observe.timeline import Timeline
@@ -218,7 +219,11 @@ def make_engine(dtype: str, model: str, *, micro: int | None, device: str) -> An
         load_tokenizer(config), precision=precision, device=device, timeline=Timeline()
     )
     train = TrainConfig(lr=1e-6, layout="packed")
-    return runtime.language_model(EngineSpec("policy", train, config, micro_batch_size=micro))
+    return runtime.language_model(
+        EngineSpec(
+            TrainRole.alone("policy", train, config, precision=precision), micro_batch_size=micro
+        )
+    )
 
 
 def model_source(text: str) -> dict[str, Any]:
@@ -289,7 +294,7 @@ def memory_parts(engine: Any, batch: Any) -> dict[str, Any]:
     engine.optim_step()
     rows = min(engine.spec.micro_batch_size or batch.num_rows, batch.num_rows)
     actions = rows * int(batch.action_mask.sum()) // batch.num_rows
-    wanted = engine.spec.train.logprob_chunk_tokens
+    wanted = engine.spec.role.train.logprob_chunk_tokens
     chunk = min(actions, chunk_tokens(wanted, engine.device.type)) * engine.model.config.vocab_size
     return {
         "tokens": int(batch.tokens.numel()),

@@ -124,11 +124,15 @@ def _sample(dtype: str, args: argparse.Namespace) -> Any:
 
 def _trainer_logprobs(dtype: str, sampled: dict[str, Any], args: argparse.Namespace) -> Any:
     """Sampler's format -> [actions] log-probs of its responses by the trainer of ``dtype``."""
+    from burnish.config.roles import TrainRole
     from burnish.config.train import TrainConfig
     from burnish.train.spec import EngineSpec
 
     runtime, model = _runtime(dtype, args)
-    spec = EngineSpec("policy", TrainConfig(), model, micro_batch_size=32, trainable=False)
+    role = TrainRole.alone(
+        "policy", TrainConfig(), model, precision=runtime.precision, trainable=False
+    )
+    spec = EngineSpec(role, micro_batch_size=32)
     engine = runtime.language_model(spec)
     return {
         name: engine.logprobs(batch).double()[batch.action_mask] for name, batch in sampled.items()

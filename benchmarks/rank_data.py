@@ -38,6 +38,7 @@ from burnish.compact import BoolRuns
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.placement import placement_groups_for
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
@@ -187,9 +188,7 @@ def measure(ranks: int, batch: Batch, budget: int | None) -> dict[str, str]:
     """Return the figures of one update with ``ranks`` data-parallel ranks."""
     config = ClusterConfig(runtime="ray", policy_ranks=ranks, call_timeout_s=600.0)
     spec = EngineSpec(
-        "policy",
-        TrainConfig(lr=1e-3, max_tokens_per_micro_batch=budget),
-        MODEL,
+        TrainRole.alone("policy", TrainConfig(lr=1e-3, max_tokens_per_micro_batch=budget), MODEL),
         micro_batch_size=8,
         total_steps=10,
     )

@@ -30,6 +30,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from burnish import shm
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.value_head import load_scalar_model
@@ -144,14 +145,16 @@ def make_engine() -> Callable[..., TorchTrainEngine]:
         scalar = role in ("critic", "reward")
         model = load_scalar_model(config, new_head="random") if scalar else load_causal_lm(config)
         spec = EngineSpec(
-            role=role,
-            train=TrainConfig(**{"lr": 1e-3, **train}),
-            model=config,
+            TrainRole.alone(
+                role,
+                TrainConfig(**{"lr": 1e-3, **train}),
+                config,
+                trainable=trainable,
+                precision=precision or PrecisionConfig(dtype=dtype),
+            ),
             micro_batch_size=micro,
             total_steps=total_steps,
             temperature=temperature,
-            trainable=trainable,
-            precision=precision or PrecisionConfig(dtype=dtype),
         )
         return TorchTrainEngine(model, spec, tokenizer=load_tokenizer(config))
 

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from burnish.checkpoint.export import export
 from burnish.checkpoint.save import CheckpointStore
 from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.data.chat import encode_conversation
 from burnish.episodes.renderer import ChatRenderer, RendererError
@@ -150,7 +151,7 @@ def test_a_model_stops_and_is_exported_with_the_end_of_turn_it_was_trained_on(
     model.resize_token_embeddings(len(tokenizer))
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     add_end_tokens(model, tokenizer)
-    spec = EngineSpec("policy", TrainConfig(), base)
+    spec = EngineSpec(TrainRole.alone("policy", TrainConfig(), base))
     engine = TorchTrainEngine(model, spec, tokenizer=tokenizer)
     store = CheckpointStore(tmp_path / "c", keep_last=1, best_mode="max")
     folder = store.save(1, lambda part: engine.save(part / "policy"))

@@ -29,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 from burnish.checkpoint.export import export
 from burnish.checkpoint.save import CheckpointStore
 from burnish.config.model import Dtype, LoraConfig, ModelConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.auto_class import language_model_class
 from burnish.models.load import ModelError, load_causal_lm, num_positions
@@ -227,7 +228,9 @@ class Subject:
     def engine(self, layout: Layout = "shared_prefix", **options: Any) -> BaseTrainEngine:
         """Return a train engine over the model in the folder."""
         config = self.model.model_copy(update=options)
-        spec = EngineSpec("policy", TrainConfig(layout=layout, lr=1e-3), config, dropout=False)
+        spec = EngineSpec(
+            TrainRole.alone("policy", TrainConfig(layout=layout, lr=1e-3), config, dropout=False)
+        )
         return make_engine(load_causal_lm(config), spec, tokenizer=self.tokenizer)
 
     def layout(self, layout: Layout) -> Cell:
@@ -361,7 +364,9 @@ class Subject:
         """Compare the scores of a reward model after one step with those of its export, loaded as
         a reward."""
         scalar = load_scalar_model(self.model, new_head="random", seed=1)
-        spec = EngineSpec("reward", TrainConfig(lr=1e-3), self.model, dropout=False)
+        spec = EngineSpec(
+            TrainRole.alone("reward", TrainConfig(lr=1e-3), self.model, dropout=False)
+        )
         engine = make_engine(scalar, spec, tokenizer=self.tokenizer)
         engine.forward_backward(self.batch, _squared_scores)
         engine.optim_step()

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from burnish.checkpoint.export import export
 from burnish.checkpoint.save import CheckpointStore
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.auto_class import language_model_class
 from burnish.models.buffers import wanted_dtype
@@ -102,7 +103,9 @@ class HalfSubject:
     def _engine(self, layout: Any) -> Any:
         precision = PrecisionConfig(dtype=self.dtype)
         train = TrainConfig(layout=layout, lr=1e-3)
-        spec = EngineSpec("policy", train, self.model, precision=precision, dropout=False)
+        spec = EngineSpec(
+            TrainRole.alone("policy", train, self.model, precision=precision, dropout=False)
+        )
         return make_engine(load_causal_lm(self.model), spec, tokenizer=self.tokenizer)
 
     def _error(self, logprobs: Tensor) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from burnish.config.arithmetic import BatchPlan
 from burnish.config.cluster import COLOCATED, ClusterConfig, ClusterRole
@@ -166,6 +166,30 @@ class TrainRole(RoleSpec):
     def tensor_parallel(self) -> int:
         """Number of ranks over which the heads of each layer are split."""
         return self.train.engine.tensor_parallel_size
+
+    @classmethod
+    def alone(
+        cls,
+        kind: ClusterRole,
+        train: TrainConfig,
+        model: ModelConfig,
+        *,
+        precision: PrecisionConfig = PrecisionConfig(),
+        with_entropy: bool = True,
+        **settings: Any,
+    ) -> TrainRole:
+        """Return a role that belongs to no job. ``settings``: other fields."""
+        return cls(
+            name=kind,
+            kind=kind,
+            train=train,
+            model=model,
+            precision=precision,
+            with_entropy=with_entropy,
+            ranks=1,
+            lengths=RowLengths(prompt=0, rest=0),
+            **settings,
+        )
 
     @property
     def data_parallel_size(self) -> int:

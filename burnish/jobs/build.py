@@ -38,21 +38,11 @@ def engine_specs(
     micro = config.batch_plan().micro_train_batch_size
     return {
         role.name: EngineSpec(
-            role=role.engine_role,
-            train=role.train,
-            model=role.model,
+            role,
             micro_batch_size=micro,
             total_steps=total_steps,
-            lr=role.lr,
             temperature=temperature,
-            with_entropy=role.with_entropy,
-            trainable=role.trainable,
-            dtype=None if role.precision == config.precision else role.dtype,
             seed=config.seed,
-            dropout=role.dropout,
-            offload=role.offload,
-            outputs=role.outputs,
-            output_names=role.output_names,
         )
         for role in config.resolve().train_roles
         if role.rows_per_pass is None
@@ -98,9 +88,10 @@ def weighted_rewards(
     phases."""
 
     def make_engine(spec: EngineSpec) -> TrainEngine:
+        role = replace(spec.role, precision=runtime.precision, offload=offload)
         if engine is not None:
-            spec = replace(spec, train=spec.train.model_copy(update={"engine": engine}))
-        spec = replace(spec, offload=offload)
+            role = replace(role, train=role.train.model_copy(update={"engine": engine}))
+        spec = replace(spec, role=role)
         return runtime.scalar_model(spec, seed=0, spans={})
 
     check_servers(entries)

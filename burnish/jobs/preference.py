@@ -358,7 +358,7 @@ def _preference_engines(
     spans["logprobs"] = "logprobs" if in_every_step else "eval"
     own, separate = specs["policy"], specs.get("reference")
     own = replace(own, entropy_order=2) if config.weight_pairs else own
-    of, dtype = config.model if separate is None else separate.model, config.precision.dtype
+    of, dtype = config.model if separate is None else separate.role.model, config.precision.dtype
     kept_in, begun = run_dir / REFERENCE_FILE, any((run_dir / "checkpoints").glob("step_*"))
     cached = None
     if rows is not None:

@@ -193,14 +193,8 @@ def _engine(
     assert role.kind != "rollout" and job.batch is not None
     described = planned_model(job, role)
     spec = EngineSpec(
-        role.kind,
-        role.train,
-        described,
+        replace(role, model=described, offload=False),
         micro_batch_size=role.rows_per_pass or job.batch.micro_train_batch_size,
-        with_entropy=role.with_entropy,
-        trainable=role.trainable,
-        precision=role.precision,
-        dropout=role.dropout,
     )
     home = load_device(spec, device, ranks)
     with home:

@@ -17,6 +17,7 @@ from burnish.algorithms.process import aggregate_steps
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.rewards import ModelReward as ModelRewardConfig
 from burnish.config.rewards import StepAggregation
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.load import (
     ModelError,
@@ -239,17 +240,22 @@ def load_reward_engine(
     ModelError if the model has no trained head.
     """
     scalar = load_scalar_model(model, dtype=dtype, device=resolve_device(device))
-    spec = _spec(model, micro_batch_size=micro_batch_size, max_tokens=max_tokens)
-    return TorchTrainEngine(scalar, replace(spec, precision=PrecisionConfig(dtype=dtype)))
+    spec = _spec(
+        model,
+        micro_batch_size=micro_batch_size,
+        max_tokens=max_tokens,
+        precision=PrecisionConfig(dtype=dtype),
+    )
+    return TorchTrainEngine(scalar, spec)
 
 
 def _spec(
-    model: ModelConfig, *, micro_batch_size: int | None, max_tokens: int | None = None
+    model: ModelConfig,
+    *,
+    micro_batch_size: int | None,
+    max_tokens: int | None = None,
+    precision: PrecisionConfig = PrecisionConfig(),
 ) -> EngineSpec:
-    return EngineSpec(
-        role="reward",
-        train=TrainConfig(layout="packed", max_tokens_per_micro_batch=max_tokens),
-        model=model,
-        micro_batch_size=micro_batch_size,
-        trainable=False,
-    )
+    train = TrainConfig(layout="packed", max_tokens_per_micro_batch=max_tokens)
+    role = TrainRole.alone("reward", train, model, precision=precision, trainable=False)
+    return EngineSpec(role, micro_batch_size=micro_batch_size)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
-from burnish.config.roles import samples_with_policy
+from burnish.config.roles import TrainRole, samples_with_policy
 from burnish.config.sync import LinkSync, SyncConfig
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.environments.process import start_process
@@ -69,11 +69,11 @@ class InlineRuntime:
         self, spec: EngineSpec, spans: Mapping[str, str] = POLICY_SPANS
     ) -> BaseTrainEngine:
         """Return a train engine over a causal LM (policy, reference)."""
-        dtype = self._load_dtype(spec)
+        dtype = _load_dtype(spec.role)
         with loading(spec, dtype, self.ranks):
             empty = reads_own_shards(spec, self.ranks)
             model = load_causal_lm(
-                spec.model,
+                spec.role.model,
                 dtype=dtype,
                 device=load_device(spec, self.device, self.ranks),
                 empty=empty,
@@ -87,18 +87,18 @@ class InlineRuntime:
         """Return a train engine over a scalar model (critic, reward). A trainable language model
         gets a new head. A critic's is zero, because the policy would otherwise first learn from
         noisy values."""
-        dtype = self._load_dtype(spec)
-        new_head: NewHead = "zero" if spec.role == "critic" else "random"
+        dtype = _load_dtype(spec.role)
+        new_head: NewHead = "zero" if spec.role.engine_role == "critic" else "random"
         with loading(spec, dtype, self.ranks):
             model = load_scalar_model(
-                spec.model,
+                spec.role.model,
                 dtype=dtype,
                 device=load_device(spec, self.device, self.ranks),
                 seed=seed,
-                new_head=new_head if spec.trainable else None,
+                new_head=new_head if spec.role.trainable else None,
                 empty=reads_own_shards(spec, self.ranks),
-                num_outputs=spec.outputs,
-                output_names=spec.output_names,
+                num_outputs=spec.role.outputs,
+                output_names=spec.role.output_names,
                 output_weights=spec.output_weights,
             )
         return self._engine(model, spec, spans)
@@ -113,15 +113,15 @@ class InlineRuntime:
         trainer = cast(BaseTrainEngine, policy)
         model: Any = trainer.model
         if config.uses_transformers and not samples_with_policy(
-            trainer.spec.train.engine, config, self.precision
+            trainer.spec.role.train.engine, config, self.precision
         ):
-            base = trainer.spec.model.model_copy(
+            base = trainer.spec.role.model.model_copy(
                 update={"lora": None, "attn_implementation": "auto"}
             )
             model = load_causal_lm(base, dtype=wanted, device=self.device)
             model.requires_grad_(False)
             add_end_tokens(model, self.tokenizer)
-        name = describe(trainer.spec.model)
+        name = describe(trainer.spec.role.model)
         return self.phases.rollout(self._rollout(model, config, name=name, max_len=max_len))
 
     def standalone_rollout(
@@ -161,20 +161,13 @@ class InlineRuntime:
     def _engine(
         self, model: torch.nn.Module, spec: EngineSpec, spans: Mapping[str, str]
     ) -> BaseTrainEngine:
-        own = spec.with_precision(self.precision)
         engine = make_engine(
-            model, own, tokenizer=self.tokenizer, ranks=self.ranks, device=self.device
+            model, spec, tokenizer=self.tokenizer, ranks=self.ranks, device=self.device
         )
         if self.device.type == "cuda":  # memory of the model before it was sharded
             torch.cuda.empty_cache()
-        named = timed(engine, self.timeline, self.phases.spans(spec.role, spans))
-        return self.phases.train_engine(named, spec.role)
-
-    def _load_dtype(self, spec: EngineSpec) -> Dtype:
-        """Return fp32 if all weights are trained, because they become the unrounded master
-        weights."""
-        trains_all = spec.trainable and spec.model.lora is None
-        return "fp32" if trains_all else spec.dtype or self.precision.dtype
+        named = timed(engine, self.timeline, self.phases.spans(spec.role.engine_role, spans))
+        return self.phases.train_engine(named, spec.role.engine_role)
 
     def sync(
         self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()
@@ -201,6 +194,11 @@ class InlineRuntime:
         process was started."""
         for engine in self._connected:
             engine.close()
+
+
+def _load_dtype(role: TrainRole) -> Dtype:
+    """Return fp32 if all weights are trained, because they become the unrounded master weights."""
+    return "fp32" if role.trainable and role.model.lora is None else role.dtype
 
 
 @torch.no_grad()

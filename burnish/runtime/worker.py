@@ -275,7 +275,7 @@ class TrainWorker(Worker):
         tensor-parallel group, which compute one layer together, draw equally. A restarted or
         resumed group draws the same numbers."""
         engine, spec = self.engine, self.engine.spec
-        alike = spec.train.engine.tensor_parallel_size
+        alike = spec.role.train.engine.tensor_parallel_size
         steps = engine.version + engine.skipped_total
         group = zlib.crc32(self.info.group.encode())
         key = (group, self.info.rank // alike, steps, self._passes)

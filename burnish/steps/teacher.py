@@ -59,7 +59,7 @@ class Teacher:
 def make_teacher(spec: EngineSpec, student: ModelConfig, runtime: Runtime) -> Teacher:
     """Return the teacher of ``student``. Raises ModelError if the two models assign different
     tokens to the same id."""
-    vocabulary = shared_vocabulary(student, spec.model, runtime.tokenizer)
+    vocabulary = shared_vocabulary(student, spec.role.model, runtime.tokenizer)
     spans = {"logprobs": "teacher", "states": "teacher"}
     return Teacher(runtime.language_model(spec, spans), vocabulary, runtime.tokenizer)
 

@@ -123,7 +123,7 @@ class BaseTrainEngine(ABC):
         device: torch.device | None = None,
     ) -> None:
         """``device``: compute device; None: the device of ``model``."""
-        self.model, self.spec, self.role = model, spec, spec.role
+        self.model, self.spec, self.role = model, spec, spec.role.engine_role
         self.tokenizer, self.ranks = tokenizer, ranks
         self.version = 0
         self.skipped_total = self.consecutive_skips = 0
@@ -142,20 +142,20 @@ class BaseTrainEngine(ABC):
         self.scalar, self.body = self.forward.scalar, self.forward.body
         self.forward.distill_target = spec.load_distill_target(self.device)
         self.forward.entropy_order = spec.entropy_order
-        if not spec.trainable:
+        if not spec.role.trainable:
             model.requires_grad_(False)
-        elif spec.train.gradient_checkpointing:
+        elif spec.role.train.gradient_checkpointing:
             enable_checkpointing(self.body)
-        if spec.offload:
+        if spec.role.offload:
             own_storages(model)
         self.optimizer = self._prepare()
         if spec.neftune_noise_alpha:  # after hooks that complete the embedding's output
             self.forward.add_noise(spec.neftune_noise_alpha)
         model.eval()
-        use_fp32_products(model, DTYPES[spec.precision.dtype])
+        use_fp32_products(model, DTYPES[spec.role.precision.dtype])
         self._check_model()
-        self._host = HostMemory(self.device, frozen=not spec.trainable)
-        if spec.offload:
+        self._host = HostMemory(self.device, frozen=not spec.role.trainable)
+        if spec.role.offload:
             self.offload()
 
     # ---- before the model is loaded --------------------------------------------------------
@@ -191,8 +191,8 @@ class BaseTrainEngine(ABC):
 
     def _make_forward(self) -> Forward:
         """Return the function that maps a micro-batch to outputs."""
-        spec = self.spec
-        return Forward(self.model, spec.role, spec.train, temperature=spec.temperature)
+        train, temperature = self.spec.role.train, self.spec.temperature
+        return Forward(self.model, self.role, train, temperature=temperature)
 
     @abstractmethod
     def _prepare(self) -> EngineOptimizer | None:
@@ -229,7 +229,7 @@ class BaseTrainEngine(ABC):
 
     def _fp32_in_sampler(self) -> frozenset[str]:
         """Return the names of the weights that a sampler keeps in fp32."""
-        return fp32_names(self.model, DTYPES[self.spec.precision.sampler_dtype])
+        return fp32_names(self.model, DTYPES[self.spec.role.precision.sampler_dtype])
 
     def _own_part(self, name: str, parameter: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tensor in which this rank holds a parameter, and the same part of ``full``."""
@@ -306,7 +306,7 @@ class BaseTrainEngine(ABC):
         self.reload()
         share = self._share(batch)
         self._since_step.append((share, loss))
-        start_training(self.model, dropout=self.spec.dropout)
+        start_training(self.model, dropout=self.spec.role.dropout)
         stats = self._add(share, loss)
         while stats is None:
             stats = self._add_all_again()
@@ -366,7 +366,7 @@ class BaseTrainEngine(ABC):
     def _micro_loss(self, batch: Batch, rows: list[int], loss: Loss) -> tuple[Tensor, Stats]:
         """Return loss and statistics of one pass; without rows, a loss whose gradient is 0."""
         micro = self._micro(batch, rows)
-        outputs = self._outputs(micro, with_entropy=self.spec.with_entropy)
+        outputs = self._outputs(micro, with_entropy=self.spec.role.with_entropy)
         return loss(outputs, micro) if rows else (zero_of(outputs), Stats())
 
     def _micro(self, batch: Batch, rows: list[int]) -> Batch:
@@ -378,7 +378,7 @@ class BaseTrainEngine(ABC):
         self.reload()
         share = self._share(whole)
         batch, states = share.batch, name == "states"
-        dtype = DTYPES[self.spec.precision.dtype]
+        dtype = DTYPES[self.spec.role.precision.dtype]
         out = self.forward.no_states(batch, dtype) if states else self.forward.no_outputs(batch)
         found: list[tuple[list[int], Tensor]] = []
         for rows in share.passes_to_run(waits=self.waits_in_forward):
@@ -438,8 +438,8 @@ class BaseTrainEngine(ABC):
             stats,
             role=self.role,
             skips=self.consecutive_skips,
-            limit=self.spec.train.max_consecutive_skips,
-            precision=self.spec.precision,
+            limit=self.spec.role.train.max_consecutive_skips,
+            precision=self.spec.role.precision,
         )
         if reason is None:
             return
@@ -456,7 +456,7 @@ class BaseTrainEngine(ABC):
     def _describe_bad_tensor(self) -> str:
         """Describe the first non-finite tensor in order of execution, on any rank."""
         found = [own for own in self.ranks.gather(self._find_local_bad_tensor()) if own is not None]
-        return min(found)[2] if found else bad_sum_message(self.spec.precision)
+        return min(found)[2] if found else bad_sum_message(self.spec.role.precision)
 
     def _find_local_bad_tensor(self) -> tuple[int, int, str] | None:
         """Repeat this rank's micro-batches under observation; return (micro-batch, stage,
@@ -465,7 +465,7 @@ class BaseTrainEngine(ABC):
         since = self._since_step
         micros = ((s, rows, loss) for s, loss in since for rows in self._backward_passes(s))
         found: list[tuple[int, int, str]] = []
-        start_training(self.model, dropout=self.spec.dropout)
+        start_training(self.model, dropout=self.spec.role.dropout)
         try:
             for number, (share, rows, loss) in enumerate(micros):
                 compute = partial(self._scaled_loss, share.batch, rows, loss)
@@ -561,7 +561,7 @@ class BaseTrainEngine(ABC):
             "version": self.version,
             "skipped_total": self.skipped_total,
             "consecutive_skips": self.consecutive_skips,
-            "optimizer": self.spec.train.optimizer.state_format,
+            "optimizer": self.spec.role.train.optimizer.state_format,
             "loss_scaler": dict(self._trained().scaler.state_dict()),
             **self.spec.saved_model,
         }

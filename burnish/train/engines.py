@@ -19,8 +19,8 @@ from burnish.train.spec import EngineSpec
 
 
 def engine_class(spec: EngineSpec, ranks: RankGroup = SINGLE) -> type[BaseTrainEngine]:
-    """Return the class that ``spec.train.engine`` names. Only its module is imported."""
-    path = spec.train.engine.implementation(grouped=ranks.group is not None)
+    """Return the class that ``spec.role.train.engine`` names. Only its module is imported."""
+    path = spec.role.train.engine.implementation(grouped=ranks.group is not None)
     module, _, name = path.partition(":")
     found: type[BaseTrainEngine] = vars(import_module(module))[name]
     return found
@@ -34,7 +34,7 @@ def make_engine(
     ranks: RankGroup = SINGLE,
     device: torch.device | None = None,
 ) -> BaseTrainEngine:
-    """Return the engine that ``spec.train.engine`` names, over ``model``. ``device``: compute
+    """Return the engine that ``spec.role.train.engine`` names, over ``model``. ``device``: compute
     device; None: the device of the model. DeepSpeed selects its own."""
     _check_adapted_ends(model, spec)
     kind = engine_class(spec, ranks)
@@ -44,13 +44,13 @@ def make_engine(
 def _check_adapted_ends(model: nn.Module, spec: EngineSpec) -> None:
     """Raise ModelError if the embedding or the head has an adapter, also one that a pattern of
     ``target_modules`` matches, and the engine does not support it."""
-    problem = spec.train.engine.lora_problem
-    if problem is None or spec.model.lora is None:
+    problem, lora = spec.role.train.engine.lora_problem, spec.role.model.lora
+    if problem is None or lora is None:
         return
-    whole = model.model if spec.role in ("critic", "reward") else model
+    whole = model.model if spec.role.engine_role in ("critic", "reward") else model
     if names := adapted_ends(cast(PreTrainedModel, whole)):
         raise ModelError(
-            f"model.lora.target_modules={spec.model.lora.target_modules!r} gives an adapter to "
+            f"model.lora.target_modules={lora.target_modules!r} gives an adapter to "
             f"{names[0]}, with {problem}; or name only inner layers"
         )
 
@@ -61,7 +61,7 @@ def load_device(spec: EngineSpec, device: torch.device, ranks: RankGroup = SINGL
     DeepSpeed and offloaded FSDP2 start from fp32 weights. They may exceed a GPU that fits the
     shards or the half-precision weights, so they stay in host memory.
     """
-    on_host = spec.trainable and engine_class(spec, ranks).loads_on_host(spec)
+    on_host = spec.role.trainable and engine_class(spec, ranks).loads_on_host(spec)
     return torch.device("cpu") if on_host else device
 
 
@@ -76,6 +76,6 @@ def loading(
 def reads_own_shards(spec: EngineSpec, ranks: RankGroup = SINGLE) -> bool:
     """Return whether each rank reads its own rows of the weights into a model created without
     weights."""
-    if spec.model.lora is not None and spec.model.lora.needs_whole_weights:
+    if spec.role.model.lora is not None and spec.role.model.lora.needs_whole_weights:
         return False
     return engine_class(spec, ranks).reads_own_shards(ranks)

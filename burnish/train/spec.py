@@ -1,19 +1,18 @@
-"""Settings of one train engine: its role, its model, and the options that engines read."""
+"""Settings of one train engine: its role in the job, and the options that engines read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
-from burnish.config.train import TrainConfig
+from burnish.config.model import ModelConfig
+from burnish.config.roles import TrainRole
 from burnish.models.distill import DistillTarget
 from burnish.models.logprobs import EntropyOrder, chunk_tokens
 from burnish.models.teacher import DistillTargetSpec
-from burnish.train.base import Role
 from burnish.train.batching import Layout, RowSplit
 
 
@@ -21,72 +20,47 @@ from burnish.train.batching import Layout, RowSplit
 class EngineSpec:
     """All inputs of an engine except the model itself."""
 
-    role: Role
-    train: TrainConfig
-    model: ModelConfig
-    """Source of the model."""
+    role: TrainRole
+    """Its model may be loaded in any number format: trained fp32 weights become the masters
+    unchanged."""
     micro_batch_size: int | None = None
     """Rows (units) per pass; None with a token budget, or for a single pass over all rows."""
     total_steps: int = 1
     """Total optimizer steps of the run, for the schedule."""
-    lr: float | None = None
-    """Peak learning rate. None: ``train.lr``."""
     temperature: float = 1.0
     """Sampling temperature at which log-probs are computed."""
-    with_entropy: bool = True
-    """Compute the entropy in forward_backward."""
     entropy_order: EntropyOrder = 1
     """Order of entropies without gradient. 1: Shannon; 2: collision (Renyi)."""
-    trainable: bool = True
-    """False: no optimizer (reference and reward models)."""
-    offload: bool = False
-    """True if the engine starts in host memory and is moved there between its phases."""
-    precision: PrecisionConfig = PrecisionConfig()
-    """Number formats and loss scaling. The model may be loaded in any format: trained fp32 weights
-    become the masters unchanged."""
-    dtype: Dtype | None = None
-    """Compute dtype of a frozen model that has its own. None: that of ``precision``."""
     distill_target: DistillTargetSpec | None = None
     """Distillation target of a student."""
     seed: int = 0
     """Seed of the run, for new adapters and for dropout on a cluster's workers."""
     recipe_model: ModelConfig | None = None
-    """The model with the path of the recipe, if ``model`` has absolute paths instead. Checkpoints
-    contain this, so that they can move together with the folder of the recipe and the base of a
-    LoRA."""
-    outputs: int = 1
-    """Number of outputs of a trained scalar model."""
-    output_names: tuple[str, ...] = ()
-    """Names of these outputs, in order. Empty: they have none."""
+    """The model with the path of the recipe, if that of ``role`` has absolute paths instead.
+    Checkpoints contain this, so that they can move together with the folder of the recipe and the
+    base of a LoRA."""
     output_weights: Mapping[str, float] | None = None
     """Weight of each output of a frozen reward model in the reward, by name. None: those in the
     model's config."""
     neftune_noise_alpha: float = 0.0
     """Noise on the embeddings of training passes. 0: none."""
-    dropout: bool = True
-    """True if training passes use the dropout and router noise of the model's own config."""
 
     @property
     def saved_model(self) -> dict[str, Any]:
         """Model and compute dtype, as checkpoints contain them. They also contain the adapter, so
         its folder is left out."""
-        model = (self.recipe_model or self.model).without_adapter_path()
-        return {"model": model.model_dump(mode="json"), "dtype": self.precision.dtype}
-
-    def with_precision(self, precision: PrecisionConfig) -> EngineSpec:
-        """Return the spec with the job's precision, or with its own dtype if it has one."""
-        own = precision if self.dtype is None else PrecisionConfig(dtype=self.dtype)
-        return replace(self, precision=own)
+        model = (self.recipe_model or self.role.model).without_adapter_path()
+        return {"model": model.model_dump(mode="json"), "dtype": self.role.precision.dtype}
 
     def row_split(self, ranks: int, layout: Layout) -> RowSplit:
         """Return the split of batches over ``ranks`` data-parallel ranks and micro-batches."""
-        budget = self.train.max_tokens_per_micro_batch
+        budget = self.role.train.max_tokens_per_micro_batch
         return RowSplit(ranks, self.micro_batch_size, budget, layout)
 
     def load_distill_target(self, device: torch.device) -> DistillTarget | None:
         """Return :attr:`distill_target` with the teacher's output projection on ``device``, or
         None."""
-        chunk = chunk_tokens(self.train.logprob_chunk_tokens, device.type)
+        chunk = chunk_tokens(self.role.train.logprob_chunk_tokens, device.type)
         return (
             None
             if self.distill_target is None

@@ -351,7 +351,7 @@ def write_description(
             raise OSError(str(error)) from error
     hf = folder / "hf"
     engine.model.config.save_pretrained(hf)  # type: ignore[union-attr, operator]
-    copy_processor(engine.model.config, engine.spec.model, hf)  # type: ignore[arg-type]
+    copy_processor(engine.model.config, engine.spec.role.model, hf)  # type: ignore[arg-type]
     if not engine.scalar:  # has further end-of-response tokens
         settings = engine.model.generation_config.to_json_string()  # type: ignore[union-attr, operator]
         (hf / "generation_config.json").write_text(settings)
@@ -364,7 +364,7 @@ def read_description(folder: Path, spec: EngineSpec) -> dict[str, Any]:
     """Return the contents of ``engine.json``. Raises ValueError if the checkpoint is missing, of
     another role, of another optimizer, or of
     adapters for another base."""
-    role = spec.role
+    role = spec.role.engine_role
     if not (folder / "engine.json").is_file():
         raise ValueError(f"{folder.parent} contains no {role}; resume with the recipe of that run")
     state: dict[str, Any] = json.loads(read_small(folder / "engine.json"))
@@ -373,16 +373,16 @@ def read_description(folder: Path, spec: EngineSpec) -> dict[str, Any]:
             f"{folder} is a checkpoint of a {state['role']}, not of a {role}; resume "
             "with the job and the recipe of that run"
         )
-    saved_as, own_format = state.get("optimizer", "adamw"), spec.train.optimizer.state_format
-    if saved_as != own_format:
+    saved_as, optimizer = state.get("optimizer", "adamw"), spec.role.train.optimizer
+    if saved_as != optimizer.state_format:
         raise ValueError(
             f"{folder} has the state of optimizer {saved_as}, but the recipe has "
-            f"{spec.train.optimizer.kind}; resume with train.optimizer.kind={saved_as}, or export "
+            f"{optimizer.kind}; resume with train.optimizer.kind={saved_as}, or export "
             "the weights and start a new run from them"
         )
     saved = ModelConfig.model_validate(state["model"])
-    if spec.model.lora is not None and not _same_base(saved, spec):
-        own = spec.recipe_model or spec.model
+    if spec.role.model.lora is not None and not _same_base(saved, spec):
+        own = spec.recipe_model or spec.role.model
         raise ValueError(
             f"{folder} contains adapters for the base {_base(saved)}, but the base of this recipe "
             f"is {_base(own)}; set model to the base of the checkpoint"
@@ -421,8 +421,8 @@ def _same_base(saved: ModelConfig, spec: EngineSpec) -> bool:
     The name in the recipe matches wherever the folder is now. Workers may run in another folder
     than the recipe's, in which a saved relative name is meaningless.
     """
-    full = _base(spec.model.with_absolute_paths())
-    own = _base(spec.recipe_model or spec.model)
+    full = _base(spec.role.model.with_absolute_paths())
+    own = _base(spec.recipe_model or spec.role.model)
     return _base(saved) in (own, full) or _base(saved.with_absolute_paths()) == full
 
 

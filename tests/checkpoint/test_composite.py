@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from burnish.checkpoint.export import export
 from burnish.checkpoint.save import CheckpointStore
 from burnish.config.model import LoraConfig, ModelConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.auto_class import language_model_class
 from burnish.models.composite import PROCESSOR_FILES
@@ -58,7 +59,7 @@ def logits_of(model: Any) -> Tensor:
 def trained(
     config: ModelConfig, batch: Batch, loss: Loss, folder: Path
 ) -> tuple[TorchTrainEngine, Path]:
-    spec = EngineSpec("policy", TrainConfig(lr=0.01), config, dropout=False)
+    spec = EngineSpec(TrainRole.alone("policy", TrainConfig(lr=0.01), config, dropout=False))
     engine = TorchTrainEngine(load_causal_lm(config), spec)
     engine.forward_backward(batch, loss)
     engine.optim_step()

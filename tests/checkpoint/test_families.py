@@ -29,6 +29,7 @@ from transformers import (
 from burnish.checkpoint.export import export
 from burnish.checkpoint.manifest import write_manifest
 from burnish.config.model import Dtype, LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import DeepSpeedEngine, TorchEngine
 from burnish.distributed.process_group import SINGLE, RankGroup
@@ -199,7 +200,9 @@ def one_rank() -> RankGroup:
 def engine_for(base: ModelConfig, kind: str, dtype: Dtype, ranks: RankGroup) -> Any:
     """A train engine over the model in ``base``, as the runtime makes it."""
     train = TrainConfig(lr=0.02, engine=ENGINES[kind])
-    spec = EngineSpec("policy", train, base, precision=PrecisionConfig(dtype=dtype))
+    spec = EngineSpec(
+        TrainRole.alone("policy", train, base, precision=PrecisionConfig(dtype=dtype))
+    )
     model = load_causal_lm(base, empty=kind == "fsdp")
     own = ranks if kind != "torch" else SINGLE
     return engine_of(model, spec, tokenizer=TOKENIZER, ranks=own)

@@ -25,6 +25,7 @@ from burnish.checkpoint.save import CheckpointStore
 from burnish.checkpoint.state import EXPORT_METADATA, save_state
 from burnish.config.model import LoraConfig, ModelConfig
 from burnish.config.reward_model import RewardModelConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.jobs.reward_model import KINDS
 from burnish.models.empty import weight_files
@@ -73,7 +74,7 @@ def squared(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
 
 def trained(base: ModelConfig, tokenizer: Any) -> BaseTrainEngine:
     model = load_scalar_model(base, new_head="random", seed=3)
-    spec = EngineSpec("reward", TrainConfig(lr=0.01), base, dropout=False)
+    spec = EngineSpec(TrainRole.alone("reward", TrainConfig(lr=0.01), base, dropout=False))
     engine = TorchTrainEngine(model, spec, tokenizer=tokenizer)
     masks = [[False] * (len(row) - 1) + [True] for row in ROWS]
     batch = rows_to_batch(ROWS, masks, prompt_lens=[1] * len(ROWS))
@@ -133,7 +134,7 @@ def test_several_outputs_and_half_precision_are_exported(
 ) -> None:
     base = base_of(family, tiny_tokenizer, tmp_path / "base")
     network = load_scalar_model(base, new_head="random", num_outputs=3)
-    spec = EngineSpec("reward", TrainConfig(), base, outputs=3, dropout=False)
+    spec = EngineSpec(TrainRole.alone("reward", TrainConfig(), base, outputs=3, dropout=False))
     engine = TorchTrainEngine(network, spec, tokenizer=tiny_tokenizer)
     model = exported(engine, tmp_path, dtype="bf16", max_shard_size="20KB")
     files = sorted(Path(str(model.path)).glob("*.safetensors"))
@@ -249,7 +250,9 @@ def exported_as(kind: str, start: ModelConfig, tokenizer: Any, folder: Path) -> 
     folder.mkdir()
     rows.write_text(json.dumps(TRAINED[kind][1]) + "\n", encoding="utf-8")
     network = load_scalar_model(start, new_head="random")
-    engine = TorchTrainEngine(network, EngineSpec(role, TrainConfig(), start), tokenizer=tokenizer)
+    engine = TorchTrainEngine(
+        network, EngineSpec(TrainRole.alone(role, TrainConfig(), start)), tokenizer=tokenizer
+    )
     config = None if role == "critic" else recipe(kind, str(rows))
     metadata = None if config is None else KINDS[config.data.kind].metadata(config)
 

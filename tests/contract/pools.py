@@ -29,6 +29,7 @@ from burnish.config import launch
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.placement import placement_groups_for
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.distributed.process_group import RankGroup
 from burnish.models.load import load_tokenizer
@@ -75,14 +76,17 @@ class Kind:
 
     def spec(self, wanted: Wanted) -> EngineSpec:
         return EngineSpec(
-            wanted.role,
-            # (eps: gradients differ by 1e-9, which is then no step of its own)
-            TrainConfig(lr=wanted.lr, engine=self.engine, adam_eps=1e-6),
-            MODEL,
+            TrainRole.alone(
+                wanted.role,
+                # (eps: gradients differ by 1e-9, which is then no step of its own)
+                TrainConfig(lr=wanted.lr, engine=self.engine, adam_eps=1e-6),
+                MODEL,
+                precision=wanted.precision,
+                offload=wanted.offload,
+            ),
             micro_batch_size=wanted.micro,
             total_steps=100,
             temperature=wanted.temperature,
-            offload=wanted.offload,
         )
 
 
@@ -161,11 +165,8 @@ def watching(
 # ---- ranks ---------------------------------------------------------------------------------------
 
 
-def build(
-    worker: TrainWorker, spec: EngineSpec, precision: PrecisionConfig, *, scalar: bool
-) -> None:
+def build(worker: TrainWorker, spec: EngineSpec, *, scalar: bool) -> None:
     """Make an engine in the place of the last one."""
-    worker.precision = precision
     worker.build(spec, scalar=scalar, seed=0)
 
 
@@ -185,7 +186,7 @@ class Here:
         worker = TrainWorker(WorkerInfo("policy", 0, 1, "cpu", 1), MODEL, wanted.precision)
         group = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
         worker.ranks = RankGroup(group) if kind.engine == FULL else RankGroup()
-        build(worker, kind.spec(wanted), wanted.precision, scalar=is_scalar(wanted))
+        build(worker, kind.spec(wanted), scalar=is_scalar(wanted))
         return worker.engine
 
     def close(self) -> None:
@@ -214,9 +215,7 @@ class OnRay:
 
     def make(self, kind: Kind, wanted: Wanted) -> RemoteTrainEngine:
         spec, scalar = kind.spec(wanted), is_scalar(wanted)
-        self._group.all(
-            lambda w: w.__ray_call__.remote(build, spec, wanted.precision, scalar=scalar)
-        )
+        self._group.all(lambda w: w.__ray_call__.remote(build, spec, scalar=scalar))
         self._group.role = wanted.role
         return RemoteTrainEngine(self._group)
 
@@ -283,7 +282,7 @@ class Processes(Pipes):
 
     def make(self, kind: Kind, wanted: Wanted) -> PipedEngine:
         spec, scalar = kind.spec(wanted), is_scalar(wanted)
-        self.all("build here", spec, wanted.precision, scalar=scalar)
+        self.all("build here", spec, scalar=scalar)
         return PipedEngine(self, wanted.role)
 
 
@@ -298,7 +297,7 @@ class Launched(Pipes):
 
     def make(self, kind: Kind, wanted: Wanted) -> LaunchedEngine:
         spec, scalar = kind.spec(wanted), is_scalar(wanted)
-        self.all("engine: build", spec, wanted.precision, scalar=scalar)
+        self.all("engine: build", spec, scalar=scalar)
         return LaunchedEngine(self, wanted.role)
 
 
@@ -427,8 +426,7 @@ class LaunchedRank:
             model=MODEL,
         )
 
-    def build(self, spec: EngineSpec, precision: PrecisionConfig, *, scalar: bool) -> None:
-        self.runtime.precision = precision
+    def build(self, spec: EngineSpec, *, scalar: bool) -> None:
         runtime = self.runtime
         made = runtime.scalar_model(spec, seed=0) if scalar else runtime.language_model(spec)
         assert isinstance(made, SpmdTrainEngine)

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TrainEngineConfig
 from burnish.train.engine import BaseTrainEngine
@@ -26,7 +27,7 @@ def test_every_registered_engine_is_in_the_suite() -> None:
 @pytest.mark.parametrize("options", REGISTERED)
 def test_every_registered_engine_is_built_from_the_template(options: Any) -> None:
     train = TrainConfig(engine=options())
-    spec = EngineSpec("policy", train, ModelConfig(scratch=ScratchConfig()))
+    spec = EngineSpec(TrainRole.alone("policy", train, ModelConfig(scratch=ScratchConfig())))
     found = engine_class(spec)
     assert issubclass(found, BaseTrainEngine)
     assert not found.__abstractmethods__, "a hook without an implementation"

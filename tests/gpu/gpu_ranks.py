@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.sync import LinkSync
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import DeepSpeedEngine, TorchEngine
@@ -68,7 +69,9 @@ def step(engine: Any) -> None:
 def spec_of(engine: Any, lr: float) -> EngineSpec:
     """``adam_eps`` is large, so that a gradient's last digit does not decide a sign."""
     train = TrainConfig(lr=lr, adam_eps=1e-3, engine=engine)
-    return EngineSpec("policy", train, MODEL, total_steps=100, precision=PrecisionConfig())
+    return EngineSpec(
+        TrainRole.alone("policy", train, MODEL, precision=PrecisionConfig()), total_steps=100
+    )
 
 
 # ---- weight sync ---------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.gpu import set_up_gpu
 from burnish.models.load import load_causal_lm
@@ -64,7 +65,9 @@ def test_a_step_reads_nothing_back_before_its_end(layout: Layout, dtype: Dtype) 
     """Under torch's own check, in which an operation that waits for the device raises."""
     train = TrainConfig(lr=1e-3, layout=layout)
     precision = PrecisionConfig(dtype=dtype)
-    spec = EngineSpec("policy", train, MODEL, micro_batch_size=3, precision=precision)
+    spec = EngineSpec(
+        TrainRole.alone("policy", train, MODEL, precision=precision), micro_batch_size=3
+    )
     engine = TorchTrainEngine(load_causal_lm(MODEL, dtype="fp32", device="cuda:0"), spec)
     engine.forward_backward(_batch(), sft_objective())  # what is made at the first use
     torch.cuda.synchronize()

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm
 from burnish.rollout.base import Completion, Request, Sampling
@@ -49,11 +50,13 @@ def model_on(device: str, dtype: Dtype = "fp32") -> LlamaForCausalLM:
 
 def train_engine(device: str, dtype: Dtype = "fp32", **train: object) -> TorchTrainEngine:
     spec = EngineSpec(
-        "policy",
-        TrainConfig(**{"lr": 1e-3, **train}),
-        MODEL,
+        TrainRole.alone(
+            "policy",
+            TrainConfig(**{"lr": 1e-3, **train}),
+            MODEL,
+            precision=PrecisionConfig(dtype=dtype),
+        ),
         micro_batch_size=3,
-        precision=PrecisionConfig(dtype=dtype),
     )
     return TorchTrainEngine(model_on(device), spec)
 

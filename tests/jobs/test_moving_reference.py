@@ -15,6 +15,7 @@ from burnish.checkpoint.reduce import has_only_weights
 from burnish.checkpoint.save import CheckpointStore
 from burnish.config import ConfigError, load_config
 from burnish.config.model import ModelConfig, MovingReferenceConfig, ReferenceConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.distributed.process_group import SINGLE
 from burnish.models.load import ModelError, load_causal_lm
@@ -46,7 +47,9 @@ def engine() -> Callable[..., TorchTrainEngine]:
             parameter.data.fill_(value)
         role = "policy" if trainable else "reference"
         train = TrainConfig(train_batch_size=1, lr=1e-3)
-        return TorchTrainEngine(model, EngineSpec(role, train, config, trainable=trainable))
+        return TorchTrainEngine(
+            model, EngineSpec(TrainRole.alone(role, train, config, trainable=trainable))
+        )
 
     return make
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from burnish.config.model import LoraConfig, ModelConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm, num_positions
 from burnish.models.scratch import scratch_tokenizer
@@ -137,12 +138,9 @@ def engine_of(model: Model, settings: Settings, **options: Any) -> TorchTrainEng
         logprob_chunk_tokens=settings.logprob_chunk_tokens,
     )
     spec = EngineSpec(
-        "policy",
-        train,
-        config,
+        TrainRole.alone("policy", train, config, dropout=False),
         micro_batch_size=settings.micro,
         temperature=options.get("temperature", 1.0),
-        dropout=False,
     )
     return make_engine(load_causal_lm(config), spec, tokenizer=model.tokenizer)
 

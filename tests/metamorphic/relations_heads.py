@@ -12,6 +12,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from burnish.checkpoint.export import export
 from burnish.checkpoint.save import CheckpointStore
 from burnish.config.model import LoraConfig, ModelConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.data.chat import encode_conversation
 from burnish.models.load import add_end_tokens
@@ -64,7 +65,9 @@ def exported_reward_model(draw: Draw) -> None:
     config = model.config.model_copy(update={"lora": lora})
     outputs = draw.one(outputs=[1, 1, 2])
     scalar = load_scalar_model(config, new_head="random", seed=3, num_outputs=outputs)
-    spec = EngineSpec("reward", TrainConfig(lr=0.01), config, outputs=outputs, dropout=False)
+    spec = EngineSpec(
+        TrainRole.alone("reward", TrainConfig(lr=0.01), config, outputs=outputs, dropout=False)
+    )
     engine = make_engine(scalar, spec, tokenizer=model.tokenizer)
     rows = _rows(draw, model)
     masks = [[False] * (len(row) - 1) + [True] for row in rows]

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from burnish.config import load_config
 from burnish.config.model import LoraConfig, ModelConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm
 from burnish.models.nf4 import Nf4Layer
@@ -65,7 +66,7 @@ def planned_parameters(draw: Draw) -> None:
         raise Refused("parameters that no pass uses have no state")
     engine.optim_step()
     engine.save(draw.folder / "checkpoint")
-    setup = EngineSetup(shape, train, engine.spec.precision)
+    setup = EngineSetup(shape, train, engine.spec.role.precision)
     equal(checkpoint_bytes(setup), _written(draw.folder / "checkpoint"), "bytes of a checkpoint")
 
 
@@ -144,7 +145,9 @@ def _engine(config: ModelConfig, train: TrainConfig, outputs: int | None) -> Any
     else:
         role = "reward"
         network = load_scalar_model(config, new_head="random", num_outputs=outputs)
-    spec = EngineSpec(role, train, config, micro_batch_size=2, outputs=outputs or 1)
+    spec = EngineSpec(
+        TrainRole.alone(role, train, config, outputs=outputs or 1), micro_batch_size=2
+    )
     try:
         return make_engine(network, spec)
     except OptimizerError as error:

@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from burnish.config import ConfigError, load_config
 from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.load import ModelError, check_support, load_causal_lm
 from burnish.plan.activations import key_of
@@ -41,7 +42,7 @@ def test_every_attention_gives_the_same_logprobs_on_ragged_rows() -> None:
     found = {}
     for attention in ("auto", "sdpa", "eager"):
         config = model(attention)
-        spec = EngineSpec("policy", TrainConfig(train_batch_size=1), config)
+        spec = EngineSpec(TrainRole.alone("policy", TrainConfig(train_batch_size=1), config))
         engine = TorchTrainEngine(load_causal_lm(config), spec)
         found[attention] = engine.logprobs(batch)
         layouts = {"auto": "shared_prefix"}

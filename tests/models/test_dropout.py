@@ -16,6 +16,7 @@ from torch import Tensor
 import burnish
 from burnish.config import load_config
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.dropout import noise_of, start_training
 from burnish.models.load import load_causal_lm, load_tokenizer
@@ -67,7 +68,7 @@ def first_update(model: ModelConfig, **options: Any) -> tuple[Tensor, TorchTrain
     """Ratios of the policy in the first training pass to the policy before it, at its tokens."""
     recompute = options.pop("gradient_checkpointing", False)
     train = TrainConfig(layout="padded", gradient_checkpointing=recompute)
-    spec = EngineSpec("policy", train, model, micro_batch_size=2, **options)
+    spec = EngineSpec(TrainRole.alone("policy", train, model, **options), micro_batch_size=2)
     engine = TorchTrainEngine(load_causal_lm(model), spec)
     ratios: list[Tensor] = []
     rows = batch()
@@ -104,13 +105,15 @@ def test_ratios_are_exactly_one_at_the_first_update(
 def test_layers_are_recomputed_without_dropout_too(recompute: bool, tmp_path: Path) -> None:
     """Two layers, two micro-batches: 4 calls, or 8 with those of the backward pass."""
     spec = EngineSpec(
-        "policy",
-        TrainConfig(gradient_checkpointing=recompute),
-        made("gpt2", tmp_path),
+        TrainRole.alone(
+            "policy",
+            TrainConfig(gradient_checkpointing=recompute),
+            made("gpt2", tmp_path),
+            dropout=False,
+        ),
         micro_batch_size=2,
-        dropout=False,
     )
-    engine = TorchTrainEngine(load_causal_lm(spec.model), spec)
+    engine = TorchTrainEngine(load_causal_lm(spec.role.model), spec)
     calls: list[int] = []
     for block in engine.model.transformer.h:
         block.mlp.register_forward_pre_hook(lambda *_: calls.append(1))

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from burnish.checkpoint.export import export
 from burnish.checkpoint.save import CheckpointStore
 from burnish.config.model import Dtype, LoraConfig, ModelConfig, PrecisionConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import DeepSpeedEngine
 from burnish.models.buffers import wanted_dtype
@@ -71,7 +72,9 @@ def differing(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
 
 def engine_of(model: ModelConfig, dtype: Dtype, **train: Any) -> Any:
     settings = TrainConfig(lr=1e-2, **train)
-    spec = EngineSpec("policy", settings, model, precision=PrecisionConfig(dtype=dtype))
+    spec = EngineSpec(
+        TrainRole.alone("policy", settings, model, precision=PrecisionConfig(dtype=dtype))
+    )
     return make_engine(load_causal_lm(model), spec, tokenizer=scratch_tokenizer("abcdef"))
 
 

@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING
 
 from burnish.config.adapters import adapter_problem
 from burnish.config.model import LoraConfig, ModelConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import DeepSpeedEngine, TorchEngine
 from burnish.models.dropout import start_training
@@ -237,7 +238,7 @@ def test_engines_for_inner_layers_refuse_a_head_that_a_pattern_matches(
 ) -> None:
     model = bases[family].model_copy(update={"lora": LoraConfig(target_modules=pattern)})
     chosen = DeepSpeedEngine(**engine) if "kind" in engine else TorchEngine(**engine)
-    spec = EngineSpec("policy", TrainConfig(engine=chosen), model)
+    spec = EngineSpec(TrainRole.alone("policy", TrainConfig(engine=chosen), model))
     with pytest.raises(ModelError, match=r"target_modules=.* gives an adapter to (lm_)?head"):
         make_engine(load_causal_lm(model), spec)
 

@@ -9,6 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm
 from burnish.models.sdpa import Kernels
@@ -54,7 +55,10 @@ def measured(config, work, passes):
         logprob_chunk_tokens=work.chunk_tokens,
     )
     precision = PrecisionConfig(dtype=work.dtype, grad_accum_dtype=work.grad_accum_dtype)
-    spec = EngineSpec("policy", train, config, micro_batch_size=len(work.rows), precision=precision)
+    spec = EngineSpec(
+        TrainRole.alone("policy", train, config, precision=precision),
+        micro_batch_size=len(work.rows),
+    )
     engine = TorchTrainEngine(load_causal_lm(config, dtype="fp32"), replace(spec, temperature=0.5))
     batch = batch_of(work.rows * passes)
     if work.kept_ids:

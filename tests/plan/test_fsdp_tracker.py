@@ -15,6 +15,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
 from burnish.distributed.process_group import RankGroup
@@ -86,11 +87,13 @@ def settings(hidden: int, layers: int, **more: Any) -> tuple[EngineSpec, Pass]:
         engine=TorchEngine(sharding="full", reshard_after_forward=not more.get("keeps", False)),
     )
     spec = EngineSpec(
-        "policy",
-        train,
-        ModelConfig(scratch=scratch, lora=lora),
+        TrainRole.alone(
+            "policy",
+            train,
+            ModelConfig(scratch=scratch, lora=lora),
+            precision=PrecisionConfig(dtype=dtype),
+        ),
         micro_batch_size=2,
-        precision=PrecisionConfig(dtype=dtype),
     )
     work = Pass(
         rows=tuple(RowSize(256 - i, 128, 0) for i in range(2)),
@@ -109,13 +112,15 @@ def test_plan_of_a_sharded_engine_matches_torchs_memory_tracker(
     """Between 0.98 and 1.10 of it, once a layer is taken off that is gathered ahead only where
     copies and kernels overlap: on a CPU they do not."""
     spec, work = settings(**case)
-    shape = shape_of(spec.model)
-    setup = EngineSetup(shape=shape, train=spec.train, precision=spec.precision, ranks=RANKS)
+    shape = shape_of(spec.role.model)
+    setup = EngineSetup(
+        shape=shape, train=spec.role.train, precision=spec.role.precision, ranks=RANKS
+    )
     peaks = measure(key_of(shape), work)
     items = _in_pass(profile_of(setup), peaks, accumulates=work.accumulates)
     whole = profile_of(setup).state()
     before = [i for i in whole if not i.how.startswith("moments")]
-    engine = ShardedTrainEngine(load_causal_lm(spec.model, dtype="fp32"), spec, ranks=ranks)
+    engine = ShardedTrainEngine(load_causal_lm(spec.role.model, dtype="fp32"), spec, ranks=ranks)
     peak, after = tracked(engine, batch_of(work.rows * RANKS))
     assert total(whole) == pytest.approx(after, rel=0.005)
     planned = total([*before, *items]) - gathered_ahead(setup, items)

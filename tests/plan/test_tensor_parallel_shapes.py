@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
 from burnish.distributed import tensor_parallel
@@ -54,7 +55,9 @@ def test_tensor_parallel_part_matches_the_engine(
         layout="packed",
         engine=TorchEngine(tensor_parallel_size=ranks.size),
     )
-    spec = EngineSpec("policy", train, config, micro_batch_size=4, precision=PrecisionConfig())
+    spec = EngineSpec(
+        TrainRole.alone("policy", train, config, precision=PrecisionConfig()), micro_batch_size=4
+    )
     engine = TorchTrainEngine(
         load_causal_lm(config, dtype="fp32"), replace(spec, temperature=0.5), ranks=ranks
     )

@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype, ModelConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import load_causal_lm
@@ -99,7 +100,8 @@ def test_sampler_logprobs_are_the_train_engines(
         for parameter in tiny_model.parameters():
             parameter.mul_(2)  # away from uniform
     train = TorchTrainEngine(
-        tiny_model, EngineSpec("policy", TrainConfig(), tiny_config, temperature=temperature)
+        tiny_model,
+        EngineSpec(TrainRole.alone("policy", TrainConfig(), tiny_config), temperature=temperature),
     )
     engine = LocalRolloutEngine(tiny_model, tiny_tokenizer, LocalEngine(max_batch_size=7))
     ends = tuple(range(12, 20))  # so that responses are ragged

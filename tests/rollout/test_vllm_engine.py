@@ -29,6 +29,7 @@ from transformers import (
 import burnish.rollout.vllm.engine as ours
 import burnish.rollout.vllm.weights as weights_side
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.load import ModelError, load_causal_lm, load_tokenizer
 from burnish.rollout.base import Completion, Request, Sampling
@@ -218,7 +219,10 @@ def test_sampler_logprobs_equal_the_train_engines_under_truncated_sampling(
 ) -> None:
     model = lively(config_of(tied=False))
     train = TorchTrainEngine(
-        model, EngineSpec("policy", TrainConfig(), config_of(tied=False), temperature=temperature)
+        model,
+        EngineSpec(
+            TrainRole.alone("policy", TrainConfig(), config_of(tied=False)), temperature=temperature
+        ),
     )
     sampling = Sampling(40, temperature, stop_token_ids=tuple(range(12, 20)), **cut)
     done = list(loaded.generate(requests_for(PROMPTS, n=4), sampling))

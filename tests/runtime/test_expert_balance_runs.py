@@ -21,6 +21,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 import burnish
 from burnish.config import ConfigError, load_config
 from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.load import ModelError, load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
@@ -75,7 +76,9 @@ def mixture(tmp_path: Path) -> Callable[[str], str]:
 def engine_for(path: str, coef: float = 1.0, **train: Any) -> TorchTrainEngine:
     config = ModelConfig(path=path)
     settings = TrainConfig(lr=1e-3, moe_aux_loss_coef=coef, **train)
-    spec = EngineSpec("policy", settings, config, micro_batch_size=train.pop("micro", None))
+    spec = EngineSpec(
+        TrainRole.alone("policy", settings, config), micro_batch_size=train.pop("micro", None)
+    )
     return TorchTrainEngine(load_causal_lm(config), spec)
 
 
@@ -208,7 +211,7 @@ def test_without_a_weight_the_loss_is_untouched() -> None:
 
 
 def test_a_model_without_experts_is_refused(tiny_config: ModelConfig) -> None:
-    spec = EngineSpec("policy", TrainConfig(moe_aux_loss_coef=0.01), tiny_config)
+    spec = EngineSpec(TrainRole.alone("policy", TrainConfig(moe_aux_loss_coef=0.01), tiny_config))
     with pytest.raises(ModelError, match="this llama model has none"):
         TorchTrainEngine(load_causal_lm(tiny_config), spec)
 

@@ -196,7 +196,7 @@ def test_a_run_whose_policy_does_not_load_can_be_started_again_with_its_kept_ref
     plain = InlineRuntime.language_model
 
     def no_policy(self: InlineRuntime, spec: EngineSpec, *rest: Any) -> TrainEngine:
-        if spec.role == "policy":
+        if spec.role.engine_role == "policy":
             raise RuntimeError("no memory for the policy")
         return plain(self, spec, *rest)
 

@@ -71,7 +71,7 @@ def exported(prm: MakeConfig, tmp_path: Path) -> Path:
 
 
 def engine_of(spec: EngineSpec) -> TorchTrainEngine:
-    return TorchTrainEngine(load_scalar_model(spec.model), spec)
+    return TorchTrainEngine(load_scalar_model(spec.role.model), spec)
 
 
 def an_item(tokenizer: Any, prompt: str, response: str) -> RewardInput:

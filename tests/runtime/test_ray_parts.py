@@ -22,6 +22,7 @@ import burnish
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.placement import PlacementGroupSpec
+from burnish.config.roles import TrainRole
 from burnish.config.sync import DiskSync
 from burnish.config.train import TrainConfig
 from burnish.distributed.process_group import CollectiveTimeoutError
@@ -192,10 +193,12 @@ def test_workers_get_absolute_paths_of_everything_they_read_or_write(
     none = cast(Any, None)
     distill_target = DistillTargetSpec(mine, "fp32", 10, none, none, none)
     runtime.language_model(
-        EngineSpec("policy", TrainConfig(lr=0.1), mine, distill_target=distill_target)
+        EngineSpec(
+            TrainRole.alone("policy", TrainConfig(lr=0.1), mine), distill_target=distill_target
+        )
     )
     spec = given["WorkerGroup"][1]
-    assert (spec.model.path, spec.distill_target.teacher.path) == (absolute, absolute)
+    assert (spec.role.model.path, spec.distill_target.teacher.path) == (absolute, absolute)
     runtime.standalone_rollout(mine, LocalEngine())
     assert given["RemoteRolloutEngine"][1].path == absolute
     runtime.sync(none, none, DiskSync(kind="disk", folder="weights"))

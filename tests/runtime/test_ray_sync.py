@@ -16,6 +16,7 @@ import torch
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.placement import placement_groups_for
+from burnish.config.roles import TrainRole
 from burnish.config.sync import DiskSync, LinkSync
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
@@ -89,7 +90,9 @@ def test_a_worker_that_cannot_be_created_ends_the_run_with_the_reason(runtime: R
 def policy(runtime: RayRuntime) -> Any:
     """In shards, so that both ranks take part in gathering."""
     train = TrainConfig(lr=0.1, engine=TorchEngine(sharding="full"))
-    return runtime.language_model(EngineSpec("policy", train, MODEL, total_steps=1000))
+    return runtime.language_model(
+        EngineSpec(TrainRole.alone("policy", train, MODEL), total_steps=1000)
+    )
 
 
 @pytest.fixture(scope="module")

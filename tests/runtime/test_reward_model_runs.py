@@ -62,7 +62,7 @@ def rm(tmp_path: Path, write_rows: Callable[..., str]) -> MakeConfig:
 
 
 def engine_of(spec: EngineSpec) -> TorchTrainEngine:
-    return TorchTrainEngine(load_scalar_model(spec.model), spec)
+    return TorchTrainEngine(load_scalar_model(spec.role.model), spec)
 
 
 def test_log_exp_gives_the_numbers_of_bradley_terry(rm: MakeConfig, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
 from burnish.distributed.process_group import RankGroup
@@ -39,12 +40,14 @@ def started(
     so many ranks were a tensor-parallel team."""
     worker = TrainWorker(WorkerInfo(group, rank, 2, "cpu", 1), MODEL, PrecisionConfig())
     worker.ranks = RankGroup()
-    spec = EngineSpec("policy", TrainConfig(lr=0.5), MODEL, total_steps=100, seed=seed)
+    spec = EngineSpec(
+        TrainRole.alone("policy", TrainConfig(lr=0.5), MODEL), total_steps=100, seed=seed
+    )
     worker.build(spec, scalar=False, seed=seed)
-    train = spec.train.model_copy(
+    train = spec.role.train.model_copy(
         update={"engine": TorchEngine(tensor_parallel_size=tensor_parallel_size)}
     )
-    worker.engine.spec = replace(worker.engine.spec, train=train)
+    worker.engine.spec = replace(spec, role=replace(spec.role, train=train))
     return worker
 
 
@@ -134,4 +137,6 @@ def test_a_missing_tokenizer_is_reported_when_the_model_is_built(tmp_path: Path)
     worker = TrainWorker(WorkerInfo("policy", 0, 1, "cpu", 1), gone, PrecisionConfig())
     worker.ranks = RankGroup()
     with pytest.raises(ModelError, match=r"gone does not exist.*check model.tokenizer_path"):
-        worker.build(EngineSpec("policy", TrainConfig(lr=0.1), MODEL), scalar=False, seed=0)
+        worker.build(
+            EngineSpec(TrainRole.alone("policy", TrainConfig(lr=0.1), MODEL)), scalar=False, seed=0
+        )

@@ -19,6 +19,7 @@ from burnish.algorithms.advantages import gdpo
 from burnish.config import JobConfig
 from burnish.config.load import ConfigError
 from burnish.config.model import ModelConfig, PrecisionConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
@@ -174,7 +175,7 @@ def test_a_new_critic_expects_nothing_until_it_has_learned(tiny_config: ModelCon
     batch = rows_to_batch([[3, 4, 5, 6, 7]], [[False, False, True, True, True]], prompt_lens=[2])
     roles: tuple[tuple[Role, bool], ...] = (("critic", False), ("reward", True))
     for role, expected in roles:
-        spec = EngineSpec(role=role, train=TrainConfig(), model=tiny_config)
+        spec = EngineSpec(TrainRole.alone(role, TrainConfig(), tiny_config))
         assert bool(runtime.scalar_model(spec, seed=0).values(batch).any()) == expected
 
 

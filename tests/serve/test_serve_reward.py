@@ -106,7 +106,7 @@ def test_a_remote_reward_scores_as_the_model_in_this_process(
     entry = ModelReward(model=ModelConfig(path=str(reward_model)))
 
     def make_engine(spec: EngineSpec) -> TorchTrainEngine:
-        return TorchTrainEngine(load_scalar_model(spec.model), spec)
+        return TorchTrainEngine(load_scalar_model(spec.role.model), spec)
 
     here = load_model_reward(entry, tokenizer, make_engine).score(items)
     config = RemoteReward(urls=(f"{server.url}/get_reward",), batch_size=4)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.sync import DiskSync, LinkSync
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
@@ -79,7 +80,8 @@ def trainer() -> TorchTrainEngine:
             if parameter.ndim == 2:
                 parameter.mul_(8)  # far from uniform, so that other weights give other tokens
     spec = EngineSpec(
-        "policy", TrainConfig(lr=0.05), MODEL, total_steps=100, precision=PrecisionConfig()
+        TrainRole.alone("policy", TrainConfig(lr=0.05), MODEL, precision=PrecisionConfig()),
+        total_steps=100,
     )
     return TorchTrainEngine(model, spec)
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.load import load_causal_lm
@@ -132,7 +133,9 @@ def spec_of(case: Case, kind: str = "deepspeed") -> EngineSpec:
     role = accumulation.LOSSES[case.loss][0]
     config = TrainConfig(**{"lr": 1e-3, "engine": engine, **case.train})
     return EngineSpec(
-        role, config, case.model, case.micro, total_steps=10, precision=case.precision
+        TrainRole.alone(role, config, case.model, precision=case.precision),
+        micro_batch_size=case.micro,
+        total_steps=10,
     )
 
 
@@ -140,7 +143,7 @@ def make(case: Case, ranks: RankGroup, kind: str = "deepspeed") -> Any:
     """An engine; the same start for both kinds (adapters and value heads too)."""
     spec = spec_of(case, kind)
     torch.manual_seed(0)
-    scalar = spec.role in ("critic", "reward")
+    scalar = spec.role.engine_role in ("critic", "reward")
     load: Callable[..., nn.Module] = load_scalar_model if scalar else load_causal_lm
     model = load(case.model, **({"new_head": "random"} if scalar else {}))
     make_engine = TorchTrainEngine if kind == "torch" else DeepSpeedTrainEngine

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from burnish.config.model import ModelConfig, PrecisionConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.load import check_support, load_causal_lm
@@ -242,7 +243,8 @@ def _save_torch(ranks: RankGroup, case: Case, options: dict[str, Any], place: Pa
     spec = spec_of(case, "torch")
     config = TrainConfig(**{"lr": 1e-3, "engine": {"kind": "torch", **options}, **case.train})
     torch.manual_seed(0)
-    engine = make_engine(load_causal_lm(case.model), replace(spec, train=config), ranks=ranks)
+    spec = replace(spec, role=replace(spec.role, train=config))
+    engine = make_engine(load_causal_lm(case.model), spec, ranks=ranks)
     take_steps(engine, 2)
     engine.save(place / "ranks")
     alone = make(case, SINGLE, "torch")
@@ -343,7 +345,10 @@ def frozen(ranks: RankGroup) -> dict[str, Tensor]:
     out = {}
     for stage in (0, 3):
         case = Case("", stage, model=UNTIED)
-        spec = EngineSpec("reference", spec_of(case).train, UNTIED, 2, trainable=False)
+        spec = EngineSpec(
+            TrainRole.alone("reference", spec_of(case).role.train, UNTIED, trainable=False),
+            micro_batch_size=2,
+        )
         engine = DeepSpeedTrainEngine(load_causal_lm(UNTIED), spec, ranks=ranks)
         out[f"frozen {stage}"] = engine.logprobs(ragged())
     return out

@@ -24,6 +24,7 @@ from burnish.algorithms.distill import forward_kl, forward_kl_slope
 from burnish.config.algorithm import AlgorithmConfig
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.preference_losses import DpoLoss, KtoLoss
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.distributed.process_group import CollectiveTimeoutError, RankGroup
 from burnish.jobs.distill import distill_objective
@@ -122,7 +123,12 @@ def make_engine(case: Case, ranks: RankGroup) -> Any:
             model, "fp32", 40, forward_kl, forward_kl_slope, forward_kl, 2.0
         )
     units = None if case.budget else 2 if case.loss in ("kto", "critic") else 1
-    spec = EngineSpec(role, train, model, units, total_steps=10, distill_target=distill_target)
+    spec = EngineSpec(
+        TrainRole.alone(role, train, model),
+        micro_batch_size=units,
+        total_steps=10,
+        distill_target=distill_target,
+    )
     torch.manual_seed(0)
     scalar = role in ("critic", "reward")
     network: nn.Module = (
@@ -181,7 +187,9 @@ def wait_in_vain(ranks: RankGroup, store: Any) -> str:
         WorkerInfo("policy", ranks.rank, 2, "cpu", 1), MODELS["full"], PrecisionConfig()
     )
     worker.ranks, worker.limits = ranks, Limits(call_s=60, pass_s=0.5)
-    worker.build(EngineSpec("policy", TrainConfig(), MODELS["full"]), scalar=False, seed=0)
+    worker.build(
+        EngineSpec(TrainRole.alone("policy", TrainConfig(), MODELS["full"])), scalar=False, seed=0
+    )
     ranks.any(False)  # takes the longer limit
     if ranks.rank == 0:
         text = "went on"

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from burnish.config.model import ModelConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.distributed.process_group import RankGroup
 from burnish.models.load import load_causal_lm
@@ -51,7 +52,7 @@ def make(folder: Path, engine: dict[str, Any], ranks: RankGroup, **train: Any) -
     """Return an engine of the mixture. With a process group it reads its own rows."""
     config = ModelConfig(path=str(folder))
     settings = TrainConfig(engine=engine, max_grad_norm=None, **train)
-    spec = EngineSpec("policy", settings, config, micro_batch_size=1)
+    spec = EngineSpec(TrainRole.alone("policy", settings, config), micro_batch_size=1)
     empty = engine.get("sharding") == "full"
     return make_engine(load_causal_lm(config, empty=empty), spec, ranks=ranks)
 

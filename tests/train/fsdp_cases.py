@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.model import LoraConfig, ModelConfig, Nf4Config, PrecisionConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
 from burnish.distributed.process_group import RankGroup
@@ -133,13 +134,9 @@ def make_engine(
         }
     )
     own = EngineSpec(
-        role,
-        train,
-        config,
+        TrainRole.alone(role, train, config, precision=precision, **spec),
         micro_batch_size=split.get("micro"),
-        precision=precision,
         total_steps=10,
-        **spec,
     )
     engine = engine_of(model, own, tokenizer=load_tokenizer(config), ranks=ranks)
     sharded = ranks.group is not None and engine_config["sharding"] == "full"

@@ -27,6 +27,7 @@ from torch import Tensor
 
 import burnish.models.tensor_files as tensor_files
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
 from burnish.distributed.process_group import SINGLE, RankGroup
@@ -249,7 +250,9 @@ def from_folder(folder: Path, ranks: RankGroup, *, lora: bool = False) -> dict[s
         )
         empty = sum(p.numel() for p in model.parameters() if p.is_meta)
         train_config = TrainConfig(engine=TorchEngine(sharding="full"), lr=1e-3)
-        spec = EngineSpec(role, train_config, config, precision=PrecisionConfig(dtype=precision))
+        spec = EngineSpec(
+            TrainRole.alone(role, train_config, config, precision=PrecisionConfig(dtype=precision))
+        )
         with counting_reads() as reads:
             engine = engine_of(model, spec, ranks=ranks)
         batch = two_ranks.ragged()

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 import burnish.train.fsdp.sharded_state
 import burnish.train.torch.engine
 from burnish.config.model import ModelConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
 from burnish.distributed.process_group import SINGLE, RankGroup
@@ -267,7 +268,9 @@ def from_folder(ranks: RankGroup, engine: dict[str, Any], folder: Path) -> dict[
         model: Any = load_causal_lm(config, empty=not alone and sharding == "full")
         options = {} if alone else {"sharding": sharding, **engine}
         train = TrainConfig(lr=1e-3, adam_eps=1e-6, engine=TorchEngine(**options))
-        made = engine_of(model, EngineSpec("policy", train, config, total_steps=10), ranks=ranks)
+        made = engine_of(
+            model, EngineSpec(TrainRole.alone("policy", train, config), total_steps=10), ranks=ranks
+        )
         first = made.logprobs(two_ranks.ragged())
         norms = cases.train(made, 3)
         weights = {n: t.double() for n, t in made.weights()}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.distributed.process_group import RankGroup
 from burnish.models.load import load_causal_lm
@@ -89,7 +90,7 @@ def from_object_store(share: Share) -> tuple[Share, int]:
 
 def start(engine: dict[str, Any], ranks: RankGroup) -> BaseTrainEngine:
     config = TrainConfig(lr=1e-2, max_tokens_per_micro_batch=BUDGET, engine=engine)
-    spec = EngineSpec("policy", config, MODEL, total_steps=10, with_entropy=False)
+    spec = EngineSpec(TrainRole.alone("policy", config, MODEL, with_entropy=False), total_steps=10)
     torch.manual_seed(0)
     return make_engine(load_causal_lm(MODEL), spec, ranks=ranks)
 

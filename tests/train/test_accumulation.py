@@ -17,6 +17,7 @@ from torch import Tensor
 
 from burnish.config.algorithm import AlgorithmConfig, KlConfig
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm
 from burnish.steps.objectives import (
@@ -314,7 +315,7 @@ def test_any_ragged_batch_in_any_layout_has_the_gradient_of_its_rows_alone(
         batch = batch.select(torch.randperm(batch.num_rows, generator=generator).tolist())
     config = ModelConfig(scratch=ScratchConfig(hidden_size=16, num_layers=2))
     train = TrainConfig(layout=layout, max_tokens_per_micro_batch=budget)
-    spec = EngineSpec("policy", train, config, micro_batch_size=micro)
+    spec = EngineSpec(TrainRole.alone("policy", train, config), micro_batch_size=micro)
     engine = TorchTrainEngine(load_causal_lm(config), spec)
     batch = with_rl_columns(batch, engine.logprobs(batch))
     loss = policy_loss("sequence_mean")

@@ -128,7 +128,7 @@ def test_one_rank_with_a_process_group_is_one_rank(one: Reports) -> None:
 
 def test_without_a_process_group_the_plain_engine_is_made() -> None:
     engine = fsdp.make_engine(SINGLE, fsdp.Case())
-    assert type(engine) is TorchTrainEngine and engine.spec.train.engine.sharding == "full"
+    assert type(engine) is TorchTrainEngine and engine.spec.role.train.engine.sharding == "full"
     model = fsdp.load_causal_lm(fsdp.MODELS["tied"])
     assert type(engine_of(model, engine.spec)) is TorchTrainEngine
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from burnish.config.model import ModelConfig, PrecisionConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import DeepSpeedEngine, TorchEngine
 from burnish.distributed.process_group import SINGLE, RankGroup
@@ -38,7 +39,7 @@ OFFLOADED = TorchEngine(sharding="full", cpu_offload=True)
 
 def spec_of(engine: Any, model: ModelConfig, *, trainable: bool = True) -> EngineSpec:
     train = TrainConfig(train_batch_size=1, engine=engine)
-    return EngineSpec("policy", train, model, trainable=trainable)
+    return EngineSpec(TrainRole.alone("policy", train, model, trainable=trainable))
 
 
 def test_masters_that_live_on_the_host_never_cross_the_gpu(tiny_config: ModelConfig) -> None:
@@ -76,7 +77,7 @@ def test_the_runtime_loads_on_that_device(
     runtime.device = GPU
     spec = spec_of(DeepSpeedEngine(), tiny_config)
     for trainable, device in ((True, CPU), (False, GPU)):
-        own = replace(spec, trainable=trainable)
+        own = replace(spec, role=replace(spec.role, trainable=trainable))
         with pytest.raises(Seen) as seen:
             if kind == "language":
                 runtime.language_model(own)

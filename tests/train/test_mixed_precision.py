@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.load import DTYPES, ModelError, load_causal_lm
 from burnish.train.base import Loss, NonFiniteError, Outputs
@@ -461,7 +462,9 @@ def test_a_model_that_fp16_cannot_hold_is_refused_at_once(
             else:
                 for part in (layer.up_proj, layer.gate_proj, layer.down_proj):
                     part.weight.mul_(1e4)
-        spec = EngineSpec("policy", TrainConfig(), TINY, precision=PrecisionConfig(dtype=dtype))
+        spec = EngineSpec(
+            TrainRole.alone("policy", TrainConfig(), TINY, precision=PrecisionConfig(dtype=dtype))
+        )
         return TorchTrainEngine(model, spec)
 
     with pytest.raises(ModelError, match=r"float16.*use (precision\.dtype=)?bf16 or fp32"):

@@ -36,6 +36,7 @@ from burnish.algorithms.distill import DIVERGENCES, SLOPES, forward_kl
 from burnish.config.algorithm import AlgorithmConfig
 from burnish.config.model import ModelConfig
 from burnish.config.preference_losses import PreferenceLossConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.jobs.distill import distill_objective
 from burnish.jobs.preference import preference_objective
@@ -129,7 +130,7 @@ def engine_of(name: str, *, role: str = "policy", **train: Any) -> TorchTrainEng
     if name == "experts":
         train["moe_aux_loss_coef"] = 0.01
     settings = TrainConfig(logprob_chunk_tokens=7, train_batch_size=8, **train)
-    spec = EngineSpec(role, settings, ModelConfig(path=name), micro_batch_size=4)  # type: ignore[arg-type]
+    spec = EngineSpec(TrainRole.alone(role, settings, ModelConfig(path=name)), micro_batch_size=4)  # type: ignore[arg-type]
     engine = TorchTrainEngine(model, spec)
     engine.model.to(META)
     engine.device = META

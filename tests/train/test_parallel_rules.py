@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from burnish.config import SFTConfig
 from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
 from burnish.distributed.process_group import SINGLE, RankGroup
@@ -66,7 +67,9 @@ def test_a_model_parallel_group_counts_as_one_data_parallel_rank() -> None:
 
 
 def test_an_engine_with_incomplete_rank_groups_is_refused() -> None:
-    spec = EngineSpec("policy", TrainConfig(engine=TorchEngine(sequence_parallel_size=2)), MODEL)
+    spec = EngineSpec(
+        TrainRole.alone("policy", TrainConfig(engine=TorchEngine(sequence_parallel_size=2)), MODEL)
+    )
     with pytest.raises(ValueError, match=r"size=2: 2 ranks .* \(1\) must be a multiple of 2"):
         TorchTrainEngine(load_causal_lm(MODEL), spec, ranks=SINGLE)
 
@@ -173,7 +176,7 @@ def test_sequence_and_tensor_parallelism_cannot_be_combined() -> None:
     both = {"sequence_parallel_size": 2, "tensor_parallel_size": 2}
     with pytest.raises(ValueError, match=r"their combination is not implemented"):
         recipe(4, 4, **both)
-    spec = EngineSpec("policy", TrainConfig(engine=TorchEngine(**both)), MODEL)
+    spec = EngineSpec(TrainRole.alone("policy", TrainConfig(engine=TorchEngine(**both)), MODEL))
     with pytest.raises(ValueError, match=r"their combination is not implemented"):
         TorchTrainEngine(load_causal_lm(MODEL), spec, ranks=SINGLE)
     with pytest.raises(ValueError, match=r"tensor_parallel_size=2 does not divide cluster.policy_"):

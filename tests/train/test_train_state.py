@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm
 from burnish.models.lora_layers import adapters_off
@@ -60,9 +61,11 @@ def test_adapters_match_their_base_by_recipe_name_or_full_path(
 
     def engine(path: str, *, ray: bool) -> TorchTrainEngine:
         monkeypatch.chdir(home)
-        spec = EngineSpec("policy", TrainConfig(), ModelConfig(path=path, lora=LORA.lora))
+        spec = EngineSpec(
+            TrainRole.alone("policy", TrainConfig(), ModelConfig(path=path, lora=LORA.lora))
+        )
         spec = with_absolute_paths(spec) if ray else spec
-        made = TorchTrainEngine(load_causal_lm(spec.model), spec)
+        made = TorchTrainEngine(load_causal_lm(spec.role.model), spec)
         if ray:
             monkeypatch.chdir(elsewhere)
         return made

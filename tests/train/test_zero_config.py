@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import DeepSpeedEngine
 from burnish.train.deepspeed.zero import ds_config, zero_section
@@ -33,5 +34,7 @@ def test_offloaded_memory_is_pinned_only_with_a_gpu(
     section = zero_section(chosen, on_gpu=on_gpu)
     found = {name: value for name, value in section.items() if name.startswith("offload_")}
     assert found == {name: {"device": "cpu", "pin_memory": on_gpu} for name in sections}
-    spec = EngineSpec("policy", TrainConfig(engine=chosen), ModelConfig(scratch=ScratchConfig()))
+    spec = EngineSpec(
+        TrainRole.alone("policy", TrainConfig(engine=chosen), ModelConfig(scratch=ScratchConfig()))
+    )
     assert ds_config(spec, on_gpu=on_gpu)["zero_optimization"] == section

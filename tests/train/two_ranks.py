@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.load import load_causal_lm
@@ -89,7 +90,9 @@ def make_engine(  # house: ok what an engine can vary in
     scalar = role in ("critic", "reward")
     model = load_scalar_model(TINY, new_head="random") if scalar else load_causal_lm(TINY)
     config = TrainConfig(**{"lr": 1e-3, "max_tokens_per_micro_batch": budget, **train})
-    spec = EngineSpec(role, config, TINY, micro_batch_size=micro, precision=precision)
+    spec = EngineSpec(
+        TrainRole.alone(role, config, TINY, precision=precision), micro_batch_size=micro
+    )
     return TorchTrainEngine(model, spec, ranks=ranks)
 
 

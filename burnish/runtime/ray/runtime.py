@@ -113,7 +113,7 @@ class RayRuntime:
     def _group(
         self, spec: EngineSpec, *, scalar: bool, seed: int, spans: Mapping[str, str]
     ) -> WorkerGroup:
-        name = free_name(spec.role, [group.name for group in self.groups])
+        name = free_name(spec.role.engine_role, [group.name for group in self.groups])
         here = with_absolute_paths(spec)
         group = WorkerGroup(self.cluster, here, scalar=scalar, seed=seed, spans=spans, name=name)
         self.groups.append(group)
@@ -124,7 +124,9 @@ class RayRuntime:
     ) -> RolloutEngine:
         """Return rollout workers that get their weights from ``policy``, or an engine in this
         process for running servers."""
-        base = cast(RemoteTrainEngine, policy).group.spec.model.model_copy(update={"lora": None})
+        base = cast(RemoteTrainEngine, policy).group.spec.role.model.model_copy(
+            update={"lora": None}
+        )
         if config.on_servers:
             return self.here.standalone_rollout(base, config, max_len=max_len, ready=False)
         made = self._rollout(base, config, max_len=max_len, ready=False)
@@ -214,5 +216,5 @@ def with_absolute_paths(spec: EngineSpec) -> EngineSpec:
         distill_target = replace(
             distill_target, teacher=distill_target.teacher.with_absolute_paths()
         )
-    here = spec.model.with_absolute_paths()
-    return replace(spec, model=here, recipe_model=spec.model, distill_target=distill_target)
+    role = replace(spec.role, model=spec.role.model.with_absolute_paths())
+    return replace(spec, role=role, recipe_model=spec.role.model, distill_target=distill_target)

@@ -57,9 +57,9 @@ class WorkerGroup:
         the job's placement; None: its role."""
         self.cluster, self.spec, self.scalar, self.seed = cluster, spec, scalar, seed
         self.spans = dict(spans)
-        self.role: Role = spec.role
-        self.name = name or spec.role
-        self.size = cluster.config.ranks(spec.role)
+        self.role: Role = spec.role.engine_role
+        self.name = name or spec.role.engine_role
+        self.size = cluster.config.ranks(spec.role.engine_role)
         self.workers: list[Any] = []
         self.mixed = False
         """True once other weights were mixed into those of a frozen model (``mix``)."""
@@ -102,7 +102,7 @@ class WorkerGroup:
             try:
                 return self._each(call, *arguments)
             except WorkerLostError as lost:
-                if self.spec.trainable or self.mixed:
+                if self.spec.role.trainable or self.mixed:
                     raise
                 self.cluster.count_restart(str(lost))
                 self.restart()

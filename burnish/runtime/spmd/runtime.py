@@ -380,7 +380,7 @@ class SpmdRuntime(InlineRuntime):
         self, spec: EngineSpec, *, scalar: bool, seed: int, spans: Mapping[str, str]
     ) -> TrainEngine:
         group = self.launched.group
-        name = free_name(spec.role, self._names)
+        name = free_name(spec.role.engine_role, self._names)
         self._names.append(name)
         info = WorkerInfo(name, group.rank, group.size, str(self.device), torch.get_num_threads())
         worker = TrainWorker(info, self.policy, self.precision)

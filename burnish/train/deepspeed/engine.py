@@ -82,7 +82,7 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
     @contextmanager
     def loading(cls, spec: EngineSpec, dtype: Dtype, ranks: RankGroup) -> Iterator[None]:
         """Shard weights while transformers reads them, if ``zero_init`` is set."""
-        options = cast(DeepSpeedEngine, spec.train.engine)
+        options = cast(DeepSpeedEngine, spec.role.train.engine)
         if not options.zero_init:
             yield
             return
@@ -106,14 +106,14 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
     @property
     def options(self) -> DeepSpeedEngine:
         """``train.engine`` of the recipe."""
-        return cast(DeepSpeedEngine, self.spec.train.engine)
+        return cast(DeepSpeedEngine, self.spec.role.train.engine)
 
     # ---- setup -----------------------------------------------------------------------------
 
     def _start_backend(self, device: torch.device | None) -> torch.device:
         """Initialize DeepSpeed and return the device that it selects. Raises DeepSpeedError if the
         precision settings are not supported."""
-        for problem in self.options.precision_rules(self.spec.precision):
+        for problem in self.options.precision_rules(self.spec.role.precision):
             raise DeepSpeedError(problem)
         self._library = _deepspeed()
         _join(self._library, self.ranks)
@@ -125,8 +125,8 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
         masters."""
         module = BatchForward(self.model, self.forward)
         masters, spec = self._cast(), self.spec
-        adamw = ZeroAdamW(self.model, spec) if spec.trainable else None
-        if spec.trainable or self.options.zero_stage == 3:
+        adamw = ZeroAdamW(self.model, spec) if spec.role.trainable else None
+        if spec.role.trainable or self.options.zero_stage == 3:
             with _on_this_machine(self._library):
                 config = ds_config(spec, on_gpu=self.device.type != "cpu")
                 self.engine, *_ = self._library.initialize(
@@ -148,7 +148,7 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
 
         Returned weights are full, or this rank's shard if the model was loaded in shards.
         """
-        dtype, masters = DTYPES[self.spec.precision.dtype], {}
+        dtype, masters = DTYPES[self.spec.role.precision.dtype], {}
         require_one_dtype(self.model, dtype, "train.engine.kind=deepspeed")
         for name, parameter in self.model.named_parameters():
             held = (
@@ -167,9 +167,11 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
 
     def _check_model(self) -> None:
         """Run the checks that loading could not, because the weights were in shards."""
-        check_compute_dtype(self.body, describe(self.spec.model), backward=self.spec.trainable)
+        check_compute_dtype(
+            self.body, describe(self.spec.role.model), backward=self.spec.role.trainable
+        )
         if self.options.zero_stage == 3 and not self.scalar:
-            check_head(self.model, describe(self.spec.model))
+            check_head(self.model, describe(self.spec.role.model))
 
     # ---- computing -------------------------------------------------------------------------
 

@@ -39,10 +39,10 @@ def ds_config(spec: EngineSpec, *, on_gpu: bool) -> dict[str, Any]:
     Batch sizes in it are nominal. With ``managed_gradient_accumulation`` off, a step contains every
     pass made before ``step()``, regardless of their number.
     """
-    train, engine = spec.train, spec.train.engine
+    train, engine = spec.role.train, spec.role.train.engine
     assert isinstance(engine, DeepSpeedEngine)
-    sums = spec.precision.grad_accum_dtype
-    clips_itself = engine.zero_stage == 0 and spec.precision.dtype == "fp32"
+    sums = spec.role.precision.grad_accum_dtype
+    clips_itself = engine.zero_stage == 0 and spec.role.precision.dtype == "fp32"
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -53,7 +53,7 @@ def ds_config(spec: EngineSpec, *, on_gpu: bool) -> dict[str, Any]:
         "zero_optimization": zero_section(engine, on_gpu=on_gpu),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        **_precision_section(spec.precision),
+        **_precision_section(spec.role.precision),
     }
 
 
@@ -102,7 +102,7 @@ class ZeroAdamW(torch.optim.AdamW):
 
     def __init__(self, model: nn.Module, spec: EngineSpec) -> None:
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        own = spec.train.optimizer
+        own = spec.role.train.optimizer
         self.hidden: dict[str, bool] = {}
         """Parameters that Muon trains -> whether their rows are two matrices."""
         if isinstance(own, Muon):
@@ -115,19 +115,19 @@ class ZeroAdamW(torch.optim.AdamW):
             {"params": [trained[n] for n in self.hidden], "weight_decay": 0.0},
             {
                 "params": [p for p in rest if len(shape_of(p)) >= 2],
-                "weight_decay": spec.train.weight_decay,
+                "weight_decay": spec.role.train.weight_decay,
             },
             {"params": [p for p in rest if len(shape_of(p)) < 2], "weight_decay": 0.0},
         ]
         super().__init__(
             [g for g in groups if g["params"]],
-            lr=spec.lr or spec.train.lr,
-            betas=spec.train.adam_betas,
-            eps=spec.train.adam_eps,
+            lr=spec.role.lr or spec.role.train.lr,
+            betas=spec.role.train.adam_betas,
+            eps=spec.role.train.adam_eps,
             fused=True,
         )
         self.hold = self.checks = False
-        self.max_norm = spec.train.max_grad_norm
+        self.max_norm = spec.role.train.max_grad_norm
         self.overflow = False
         self._global_grad_norm = 0.0
 
@@ -175,9 +175,9 @@ class ZeroMuon:
     ) -> None:
         """``adamw``: its state has the momentum of each flat shard. ``device``: that of the
         iterations."""
-        own = spec.train.optimizer
+        own = spec.role.train.optimizer
         assert isinstance(own, Muon)
-        self._state, lr = adamw.state, spec.lr or spec.train.lr
+        self._state, lr = adamw.state, spec.role.lr or spec.role.train.lr
         self._lr_ratio = (own.matrix_lr or lr) / lr
         held = [s for s in shards.all if s.name in adamw.hidden]
         counts = [[s.numel for s in held]]
@@ -193,7 +193,7 @@ class ZeroMuon:
                 view, shard.shape, adamw.hidden[shard.name], counts=tuple(c[i] for c in counts)
             )
             self._flats.setdefault(id(flat), []).append((shard, matrix))
-        settings = muon_settings(own, weight_decay=spec.train.weight_decay)
+        settings = muon_settings(own, weight_decay=spec.role.train.weight_decay)
         every = [matrix for part in self._flats.values() for _, matrix in part]
         self._muon = MuonOptimizer(every, settings, device=device)
         self._muon.shards = SINGLE if shards.replicated else shards.ranks
@@ -292,19 +292,19 @@ class ZeroOptimizer:
     ) -> None:
         """``engine``: DeepSpeed's engine over ``model`` and ``adamw``. ``masters``: unrounded
         weights."""
-        config = spec.train.engine
+        config = spec.role.train.engine
         assert isinstance(config, DeepSpeedEngine)
         self._engine, self._adamw, self._spec, self._ranks = engine, adamw, spec, ranks
         self._stage = config.zero_stage
         self._has_gradient = False
-        adamw.checks = self._stage == 0 and spec.precision.dtype == "fp32"
+        adamw.checks = self._stage == 0 and spec.role.precision.dtype == "fp32"
         adamw.state.clear()  # stage 0 in bf16 starts with an empty step
         self.scaler = ZeroScaler(vars(engine.optimizer).get("loss_scaler"))
         shards = find_shards(model, engine.optimizer, stage=self._stage, ranks=ranks)
         shards.take(masters)  # DeepSpeed initialized its masters from rounded weights
         if adamw.hidden:
             adamw.muon = ZeroMuon(adamw, shards, spec, stage=self._stage, device=engine.device)
-        self.state = ShardedState(shards, adamw.state, spec.train.ema_decay, muon=adamw.hidden)
+        self.state = ShardedState(shards, adamw.state, spec.role.train.ema_decay, muon=adamw.hidden)
 
     @property
     def loss_factor(self) -> float:
@@ -319,13 +319,13 @@ class ZeroOptimizer:
 
     def step(self, version: int, *, finite_loss: bool, ranks: RankGroup) -> StepStats:
         """Run DeepSpeed's step: reduce, unscale, check, clip and update."""
-        train = self._spec.train
-        rate = (self._spec.lr or train.lr) * lr_factor(version, train, self._spec.total_steps)
+        train = self._spec.role.train
+        rate = (self._spec.role.lr or train.lr) * lr_factor(version, train, self._spec.total_steps)
         stats = StepStats(
             grad_norm=0.0,
             lr=rate,
             loss_scale=self.scaler.scale,
-            scaled=self._spec.precision.dtype == "fp16",
+            scaled=self._spec.role.precision.dtype == "fp16",
         )
         if self._has_gradient:
             stats = self._step(stats, finite_loss=finite_loss)

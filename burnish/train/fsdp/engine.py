@@ -85,7 +85,7 @@ class ShardedTrainEngine(TorchTrainEngine):
     def loads_on_host(cls, spec: EngineSpec) -> bool:
         """Return whether the engine offloads to the CPU; its fp32 weights may be larger than a
         GPU."""
-        return cast(TorchEngine, spec.train.engine).cpu_offload
+        return cast(TorchEngine, spec.role.train.engine).cpu_offload
 
     @classmethod
     def reads_own_shards(cls, ranks: RankGroup) -> bool:
@@ -98,7 +98,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         return super()._make_optimizer(kind)
 
     def _place(self) -> None:
-        dtype = DTYPES[self.spec.precision.dtype]
+        dtype = DTYPES[self.spec.role.precision.dtype]
         require_one_dtype(self.model, dtype, "train.engine.sharding=full")
         self._pending: BackgroundSave | None = None
         self._save_group: ProcessGroup | None = None
@@ -106,7 +106,7 @@ class ShardedTrainEngine(TorchTrainEngine):
             if parameter.requires_grad:  # the masters
                 parameter.data = parameter.data.float()
         for layer in quantized_layers(self.model).values():
-            layer.store_as(DTYPES[self.spec.precision.dtype])
+            layer.store_as(DTYPES[self.spec.role.precision.dtype])
         empty = {n for n, p in self.model.named_parameters() if p.is_meta}
         self._was_empty = bool(empty)
         self.root = _Within(self.model)
@@ -125,7 +125,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         engine = self.options
         group = self.ranks.group if self.tp_plan is None else self.data_parallel.group
         assert group is not None, "a sharded model needs a process group"
-        dtype = DTYPES[self.spec.precision.dtype]
+        dtype = DTYPES[self.spec.role.precision.dtype]
         on_gpu = self.device.type != "cpu"
         shard = partial(
             fully_shard,
@@ -174,7 +174,7 @@ class ShardedTrainEngine(TorchTrainEngine):
                 for name, parameter in self.model.named_parameters()
                 if name in empty
             },
-            self.spec.model,
+            self.spec.role.model,
             keep=self._own_columns,
         )
 
@@ -193,7 +193,7 @@ class ShardedTrainEngine(TorchTrainEngine):
 
     def _check_model(self) -> None:
         """Check the model with a pass over its shards. All ranks raise one rank's error."""
-        name, dtype = describe(self.spec.model), DTYPES[self.spec.precision.dtype]
+        name, dtype = describe(self.spec.role.model), DTYPES[self.spec.role.precision.dtype]
         codes = packed_names(self.model)
         named = self.model.named_parameters()
         parts = ((n, local(p).to(dtype)) for n, p in named if n not in codes)
@@ -208,10 +208,10 @@ class ShardedTrainEngine(TorchTrainEngine):
     def _try_pass(self, name: str, dtype: torch.dtype) -> None:
         """Raise ModelError if a pass over one row cannot be computed."""
         try:
-            with torch.set_grad_enabled(self.spec.trainable):
+            with torch.set_grad_enabled(self.spec.role.trainable):
                 out = self._outputs(NO_ROWS.to(self.device), with_entropy=False)
                 found = torch.stack([t.sum() for t in out.tensors() if t is not None]).sum()
-                if self.spec.trainable:
+                if self.spec.role.trainable:
                     found.backward()
         except (NotImplementedError, RuntimeError) as error:
             raise_if_lacking(error, self.body, name)

@@ -47,7 +47,7 @@ class TorchTrainEngine(BaseTrainEngine):
     @property
     def options(self) -> TorchEngine:
         """``train.engine`` of the recipe."""
-        return cast(TorchEngine, self.spec.train.engine)
+        return cast(TorchEngine, self.spec.role.train.engine)
 
     # ---- setup -----------------------------------------------------------------------------
 
@@ -58,8 +58,8 @@ class TorchTrainEngine(BaseTrainEngine):
         spec = self.spec
         return make_forward(
             self.model,
-            spec.role,
-            spec.train,
+            spec.role.engine_role,
+            spec.role.train,
             temperature=spec.temperature,
             model_parallel=self.model_parallel,
         )
@@ -70,15 +70,15 @@ class TorchTrainEngine(BaseTrainEngine):
             self.tp_plan = apply_tensor_parallel(
                 self.model, self.body, self.model_parallel, self.data_parallel
             )
-        dtype = DTYPES[self.spec.precision.dtype]
+        dtype = DTYPES[self.spec.role.precision.dtype]
         cast_parameters(self.model, dtype, only_frozen=True)  # the optimizer casts the others
         for layer in quantized_layers(self.model).values():
             layer.compute_dtype = dtype
         self._place()
-        if not self.spec.trainable:
+        if not self.spec.role.trainable:
             return None
         optimizer = self._make_optimizer()
-        if self.spec.train.on_oom == "retry_smaller":
+        if self.spec.role.train.on_oom == "retry_smaller":
             self.smaller = MicroBatchBackoff(self.forward.layout, forget=optimizer.zero_grad)
         return optimizer
 
@@ -89,18 +89,18 @@ class TorchTrainEngine(BaseTrainEngine):
         spec = self.spec
         return kind(
             self.model,
-            spec.train,
-            lr=spec.lr or spec.train.lr,
+            spec.role.train,
+            lr=spec.role.lr or spec.role.train.lr,
             total_steps=spec.total_steps,
-            precision=spec.precision,
+            precision=spec.role.precision,
             tp_plan=self.tp_plan,
             device=self.device,
         )
 
     def _check_model(self) -> None:
-        name = describe(self.spec.model)
+        name = describe(self.spec.role.model)
         self._check_weights(self.model.named_parameters(), name)
-        check_compute_dtype(self.body, name, backward=self.spec.trainable)
+        check_compute_dtype(self.body, name, backward=self.spec.role.trainable)
 
     def _check_weights(self, weights: Iterable[tuple[str, Tensor]], name: str) -> None:
         """Raise ModelError on all ranks if any rank has a weight that is not finite."""

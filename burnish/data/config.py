@@ -1,7 +1,9 @@
 """The contract of data: the keys of every data section, and the facts of its kind. Free of torch.
 
-A kind is a folder. ``config.py``: a subclass of :class:`DataConfig`. ``encode.py``: its encoder,
-and its rows as batches. ``data/kinds.py`` is the registry of the kinds of the job ``rm``.
+A kind is a folder. ``config.py``: a subclass of :class:`DataConfig`. ``encode.py``: a function
+``make_encoder`` (``data/encoders.py``), whose encoder makes batches if rows are trained on.
+``read.py``, if rows have more than a prompt and the columns of ``content_keys``: a class ``Reader``
+(``data/reader.py``). ``data/kinds.py`` is the registry of the kinds of the job ``rm``.
 """
 
 from __future__ import annotations
@@ -46,6 +48,11 @@ class DataConfig(Node):
     """True if rows without their last tokens can be trained on."""
     length_key: ClassVar[str] = "max_len"
     """Key of the length limit of rows."""
+    is_trained: ClassVar[bool] = True
+    """False if no loss is computed on the tokens of rows."""
+    has_reader: ClassVar[bool] = False
+    """True if the folder has a file ``read.py`` with a class ``Reader``, in place of
+    ``data/reader.py``."""
 
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
     """One or more sources. Several are combined as set by ``mix``."""
@@ -126,6 +133,48 @@ class DataConfig(Node):
     def row_keys(self) -> Keys:
         """Columns that the form of a row depends on."""
         return Keys("steps", self.form, self.prompt_key, own=True)
+
+    @property
+    def content_keys(self) -> Mapping[str, str]:
+        """Field -> column of each text or conversation that the job reads besides the prompt."""
+        return {}
+
+    @property
+    def needed_keys(self) -> Mapping[str, str]:
+        """Field -> column of each other value that a row must have."""
+        return {}
+
+    @property
+    def conversation_key(self) -> str | None:
+        """Column to which public forms convert a conversation. None: it becomes a prompt, with the
+        last message as its answer."""
+        return None
+
+    @property
+    def answer_key(self) -> str | None:
+        """Column of the response, to which public forms convert an answer. None: rows have none, or
+        two."""
+        return None
+
+    @property
+    def pair_keys(self) -> tuple[str, ...]:
+        """Columns of the better and the worse response; empty if rows are not pairs."""
+        return ()
+
+    @property
+    def reference_key(self) -> str | None:
+        """Column to which public forms convert the label of a prompt. None: labels are not read."""
+        return None
+
+    @property
+    def reference_pattern(self) -> str | None:
+        """Pattern that reads the label from its column; None: the column is the label."""
+        return None
+
+    @property
+    def replaced_keys(self) -> tuple[str, ...]:
+        """Columns that a converted row does not keep, because they would be read first."""
+        return (self.prompt_key,)
 
     def reading_of(self, row: Mapping[str, Any]) -> Reading:
         """Return the form of a source whose first row is ``row``. Raises FormError."""

@@ -19,6 +19,7 @@ from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import IndexStream, RowRef
 from burnish.data.streamed import StreamedRows
 from burnish.data.unread import note_marks
+from burnish.types import Batch
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +53,14 @@ class Encoder(Protocol[T]):
     def truncate(self, item: T) -> T | None:
         """Truncate an item over the limit at the end that ``overlong`` names. Return None if the
         rest is unusable."""
+        ...
+
+
+class BatchEncoder(Encoder[T], Protocol[T]):
+    """An encoder of rows that are trained on."""
+
+    def batch(self, items: Sequence[T], *, first_group: int) -> Batch:
+        """Return items as rows of tokens. Item i has the group id ``first_group + i``."""
         ...
 
 
@@ -101,6 +110,11 @@ class EncodedStream(Generic[T]):
         """Number of rows in all sources, including rows over the limit. None: unknown, because a
         source is streamed."""
         return self._index.num_rows
+
+    @property
+    def num_seen(self) -> int:
+        """Number of items returned since the start of the run."""
+        return self._counts["seen"]
 
     @property
     def counts(self) -> dict[str, int]:

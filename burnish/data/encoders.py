@@ -1,4 +1,4 @@
-"""Select the encoder of a data section: the function that converts its rows to training items."""
+"""The encoder of a data section, from the folder of its kind."""
 
 from __future__ import annotations
 
@@ -7,22 +7,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from burnish.config.kinds import module_of
 from burnish.data.config import DataConfig
-from burnish.data.demonstrations.config import SFTDataConfig
-from burnish.data.demonstrations.encode import SFTEncoder
 from burnish.data.encoded import Encoder
-from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.data.preferences.encode import PairEncoder
-from burnish.data.preferences.unpaired import UnpairedEncoder
-from burnish.data.prompts.config import PromptDataConfig
-from burnish.data.prompts.encode import PromptEncoder
-from burnish.data.rated.config import RatedDataConfig
-from burnish.data.rated.encode import RatedEncoder
-from burnish.data.responses.config import ResponseDataConfig
-from burnish.data.responses.encode import ResponseEncoder
 from burnish.data.sources import Source
-from burnish.data.steps.config import StepsDataConfig
-from burnish.data.steps.encode import StepsEncoder
 
 
 def encoder_of(
@@ -37,18 +25,7 @@ def encoder_of(
 
     Raises DataError if the tokenizer cannot be used.
     """
-    if isinstance(config, ResponseDataConfig):
-        return ResponseEncoder(config, tokenizer)
-    if isinstance(config, PromptDataConfig):
-        return PromptEncoder(config, tokenizer, in_episodes=in_episodes)
-    if isinstance(config, SFTDataConfig):
-        return SFTEncoder(config, tokenizer)
-    if isinstance(config, StepsDataConfig):
-        return StepsEncoder(config, tokenizer)
-    if isinstance(config, RatedDataConfig):
-        return RatedEncoder(config, tokenizer, sources)
-    if not isinstance(config, PreferenceDataConfig):
-        raise TypeError(f"{type(config).__name__} has no encoder; add it to encoder_of")
-    if config.label_key is not None:
-        return UnpairedEncoder(config, tokenizer, sources)
-    return PairEncoder(config, tokenizer, sources)
+    encoder: Encoder[Any] = module_of(config, "encode").make_encoder(
+        config, tokenizer, sources, in_episodes=in_episodes
+    )
+    return encoder

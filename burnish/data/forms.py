@@ -38,19 +38,11 @@ from burnish.config.forms import (
     is_transcript,
 )
 from burnish.data.config import DataConfig
-from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.held_out import part_of
 from burnish.data.messages import as_messages, parsed, with_sharegpt_role, without_nulls
 from burnish.data.notices import note
-from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.data.prompts.config import PromptDataConfig
-from burnish.data.rated.config import RatedDataConfig
-from burnish.data.responses.config import ResponseDataConfig
 from burnish.data.sources import DataError, Row, Source, open_sources
 from burnish.data.streamed import StreamedRows
-
-_GIVEN = (ResponseDataConfig, RatedDataConfig)
-"""Data whose rows have a response to score."""
 
 Values = dict[str, Any]
 Messages = list[dict[str, Any]]
@@ -133,9 +125,9 @@ def from_sharegpt(values: Values, config: DataConfig) -> Values:
     system = values.get(SYSTEM)
     if system and isinstance(system, str) and turns[0]["role"] != "system":
         turns = [{"role": "system", "content": system}, *turns]
-    if not isinstance(config, PreferenceDataConfig):
+    if not config.pair_keys:
         return _of_conversation(values, turns, config, used=key)
-    pair = {key: _response(values, key) for key in (config.chosen_key, config.rejected_key)}
+    pair = {key: _response(values, key) for key in config.pair_keys}
     return _others(values, config, key) | {config.prompt_key: turns} | pair
 
 
@@ -165,16 +157,14 @@ def from_alpaca(values: Values, config: DataConfig) -> Values:
         middle = f"### Input:\n{extra}\n\n" if extra.strip() else ""
         prompt = f"### Instruction:\n{instruction}\n\n{middle}### Response:\n"
     new = _others(values, config, INSTRUCTION) | {config.prompt_key: prompt}
-    if isinstance(config, PreferenceDataConfig):
-        keys = (config.chosen_key, config.rejected_key)
-        return new | {key: _response(values, key) for key in keys}
+    if config.pair_keys:
+        return new | {key: _response(values, key) for key in config.pair_keys}
     output = next((key for key in OUTPUTS if values.get(key) is not None), None)
-    needs_output = isinstance(config, SFTDataConfig | ResponseDataConfig)
     if output is None:
-        if needs_output:
+        if config.answer_key is not None and new.get(config.answer_key) is None:
             raise DataError(f"column {OUTPUTS[0]!r} is empty; fill it, or remove the row")
         return new
-    return new | _answer(_text(values, output), values, config)
+    return _with_answer(new, _text(values, output), values, config)
 
 
 def from_gsm8k(values: Values, config: DataConfig) -> Values:
@@ -193,9 +183,9 @@ def from_gsm8k(values: Values, config: DataConfig) -> Values:
             f"column {ANSWER!r} has no final answer after {FINAL!r}: {answer[-60:]!r}; correct or "
             "remove the row"
         )
-    if isinstance(config, PromptDataConfig) and config.label_pattern is not None:
+    if config.reference_pattern is not None:
         label = answer
-    return new | _answer(answer, values, config) | _label(label, values, config)
+    return _with_answer(new, answer, values, config) | _label(label, values, config)
 
 
 def from_implicit_prompt(values: Values, config: DataConfig) -> Values:
@@ -205,8 +195,7 @@ def from_implicit_prompt(values: Values, config: DataConfig) -> Values:
     The prompt ends at the last boundary of messages before the first difference, at which both
     continue with the assistant.
     """
-    assert isinstance(config, PreferenceDataConfig)
-    keys = (config.chosen_key, config.rejected_key)
+    keys = config.pair_keys
     given = [parsed(_filled(values, key)) for key in keys]
     texts = [is_transcript(value) for value in given]
     if any(texts) != all(texts):
@@ -239,7 +228,6 @@ def from_implicit_prompt(values: Values, config: DataConfig) -> Values:
 
 def from_comparison(values: Values, config: DataConfig) -> Values:
     """Convert two responses with a verdict to a chosen and a rejected response."""
-    assert isinstance(config, PreferenceDataConfig)
     form = comparison_of(values)
     if form is None:
         raise DataError(f"the row has no comparison; its columns are {', '.join(values)}")
@@ -250,8 +238,8 @@ def from_comparison(values: Values, config: DataConfig) -> Values:
             "remove the row, or set on_bad_row: skip"
         )
     better, worse = form.responses if first else form.responses[::-1]
-    pair = {config.chosen_key: _response(values, better)}
-    pair[config.rejected_key] = _response(values, worse)
+    responses = (_response(values, key) for key in (better, worse))
+    pair = dict(zip(config.pair_keys, responses, strict=True))
     new = _others(values, config, *form.columns)
     if form.prompt is None:
         return from_implicit_prompt(new | pair, config)
@@ -261,11 +249,9 @@ def from_comparison(values: Values, config: DataConfig) -> Values:
 
 def from_completion(values: Values, config: DataConfig) -> Values:
     """Convert TRL's prompt and completion: the completion is the response."""
-    assert isinstance(
-        config, SFTDataConfig | PreferenceDataConfig | ResponseDataConfig | RatedDataConfig
-    )
+    assert config.answer_key is not None
     rest = {key: value for key, value in values.items() if key != COMPLETION}
-    return rest | {config.response_key: _response(values, COMPLETION)}
+    return rest | {config.answer_key: _response(values, COMPLETION)}
 
 
 def from_verl(values: Values, config: DataConfig) -> Values:
@@ -351,27 +337,27 @@ def _of_conversation(values: Values, turns: Messages, config: DataConfig, *, use
     """Return the values of a conversation: all of it for demonstrations, else split before the last
     assistant message."""
     new = _others(values, config, used)
-    if isinstance(config, SFTDataConfig):
-        return new | {config.messages_key: turns}
+    if config.conversation_key is not None:
+        return new | {config.conversation_key: turns}
     answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
     last = answers[-1] if answers and answers[-1] == len(turns) - 1 else len(turns)
     new[config.prompt_key] = turns[:last]
     if not turns[:last]:
         raise DataError(f"column {used!r} has no message before the answer, so there is no prompt")
     if last == len(turns):
-        if isinstance(config, _GIVEN):
+        if config.answer_key is not None:
             raise DataError(f"column {used!r} does not end with an assistant message to score")
         return new
     answer = turns[last]
     if answer.get("tool_calls"):
-        if isinstance(config, _GIVEN):
+        if config.answer_key is not None:
             raise DataError(
                 f"column {used!r} ends with a tool call, and a response is a text; remove the row"
             )
         return new
-    if REASONING[0] in answer and isinstance(config, _GIVEN):
+    if REASONING[0] in answer and config.answer_key is not None:
         note("reasoning_ignored", _NO_REASONING)
-    return new | _answer(answer["content"], values, config)
+    return _with_answer(new, answer["content"], values, config)
 
 
 _NO_REASONING = (
@@ -380,28 +366,23 @@ _NO_REASONING = (
 )
 
 
-def _answer(text: str, values: Values, config: DataConfig) -> Values:
-    """Return the column of an answer: the response of demonstrations and of rows to score (unless
-    the row has one), and the label of other prompts."""
-    if isinstance(config, SFTDataConfig):
-        return {config.response_key: text}
-    if isinstance(config, _GIVEN):
-        return {} if values.get(config.response_key) is not None else {config.response_key: text}
-    return _label(text, values, config)
+def _with_answer(new: Values, text: str, values: Values, config: DataConfig) -> Values:
+    """Return ``new`` with an answer: the response of rows that have one (a response that ``new``
+    keeps takes precedence), and the label of other prompts."""
+    if config.answer_key is None:
+        return new | _label(text, values, config)
+    return new if new.get(config.answer_key) is not None else new | {config.answer_key: text}
 
 
 def _label(text: Any, values: Values, config: DataConfig) -> Values:
     """Return the column of the label, unless the row has one or the job reads none."""
-    if not isinstance(config, PromptDataConfig) or values.get(config.label_key) is not None:
-        return {}
-    return {config.label_key: text}
+    key = config.reference_key
+    return {} if key is None or values.get(key) is not None else {key: text}
 
 
 def _others(values: Values, config: DataConfig, *used: str) -> Values:
     """Return the columns that the conversion does not replace."""
-    dropped = {*used, MESSAGES, *CONVERSATIONS, config.prompt_key}
-    if isinstance(config, SFTDataConfig):
-        dropped |= {config.messages_key, config.response_key, config.text_key}
+    dropped = {*used, MESSAGES, *CONVERSATIONS, *config.replaced_keys}
     return {key: value for key, value in values.items() if key not in dropped}
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
-from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.data.rated.config import RatedDataConfig
+from burnish.data.config import DataConfig
 from burnish.data.rows import Exchange, content_column, is_text, prompt_column
 from burnish.data.sources import DataError, Source
 from burnish.data.streamed import num_first
@@ -28,13 +28,13 @@ class RepeatedPrompts:
 
     def __init__(
         self,
-        config: PreferenceDataConfig | RatedDataConfig,
+        config: DataConfig,
         keys: Sequence[str],
         sources: Sequence[Source],
+        choice: Literal["auto", "strip", "keep"],
     ) -> None:
-        """``keys``: the columns with responses."""
+        """``keys``: the columns with responses. ``choice``: the key ``repeated_prompt``."""
         self._config, self._keys = config, keys
-        choice = config.repeated_prompt
         self._sources = {
             source.name
             for source in sources

@@ -21,11 +21,8 @@ from burnish.data.chat import (
     response_text,
 )
 from burnish.data.config import DataConfig
-from burnish.data.demonstrations.config import SHAREGPT_KEY, SFTDataConfig
 from burnish.data.messages import as_messages, as_tools, parsed, without_nulls
 from burnish.data.notices import note
-from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.data.rated.config import RatedDataConfig
 from burnish.data.rendering import REFUSED, check_rendering
 from burnish.data.sources import DataError, Row
 from burnish.special_tokens import special_tokens
@@ -34,9 +31,6 @@ from burnish.vocabulary import num_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-ExchangeData = SFTDataConfig | PreferenceDataConfig | RatedDataConfig
-"""Data whose rows are a prompt and a response."""
 
 TOKENS, TOKENS_MASK, TOKENS_TEXT = "tokens", "tokens_mask", "tokens_text"
 """Columns of the exact token ids of an episode (written by the job generate): the ids, true for
@@ -233,33 +227,6 @@ def _not_in_template(texts: Mapping[str, Any], config: DataConfig) -> dict[str, 
     return rest
 
 
-def demonstration_key(row: Row, config: SFTDataConfig) -> str:
-    """Return the column with the row's demonstration: messages, a response, or text.
-
-    Raises DataError if no such column has a value, or if the row has none of the columns that the
-    recipe sets explicitly.
-    """
-    keys = {
-        "messages_key": config.messages_key,
-        "response_key": config.response_key,
-        "text_key": config.text_key,
-    }
-    named = {field: key for field, key in keys.items() if config.is_own(field)}
-    if named and not set(named.values()) & set(row.values):
-        field, key = next(iter(named.items()))
-        column(row, key, field)
-    others = [SHAREGPT_KEY] if "messages_key" not in named else []
-    for key in [*list(keys.values())[:2], *others, config.text_key]:
-        if row.values.get(key) is not None:
-            return key
-    hints = [nearest(key, row.values) for key in keys.values()]
-    raise DataError(
-        "nothing to learn from: none of the columns "
-        f"{', '.join(f'{v!r} ({k})' for k, v in keys.items())} has a value; the columns are "
-        f"{', '.join(row.values)}{next(filter(None, hints), '') or unread_form(row.values)}"
-    )
-
-
 def tools_column(row: Row, config: DataConfig) -> list[dict[str, Any]] | None:
     """Return the tools for the row's chat template, or None if there are none.
 
@@ -297,10 +264,12 @@ class Exchange:
     """The response ends at a length limit, not where the model ended it."""
 
 
-def exchange(row: Row, prompt: Any, config: ExchangeData, *, key: str, field: str) -> Exchange:
+def exchange(
+    row: Row, prompt: Any, config: DataConfig, *, key: str, field: str, use_tokens: bool
+) -> Exchange:
     """Return the exchange of ``prompt`` and column ``key``, which is set by the config key
-    ``field``."""
-    ids = row.values.get(f"{key}_tokens") if config.use_tokens else None
+    ``field``. ``use_tokens``: with its sampled token ids, if the row has them."""
+    ids = row.values.get(f"{key}_tokens") if use_tokens else None
     is_list = isinstance(ids, (list, tuple)) and bool(ids)
     usable = is_list and all(isinstance(i, int) and not isinstance(i, bool) for i in ids or ())
     return Exchange(
@@ -337,16 +306,18 @@ def without_end(tokenizer: PreTrainedTokenizerBase, row: TokenRow) -> TokenRow:
 def encode_exchange(
     tokenizer: PreTrainedTokenizerBase,
     given: Exchange,
-    config: ExchangeData,
+    config: DataConfig,
     *,
     as_chat: bool = False,
+    only_last: bool = False,
 ) -> TokenRow:
     """Encode a prompt and a response, with the response as the trained part.
 
     Strings are concatenated and followed by the end token. Both are rendered by the chat template
     if one of them is messages, or with ``config.apply_chat_template`` or ``as_chat``. The prompt's
     tokens are exactly those of :func:`burnish.data.chat.encode_prompt`. The response's tokens are
-    the sampled ones, if the row has them. Raises DataError if the row cannot be encoded.
+    the sampled ones, if the row has them. ``only_last``: of several assistant messages, train only
+    on the last. Raises DataError if the row cannot be encoded.
     """
     prompt, response = given.prompt, given.response
     as_chat = as_chat or config.apply_chat_template or not is_text(prompt, response)
@@ -360,12 +331,12 @@ def encode_exchange(
         note_unused_template(tokenizer, prompt_ids, config)
         encoded = token_row(*encode_completion(tokenizer, prompt_ids, response, prompt=text))
     else:
-        encoded = _encode_messages(tokenizer, given, config)
+        encoded = _encode_messages(tokenizer, given, only_last=only_last)
     return without_end(tokenizer, encoded) if given.is_cut else encoded
 
 
 def _encode_messages(
-    tokenizer: PreTrainedTokenizerBase, given: Exchange, config: ExchangeData
+    tokenizer: PreTrainedTokenizerBase, given: Exchange, *, only_last: bool
 ) -> TokenRow:
     """Encode a prompt and a response, rendered by the chat template."""
     own = as_messages(given.prompt)
@@ -378,7 +349,7 @@ def _encode_messages(
             tokenizer,
             [*before, *answer],
             trained_from=len(before),
-            only_last=isinstance(config, SFTDataConfig) and config.train_on_turns == "last",
+            only_last=only_last,
             tools=given.tools,
             refused=REFUSED - {"empty answer"} if given.may_be_empty else REFUSED,
         )
@@ -438,7 +409,7 @@ def is_text(*values: Any) -> bool:
 def _sampled(
     tokenizer: PreTrainedTokenizerBase,
     given: Exchange,
-    config: ExchangeData,
+    config: DataConfig,
     *,
     as_chat: bool,
 ) -> TokenRow | None:

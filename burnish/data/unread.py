@@ -11,7 +11,6 @@ from burnish.config.templates import fields_of
 from burnish.data.base import Row
 from burnish.data.config import DataConfig
 from burnish.data.notices import note
-from burnish.data.prompts.config import PromptDataConfig
 
 MARKS = frozenset(
     {
@@ -32,7 +31,7 @@ _PER_ROLE = ("train", "loss", "loss_mask")
 def note_marks(row: Row, config: DataConfig) -> None:
     """Record a notice if the row has a column in :data:`MARKS` or :data:`EXCLUSIONS` that would
     change its loss, and that nothing reads. Rewards read all columns of prompts."""
-    if _COLUMNS.isdisjoint(row.columns) or isinstance(config, PromptDataConfig):
+    if _COLUMNS.isdisjoint(row.columns) or not config.is_trained:
         return
     used = {value for name, value in config if name.endswith("_key")}
     for names in (value for name, value in config if name.endswith("_keys")):

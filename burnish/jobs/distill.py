@@ -24,7 +24,7 @@ from torch import Tensor
 from burnish.algorithms.distill import DIVERGENCES, SLOPES, distill_loss, forward_kl
 from burnish.algorithms.reduce import reduce
 from burnish.config import DistillConfig
-from burnish.data.demonstrations.encode import SFTStream, load_rows
+from burnish.data.batches import BatchStream, load_batch
 from burnish.jobs.build import engine_specs
 from burnish.models.teacher import DistillTargetSpec
 from burnish.observe.timeline import timed
@@ -92,10 +92,10 @@ def build_distill(config: DistillConfig, runtime: Runtime, run_dir: Path) -> Sup
     data = within_positions(data, config.teacher.model)
     others = held_out_sets(config.eval_data, config.eval_sets, config.model, config.teacher.model)
     held_out = {
-        name: load_rows(rows, runtime.tokenizer, section=eval_place(name))
+        name: load_batch(rows, runtime.tokenizer, section=eval_place(name))
         for name, rows in others.items()
     }
-    stream = SFTStream(data, runtime.tokenizer, seed=config.seed)
+    stream = BatchStream(data, runtime.tokenizer, seed=config.seed)
     usable = usable_rows(config, stream.num_rows)
     total = config.steps_for(usable.num_rows)
     specs = engine_specs(config, total_steps=total)

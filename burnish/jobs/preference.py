@@ -32,14 +32,9 @@ from burnish.config.preference_losses import (
     KtoLoss,
     PreferenceLossConfig,
 )
+from burnish.data.batches import BatchStream, load_batch
 from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.data.preferences.encode import PreferenceStream, load_pairs
-from burnish.data.preferences.unpaired import (
-    SplitPairsStream,
-    UnpairedStream,
-    load_unpaired,
-    mismatched_pairs,
-)
+from burnish.data.preferences.unpaired import SplitPairsStream, load_unpaired, mismatched_pairs
 from burnish.driver.run_dir import REFERENCE_FILE
 from burnish.jobs.build import engine_specs, log_disabled_noise
 from burnish.observe.timeline import timed
@@ -283,13 +278,13 @@ def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) 
     kto = isinstance(config.loss, KtoLoss)
     data = within_positions(config.data, config.model)
     others = held_out_sets(config.eval_data, config.eval_sets, config.model)
-    load = load_unpaired if kto else load_pairs
+    load = load_unpaired if kto else load_batch
     held_out = {
         name: load(rows, runtime.tokenizer, section=eval_place(name))
         for name, rows in others.items()
     }
-    kind = PreferenceStream if not kto else UnpairedStream if data.label_key else SplitPairsStream
-    stream = kind(data, runtime.tokenizer, seed=config.seed)
+    open_stream = SplitPairsStream if kto and data.label_key is None else BatchStream
+    stream = open_stream(data, runtime.tokenizer, seed=config.seed)
     usable = usable_rows(config, stream.num_rows)
     total = config.steps_for(usable.num_rows)
     batch_size_at = partial(config.batch_size_at, num_rows=usable.num_rows)
@@ -300,7 +295,7 @@ def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) 
         held = [(batch, others[name].max_len) for name, batch in held_out.items()]
         if kto:
             rows = KtoBatches(
-                open_stream=partial(kind, data, runtime.tokenizer, seed=config.seed),
+                open_stream=partial(open_stream, data, runtime.tokenizer, seed=config.seed),
                 batch_size_at=batch_size_at,
                 total_steps=total,
                 max_len=data.max_len,
@@ -308,7 +303,7 @@ def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) 
                 checkpoint=runtime.loop_ranks.from_first(partial(newest_checkpoint, run_dir)),
             )
         else:
-            rows = [load_pairs(data, runtime.tokenizer), *(batch for batch, _ in held)]
+            rows = [load_batch(data, runtime.tokenizer), *(batch for batch, _ in held)]
     reference, policy = _preference_engines(config, specs, runtime, run_dir, rows=rows)
 
     def prepare_within(rows: PreferenceDataConfig) -> Prepare:

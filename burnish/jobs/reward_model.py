@@ -14,10 +14,8 @@ import torch
 from burnish.algorithms import PREFERENCE_LOSSES
 from burnish.algorithms.process import AGGREGATIONS, aggregate_steps
 from burnish.config import RewardModelConfig
-from burnish.data.preferences.encode import PreferenceStream, load_pairs
-from burnish.data.rated.encode import RatedStream, load_rated
+from burnish.data.batches import BatchStream, load_batch
 from burnish.data.steps.config import StepsDataConfig
-from burnish.data.steps.encode import StepsStream, load_solutions
 from burnish.jobs.build import engine_specs
 from burnish.observe.timeline import timed
 from burnish.preflight.positions import eval_place, held_out_sets, within_positions
@@ -45,12 +43,8 @@ from burnish.types import Batch, Stats
 
 @dataclass(frozen=True)
 class RewardModelKind:
-    """A kind of training rows (``data.kind``): how rows are read, trained and measured."""
+    """A kind of training rows (``data.kind``): how rows are trained and measured."""
 
-    stream: Callable[..., PreferenceStream | StepsStream | RatedStream]
-    """(data section, tokenizer, seed) -> endless rows."""
-    load: Callable[..., Batch]
-    """(data section, tokenizer, section name) -> held-out rows."""
     objective: Callable[[RewardModelConfig], Loss]
     measure: Callable[[RewardModelConfig], Callable[[TrainEngine, Batch], Stats]]
     """Recipe -> a function that measures held-out rows."""
@@ -64,7 +58,7 @@ def build_reward_model(config: RewardModelConfig, runtime: Runtime, run_dir: Pat
     """Return the components of a reward-model run."""
     kind, tokenizer = KINDS[config.data.kind], runtime.tokenizer
     data = within_positions(config.data, config.model)
-    stream = kind.stream(data, tokenizer, seed=config.seed)
+    stream = BatchStream(data, tokenizer, seed=config.seed)
     usable = usable_rows(config, stream.num_rows)
     total = config.steps_for(usable.num_rows)
     spans = {"forward_backward": "train", "optim_step": "optim", "values": "eval"}
@@ -79,7 +73,7 @@ def build_reward_model(config: RewardModelConfig, runtime: Runtime, run_dir: Pat
         batch_size_at=partial(config.batch_size_at, num_rows=usable.num_rows),
         measure=kind.measure(config),
         eval_batches={
-            name: kind.load(rows, tokenizer, section=eval_place(name))
+            name: load_batch(rows, tokenizer, section=eval_place(name))
             for name, rows in held_out.items()
         },
         signal=NoSignalMonitor(config.train.max_steps_without_signal),
@@ -130,22 +124,12 @@ def _steps_metadata(config: RewardModelConfig) -> dict[str, Any]:
 
 
 KINDS: Mapping[str, RewardModelKind] = {
-    "pairs": RewardModelKind(
-        PreferenceStream, load_pairs, _pair_objective, lambda _: measure_pairs, look=pair_signal
-    ),
+    "pairs": RewardModelKind(_pair_objective, lambda _: measure_pairs, look=pair_signal),
     "steps": RewardModelKind(
-        StepsStream,
-        load_solutions,
-        lambda _: process_objective(),
-        lambda _: measure_steps,
-        _steps_metadata,
+        lambda _: process_objective(), lambda _: measure_steps, _steps_metadata
     ),
-    "scores": RewardModelKind(
-        RatedStream, load_rated, scores_objective, measure_scores, scores_metadata
-    ),
-    "classes": RewardModelKind(
-        RatedStream, load_rated, classes_objective, measure_classes, classes_metadata
-    ),
+    "scores": RewardModelKind(scores_objective, measure_scores, scores_metadata),
+    "classes": RewardModelKind(classes_objective, measure_classes, classes_metadata),
 }
 """``data.kind`` -> kind."""
 

@@ -14,7 +14,7 @@ from burnish.config.algorithm import KlConfig
 from burnish.config.model import PrecisionConfig
 from burnish.config.off_policy import records_sampling_mask
 from burnish.config.train import CriticConfig
-from burnish.data.demonstrations.encode import SFTStream
+from burnish.data.batches import BatchStream
 from burnish.data.prompts.encode import PromptStream
 from burnish.driver.base import Functions, Job, Loop, Metrics, Usable, seed_everything
 from burnish.driver.eval_times import EvalTimes
@@ -328,7 +328,7 @@ def make_ptx(config: RLConfig, runtime: Runtime) -> Ptx | None:
     if config.ptx is None:
         return None
     data = within_positions(config.ptx.data, config.model, field="ptx.data")
-    stream = SFTStream(data, runtime.tokenizer, seed=config.seed, section="ptx.data")
+    stream = BatchStream(data, runtime.tokenizer, seed=config.seed, section="ptx.data")
     return Ptx(
         timed(stream, runtime.timeline, {"next": "data"}),
         config.ptx.batch_size,

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from burnish.config import SFTConfig
-from burnish.data.demonstrations.encode import SFTStream, load_rows
+from burnish.data.batches import BatchStream, load_batch
 from burnish.jobs.build import engine_specs
 from burnish.observe.timeline import timed
 from burnish.preflight.positions import eval_place, held_out_sets, within_positions
@@ -28,10 +28,10 @@ def build_sft(config: SFTConfig, runtime: Runtime, run_dir: Path) -> Supervised:
     data = within_positions(config.data, config.model)
     others = held_out_sets(config.eval_data, config.eval_sets, config.model)
     held_out = {
-        name: load_rows(rows, runtime.tokenizer, section=eval_place(name))
+        name: load_batch(rows, runtime.tokenizer, section=eval_place(name))
         for name, rows in others.items()
     }
-    stream = SFTStream(data, runtime.tokenizer, seed=config.seed)
+    stream = BatchStream(data, runtime.tokenizer, seed=config.seed)
     usable = usable_rows(config, stream.num_rows)
     total = config.steps_for(usable.num_rows)
     spans = {"forward_backward": "train", "optim_step": "optim", "logprobs": "eval"}

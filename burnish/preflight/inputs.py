@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from burnish.config import ConfigError, RLConfig
 from burnish.config.episodes import EpisodesConfig
@@ -19,16 +18,10 @@ from burnish.config.paths import model_problems, models_of
 from burnish.config.rewards import FunctionReward
 from burnish.config.sources import SourceConfig
 from burnish.data.config import DataConfig
-from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.forms import form_of_row, in_columns
 from burnish.data.messages import as_messages
-from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.data.prompts.config import PromptDataConfig
-from burnish.data.rated.config import RatedDataConfig
-from burnish.data.rated.targets import target_of
-from burnish.data.rows import column, content_column, demonstration_key, prompt_column
+from burnish.data.reader import reader_of
 from burnish.data.sources import DataError, Row, first_rows
-from burnish.data.steps.config import StepsDataConfig
 from burnish.driver.errors import RunError
 from burnish.environments.importing import LoadError, check_file
 from burnish.errors import BurnishError
@@ -168,36 +161,8 @@ def _check_row(row: Row, data: DataConfig) -> None:
     """Raise DataError, with the location, if a row has no usable content. Checks that need a
     tokenizer run when the row is encoded."""
     try:
-        for content in _contents(row, data):
+        for content in reader_of(data).contents(row):
             if not isinstance(content, str):
                 as_messages(content)
     except DataError as error:
         raise DataError(f"{row.where}: {error}") from error
-
-
-def _contents(row: Row, data: DataConfig) -> list[Any]:
-    """Return the texts and conversations that the job reads from the row."""
-    if isinstance(data, SFTDataConfig):
-        key = demonstration_key(row, data)
-        if key == data.text_key:
-            return []
-        if key != data.response_key:
-            return [content_column(row, key, "messages_key")]
-        prompt = prompt_column(row, data.prompt_key, data.prompt_template)
-        return [prompt, content_column(row, key, "response_key")]
-    if isinstance(data, PromptDataConfig):
-        return [prompt_column(row, data.prompt_key, data.prompt_template)]
-    if isinstance(data, StepsDataConfig):
-        column(row, data.labels_key, "labels_key")
-        return [prompt_column(row, data.prompt_key, data.prompt_template)]
-    if isinstance(data, RatedDataConfig):
-        target_of(row, data)
-        prompt = prompt_column(row, data.prompt_key, data.prompt_template)
-        return [prompt, content_column(row, data.response_key, "response_key")]
-    if not isinstance(data, PreferenceDataConfig):
-        return []
-    prompt = prompt_column(row, data.prompt_key, data.prompt_template)
-    if data.label_key is not None:
-        return [prompt, content_column(row, data.response_key, "response_key")]
-    chosen = content_column(row, data.chosen_key, "chosen_key")
-    return [prompt, chosen, content_column(row, data.rejected_key, "rejected_key")]

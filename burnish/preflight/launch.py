@@ -27,7 +27,6 @@ from burnish.data.config import DataConfig
 from burnish.data.encoders import encoder_of
 from burnish.data.files import content_digest
 from burnish.data.forms import open_rows
-from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.sources import DataError, Source
 from burnish.data.stream import RowRef
 from burnish.data.streamed import StreamedRows, num_first
@@ -115,7 +114,7 @@ def sections_of(config: JobConfig) -> list[Section]:
             num_rows = config.num_prompts
         readers: tuple[str, ...] = ()
         rewards, in_episodes, policy = _rewards_of(config)
-        if isinstance(limited, PromptDataConfig):
+        if limited.reference_key is not None:
             readers = label_readers(rewards, policy)
         sections.append(Section(name, limited, config.model, num_rows, readers, in_episodes))
     return sections

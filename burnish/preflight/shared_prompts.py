@@ -7,11 +7,9 @@ import json
 from collections.abc import Iterator
 
 from burnish.data.config import DataConfig
-from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.forms import open_rows
-from burnish.data.messages import as_messages
-from burnish.data.rows import demonstration_key, prompt_column
-from burnish.data.sources import DataError, Row
+from burnish.data.reader import reader_of
+from burnish.data.sources import DataError
 
 
 def num_shared_prompts(config: DataConfig, *, limit: int | None = None) -> int:
@@ -30,23 +28,12 @@ def num_shared_prompts(config: DataConfig, *, limit: int | None = None) -> int:
 
 def _prompts(config: DataConfig, *, limit: int | None = None) -> Iterator[bytes]:
     """Yield a digest of the prompt of each row."""
+    reader = reader_of(config)
     for source in open_rows(config):
         for i in range(len(source) if limit is None else min(limit, len(source))):
             try:
-                prompt = _prompt(source[i], config)
+                prompt = reader.prompt(source[i])
             except DataError:  # reported with the other unusable rows
                 continue
             text = json.dumps(prompt, sort_keys=True, default=str)
             yield hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
-def _prompt(row: Row, config: DataConfig) -> object:
-    """Return the prompt of a row: its column, the messages before the last, or its text."""
-    if not isinstance(config, SFTDataConfig):
-        return prompt_column(row, config.prompt_key, config.prompt_template)
-    kind = demonstration_key(row, config)
-    if kind == config.response_key:
-        return prompt_column(row, config.prompt_key, config.prompt_template)
-    if kind == config.text_key:
-        return row.values[kind]
-    return as_messages(row.values[kind])[:-1]

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from burnish.checkpoint.save import CheckpointStore
 from burnish.checkpoint.state import load_state
-from burnish.data.preferences.encode import PreferenceStream
-from burnish.data.preferences.unpaired import UnpairedStream, mismatched_pairs
+from burnish.data.batches import BatchStream
+from burnish.data.preferences.unpaired import mismatched_pairs
 from burnish.types import Batch
 
 
@@ -23,7 +23,7 @@ from burnish.types import Batch
 class KtoBatches:
     """The batches of the remaining steps of a run. Each iteration reads the data again."""
 
-    open_stream: Callable[[], UnpairedStream | PreferenceStream]
+    open_stream: Callable[[], BatchStream]
     """Return a new stream of single responses of the training data, at its beginning."""
     batch_size_at: Callable[[int], int]
     """Return the number of rows of an optimizer step; the first step is 1."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from burnish.data.demonstrations.encode import SFTStream
+from burnish.data.batches import BatchStream
 from burnish.steps.objectives import sft_objective
 from burnish.train.base import Loss, Outputs, TrainEngine
 from burnish.types import Batch, Stats
@@ -16,7 +16,7 @@ from burnish.types import Batch, Stats
 class Ptx:
     """Pre-training rows and their loss."""
 
-    stream: SFTStream
+    stream: BatchStream
     batch_size: int
     """Rows per optimizer step."""
     loss: Loss

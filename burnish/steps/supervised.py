@@ -13,11 +13,7 @@ from burnish.checkpoint.save import PendingSave
 from burnish.checkpoint.state import EXPORT_METADATA, load_state, save_state
 from burnish.config.eval_sets import eval_prefix
 from burnish.config.job import SupervisedJob
-from burnish.data.demonstrations.encode import SFTStream
-from burnish.data.preferences.encode import PreferenceStream
-from burnish.data.preferences.unpaired import UnpairedStream
-from burnish.data.rated.encode import RatedStream
-from burnish.data.steps.encode import StepsStream
+from burnish.data.batches import BatchStream
 from burnish.driver.base import Functions, Job, Loop, Metrics, Usable
 from burnish.driver.eval_times import EvalTimes
 from burnish.driver.memory_monitor import MemoryMonitor
@@ -35,7 +31,7 @@ from burnish.types import Batch, Stats
 class Supervised:
     """The components of a supervised run."""
 
-    stream: SFTStream | PreferenceStream | UnpairedStream | StepsStream | RatedStream
+    stream: BatchStream
     usable: Usable
     """Rows of the stream that can be used in one epoch."""
     engine: TrainEngine

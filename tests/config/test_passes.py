@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from burnish.config import ConfigError, JobConfig, load_config
-from burnish.data.demonstrations.encode import SFTStream
+from burnish.data.batches import BatchStream
 from burnish.models.load import load_tokenizer
 
 
@@ -131,7 +131,7 @@ def test_without_drop_last_every_row_is_drawn_exactly_once_per_epoch(
 ) -> None:
     sources: list[Any] = [data_file(tmp_path, f"{i}.jsonl", k) for i, k in enumerate(sizes)]
     config: Any = sft(sources, 4, drop_last=False, max_epochs=epochs, data={"mix": "size"})
-    stream = SFTStream(config.data, load_tokenizer(config.model), seed=0)
+    stream = BatchStream(config.data, load_tokenizer(config.model), seed=0)
     seen: Counter[str] = Counter()
     steps = config.steps_for(stream.num_rows)
     for step in range(1, steps + 1):

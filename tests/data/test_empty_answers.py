@@ -11,15 +11,12 @@ from transformers import PreTrainedTokenizerFast
 
 from burnish.agents.calls import CallError
 from burnish.agents.replies import checked_ids
+from burnish.data.batches import BatchStream, load_batch
 from burnish.data.demonstrations.config import SFTDataConfig
-from burnish.data.demonstrations.encode import SFTStream, load_rows
 from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.data.preferences.encode import PreferenceStream, load_pairs
-from burnish.data.preferences.unpaired import UnpairedStream
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.prompts.encode import PromptStream
 from burnish.data.rated.config import ScoresDataConfig
-from burnish.data.rated.encode import RatedStream
 from burnish.data.sources import DataError
 from burnish.episodes.renderer import ChatRenderer, RendererError
 from burnish.vocabulary import set_embeddings
@@ -36,16 +33,16 @@ def messages(text: Any) -> dict[str, Any]:
 def stream_of(row: dict[str, Any], tokenizer: Tok, path: str, **options: Any) -> Any:
     """The stream of the job that reads such a row."""
     if "chosen" in row:
-        return PreferenceStream(PreferenceDataConfig(sources=(path,), **options), tokenizer, seed=0)
+        return BatchStream(PreferenceDataConfig(sources=(path,), **options), tokenizer, seed=0)
     if "desirable" in row:
         config = PreferenceDataConfig(sources=(path,), label_key="desirable", **options)
-        return UnpairedStream(config, tokenizer, seed=0)
+        return BatchStream(config, tokenizer, seed=0)
     if "score" in row:
         config = ScoresDataConfig(sources=(path,), kind="scores", score_keys=("score",), **options)
-        return RatedStream(config, tokenizer, seed=0)
+        return BatchStream(config, tokenizer, seed=0)
     if "label" in row:
         return PromptStream(PromptDataConfig(sources=(path,), **options), tokenizer, seed=0)
-    return SFTStream(SFTDataConfig(sources=(path,), **options), tokenizer, seed=0)
+    return BatchStream(SFTDataConfig(sources=(path,), **options), tokenizer, seed=0)
 
 
 KINDS = ("messages", "response", "chosen", "desirable")
@@ -107,7 +104,7 @@ def test_an_empty_answer_that_is_not_learned_is_counted(
 
 def test_an_empty_answer_of_the_context_is_no_mistake(chars: Tok, jsonl: Jsonl) -> None:
     turns = [USER, {"role": "assistant", "content": "", "train": False}, *messages("2")["messages"]]
-    batch = load_rows(SFTDataConfig(sources=(jsonl([{"messages": turns}]),)), chars)
+    batch = load_batch(SFTDataConfig(sources=(jsonl([{"messages": turns}]),)), chars)
     assert chars.decode(batch.tokens[batch.action_mask].tolist()) == "2<|im_end|>"
 
 
@@ -115,8 +112,8 @@ def test_reasoning_that_is_not_rendered_is_no_answer(jsonl: Jsonl) -> None:
     turns = [USER, {"role": "assistant", "content": None, "reasoning": "why"}]
     config = SFTDataConfig(sources=(jsonl([{"messages": turns}]),))
     with pytest.raises(DataError, match="empty"):
-        load_rows(config, published_tokenizer("smollm2"))
-    assert load_rows(config, published_tokenizer("qwen3")).num_rows == 1
+        load_batch(config, published_tokenizer("smollm2"))
+    assert load_batch(config, published_tokenizer("qwen3")).num_rows == 1
 
 
 @pytest.mark.parametrize(
@@ -205,7 +202,7 @@ def test_sampled_ids_without_an_embedding_are_not_used(chars: Tok, jsonl: Jsonl)
     ids = chars("2", add_special_tokens=False)["input_ids"]
     row = {"prompt": "1+1", "chosen": "2", "rejected": "<extra>", "rejected_tokens": [size]}
     config = PreferenceDataConfig(sources=(jsonl([row | {"chosen_tokens": ids}]),))
-    assert load_pairs(config, chars).tokens.max() == size
+    assert load_batch(config, chars).tokens.max() == size
     set_embeddings(chars, size)
     with pytest.raises(DataError, match="'<extra>'"):
-        load_pairs(config, chars)
+        load_batch(config, chars)

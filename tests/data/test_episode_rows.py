@@ -11,8 +11,8 @@ import yaml
 import burnish
 from burnish.config import load_config
 from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.data.batches import BatchStream
 from burnish.data.demonstrations.config import SFTDataConfig
-from burnish.data.demonstrations.encode import SFTStream
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.prompts.generation import GenerationPrompts
 from burnish.models.load import load_tokenizer
@@ -68,7 +68,7 @@ def test_sft_trains_on_the_sampled_tokens_of_an_episode(tmp_path: Path) -> None:
         assert {row["turns"] for row in rows} > {1}
         tokenizer = load_tokenizer(ModelConfig(scratch=ScratchConfig(**SCRATCH)))
         data = SFTDataConfig(sources=[str(folder / output)], max_len=64, shuffle=False)
-        batch = SFTStream(data, tokenizer, seed=0).next(len(rows))
+        batch = BatchStream(data, tokenizer, seed=0).next(len(rows))
         offsets = batch.offsets.tolist()
         for row, begin, end in zip(rows, offsets[:-1], offsets[1:], strict=True):
             assert batch.tokens[begin:end].tolist() == row["tokens"]

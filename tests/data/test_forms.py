@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config.comparisons import comparison_of, first_is_better
 from burnish.config.passes import total_rows
+from burnish.data.batches import load_batch
 from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.forms import form_of_row, in_columns, open_rows
 from burnish.data.notices import collecting
 from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.data.preferences.encode import load_pairs
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.prompts.encode import load_prompts
 from burnish.data.prompts.generation import OWN_COLUMNS, GenerationPrompts
@@ -242,7 +242,7 @@ def test_transcripts_train_only_the_last_answer(
     (tmp_path / "implicit.jsonl").write_text(json.dumps(first))
     (tmp_path / "columns.jsonl").write_text(json.dumps(second))
     batches = [
-        load_pairs(PreferenceDataConfig(sources=(str(tmp_path / name),)), chars)
+        load_batch(PreferenceDataConfig(sources=(str(tmp_path / name),)), chars)
         for name in ("implicit.jsonl", "columns.jsonl")
     ]
     assert batches[0].tokens.tolist() == batches[1].tokens.tolist()

@@ -15,11 +15,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from burnish.config.generate import AllSamples, BestWorstPairs
+from burnish.data.batches import BatchStream, load_batch
 from burnish.data.chat import response_text
 from burnish.data.demonstrations.config import SFTDataConfig
-from burnish.data.demonstrations.encode import SFTStream, load_rows
 from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.data.preferences.encode import load_pairs
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.prompts.generation import GenerationPrompts
 from burnish.data.selection import select
@@ -158,11 +157,11 @@ def test_sft_and_dpo_train_exactly_the_sampled_ids(
     groups = sampled(tokenizer, generation_prompts)
     samples = [s for group in groups for s in group.samples]
     path = written(AllSamples(), tokenizer, groups, generation_prompts, tmp_path / f"all{suffix}")
-    rows = load_rows(SFTDataConfig(sources=(path,)), tokenizer)
+    rows = load_batch(SFTDataConfig(sources=(path,)), tokenizer)
     assert trained(rows) == [(list(s.prompt_ids), list(s.response_ids)) for s in samples]
     mode = BestWorstPairs(kind="pairs")
     path = written(mode, tokenizer, groups, generation_prompts, tmp_path / f"pairs{suffix}")
-    pairs = load_pairs(PreferenceDataConfig(sources=(path,)), tokenizer)
+    pairs = load_batch(PreferenceDataConfig(sources=(path,)), tokenizer)
     flipped = [s for group in groups for s in reversed(group.samples)]
     assert trained(pairs) == [(list(s.prompt_ids), list(s.response_ids)) for s in flipped]
 
@@ -175,9 +174,9 @@ def test_a_truncated_response_has_no_trained_end_token(
     )
     groups = sampled(chars, generation_prompts, ended=False)
     path = written(AllSamples(), chars, groups, generation_prompts, tmp_path / "rows.jsonl")
-    for _, ids in trained(load_rows(SFTDataConfig(sources=(path,)), chars)):
+    for _, ids in trained(load_batch(SFTDataConfig(sources=(path,)), chars)):
         assert chars.eos_token_id not in ids
-    for _, ids in trained(load_rows(SFTDataConfig(sources=(path,), use_tokens=False), chars)):
+    for _, ids in trained(load_batch(SFTDataConfig(sources=(path,), use_tokens=False), chars)):
         assert ids[-1] == chars.eos_token_id
 
 
@@ -216,10 +215,10 @@ def test_ids_that_do_not_decode_to_the_text_are_ignored_and_counted(
         row["response"] = "13"
     reader = bpe if change == "tokenizer" else chars
     plain = {key: row[key] for key in ("prompt", "response")}
-    stream = SFTStream(SFTDataConfig(sources=(jsonl([row] * 2),)), reader, seed=0)
+    stream = BatchStream(SFTDataConfig(sources=(jsonl([row] * 2),)), reader, seed=0)
     with caplog.at_level("WARNING", logger="burnish"):
         batch = stream.next(2)
-    expected = SFTStream(SFTDataConfig(sources=(jsonl([plain] * 2),)), reader, seed=0).next(2)
+    expected = BatchStream(SFTDataConfig(sources=(jsonl([plain] * 2),)), reader, seed=0).next(2)
     assert batch.tokens.tolist() == expected.tokens.tolist()
     assert stream.counts["rows_other_tokens"] == 2
     assert caplog.text.count("do not decode to its text") == 1
@@ -227,7 +226,7 @@ def test_ids_that_do_not_decode_to_the_text_are_ignored_and_counted(
 
 def test_a_column_of_another_type_is_not_read_as_ids(chars: Tok, jsonl: Jsonl) -> None:
     row: dict[str, Any] = {"prompt": "1+1=", "response": "2"}
-    expected = load_rows(SFTDataConfig(sources=(jsonl([row]),)), chars).tokens.tolist()
+    expected = load_batch(SFTDataConfig(sources=(jsonl([row]),)), chars).tokens.tolist()
     for other in (3, "12", [], ["1"], [True], [-1], [10**9], json.dumps([1])):
         path = jsonl([row | {"response_tokens": other}])
-        assert load_rows(SFTDataConfig(sources=(path,)), chars).tokens.tolist() == expected
+        assert load_batch(SFTDataConfig(sources=(path,)), chars).tokens.tolist() == expected

@@ -13,8 +13,8 @@ import pytest
 import burnish
 from burnish.config import ConfigError, load_config
 from burnish.config.passes import num_held_out
+from burnish.data.batches import BatchStream, load_batch
 from burnish.data.demonstrations.config import SFTDataConfig
-from burnish.data.demonstrations.encode import SFTStream, load_rows
 from burnish.data.forms import open_rows
 from burnish.data.held_out import held_out_rows
 from burnish.data.sources import DataError
@@ -85,12 +85,12 @@ def test_two_epochs_with_any_seed_never_draw_a_held_out_row(tmp_path: Path, mix:
     tree = recipe("sft", rows_file(tmp_path, 20), held_out=0.25, mix=mix)
     config: Any = load_config(tree | {"max_epochs": 2, "seed": 1})
     tokenizer = load_tokenizer(config.model)
-    held = set(spans(load_rows(config.eval_data, tokenizer)))
+    held = set(spans(load_batch(config.eval_data, tokenizer)))
     assert len(held) == 5
     for seed in (0, 1, 2):
-        stream = SFTStream(config.data, tokenizer, seed=seed)
+        stream = BatchStream(config.data, tokenizer, seed=seed)
         first = spans(stream.next(7))
-        resumed = SFTStream(config.data, tokenizer, seed=seed)
+        resumed = BatchStream(config.data, tokenizer, seed=seed)
         resumed.load_state_dict(stream.state_dict())
         rest = spans(resumed.next(23))
         assert rest == spans(stream.next(23))
@@ -98,7 +98,7 @@ def test_two_epochs_with_any_seed_never_draw_a_held_out_row(tmp_path: Path, mix:
         assert set(drawn.values()) == {2} and len(drawn) == 15 and not held & set(drawn)
     changed = config.data.model_copy(update={"held_out": 0.5})
     with pytest.raises(DataError, match="had 15 rows when the run was saved but has 10"):
-        SFTStream(changed, tokenizer, seed=2).load_state_dict(stream.state_dict())
+        BatchStream(changed, tokenizer, seed=2).load_state_dict(stream.state_dict())
 
 
 def test_the_choice_is_proportional_and_a_larger_part_contains_a_smaller_one() -> None:

@@ -14,10 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from burnish.data.batches import BatchStream, load_batch
 from burnish.data.demonstrations.config import SFTDataConfig
-from burnish.data.demonstrations.encode import SFTStream, load_rows
 from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.data.preferences.encode import load_pairs
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.prompts.encode import load_prompts
 from burnish.data.sources import DataError
@@ -49,7 +48,7 @@ def prompt_text(tokenizer: Tok, path: str, **options: Any) -> str:
 
 
 def rows(tokenizer: Tok, path: str, **options: Any) -> Batch:
-    return load_rows(SFTDataConfig(sources=(path,), **options), tokenizer)
+    return load_batch(SFTDataConfig(sources=(path,), **options), tokenizer)
 
 
 def text_of(tokenizer: Tok, batch: Batch) -> str:
@@ -100,7 +99,7 @@ def test_tools_reach_the_chat_template(chars: Tok, jsonl: Jsonl) -> None:
         assert prompt_text(chars, jsonl([row]), tools_key=None) == RENDERED
     pair = {"prompt": [USER], "chosen": "2", "rejected": "3", "functions": [ADD]}
     data = PreferenceDataConfig(sources=(jsonl([pair]),), tools_key="functions")
-    assert text_of(chars, load_pairs(data, chars)).count(expected) == 2
+    assert text_of(chars, load_batch(data, chars)).count(expected) == 2
 
 
 @pytest.mark.parametrize("reads", ["{{ t | tojson }}", "{{ t.function.name }}", "{{ t.name }}"])
@@ -194,12 +193,12 @@ def test_a_template_that_ignores_tools_is_logged_once_and_counted(
     chars: Tok, jsonl: Jsonl, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = jsonl([{"messages": [USER, ANSWER], "tools": [ADD]}] * 3)
-    stream = SFTStream(SFTDataConfig(sources=(path,)), chars, seed=0)
+    stream = BatchStream(SFTDataConfig(sources=(path,)), chars, seed=0)
     with caplog.at_level(logging.WARNING, logger="burnish"):
         stream.next(3)
     assert caplog.text.count("does not render tools") == 1
     assert stream.counts["rows_tools_ignored"] == 3
-    again = SFTStream(SFTDataConfig(sources=(path,)), chars, seed=0)
+    again = BatchStream(SFTDataConfig(sources=(path,)), chars, seed=0)
     again.load_state_dict(json.loads(json.dumps(stream.state_dict())))
     assert again.counts == stream.counts
 
@@ -245,7 +244,7 @@ def test_a_system_prompt_that_the_template_drops_is_refused(
             rows(chars, path, **options, **more)
         else:
             data = PreferenceDataConfig(sources=(path,), **options, **more)
-            load_pairs(data, chars)
+            load_batch(data, chars)
 
     load()
     with pytest.raises(DataError, match=r"leaves out the system prompt \(system_prompt\)"):

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from burnish.data.batches import BatchStream, load_batch
 from burnish.data.chat import encode_prompt
 from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.data.preferences.encode import PreferenceStream, load_pairs
 from burnish.data.preferences.unpaired import load_unpaired
 from burnish.data.sources import DataError
 from burnish.types import Batch
@@ -37,7 +37,7 @@ def texts(tokenizer: Tok, batch: Batch) -> list[str]:
 
 
 def test_pairs_are_chosen_then_rejected_and_share_a_group(chars: Tok, jsonl: Jsonl) -> None:
-    batch = load_pairs(config(jsonl(PAIRS), margin_key="by"), chars)
+    batch = load_batch(config(jsonl(PAIRS), margin_key="by"), chars)
     assert texts(chars, batch) == [
         "<s>1+1=2<|im_end|>",
         "<s>1+1=31<|im_end|>",
@@ -52,11 +52,11 @@ def test_pairs_are_chosen_then_rejected_and_share_a_group(chars: Tok, jsonl: Jso
 
 
 def test_without_a_margin_column_there_are_no_margins(chars: Tok, jsonl: Jsonl) -> None:
-    assert load_pairs(config(jsonl(PAIRS)), chars).margins is None
+    assert load_batch(config(jsonl(PAIRS)), chars).margins is None
 
 
 def test_the_mask_is_on_the_response_tokens(chars: Tok, jsonl: Jsonl) -> None:
-    batch = load_pairs(config(jsonl(PAIRS)), chars, limit=1)
+    batch = load_batch(config(jsonl(PAIRS)), chars, limit=1)
     assert batch.action_mask.tolist() == [False] * 5 + [True] * 2 + [False] * 5 + [True] * 3
 
 
@@ -86,7 +86,7 @@ def test_messages_go_through_the_template_and_keep_the_prompt_exact(
 ) -> None:
     """Also where the responses repeat the prompt, as many published sets do. Rows end with the end
     token, not with the newline the template writes after it: no sampled response has that."""
-    batch = load_pairs(config(jsonl([row]), system_prompt="brief"), chars)
+    batch = load_batch(config(jsonl([row]), system_prompt="brief"), chars)
     before = "<|im_start|>system\nbrief<|im_end|>\n<|im_start|>user\n1+1<|im_end|>\n"
     before += "<|im_start|>assistant\n"
     assert texts(chars, batch) == [before + "2<|im_end|>", before + "3<|im_end|>"]
@@ -100,9 +100,9 @@ def test_messages_go_through_the_template_and_keep_the_prompt_exact(
 def test_a_resumed_stream_gives_the_very_next_pairs(chars: Tok, jsonl: Jsonl) -> None:
     chars.chat_template = None
     path = jsonl([{**PAIRS[0], "prompt": f"{i}+1="} for i in range(5)])
-    whole = PreferenceStream(config(path), chars, seed=4)
+    whole = BatchStream(config(path), chars, seed=4)
     whole.next(3)
-    resumed = PreferenceStream(config(path), chars, seed=4)
+    resumed = BatchStream(config(path), chars, seed=4)
     resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
     expected, got = whole.next(4), resumed.next(4)
     assert torch.equal(got.tokens, expected.tokens)
@@ -118,27 +118,27 @@ def test_an_overlong_pair_loses_the_same_prompt_tokens_in_both_rows(
     1``."""
     path = jsonl(PAIRS[:1])
     with pytest.raises(DataError, match=r"rows\.jsonl:1: the pair has 8 tokens, but max_len is 6"):
-        load_pairs(config(path, max_len=6), chars)
-    stream = PreferenceStream(config(path, max_len=6, overlong="truncate_left"), chars, seed=0)
+        load_batch(config(path, max_len=6), chars)
+    stream = BatchStream(config(path, max_len=6, overlong="truncate_left"), chars, seed=0)
     batch = stream.next(1)
     assert texts(chars, batch) == ["+1=2<|im_end|>", "+1=31<|im_end|>"]
     assert batch.prompt_lens.tolist() == [3, 3]
     assert stream.counts["pairs_truncated"] == 1
-    stream = PreferenceStream(config(path, max_len=7, overlong="truncate_right"), chars, seed=0)
+    stream = BatchStream(config(path, max_len=7, overlong="truncate_right"), chars, seed=0)
     assert texts(chars, stream.next(1)) == ["<s>1+1=2<|im_end|>", "<s>1+1=31"]
 
 
 def test_pairs_that_are_equal_without_their_ends_are_dropped(chars: Tok, jsonl: Jsonl) -> None:
     rows = [{"prompt": "1+1=", "chosen": "22", "rejected": "23"}, PAIRS[1]]
     data = config(jsonl(rows), max_len=6, shuffle=False, overlong="truncate_right")
-    stream = PreferenceStream(data, chars, seed=0)
+    stream = BatchStream(data, chars, seed=0)
     assert texts(chars, stream.next(1)) == ["<s>2+2=4", "<s>2+2=5"]
     assert stream.counts["pairs_dropped"] == 1
 
 
 def test_pairs_of_equal_responses_are_counted(chars: Tok, jsonl: Jsonl) -> None:
     pairs = [{"prompt": "2+2", "chosen": "4", "rejected": other} for other in ("5", "4", "4")]
-    stream = PreferenceStream(config(jsonl(pairs)), chars, seed=0)
+    stream = BatchStream(config(jsonl(pairs)), chars, seed=0)
     stream.next(3)
     assert stream.counts["pairs_equal"] == 2
 
@@ -146,14 +146,14 @@ def test_pairs_of_equal_responses_are_counted(chars: Tok, jsonl: Jsonl) -> None:
 def test_a_pair_whose_response_alone_fills_the_limit_is_dropped(chars: Tok, jsonl: Jsonl) -> None:
     rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "12345"}, PAIRS[1]]
     data = config(jsonl(rows), max_len=6, shuffle=False, overlong="truncate_left")
-    stream = PreferenceStream(data, chars, seed=0)
+    stream = BatchStream(data, chars, seed=0)
     assert texts(chars, stream.next(1)) == ["2+2=4<|im_end|>", "2+2=5<|im_end|>"]
     assert stream.counts["pairs_dropped"] == 1 and stream.counts["pairs_truncated"] == 1
 
 
 def test_dropped_pairs_are_counted(chars: Tok, jsonl: Jsonl) -> None:
     data = config(jsonl(PAIRS), max_len=7, shuffle=False, overlong="drop")
-    stream = PreferenceStream(data, chars, seed=0)
+    stream = BatchStream(data, chars, seed=0)
     assert texts(chars, stream.next(1))[0] == "<s>2+2=4<|im_end|>"
     assert stream.counts["pairs_dropped"] == 1
 
@@ -176,21 +176,21 @@ def test_an_unusable_pair_is_refused_with_its_location(
     chars: Tok, jsonl: Jsonl, changed: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(DataError, match=says):
-        load_pairs(config(jsonl([{**PAIRS[0], **changed}]), margin_key="by"), chars)
+        load_batch(config(jsonl([{**PAIRS[0], **changed}]), margin_key="by"), chars)
 
 
 def test_a_mistyped_column_is_named_with_the_nearest(chars: Tok, jsonl: Jsonl) -> None:
     with pytest.raises(DataError, match=r"no column 'choosen' \(chosen_key\).*nearest: chosen"):
-        load_pairs(config(jsonl(PAIRS), chosen_key="choosen"), chars)
+        load_batch(config(jsonl(PAIRS), chosen_key="choosen"), chars)
 
 
 def test_a_pair_of_text_and_messages_has_one_prompt(chars: Tok, jsonl: Jsonl) -> None:
     """The chosen row went through the chat template, the rejected one did not."""
     answer = [{"role": "assistant", "content": "2"}]
-    mixed = load_pairs(config(jsonl([{"prompt": "1+1", "chosen": answer, "rejected": "3"}])), chars)
+    mixed = load_batch(config(jsonl([{"prompt": "1+1", "chosen": answer, "rejected": "3"}])), chars)
     chat = [{"role": "assistant", "content": text} for text in "23"]
     both = {"prompt": "1+1", "chosen": chat[:1], "rejected": chat[1:]}
-    assert mixed.tokens.tolist() == load_pairs(config(jsonl([both])), chars).tokens.tolist()
+    assert mixed.tokens.tolist() == load_batch(config(jsonl([both])), chars).tokens.tolist()
     first, second = mixed.prompt_lens.tolist()
     assert first == second and texts(chars, mixed)[1].endswith("assistant\n3<|im_end|>")
 
@@ -203,7 +203,7 @@ def test_rows_that_follow_other_conversations_are_refused(chars: Tok, jsonl: Jso
     turns = [{"role": r, "content": "1"} for r in ("assistant", "user", "assistant")]
     row = {"prompt": "1+1", "chosen": turns, "rejected": turns[:1]}
     with pytest.raises(DataError, match=r"rows\.jsonl:1: .*(different prompts|only appends)"):
-        load_pairs(config(jsonl([row])), chars)
+        load_batch(config(jsonl([row])), chars)
 
 
 DIALOGUES = [
@@ -224,13 +224,13 @@ def test_responses_that_repeat_their_prompt_have_it_once(
     chars: Tok, jsonl: Jsonl, caplog: pytest.LogCaptureFixture
 ) -> None:
     chars.chat_template = None
-    bare = load_pairs(config(jsonl(DIALOGUES)), chars)
+    bare = load_batch(config(jsonl(DIALOGUES)), chars)
     assert not caplog.records
     path = jsonl(repeated(DIALOGUES), "twice.jsonl")
     with caplog.at_level("WARNING", logger="burnish"):
-        assert load_pairs(config(path), chars).tokens.tolist() == bare.tokens.tolist()
+        assert load_batch(config(path), chars).tokens.tolist() == bare.tokens.tolist()
     assert caplog.text.count("begins with its prompt") == 1
-    kept = load_pairs(config(path, repeated_prompt="keep"), chars)
+    kept = load_batch(config(path, repeated_prompt="keep"), chars)
     assert texts(chars, kept)[0].count("Human: hi") == 2
     judged = [{"prompt": r["prompt"], "response": r["chosen"], "ok": 1} for r in DIALOGUES]
     twice = [{**r, "response": r["prompt"] + r["response"]} for r in judged]
@@ -243,7 +243,7 @@ def test_responses_that_repeat_their_prompt_have_it_once(
 
 def test_an_answer_that_happens_to_begin_with_its_prompt_is_kept(chars: Tok, jsonl: Jsonl) -> None:
     rows = [{"prompt": "hi", "chosen": "hi there", "rejected": "hi no"}, *DIALOGUES]
-    assert texts(chars, load_pairs(config(jsonl(rows)), chars))[0] == "<s>hihi there<|im_end|>"
+    assert texts(chars, load_batch(config(jsonl(rows)), chars))[0] == "<s>hihi there<|im_end|>"
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -258,6 +258,6 @@ def test_an_end_token_in_the_data_is_not_duplicated(
     bare = {"prompt": "1+1", "chosen": "2", "rejected": "3"}
     ended = {"prompt": "1+1", "chosen": f"2{end}", "rejected": f"3{end}"}
     ours, theirs = (
-        load_pairs(config(jsonl([row]), apply_chat_template=chat), chars) for row in (ended, bare)
+        load_batch(config(jsonl([row]), apply_chat_template=chat), chars) for row in (ended, bare)
     )
     assert texts(chars, ours) == texts(chars, theirs)

@@ -10,9 +10,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from burnish.config import ConfigError, load_config
+from burnish.data.batches import BatchStream, load_batch
 from burnish.data.forms import open_rows
 from burnish.data.rated.config import RatedDataConfig
-from burnish.data.rated.encode import RatedStream, load_rated
 from burnish.data.sources import DataError
 
 Tok = PreTrainedTokenizerFast
@@ -80,15 +80,15 @@ def test_rows_become_batches_with_their_targets_and_a_stream_resumes(
 ) -> None:
     rows = [BASE | {"score": k, "rating": -k, "grade": "xyz"[k]} for k in range(3)]
     path = jsonl(rows)
-    scores = load_rated(data_of(path, score_keys=["rating", "score"]), chars)
+    scores = load_batch(data_of(path, score_keys=["rating", "score"]), chars)
     assert scores.labels is not None and scores.labels.tolist() == [[0, 0], [-1, 1], [-2, 2]]
     assert scores.rows_per_unit == 1
     bounds = list(pairwise(scores.offsets.tolist()))
     assert chars.decode(scores.tokens[slice(*bounds[0])].tolist()) == "<s>1+1=2<|im_end|>"
     classes = data_of(path, kind="classes", label_key="grade", classes=["z", "y", "x"])
-    found = load_rated(classes, chars).labels
+    found = load_batch(classes, chars).labels
     assert found is not None and found.tolist() == [2, 1, 0]
-    stream, other = (RatedStream(classes, chars, seed=1) for _ in range(2))
+    stream, other = (BatchStream(classes, chars, seed=1) for _ in range(2))
     stream.next(2)
     other.load_state_dict(stream.state_dict())
     after, again = stream.next(4).labels, other.next(4).labels
@@ -138,7 +138,7 @@ def test_broken_rows_are_errors_with_their_line(
 ) -> None:
     good = BASE | {"score": 1.0, "ok": 1 if "classes" in options else True}
     with pytest.raises(DataError, match=message):
-        load_rated(data_of(jsonl([good, BASE | row]), **options), chars)
+        load_batch(data_of(jsonl([good, BASE | row]), **options), chars)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_an_integer_label_is_never_the_index_of_another_integer_class(
     data = data_of(jsonl([BASE | {"grade": label}]), **options)
     if index is None:
         with pytest.raises(DataError, match=r"grade.*a label is one of data.classes"):
-            load_rated(data, chars)
+            load_batch(data, chars)
     else:
-        labels = load_rated(data, chars).labels
+        labels = load_batch(data, chars).labels
         assert labels is not None and labels.tolist() == [index]

@@ -11,11 +11,10 @@ from chat_families import chat_tokenizer
 from chat_templates import published_tokenizer
 
 from burnish.chat_message import canonical
+from burnish.data.batches import load_batch
 from burnish.data.demonstrations.config import SFTDataConfig
-from burnish.data.demonstrations.encode import load_rows
 from burnish.data.notices import collecting
 from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.data.preferences.encode import load_pairs
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.prompts.encode import load_prompts
 from burnish.data.rendering import check_rendering
@@ -161,9 +160,9 @@ def test_tool_calls_without_text_are_refused_in_every_kind_of_data(
     }
     path = jsonl([row])
     for load in (
-        lambda: load_rows(SFTDataConfig(sources=(path,)), tokenizer),
+        lambda: load_batch(SFTDataConfig(sources=(path,)), tokenizer),
         lambda: load_prompts(PromptDataConfig(sources=(path,), form="columns"), tokenizer),
-        lambda: load_pairs(
+        lambda: load_batch(
             PreferenceDataConfig(sources=(jsonl([{**row, "prompt": [USER]}], "pairs.jsonl"),)),
             tokenizer,
         ),
@@ -179,6 +178,6 @@ def test_a_function_call_of_sharegpt_is_refused_if_it_is_not_rendered(jsonl: Jso
     ]
     config = SFTDataConfig(sources=(jsonl([{"conversations": turns}]),))
     with pytest.raises(DataError, match="leaves out the tool calls"):
-        load_rows(config, tokenizer_of("smollm2"))
-    batch = load_rows(config, tokenizer_of("qwen3"))
+        load_batch(config, tokenizer_of("smollm2"))
+    batch = load_batch(config, tokenizer_of("qwen3"))
     assert '{"a": 2}' in tokenizer_of("qwen3").decode(batch.tokens.tolist())

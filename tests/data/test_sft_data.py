@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from burnish.config import ConfigError, load_config
+from burnish.data.batches import BatchStream, load_batch
 from burnish.data.chat import encode_prompt
 from burnish.data.demonstrations.config import SFTDataConfig
-from burnish.data.demonstrations.encode import SFTStream, load_rows
 from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.data.preferences.encode import load_pairs
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.prompts.encode import PromptStream
 from burnish.data.sources import DataError
@@ -36,7 +35,7 @@ CHAT = [
 
 
 def one_row(tokenizer: Tok, path: str, **options: Any) -> Batch:
-    return load_rows(SFTDataConfig(sources=(path,), **options), tokenizer)
+    return load_batch(SFTDataConfig(sources=(path,), **options), tokenizer)
 
 
 def trained(tokenizer: Tok, batch: Batch) -> str:
@@ -100,7 +99,7 @@ def test_a_refusal_of_an_api_is_the_answer_and_counted(
             "response": {"choices": [{"message": message, "finish_reason": "stop"}]},
         },
     }[form]
-    stream = SFTStream(SFTDataConfig(sources=(jsonl([row] * 2),)), chars, seed=0)
+    stream = BatchStream(SFTDataConfig(sources=(jsonl([row] * 2),)), chars, seed=0)
     assert trained(chars, stream.next(1)) == "2<|im_end|>"
     is_refusal = answer["content"] != "2"
     assert stream.counts.get("rows_refusal", 0) == int(is_refusal)
@@ -116,7 +115,7 @@ def test_a_response_of_a_pair_that_was_cut_has_no_end_token(
     row = {"prompt": "1+1=", "chosen": "2", "rejected": "3", column: "length"}
     config = PreferenceDataConfig(sources=(jsonl([row]),))  # type: ignore[arg-type]
     chosen = "2" if column == "finish_reason" else "2<|im_end|>"
-    assert trained(chars, load_pairs(config, chars)) == chosen + "3"
+    assert trained(chars, load_batch(config, chars)) == chosen + "3"
 
 
 @pytest.mark.parametrize(
@@ -174,8 +173,8 @@ def test_messages_come_before_response_and_response_before_text(chars: Tok, json
     )
 
 
-def stream(tokenizer: Tok, path: str, **options: Any) -> SFTStream:
-    return SFTStream(SFTDataConfig(sources=(path,), **options), tokenizer, seed=0)
+def stream(tokenizer: Tok, path: str, **options: Any) -> BatchStream:
+    return BatchStream(SFTDataConfig(sources=(path,), **options), tokenizer, seed=0)
 
 
 @given(stop=st.integers(0, 9))
@@ -353,7 +352,7 @@ def test_columns_that_should_weight_a_row_are_counted(
     chars: Tok, jsonl: Jsonl, column: dict[str, Any], counted: int
 ) -> None:
     path = jsonl([{"prompt": "1+1=", "response": "2", "label": "2", **column}])
-    stream = SFTStream(SFTDataConfig(sources=(path,)), chars, seed=0)
+    stream = BatchStream(SFTDataConfig(sources=(path,)), chars, seed=0)
     stream.next(1)
     assert stream.counts.get("rows_column_unread", 0) == counted
     template = "{prompt}" + "".join(f"{{{name}}}" for name in column)
@@ -362,7 +361,7 @@ def test_columns_that_should_weight_a_row_are_counted(
     prompts.next(1)  # a reward reads all columns
     assert "prompts_column_unread" not in prompts.counts
     if all(isinstance(value, int | float | str) for value in column.values()):
-        stream = SFTStream(used, chars, seed=0)
+        stream = BatchStream(used, chars, seed=0)
         stream.next(1)
         assert "rows_column_unread" not in stream.counts
 
@@ -392,14 +391,14 @@ def test_flags_of_messages_that_nothing_reads_are_counted(
             with pytest.raises(DataError, match="train_on_prompt"):
                 one_row(chars, path, train_on_prompt=True)
             continue
-        rows = SFTStream(config, chars, seed=0)
+        rows = BatchStream(config, chars, seed=0)
         rows.next(1)
         assert rows.counts.get("rows_message_flag_unread", 0) == count
 
 
 def test_a_limit_stops_the_loading_of_rows(chars: Tok, jsonl: Jsonl) -> None:
     path = jsonl([{"text": "ab"}, {"text": "cd"}, {"text": "ef"}])
-    batch = load_rows(SFTDataConfig(sources=(path,)), chars, limit=2)
+    batch = load_batch(SFTDataConfig(sources=(path,)), chars, limit=2)
     assert chars.decode(batch.tokens.tolist()) == "<s>ab<|im_end|><s>cd<|im_end|>"
     assert batch.group_ids.tolist() == [0, 1]
 
@@ -461,13 +460,13 @@ def test_flags_and_last_turn_choose_the_trained_answers(flags, options, trained,
     messages = [{**turn, **flags.get(i, {})} for i, turn in enumerate(TURNS)]
     rows = SFTDataConfig(sources=(jsonl([{"messages": messages}]),), **options)
     plain = SFTDataConfig(sources=(jsonl([{"messages": TURNS}], "plain.jsonl"),))
-    batch = load_rows(rows, chars)
+    batch = load_batch(rows, chars)
     tokens = batch.tokens.tolist()
-    assert tokens == load_rows(plain, chars).tokens.tolist()[: len(tokens)]
+    assert tokens == load_batch(plain, chars).tokens.tolist()[: len(tokens)]
     assert chars.decode(batch.tokens[batch.action_mask].tolist()) == trained
     split = {"prompt": messages[:1], "response": messages[1:]}
     rows = SFTDataConfig(sources=(jsonl([split], "split.jsonl"),), **options)
-    batch = load_rows(rows, chars)
+    batch = load_batch(rows, chars)
     assert chars.decode(batch.tokens[batch.action_mask].tolist()) == trained
 
 
@@ -483,9 +482,9 @@ def test_flags_without_a_meaning_are_errors(flags, options, error, chars, jsonl)
     messages = [TURNS[0], {**TURNS[1], **flags}, *TURNS[2:]]
     config = SFTDataConfig(sources=(jsonl([{"messages": messages}]),), **options)
     with pytest.raises(DataError, match=re.escape(error)):
-        load_rows(config, chars)
+        load_batch(config, chars)
     with pytest.raises(DataError, match="every assistant message"):
-        load_rows(
+        load_batch(
             SFTDataConfig(sources=(jsonl([{"messages": [TURNS[0], {**TURNS[1], "weight": 0}]}]),)),
             chars,
         )

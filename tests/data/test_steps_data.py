@@ -15,9 +15,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.data.batches import BatchStream, load_batch
 from burnish.data.sources import DataError
 from burnish.data.steps.config import StepsDataConfig
-from burnish.data.steps.encode import StepsStream, load_solutions
 from burnish.models.load import load_tokenizer
 from burnish.rewards.steps import step_ends
 from burnish.types import Batch
@@ -57,7 +57,7 @@ def marked(tokenizer: PreTrainedTokenizerBase, batch: Batch) -> list[tuple[str, 
 
 def test_labels_are_on_the_last_token_of_each_step(config, tokenizer) -> None:
     """``1+1+1=`` | ``1+1=2;`` | ``2+1=3<eos>``: 6 prompt tokens, labels on ``;`` and on the end."""
-    batch = load_solutions(config([ROW]), tokenizer)
+    batch = load_batch(config([ROW]), tokenizer)
     assert text_of(tokenizer, batch) == "1+1+1=1+1=2;2+1=3" + tokenizer.eos_token
     assert marked(tokenizer, batch) == [(";", 1.0), (tokenizer.eos_token, 0.0)]
     assert batch.prompt_lens.tolist() == [6]
@@ -65,14 +65,14 @@ def test_labels_are_on_the_last_token_of_each_step(config, tokenizer) -> None:
 
 
 def test_without_an_end_token_every_step_ends_with_the_separator(config, tokenizer) -> None:
-    batch = load_solutions(config([ROW], add_end_token=False), tokenizer)
+    batch = load_batch(config([ROW], add_end_token=False), tokenizer)
     assert text_of(tokenizer, batch) == "1+1+1=1+1=2;2+1=3;"
     assert marked(tokenizer, batch) == [(";", 1.0), (";", 0.0)]
 
 
 def test_a_step_that_ends_with_the_separator_gets_no_second_one(config, tokenizer) -> None:
     row = {**ROW, "completions": ["1+1=2;", "2+1=3"]}
-    assert text_of(tokenizer, load_solutions(config([row]), tokenizer)).count(";") == 1
+    assert text_of(tokenizer, load_batch(config([row]), tokenizer)).count(";") == 1
 
 
 @pytest.mark.parametrize(
@@ -89,15 +89,15 @@ def test_a_step_that_ends_with_the_separator_gets_no_second_one(config, tokenize
 def test_hard_and_soft_labels_in_every_form_of_public_sets(
     config, tokenizer, labels, expected
 ) -> None:
-    batch = load_solutions(config([{**ROW, "labels": labels}]), tokenizer)
+    batch = load_batch(config([{**ROW, "labels": labels}]), tokenizer)
     assert [label for _, label in marked(tokenizer, batch)] == expected
 
 
 def test_the_column_of_steps_is_found_by_either_of_its_usual_names(config, tokenizer) -> None:
     row = {"prompt": "1+1=", "steps": ["2"], "labels": [1]}
-    assert load_solutions(config([row]), tokenizer).num_rows == 1
+    assert load_batch(config([row]), tokenizer).num_rows == 1
     row = {"prompt": "1+1=", "chain": ["2"], "labels": [1]}
-    assert load_solutions(config([row], steps_key="chain"), tokenizer).num_rows == 1
+    assert load_batch(config([row], steps_key="chain"), tokenizer).num_rows == 1
 
 
 @pytest.mark.parametrize(
@@ -119,39 +119,39 @@ def test_the_column_of_steps_is_found_by_either_of_its_usual_names(config, token
 )
 def test_an_unusable_row_is_refused_with_its_location(config, tokenizer, change, said) -> None:
     with pytest.raises(DataError, match=r"steps\.jsonl") as caught:
-        load_solutions(config([{**ROW, **change}]), tokenizer)
+        load_batch(config([{**ROW, **change}]), tokenizer)
     assert said in str(caught.value)
 
 
 def test_a_missing_column_is_named_with_those_that_exist(config, tokenizer) -> None:
     with pytest.raises(DataError, match=r"no column 'completions' \(steps_key\).*prompt, labels"):
-        load_solutions(config([{"prompt": "1", "labels": [1]}]), tokenizer)
+        load_batch(config([{"prompt": "1", "labels": [1]}]), tokenizer)
 
 
 def test_a_separator_inside_a_step_is_logged_once(config, tokenizer, caplog) -> None:
     row = {**ROW, "completions": ["1;2", "3"]}
     with caplog.at_level(logging.WARNING, "burnish"):
-        load_solutions(config([row, row]), tokenizer)
+        load_batch(config([row, row]), tokenizer)
     assert sum("contains the step_separator" in r.message for r in caplog.records) == 1
 
 
 def test_a_long_row_loses_the_left_of_its_prompt_and_no_label(config, tokenizer) -> None:
     """18 tokens, 12 of them steps and end: limit 13 keeps 1 of the 6 prompt tokens; 12 none."""
-    cut = load_solutions(config([ROW], max_len=13, overlong="truncate_left"), tokenizer)
+    cut = load_batch(config([ROW], max_len=13, overlong="truncate_left"), tokenizer)
     assert text_of(tokenizer, cut) == "=1+1=2;2+1=3" + tokenizer.eos_token
     assert cut.lengths.tolist() == [13]
     assert marked(tokenizer, cut) == [(";", 1.0), (tokenizer.eos_token, 0.0)]
     with pytest.raises(DataError, match="exceeds max_len=12"):
-        load_solutions(config([ROW], max_len=12, overlong="truncate_left"), tokenizer)
+        load_batch(config([ROW], max_len=12, overlong="truncate_left"), tokenizer)
 
 
 def test_a_resumed_stream_continues_at_its_position(config, tokenizer) -> None:
     rows = [{**ROW, "prompt": f"{k}="} for k in range(7)]
     made = config(rows)
-    whole = StepsStream(made, tokenizer, seed=3)
-    first = StepsStream(made, tokenizer, seed=3)
+    whole = BatchStream(made, tokenizer, seed=3)
+    first = BatchStream(made, tokenizer, seed=3)
     whole.next(4), first.next(4)
-    again = StepsStream(made, tokenizer, seed=3)
+    again = BatchStream(made, tokenizer, seed=3)
     again.load_state_dict(json.loads(json.dumps(first.state_dict())))
     a, b = whole.next(5), again.next(5)
     assert a.tokens.tolist() == b.tokens.tolist()
@@ -187,7 +187,7 @@ def test_the_end_token_belongs_to_the_last_step(tokenizer) -> None:
 def test_training_rows_are_split_where_rewards_split_them(config, tokenizer) -> None:
     """Labels of a row and places of a response with its tokens are the same."""
     row = {**ROW, "completions": ["1+1=2", "2+1=3", "3"], "labels": [1, 1, 0]}
-    batch = load_solutions(config([row]), tokenizer)
+    batch = load_batch(config([row]), tokenizer)
     prompt = int(batch.prompt_lens[0])
     places = (batch.action_mask.nonzero()[:, 0] - prompt).tolist()
     assert step_ends(tokenizer, batch.tokens[prompt:].tolist(), ";") == places

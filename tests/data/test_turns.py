@@ -15,12 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from burnish.data.batches import load_batch
 from burnish.data.chat import encode_conversation, encode_prompt
 from burnish.data.demonstrations.config import SFTDataConfig
-from burnish.data.demonstrations.encode import load_rows
 from burnish.data.notices import collecting
 from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.data.preferences.encode import load_pairs
 from burnish.data.sources import DataError
 from burnish.templates import with_defaults
 
@@ -201,18 +200,18 @@ def test_advice_for_a_turn_that_cannot_be_located_works(jsonl: Jsonl) -> None:
         tokenizer = tokenizer_of(family)
         path = jsonl([{"messages": messages}], f"{family}.jsonl")
         with pytest.raises(DataError, match=r"jsonl:1: .*train_on_turns: last.*train: false"):
-            load_rows(SFTDataConfig(sources=(path,)), tokenizer)
-        last = load_rows(SFTDataConfig(sources=(path,), train_on_turns="last"), tokenizer)
+            load_batch(SFTDataConfig(sources=(path,)), tokenizer)
+        last = load_batch(SFTDataConfig(sources=(path,), train_on_turns="last"), tokenizer)
         flagged = [
             {**m, "train": False} if m["role"] == "assistant" and i < len(messages) - 1 else m
             for i, m in enumerate(messages)
         ]
         path = jsonl([{"messages": flagged}], "flags.jsonl")
-        by_flag = load_rows(SFTDataConfig(sources=(path,)), tokenizer)
+        by_flag = load_batch(SFTDataConfig(sources=(path,)), tokenizer)
         ends = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         rows = [{"messages": messages[: end + 1]} for end in ends]
         path = jsonl(rows, "split.jsonl")
-        split = load_rows(SFTDataConfig(sources=(path,), train_on_turns="last"), tokenizer)
+        split = load_batch(SFTDataConfig(sources=(path,), train_on_turns="last"), tokenizer)
         assert last.tokens.tolist() == by_flag.tokens.tolist()
         assert split.num_rows == len(ends)
         assert split.tokens.tolist()[-len(last.tokens) :] == last.tokens.tolist()
@@ -266,7 +265,7 @@ def test_templates_that_render_earlier_turns_otherwise_are_refused_or_trained_as
 def test_pairs_may_differ_before_the_last_turn(jsonl: Jsonl) -> None:
     row = {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": [answer("5"), *TURNS[2:]]}
     tokenizer = tokenizer_of("qwen3")
-    batch = load_pairs(PreferenceDataConfig(sources=(jsonl([row]),)), tokenizer)
+    batch = load_batch(PreferenceDataConfig(sources=(jsonl([row]),)), tokenizer)
     _, prompt = encode_prompt(tokenizer, TURNS[:1])
     for begin in batch.offsets.tolist()[:-1]:
         assert batch.tokens.tolist()[begin : begin + len(prompt)] == prompt

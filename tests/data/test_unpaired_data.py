@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from burnish.data.batches import BatchStream, load_batch
 from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.data.preferences.encode import load_pairs
 from burnish.data.preferences.unpaired import (
     SplitPairsStream,
-    UnpairedStream,
     _of_the_next_prompt,
     load_unpaired,
     mismatched_pairs,
@@ -54,11 +53,11 @@ def test_rows_carry_their_label(chars: Tok, jsonl: Jsonl) -> None:
 
 def test_a_stream_gives_every_row_once_per_epoch_and_resumes(chars: Tok, jsonl: Jsonl) -> None:
     settings = config(jsonl(ROWS), label_key="good")
-    stream = UnpairedStream(settings, chars, seed=0)
+    stream = BatchStream(settings, chars, seed=0)
     first = [texts(chars, stream.next(1))[0] for _ in range(3)]
     assert len(set(first)) == 3
     state, rest = stream.state_dict(), texts(chars, stream.next(4))
-    again = UnpairedStream(settings, chars, seed=0)
+    again = BatchStream(settings, chars, seed=0)
     again.load_state_dict(state)
     assert texts(chars, again.next(4)) == rest
 
@@ -108,7 +107,7 @@ def test_responses_of_one_pair_are_not_mismatched_with_their_own_prompt(
     chars: Tok, jsonl: Jsonl
 ) -> None:
     """And the rejected responses are among those that others get."""
-    batch = mismatched_pairs(split_pairs(load_pairs(config(jsonl(PAIRS)), chars)), max_len=99)
+    batch = mismatched_pairs(split_pairs(load_batch(config(jsonl(PAIRS)), chars)), max_len=99)
     assert texts(chars, batch) == [
         "<s>1+1=4<|im_end|>",
         "<s>1+1=5<|im_end|>",

@@ -16,8 +16,7 @@ import torch
 import burnish
 from burnish.config import load_config
 from burnish.config.model import ModelConfig
-from burnish.data.demonstrations.encode import SFTStream
-from burnish.data.preferences.encode import PreferenceStream
+from burnish.data.batches import BatchStream
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.train.batching import split_over_ranks
@@ -55,7 +54,7 @@ def test_ranks_together_see_each_row_once_per_epoch(
     config: Any = load_config(tree | {"data": {"sources": [rows_file(tmp_path, 11)]}})
     tokenizer = load_tokenizer(config.model)
     pairs = kind == "preference"
-    stream = (PreferenceStream if pairs else SFTStream)(config.data, tokenizer, seed=0)
+    stream = BatchStream(config.data, tokenizer, seed=0)
     seen: Counter[tuple[int, ...]] = Counter()
     steps = config.steps_for(stream.num_rows)
     for step in range(1, steps + 1):

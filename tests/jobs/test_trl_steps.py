@@ -26,8 +26,8 @@ from burnish.algorithms import ADVANTAGES
 from burnish.config.algorithm import AlgorithmConfig
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.preference_losses import PreferenceLossConfig
+from burnish.data.batches import load_batch
 from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.data.preferences.encode import load_pairs
 from burnish.data.preferences.unpaired import load_unpaired
 from burnish.jobs.preference import preference_objective, preparation
 from burnish.models.load import load_causal_lm
@@ -164,7 +164,7 @@ def test_a_step_of_dpo_and_its_relatives_equals_trls(  # house: ok fixtures
     adds nine losses with weights, of log-probs with less weight beyond the shorter response."""
     models = lively(POLICY), lively(REFERENCE)
     seen = trl_steps.preference_steps("dpo", *models, tiny_tokenizer, PAIRS, tmp_path, **theirs)
-    batch = load_pairs(data(tmp_path, PAIRS), tiny_tokenizer).with_global_counts()
+    batch = load_batch(data(tmp_path, PAIRS), tiny_tokenizer).with_global_counts()
     rows = rows_of(seen.inputs[0])
     assert rows_in(batch) == [row for pair in zip(rows[:3], rows[3:], strict=True) for row in pair]
 

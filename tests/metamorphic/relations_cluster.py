@@ -19,8 +19,8 @@ from metamorphic.base import CLOSERS, REFUSALS, Broken, Draw, equal, relation
 from torch import Tensor
 
 from burnish.config import dump_yaml, load_config
+from burnish.data.batches import load_batch
 from burnish.data.demonstrations.config import SFTDataConfig
-from burnish.data.demonstrations.encode import load_rows
 from burnish.data.forms import open_rows
 from burnish.data.sources import first_rows
 from burnish.models.load import DTYPES, load_tokenizer
@@ -312,7 +312,7 @@ def files_are_refused_alike(draw: Draw) -> None:
         writer.start()
     data = SFTDataConfig(sources=({"path": str(path)},))
     readers: dict[str, Callable[[], Any]] = {
-        "rows": lambda: load_rows(data, load_tokenizer(load_config(_sft(path)).model)),
+        "rows": lambda: load_batch(data, load_tokenizer(load_config(_sft(path)).model)),
         "planned": lambda: load_config(_sft(path)),
         "opened": lambda: [source[0] for source in open_rows(data)],
         "first": lambda: first_rows(data.sources[0], 1)[0],

@@ -22,10 +22,9 @@ from metamorphic.draw_text import (
 
 from burnish.config.generate import AllSamples, BestWorstPairs
 from burnish.config.sources import FileSource
+from burnish.data.batches import BatchStream, load_batch
 from burnish.data.demonstrations.config import SFTDataConfig
-from burnish.data.demonstrations.encode import SFTStream, load_rows
 from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.data.preferences.encode import PreferenceStream, load_pairs
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.prompts.encode import PromptStream, load_prompts
 from burnish.data.prompts.generation import GenerationPrompts
@@ -107,7 +106,7 @@ def sft_mask_and_text(draw: Draw) -> None:
     messages = conversation_of(draw, plain=not faithful)
     draw.note(messages=messages)
     path = write_rows(draw, [{"messages": messages}])
-    ((ids, mask),) = rows_of(load_rows(SFTDataConfig(sources=(path,)), tokenizer))
+    ((ids, mask),) = rows_of(load_batch(SFTDataConfig(sources=(path,)), tokenizer))
     rendered = tokenizer.apply_chat_template(messages, tokenize=False)
     whole = tokenizer(rendered, add_special_tokens=False)["input_ids"]
     equal(_said(tokenizer, ids), _said(tokenizer, whole), "the text of the row")
@@ -141,7 +140,7 @@ def first_answer_continues_its_prompt(draw: Draw) -> None:
     draw.note(row=row)
     path = write_rows(draw, [row])
     config = SFTDataConfig(sources=(path,), apply_chat_template=chat)
-    ((ids, mask),) = rows_of(load_rows(config, tokenizer))
+    ((ids, mask),) = rows_of(load_batch(config, tokenizer))
     head = ids[: mask.index(True)]
     if chat:
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
@@ -181,12 +180,12 @@ def pair_rows(draw: Draw) -> None:
     draw.note(row=row)
     wrap = {"apply_chat_template": chat == "wrapped"}
     data = PreferenceDataConfig(sources=(write_rows(draw, [row]),), repeated_prompt="keep", **wrap)
-    pairs = load_pairs(data, tokenizer)
+    pairs = load_batch(data, tokenizer)
     path = write_rows(draw, [{"prompt": prompt}], "prompt.jsonl")
     (asked,) = load_prompts(PromptDataConfig(sources=(path,), **wrap), tokenizer)
     demos = [{"prompt": prompt, "response": answer} for answer in answers]
     path = write_rows(draw, demos, "demos.jsonl")
-    sft = rows_of(load_rows(SFTDataConfig(sources=(path,), **wrap), tokenizer))
+    sft = rows_of(load_batch(SFTDataConfig(sources=(path,), **wrap), tokenizer))
     for (ids, mask), (demo, trained) in zip(rows_of(pairs), sft, strict=True):
         first = mask.index(True)
         equal(ids[:first], list(asked.token_ids), "the prompt of a row of the pair")
@@ -210,13 +209,13 @@ def generated_rows(draw: Draw) -> None:
     samples = [sample for group in groups for sample in group.samples]
     draw.note(sampled=[sample.response_ids for sample in samples])
     path = _written(draw, AllSamples(), (tokenizer, groups, questions), f"all{suffix}")
-    found = parts_of(load_rows(SFTDataConfig(sources=(path,)), tokenizer))
+    found = parts_of(load_batch(SFTDataConfig(sources=(path,)), tokenizer))
     equal(found, [(list(s.prompt_ids), list(s.response_ids)) for s in samples], "SFT rows")
     mode = BestWorstPairs(kind="pairs", keep_truncated=True)
     if all(group.samples[0].text == group.samples[1].text for group in groups):
         return  # no pairs
     path = _written(draw, mode, (tokenizer, groups, questions), f"pairs{suffix}")
-    found = parts_of(load_pairs(PreferenceDataConfig(sources=(path,)), tokenizer))
+    found = parts_of(load_batch(PreferenceDataConfig(sources=(path,)), tokenizer))
     pairs = [group.samples for group in groups if group.samples[0].text != group.samples[1].text]
     flipped = [sample for pair in pairs for sample in reversed(pair)]
     equal(found, [(list(s.prompt_ids), list(s.response_ids)) for s in flipped], "DPO rows")
@@ -284,7 +283,7 @@ def ends_are_not_doubled(draw: Draw) -> None:
     config = SFTDataConfig(
         sources=(write_rows(draw, [row]),), apply_chat_template=kind == "wrapped"
     )
-    ((ids, _),) = rows_of(load_rows(config, tokenizer))
+    ((ids, _),) = rows_of(load_batch(config, tokenizer))
     for name, token in (("BOS", tokenizer.bos_token_id), ("EOS", tokenizer.eos_token_id)):
         if any(a == b == token for a, b in pairwise(ids)):
             raise Broken(f"{name} is doubled: {ids}")
@@ -311,7 +310,7 @@ def permuted_file(draw: Draw) -> None:
     order = draw.rng.sample(range(6), 6)
     draw.note(rows=rows, order=order)
     files = [write_rows(draw, rows), write_rows(draw, [rows[i] for i in order], "permuted.jsonl")]
-    one, two = (rows_of(load_rows(SFTDataConfig(sources=(f,)), tokenizer)) for f in files)
+    one, two = (rows_of(load_batch(SFTDataConfig(sources=(f,)), tokenizer)) for f in files)
     equal(two, [one[i] for i in order], "rows of the permuted file")
 
 
@@ -335,8 +334,8 @@ def resumed_stream(draw: Draw) -> None:
     options = {"shuffle": rng.random() < 0.7, "overlong": rng.choice(["drop", "truncate_left"])}
     makers: dict[str, Any] = {
         "prompts": (PromptStream, PromptDataConfig),
-        "sft": (SFTStream, SFTDataConfig),
-        "preference": (PreferenceStream, PreferenceDataConfig),
+        "sft": (BatchStream, SFTDataConfig),
+        "preference": (BatchStream, PreferenceDataConfig),
     }
     stream_class, config_class = makers[kind]
     config = config_class(sources=tuple(sources), **limits, **options)

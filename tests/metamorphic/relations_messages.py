@@ -16,9 +16,9 @@ from metamorphic.base import Broken, Draw, Refused, equal, relation
 from metamorphic.draw_text import text_of, write_rows
 from metamorphic.relations_data import rows_of
 
+from burnish.data.batches import load_batch
 from burnish.data.chat import encode_conversation, encode_prompt
 from burnish.data.demonstrations.config import SFTDataConfig
-from burnish.data.demonstrations.encode import load_rows
 from burnish.data.notices import collecting
 from burnish.data.sources import DataError
 
@@ -68,7 +68,7 @@ def _outcome(draw: Draw, row: Row, tokenizer: Any, name: str = "rows.jsonl", **o
     else:
         path = write_rows(draw, [row], name)
     try:
-        return rows_of(load_rows(SFTDataConfig(sources=(path,), **options), tokenizer))
+        return rows_of(load_batch(SFTDataConfig(sources=(path,), **options), tokenizer))
     except DataError as error:
         return re.sub(r"\S*rows\S*( row 0)?: ", "", str(error).replace(path, "rows"))
 

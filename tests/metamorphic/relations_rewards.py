@@ -27,9 +27,9 @@ from tokenizers import processors
 
 from burnish.config.rewards import FailurePolicy, PythonCodeReward, ShapingConfig
 from burnish.config.sandbox import UnsafeSubprocessSandbox
+from burnish.data.batches import load_batch
 from burnish.data.forms import open_rows
 from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.data.preferences.encode import load_pairs
 from burnish.data.responses.config import ResponseDataConfig
 from burnish.data.responses.encode import ResponseEncoder
 from burnish.data.stream import RowRef
@@ -366,6 +366,6 @@ def model_rewards_read_trained_rows(draw: Draw) -> None:
 
 
 def _rejected(config: PreferenceDataConfig, tokenizer: Tok) -> list[int]:
-    batch = load_pairs(config, tokenizer)
+    batch = load_batch(config, tokenizer)
     ids: list[int] = batch.tokens[int(batch.offsets[1]) :].tolist()
     return ids

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from metamorphic.base import Draw, equal, relation
 
 from burnish.config import load_config
-from burnish.data.demonstrations.encode import SFTStream, load_rows
+from burnish.data.batches import BatchStream, load_batch
 from burnish.data.forms import open_rows
 from burnish.models.load import load_tokenizer
 from burnish.preflight.usable import usable_rows
@@ -57,7 +57,7 @@ def planned_rows_are_trained(draw: Draw) -> None:
     epochs = draw.one(epochs=[1, 2, 3])
     data = {"sources": [path], "max_len": 32, "overlong": "drop", "on_bad_row": "skip"}
     config = _recipe(data, max_epochs=epochs, drop_last=False)
-    stream = SFTStream(config.data, load_tokenizer(config.model), seed=rng.randrange(9))
+    stream = BatchStream(config.data, load_tokenizer(config.model), seed=rng.randrange(9))
     total = usable_rows(config, stream.num_rows).num_rows
     seen: Counter[str] = Counter()
     for step in range(1, config.steps_for(total) + 1):
@@ -104,6 +104,6 @@ def forms_of_files_are_equal(draw: Draw) -> None:
     found = []
     for name in ("rows.jsonl", f"rows.{suffix}"):
         config = _recipe({"sources": [_written(draw.folder / name, rows)]})
-        batch = load_rows(config.data, load_tokenizer(config.model))
+        batch = load_batch(config.data, load_tokenizer(config.model))
         found.append((batch.tokens.tolist(), batch.offsets.tolist(), batch.action_mask.tolist()))
     equal(found[1], found[0], "rows of the file")

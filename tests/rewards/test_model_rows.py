@@ -15,8 +15,8 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from burnish.config.model import ModelConfig
 from burnish.config.rewards import ModelReward
+from burnish.data.batches import load_batch
 from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.data.preferences.encode import load_pairs
 from burnish.rewards.base import RewardError, RewardInput
 from burnish.rewards.model import load_model_reward
 from burnish.rewards.rows import RowEncoder, SampledRows, encode_text
@@ -61,7 +61,7 @@ def _training_row(
     path = folder / "pairs.jsonl"
     path.write_text(json.dumps({"prompt": prompt, "chosen": response, "rejected": "no"}))
     config = PreferenceDataConfig(sources=(str(path),))  # type: ignore[arg-type]
-    batch = load_pairs(config, tokenizer)
+    batch = load_batch(config, tokenizer)
     ids = batch.tokens[: int(batch.offsets[1])].tolist()
     begin = int(batch.prompt_lens[0])
     return ids[:begin], ids[begin:]

@@ -12,10 +12,9 @@ import pytest
 
 import burnish
 from burnish.config import JobConfig, load_config
+from burnish.data.batches import load_batch
 from burnish.data.demonstrations.config import SFTDataConfig
-from burnish.data.demonstrations.encode import load_rows
 from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.data.preferences.encode import load_pairs
 from burnish.models.load import load_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples
@@ -171,7 +170,7 @@ def test_the_next_job_reads_the_very_tokens_that_the_model_read(
     run_dir = burnish.run(config, rewards=reward).run_dir
     written = rows_of(run_dir, f"rows.{kind}")
     assert len(written) == 24
-    batch = load_rows(
+    batch = load_batch(
         SFTDataConfig(sources=(str(run_dir / f"rows.{kind}"),)), load_tokenizer(config.model)
     )
     ends = batch.offsets.tolist()
@@ -223,7 +222,7 @@ def test_pairs_are_preference_and_reward_model_data_as_they_stand(
     rows = rows_of(run_dir, f"rows.{kind}")
     assert 10 <= len(rows) < 23 and all(row["margin"] > 0 for row in rows)
     data = {"sources": [str(run_dir / f"rows.{kind}")]}
-    pairs = load_pairs(PreferenceDataConfig(**data), load_tokenizer(config.model))
+    pairs = load_batch(PreferenceDataConfig(**data), load_tokenizer(config.model))
     assert pairs.num_rows == 2 * len(rows)
     common = {"model": config.model.model_dump(), "max_epochs": 5}
     train = {"train_batch_size": 5, "lr": 1e-2}

@@ -18,7 +18,7 @@ from burnish.config import ConfigError, JobConfig, load_config
 from burnish.config.model import ModelConfig
 from burnish.config.reward_model import RewardModelConfig
 from burnish.config.rewards import ModelReward
-from burnish.data.rated.encode import load_rated
+from burnish.data.batches import load_batch
 from burnish.models.load import ModelError, load_tokenizer
 from burnish.models.value_head import load_scalar_model
 from burnish.observe.metrics import read_metrics
@@ -233,7 +233,7 @@ def test_a_regression_or_classification_learns_and_its_export_gives_the_same_num
     out = burnish.export(tmp_path / "run", tmp_path / "out", model="reward")
     model = AutoModelForSequenceClassification.from_pretrained(out)
     tokenizer = load_tokenizer(ModelConfig(path=str(out)))
-    held_out = load_rated(config.data, tokenizer)
+    held_out = load_batch(config.data, tokenizer)
     bounds = held_out.offsets.tolist()
     rows = [held_out.tokens[a:b] for a, b in pairwise(bounds)]
     with torch.no_grad():

@@ -20,6 +20,7 @@ class SFTDataConfig(DataConfig):
     """Demonstrations: ``messages`` (chat), a prompt and a response, or plain text."""
 
     can_lose_end: ClassVar[bool] = True
+    has_reader: ClassVar[bool] = True
 
     messages_key: str = "messages"
     """Column with chat messages; the loss is on every assistant turn. The default also accepts
@@ -42,6 +43,18 @@ class SFTDataConfig(DataConfig):
     max_len: int = Field(2048, ge=2)
     """Maximum row tokens; see ``overlong``. An answer that lost its beginning or entire prompt is
     not trained on; rows without another answer are dropped."""
+
+    @property
+    def conversation_key(self) -> str:
+        return self.messages_key
+
+    @property
+    def answer_key(self) -> str:
+        return self.response_key
+
+    @property
+    def replaced_keys(self) -> tuple[str, ...]:
+        return (self.prompt_key, self.messages_key, self.response_key, self.text_key)
 
     @property
     def row_keys(self) -> Keys:

@@ -15,15 +15,13 @@ from burnish.data.chat import (
     encode_prompt,
 )
 from burnish.data.demonstrations.config import SFTDataConfig
-from burnish.data.encoded import EncodedStream, load_all
-from burnish.data.forms import open_rows
+from burnish.data.demonstrations.read import demonstration_key
 from burnish.data.messages import as_messages, trained_flags
 from burnish.data.notices import note
 from burnish.data.rendering import check_rendering
 from burnish.data.rows import (
     TokenRow,
     content_column,
-    demonstration_key,
     encode_exchange,
     exchange,
     is_cut,
@@ -34,45 +32,10 @@ from burnish.data.rows import (
     tools_column,
     without_end,
 )
-from burnish.data.sources import DataError, Row
+from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import RowRef
 from burnish.data.unread import note_flags, note_other_roles
 from burnish.types import Batch, rows_to_batch
-
-
-class SFTStream(EncodedStream[TokenRow]):
-    """An endless stream of demonstrations, each once per epoch of its source. Resumes at the exact
-    row."""
-
-    def __init__(
-        self,
-        config: SFTDataConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        seed: int,
-        section: str = "data",
-    ) -> None:
-        """Raises DataError if a source or the tokenizer cannot be used."""
-        super().__init__(config, SFTEncoder(config, tokenizer), seed=seed, section=section)
-
-    def next(self, num_rows: int) -> Batch:
-        """Return the next ``num_rows`` rows. Each has its own group id, unique within the run."""
-        first = self.counts["rows_seen"]
-        return _batch(self.take(num_rows), first_group=first)
-
-
-def load_rows(
-    config: SFTDataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int | None = None,
-    *,
-    section: str = "data",
-) -> Batch:
-    """Return all rows once, in file order, at most ``limit``. Raises DataError as the stream
-    does."""
-    sources = open_rows(config)
-    encoder = SFTEncoder(config, tokenizer)
-    return _batch(load_all(sources, config, encoder, limit=limit, section=section))
 
 
 class SFTEncoder:
@@ -85,6 +48,7 @@ class SFTEncoder:
         check_tokenizer(tokenizer)
         self.limit = config.max_len
         self._config, self._tokenizer = config, tokenizer
+        self._only_last = config.train_on_turns == "last"
 
     def encode(self, row: Row, ref: RowRef) -> TokenRow:
         encoded = self._encode(row)
@@ -106,6 +70,15 @@ class SFTEncoder:
             return item.without_right(self.limit)
         return item.without_left(len(item.ids) - self.limit)
 
+    def batch(self, items: Sequence[TokenRow], *, first_group: int) -> Batch:
+        """Return demonstrations as rows. Each has its own group id."""
+        return rows_to_batch(
+            [row.ids for row in items],
+            [row.mask for row in items],
+            prompt_lens=[row.prompt_len for row in items],
+            group_ids=range(first_group, first_group + len(items)),
+        )
+
     def _encode(self, row: Row) -> TokenRow:
         config, tokenizer = self._config, self._tokenizer
         sampled = sampled_row(row, tokenizer) if config.use_tokens else None
@@ -116,8 +89,13 @@ class SFTEncoder:
             return self._encode_text(row.values[kind])
         if kind == config.response_key:
             prompt = prompt_column(row, config.prompt_key, config.prompt_template)
-            given = exchange(row, prompt, config, key=kind, field="response_key")
-            encoded = encode_exchange(tokenizer, given, config)
+            given = exchange(
+                *(row, prompt, config),
+                key=kind,
+                field="response_key",
+                use_tokens=config.use_tokens,
+            )
+            encoded = encode_exchange(tokenizer, given, config, only_last=self._only_last)
             return replace(encoded, answers=encoded.mask)
         given = content_column(row, kind, "messages_key")
         if isinstance(given, str):
@@ -137,8 +115,9 @@ class SFTEncoder:
             note_flags(messages, range(len(messages)))
         else:
             note_other_roles(messages)
-        last = config.train_on_turns == "last"
-        encoded = token_row(*encode_conversation(tokenizer, messages, only_last=last, tools=tools))
+        encoded = token_row(
+            *encode_conversation(tokenizer, messages, only_last=self._only_last, tools=tools)
+        )
         if is_cut(row, kind):
             encoded = without_end(tokenizer, encoded)
         return replace(encoded, answers=encoded.mask)
@@ -163,10 +142,12 @@ class SFTEncoder:
         return token_row(ids, [True] * len(ids))
 
 
-def _batch(rows: Sequence[TokenRow], *, first_group: int = 0) -> Batch:
-    return rows_to_batch(
-        [row.ids for row in rows],
-        [row.mask for row in rows],
-        prompt_lens=[row.prompt_len for row in rows],
-        group_ids=range(first_group, first_group + len(rows)),
-    )
+def make_encoder(
+    config: SFTDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Sequence[Source],
+    *,
+    in_episodes: bool,
+) -> SFTEncoder:
+    """Return the encoder of demonstrations, see ``data/encoders.py``."""
+    return SFTEncoder(config, tokenizer)

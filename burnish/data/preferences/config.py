@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -37,6 +37,20 @@ class PreferenceDataConfig(DataConfig):
     ``response_tokens``, from generate) and they decode to its text."""
     max_len: int = Field(2048, ge=2)
     """Maximum tokens of prompt + response; see ``overlong``."""
+
+    @property
+    def content_keys(self) -> Mapping[str, str]:
+        if self.label_key is not None:
+            return {"response_key": self.response_key}
+        return {"chosen_key": self.chosen_key, "rejected_key": self.rejected_key}
+
+    @property
+    def answer_key(self) -> str | None:
+        return None if self.label_key is None else self.response_key
+
+    @property
+    def pair_keys(self) -> tuple[str, ...]:
+        return (self.chosen_key, self.rejected_key) if self.label_key is None else ()
 
     @property
     def row_keys(self) -> Keys:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.columns import finite_number
 from burnish.data.chat import check_tokenizer
-from burnish.data.encoded import EncodedStream, load_all
-from burnish.data.forms import open_rows
 from burnish.data.notices import note
 from burnish.data.preferences.config import PreferenceDataConfig
 from burnish.data.repeated import RepeatedPrompts
@@ -31,6 +30,7 @@ _EQUAL = (
     "chosen and rejected have the same tokens, so the pair prefers neither; drop it, or correct "
     "the row (chat templates often strip white space, in which responses may differ)"
 )
+DESIRABLE_LABELS = {"true": True, "false": False, "1": True, "0": False}
 _MARGIN_FIX = "correct the row, or set margin_key to a column of numbers"
 
 
@@ -44,40 +44,12 @@ class Pair:
     """How much better the chosen response is. None if the data has no margin."""
 
 
-class PreferenceStream(EncodedStream[Pair]):
-    """An endless stream of pairs, each once per epoch of its source. Resumes at the exact pair."""
+@dataclass(frozen=True)
+class UnpairedExample:
+    """One response with its label: desirable or not."""
 
-    def __init__(
-        self, config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
-    ) -> None:
-        """Raises DataError if a source or the tokenizer cannot be used."""
-        sources = open_rows(config)
-        encoder = PairEncoder(config, tokenizer, sources)
-        super().__init__(config, encoder, seed=seed, sources=sources)
-
-    def next(self, num_pairs: int) -> Batch:
-        """Return the next ``num_pairs`` pairs as 2 * num_pairs rows.
-
-        Each pair has its own group id, unique within the run.
-        """
-        first = self.counts["pairs_seen"]
-        return _batch(self.take(num_pairs), first_group=first)
-
-
-def load_pairs(
-    config: PreferenceDataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int | None = None,
-    *,
-    section: str = "data",
-) -> Batch:
-    """Return all pairs once, in file order, at most ``limit``.
-
-    Raises DataError as the stream does.
-    """
-    sources = open_rows(config)
-    encoder = PairEncoder(config, tokenizer, sources)
-    return _batch(load_all(sources, config, encoder, limit=limit, section=section))
+    row: TokenRow
+    desirable: bool
 
 
 class PairEncoder:
@@ -96,13 +68,27 @@ class PairEncoder:
         self.limit = config.max_len
         self._config, self._tokenizer = config, tokenizer
         keys = (config.chosen_key, config.rejected_key)
-        self._repeated = RepeatedPrompts(config, keys, sources)
+        self._repeated = RepeatedPrompts(config, keys, sources, config.repeated_prompt)
 
     def encode(self, row: Row, ref: RowRef) -> Pair:
         config = self._config
         prompt = prompt_column(row, config.prompt_key, config.prompt_template)
-        better = exchange(row, prompt, config, key=config.chosen_key, field="chosen_key")
-        worse = exchange(row, prompt, config, key=config.rejected_key, field="rejected_key")
+        better = exchange(
+            row,
+            prompt,
+            config,
+            key=config.chosen_key,
+            field="chosen_key",
+            use_tokens=config.use_tokens,
+        )
+        worse = exchange(
+            row,
+            prompt,
+            config,
+            key=config.rejected_key,
+            field="rejected_key",
+            use_tokens=config.use_tokens,
+        )
         worse = replace(worse, may_be_empty=True)
         as_chat = not is_text(prompt, better.response, worse.response)
         chosen, rejected = (
@@ -142,6 +128,22 @@ class PairEncoder:
             return None
         return replace(item, chosen=chosen, rejected=rejected)
 
+    def batch(self, items: Sequence[Pair], *, first_group: int) -> Batch:
+        """Return pairs as two rows each. Each pair has its own group id."""
+        rows = [row for pair in items for row in (pair.chosen, pair.rejected)]
+        batch = rows_to_batch(
+            [row.ids for row in rows],
+            [row.mask for row in rows],
+            prompt_lens=[row.prompt_len for row in rows],
+            group_ids=[first_group + i // 2 for i in range(len(rows))],
+        )
+        margins = [pair.margin for pair in items if pair.margin is not None for _ in range(2)]
+        return replace(
+            batch,
+            rows_per_unit=2,
+            margins=torch.tensor(margins, dtype=torch.float32) if margins else None,
+        )
+
     def _margin(self, row: Row) -> float | None:
         key = self._config.margin_key
         if key is None:
@@ -154,6 +156,78 @@ class PairEncoder:
                 + _MARGIN_FIX
             )
         return margin
+
+
+class UnpairedEncoder:
+    """An encoder of labeled responses. Implements ``data.encoded.Encoder``."""
+
+    unit = "row"
+    limit_name = "max_len"
+
+    def __init__(
+        self,
+        config: PreferenceDataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        sources: Sequence[Source],
+    ) -> None:
+        check_tokenizer(tokenizer)
+        self.limit = config.max_len
+        self._config, self._tokenizer = config, tokenizer
+        self._repeated = RepeatedPrompts(
+            config, [config.response_key], sources, config.repeated_prompt
+        )
+
+    def encode(self, row: Row, ref: RowRef) -> UnpairedExample:
+        config = self._config
+        prompt = prompt_column(row, config.prompt_key, config.prompt_template)
+        given = exchange(
+            row,
+            prompt,
+            config,
+            key=config.response_key,
+            field="response_key",
+            use_tokens=config.use_tokens,
+        )
+        assert config.label_key is not None
+        desirable = _desirable_label(column(row, config.label_key, "label_key"), config)
+        given = self._repeated.strip(ref.source, replace(given, may_be_empty=not desirable))
+        encoded = to_last_trained(encode_exchange(self._tokenizer, given, config))
+        return UnpairedExample(encoded, desirable)
+
+    def length(self, item: UnpairedExample) -> int:
+        return len(item.row.ids)
+
+    def truncate(self, item: UnpairedExample) -> UnpairedExample | None:
+        if self._config.overlong == "truncate_right":
+            cut = item.row.without_right(self.limit)
+            return None if cut is None else replace(item, row=cut)
+        excess = self.length(item) - self.limit
+        if excess >= item.row.prompt_len:
+            return None
+        row = item.row.without_left(excess)
+        return None if row is None else replace(item, row=row)
+
+    def batch(self, items: Sequence[UnpairedExample], *, first_group: int) -> Batch:
+        """Return responses as rows. Each has its own group id."""
+        batch = rows_to_batch(
+            [item.row.ids for item in items],
+            [item.row.mask for item in items],
+            prompt_lens=[item.row.prompt_len for item in items],
+            group_ids=[first_group + i for i in range(len(items))],
+        )
+        return replace(batch, labels=torch.tensor([item.desirable for item in items]))
+
+
+def _desirable_label(value: Any, config: PreferenceDataConfig) -> bool:
+    if isinstance(value, float) and value.is_integer():  # of a column with empty cells
+        value = int(value)
+    found = DESIRABLE_LABELS.get(str(value).strip().lower())
+    if found is None:
+        raise DataError(
+            f"column {config.label_key!r} (label_key) contains {value!r}; use true or 1 for a "
+            "desirable response, false or 0 for an undesirable one"
+        )
+    return found
 
 
 def to_last_trained(row: TokenRow) -> TokenRow:
@@ -178,17 +252,14 @@ def _check_shared_prompt(chosen: TokenRow, rejected: TokenRow) -> None:
         )
 
 
-def _batch(pairs: Sequence[Pair], *, first_group: int = 0) -> Batch:
-    rows = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
-    batch = rows_to_batch(
-        [row.ids for row in rows],
-        [row.mask for row in rows],
-        prompt_lens=[row.prompt_len for row in rows],
-        group_ids=[first_group + i // 2 for i in range(len(rows))],
-    )
-    margins = [pair.margin for pair in pairs if pair.margin is not None for _ in range(2)]
-    return replace(
-        batch,
-        rows_per_unit=2,
-        margins=torch.tensor(margins, dtype=torch.float32) if margins else None,
-    )
+def make_encoder(
+    config: PreferenceDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Sequence[Source],
+    *,
+    in_episodes: bool,
+) -> PairEncoder | UnpairedEncoder:
+    """Return the encoder of pairs, or of single responses with a label, see
+    ``data/encoders.py``."""
+    kind = PairEncoder if config.label_key is None else UnpairedEncoder
+    return kind(config, tokenizer, sources)

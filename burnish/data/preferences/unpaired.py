@@ -3,54 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data.chat import check_tokenizer
-from burnish.data.encoded import EncodedStream, load_all
-from burnish.data.forms import open_rows
+from burnish.data.batches import BatchStream, load_batch
 from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.data.preferences.encode import PreferenceStream, load_pairs, to_last_trained
-from burnish.data.repeated import RepeatedPrompts
-from burnish.data.rows import TokenRow, column, encode_exchange, exchange, prompt_column
-from burnish.data.sources import DataError, Row, Source
-from burnish.data.stream import RowRef
 from burnish.types import Batch, rows_to_batch
 
-DESIRABLE_LABELS = {"true": True, "false": False, "1": True, "0": False}
 
-
-@dataclass(frozen=True)
-class UnpairedExample:
-    """One response with its label: desirable or not."""
-
-    row: TokenRow
-    desirable: bool
-
-
-class UnpairedStream(EncodedStream[UnpairedExample]):
-    """An endless, exactly resumable stream of labeled responses, each once per epoch of its
-    source."""
-
-    def __init__(
-        self, config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
-    ) -> None:
-        """``config`` must have a ``label_key``. Raises DataError if a source or the tokenizer
-        cannot be used."""
-        sources = open_rows(config)
-        encoder = UnpairedEncoder(config, tokenizer, sources)
-        super().__init__(config, encoder, seed=seed, sources=sources)
-
-    def next(self, num_rows: int) -> Batch:
-        """Return the next ``num_rows`` responses."""
-        return _batch(self.take(num_rows), first_group=self.counts["rows_seen"] - num_rows)
-
-
-class SplitPairsStream(PreferenceStream):
+class SplitPairsStream(BatchStream):
     """A stream of pairs, each split into a desirable and an undesirable response."""
 
     @property
@@ -68,11 +32,8 @@ def load_unpaired(
     config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, *, section: str = "data"
 ) -> Batch:
     """Return all responses once, in file order. Raises DataError as the streams do."""
-    if config.label_key is None:
-        return split_pairs(load_pairs(config, tokenizer, section=section))
-    sources = open_rows(config)
-    encoder = UnpairedEncoder(config, tokenizer, sources)
-    return _batch(load_all(sources, config, encoder, section=section), first_group=0)
+    rows = load_batch(config, tokenizer, section=section)
+    return rows if config.label_key is not None else split_pairs(rows)
 
 
 def split_pairs(pairs: Batch) -> Batch:
@@ -121,66 +82,3 @@ def _of_the_next_prompt(prompts: Sequence[tuple[int, ...]]) -> list[int]:
         for place, row in enumerate(run):
             found[row] = following[place % len(following)]
     return found
-
-
-class UnpairedEncoder:
-    """An encoder of labeled responses. Implements ``data.encoded.Encoder``."""
-
-    unit = "row"
-    limit_name = "max_len"
-
-    def __init__(
-        self,
-        config: PreferenceDataConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        sources: Sequence[Source],
-    ) -> None:
-        check_tokenizer(tokenizer)
-        self.limit = config.max_len
-        self._config, self._tokenizer = config, tokenizer
-        self._repeated = RepeatedPrompts(config, [config.response_key], sources)
-
-    def encode(self, row: Row, ref: RowRef) -> UnpairedExample:
-        config = self._config
-        prompt = prompt_column(row, config.prompt_key, config.prompt_template)
-        given = exchange(row, prompt, config, key=config.response_key, field="response_key")
-        assert config.label_key is not None
-        desirable = _desirable_label(column(row, config.label_key, "label_key"), config)
-        given = self._repeated.strip(ref.source, replace(given, may_be_empty=not desirable))
-        encoded = to_last_trained(encode_exchange(self._tokenizer, given, config))
-        return UnpairedExample(encoded, desirable)
-
-    def length(self, item: UnpairedExample) -> int:
-        return len(item.row.ids)
-
-    def truncate(self, item: UnpairedExample) -> UnpairedExample | None:
-        if self._config.overlong == "truncate_right":
-            cut = item.row.without_right(self.limit)
-            return None if cut is None else replace(item, row=cut)
-        excess = self.length(item) - self.limit
-        if excess >= item.row.prompt_len:
-            return None
-        row = item.row.without_left(excess)
-        return None if row is None else replace(item, row=row)
-
-
-def _desirable_label(value: Any, config: PreferenceDataConfig) -> bool:
-    if isinstance(value, float) and value.is_integer():  # of a column with empty cells
-        value = int(value)
-    found = DESIRABLE_LABELS.get(str(value).strip().lower())
-    if found is None:
-        raise DataError(
-            f"column {config.label_key!r} (label_key) contains {value!r}; use true or 1 for a "
-            "desirable response, false or 0 for an undesirable one"
-        )
-    return found
-
-
-def _batch(items: Sequence[UnpairedExample], *, first_group: int) -> Batch:
-    batch = rows_to_batch(
-        [item.row.ids for item in items],
-        [item.row.mask for item in items],
-        prompt_lens=[item.row.prompt_len for item in items],
-        group_ids=[first_group + i for i in range(len(items))],
-    )
-    return replace(batch, labels=torch.tensor([item.desirable for item in items]))

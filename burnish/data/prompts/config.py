@@ -19,6 +19,7 @@ class PromptDataConfig(DataConfig):
     """Prompts for rollouts and evaluation."""
 
     length_key: ClassVar[str] = "prompt_max_len"
+    is_trained: ClassVar[bool] = False
 
     label_key: str = "label"
     """Column with the reference answer; may be absent. Environments fill ``label``."""
@@ -27,6 +28,14 @@ class PromptDataConfig(DataConfig):
     ``"#### (.+)"``; the last match counts. None: the column itself."""
     prompt_max_len: int = Field(1024, ge=1)
     """Maximum prompt tokens; see ``overlong``."""
+
+    @property
+    def reference_key(self) -> str:
+        return self.label_key
+
+    @property
+    def reference_pattern(self) -> str | None:
+        return self.label_pattern
 
     @property
     def row_keys(self) -> Keys:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -173,3 +173,14 @@ def check_label_key(config: PromptDataConfig, sources: Iterable[Source]) -> None
             f"are {', '.join(columns)}{nearest(config.label_key, columns)}. If there are no "
             "labels, remove label_key"
         )
+
+
+def make_encoder(
+    config: PromptDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Sequence[Source],
+    *,
+    in_episodes: bool,
+) -> PromptEncoder:
+    """Return the encoder of prompts, see ``data/encoders.py``."""
+    return PromptEncoder(config, tokenizer, in_episodes=in_episodes)

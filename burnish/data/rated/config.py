@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -97,6 +97,8 @@ def _value(target: Target) -> str:
 class RatedDataConfig(DataConfig):
     """Prompts with one response each, which has scores or a class."""
 
+    has_reader: ClassVar[bool] = True
+
     response_key: str = "response"
     """Column with a single response, text or messages (pairs: only if ``label_key`` is set)."""
     repeated_prompt: Literal["auto", "strip", "keep"] = "auto"
@@ -107,6 +109,14 @@ class RatedDataConfig(DataConfig):
     ``response_tokens``, from generate) and they decode to its text."""
     max_len: int = Field(2048, ge=2)
     """Maximum tokens of prompt + response; see ``overlong``."""
+
+    @property
+    def content_keys(self) -> Mapping[str, str]:
+        return {"response_key": self.response_key}
+
+    @property
+    def answer_key(self) -> str:
+        return self.response_key
 
     @property
     def row_keys(self) -> Keys:

@@ -10,11 +10,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from burnish.data.chat import check_tokenizer
-from burnish.data.encoded import EncodedStream, load_all
-from burnish.data.forms import open_rows
 from burnish.data.preferences.encode import to_last_trained
 from burnish.data.rated.config import RatedDataConfig
-from burnish.data.rated.targets import target_of
+from burnish.data.rated.read import target_of
 from burnish.data.repeated import RepeatedPrompts
 from burnish.data.rows import TokenRow, encode_exchange, exchange, prompt_column
 from burnish.data.sources import Row, Source
@@ -29,32 +27,6 @@ class RatedExample:
     row: TokenRow
     target: tuple[float, ...] | int
     """Scores in the order of the outputs, or the index of the class."""
-
-
-class RatedStream(EncodedStream[RatedExample]):
-    """An endless, exactly resumable stream of rated responses, each once per epoch of its
-    source."""
-
-    def __init__(
-        self, config: RatedDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
-    ) -> None:
-        """Raises DataError if a source or the tokenizer cannot be used."""
-        sources = open_rows(config)
-        encoder = RatedEncoder(config, tokenizer, sources)
-        super().__init__(config, encoder, seed=seed, sources=sources)
-
-    def next(self, num_rows: int) -> Batch:
-        """Return the next ``num_rows`` responses. Each has its own group id."""
-        return _batch(self.take(num_rows), first_group=self.counts["rows_seen"] - num_rows)
-
-
-def load_rated(
-    config: RatedDataConfig, tokenizer: PreTrainedTokenizerBase, *, section: str = "data"
-) -> Batch:
-    """Return all responses once, in file order. Raises DataError as the stream does."""
-    sources = open_rows(config)
-    encoder = RatedEncoder(config, tokenizer, sources)
-    return _batch(load_all(sources, config, encoder, section=section))
 
 
 class RatedEncoder:
@@ -72,12 +44,21 @@ class RatedEncoder:
         check_tokenizer(tokenizer)
         self.limit = config.max_len
         self._config, self._tokenizer = config, tokenizer
-        self._repeated = RepeatedPrompts(config, [config.response_key], sources)
+        self._repeated = RepeatedPrompts(
+            config, [config.response_key], sources, config.repeated_prompt
+        )
 
     def encode(self, row: Row, ref: RowRef) -> RatedExample:
         config = self._config
         prompt = prompt_column(row, config.prompt_key, config.prompt_template)
-        given = exchange(row, prompt, config, key=config.response_key, field="response_key")
+        given = exchange(
+            row,
+            prompt,
+            config,
+            key=config.response_key,
+            field="response_key",
+            use_tokens=config.use_tokens,
+        )
         given = replace(given, may_be_empty=True)
         given = self._repeated.strip(ref.source, given)
         encoded = to_last_trained(encode_exchange(self._tokenizer, given, config))
@@ -94,13 +75,24 @@ class RatedEncoder:
         row = item.row.without_left(excess)
         return None if row is None else replace(item, row=row)
 
+    def batch(self, items: Sequence[RatedExample], *, first_group: int) -> Batch:
+        """Return responses as rows. Each has its own group id."""
+        batch = rows_to_batch(
+            [item.row.ids for item in items],
+            [item.row.mask for item in items],
+            prompt_lens=[item.row.prompt_len for item in items],
+            group_ids=[first_group + i for i in range(len(items))],
+        )
+        targets = torch.tensor([item.target for item in items])
+        return replace(batch, labels=targets.float() if targets.ndim == 2 else targets)
 
-def _batch(items: Sequence[RatedExample], *, first_group: int = 0) -> Batch:
-    batch = rows_to_batch(
-        [item.row.ids for item in items],
-        [item.row.mask for item in items],
-        prompt_lens=[item.row.prompt_len for item in items],
-        group_ids=[first_group + i for i in range(len(items))],
-    )
-    targets = torch.tensor([item.target for item in items])
-    return replace(batch, labels=targets.float() if targets.ndim == 2 else targets)
+
+def make_encoder(
+    config: RatedDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Sequence[Source],
+    *,
+    in_episodes: bool,
+) -> RatedEncoder:
+    """Return the encoder of rated responses, see ``data/encoders.py``."""
+    return RatedEncoder(config, tokenizer, sources)

@@ -22,6 +22,10 @@ class ResponseDataConfig(PromptDataConfig):
     ``stop``."""
 
     @property
+    def answer_key(self) -> str:
+        return self.response_key
+
+    @property
     def row_keys(self) -> Keys:
         """Columns that the form of a row depends on."""
         own = super().row_keys.own or self.is_own("response_key")

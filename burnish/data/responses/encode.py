@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
@@ -15,7 +15,7 @@ from burnish.data.prompts.encode import PromptEncoder, check_label_key
 from burnish.data.prompts.generation import OWN_COLUMNS
 from burnish.data.responses.config import ResponseDataConfig
 from burnish.data.rows import column
-from burnish.data.sources import DataError, Row
+from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import RowRef
 from burnish.types import FinishReason, Group, Prompt, Sample
 from burnish.vocabulary import num_tokens
@@ -133,3 +133,14 @@ class ResponseEncoder:
             self._tokenizer, head, text, prompt=prompt.text, add_eos=ended
         )
         return tuple(ids_and_mask[0][len(head) :])
+
+
+def make_encoder(
+    config: ResponseDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Sequence[Source],
+    *,
+    in_episodes: bool,
+) -> ResponseEncoder:
+    """Return the encoder of given responses, see ``data/encoders.py``."""
+    return ResponseEncoder(config, tokenizer)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from pydantic import Field
@@ -35,6 +35,10 @@ class StepsDataConfig(DataConfig):
     (rows that stop within a solution)."""
     max_len: int = Field(2048, ge=2)
     """Maximum tokens of prompt + steps; see ``overlong``."""
+
+    @property
+    def needed_keys(self) -> Mapping[str, str]:
+        return {"labels_key": self.labels_key}
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()

@@ -14,8 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config.columns import finite_number
 from burnish.data.chat import check_tokenizer, encode_completion, encode_prompt
-from burnish.data.encoded import EncodedStream, load_all
-from burnish.data.forms import open_rows
 from burnish.data.rows import (
     column,
     note_unused_template,
@@ -23,7 +21,7 @@ from burnish.data.rows import (
     system_of,
     tools_column,
 )
-from burnish.data.sources import DataError, Row
+from burnish.data.sources import DataError, Row, Source
 from burnish.data.steps.config import STEP_KEYS, StepsDataConfig
 from burnish.data.stream import RowRef
 from burnish.types import Batch, steps_to_batch
@@ -45,30 +43,6 @@ class Solution:
     ends: Sequence[int]
     labels: Sequence[float]
     """One per step, in [0, 1]."""
-
-
-class StepsStream(EncodedStream[Solution]):
-    """An endless stream of solutions, each once per epoch of its source. Resumes at the exact
-    row."""
-
-    def __init__(
-        self, config: StepsDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
-    ) -> None:
-        """Raises DataError if a source or the tokenizer cannot be used."""
-        super().__init__(config, StepsEncoder(config, tokenizer), seed=seed)
-
-    def next(self, num_rows: int) -> Batch:
-        """Return the next ``num_rows`` solutions. Each has its own group id."""
-        first = self.counts["rows_seen"]
-        return _batch(self.take(num_rows), first_group=first)
-
-
-def load_solutions(
-    config: StepsDataConfig, tokenizer: PreTrainedTokenizerBase, *, section: str = "data"
-) -> Batch:
-    """Return all solutions once, in file order. Raises DataError as the stream does."""
-    encoder = StepsEncoder(config, tokenizer)
-    return _batch(load_all(open_rows(config), config, encoder, section=section))
 
 
 class StepsEncoder:
@@ -121,6 +95,19 @@ class StepsEncoder:
         ends = [end - excess for end in item.ends]
         return Solution(item.ids[excess:], item.prompt_len - excess, ends, item.labels)
 
+    def batch(self, items: Sequence[Solution], *, first_group: int) -> Batch:
+        """Return solutions as rows. Each has its own group id."""
+        batch = steps_to_batch(
+            [item.ids for item in items],
+            [item.ends for item in items],
+            prompt_lens=[item.prompt_len for item in items],
+        )
+        labels = torch.tensor([label for item in items for label in item.labels])
+        step_labels = torch.zeros(batch.tokens.numel())
+        step_labels[batch.action_mask] = labels.float()
+        ids = torch.arange(first_group, first_group + len(items))
+        return replace(batch, step_labels=step_labels, group_ids=ids)
+
     def _steps(self, row: Row) -> list[str]:
         steps = column(row, self._steps_key(row), "steps_key")
         if isinstance(steps, str) or not isinstance(steps, Sequence):
@@ -171,14 +158,12 @@ def _label(value: Any, key: str, step: int) -> float:
     return number
 
 
-def _batch(items: Sequence[Solution], *, first_group: int = 0) -> Batch:
-    batch = steps_to_batch(
-        [item.ids for item in items],
-        [item.ends for item in items],
-        prompt_lens=[item.prompt_len for item in items],
-    )
-    labels = torch.tensor([label for item in items for label in item.labels])
-    step_labels = torch.zeros(batch.tokens.numel())
-    step_labels[batch.action_mask] = labels.float()
-    ids = torch.arange(first_group, first_group + len(items))
-    return replace(batch, step_labels=step_labels, group_ids=ids)
+def make_encoder(
+    config: StepsDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Sequence[Source],
+    *,
+    in_episodes: bool,
+) -> StepsEncoder:
+    """Return the encoder of labeled solutions, see ``data/encoders.py``."""
+    return StepsEncoder(config, tokenizer)

@@ -7,6 +7,7 @@ from typing import Any
 
 from burnish.config.columns import finite_number
 from burnish.data.rated.config import ClassesDataConfig, RatedDataConfig
+from burnish.data.reader import RowReader
 from burnish.data.rows import column
 from burnish.data.sources import DataError, Row
 
@@ -14,6 +15,14 @@ PASS_LABELS = {
     **dict.fromkeys(("true", "1", "pass", "passed", "yes", "good", "correct", "+"), 1),
     **dict.fromkeys(("false", "0", "fail", "failed", "no", "bad", "incorrect", "-"), 0),
 }
+
+
+class Reader(RowReader[RatedDataConfig]):
+    """Reads single responses with a target."""
+
+    def contents(self, row: Row) -> list[Any]:
+        target_of(row, self.config)
+        return super().contents(row)
 
 
 def target_of(row: Row, config: RatedDataConfig) -> tuple[float, ...] | int:

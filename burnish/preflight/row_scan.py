@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -67,7 +68,7 @@ class Section:
         """Return the section as JSON."""
         return {
             "name": self.name,
-            "class": type(self.data).__name__,
+            "class": f"{type(self.data).__module__}:{type(self.data).__qualname__}",
             "data": self.data.model_dump(mode="json"),
             "model": self.model.model_dump(mode="json"),
             "num_rows": self.num_rows,
@@ -78,17 +79,10 @@ class Section:
     @classmethod
     def from_json(cls, body: dict[str, Any]) -> Section:
         """Return the section that :meth:`to_json` wrote."""
-        kind = next(k for k in _data_configs(DataConfig) if k.__name__ == body["class"])
+        kind: type[DataConfig] = resolve_name(body["class"])
         data, model = kind.model_validate(body["data"]), ModelConfig.model_validate(body["model"])
         readers = tuple(body["label_readers"])
         return cls(body["name"], data, model, body["num_rows"], readers, body["in_episodes"])
-
-
-def _data_configs(base: type[DataConfig]) -> Iterator[type[DataConfig]]:
-    """Yield the class and its subclasses. The import of ``burnish.config`` defines all of them."""
-    yield base
-    for kind in base.__subclasses__():
-        yield from _data_configs(kind)
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,17 @@ from typer.testing import CliRunner
 import burnish
 from burnish.cli import app
 from burnish.config import load_config
+from burnish.config.model import ModelConfig
+from burnish.data.config import DataConfig
+from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.preferences.config import PairsDataConfig, PreferenceDataConfig
+from burnish.data.prompts.config import GenerationDataConfig, PromptDataConfig
+from burnish.data.rated.config import ClassesDataConfig, ScoresDataConfig
+from burnish.data.responses.config import ResponseDataConfig
 from burnish.data.sources import DataError
+from burnish.data.steps.config import StepsDataConfig
 from burnish.preflight import launch as validate
+from burnish.preflight.row_scan import Section
 
 GOOD = {"prompt": "1+1=", "response": "2", "label": "2"}
 BROKEN = {"prompt": "1+1="}
@@ -158,6 +168,30 @@ def test_several_processes_find_the_same_rows(
         validate.check_launch(load_config(tree), say=said.append)
     assert str(together.value) == str(alone.value)
     assert "data: checked 8 of 8 rows (2 processes)" in said
+
+
+def test_a_new_process_reads_a_section_of_each_kind() -> None:
+    """Sections are sent to processes that import nothing but the scan of rows."""
+    kinds: list[DataConfig] = [
+        kind(sources=("rows.jsonl",))
+        for kind in (
+            *(PromptDataConfig, GenerationDataConfig, ResponseDataConfig, SFTDataConfig),
+            *(PreferenceDataConfig, PairsDataConfig),
+        )
+    ]
+    kinds.append(StepsDataConfig(sources=("rows.jsonl",), kind="steps"))
+    kinds.append(ScoresDataConfig(sources=("rows.jsonl",), kind="scores", score_keys=("s",)))
+    kinds.append(ClassesDataConfig(sources=("rows.jsonl",), kind="classes", classes=("a", "b")))
+    model = ModelConfig.model_validate({"scratch": {}})
+    lines = [json.dumps(Section("data", data, model).to_json()) for data in kinds]
+    code = (
+        "import json, sys; from burnish.preflight.row_scan import Section\n"
+        "for line in sys.stdin: print(json.dumps(Section.from_json(json.loads(line)).to_json()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input="\n".join(lines), capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == lines, done.stderr
 
 
 def test_the_command_prints_its_results_and_exits_with_2(tmp_path: Path) -> None:

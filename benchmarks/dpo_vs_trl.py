@@ -67,14 +67,15 @@ def _answer(terms: list[int], slip: int = 0) -> str:
 
 
 def run_burnish(args: argparse.Namespace) -> None:
-    """Worker: one ``supervised_step`` per turn."""
+    """Worker: one training step per turn."""
     import json
 
     import torch
 
     from burnish.config import PreferenceConfig, load_config
+    from burnish.driver.eval_times import EvalTimes
     from burnish.jobs.preference import build_preference
-    from burnish.steps.supervised import supervised_step
+    from burnish.steps.supervised import SupervisedLoop
 
     torch.set_num_threads(args.threads)
     folder = Path(tempfile.mkdtemp())
@@ -105,11 +106,12 @@ def run_burnish(args: argparse.Namespace) -> None:
     (folder / "run").mkdir()
     runtime = inline_runtime(config)
     run = build_preference(config, runtime, folder / "run")
+    loop = SupervisedLoop(run, EvalTimes())
     turns, step = Turns(), 0
     while turns.wait():
         step += 1
         cpu, wall = cpu_seconds(), time.perf_counter()
-        metrics = supervised_step(run, step)
+        metrics = loop.step(step)
         turns.done(
             cpu_s=cpu_seconds() - cpu,
             wall_s=time.perf_counter() - wall,

@@ -29,17 +29,16 @@ from burnish.cli_arguments import (
     split,
 )
 from burnish.cli_errors import CommandGroup, printing_on_first_rank
-from burnish.config import JOBS, ConfigError, JobConfig, RLConfig, dump_yaml, load_config
+from burnish.config import JOBS, ConfigError, JobConfig, dump_yaml, load_config
 from burnish.config.docs import FieldRow, class_text, fields_table, job_markdown
 from burnish.config.explain import nearest
-from burnish.config.parallelism import parallel_degrees
 from burnish.config.paths import folder_problem
 from burnish.config.placement import placement_text
 from burnish.config.reference import config_markdown
 from burnish.config.registry import REGISTRY, JobEntry
 from burnish.messages import quiet_libraries
 from burnish.preflight.families import check_families
-from burnish.preflight.inputs import check_inputs, recorded_run, with_input_errors
+from burnish.preflight.inputs import preflight, recorded_run, with_input_errors
 from burnish.user_calls import exit_despite_abandoned_calls
 
 app = typer.Typer(
@@ -94,7 +93,7 @@ def _add_job(job: str, entry: JobEntry) -> None:
         ray_address: RayAddress = None,
         force: Force = False,
     ) -> None:
-        _job(job, on_ray(arguments, ray_address), dry_run, resume=resume, force=force)
+        _run_job(job, on_ray(arguments, ray_address), dry_run, resume=resume, force=force)
 
     def replayable(  # house: ok typer makes the options from the signature
         arguments: Arguments = None,
@@ -105,7 +104,7 @@ def _add_job(job: str, entry: JobEntry) -> None:
         force: Force = False,
     ) -> None:
         given = on_ray(arguments, ray_address)
-        _job(job, given, dry_run, resume=resume, replay=replay, force=force)
+        _run_job(job, given, dry_run, resume=resume, replay=replay, force=force)
 
     def in_one_go(
         arguments: Recipe = None,
@@ -113,7 +112,7 @@ def _add_job(job: str, entry: JobEntry) -> None:
         ray_address: RayAddress = None,
         force: Force = False,
     ) -> None:
-        _job(job, on_ray(arguments, ray_address), dry_run, resume=None, force=force)
+        _run_job(job, on_ray(arguments, ray_address), dry_run, resume=None, force=force)
 
     command = replayable if entry.replayable else resumable if entry.resumable else in_one_go
     app.command(job, help=entry.help)(command)
@@ -123,7 +122,8 @@ for _name, _entry in REGISTRY.items():
     _add_job(_name, _entry)
 
 
-def _job(
+@printing_on_first_rank()
+def _run_job(
     job: str,
     arguments: list[str],
     dry_run: bool,
@@ -132,19 +132,6 @@ def _job(
     force: bool,
     replay: Path | None = None,
 ) -> None:
-    with printing_on_first_rank():
-        _run_job(job, arguments, dry_run, resume=resume, force=force, replay=replay)
-
-
-def _run_job(
-    job: str,
-    arguments: list[str],
-    dry_run: bool,
-    *,
-    resume: Path | None,
-    force: bool,
-    replay: Path | None,
-) -> None:
     recipe, overrides = split(job, arguments, resume=resume, replay=replay)
     resumed = resume is not None and recipe == resume / "config.yaml"
     replays = bool(replay or (resume and recorded_run(resume)))
@@ -152,31 +139,19 @@ def _run_job(
         config = load_config(recipe, overrides, job=job, resumed=resumed)
     except ConfigError as error:
         raise with_input_errors(error, resumed=resume is not None, replays=replays) from None
-    read = config.inputs_of_replay() if replays and isinstance(config, RLConfig) else config
     try:
-        check_inputs(read, resumed=resume is not None)  # before torch is imported
+        notes = preflight(config, resumed=resume is not None, replays=replays, download=not dry_run)
     except (ValueError, RuntimeError):
         if dry_run:  # the recipe itself is valid
             typer.echo(_dry_run_text(config))
         raise
     if dry_run:
-        _check_head_divisibility(config)
-        notes = check_families(config, download=False)
         typer.echo("\n".join([*(f"# {note}" for note in notes), _dry_run_text(config)]))
         return
-    import burnish
+    from burnish.jobs.run import run_checked
 
-    result = burnish.run(config, resume=resume, replay=replay, force=force)
+    result = run_checked(config, resume=resume, replay=replay, force=force)
     typer.echo(f"run folder: {result.run_dir}")
-
-
-def _check_head_divisibility(config: JobConfig) -> None:
-    """Check the head counts of models whose heads are split over ranks, if their configs are on
-    this machine."""
-    if parallel_degrees(config.roles()):  # otherwise no heavy import is needed
-        from burnish.preflight.ranks import check_head_divisibility
-
-        check_head_divisibility(config, download=False)
 
 
 def _dry_run_text(config: JobConfig) -> str:
@@ -198,9 +173,7 @@ def check(arguments: Recipe = None) -> None:
         config = load_config(recipe, overrides)
     except ConfigError as error:
         raise with_input_errors(error) from None
-    check_inputs(config)  # before torch is imported
-    _check_head_divisibility(config)
-    for note in check_families(config, download=False):
+    for note in preflight(config):
         typer.echo(note)
     from burnish.preflight.launch import check_launch
 

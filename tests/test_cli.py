@@ -65,7 +65,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         made.append({"config": config, "resume": resume, "force": force})
         return Result()
 
-    monkeypatch.setitem(vars(burnish), "run", run)
+    monkeypatch.setattr("burnish.jobs.run.run_checked", run)
     return made
 
 
@@ -73,7 +73,7 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def run(config, **_):
         raise error
 
-    monkeypatch.setitem(vars(burnish), "run", run)
+    monkeypatch.setattr("burnish.jobs.run.run_checked", run)
 
 
 def call(*arguments: object, env: dict[str, str] | None = None):

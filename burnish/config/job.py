@@ -89,7 +89,7 @@ class JobConfig(Node):
             *offload_rules(self.cluster, roles),
             *(p for r in roles if isinstance(r, RolloutRole) for p in r.sampling_rules()),
             *table_rules(self.paths_of(DataConfig), in_order=self.in_order),
-            *held_out_rules(self.paths_of(DataConfig), trains=isinstance(self, TrainingJob)),
+            *held_out_rules(self.paths_of(DataConfig), trains=self.training is not None),
             *split_rules(self.paths_of(DataConfig)),
         ]
         problems += [*self._keys_of_other_jobs(), *self._launch_rules()]
@@ -118,6 +118,16 @@ class JobConfig(Node):
                 f"srun (cluster.runtime=spmd): {self.not_spmd}. Start one process without the "
                 "launcher, with cluster.runtime=ray and cluster.policy_ranks for several GPUs"
             )
+
+    @property
+    def training(self) -> TrainingJob | None:
+        """The recipe, if the job has gradient steps."""
+        return None
+
+    def inputs_of_replay(self) -> JobConfig:
+        """Return a config without the inputs that a replay of a run does not read. It is only for
+        checks of inputs and roles."""
+        return self
 
     @abstractmethod
     def roles(self) -> tuple[Role, ...]:
@@ -167,6 +177,10 @@ class TrainingJob(JobConfig):
     """Files and progress output of the run."""
     early_stopping: EarlyStoppingConfig | None = None
     """End of the run before its last step, by a metric or the KL. None: never."""
+
+    @property
+    def training(self) -> TrainingJob:
+        return self
 
     @property
     def named_metrics(self) -> dict[str, str | None]:

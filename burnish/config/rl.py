@@ -202,8 +202,7 @@ class RLConfig(TrainingJob):
         return bool(self.algorithm.kl.init_kl_coef) and self.model.lora is not None and own is None
 
     def inputs_of_replay(self) -> RLConfig:
-        """Return a config without the inputs that a replay does not read: prompts, rewards and
-        held-out data. It is only for checks of inputs and roles."""
+        """Return a config without prompts, rewards and held-out data."""
         data = self.data.model_copy(update={"sources": (), "held_out": None})
         return self.model_copy(update={"data": data, "rewards": (), "eval": None})
 

@@ -189,6 +189,11 @@ class Job(ABC, Generic[C, L]):
     takes_rewards: bool = False
     """True if ``burnish.run`` accepts reward functions for this job."""
 
+    def counted(self, config: C) -> C:
+        """Return ``config`` with the number of its steps, if it follows from the rows. Raises
+        DataError if they cannot be counted."""
+        return config
+
     def prepare(self, config: C, run_dir: Path, *, resumed: bool) -> Metrics | None:
         """Run the checks specific to this job, before anything is loaded. Return the metrics of a
         finished run, or None if work is left."""

@@ -17,6 +17,7 @@ from burnish.config.train import CriticConfig
 from burnish.data.batches import BatchStream
 from burnish.data.prompts.encode import PromptStream
 from burnish.driver.base import Functions, Job, Loop, Metrics, Usable, seed_everything
+from burnish.driver.errors import RunError
 from burnish.driver.eval_times import EvalTimes
 from burnish.driver.memory_monitor import MemoryMonitor
 from burnish.driver.records import Recorder
@@ -44,7 +45,7 @@ from burnish.observe.timeline import SAMPLER, SCORING, Timeline, timed
 from burnish.preflight.first_weights import check_first_weights
 from burnish.preflight.positions import within_positions
 from burnish.preflight.sampling import vocab_size_of
-from burnish.preflight.usable import usable_prompts
+from burnish.preflight.usable import count_prompts, usable_prompts
 from burnish.rewards.base import RewardSet
 from burnish.rollout.asynchronous.evaluation_lane import ServiceEngine
 from burnish.rollout.asynchronous.schedule import Limits
@@ -367,6 +368,20 @@ class RLJob(Job[RLConfig, Loop]):
 
     config_class = RLConfig
     takes_rewards = True
+
+    def counted(self, config: RLConfig) -> RLConfig:
+        """Return a recipe with ``max_epochs`` with its ``max_steps``. Raises DataError if the
+        prompts cannot be counted, and RunError if the number of steps does not fit the recipe."""
+        if config.max_epochs is None:
+            return config
+        num = count_prompts(config)
+        counted = config.with_steps(num)
+        if problems := counted.broken_rules():
+            raise RunError("\n".join(problems))
+        log.info(
+            "max_epochs=%d over %d prompts: max_steps=%d", config.max_epochs, num, counted.num_steps
+        )
+        return counted
 
     def driver(self, config: RLConfig, run_dir: Path, memory_monitor: MemoryMonitor) -> Trainer:
         return Trainer(config, run_dir, memory_monitor)

@@ -10,14 +10,13 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from burnish.config import JobConfig, RLConfig
-from burnish.config.job import InferenceJob, TrainingJob
 from burnish.config.placement import PlacementGroupSpec
 from burnish.config.registry import REGISTRY
 from burnish.distributed.process_group import SINGLE, RankGroup
-from burnish.driver.base import Driver, Job, seed_everything
+from burnish.driver.base import Job, seed_everything
 from burnish.driver.data_digests import check_same_rows
 from burnish.driver.errors import RunError, StoppedError
 from burnish.driver.memory_monitor import MemoryMonitor
@@ -28,11 +27,8 @@ from burnish.observe.timeline import Timeline
 from burnish.oom import is_out_of_memory
 from burnish.plan.launch import check_memory
 from burnish.plan.memory_plan import Plan
-from burnish.preflight.families import check_families
-from burnish.preflight.inputs import check_inputs, recorded_run
+from burnish.preflight.inputs import preflight, recorded_run
 from burnish.preflight.launch import check_before_run
-from burnish.preflight.ranks import check_head_divisibility
-from burnish.preflight.usable import count_prompts
 from burnish.publish.export import check_export_folder, export_at_end
 from burnish.runtime.base import Runtime
 from burnish.runtime.inline import InlineRuntime
@@ -51,7 +47,6 @@ class RunResult:
     """The last value of every metric."""
 
 
-@keeping_early_records()
 def run(
     config: JobConfig,
     *,
@@ -73,19 +68,32 @@ def run(
     itself because of non-finite numbers or steps without a learning signal. Before either error the
     run is saved. Raises RunOutOfMemoryError with suggested changes, which are also in ``oom.txt``.
     """
+    replays = _recording_of(resume, replay) is not None
+    preflight(config, resumed=resume is not None, replays=replays, download=True)
+    return run_checked(config, resume=resume, replay=replay, rewards=rewards, force=force)
+
+
+@keeping_early_records()
+def run_checked(
+    config: JobConfig,
+    *,
+    resume: Path | str | None = None,
+    replay: Path | str | None = None,
+    rewards: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
+    force: bool = False,
+) -> RunResult:
+    """Run a job as :func:`run` does, after its ``preflight``."""
     functions = {"": rewards} if callable(rewards) else dict(rewards or {})
-    config = _with_counted_steps(config)
-    replayed = _recording_of(resume, replay)
-    job = job_of(config) if replayed is None else _replay_job(replayed, config)
-    resumed = resume is not None
+    replayed, resumed = _recording_of(resume, replay), resume is not None
+    job = job_of(config)
+    config = job.counted(config)
+    if replayed is not None:
+        job = _replay_job(replayed, config)
     if resumed and not REGISTRY[config.job].resumable:
         raise RunError(f"the job {config.job} has no steps and cannot be resumed; remove resume")
     if functions and not job.takes_rewards:
         raise RunError(f"the job {config.job} takes no rewards; remove rewards")
-    read = config.inputs_of_replay() if replayed and isinstance(config, RLConfig) else config
-    check_inputs(read, resumed=resumed)
-    check_head_divisibility(read, download=True)
-    check_families(read, download=True)
+    read = config if replayed is None else config.inputs_of_replay()
     with connected(config, resumed=resumed) as launched:
         ranks = SINGLE if launched is None else launched.group
         run_dir = ranks.from_first(lambda: _folder(config, resume))
@@ -103,22 +111,23 @@ def run(
                 job.driver(config, run_dir, memory_monitor) as driver,
                 nullcontext() if launched is None else launched.monitor.reported(),
             ):
+                driver.records_dir = records
                 runtime = _runtime(config, job.placements(config), driver.timeline, launched)
                 stack.callback(runtime.close)
-                driver.records_dir = records
                 driver.attach(runtime)
-                build = partial(job.build, config, runtime, run_dir=run_dir, functions=functions)
-                metrics = _run_loop(build, driver)
-        if isinstance(config, TrainingJob) and ranks.rank == 0:  # the engines are closed
-            export_at_end(config, run_dir)
+                loop = job.build(config, runtime, run_dir=run_dir, functions=functions)
+                with closing(loop):
+                    metrics = driver.run(loop)
+        if config.training is not None and ranks.rank == 0:  # the engines are closed
+            export_at_end(config.training, run_dir)
     return RunResult(run_dir, metrics)
 
 
 def _folder(config: JobConfig, resume: Path | str | None) -> Path:
     """Create the run folder, or check that of the run to resume. Return its path."""
     run_dir = prepare_run_dir(config, Path(resume) if resume is not None else None)
-    if isinstance(config, TrainingJob):
-        check_export_folder(config, run_dir)
+    if config.training is not None:
+        check_export_folder(config.training, run_dir)
     return run_dir
 
 
@@ -138,14 +147,9 @@ def _checked(
     ``read``, the config of the inputs. Return the plan."""
     plan = check_memory(config, run_dir, force=force)
     check_before_run(read, resumed=resumed)
-    if isinstance(read, TrainingJob):
-        check_same_rows(read, run_dir, resumed=resumed, force=force)
+    if read.training is not None:
+        check_same_rows(read.training, run_dir, resumed=resumed, force=force)
     return plan
-
-
-def _run_loop(build: Callable[[], Any], driver: Driver[Any]) -> dict[str, float]:
-    with closing(build()) as loop:
-        return driver.run(loop)
 
 
 def job_of(config: JobConfig) -> Job[Any, Any]:
@@ -153,23 +157,6 @@ def job_of(config: JobConfig) -> Job[Any, Any]:
     job = vars(importlib.import_module(REGISTRY[config.job].module))["JOB"]
     assert isinstance(job, Job)
     return job
-
-
-def _with_counted_steps(config: JobConfig) -> JobConfig:
-    """Return ``config``, or a recipe of ``rl`` with ``max_epochs`` with its ``max_steps``. Raises
-    DataError if the prompts cannot be counted, and RunError if the number of steps does not fit the
-    recipe."""
-    if not isinstance(config, RLConfig) or config.max_epochs is None:
-        return config
-    check_inputs(config, resumed=False)
-    num = count_prompts(config)
-    counted = config.with_steps(num)
-    if problems := counted.broken_rules():
-        raise RunError("\n".join(problems))
-    log.info(
-        "max_epochs=%d over %d prompts: max_steps=%d", config.max_epochs, num, counted.num_steps
-    )
-    return counted
 
 
 def _recording_of(resume: Path | str | None, replay: Path | str | None) -> Path | None:
@@ -186,13 +173,13 @@ def _recording_of(resume: Path | str | None, replay: Path | str | None) -> Path 
 
 def _replay_job(recorded: Path, config: JobConfig) -> Job[Any, Any]:
     """Return the job for a replay. Raises RunError if the recording cannot be replayed."""
-    if not isinstance(config, RLConfig):
+    if not REGISTRY[config.job].replayable:
         raise RunError(
             f"the job {config.job} cannot be replayed; only rl records its groups; remove --replay"
         )
     from burnish.jobs.replay import ReplayJob, open_recording
 
-    return ReplayJob(open_recording(recorded, config))
+    return ReplayJob(open_recording(recorded, cast(RLConfig, config)))
 
 
 @contextmanager
@@ -238,7 +225,7 @@ def _runtime(
     launched: Ranks | None,
 ) -> Runtime:
     tokenizer = load_tokenizer(config.model)
-    if launched is not None and isinstance(config, InferenceJob):  # each rank has other rows
+    if launched is not None and config.training is None:  # each rank has other rows
         own = InlineRuntime(
             tokenizer, precision=config.precision, device=launched.device, timeline=timeline
         )

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from burnish.config import ConfigError, RLConfig
+from burnish.config import ConfigError
 from burnish.config.episodes import EpisodesConfig
 from burnish.config.job import JobConfig, RowsJob
+from burnish.config.parallelism import parallel_degrees
 from burnish.config.paths import model_problems, models_of
 from burnish.config.rewards import FunctionReward
 from burnish.config.sources import SourceConfig
@@ -28,6 +29,7 @@ from burnish.errors import BurnishError
 from burnish.models.paths import ModelError, check_path
 from burnish.observe.files import REPLAY_FILE
 from burnish.observe.trackers import check_trackers
+from burnish.preflight.families import check_families
 from burnish.rewards.errors import RewardError
 from burnish.small_files import read_small
 
@@ -52,6 +54,25 @@ def _no_recorded_run(path: Path, reason: str) -> str:
         f"{path} does not name the recorded run ({reason}); write it again, as the JSON object "
         '{"run": FOLDER} with the absolute path of that run'
     )
+
+
+def preflight(
+    config: JobConfig, *, resumed: bool = False, replays: bool = False, download: bool = False
+) -> list[str]:
+    """Check the inputs and the models of a job before anything is loaded. Return one sentence about
+    how each model runs.
+
+    ``replays``: its groups are those of a recorded run. ``download``: allow downloading configs of
+    models from the hub. Raises the errors of :func:`check_inputs`, and ModelError if a model does
+    not run as the recipe requests.
+    """
+    read = config.inputs_of_replay() if replays else config
+    check_inputs(read, resumed=resumed)  # before torch is imported
+    if parallel_degrees(read.roles()):
+        from burnish.preflight.ranks import check_head_divisibility
+
+        check_head_divisibility(read, download=download)
+    return check_families(read, download=download)
 
 
 def check_inputs(config: JobConfig, *, resumed: bool = False) -> None:
@@ -89,7 +110,7 @@ def with_input_errors(
     """Return an error that also lists the unusable inputs of the recipe that ``error`` rejects, as
     far as its invalid keys leave them known."""
     config = error.corrected
-    if replays and isinstance(config, RLConfig):
+    if config is not None and replays:
         config = config.inputs_of_replay()
     errors = [] if config is None else input_errors(config, resumed=resumed)
     if not errors:

@@ -55,26 +55,6 @@ class Supervised:
     """Metadata that exports write to the model's config, in addition to evaluation results."""
 
 
-def supervised_step(run: Supervised, step: int) -> Metrics:
-    """Train on one batch with one update."""
-    batch = run.prepare(run.stream.next(run.batch_size_at(step)).with_global_counts())
-    updates = Updates()
-    updates.add("train", run.engine.forward_backward(batch, run.loss))
-    updates.step("train", run.engine)
-    counts = {f"data/{name}": float(value) for name, value in run.stream.counts.items()}
-    tokens = {"train/tokens": float(batch.tokens.numel())}
-    signal = {} if run.look is None else run.signal.see(run.look(batch))
-    return run.signal.checked(updates.checked(updates.metrics() | counts | tokens | signal))
-
-
-def supervised_eval(run: Supervised) -> Metrics:
-    """Measure the held-out rows of every set; empty if there are none."""
-    metrics: Metrics = {}
-    for name, batch in run.eval_batches.items():
-        metrics |= run.measure(run.engine, batch).floats(eval_prefix(name))
-    return metrics
-
-
 class SupervisedState:
     """State of a supervised run in its checkpoints. Implements ``base.State``."""
 
@@ -133,11 +113,22 @@ class SupervisedLoop:
         """Train on one batch with one update."""
         if self.run.moving is not None:
             self.run.moving.before_step(number)
-        return supervised_step(self.run, number)
+        run = self.run
+        batch = run.prepare(run.stream.next(run.batch_size_at(number)).with_global_counts())
+        updates = Updates()
+        updates.add("train", run.engine.forward_backward(batch, run.loss))
+        updates.step("train", run.engine)
+        counts = {f"data/{name}": float(value) for name, value in run.stream.counts.items()}
+        tokens = {"train/tokens": float(batch.tokens.numel())}
+        signal = {} if run.look is None else run.signal.see(run.look(batch))
+        return run.signal.checked(updates.checked(updates.metrics() | counts | tokens | signal))
 
     def evaluate(self, number: int) -> Metrics:
-        """Measure the held-out rows, if there are any."""
-        return supervised_eval(self.run)
+        """Measure the held-out rows of every set; empty if there are none."""
+        metrics: Metrics = {}
+        for name, batch in self.run.eval_batches.items():
+            metrics |= self.run.measure(self.run.engine, batch).floats(eval_prefix(name))
+        return metrics
 
     def close(self) -> None:
         """Log the number of steps without learning signal."""

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import burnish
 from burnish.cli import app
-from burnish.config import load_config
+from burnish.config import JobConfig, load_config
 from burnish.config.model import ModelConfig
 from burnish.config.sources import FileSource
 from burnish.data.sources import DataError, first_rows, open_source
@@ -29,6 +30,7 @@ from burnish.preflight.launch import check_launch
 from burnish.rewards.build import build_rewards
 from burnish.rewards.errors import RewardError
 
+SHORT = {"generate_max_len": 2}
 PAIR = {"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3", "label": "2"}
 
 
@@ -206,6 +208,31 @@ def test_a_finished_generate_run_needs_no_input(tmp_path: Path) -> None:
     check_inputs(config, resumed=True)
     with pytest.raises(DataError):
         check_inputs(config)
+
+
+@pytest.mark.parametrize("by", ["command", "API"])
+@pytest.mark.parametrize("job", ["sft", "rl"])
+def test_a_run_checks_its_inputs_once(
+    by: str, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a run whose number of steps follows from the rows."""
+    checked: list[JobConfig] = []
+    monkeypatch.setattr(
+        "burnish.preflight.inputs.check_inputs", lambda config, *, resumed: checked.append(config)
+    )
+    lengths = {"rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2, **SHORT}}
+    more = {"max_steps": None, "max_epochs": 1, "rewards": [{"kind": "math"}], **lengths}
+    tree = recipe(job, rows_file(tmp_path, PAIR, PAIR), **(more if job == "rl" else {}))
+    tree |= {"train": {"train_batch_size": 2, "lr": 1e-3}, "run_dir": str(tmp_path / "run")}
+    if job == "rl":
+        tree["train"]["train_batch_size"] = 4
+    if by == "API":
+        burnish.run(load_config(tree), force=True)
+    else:
+        (tmp_path / "recipe.yaml").write_text(json.dumps(tree))
+        done = CliRunner().invoke(app, [job, str(tmp_path / "recipe.yaml"), "--force"])
+        assert done.exit_code == 0, done.output
+    assert len(checked) == 1 and (tmp_path / "run" / "checkpoints").is_dir()
 
 
 @pytest.mark.parametrize("command", [["check"], ["rl"], ["rl", "--dry-run"]])

@@ -4,43 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Literal
 
 from pydantic import Field
 
 from burnish.config.eval_sets import eval_sections, with_sets
 from burnish.config.job import SupervisedJob
-from burnish.config.rewards import StepAggregation
-from burnish.config.roles import (
-    TrainRole,
-)
-from burnish.data.kinds import RewardDataConfig, RewardRows
-from burnish.data.preferences.config import PairsDataConfig
+from burnish.config.roles import TrainRole
+from burnish.data.kinds import RewardDataConfig, RewardRows, kind_with_loss
 from burnish.data.prompts.config import held_out_advice
-from burnish.data.rated.config import ClassesDataConfig, RatedDataConfig, class_names, rated_rules
-from burnish.data.steps.config import StepsDataConfig
-
-RATED_METRICS = {
-    "scores": ("loss", "mse", "mae", "pearson", "spearman"),
-    "classes": ("loss", "accuracy"),
-}
-"""Kind of rows -> metrics of an evaluation; those of single outputs are appended."""
-PAIR_METRICS = ("loss", "accuracy", "score_margin", "score_mean", "score_std")
-STEP_METRICS = (
-    *("loss", "step_accuracy", "good_step_accuracy", "bad_step_accuracy", "row_exact"),
-    *("step_score", "good_steps"),
-    *(f"score_{how}_{what}" for how in get_args(StepAggregation) for what in ("mean", "std")),
-)
-
 
 RewardLoss = Literal["bradley_terry", "log_exp", "process", "mse", "huber", "cross_entropy"]
-LOSSES: Mapping[str, tuple[RewardLoss, ...]] = {
-    "pairs": ("bradley_terry", "log_exp"),
-    "steps": ("process",),
-    "scores": ("mse", "huber"),
-    "classes": ("cross_entropy",),
-}
-"""Kind of rows -> its losses; the first is the default."""
 
 
 class RewardModelConfig(SupervisedJob):
@@ -86,46 +60,25 @@ class RewardModelConfig(SupervisedJob):
         """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
         if self.eval_data is None:
             return frozenset()
-        if isinstance(self.data, RatedDataConfig):
-            return with_sets(self._rated_metrics(self.data), self.eval_sets)
-        names = STEP_METRICS if self.process else PAIR_METRICS
-        return with_sets(names, self.eval_sets)
-
-    @property
-    def process(self) -> bool:
-        """Return whether it is a process reward model."""
-        return isinstance(self.data, StepsDataConfig)
+        metrics = self.data.metrics(weighted=self.weight_of_outputs is not None)
+        return with_sets(metrics, self.eval_sets)
 
     @property
     def weight_of_outputs(self) -> tuple[float, ...] | None:
         """Weight of each output in the reward. None: one output, or the recipe has no weights for
         classes."""
-        if not isinstance(self.data, RatedDataConfig) or not self.data.names:
-            return None
-        names = self.data.names
-        if self.reward_weights is not None:
-            return tuple(self.reward_weights.get(name, 0.0) for name in names)
-        if isinstance(self.data, ClassesDataConfig) and len(names) > 1:
-            return None
-        return (1 / len(names),) * len(names)
-
-    def _rated_metrics(self, data: RatedDataConfig) -> Iterator[str]:
-        own = RATED_METRICS[data.kind_of_rows]
-        yield from own
-        if self.weight_of_outputs is not None:
-            yield from ("score_mean", "score_std")
-        if isinstance(data, ClassesDataConfig):
-            yield from (f"accuracy_{name}" for name in class_names(data))
-        elif len(data.names) > 1:
-            yield from (f"{what}_{name}" for what in own[1:] for name in data.names)
+        names = self.data.output_names
+        if self.reward_weights is None or not names:
+            return self.data.default_weights
+        return tuple(self.reward_weights.get(name, 0.0) for name in names)
 
     @property
     def rows_per_unit(self) -> int:
         """Number of rows per unit: 2 for a pair, 1 for single responses."""
-        return 2 if isinstance(self.data, PairsDataConfig) else 1
+        return self.data.rows_per_unit
 
     def roles(self) -> tuple[TrainRole, ...]:
-        names = self.data.names if isinstance(self.data, RatedDataConfig) else ()
+        names = self.data.output_names
         outputs = max(1, len(names))  # 1 until an unknown target is reported
         role = replace(self.trained_role("reward"), head="scalar")
         return (replace(role, outputs=outputs, output_names=names),)
@@ -146,11 +99,11 @@ class RewardModelConfig(SupervisedJob):
         yield from super().advice()
         for name, data in self.eval_sections.items():
             yield from held_out_advice(self.data, data, name)
-        if isinstance(self.data, ClassesDataConfig) and self.weight_of_outputs is None:
+        if self.data.output_names and self.weight_of_outputs is None:
             yield (
                 "reward_weights is not set, so a reward needs output_weights to use this "
                 "classifier; set e.g. reward_weights={good: 1, bad: -1}, the log-odds of two "
-                f"classes (here: {', '.join(self.data.names)})"
+                f"classes (here: {', '.join(self.data.output_names)})"
             )
 
 
@@ -172,64 +125,19 @@ def reward_data_rules(
         )
     if others:
         return
-    if weights is not None and not isinstance(data, RatedDataConfig):
+    if weights is not None and not data.weighs_outputs:
         yield (
             f"reward_weights weigh the outputs of a regression or classification, but "
             f"data.kind={data.kind} trains one output; remove them"
         )
-    if isinstance(data, RatedDataConfig):
-        rated = {name: r for name, r in held_out.items() if isinstance(r, RatedDataConfig)}
-        yield from _loss_rules(data.kind, loss, centered)
-        yield from rated_rules(data, rated, weights)
-        return
-    if isinstance(data, StepsDataConfig):
-        if loss not in (None, "process"):
-            yield (
-                f"loss={loss} compares two responses, but rows of data.kind=steps have labels of "
-                "single steps; use loss=process, or remove loss"
-            )
-        if centered:
-            yield (
-                "center_coef applies to the two scores of a pair, which data.kind=steps does not "
-                "have; remove it"
-            )
-        return
-    if loss == "process":
-        yield (
-            "loss=process needs a label for every step, which data.kind=pairs does not have; use "
-            "data.kind=steps"
+    if loss is not None and loss not in data.losses:
+        yield data.loss_problem(loss) or (
+            f"loss={loss} is for data.kind={kind_with_loss(loss)}, but data.kind={data.kind}; use "
+            f"{' or '.join(data.losses)}, or remove loss"
         )
-    elif loss is not None and loss not in LOSSES["pairs"]:
-        yield from _loss_rules(data.kind, loss, False)
-    for name, rows in {"data": data, **held_out}.items():
-        if isinstance(rows, PairsDataConfig):
-            yield from _pairs_rules(name, rows, loss)
-
-
-def _loss_rules(kind: str, loss: RewardLoss | None, centered: bool) -> Iterator[str]:
-    if loss is not None and loss not in LOSSES[kind]:
-        fits = next(other for other, losses in LOSSES.items() if loss in losses)
+    if centered and data.rows_per_unit != 2:
         yield (
-            f"loss={loss} is for data.kind={fits}, but data.kind={kind}; use "
-            f"{' or '.join(LOSSES[kind])}, or remove loss"
+            f"center_coef applies to the two scores of a pair, which data.kind={data.kind} does "
+            "not have; remove it"
         )
-    if centered:
-        yield (
-            f"center_coef applies to the two scores of a pair, which data.kind={kind} does not "
-            "have; remove it"
-        )
-
-
-def _pairs_rules(name: str, rows: PairsDataConfig, loss: str | None) -> Iterator[str]:
-    yield from rows.missing_pairs(name)
-    if rows.label_key is not None:
-        yield (
-            f"{name}.label_key={rows.label_key} means that rows are single responses, but a "
-            "reward model learns from pairs unless data.kind says otherwise; remove it, or set "
-            "data.kind=classes to train a classifier of pass and fail"
-        )
-    if loss == "log_exp" and rows.margin_key is not None:
-        yield (
-            f"{name}.margin_key={rows.margin_key} has no effect with loss=log_exp, which has no "
-            "margin; remove it, or use bradley_terry"
-        )
+    yield from data.model_rules(held_out, loss, weights)

@@ -3,7 +3,7 @@ have one kind each."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import BeforeValidator, Field
 
@@ -20,6 +20,13 @@ def _with_kind(value: Any) -> Any:
 
 
 RewardRows = PairsDataConfig | StepsDataConfig | ScoresDataConfig | ClassesDataConfig
+
+
+def kind_with_loss(loss: str) -> str:
+    """Return the kind of rows that a loss of a reward model needs."""
+    kinds = [rows for rows in get_args(RewardRows) if loss in rows.losses]
+    return str(get_args(kinds[0].model_fields["kind"].annotation)[0])
+
 
 RewardDataConfig = Annotated[
     Annotated[RewardRows, Field(discriminator="kind")], BeforeValidator(_with_kind)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import ClassVar, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from burnish.config.columns import columns_of, missing_columns
 from burnish.config.forms import Keys, Purpose
+from burnish.config.reward_data import RewardData
 from burnish.config.templates import template_rules
 from burnish.data.config import DataConfig
 
@@ -104,8 +105,43 @@ class PreferenceDataConfig(DataConfig):
                 yield path
 
 
-class PairsDataConfig(PreferenceDataConfig):
+class PairsDataConfig(PreferenceDataConfig, RewardData):
     """Pairs of a chosen and a rejected response to one prompt."""
+
+    losses: ClassVar[tuple[str, ...]] = ("bradley_terry", "log_exp")
+    rows_per_unit: ClassVar[int] = 2
 
     kind: Literal["pairs"] = "pairs"
     """Trains a reward model that scores entire responses."""
+
+    def metrics(self, *, weighted: bool) -> Iterable[str]:
+        return ("loss", "accuracy", "score_margin", "score_mean", "score_std")
+
+    def loss_problem(self, loss: str) -> str | None:
+        if loss != "process":
+            return None
+        return (
+            "loss=process needs a label for every step, which data.kind=pairs does not have; use "
+            "data.kind=steps"
+        )
+
+    def model_rules(
+        self, held_out: Mapping[str, Any], loss: str | None, weights: Mapping[str, float] | None
+    ) -> Iterator[str]:
+        for name, rows in {"data": self, **held_out}.items():
+            yield from rows.section_rules(name, loss)
+
+    def section_rules(self, name: str, loss: str | None) -> Iterator[str]:
+        """Yield an error for each setting of the section at ``name`` that does not fit ``loss``."""
+        yield from self.missing_pairs(name)
+        if self.label_key is not None:
+            yield (
+                f"{name}.label_key={self.label_key} means that rows are single responses, but a "
+                "reward model learns from pairs unless data.kind says otherwise; remove it, or set "
+                "data.kind=classes to train a classifier of pass and fail"
+            )
+        if loss == "log_exp" and self.margin_key is not None:
+            yield (
+                f"{name}.margin_key={self.margin_key} has no effect with loss=log_exp, which has "
+                "no margin; remove it, or use bradley_terry"
+            )

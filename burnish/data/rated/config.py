@@ -4,7 +4,7 @@ reward models (job ``rm``)."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -12,6 +12,7 @@ from pydantic import Field
 
 from burnish.config.columns import columns_of, finite_number, first_row, missing_columns
 from burnish.config.forms import Keys
+from burnish.config.reward_data import RewardData
 from burnish.config.templates import template_rules
 from burnish.data.config import DataConfig
 
@@ -94,10 +95,13 @@ def _value(target: Target) -> str:
     return joined if target.kind == "classes" else f"[{joined}]"
 
 
-class RatedDataConfig(DataConfig):
+class RatedDataConfig(DataConfig, RewardData):
     """Prompts with one response each, which has scores or a class."""
 
     has_reader: ClassVar[bool] = True
+    weighs_outputs: ClassVar[bool] = True
+    own_metrics: ClassVar[tuple[str, ...]]
+    """Metrics of all outputs together."""
 
     response_key: str = "response"
     """Column with a single response, text or messages (pairs: only if ``label_key`` is set)."""
@@ -142,6 +146,14 @@ class RatedDataConfig(DataConfig):
         """Names of the model's outputs, in order: attributes or classes. Empty: unknown."""
 
     @property
+    def output_names(self) -> tuple[str, ...]:
+        return self.names
+
+    @property
+    def default_weights(self) -> tuple[float, ...] | None:
+        return (1 / len(self.names),) * len(self.names) if self.names else None
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """Columns of the target; empty if they are neither set nor recognized."""
         found = self._found()
@@ -167,6 +179,22 @@ class RatedDataConfig(DataConfig):
         }
         yield from missing_columns(self.files, wanted)
         yield from self._target_rules()
+
+    def metrics(self, *, weighted: bool) -> Iterator[str]:
+        yield from self.own_metrics
+        if weighted:
+            yield from ("score_mean", "score_std")
+        yield from self._metrics_of_outputs()
+
+    def _metrics_of_outputs(self) -> Iterable[str]:
+        if len(self.names) < 2:
+            return ()
+        return (f"{metric}_{name}" for metric in self.own_metrics[1:] for name in self.names)
+
+    def model_rules(
+        self, held_out: Mapping[str, Any], loss: str | None, weights: Mapping[str, float] | None
+    ) -> Iterator[str]:
+        yield from rated_rules(self, held_out, weights)
 
     def _target_rules(self) -> Iterator[str]:
         key = _KEY[self.kind_of_rows]
@@ -203,6 +231,9 @@ class RatedDataConfig(DataConfig):
 class ScoresDataConfig(RatedDataConfig):
     """Responses with one or more numeric scores, as in HelpSteer."""
 
+    losses: ClassVar[tuple[str, ...]] = ("mse", "huber")
+    own_metrics: ClassVar[tuple[str, ...]] = ("loss", "mse", "mae", "pearson", "spearman")
+
     kind: Literal["scores"]
     """Trains a regression reward model."""
     score_keys: tuple[str, ...] | None = None
@@ -234,6 +265,9 @@ class ScoresDataConfig(RatedDataConfig):
 class ClassesDataConfig(RatedDataConfig):
     """Responses with a class, or with pass or fail."""
 
+    losses: ClassVar[tuple[str, ...]] = ("cross_entropy",)
+    own_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
+
     kind: Literal["classes"]
     """Trains a classification reward model."""
     label_key: str | None = None
@@ -253,6 +287,10 @@ class ClassesDataConfig(RatedDataConfig):
         return () if self.label_key is None else (self.label_key,)
 
     @property
+    def default_weights(self) -> tuple[float, ...] | None:
+        return super().default_weights if len(self.names) == 1 else None
+
+    @property
     def names(self) -> tuple[str, ...]:
         return (PASS,) if self.classes is None else tuple(map(str, self.classes))
 
@@ -264,6 +302,9 @@ class ClassesDataConfig(RatedDataConfig):
                 f"classes={list(self.names)} must contain two or more different names; remove it "
                 "for labels that are true or false"
             )
+
+    def _metrics_of_outputs(self) -> Iterable[str]:
+        return (f"accuracy_{name}" for name in class_names(self))
 
 
 def class_names(data: ClassesDataConfig) -> tuple[str, ...]:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar, Literal, get_args
 
 from pydantic import Field
 
 from burnish.config.columns import missing_columns
+from burnish.config.reward_data import RewardData
+from burnish.config.rewards import StepAggregation
 from burnish.config.templates import template_rules
 from burnish.data.config import DataConfig
 
@@ -16,9 +18,11 @@ STEP_KEYS = ("completions", "steps")
 """Columns tried if ``steps_key`` is not set."""
 
 
-class StepsDataConfig(DataConfig):
+class StepsDataConfig(DataConfig, RewardData):
     """Prompts with a list of steps and a list of their labels, as in the public datasets from
     Math-Shepherd and PRM800K (TRL's stepwise supervision)."""
+
+    losses: ClassVar[tuple[str, ...]] = ("process",)
 
     kind: Literal["steps"]
     """Trains a process reward model, which scores every step."""
@@ -53,3 +57,15 @@ class StepsDataConfig(DataConfig):
             "steps_key": self.steps_key,
         }
         yield from missing_columns(self.files, wanted)
+
+    def metrics(self, *, weighted: bool) -> Iterable[str]:
+        yield from ("loss", "step_accuracy", "good_step_accuracy", "bad_step_accuracy", "row_exact")
+        yield from ("step_score", "good_steps")
+        for aggregation in get_args(StepAggregation):
+            yield from (f"score_{aggregation}_mean", f"score_{aggregation}_std")
+
+    def loss_problem(self, loss: str) -> str:
+        return (
+            f"loss={loss} compares two responses, but rows of data.kind=steps have labels of "
+            "single steps; use loss=process, or remove loss"
+        )

@@ -83,7 +83,7 @@ def build(args: argparse.Namespace, engine: str, **options: Any) -> Bench:
     vLLM accepts on a CPU."""
     from pydantic import TypeAdapter
 
-    from burnish.config.episodes import EpisodesConfig
+    from burnish.config.episodes import EnvironmentEpisodes
     from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
     from burnish.jobs.episodes import build_episode_pool
     from burnish.models.load import load_tokenizer
@@ -97,7 +97,7 @@ def build(args: argparse.Namespace, engine: str, **options: Any) -> Bench:
         scratch=ScratchConfig(hidden_size=args.hidden, max_position_embeddings=TOKENS, **heads)
     )
     tokenizer = load_tokenizer(model)
-    config = EpisodesConfig(
+    config = EnvironmentEpisodes(
         environment=f"{__file__}:Latency",
         options={"scale": args.scale, **options},
         max_turns=MAX_TURNS,

@@ -13,7 +13,7 @@ import yaml
 
 import burnish
 from burnish.config import load_config
-from burnish.config.episodes import EpisodesConfig
+from burnish.config.episodes import ToolEpisodes
 from burnish.config.yaml_text import RecipeLoader
 from burnish.environments.pool import EnvironmentPool
 from burnish.episodes.runner import FAILED, episode_stats
@@ -119,7 +119,7 @@ def test_every_metric_is_in_the_table() -> None:
 
 
 def test_the_recipe_of_the_code_tool_is_valid() -> None:
-    episodes = EpisodesConfig(**recipe("code")["rollout"]["episodes"], max_tokens=100)
+    episodes = ToolEpisodes(**recipe("code")["rollout"]["episodes"], max_tokens=100)
     assert not episodes.broken_rules()
     options = environment_spec(episodes).options
     assert options["tools"] == ["python"] and options["sandbox"]["max_concurrent"] == 8

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node, PathText
 from burnish.config.paths import code_problem
 from burnish.config.rewards import RewardConfig
-from burnish.config.sandbox import AnySandbox, BubblewrapSandbox, SandboxConfig
+from burnish.config.sandbox import BubblewrapSandbox, SandboxConfig, kind_left_out
 from burnish.data.prompts.config import PromptDataConfig
 
 FormatName = Literal["hermes", "xml", "glm", "llama3_json", "mistral", "mistral_args", "harmony"]
@@ -25,24 +25,6 @@ mistral_args: ``[TOOL_CALLS]NAME[ARGS]{...}`` (v11 and later). harmony: channels
 TOOLS_FRAC = 0.9
 """Share of a step's time limit that all tool calls of a turn may take together. The rest is for the
 transfer of their results."""
-
-EpisodeKind = Literal["environment", "tools", "agent", "command"]
-"""Kind of program that plays an episode with the policy."""
-
-_BELONGS_TO: dict[str, tuple[EpisodeKind, ...]] = {
-    "options": ("environment", "agent"),
-    "python": ("environment", "tools", "agent"),
-    "workers": ("environment", "tools", "agent"),
-    "step_timeout_s": ("environment", "tools"),
-    "tool_timeout_s": ("tools",),
-    "tool_result_chars": ("tools",),
-    "sandbox": ("tools", "agent", "command"),
-    "on_parse_error": ("environment", "tools"),
-    "server_host": ("agent", "command"),
-    "server_port": ("agent", "command"),
-}
-"""Key -> the forms of episodes in which it has an effect."""
-
 
 _PREFIX = r"[A-Za-z0-9_.-]*"
 
@@ -88,64 +70,28 @@ class McpServerConfig(Node):
             yield "tools is empty, so the server is not used; remove the server, or name tools"
 
 
+Lines = list[tuple[str, str, str]]
+"""Lines (name, value, origin) of the launch table."""
+
+
 class EpisodesConfig(Node):
     """Multi-turn rollouts: the policy responds, an environment or tools answer, and so on. Or an
     agent program calls the policy through a model API.
 
-    Exactly one of ``environment``, ``tools``, ``agent`` and ``command`` is set. ``mcp`` counts as
-    ``tools``, and both may be set. ``rollout.generate_max_len`` limits one turn."""
+    One of ``environment``, ``tools`` (or ``mcp``), ``agent`` and ``command`` is set, which selects
+    the kind. ``rollout.generate_max_len`` limits one turn."""
 
-    environment: str | None = None
-    """Environment class, ``path/to/file.py:Class`` or ``package.module:Class``, with the methods
-    ``reset(task, seed)`` and ``step(message)``. ``trl:path/to/file.py:name``: an environment of
-    TRL (``environment_factory``)."""
-    tools: tuple[str, ...] = ()
-    """Python functions with type hints and a docstring, ``path/to/file.py:name``. ``python`` is the
-    built-in tool that runs code in ``sandbox``, each call in a new process. The policy may call
-    tools; its first response without a call ends the episode."""
-    sandbox: SandboxConfig | None = None
-    """Sandbox of the tool ``python`` (None: bubblewrap with its defaults), or of ``command`` and
-    ``agent``, in which only the policy can be reached (None: none; only bubblewrap). An agent
-    function then runs in a process per episode, under ``episodes.python``, and can read the folder
-    of its file. Of an agent's limits, ``output_bytes`` bounds the reward; ``max_concurrent`` is
-    that of the episodes."""
-    mcp: dict[str, McpServerConfig] = Field(default_factory=dict)
-    """MCP servers by name, whose tools the policy may call (``pip install 'burnish[mcp]'``)."""
-    agent: str | None = None
-    """Agent function ``async def agent(task, endpoint)``, ``path/to/file.py:name`` or
-    ``package.module:name``. It calls the policy at ``endpoint.base_url`` and returns its reward: a
-    number, numbers by name, or None. ``openrlhf:path/to/file.py``: an agent file of OpenRLHF."""
-    command: tuple[str, ...] = ()
-    """Agent program and arguments, started once per episode. Environment variables have the address
-    of the policy (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ...), and the
-    paths of its task and of its reward."""
-    server_host: str = "127.0.0.1"
-    """Address where the policy answers ``agent`` and ``command``. Agents on other nodes of a
-    cluster need one that these nodes can reach."""
-    server_port: int = Field(0, ge=0, le=65535)
-    """Port of that address. 0: a free one."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the environment class, or of the agent function."""
-    python: PathText | None = None
-    """Interpreter of the worker processes of ``environment`` and ``agent``. It needs none of
-    Burnish's packages; for ``tools`` it needs Burnish. None: the interpreter of this run."""
-    workers: int = Field(1, ge=1)
-    """Worker processes. Each runs many episodes at once. No effect on an agent in a sandbox."""
+    has_agent: ClassVar[bool] = False
+    """True if a program of the user calls the policy."""
+
     max_turns: int = Field(8, ge=1)
     """Maximum responses of the policy per episode (status max_turns)."""
     max_tokens: int = Field(ge=2)
     """Maximum tokens of an episode's conversation: first messages, responses and observations
     (status max_tokens)."""
-    step_timeout_s: float = Field(60.0, gt=0)
-    """Maximum seconds of one call of the environment (status timeout)."""
     timeout_s: float = Field(600.0, gt=0)
     """Maximum seconds of an episode (status timeout). With an environment or tools, time in which
     sampling for training is paused does not count."""
-    tool_timeout_s: float = Field(10.0, gt=0)
-    """Maximum seconds of one call of a tool. The calls of a turn run one after the other and may
-    take 0.9 x ``step_timeout_s`` together. The policy receives a timeout as an error message."""
-    tool_result_chars: int = Field(20_000, ge=1)
-    """Maximum characters of a tool's result. Longer ones are cut."""
     max_concurrent: int | None = Field(None, ge=1)
     """Maximum episodes at once. None: all episodes of a rollout."""
     history: Literal["keep", "template"] | None = None
@@ -154,9 +100,6 @@ class EpisodesConfig(Node):
     its own. None: refuse such templates."""
     tool_format: FormatName | None = None
     """Format of tool calls in the policy's responses. None: determined from the chat template."""
-    on_parse_error: Literal["feedback", "end"] = "feedback"
-    """Malformed tool call. feedback: the policy receives the error as a message. end: the episode
-    ends (status parse_error)."""
     infra_retries: int = Field(1, ge=0)
     """Number of times an episode is played again after its worker process died (infra_error)."""
     max_failed_frac: float = Field(0.5, ge=0, le=1)
@@ -164,78 +107,190 @@ class EpisodesConfig(Node):
     (env_error, infra_error, timeout). More stop the run. Failed episodes are not trained on."""
 
     @property
-    def kind(self) -> EpisodeKind | None:
-        """Return which of the four forms is set; None unless it is exactly one."""
-        found = self._kinds()
-        return found[0] if len(found) == 1 else None
-
-    def _kinds(self) -> list[EpisodeKind]:
-        kinds: tuple[EpisodeKind, ...] = get_args(EpisodeKind)
-        return [k for k in kinds if vars(self)[k] or (k == "tools" and self.mcp)]
+    def code(self) -> list[tuple[str, str]]:
+        """Return (key, ``file.py:name``) of the user's code."""
+        return []
 
     @property
-    def has_agent(self) -> bool:
-        """Return whether a program of the user calls the policy."""
-        return self.kind in ("agent", "command")
+    def step_limits(self) -> dict[str, Any]:
+        """Limits of the calls of an environment by name."""
+        return {}
+
+    @property
+    def time_limits(self) -> str:
+        """The limits in words."""
+        return f"{self.timeout_s:g} s per episode"
+
+    def workers_line(self) -> tuple[str, str, str]:
+        """Return the line of the launch table about the processes of the user's code."""
+        raise NotImplementedError
 
     def rules(self) -> Iterator[str]:
-        kinds = get_args(EpisodeKind)
-        if self.kind is None:
-            found = self._kinds()
-            have = f"{' and '.join(found)} are" if found else "none is"
-            yield f"episodes needs exactly one of {', '.join(kinds)}, and {have} set; set one"
-            return
-        for name, belongs_to in _BELONGS_TO.items():
-            field = type(self).model_fields[name]
-            default = field.get_default(call_default_factory=True)
-            if vars(self)[name] != default and self.kind not in belongs_to:
-                yield (
-                    f"{name} has no effect with {self.kind}: it belongs to "
-                    f"{' and '.join(belongs_to)}; remove {name}"
-                )
-        if self.kind == "tools" and self.tool_timeout_s > TOOLS_FRAC * self.step_timeout_s:
+        for key, spec in self.code:
+            if problem := code_problem(spec):
+                yield f"{key}: {problem}"
+
+
+class SteppedEpisodes(EpisodesConfig):
+    """Episodes whose environment answers each response, in worker processes."""
+
+    python: PathText | None = None
+    """Interpreter of the worker processes. For an environment it needs none of Burnish's packages;
+    for tools it needs Burnish. None: the interpreter of this run."""
+    workers: int = Field(1, ge=1)
+    """Worker processes. Each runs many episodes at once."""
+    step_timeout_s: float = Field(60.0, gt=0)
+    """Maximum seconds of one call of the environment (status timeout)."""
+    on_parse_error: Literal["feedback", "end"] = "feedback"
+    """Malformed tool call. feedback: the policy receives the error as a message. end: the episode
+    ends (status parse_error)."""
+
+    @property
+    def step_limits(self) -> dict[str, Any]:
+        return {"step_timeout_s": self.step_timeout_s, "on_parse_error": self.on_parse_error}
+
+    @property
+    def time_limits(self) -> str:
+        return f"{self.step_timeout_s:g} s per call of the environment, {super().time_limits}"
+
+    def _workers_line(self, source: str) -> tuple[str, str, str]:
+        return (
+            "environment workers",
+            str(self.workers),
+            f"processes with {source}{_in(self.python)}",
+        )
+
+
+class EnvironmentEpisodes(SteppedEpisodes):
+    """Episodes of an environment."""
+
+    kind: Literal["environment"] = "environment"
+    environment: str
+    """Environment class, ``path/to/file.py:Class`` or ``package.module:Class``, with the methods
+    ``reset(task, seed)`` and ``step(message)``. ``trl:path/to/file.py:name``: an environment of
+    TRL (``environment_factory``)."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class."""
+
+    @property
+    def code(self) -> list[tuple[str, str]]:
+        return [("environment", self.environment)]
+
+    def workers_line(self) -> tuple[str, str, str]:
+        return self._workers_line(self.environment)
+
+
+class ToolEpisodes(SteppedEpisodes):
+    """Episodes in which the policy calls tools; its first response without a call ends one."""
+
+    kind: Literal["tools"] = "tools"
+    tools: tuple[str, ...] = ()
+    """Python functions with type hints and a docstring, ``path/to/file.py:name``. ``python`` is the
+    built-in tool that runs code in ``sandbox``, each call in a new process."""
+    mcp: dict[str, McpServerConfig] = Field(default_factory=dict)
+    """MCP servers by name, whose tools the policy may call (``pip install 'burnish[mcp]'``)."""
+    sandbox: SandboxConfig | None = None
+    """Sandbox of the tool ``python``. None: bubblewrap with its defaults."""
+    tool_timeout_s: float = Field(10.0, gt=0)
+    """Maximum seconds of one call of a tool. The calls of a turn run one after the other and may
+    take 0.9 x ``step_timeout_s`` together. The policy receives a timeout as an error message."""
+    tool_result_chars: int = Field(20_000, ge=1)
+    """Maximum characters of a tool's result. Longer ones are cut."""
+
+    @property
+    def code(self) -> list[tuple[str, str]]:
+        return [("tools", tool) for tool in self.tools if tool != "python"]
+
+    @property
+    def time_limits(self) -> str:
+        return f"{self.tool_timeout_s:g} s per call of a tool, {super().time_limits}"
+
+    def workers_line(self) -> tuple[str, str, str]:
+        servers = [f"MCP server {name}" for name in self.mcp]
+        return self._workers_line("tools " + ", ".join([*self.tools, *servers]))
+
+    def rules(self) -> Iterator[str]:
+        if self.tool_timeout_s > TOOLS_FRAC * self.step_timeout_s:
             yield (
                 f"tool_timeout_s={self.tool_timeout_s:g} must be at most {TOOLS_FRAC:g} x "
                 f"step_timeout_s={self.step_timeout_s:g}, or a slow tool ends the episode before "
                 "the policy receives its timeout as an error message; set step_timeout_s to at "
                 f"least {math.ceil(self.tool_timeout_s / TOOLS_FRAC)}, or lower tool_timeout_s"
             )
-        if self.sandbox is not None and self.kind == "tools" and "python" not in self.tools:
+        if self.sandbox is not None and "python" not in self.tools:
             yield "sandbox is for the tool python, which is not in tools; remove it, or add python"
-        if self.has_agent and self.sandbox is not None:
-            yield from self._agent_sandbox_rules(self.sandbox)
-        for tool in self.tools:
-            if tool != "python" and (problem := code_problem(tool)):
-                yield f"tools: {problem}; the built-in tool is python"
+        yield from (f"{problem}; the built-in tool is python" for problem in super().rules())
+
+
+AgentSandbox = Annotated[BubblewrapSandbox, BeforeValidator(kind_left_out)]
+
+
+class ProgramEpisodes(EpisodesConfig):
+    """Episodes of a program that calls the policy through a model API."""
+
+    has_agent = True
+
+    sandbox: AgentSandbox | None = None
+    """Bubblewrap sandbox of the program, in which only the policy can be reached. Its
+    ``output_bytes`` bounds the reward. None: none."""
+    server_host: str = "127.0.0.1"
+    """Address where the policy answers. Agents on other nodes of a cluster need one that these
+    nodes can reach."""
+    server_port: int = Field(0, ge=0, le=65535)
+    """Port of that address. 0: a free one."""
+
+    @property
+    def _place(self) -> str:
+        inside = "" if self.sandbox is None else ", in bubblewrap"
+        return f"{inside}; they call the policy at {self.server_host}"
+
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
         if self.server_host in ("0.0.0.0", "::"):
             yield (
                 f"server_host={self.server_host} is not an address that agents can call; give an "
                 "address of this machine that they can reach"
             )
-        for name in ("environment", "agent"):
-            spec = vars(self)[name]
-            if spec is not None and (problem := code_problem(spec)):
-                yield f"{name}: {problem}"
+        if self.sandbox is not None and self.sandbox.max_concurrent is not None:
+            yield "sandbox.max_concurrent has no effect on agents; use episodes.max_concurrent"
 
-    def _agent_sandbox_rules(self, sandbox: AnySandbox) -> Iterator[str]:
-        """Yield the problems of the sandbox of an agent program."""
-        if not isinstance(sandbox, BubblewrapSandbox):
-            yield (
-                f"sandbox.kind={sandbox.kind} cannot run {self.kind}, because only bubblewrap "
-                "connects a program to the policy and to nothing else; use kind=bubblewrap, or "
-                "remove sandbox"
-            )
+
+class AgentEpisodes(ProgramEpisodes):
+    """Episodes of a Python function."""
+
+    kind: Literal["agent"] = "agent"
+    agent: str
+    """Agent function ``async def agent(task, endpoint)``, ``path/to/file.py:name`` or
+    ``package.module:name``. It calls the policy at ``endpoint.base_url`` and returns its reward: a
+    number, numbers by name, or None. ``openrlhf:path/to/file.py``: an agent file of OpenRLHF. In a
+    ``sandbox`` it can read the folder of its file."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+    python: PathText | None = None
+    """Interpreter of the worker processes. It needs none of Burnish's packages. None: the
+    interpreter of this run."""
+    workers: int = Field(1, ge=1)
+    """Worker processes. Each runs many episodes at once. In a sandbox every episode has its own."""
+
+    @property
+    def code(self) -> list[tuple[str, str]]:
+        return [("agent", self.agent)]
+
+    def workers_line(self) -> tuple[str, str, str]:
+        if self.sandbox is not None:
+            text = f"process that calls {self.agent}{_in(self.python)}{self._place}"
+            return "agents", "1 each", text
+        text = f"processes with {self.agent}{_in(self.python)}{self._place}"
+        return "agent workers", str(self.workers), text
+
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        if self.sandbox is None:
             return
-        if sandbox.max_concurrent is not None:
+        if self.sandbox.python is not None:
             yield (
-                f"sandbox.max_concurrent has no effect with {self.kind}; use "
-                "episodes.max_concurrent"
-            )
-        if self.agent is None:
-            return
-        if sandbox.python is not None:
-            yield (
-                f"sandbox.python={sandbox.python!r} has no effect with agent; set episodes.python"
+                f"sandbox.python={self.sandbox.python!r} has no effect with agent; set "
+                "episodes.python"
             )
         if self.workers != 1:
             yield (
@@ -250,9 +305,70 @@ class EpisodesConfig(Node):
             )
 
 
-def episodes_lines(
-    episodes: EpisodesConfig | None, *, turn_tokens: int | None, at_once: int
-) -> list[tuple[str, str, str]]:
+class CommandEpisodes(ProgramEpisodes):
+    """Episodes of any program."""
+
+    kind: Literal["command"] = "command"
+    command: tuple[str, ...] = Field(min_length=1)
+    """Agent program and arguments, started once per episode. Environment variables have the address
+    of the policy (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ...), and the
+    paths of its task and of its reward."""
+
+    def workers_line(self) -> tuple[str, str, str]:
+        return "agents", "1 each", f"process {' '.join(self.command)}{self._place}"
+
+
+def _in(python: str | None) -> str:
+    return "" if python is None else f" in {python}"
+
+
+AnyEpisodes = EnvironmentEpisodes | ToolEpisodes | AgentEpisodes | CommandEpisodes
+_KINDS: dict[str, tuple[type[EpisodesConfig], tuple[str, ...]]] = {
+    "environment": (EnvironmentEpisodes, ("environment",)),
+    "tools": (ToolEpisodes, ("tools", "mcp")),
+    "agent": (AgentEpisodes, ("agent",)),
+    "command": (CommandEpisodes, ("command",)),
+}
+"""Kind -> its class, and the keys that select it."""
+
+
+def _selected(value: Any) -> Any:
+    """Return the mapping ``value`` with the kind that its keys select. Keys of other kinds with
+    their defaults, which saved recipes of earlier versions have, are left out. Raises ValueError
+    unless exactly one kind is selected."""
+    if not isinstance(value, dict):
+        return value
+    names = {key for _, keys in _KINDS.values() for key in keys}
+    unset_text = {key: None for key in names if value.get(key) == "null"}  # of an override
+    value = {**value, **unset_text}
+    kinds = [kind for kind, (_, keys) in _KINDS.items() if any(value.get(key) for key in keys)]
+    if len(kinds) > 1 or not (kinds or "kind" in value):
+        have = f"{' and '.join(kinds)} are" if kinds else "none is"
+        raise ValueError(f"needs exactly one of {', '.join(_KINDS)}, and {have} set; set one")
+    kind = kinds[0] if kinds else value["kind"]
+    if kind not in _KINDS:
+        return value
+    fields = _KINDS[kind][0].model_fields
+    unset = {
+        (name, str(field.get_default(call_default_factory=True) or None))
+        for cls, _ in _KINDS.values()
+        for name, field in cls.model_fields.items()
+        if name not in fields
+    } | {(key, "None") for _, keys in _KINDS.values() for key in keys}
+    own = {
+        key: content
+        for key, content in value.items()
+        if key in fields or (key, str(content or None)) not in unset
+    }
+    return {"kind": kind, **own}
+
+
+Episodes = Annotated[
+    Annotated[AnyEpisodes, Field(discriminator="kind")], BeforeValidator(_selected)
+]
+
+
+def episodes_lines(episodes: AnyEpisodes | None, *, turn_tokens: int | None, at_once: int) -> Lines:
     """Return lines (name, value, origin) of the launch table; empty without episodes.
 
     ``turn_tokens``: maximum tokens of one turn. ``at_once``: number of episodes of a rollout.
@@ -260,11 +376,6 @@ def episodes_lines(
     if episodes is None:
         return []
     tokens = "" if turn_tokens is None else f"; at most {turn_tokens} tokens each"
-    limits = f"{episodes.timeout_s:g} s per episode"
-    if not episodes.has_agent:
-        limits = f"{episodes.step_timeout_s:g} s per call of the environment, {limits}"
-    if episodes.kind == "tools":
-        limits = f"{episodes.tool_timeout_s:g} s per call of a tool, {limits}"
     return [
         ("turns of an episode", str(episodes.max_turns), f"at most{tokens}"),
         (
@@ -275,32 +386,14 @@ def episodes_lines(
         (
             "concurrent episodes",
             str(min(at_once, episodes.max_concurrent or at_once)),
-            f"time limits: {limits}",
+            f"time limits: {episodes.time_limits}",
         ),
-        _workers_line(episodes),
+        episodes.workers_line(),
     ]
 
 
-def _workers_line(episodes: EpisodesConfig) -> tuple[str, str, str]:
-    python = "" if episodes.python is None else f" in {episodes.python}"
-    address = f"; they call the policy at {episodes.server_host}"
-    match episodes.kind:
-        case "command":
-            inside = "" if episodes.sandbox is None else ", in bubblewrap"
-            return "agents", "1 each", f"process {' '.join(episodes.command)}{inside}{address}"
-        case "agent" if episodes.sandbox is not None:
-            text = f"process that calls {episodes.agent}{python}, in bubblewrap{address}"
-            return "agents", "1 each", text
-        case "agent":
-            text = f"processes with {episodes.agent}{python}{address}"
-            return "agent workers", str(episodes.workers), text
-    servers = [f"MCP server {name}" for name in episodes.mcp]
-    source = episodes.environment or "tools " + ", ".join([*episodes.tools, *servers])
-    return "environment workers", str(episodes.workers), f"processes with {source}{python}"
-
-
 def episode_rules(
-    episodes: EpisodesConfig | None,
+    episodes: AnyEpisodes | None,
     data: PromptDataConfig,
     rewards: Sequence[RewardConfig],
     *,
@@ -330,7 +423,7 @@ def episode_rules(
 
 
 def episode_data_rules(
-    episodes: EpisodesConfig | None, data: PromptDataConfig, *, key: str
+    episodes: AnyEpisodes | None, data: PromptDataConfig, *, key: str
 ) -> Iterator[str]:
     """Yield an error for each field of ``data``, whose key is ``key``, that is inconsistent with
     the episodes of a recipe, or with their absence."""

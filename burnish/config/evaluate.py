@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import ClassVar, Literal
 
 from burnish.config.base import PathText
-from burnish.config.episodes import EpisodesConfig, episode_rules, episodes_lines
+from burnish.config.episodes import Episodes, episode_rules, episodes_lines
 from burnish.config.job import InferenceJob
 from burnish.config.model import new_adapter_rules
 from burnish.config.observe import TrackersConfig
@@ -47,7 +47,7 @@ class EvaluateConfig(InferenceJob):
     """Rewards of the responses."""
     engine: RolloutEngineConfig = LocalEngine()
     """Rollout engine."""
-    episodes: EpisodesConfig | None = None
+    episodes: Episodes | None = None
     """Multi-turn episodes. None: one response per prompt."""
     observe: TrackersConfig = TrackersConfig()
     """Trackers of the scores."""

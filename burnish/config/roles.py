@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 from burnish.config.arithmetic import BatchPlan
 from burnish.config.cluster import COLOCATED, ClusterConfig, ClusterRole
-from burnish.config.episodes import EpisodesConfig
+from burnish.config.episodes import AnyEpisodes
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.ptx import PtxConfig
 from burnish.config.rewards import ModelReward, RewardConfig
@@ -33,7 +33,7 @@ class RowLengths:
     """Maximum prompt length. 0: rows are given, not sampled."""
     rest: int
     """Maximum number of tokens after the prompt."""
-    episodes: EpisodesConfig | None = None
+    episodes: AnyEpisodes | None = None
     """Multi-turn episodes, whose conversations are the rows. Their first messages may be shorter
     than ``prompt``, and their rest longer. None: single responses, or given rows."""
 
@@ -60,7 +60,7 @@ class RowLengths:
 
 
 def sampled_lengths(
-    data: PromptDataConfig, new_tokens: int, episodes: EpisodesConfig | None
+    data: PromptDataConfig, new_tokens: int, episodes: AnyEpisodes | None
 ) -> RowLengths:
     """Return the maximum lengths of sampled rows: a prompt and ``new_tokens``, or the conversation
     of an episode."""
@@ -263,7 +263,7 @@ class RolloutRole(RoleSpec):
     prompts: int = 0
     """Prompts of one step, over all workers. 0: the engine runs only the evaluation."""
     samples_per_prompt: int = 1
-    episodes: EpisodesConfig | None = None
+    episodes: AnyEpisodes | None = None
     """Multi-turn episodes, whose conversations are its prompts. None: one response per prompt."""
     asynchronous: AsynchronousRollout | None = None
     """Bound on the age of groups, and groups started ahead. None: a synchronous run."""

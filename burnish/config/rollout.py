@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from burnish.config.base import Node, OlderKeys, switched_by
-from burnish.config.episodes import EpisodesConfig
+from burnish.config.episodes import Episodes
 from burnish.config.eval_sets import eval_sections, eval_set_rules, with_sets
 from burnish.config.rewards import RewardConfig
 from burnish.data.prompts.config import PromptDataConfig, held_out_advice
@@ -73,7 +73,7 @@ class PromptsRollout(SamplingConfig):
     """Samples per prompt (n)."""
     engine: RolloutEngineConfig = LocalEngine()
     """Rollout engine."""
-    episodes: EpisodesConfig | None = None
+    episodes: Episodes | None = None
     """Multi-turn episodes. None: one response per prompt."""
 
 

@@ -82,7 +82,7 @@ class UnsafeSubprocessSandbox(_Sandbox):
         )
 
 
-def _kind_left_out(value: Any) -> Any:
+def kind_left_out(value: Any) -> Any:
     """Expand a name to ``{kind: name}``; use bubblewrap if no kind is given."""
     if isinstance(value, str):
         return {"kind": value}
@@ -91,5 +91,5 @@ def _kind_left_out(value: Any) -> Any:
 
 AnySandbox = BubblewrapSandbox | ServiceSandbox | UnsafeSubprocessSandbox
 SandboxConfig = Annotated[
-    Annotated[AnySandbox, Field(discriminator="kind")], BeforeValidator(_kind_left_out)
+    Annotated[AnySandbox, Field(discriminator="kind")], BeforeValidator(kind_left_out)
 ]

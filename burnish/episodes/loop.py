@@ -39,10 +39,10 @@ class EpisodeLimits:
     """Maximum responses of the policy (status ``max_turns``)."""
     max_tokens: int
     """Maximum tokens of a conversation: prompt, responses and observations (``max_tokens``)."""
-    step_timeout_s: float
-    """Maximum seconds of one call of the environment (``timeout``)."""
     timeout_s: float
     """Maximum seconds of the episode (``timeout``)."""
+    step_timeout_s: float = 60.0
+    """Maximum seconds of one call of the environment (``timeout``)."""
     on_parse_error: Literal["feedback", "end"] = "feedback"
     """Malformed tool calls: return the error to the policy as a message, or end the episode
     (``parse_error``)."""

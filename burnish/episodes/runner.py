@@ -59,9 +59,8 @@ class EpisodePool:
         self.limits = EpisodeLimits(
             max_turns=config.max_turns,
             max_tokens=config.max_tokens,
-            step_timeout_s=config.step_timeout_s,
             timeout_s=config.timeout_s,
-            on_parse_error=config.on_parse_error,
+            **config.step_limits,
         )
 
     def run(

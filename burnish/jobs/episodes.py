@@ -15,7 +15,15 @@ from burnish.agents.episodes import AgentProgram
 from burnish.agents.functions import FunctionAgents
 from burnish.agents.sandboxed import SandboxedCommands, SandboxedFunctions
 from burnish.agents.server import EpisodeServer
-from burnish.config.episodes import TOOLS_FRAC, EpisodesConfig, McpServerConfig
+from burnish.config.episodes import (
+    TOOLS_FRAC,
+    AgentEpisodes,
+    AnyEpisodes,
+    CommandEpisodes,
+    EnvironmentEpisodes,
+    McpServerConfig,
+    ToolEpisodes,
+)
 from burnish.config.model import ModelConfig
 from burnish.config.sandbox import AnySandbox, BubblewrapSandbox, ServiceSandbox
 from burnish.environments.pool import (
@@ -45,7 +53,7 @@ in burnish/agents/, loaded by path, so that it runs under any interpreter."""
 
 
 def build_episode_pool(
-    config: EpisodesConfig | None,
+    config: AnyEpisodes | None,
     model: ModelConfig,
     runtime: Runtime,
 ) -> EpisodePool | None:
@@ -71,8 +79,7 @@ def build_episode_pool(
     loop = LoopThread("episodes")
     try:
         loop.run(program.start)
-        if config.kind == "tools":
-            assert isinstance(program, EnvironmentProgram)
+        if isinstance(config, ToolEpisodes) and isinstance(program, EnvironmentProgram):
             loop.run(_check_tools, program.environments, renderer, config.step_timeout_s)
     except BaseException:
         loop.run(program.close)
@@ -81,23 +88,20 @@ def build_episode_pool(
     return EpisodePool(config, program, renderer, loop)
 
 
-def _program(config: EpisodesConfig, model: ModelConfig, runtime: Runtime) -> EpisodeProgram:
+def _program(config: AnyEpisodes, model: ModelConfig, runtime: Runtime) -> EpisodeProgram:
     """Return the program that runs the episodes of a recipe, not started."""
-    if not config.has_agent:
+    if isinstance(config, EnvironmentEpisodes | ToolEpisodes):
         spec = environment_spec(config).with_absolute_paths()  # workers of a cluster run elsewhere
         start = runtime.start_worker
         return EnvironmentProgram(EnvironmentPool(spec, workers=config.workers, start_worker=start))
     sandbox = config.sandbox
-    inside = sandbox is not None
-    server = EpisodeServer(config.server_host, config.server_port, unix_socket=inside)
-    if config.agent is None:
-        if not inside:
+    server = EpisodeServer(config.server_host, config.server_port, unix_socket=sandbox is not None)
+    if isinstance(config, CommandEpisodes):
+        if sandbox is None:
             return AgentProgram(server, CommandAgents(config.command))
-        assert isinstance(sandbox, BubblewrapSandbox)  # (EpisodesConfig.rules)
         return AgentProgram(server, SandboxedCommands(config.command, sandbox, server))
     agent = agent_spec(config, model).with_absolute_paths()
     if sandbox is not None:
-        assert isinstance(sandbox, BubblewrapSandbox)  # (EpisodesConfig.rules)
         return AgentProgram(server, SandboxedFunctions(agent, sandbox, server))
     start = start_process if server.is_local else runtime.start_worker
     functions = FunctionAgents(agent, workers=config.workers, start_worker=start)
@@ -124,9 +128,9 @@ def closed_on_error(episode_pool: EpisodePool | None) -> Iterator[None]:
         raise
 
 
-def environment_spec(config: EpisodesConfig) -> EnvironmentSpec:
+def environment_spec(config: EnvironmentEpisodes | ToolEpisodes) -> EnvironmentSpec:
     """Return the environment that a recipe describes: a class, or the one that calls tools."""
-    if config.environment is not None:
+    if isinstance(config, EnvironmentEpisodes):
         adapter, _, name = config.environment.partition(":")
         if adapter == "trl":
             given = {"factory": absolute_path(name), **config.options}
@@ -162,9 +166,8 @@ def _mcp_options(server: McpServerConfig) -> dict[str, Any]:
     return {**server.model_dump(mode="json"), "command": command}
 
 
-def agent_spec(config: EpisodesConfig, model: ModelConfig) -> EnvironmentSpec:
+def agent_spec(config: AgentEpisodes, model: ModelConfig) -> EnvironmentSpec:
     """Return the agent function that a recipe describes, or the adapter for its agent file."""
-    assert config.agent is not None
     adapter, _, rest = config.agent.partition(":")
     if adapter not in AGENT_ADAPTERS:
         return EnvironmentSpec(config.agent, config.options, config.python, role="agent")

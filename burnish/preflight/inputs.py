@@ -147,10 +147,7 @@ def _code_of(config: JobConfig) -> Iterator[tuple[str, str, type[BurnishError]]]
             place = f"reward {(reward.name or reward.kind)!r}: function"
             yield place, reward.function, RewardError
     for key, episodes in config.paths_of(EpisodesConfig):
-        for name, spec in (("environment", episodes.environment), ("agent", episodes.agent)):
-            if spec is not None:
-                yield f"{key}.{name}:", spec, LoadError
-        yield from ((f"{key}.tools:", tool, LoadError) for tool in episodes.tools)
+        yield from ((f"{key}.{name}:", spec, LoadError) for name, spec in episodes.code)
 
 
 def _check_code(place: str, spec: str, kind: type[BurnishError]) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from agent_session import TOKENIZER, check_rows, run_tasks
+from pydantic import TypeAdapter
 
 from burnish.agents.functions import FunctionAgents
-from burnish.config.episodes import EpisodesConfig
+from burnish.config.episodes import AgentEpisodes, EnvironmentEpisodes, Episodes, ToolEpisodes
 from burnish.config.model import ModelConfig
 from burnish.environments.base import EnvironmentSetupError
 from burnish.environments.tools import ToolEnvironment
@@ -21,12 +22,14 @@ from burnish.episodes.loop import EpisodeLimits
 from burnish.episodes.rows import episode_rows
 from burnish.jobs.episodes import agent_spec, environment_spec
 
+EPISODES: TypeAdapter[Any] = TypeAdapter(Episodes)
+
 FOLDER = Path(__file__).parent
 LIMITS = EpisodeLimits(max_turns=6, max_tokens=2000, step_timeout_s=20, timeout_s=20)
 
 
 def openrlhf(name: str, model: Path | None = None) -> FunctionAgents:
-    config = EpisodesConfig(agent=f"openrlhf:{FOLDER / name}", max_tokens=2000)
+    config = AgentEpisodes(agent=f"openrlhf:{FOLDER / name}", max_tokens=2000)
     return FunctionAgents(agent_spec(config, ModelConfig(path=str(model or "none"))), workers=1)
 
 
@@ -182,7 +185,7 @@ def test_workers_elsewhere_get_absolute_paths_of_files(
         Path(folder).mkdir()
     for name in ("tools/server.py", "serve", "own.py"):
         Path(name).touch()
-    agent = EpisodesConfig(agent="openrlhf:own.py", max_tokens=99)
+    agent = AgentEpisodes(agent="openrlhf:own.py", max_tokens=99)
     options = agent_spec(agent, ModelConfig(path="model")).options
     assert options == {"path": f"{tmp_path}/own.py", "tokenizer": f"{tmp_path}/model"}
     hub = agent_spec(agent, ModelConfig(path="model", tokenizer_path="org/name")).options
@@ -194,7 +197,7 @@ def test_workers_elsewhere_get_absolute_paths_of_files(
     }
     sandbox = {"python": "env/bin/python", "read_only_paths": ["tools"]}
     tools = {"tools": ["python", "own.py:f"], "mcp": servers, "sandbox": sandbox, "max_tokens": 99}
-    options = environment_spec(EpisodesConfig.model_validate(tools)).options
+    options = environment_spec(EPISODES.validate_python(tools)).options
     assert options["tools"] == ["python", f"{tmp_path}/own.py:f"]
     assert [server["command"] for server in options["mcp"].values()] == [
         ["python", f"{tmp_path}/tools/server.py", "serve", "-m", "tools", "--to=x"],
@@ -206,10 +209,10 @@ def test_workers_elsewhere_get_absolute_paths_of_files(
 
 
 def test_environments_and_tools_of_trl_in_a_recipe() -> None:
-    config = EpisodesConfig(environment=f"trl:{__file__}:Counter", max_tokens=99)
+    config = EnvironmentEpisodes(environment=f"trl:{__file__}:Counter", max_tokens=99)
     spec = environment_spec(config)
     TrlEnvironment.check_options(**spec.options)
-    tools = EpisodesConfig(tools=(f"{__file__}:multiply",), max_tokens=99)
+    tools = ToolEpisodes(tools=(f"{__file__}:multiply",), max_tokens=99)
     ToolEnvironment.check_options(**environment_spec(tools).options)
     for name, message in (("NoReset", "has no method reset"), ("Missing", "Missing")):
         with pytest.raises(EnvironmentSetupError, match=message):

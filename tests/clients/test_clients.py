@@ -16,7 +16,7 @@ from scripted_engine import Answer, ScriptedEngine
 
 from burnish.agents.commands import CommandAgents
 from burnish.agents.functions import FunctionAgents
-from burnish.config.episodes import EpisodesConfig
+from burnish.config.episodes import AgentEpisodes
 from burnish.config.model import ModelConfig
 from burnish.episodes.loop import EpisodeLimits, EpisodeResult
 from burnish.episodes.rows import episode_rows
@@ -109,7 +109,7 @@ def run_verifiers(
     python = interpreter("verifiers")
     monkeypatch.setenv("PYTHONPATH", str(HERE / "environments"))
     monkeypatch.setenv("PATH", f"{python.parent}{os.pathsep}{os.environ['PATH']}")  # has uv
-    config = EpisodesConfig(
+    config = AgentEpisodes(
         agent=f"verifiers:{name}", python=str(python), options=options, max_tokens=4000
     )
     agents = FunctionAgents(agent_spec(config, ModelConfig(path="none")), workers=1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from burnish.config.episodes import EpisodesConfig
+from burnish.config.episodes import ToolEpisodes
 from burnish.config.sandbox import BubblewrapSandbox
 from burnish.environments.base import EnvironmentSetupError
 from burnish.environments.code_tool import shown
@@ -40,8 +40,8 @@ def message(*codes: str) -> Mapping[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def config_of(**more: Any) -> EpisodesConfig:
-    return EpisodesConfig(**{"tools": ("python",), "max_tokens": 100, **more})
+def config_of(**more: Any) -> ToolEpisodes:
+    return ToolEpisodes(**{"tools": ("python",), "max_tokens": 100, **more})
 
 
 def played(*messages: Mapping[str, Any], **more: Any) -> list[Step]:
@@ -143,10 +143,6 @@ def test_text_of_results() -> None:
     [
         ({"tools": ("phyton",)}, "the built-in tool is python"),
         ({"tools": ("a.py:f",), "sandbox": BubblewrapSandbox()}, "sandbox is for the tool python"),
-        (
-            {"tools": (), "environment": "a.py:E", "tool_result_chars": 5},
-            "tool_result_chars has no effect",
-        ),
     ],
 )
 def test_recipes_that_make_no_sense(more: dict[str, Any], says: str) -> None:

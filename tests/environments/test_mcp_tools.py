@@ -16,9 +16,10 @@ import mcp_types
 import pytest
 from chat_families import chat_tokenizer
 from mcp_played import calls, episode, http_server
+from pydantic import TypeAdapter, ValidationError
 from scripted_engine import ScriptedEngine
 
-from burnish.config.episodes import EpisodesConfig, McpServerConfig
+from burnish.config.episodes import Episodes, McpServerConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.environments import mcp_servers
@@ -33,6 +34,8 @@ from burnish.rewards.episode import EpisodeReward
 from burnish.rollout.base import Request, Sampling
 from burnish.runtime.inline import InlineRuntime
 from burnish.types import Prompt
+
+EPISODES: TypeAdapter[Any] = TypeAdapter(Episodes)
 
 HERE = Path(__file__).parent
 STDIO = {"command": [sys.executable, str(HERE / "mcp_server.py"), "stdio"]}
@@ -166,7 +169,7 @@ def test_a_shared_server_that_hangs_is_started_again() -> None:
 def test_nothing_of_a_server_outlives_its_episode_or_its_worker() -> None:
     """Descendants in other sessions, one of them an orphan, end as well: of a closed
     episode, of a server that died, and of an episode that is open when its worker is killed."""
-    config = EpisodesConfig.model_validate({"mcp": {"tiny": TINY}, "max_tokens": 100})
+    config = EPISODES.validate_python({"mcp": {"tiny": TINY}, "max_tokens": 100})
     pool = EnvironmentPool(environment_spec(config), workers=1)
 
     async def opened() -> OpenEpisode:
@@ -271,7 +274,7 @@ def test_episodes_of_a_recipe_call_a_server_and_replay_a_lost_one(tmp_path: Path
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     path = tmp_path / "own.py"
     path.write_text('def seven() -> int:\n    """Return a number."""\n    return 7\n')
-    config = EpisodesConfig.model_validate(
+    config = EPISODES.validate_python(
         {"tools": [f"{path}:seven"], "mcp": {"tiny": TINY}, "max_tokens": 4096}
         | {"tool_format": "hermes", "max_failed_frac": 0.0}
     )
@@ -334,12 +337,13 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.Monke
 
 def test_rules_of_the_config() -> None:
     def broken(**fields: Any) -> list[str]:
-        return EpisodesConfig.model_validate({"max_tokens": 99, **fields}).broken_rules()
+        return EPISODES.validate_python({"max_tokens": 99, **fields}).broken_rules()
 
     both = {"tools": ["a.py:b"], "mcp": {"a": TINY, "b": {"url": "https://a/mcp"}}}
     assert not broken(**both)
-    assert EpisodesConfig.model_validate({"max_tokens": 99, "mcp": {"a": TINY}}).kind == "tools"
-    assert "tools and agent are set" in broken(mcp={"a": TINY}, agent="a.py:b")[0]
+    assert EPISODES.validate_python({"max_tokens": 99, "mcp": {"a": TINY}}).kind == "tools"
+    with pytest.raises(ValidationError, match="tools and agent are set"):
+        broken(mcp={"a": TINY}, agent="a.py:b")
     assert "tool_timeout_s=100" in broken(mcp={"a": TINY}, tool_timeout_s=100)[0]
     wrong = {
         "a": {},

@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
-from burnish.config.episodes import EpisodesConfig
+from burnish.config.episodes import Episodes, ToolEpisodes
 from burnish.environments.base import EnvironmentSetupError
 from burnish.environments.multi_turn import Message, Start, Step
 from burnish.environments.pool import EnvironmentPool, EnvironmentSpec
 from burnish.environments.tools import ToolEnvironment, make_tools
 from burnish.jobs.episodes import environment_spec
+
+EPISODES: TypeAdapter[Any] = TypeAdapter(Episodes)
 
 
 class Unit(enum.Enum):
@@ -213,11 +215,11 @@ def test_the_calls_of_a_turn_share_a_time_limit() -> None:
 def test_a_slow_tool_times_out_before_its_step(limit: float, fits: bool) -> None:
     """Limits of a tool and of all tools: at most 0.9 x 10 s."""
     config = {"tools": ["a.py:b"], "max_tokens": 100, "step_timeout_s": 10, "tool_timeout_s": limit}
-    errors = [e for e in EpisodesConfig.model_validate(config).rules() if "step_timeout_s" in e]
+    errors = [e for e in EPISODES.validate_python(config).rules() if "step_timeout_s" in e]
     assert len(errors) == (not fits)
     if errors:
         assert "tool_timeout_s=10 must be at most" in errors[0] and "at least 12," in errors[0]
-    assert environment_spec(EpisodesConfig.model_validate(config)).options["turn_timeout_s"] == 9
+    assert environment_spec(EPISODES.validate_python(config)).options["turn_timeout_s"] == 9
 
 
 def test_a_long_result_is_cut() -> None:
@@ -394,7 +396,7 @@ def test_tools_run_in_a_worker_process(tmp_path: Path) -> None:
 def test_the_tools_of_a_recipe_run_in_a_worker_process(tmp_path: Path) -> None:
     path = tmp_path / "my_tools.py"
     path.write_text(TOOL_FILE)
-    config = EpisodesConfig(tools=(f"{path}:add",), tool_timeout_s=3, max_tokens=100)
+    config = ToolEpisodes(tools=(f"{path}:add",), tool_timeout_s=3, max_tokens=100)
 
     async def start() -> None:
         pool = EnvironmentPool(environment_spec(config), workers=1)

@@ -17,7 +17,7 @@ import pytest
 from chat_families import CHATML_DROPS, chat_tokenizer
 from scripted_engine import Answer, ScriptedEngine
 
-from burnish.config.episodes import EpisodesConfig
+from burnish.config.episodes import EnvironmentEpisodes, EpisodesConfig, ToolEpisodes
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.episodes.loop import call_seed, sampling_timeout
@@ -41,7 +41,7 @@ END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
 
 
 def options(name: str, **changes: Any) -> EpisodesConfig:
-    return EpisodesConfig(
+    return EnvironmentEpisodes(
         **{"environment": f"{ENVIRONMENTS / 'hostile.py'}:{name}", "max_tokens": 4096, **changes}
     )
 
@@ -316,7 +316,7 @@ def test_tools_of_a_recipe_run_within_their_time_limit(tmp_path: Path) -> None:
         "import time\n\n\ndef double(number: int) -> int:\n"
         '    """Double a number."""\n    time.sleep(number // 100)\n    return 2 * number\n'
     )
-    config = EpisodesConfig(
+    config = ToolEpisodes(
         tools=(f"{tools}:double",), max_tokens=4096, tool_timeout_s=0.2, tool_format="hermes"
     )
     call = '<tool_call>\n{"name": "double", "arguments": {"number": %d}}\n</tool_call>'
@@ -348,7 +348,7 @@ def test_tools_that_the_template_cannot_render_are_an_error_before_the_run(tmp_p
     runtime = InlineRuntime(
         scratch_tokenizer("abc"), precision=PrecisionConfig(), device="cpu", timeline=Timeline()
     )
-    config = EpisodesConfig(tools=(f"{tools}:now",), max_tokens=100)
+    config = ToolEpisodes(tools=(f"{tools}:now",), max_tokens=100)
     with pytest.raises(RendererError, match="the environment offers tools"):
         build_episode_pool(config, MODEL, runtime)
 

@@ -199,17 +199,29 @@ def test_agents_play_with_vllm(tmp_path: Path) -> None:
     [
         ("{agent: a.py:f, command: [x], max_tokens: 32}", "agent and command are"),
         ("{agent: a.py, max_tokens: 32}", "not of the form"),
-        ("{command: [x], workers: 2, max_tokens: 32}", "workers has no effect with command"),
-        ("{agent: a.py:f, step_timeout_s: 2, max_tokens: 32}", "step_timeout_s has no effect"),
+        ("{command: [x], workers: 2, max_tokens: 32}", "a key of kind environment"),
+        (
+            "{agent: a.py:f, step_timeout_s: 2, max_tokens: 32}",
+            "step_timeout_s.*a key of kind",
+        ),
         ("{agent: a.py:f, server_host: 0.0.0.0, max_tokens: 32}", "not an address that agents"),
-        ("{agent: a.py:f, sandbox: unsafe_subprocess, max_tokens: 32}", "cannot run agent"),
+        (
+            "{agent: a.py:f, sandbox: unsafe_subprocess, max_tokens: 32}",
+            "one of bubblewrap",
+        ),
         ("{agent: a.py:f, sandbox: bubblewrap, workers: 2, max_tokens: 32}", "remove workers"),
         ("{agent: a.py:f, sandbox: {python: p}, max_tokens: 32}", "set episodes.python"),
         ("{agent: 'verifiers:v', sandbox: bubblewrap, max_tokens: 32}", "adapter verifiers cannot"),
-        ("{environment: a.py:F, sandbox: bubblewrap, max_tokens: 32}", "sandbox has no effect"),
-        ("{command: [x], sandbox: unsafe_subprocess, max_tokens: 32}", "cannot run command"),
+        (
+            "{environment: a.py:F, sandbox: bubblewrap, max_tokens: 32}",
+            "a key of kind tools",
+        ),
+        ("{command: [x], sandbox: unsafe_subprocess, max_tokens: 32}", "one of bubblewrap"),
         ("{command: [x], sandbox: {max_concurrent: 2}, max_tokens: 32}", "episodes.max_concurrent"),
-        ("{environment: a.py:F, server_port: 80, max_tokens: 32}", "server_port has no effect"),
+        (
+            "{environment: a.py:F, server_port: 80, max_tokens: 32}",
+            "server_port.*a key of kind",
+        ),
     ],
 )
 def test_senseless_settings_are_refused_at_load(

@@ -74,6 +74,15 @@ def _head(batches: Iterator[pa.RecordBatch], count: int) -> Iterator[pa.RecordBa
             return
 
 
+def first_rows(path: Path, count: int) -> list[dict[str, Any]]:
+    """Return the first ``count`` rows of a file without reading all of it. Raises ColumnarError for
+    a row that cannot be read."""
+    rows: list[dict[str, Any]] = []
+    for batch in record_batches(path, count):
+        rows += [row_values(batch, i, len(rows) + i) for i in range(batch.num_rows)]
+    return rows
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
     """Open a file for reading its schema and its batches, which are not checked.

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from glob import glob
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -266,6 +267,13 @@ def opened_lines(path: Path) -> Iterator[BinaryIO]:
         yield cast(BinaryIO, lines)
 
 
+def first_lines(path: Path, count: int) -> list[tuple[int, bytes]]:
+    """Return (number from 1, line) of the first ``count`` lines of a file that are not blank."""
+    with opened_lines(path) as lines:
+        filled = ((n, line) for n, line in enumerate(lines, start=1) if line.strip())
+        return list(islice(filled, count))
+
+
 # --- columns
 
 
@@ -355,9 +363,8 @@ def _first_row(file: Path, suffix: str) -> Mapping[str, Any] | None:
         row = rows[0] if isinstance(rows, list) and rows else None
         return row if isinstance(row, dict) else None
     if suffix in LINES:
-        with opened_lines(file) as lines:
-            first = next((line for line in lines if line.strip()), b"null")
-        row = json_value(first.decode("utf-8-sig"))
+        lines = first_lines(file, 1)
+        row = json_value(lines[0][1].decode("utf-8-sig")) if lines else None
         return row if isinstance(row, dict) else None
     if suffix != ".csv":
         return None
@@ -369,9 +376,8 @@ def _first_row(file: Path, suffix: str) -> Mapping[str, Any] | None:
 
 
 def _first_of_table(file: Path) -> Mapping[str, Any]:
-    for batch in arrow_files.record_batches(file, 1):
-        if batch.num_rows:
-            return decoded(arrow_files.row_values(batch, 0, 0))
+    if rows := arrow_files.first_rows(file, 1):
+        return decoded(rows[0])
     with arrow_files.opened(file) as (schema, _):
         return dict.fromkeys(schema.names)
 

@@ -84,6 +84,15 @@ def changed_config(config: JobConfig, overrides: Sequence[str]) -> JobConfig:
     return _load(config.model_dump(mode="json"), overrides, job=config.job, resumed=False)[1]
 
 
+def changed_if_valid(config: JobConfig, overrides: Sequence[str]) -> JobConfig | None:
+    """Return :func:`changed_config`, or None if the overrides make the recipe invalid, such as
+    batch sizes that do not divide."""
+    try:
+        return changed_config(config, overrides)
+    except ConfigError:
+        return None
+
+
 def _load(
     recipe: str | Path | Mapping[str, Any],
     overrides: Sequence[str],

@@ -1,7 +1,7 @@
-"""Encoded rows, as an endless resumable stream or all once. Shared by prompts, SFT and pairs.
+"""Encoded rows, as an endless resumable stream or all once. Shared by all kinds of data.
 
-An encoder (prompts, sft and preference have one each) encodes a row. The index stream decides the
-row order. This module applies the length limit, keeps counts and adds the row's position to errors.
+An encoder (each kind has one) encodes a row. The index stream decides the row order. This module
+applies the length limit, keeps counts and adds the row's position to errors.
 """
 
 from __future__ import annotations

@@ -10,13 +10,13 @@ import shutil
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any, TypeVar
 
 import numpy as np
 
+from burnish.config import arrow_files
 from burnish.config.arrow_files import READ_ERRORS, ColumnarError
 from burnish.config.columns import (
     COMPRESSED,
@@ -24,6 +24,7 @@ from burnish.config.columns import (
     LINES,
     check_columns,
     files_of,
+    first_lines,
     is_glob,
     opened_lines,
     suffix_of,
@@ -133,7 +134,7 @@ def first_rows(config: FileSource, count: int) -> list[Row]:
 def _first_of(path: Path, count: int) -> list[Row]:
     suffix = suffix_of(path)
     if suffix in tables.SUFFIXES:
-        values = _columnar(path, lambda: tables.first_rows(path, count))
+        values = _columnar(path, lambda: arrow_files.first_rows(path, count))
         return [columnar_row(row, f"{path} row {i}") for i, row in enumerate(values)]
     if suffix == ".csv":
         return _csv_rows(path, count)
@@ -145,12 +146,10 @@ def _first_of(path: Path, count: int) -> list[Row]:
 
 def _first_lines(path: Path, count: int) -> list[Row]:
     try:
-        with opened_lines(path) as file:
-            lines = ((n, line) for n, line in enumerate(file, start=1) if line.strip())
-            found = list(islice(lines, count))
+        lines = first_lines(path, count)
     except OSError as error:
         raise DataError(f"{path}: the file cannot be read: {error}") from error
-    return [_json_row(line, f"{path}:{n}") for n, line in found]
+    return [_json_row(line, f"{path}:{n}") for n, line in lines]
 
 
 def open_files(config: FileSource) -> Source:

@@ -1,6 +1,6 @@
 """Open sources of rows: files, Hugging Face datasets and environments. Each row has its position.
 
-The meaning of columns is defined in prompts, sft and preference, the row order in stream.
+The meaning of columns is defined by the kinds of data, the row order in stream.
 """
 
 from __future__ import annotations

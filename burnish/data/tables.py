@@ -22,7 +22,7 @@ from burnish.config.columns import suffix_of
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["SUFFIXES", "Table", "copied", "first_rows", "opened"]
+__all__ = ["SUFFIXES", "Table", "copied", "opened"]
 
 
 class Table:
@@ -68,12 +68,3 @@ def copied(path: Path) -> Table:
                 out.write_batch(batch)
         with opened_batches(Path(copy.name)) as (_, batches):
             return Table(batches)
-
-
-def first_rows(path: Path, count: int) -> list[dict[str, Any]]:
-    """Return the first ``count`` rows of a file without reading all of it. Raises ColumnarError for
-    a row that cannot be read."""
-    rows: list[dict[str, Any]] = []
-    for batch in record_batches(path, count):
-        rows += [row_values(batch, i, len(rows) + i) for i in range(batch.num_rows)]
-    return rows

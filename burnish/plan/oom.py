@@ -9,7 +9,7 @@ from pathlib import Path
 
 from burnish.config.arithmetic import BatchPlan
 from burnish.config.job import JobConfig, RowsJob
-from burnish.config.load import ConfigError, changed_config
+from burnish.config.load import changed_config, changed_if_valid
 from burnish.config.roles import JobSpec, TrainRole
 from burnish.config.train import on_oom_problem
 from burnish.errors import BurnishError
@@ -84,7 +84,12 @@ def _suggestion_lines(config: JobConfig, phase: str) -> Iterator[str]:
     it."""
     hardware = _hardware(config)
     now = _planned(config, (), phase, hardware)
-    for number, suggestion in enumerate(_valid_only(config, suggestions(config, phase)), 1):
+    valid = (
+        suggestion
+        for suggestion in suggestions(config, phase)
+        if changed_if_valid(config, suggestion.overrides) is not None
+    )
+    for number, suggestion in enumerate(valid, 1):
         then = _planned(config, suggestion.overrides, phase, hardware)
         planned = ""
         if now is not None and then is not None:
@@ -99,15 +104,6 @@ def _hardware(config: JobConfig) -> Hardware | None:
         return hardware_of(config)
     except Exception:  # write the report even without numbers
         return None
-
-
-def _valid_only(config: JobConfig, found: Iterator[Suggestion]) -> Iterator[Suggestion]:
-    for suggestion in found:
-        try:
-            changed_config(config, suggestion.overrides)
-        except ConfigError:  # batch sizes that do not divide, or invalid combinations
-            continue
-        yield suggestion
 
 
 def _planned(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from burnish.config.arithmetic import BatchPlan
 from burnish.config.job import JobConfig
-from burnish.config.load import ConfigError, changed_config
+from burnish.config.load import changed_if_valid
 from burnish.config.placement import placement_groups
 from burnish.config.roles import JobSpec, RolloutRole, TrainRole
 from burnish.plan.hardware import Hardware
@@ -53,24 +53,15 @@ def probe_stages(config: JobConfig, hardware: Hardware) -> list[ProbeStage]:
     found += [("larger micro-batch", (*_one_rank(config), *size)) for size in sizes[1:]]
     counts = [2**k for k in range(1, most.bit_length()) if 2**k < most] + [most] * (most > 1)
     found += [(f"{n} ranks", (*_on_ranks(n), *sizes[-1])) for n in counts]
-    stages = list(_valid_only(config, found))
+    stages = []
+    for name, overrides in found:
+        smaller = changed_if_valid(config, overrides)
+        trained = None if smaller is None else smaller.resolve().trained
+        if smaller is not None and trained is not None:
+            stages.append(ProbeStage(name, overrides, smaller, trained.ranks))
     if stages and separate_rollout(stages[-1].config.resolve()) is not None:
         stages[-1] = replace(stages[-1], separate_engine=True)
     return stages
-
-
-def _valid_only(
-    config: JobConfig, found: Iterable[tuple[str, tuple[str, ...]]]
-) -> Iterator[ProbeStage]:
-    """Yield the stages whose recipe is valid, skipping batch sizes that do not divide."""
-    for name, overrides in found:
-        try:
-            smaller = changed_config(config, overrides)
-        except ConfigError:
-            continue
-        role = smaller.resolve().trained
-        assert role is not None
-        yield ProbeStage(name, overrides, smaller, role.ranks)
 
 
 def _ranks_here(role: TrainRole, hardware: Hardware) -> int:

@@ -17,7 +17,7 @@ from burnish.algorithms.rated import (
     squared_error,
 )
 from burnish.config import RewardModelConfig
-from burnish.data.rated.config import ClassesDataConfig, RatedDataConfig, class_names
+from burnish.data.rated.config import ClassesDataConfig, class_names
 from burnish.tensors import upload
 from burnish.train.base import Loss, Outputs, TrainEngine
 from burnish.types import Batch, Number, Stats
@@ -28,7 +28,7 @@ RowLoss = Callable[[Tensor, Tensor], Tensor]
 
 def scores_objective(config: RewardModelConfig) -> Loss:
     """Return the loss of scores, as a mean over all rows of the step."""
-    return _objective(_scores_loss(config), partial(score_errors, names=_data_of(config).names))
+    return _objective(_scores_loss(config), partial(score_errors, names=config.data.output_names))
 
 
 def classes_objective(config: RewardModelConfig) -> Loss:
@@ -39,7 +39,7 @@ def classes_objective(config: RewardModelConfig) -> Loss:
 def measure_scores(config: RewardModelConfig) -> Callable[[TrainEngine, Batch], Stats]:
     """Return a function that measures loss, errors, correlations, and the mean and standard
     deviation of the reward over held-out rows."""
-    names, row_loss = _data_of(config).names, _scores_loss(config)
+    names, row_loss = config.data.output_names, _scores_loss(config)
     weights = config.weight_of_outputs
 
     def measure(engine: TrainEngine, batch: Batch) -> Stats:
@@ -73,14 +73,14 @@ def scores_metadata(config: RewardModelConfig) -> dict[str, Any]:
 def classes_metadata(config: RewardModelConfig) -> dict[str, Any]:
     """Return transformers' type of the problem (of pass or fail: the one with a binary
     cross-entropy), the names of the outputs, and their weights in the reward."""
-    binary = len(_data_of(config).names) == 1
+    binary = len(config.data.output_names) == 1
     return _metadata(
         config, "multi_label_classification" if binary else "single_label_classification"
     )
 
 
 def _metadata(config: RewardModelConfig, problem: str) -> dict[str, Any]:
-    names, weights = _data_of(config).names, config.weight_of_outputs
+    names, weights = config.data.output_names, config.weight_of_outputs
     metadata: dict[str, Any] = {
         "problem_type": problem,
         "id2label": dict(enumerate(names)),
@@ -89,10 +89,6 @@ def _metadata(config: RewardModelConfig, problem: str) -> dict[str, Any]:
     if weights is not None:
         metadata["reward_weights"] = dict(zip(names, weights, strict=True))
     return metadata
-
-
-def _data_of(config: RewardModelConfig) -> RatedDataConfig:
-    return cast(RatedDataConfig, config.data)
 
 
 def _class_names(config: RewardModelConfig) -> tuple[str, ...]:

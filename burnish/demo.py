@@ -12,7 +12,7 @@ import importlib.util
 import random
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -57,9 +57,7 @@ def demo_config(
     if out is not None:
         overrides.append(f"run_dir={out}")
     with resources.as_file(resources.files("burnish") / "demo.yaml") as recipe:
-        config = load_config(recipe, overrides, job="rl")
-    assert isinstance(config, RLConfig)
-    return config
+        return cast(RLConfig, load_config(recipe, overrides, job="rl"))
 
 
 def _model_overrides(model: str) -> list[str]:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from burnish.config.eval_sets import with_sets
 from burnish.config.job import SupervisedJob
-from burnish.config.roles import DistillTarget, TrainRole
+from burnish.config.roles import DistillTarget, SectionLimits, TrainRole
 from burnish.config.teacher import DistillLossConfig, ForwardKlLoss, TeacherConfig
 from burnish.data.demonstrations.config import SFTDataConfig
 
@@ -49,6 +49,9 @@ class DistillConfig(SupervisedJob):
         """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
         names = ("loss", "divergence", "teacher_kl", "nll", "agreement")
         return frozenset() if self.eval_data is None else with_sets(names, self.eval_sets)
+
+    def section_limits(self, name: str) -> SectionLimits:
+        return SectionLimits((self.model, self.teacher.model))
 
     def roles(self) -> tuple[TrainRole, ...]:
         precision = self.teacher.precision_or(self.precision)

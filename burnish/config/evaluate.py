@@ -8,17 +8,20 @@ from typing import ClassVar, Literal
 
 from burnish.config.base import PathText
 from burnish.config.episodes import Episodes, episode_rules, episodes_lines
-from burnish.config.job import InferenceJob
+from burnish.config.inference import InferenceJob
 from burnish.config.model import new_adapter_rules
 from burnish.config.observe import TrackersConfig
 from burnish.config.rewards import (
     FunctionReward,
     RewardConfig,
+    Scoring,
     no_weight_advice,
 )
 from burnish.config.roles import (
     RolloutRole,
     RowLengths,
+    SectionLimits,
+    eval_limits,
     sampled_lengths,
 )
 from burnish.config.rollout import EvalConfig, pass_advice
@@ -53,8 +56,11 @@ class EvaluateConfig(InferenceJob):
     """Trackers of the scores."""
 
     @property
-    def scored_by(self) -> tuple[RewardConfig, ...]:
-        return self.rewards
+    def scoring(self) -> Scoring:
+        return Scoring(self.rewards, self.episodes is not None)
+
+    def section_limits(self, name: str) -> SectionLimits:
+        return eval_limits(self.eval, self.model, new_tokens=self.row_lengths.rest)
 
     @property
     def row_lengths(self) -> RowLengths:

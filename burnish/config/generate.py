@@ -12,9 +12,15 @@ from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node, PathText
 from burnish.config.episodes import episode_rules, episodes_lines
-from burnish.config.job import RowsJob
-from burnish.config.rewards import FailurePolicy, RewardConfig, running_norm_rules, weigh_nothing
-from burnish.config.roles import RolloutRole, RowLengths, sampled_lengths
+from burnish.config.inference import RowsJob
+from burnish.config.rewards import (
+    FailurePolicy,
+    RewardConfig,
+    Scoring,
+    running_norm_rules,
+    weigh_nothing,
+)
+from burnish.config.roles import RolloutRole, RowLengths, SectionLimits, sampled_lengths
 from burnish.config.rollout import PromptsRollout
 from burnish.data.prompts.config import GenerationDataConfig
 
@@ -153,8 +159,12 @@ class GenerateConfig(RowsJob):
     these. Text does not determine the tokenization."""
 
     @property
-    def scored_by(self) -> tuple[RewardConfig, ...]:
-        return self.rewards
+    def scoring(self) -> Scoring:
+        in_episodes = self.rollout.episodes is not None
+        return Scoring(self.rewards, in_episodes, self.on_reward_failure)
+
+    def section_limits(self, name: str) -> SectionLimits:
+        return SectionLimits((self.model,), self.row_lengths.rest, self.num_prompts)
 
     @property
     def row_lengths(self) -> RowLengths:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from pathlib import PurePath
 from typing import Any, ClassVar
 
 from pydantic import Field, ValidationInfo, model_validator
@@ -18,19 +17,19 @@ from burnish.config.early_stopping import EarlyStoppingConfig, early_stopping_ru
 from burnish.config.eval_sets import eval_set_rules
 from burnish.config.held_out import held_out_rules, split_rules, with_evaluation_sections
 from burnish.config.length import supervised_rules, table_rules
-from burnish.config.model import ModelConfig, PrecisionConfig, new_adapter_rules
+from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.observe import ObserveConfig
 from burnish.config.offload import offload_rules
 from burnish.config.passes import held_out_line, passes_lines, total_rows
 from burnish.config.placement_rules import placement_rules
-from burnish.config.rewards import FailurePolicy, RewardConfig
+from burnish.config.rewards import Scoring
 from burnish.config.roles import (
     JobSpec,
     Role,
     RolloutRole,
     RowLengths,
+    SectionLimits,
     TrainRole,
-    reward_roles,
     rollout_precision,
 )
 from burnish.config.train import (
@@ -44,8 +43,6 @@ from burnish.config.train import (
 )
 from burnish.data.config import DataConfig
 from burnish.rollout.kinds import RolloutEngineConfig
-
-OUTPUT_KINDS = (".jsonl", ".parquet")
 
 WITHOUT_RULES = {"rules": False}
 """Validation context in which only types are validated, to inspect a recipe that breaks rules."""
@@ -63,6 +60,10 @@ class JobConfig(Node):
 
     without_effect: ClassVar[Mapping[str, str]] = {}
     """Reason by dotted key, for keys that act in other jobs alone. Setting one is an error."""
+
+    writes_rows: ClassVar[bool] = False
+    """True if the job writes rows: it encodes all rows before it samples, and reports all errors
+    together; a resumed run continues its output."""
 
     job: str
     """Job of the recipe."""
@@ -123,6 +124,15 @@ class JobConfig(Node):
     def training(self) -> TrainingJob | None:
         """The recipe, if the job has gradient steps."""
         return None
+
+    @property
+    def scoring(self) -> Scoring:
+        """Rewards of the job's responses."""
+        return Scoring()
+
+    def section_limits(self, name: str) -> SectionLimits:
+        """Return the limits of the rows of the data section ``name``."""
+        return SectionLimits((self.model,))
 
     def inputs_of_replay(self) -> JobConfig:
         """Return a config without the inputs that a replay of a run does not read. It is only for
@@ -388,88 +398,6 @@ class SupervisedJob(TrainingJob):
 
     def advice(self) -> Iterator[str]:
         yield from best_metric_advice(self.checkpoint, self.eval_every_n_steps)
-
-
-class InferenceJob(JobConfig):
-    """Fields of every job without gradient steps."""
-
-    device: str = "auto"
-    """``auto`` (CUDA if available, else CPU), or a torch device such as ``cpu`` or ``cuda:1``."""
-    on_reward_failure: FailurePolicy = FailurePolicy()
-    """Treatment of failed rewards. (score: ``drop_group`` writes null.)"""
-
-    @abstractmethod
-    def rollout_role(self) -> RolloutRole | None:
-        """Return the role of the rollout engine, or None if nothing is sampled."""
-
-    @property
-    @abstractmethod
-    def scored_by(self) -> tuple[RewardConfig, ...]:
-        """Rewards of the responses."""
-
-    @property
-    @abstractmethod
-    def row_lengths(self) -> RowLengths:
-        """Maximum prompt and response lengths."""
-
-    @property
-    @abstractmethod
-    def rows_per_step(self) -> int:
-        """Number of responses per step."""
-
-    def roles(self) -> tuple[Role, ...]:
-        rollout = self.rollout_role()
-        rewards = reward_roles(
-            self.scored_by,
-            self.cluster,
-            train=TrainConfig(train_batch_size=1),
-            precision=self.precision,
-            lengths=self.row_lengths,
-        )
-        return (*([] if rollout is None else [rollout]), *rewards)
-
-    def resolve(self) -> JobSpec:
-        return JobSpec(
-            job=self.job,
-            model=self.model,
-            roles=self.roles(),
-            cluster=self.cluster,
-            device=self.device,
-            batch=None,
-            rows_per_step=self.rows_per_step,
-            updates_per_step=0,
-        )
-
-
-class RowsJob(InferenceJob):
-    """Fields of the jobs that write rows of data."""
-
-    not_spmd: ClassVar[str | None] = "one process writes its output, in the order of the input"
-    without_effect: ClassVar[Mapping[str, str]] = {
-        "observe.record_rollouts": "only the job rl is replayed",
-        "data.shuffle": "it reads all rows in order",
-        "data.mix": "it reads all rows in order",
-        "data.validate": "it encodes all rows before it starts",
-    }
-
-    output: PathText
-    """Output file, ``.jsonl`` or ``.parquet``, written at the end; must not exist. ``{run_dir}`` is
-    replaced."""
-    observe: ObserveConfig = ObserveConfig()
-    """Other files and progress output of the run."""
-
-    def rules(self) -> Iterator[str]:
-        yield from new_adapter_rules(self.model, self.job)
-        if PurePath(self.output).suffix.lower() not in OUTPUT_KINDS:
-            yield (
-                f"output={self.output} must end in {' or '.join(OUTPUT_KINDS)}, which sets the "
-                "format"
-            )
-        if set("{}") & set(self.output.replace("{run_dir}", "")):
-            yield (
-                f"output={self.output} contains braces, but only {{run_dir}} is replaced; remove "
-                "the others"
-            )
 
 
 def derived_batch(train: TrainConfig, cluster: ClusterConfig) -> BatchPlan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -305,3 +305,12 @@ def reward_names(rewards: Sequence[RewardConfig]) -> list[str]:
             name = f"{wanted}_{n}"
         names.append(name)
     return names
+
+
+class Scoring(NamedTuple):
+    """Rewards of the responses of a job."""
+
+    rewards: tuple[RewardConfig, ...] = ()
+    in_episodes: bool = False
+    """True if responses are conversations of episodes."""
+    on_failure: FailurePolicy = FailurePolicy()

@@ -40,6 +40,7 @@ from burnish.config.rewards import (
     FailurePolicy,
     FunctionReward,
     RewardConfig,
+    Scoring,
     ShapingConfig,
     reward_names,
     weigh_nothing,
@@ -48,7 +49,9 @@ from burnish.config.roles import (
     Role,
     RolloutRole,
     RowLengths,
+    SectionLimits,
     TrainRole,
+    eval_limits,
     reward_roles,
     sampled_lengths,
     samples_with_policy,
@@ -188,6 +191,19 @@ class RLConfig(TrainingJob):
                 self.train.engine, self.rollout.engine, self.precision
             ),
         )
+
+    @property
+    def scoring(self) -> Scoring:
+        in_episodes = self.rollout.episodes is not None
+        return Scoring(self.rewards, in_episodes, self.on_reward_failure)
+
+    def section_limits(self, name: str) -> SectionLimits:
+        if name == "ptx.data":
+            return SectionLimits((self.model,))
+        new_tokens = self.row_lengths.rest
+        if name.startswith("eval.") and self.eval is not None:
+            return eval_limits(self.eval, self.model, new_tokens=new_tokens)
+        return SectionLimits((self.model,), new_tokens)
 
     @property
     def row_lengths(self) -> RowLengths:

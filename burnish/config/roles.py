@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from burnish.config.arithmetic import BatchPlan
 from burnish.config.cluster import COLOCATED, ClusterConfig, ClusterRole
@@ -57,6 +57,23 @@ class RowLengths:
             return min(self.rest, limit), 1
         prompt = max(1, min(self.prompt, limit - self.rest))
         return prompt + self.rest, prompt
+
+
+class SectionLimits(NamedTuple):
+    """Limits of the rows that a job reads from one data section."""
+
+    models: tuple[ModelConfig, ...]
+    """Models whose positions must have room for a row and the tokens that are sampled after it."""
+    new_tokens: int = 0
+    """Maximum number of tokens that are sampled after a row."""
+    num_rows: int | None = None
+    """Number of rows, from the start of the data. None: all."""
+
+
+def eval_limits(config: EvalConfig, model: ModelConfig, *, new_tokens: int) -> SectionLimits:
+    """Return the limits of held-out prompts. ``new_tokens``: those of the rollout."""
+    new_tokens = config.generate_max_len or new_tokens
+    return SectionLimits((model,), new_tokens, config.num_prompts)
 
 
 def sampled_lengths(

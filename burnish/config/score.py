@@ -8,15 +8,16 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from burnish.config.base import PathText
-from burnish.config.job import RowsJob
+from burnish.config.inference import RowsJob
 from burnish.config.rewards import (
     FunctionReward,
     RewardConfig,
+    Scoring,
     ShapingConfig,
     no_weight_advice,
     running_norm_rules,
 )
-from burnish.config.roles import RowLengths
+from burnish.config.roles import RowLengths, SectionLimits
 from burnish.data.responses.config import ResponseDataConfig
 
 
@@ -49,8 +50,12 @@ class ScoreConfig(RowsJob):
         return None
 
     @property
-    def scored_by(self) -> tuple[RewardConfig, ...]:
-        return self.rewards
+    def scoring(self) -> Scoring:
+        return Scoring(self.rewards, on_failure=self.on_reward_failure)
+
+    def section_limits(self, name: str) -> SectionLimits:
+        """Return the number of rows. A reward has its own limit of lengths."""
+        return SectionLimits((), num_rows=self.num_rows)
 
     @property
     def row_lengths(self) -> RowLengths:

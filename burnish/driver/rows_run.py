@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from burnish.config.changes import changed_settings
-from burnish.config.job import RowsJob
+from burnish.config.inference import RowsJob
 from burnish.config.model import ModelConfig
-from burnish.config.rewards import ModelReward
 from burnish.driver.base import (
     Closable,
     Driver,
@@ -244,7 +243,7 @@ class RowsRun(Driver[RowsLoop]):
         """Return the state that identifies the run's input and weights. Raises RunError if the run
         was started with other input or other weights."""
         state = self.files.state()
-        scorers = [r.model for r in self.config.scored_by if isinstance(r, ModelReward)]
+        scorers = [role.model for role in self.config.roles() if role.kind == "reward"]
         weights = weights_digest([*self.loop.models, *scorers])
         mine = {**self.loop.identity, "weights": weights}
         if state is None and self.files.path(1).exists():

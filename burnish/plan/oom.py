@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from burnish.config.arithmetic import BatchPlan
-from burnish.config.job import JobConfig, RowsJob
+from burnish.config.job import JobConfig
 from burnish.config.load import changed_config, changed_if_valid
 from burnish.config.roles import JobSpec, TrainRole
 from burnish.config.train import on_oom_problem
@@ -69,7 +69,7 @@ def _resume_hint(config: JobConfig, failure: Failure) -> str:
     if config.job == "evaluate":
         return "An evaluation cannot be resumed: run it again with one of these changes."
     command = f"burnish {config.job} --resume {failure.run_dir} KEY=VALUE"
-    if isinstance(config, RowsJob):
+    if config.writes_rows:
         return f"The output of completed steps is kept. Resume with: {command}"
     if failure.checkpoint is None:
         return f"No checkpoint was written yet. Restart from step 0 with: {command}"

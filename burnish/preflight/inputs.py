@@ -13,7 +13,7 @@ from pathlib import Path
 
 from burnish.config import ConfigError
 from burnish.config.episodes import EpisodesConfig
-from burnish.config.job import JobConfig, RowsJob
+from burnish.config.job import JobConfig
 from burnish.config.parallelism import parallel_degrees
 from burnish.config.paths import model_problems, models_of
 from burnish.config.rewards import FunctionReward
@@ -122,7 +122,7 @@ def with_input_errors(
 def _checks(config: JobConfig, *, resumed: bool) -> Iterator[Callable[[], None]]:
     """Yield one function per input. Each raises if the input is unusable."""
     yield partial(check_trackers, config)
-    if resumed and isinstance(config, RowsJob):
+    if resumed and config.writes_rows:
         return
     for data in config.nodes_of(DataConfig):
         yield from (partial(_check_source, source, data) for source in data.sources)

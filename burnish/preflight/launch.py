@@ -18,11 +18,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from burnish.config import DistillConfig, EvaluateConfig, GenerateConfig, JobConfig, RLConfig
+from burnish.config import JobConfig
 from burnish.config import rewards as config_rewards
-from burnish.config.job import RowsJob
 from burnish.config.rewards import FailurePolicy, RewardConfig, ShapingConfig
-from burnish.config.score import ScoreConfig
 from burnish.data.config import DataConfig
 from burnish.data.encoders import encoder_of
 from burnish.data.files import content_digest
@@ -83,7 +81,7 @@ def check_before_run(config: JobConfig, *, resumed: bool) -> None:
     """
     if problems := list(sampling_problems(config)):
         raise RunError("\n".join(problems))
-    if isinstance(config, RowsJob):
+    if config.writes_rows:
         return
     problems = list(_data_problems(config, log.info))
     if problems:
@@ -102,34 +100,17 @@ def sections_of(config: JobConfig) -> list[Section]:
     """Return the data sections of a job, with their length limits within the positions of its
     models. Raises ModelError if a model has no room for a prompt."""
     sections = []
+    rewards, in_episodes, policy = config.scoring
     for name, data in config.paths_of(DataConfig):
-        limited, num_rows = data, None
-        if not isinstance(config, ScoreConfig):
-            limited = _limited(data, config, name)
-        else:
-            num_rows = config.num_rows
-        if name.startswith("eval.") and isinstance(config, EvaluateConfig | RLConfig):
-            num_rows = None if config.eval is None else config.eval.num_prompts
-        elif isinstance(config, GenerateConfig):
-            num_rows = config.num_prompts
+        models, new_tokens, num_rows = config.section_limits(name)
+        limited: Any = data
+        for model in models:
+            limited = within_positions(limited, model, new_tokens=new_tokens, field=name)
         readers: tuple[str, ...] = ()
-        rewards, in_episodes, policy = _rewards_of(config)
         if limited.reference_key is not None:
             readers = label_readers(rewards, policy)
         sections.append(Section(name, limited, config.model, num_rows, readers, in_episodes))
     return sections
-
-
-def _limited(data: Any, config: JobConfig, name: str) -> DataConfig:
-    new_tokens = 0
-    if isinstance(config, RLConfig | EvaluateConfig | GenerateConfig) and name != "ptx.data":
-        new_tokens = config.row_lengths.rest
-        if name.startswith("eval.") and not isinstance(config, GenerateConfig) and config.eval:
-            new_tokens = config.eval.generate_max_len or new_tokens
-    limited: DataConfig = within_positions(data, config.model, new_tokens=new_tokens, field=name)
-    if isinstance(config, DistillConfig):
-        limited = within_positions(limited, config.teacher.model, field=name)  # type: ignore[type-var]
-    return limited
 
 
 def _data_problems(config: JobConfig, say: Say) -> Iterator[str]:
@@ -369,7 +350,7 @@ def _reward_problems(
     config: JobConfig, say: Say, kinds: tuple[type[RewardConfig], ...]
 ) -> Iterator[str]:
     """Call each reward of ``kinds`` on one row. Yield one message for each that fails."""
-    entries, episodes, policy = _rewards_of(config)
+    entries, episodes, policy = config.scoring
     called = []
     for i, entry in enumerate(entries):
         name = entry.name or f"rewards.{i} ({entry.kind})"
@@ -396,19 +377,6 @@ def _reward_problems(
             log.warning("%s\nSuch groups are dropped (on_reward_failure)", problems[0])
             continue
         yield from problems
-
-
-def _rewards_of(config: JobConfig) -> tuple[Sequence[RewardConfig], bool, FailurePolicy]:
-    """Return the rewards of a job, True if they score episodes, and their failure policy."""
-    if isinstance(config, RLConfig):
-        return config.rewards, config.rollout.episodes is not None, config.on_reward_failure
-    if isinstance(config, GenerateConfig):
-        return config.rewards, config.rollout.episodes is not None, config.on_reward_failure
-    if isinstance(config, EvaluateConfig):
-        return config.rewards, config.episodes is not None, FailurePolicy()
-    if isinstance(config, ScoreConfig):
-        return config.rewards, False, config.on_reward_failure
-    return (), False, FailurePolicy()
 
 
 def _failure(entry: RewardConfig, prompt: Prompt | None, policy: FailurePolicy) -> Iterator[str]:

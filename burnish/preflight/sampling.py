@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from burnish.config import EvaluateConfig, GenerateConfig, JobConfig, RLConfig
+from burnish.config import JobConfig
 from burnish.config.model import ModelConfig
-from burnish.config.off_policy import max_kept_ids
+from burnish.config.rollout import EvalConfig, SamplingConfig
 from burnish.config.vllm_sampling import vllm_sampling_problems
 from burnish.models.load import hf_config, load_tokenizer
 
@@ -24,22 +24,21 @@ def sampling_problems(config: JobConfig) -> Iterator[str]:
                     f"{key} contains {token}, but the model has only the tokens 0 to "
                     f"{vocab_size - 1}, so it would end no response; remove it"
                 )
-    if isinstance(config, RLConfig) and not config.rollout.engine.uses_transformers:
-        rollout, num = config.rollout, max_kept_ids(config.algorithm, config.rollout)
-        problems = vllm_sampling_problems(
-            rollout.temperature, num_recorded=num, max_recorded=vocab_size
-        )
-        yield from (f"rollout.{problem}" for key, problem in problems if key == "top_k")
+    job = config.resolve()
+    if job.rollout is None or job.trained is None or job.rollout.engine.uses_transformers:
+        return
+    problems = vllm_sampling_problems(
+        job.rollout.temperature or 0.0, num_recorded=job.trained.kept_ids, max_recorded=vocab_size
+    )
+    yield from (f"rollout.{problem}" for key, problem in problems if key == "top_k")
 
 
 def _stop_tokens(config: JobConfig) -> Mapping[str, Sequence[int]]:
     """Return the token ids that end a response, by key."""
-    found: dict[str, Sequence[int]] = {}
-    if isinstance(config, RLConfig | GenerateConfig):
-        found["rollout.stop_token_ids"] = config.rollout.stop_token_ids
-    if isinstance(config, RLConfig | EvaluateConfig) and config.eval is not None:
-        found["eval.stop_token_ids"] = config.eval.stop_token_ids or ()
-    return found
+    sampling, evaluation = config.paths_of(SamplingConfig), config.paths_of(EvalConfig)
+    ids = {key: section.stop_token_ids for key, section in sampling}
+    ids |= {key: section.stop_token_ids or () for key, section in evaluation}
+    return {f"{key}.stop_token_ids": tokens for key, tokens in ids.items()}
 
 
 def vocab_size_of(model: ModelConfig) -> int | None:

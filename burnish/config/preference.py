@@ -12,6 +12,7 @@ from burnish.config.arithmetic import (
     BatchError,
 )
 from burnish.config.eval_sets import eval_sections, with_sets
+from burnish.config.held_out import held_out_advice
 from burnish.config.job import SupervisedJob
 from burnish.config.model import ReferenceConfig, lora_advice, random_reference_advice
 from burnish.config.preference_losses import DpoLoss, IpoLoss, PreferenceLossConfig
@@ -20,7 +21,6 @@ from burnish.config.roles import (
     TrainRole,
 )
 from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.data.prompts.config import held_out_advice
 
 
 class PreferenceReferenceConfig(ReferenceConfig):

@@ -9,10 +9,10 @@ from typing import Literal
 from pydantic import Field
 
 from burnish.config.eval_sets import eval_sections, with_sets
+from burnish.config.held_out import held_out_advice
 from burnish.config.job import SupervisedJob
 from burnish.config.roles import TrainRole
 from burnish.data.kinds import RewardDataConfig, RewardRows, kind_with_loss
-from burnish.data.prompts.config import held_out_advice
 
 RewardLoss = Literal["bradley_terry", "log_exp", "process", "mse", "huber", "cross_entropy"]
 

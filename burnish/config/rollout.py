@@ -11,8 +11,9 @@ from pydantic import Field
 from burnish.config.base import Node, OlderKeys, switched_by
 from burnish.config.episodes import Episodes
 from burnish.config.eval_sets import eval_sections, eval_set_rules, with_sets
+from burnish.config.held_out import held_out_advice
 from burnish.config.rewards import RewardConfig
-from burnish.data.prompts.config import PromptDataConfig, held_out_advice
+from burnish.data.prompts.config import PromptDataConfig
 from burnish.rollout.kinds import RolloutEngineConfig
 from burnish.rollout.local.config import LocalEngine
 

@@ -8,9 +8,9 @@ from typing import Literal
 from pydantic import Field
 
 from burnish.config.eval_sets import with_sets
+from burnish.config.held_out import held_out_advice
 from burnish.config.job import SupervisedJob
 from burnish.data.demonstrations.config import SFTDataConfig
-from burnish.data.prompts.config import held_out_advice
 
 
 class SFTConfig(SupervisedJob):

@@ -63,22 +63,6 @@ class GenerationDataConfig(PromptDataConfig):
     the prompts, so they are not truncated."""
 
 
-def held_out_advice(data: DataConfig, held_out: DataConfig | None, name: str) -> Iterator[str]:
-    """Yield one sentence if evaluation prompts are built differently from training prompts and the
-    recipe does not set this explicitly. ``name``: the held-out data's key in the recipe."""
-    if held_out is None:
-        return
-    now, then = data.model_dump(), held_out.model_dump()
-    for key in ("system_prompt", "prompt_template", "apply_chat_template"):
-        set_here = key in data.model_fields_set and key in then
-        if set_here and key not in held_out.model_fields_set and now[key] != then[key]:
-            yield (
-                f"data.{key} is set but {name}.{key} is not, so evaluation would use another "
-                f"prompt than training; set {name}.{key} to the same value (or to null, if this "
-                "is intended)"
-            )
-
-
 def _pattern_rules(pattern: str) -> Iterator[str]:
     try:
         groups = regex.compile(pattern).groups

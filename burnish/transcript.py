@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+FinishReason = Literal["stop", "length", "aborted"]
+"""End of one response. ``length``: a token limit cut it."""
+
 EpisodeStatus = Literal[
     "done",
     "max_turns",
@@ -75,6 +78,8 @@ class Turn:
     """Rewards that the environment gave for this turn."""
     counts: Mapping[str, float] = field(default_factory=dict)
     """Numbers of events that the environment counted."""
+    finish_reason: FinishReason = "stop"
+    """End of this response. The limit that ended the episode may be another one."""
     problem: str = ""
     """Description of malformed tool calls. Empty: none."""
     num_tokens: int = 0
@@ -113,8 +118,16 @@ class Episode:
     @property
     def messages(self) -> list[Mapping[str, Any]]:
         """All messages of the conversation that the last turn belongs to, in order."""
-        found = list(self.start)
-        for turn in self.turns:
-            found = found if turn.prompt is None else list(turn.prompt)
-            found += [turn.message, *turn.answer]
-        return found
+        if not self.turns:
+            return list(self.start)
+        last = self.turns[-1]
+        return [*self.messages_before(len(self.turns) - 1), last.message, *last.answer]
+
+    def messages_before(self, number: int) -> list[Mapping[str, Any]]:
+        """Return the messages that turn ``number`` responds to."""
+        messages = list(self.start)
+        for turn in self.turns[:number]:
+            messages = messages if turn.prompt is None else list(turn.prompt)
+            messages += [turn.message, *turn.answer]
+        prompt = self.turns[number].prompt
+        return messages if prompt is None else list(prompt)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +25,7 @@ from torch import Tensor
 
 from burnish.compact import BoolRuns, Compact, FloatArray, IntArray, IntLists, IntRuns, concatenated
 from burnish.tensors import upload
-from burnish.transcript import Episode
-
-FinishReason = Literal["stop", "length", "aborted"]
+from burnish.transcript import Episode, FinishReason
 
 Ids = IntArray | tuple[int, ...]
 """Token ids."""
@@ -133,6 +131,13 @@ class TokenRow:
     def __post_init__(self) -> None:
         pack(self, **_COLUMNS)
 
+    @property
+    def last_response(self) -> tuple[Ids, Ids]:
+        """(token ids that the policy read before its last response, ids of that response)."""
+        *_, (turn, length) = (-1, 0), *IntRuns(self.turns).runs()
+        begin = len(self.response_ids) - (length if turn >= 0 else 0)
+        return self.prompt_ids + self.response_ids[:begin], self.response_ids[begin:]
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -164,7 +169,10 @@ class Sample:
     versions: Labels
     """Number of optimizer steps of the weights that sampled each token."""
     text: str
+    """Text of the response; of an episode, of its last response."""
     finish_reason: FinishReason
+    """``length``: a token limit ended the response or the episode. The end of an episode's last
+    response is that of its last turn (:attr:`is_cut`)."""
     reward: float = float("nan")
     """Weighted sum of ``reward_parts`` after shaping; of an episode its total, which includes
     ``turn_rewards``. NaN until scored."""
@@ -206,6 +214,18 @@ class Sample:
             self.kept_ids,
         )
         return (*self.earlier_rows, last)
+
+    @property
+    def last_response(self) -> tuple[Ids, Ids]:
+        """(token ids that the policy read before its last response, ids of that response)."""
+        return self.rows[-1].last_response
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the model did not end its last response, for example because a token limit cut
+        it."""
+        turns = () if self.episode is None else self.episode.turns
+        return (turns[-1] if turns else self).finish_reason != "stop"
 
     @property
     def num_sampled_tokens(self) -> int:

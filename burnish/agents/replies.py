@@ -12,6 +12,7 @@ from burnish.episodes.parsing import ParsedMessage
 from burnish.episodes.renderer import TextCodec
 from burnish.episodes.token_texts import TokenPart
 from burnish.rollout.base import Completion, Sampling
+from burnish.transcript import FinishReason
 from burnish.types import Ids
 
 
@@ -29,6 +30,12 @@ def with_stop(sampling: Sampling, stop: Sequence[str]) -> Sampling:
     return replace(sampling, stop=tuple(dict.fromkeys((*sampling.stop, *stop))))
 
 
+def finish_reason_of(completion: Completion, parsed: ParsedMessage) -> FinishReason:
+    """Return the end of a response. One that a stop string of the client ends is not cut, even if
+    the engine did not recognize the string."""
+    return completion.finish_reason if parsed.stop is None else "stop"
+
+
 def make_choice(
     call: ModelCall,
     completion: Completion,
@@ -37,11 +44,10 @@ def make_choice(
 ) -> Choice:
     """Return a response as a choice. ``parts``: text of each token, for log-probs.
 
-    A response that the token limit cut says so, also if it has complete calls. One that a stop
-    string of the client ends is not cut, even if the engine did not recognize the string.
+    A response that the token limit cut says so, also if it has complete calls.
     """
     reason: Literal["length", "stop", "tool_calls"] = "stop"
-    if completion.finish_reason == "length" and parsed.stop is None:
+    if finish_reason_of(completion, parsed) == "length":
         reason = "length"
     elif parsed.message.get("tool_calls"):
         reason = "tool_calls"

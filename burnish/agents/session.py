@@ -28,7 +28,7 @@ from burnish.agents.calls import (
     invalid,
 )
 from burnish.agents.prompts import Prompt, Prompts, Recorded
-from burnish.agents.replies import make_choice, make_reply, make_start, with_stop
+from burnish.agents.replies import finish_reason_of, make_choice, make_reply, make_start, with_stop
 from burnish.agents.retries import Retries
 from burnish.chat_message import Message
 from burnish.environments.pool import EpisodeFailedError
@@ -216,6 +216,7 @@ class TrainingSession:
                 prompt=None if continues else call.prompt.messages,
                 rewards=rewards if follower is None else {},
                 counts=dict(sorted(self.counts.items())) if follower is None else {},
+                finish_reason=finish_reason_of(call.completion, call.parsed),
                 problem=call.parsed.problem or "",
                 num_tokens=len(call.completion.token_ids),
                 num_prompt_tokens=len(call.prompt.ids),

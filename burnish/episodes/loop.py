@@ -239,6 +239,7 @@ class _EpisodeState:
                     answer=tuple(step.messages),
                     rewards=step.rewards,
                     counts=step.counts,
+                    finish_reason=completion.finish_reason,
                     problem=problem or "",
                     num_tokens=len(completion.token_ids),
                     num_prompt_tokens=len(prompt),

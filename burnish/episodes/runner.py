@@ -269,7 +269,8 @@ def _listed(statuses: Counter[str]) -> str:
 def episode_sample(prompt: Prompt, sample_id: str, result: EpisodeResult) -> Sample:
     """Return an episode as a training sample. Its text is that of the last turn. Its finish reason
     is ``length`` if a token limit ended the episode, also if that was reached by an observation. A
-    response of an agent's call that was cut at the call's own limit does not end an episode."""
+    response of an agent's call that was cut at the call's own limit does not end an episode: the
+    finish reasons of responses are those of the turns."""
     rows = episode_rows(result.calls)
     last = rows[-1]
     final = result.calls[-1].completion

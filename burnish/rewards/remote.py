@@ -19,6 +19,7 @@ from burnish.config.rewards import RemoteReward as RemoteRewardConfig
 from burnish.loop_thread import LoopThread
 from burnish.rewards.base import RewardError, RewardInput, SampleError
 from burnish.rewards.remote_client import COUNTS, RemoteError, Reply, RewardClient
+from burnish.rewards.rows import text_before
 
 log = logging.getLogger("burnish")
 
@@ -152,26 +153,23 @@ def prompt_and_query(
 
     With ``special_tokens`` and a tokenizer, the response includes its special tokens. It is decoded
     together with the prompt, because decoded alone it could lose a leading space. Of an episode,
-    the texts are those of its last row, as the policy read and sampled them. Raises RewardError for
-    an episode without a tokenizer.
+    the response is its last one, and the prompt all that the policy read before it. Raises
+    RewardError for an episode without a tokenizer.
     """
-    sample, prompt = item.sample, item.prompt.text
+    sample = item.sample
     if sample.episode is None and not (special_tokens and tokenizer):
-        return prompt, prompt + sample.text
+        return item.prompt.text, item.prompt.text + sample.text
     if tokenizer is None:
         raise RewardError("texts of episodes need the policy's tokenizer; pass it to RemoteReward")
     decode = partial(_decode, tokenizer, special_tokens=special_tokens)
-    head = decode(sample.prompt_ids)
-    whole = decode(sample.prompt_ids + sample.response_ids)
-    tail = whole[len(head) :] if whole.startswith(head) else decode(sample.response_ids)
-    if sample.episode is not None:
-        prompt = _decode(tokenizer, sample.prompt_ids)
+    prompt_ids, response_ids = sample.last_response
+    head, whole = decode(prompt_ids), decode(prompt_ids + response_ids)
+    tail = whole[len(head) :] if whole.startswith(head) else decode(response_ids)
+    prompt = text_before(item, tokenizer)
     return prompt, prompt + tail
 
 
-def _decode(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, special_tokens: bool = True
-) -> str:
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, special_tokens: bool) -> str:
     text = tokenizer.decode(
         list(ids),
         skip_special_tokens=not special_tokens,

@@ -24,8 +24,6 @@ from burnish.data.rendering import THINK, THINK_END, Field, Tools
 from burnish.data.sources import DataError
 from burnish.rewards.base import RewardError, RewardInput
 from burnish.special_tokens import special_tokens
-from burnish.transcript import Episode
-from burnish.types import Prompt, Sample
 
 log = logging.getLogger("burnish")
 
@@ -35,10 +33,53 @@ Encode = Callable[[RewardInput], Pair]
 """Function that encodes an item."""
 
 
-def sampled_ids(item: RewardInput) -> Pair:
-    """Return the policy's own token ids: (prompt ids, response ids). Of an episode, they are those
-    of its last row: the conversation up to the last response."""
-    return item.sample.prompt_ids, item.sample.response_ids
+class _Answer(NamedTuple):
+    """The last response of a sample, and what it answers."""
+
+    sampled: Pair
+    """The policy's own token ids."""
+    text: str
+    ended: bool
+    """False if a token limit cut the response."""
+    prompt: str | None
+    """Text of a prompt. None: the response answers the conversation of an episode."""
+    messages: Sequence[Mapping[str, Any]] | None
+    """Messages that the policy read. None: the prompt is plain text."""
+    tools: Tools
+    message: Mapping[str, Any]
+    """The response as a message; of an episode, as it was parsed."""
+
+
+def _answer_of(item: RewardInput) -> _Answer:
+    prompt, sample, episode = item.prompt, item.sample, item.sample.episode
+    pair, ended = sample.last_response, not sample.is_cut
+    if episode is None:
+        message: dict[str, Any] = {"role": "assistant", "content": sample.text}
+        said = (prompt.text, prompt.messages, prompt.tools, message)
+        return _Answer(pair, sample.text, ended, *said)
+    messages = episode.messages_before(len(episode.turns) - 1)
+    message = dict(episode.turns[-1].message)
+    if message.get("content", "").strip() == sample.text.strip():  # parsing strips white space
+        message["content"] = sample.text
+    return _Answer(pair, sample.text, ended, None, messages, episode.tools or None, message)
+
+
+def text_before(item: RewardInput, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what the policy read before its last response, as text with special tokens."""
+    prompt, (ids, _) = item.prompt, item.sample.last_response
+    if item.sample.episode is None:
+        return prompt.text
+    known, begin = prompt.token_ids, len(prompt.token_ids)
+    if ids[:begin] != known:
+        return _decoded(tokenizer, ids)
+    head, both = _decoded(tokenizer, known), _decoded(tokenizer, ids)
+    return prompt.text + (
+        both[len(head) :] if both.startswith(head) else _decoded(tokenizer, ids[begin:])
+    )
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
 
 _TEXT = "Ab c, 12 + \u00e9\n  xyzzy"
@@ -121,38 +162,54 @@ class SampledRows:
 
     def __call__(self, item: RewardInput) -> Pair:
         """Return (prompt ids, response ids)."""
-        if self._is_as_sampled(item):
-            return sampled_ids(item)
+        answer = _answer_of(item)
+        if self._is_as_sampled(answer):
+            return answer.sampled
+        if self._tokenizer.chat_template is None:
+            answer = answer._replace(prompt=text_before(item, self._tokenizer))
         try:
-            return self._rows(item)
+            return self._rows.encoded(answer)
         except DataError:  # no row that the model was trained on has such an answer
-            return sampled_ids(item)
+            return answer.sampled
 
-    def _is_as_sampled(self, item: RewardInput) -> bool:
-        prompt, sample = item.prompt, item.sample
+    def _is_as_sampled(self, answer: _Answer) -> bool:
         without_template = self._tokenizer.chat_template is None
-        if sample.episode is not None:
-            return without_template or self._rows.continues
         end = self._tokenizer.eos_token_id
-        if prompt.messages is None:  # special tokens of a text are tokens of its row as well
-            return sample.finish_reason != "stop" or _ends_with(self._tokenizer, sample, end)
+        if answer.messages is None:  # special tokens of a text are tokens of its row as well
+            return not answer.ended or _ends_with(self._tokenizer, answer, end)
         if without_template:
-            begins = list(sample.prompt_ids[: len(self._leading)]) == self._leading
-            return begins and _ends_with(self._tokenizer, sample, end)
+            begins = list(answer.sampled[0][: len(self._leading)]) == self._leading
+            return begins and _ends_with(self._tokenizer, answer, end)
         if self._rows.continues:
-            return _ends_with(self._tokenizer, sample, end)
-        text = sample.text
+            return _ends_with(self._tokenizer, answer, end)
+        text = answer.text
         if text != text.strip() or not text or any(mark in text for mark in self._markers):
             return False
-        form = self._form(prompt, prompt.messages)
-        return form.verbatim and _ends_with(self._tokenizer, sample, form.end)
+        form = self._form(answer.messages, answer.tools)
+        as_written = form.verbatim and _ends_with(self._tokenizer, answer, form.end)
+        return as_written and (answer.prompt is not None or self._is_rendered(answer))
 
-    def _form(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]]) -> _Form:
-        key = (str(messages[-1]["role"]), prompt.tools is not None)
+    def _is_rendered(self, answer: _Answer) -> bool:
+        """Return whether the template makes the tokens that the policy read before the response:
+        earlier responses may have been sampled in another form."""
+        assert answer.messages is not None
+        try:
+            _, head = encode_prompt(
+                self._tokenizer,
+                answer.messages,
+                tools=answer.tools,
+                refused=_WRITTEN_BY_THE_POLICY,
+            )
+        except DataError:
+            return False
+        return head == list(answer.sampled[0])
+
+    def _form(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> _Form:
+        key = (str(messages[-1]["role"]), tools is not None)
         if key not in self._forms:
             if len(self._forms) >= _MOST_FORMS:
                 self._forms.clear()
-            self._forms[key] = self._find_form(messages, prompt.tools)
+            self._forms[key] = self._find_form(messages, tools)
         return self._forms[key]
 
     def _find_form(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> _Form:
@@ -167,11 +224,11 @@ class SampledRows:
         return _Form(verbatim=True, end=end[0] if end else None)
 
 
-def _ends_with(tokenizer: PreTrainedTokenizerBase, sample: Sample, end: int | None) -> bool:
+def _ends_with(tokenizer: PreTrainedTokenizerBase, answer: _Answer, end: int | None) -> bool:
     """Return whether ``end`` is the last token of an ended response and nowhere else, and a
     response that was cut has no special token at its end."""
-    ids = list(sample.response_ids)
-    if sample.finish_reason == "stop":
+    ids = list(answer.sampled[1])
+    if answer.ended:
         return end in ids and ids.index(end) == len(ids) - 1
     return end not in ids and (not ids or ids[-1] not in special_tokens(tokenizer))
 
@@ -196,17 +253,19 @@ class RowEncoder:
     def __call__(self, item: RewardInput) -> Pair:
         """Return (prompt ids, response ids). Raises RewardError if an episode needs the template
         that the tokenizer does not have."""
-        prompt, sample = item.prompt, item.sample
-        ended = sample.finish_reason == "stop"
-        if sample.episode is not None:
-            return self._conversation(sample.episode, ended=ended)
-        if prompt.messages is not None:
+        return self.encoded(_answer_of(item))
+
+    def encoded(self, answer: _Answer) -> Pair:
+        """Return (prompt ids, response ids) of a response. Raises RewardError as ``__call__``."""
+        text, ended = answer.text, answer.ended
+        if answer.messages is not None:
             if self.tokenizer.chat_template is not None:
                 return self.of_messages(
-                    prompt.messages, sample.text, tools=prompt.tools, ended=ended
+                    answer.messages, text, tools=answer.tools, ended=ended, message=answer.message
                 )
+            self._check_has_text(answer)
             self._warn_markup()
-        head, ids = encode_text(self.tokenizer, prompt.text, sample.text, ended=ended)
+        head, ids = encode_text(self.tokenizer, str(answer.prompt), text, ended=ended)
         end = self.tokenizer.eos_token_id
         return head, ids[: ids.index(end) + 1] if end in ids else ids
 
@@ -217,8 +276,10 @@ class RowEncoder:
         *,
         tools: Tools = None,
         ended: bool = True,
+        message: Mapping[str, Any] | None = None,
     ) -> Pair:
-        """Return (ids of a prompt of messages, ids of the response ``text``).
+        """Return (ids of a prompt of messages, ids of the response ``text``). ``message``: the same
+        response as a message. None: its content is the text.
 
         Reasoning that was cut follows the generation prompt as it is: a template would write it as
         the answer."""
@@ -232,21 +293,16 @@ class RowEncoder:
                     self.tokenizer, head, text, prompt=rendered, add_eos=ended
                 )
                 return head, ids[len(head) :]
-        answer = {"role": "assistant", "content": text}
+        answer = message or {"role": "assistant", "content": text}
         return self._encoded([*messages, answer], tools=tools, ended=ended)
 
-    def _conversation(self, episode: Episode, *, ended: bool) -> Pair:
-        """Return (ids of all messages before the last response, ids of that response)."""
-        if self.tokenizer.chat_template is None:
+    def _check_has_text(self, answer: _Answer) -> None:
+        if answer.prompt is None:
             raise RewardError(
                 f"reward {self.name!r}: its tokenizer has no chat template, which the "
                 "conversations of episodes need; set its model.chat_template to the template that "
                 "it was trained with"
             )
-        messages = episode.messages
-        while messages[-1]["role"] != "assistant":  # the answer to the last response
-            messages.pop()
-        return self._encoded(messages, tools=episode.tools, ended=ended)
 
     def _encoded(
         self,

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from burnish.compact import FloatArray, IntArray, IntLists, IntRuns
 from burnish.errors import BurnishError
-from burnish.types import FinishReason, Ids, KeptIds, Logprobs, pack
+from burnish.transcript import FinishReason
+from burnish.types import Ids, KeptIds, Logprobs, pack
 
 
 class SamplingError(BurnishError, ArithmeticError):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from burnish.compact import FloatArray, IntArray, IntLists
 from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
 from burnish.rollout.requests import StopRule
-from burnish.types import FinishReason
+from burnish.transcript import FinishReason
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from burnish.rollout.base import Request, Sampling
 from burnish.special_tokens import end_token_ids, special_tokens
-from burnish.types import FinishReason
+from burnish.transcript import FinishReason
 
 
 def check_requests(

@@ -13,7 +13,8 @@ from burnish.config.generate import AllSamples, BestOfN, BestWorstPairs, RewardC
 from burnish.data.prompts.generation import OWN_COLUMNS, GenerationPrompt, with_reward
 from burnish.data.selection import DROPS, best, best_and_worst, select
 from burnish.data.sources import DataError
-from burnish.types import FinishReason, Group, Prompt, Sample
+from burnish.transcript import FinishReason
+from burnish.types import Group, Prompt, Sample
 
 MODES = [
     AllSamples(),

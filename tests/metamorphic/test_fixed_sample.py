@@ -17,6 +17,7 @@ from metamorphic import (
     relations_rows,
     relations_rules,
     relations_serving,
+    relations_turns,
 )
 from metamorphic.base import RELATIONS, check
 
@@ -61,6 +62,7 @@ ALL = (
     relations_plan,
     relations_rules,
     relations_serving,
+    relations_turns,
 )
 
 

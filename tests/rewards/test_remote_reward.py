@@ -99,13 +99,15 @@ def test_the_query_of_an_episode_is_its_conversation(
     tokenizer = load_tokenizer(tiny_config)
     end = str(tokenizer.eos_token)
     group = make_group(0, ["3"])
-    prompt, rest = tokenizer(f"1+2={end}")["input_ids"], tokenizer(f"3{end}4")["input_ids"]
-    played = Episode("done", ({"role": "user", "content": "1+2="},))
-    ids = {"prompt_ids": tuple(prompt), "response_ids": tuple(rest), "episode": played}
-    item = RewardInput(group.prompt, replace(group.samples[0], **ids))
-    for special, response in ((True, f"3{end}4"), (False, "34")):
-        found = prompt_and_query(item, tokenizer, special_tokens=special)
-        assert found == (f"1+2={end}", f"1+2={end}{response}")
+    prompt, rest = tokenizer(f"1+2={end}")["input_ids"], tokenizer(f"3{end}45{end}")["input_ids"]
+    turns = (0, 0, -1, 1, 1)
+    sampled = {"action_mask": tuple(turn >= 0 for turn in turns), "turns": turns}
+    record = Episode("done", ({"role": "user", "content": "1+2="},))
+    ids = {"prompt_ids": tuple(prompt), "response_ids": tuple(rest), "episode": record}
+    item = RewardInput(group.prompt, replace(group.samples[0], **ids, **sampled))
+    for special, response in ((True, f"5{end}"), (False, "5")):
+        query = prompt_and_query(item, tokenizer, special_tokens=special)
+        assert query == (f"1+2={end}3{end}4", f"1+2={end}3{end}4{response}")
 
 
 def test_items_are_sent_in_batches_and_the_order_is_kept(

@@ -17,7 +17,8 @@ from burnish.data.responses.config import ResponseDataConfig
 from burnish.data.rows import column
 from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import RowRef
-from burnish.types import FinishReason, Group, Prompt, Sample
+from burnish.transcript import FinishReason
+from burnish.types import Group, Prompt, Sample
 from burnish.vocabulary import num_tokens
 
 

@@ -92,18 +92,24 @@ def load_causal_lm(
     dtype: Dtype = "fp32",
     device: torch.device | str = "cpu",
     empty: bool = False,
+    random: PretrainedConfig | None = None,
 ) -> PreTrainedModel:
     """Load a causal LM with ``dtype`` weights on ``device``, and LoRA adapters if configured.
 
     ``empty`` leaves the weights on the meta device, for an engine that reads its own shard of them.
-    If they cannot be read in parts (see ``empty.py``), the whole model is loaded. Raises ModelError
-    if the folder, file or hub name cannot be loaded.
+    If they cannot be read in parts (see ``empty.py``), the whole model is loaded. ``random``: the
+    config of the model, which then gets random weights, and no file of it is read. Raises
+    ModelError if the folder, file or hub name cannot be loaded.
     """
-    check_support(config)
-    auto_class = language_model_class(hf_config(config))
+    if random is None:
+        check_support(config)
+    auto_class = language_model_class(random or hf_config(config))
     model: Any = without_weights(auto_class, config, dtype) if empty else None
     if model is None:
-        if config.scratch is not None:
+        if random is not None:
+            with torch.device(device):
+                model = auto_class.from_config(random)
+        elif config.scratch is not None:
             model = scratch_model(config.scratch, torch.float32)
         else:
             model = from_pretrained(auto_class, config, DTYPES[dtype])

@@ -58,6 +58,7 @@ def load_scalar_model(  # house: ok properties of the model and of its head
     seed: int = 0,
     new_head: NewHead | None = None,
     empty: bool = False,
+    random: PretrainedConfig | None = None,
     num_outputs: int = 1,
     output_names: Sequence[str] = (),
     output_weights: Mapping[str, float] | None = None,
@@ -71,13 +72,14 @@ def load_scalar_model(  # house: ok properties of the model and of its head
 
     A ``random`` head is drawn from N(0, 1/(H+1)) with ``seed`` (like reward models in arXiv
     2009.01325); a ``zero`` head starts at 0. New adapters also depend only on ``seed``. ``empty``
-    leaves the other weights on the meta device, as in :func:`load_causal_lm`. Raises ModelError if
-    the model has no head and ``new_head`` is None (scores would be noise), or if the outputs
-    do not fit.
+    leaves the other weights on the meta device, and ``random`` draws them, as in
+    :func:`load_causal_lm`. Raises ModelError if the model has no head and ``new_head`` is None
+    (scores would be noise), or if the outputs do not fit.
     """
-    check_support(config)
-    pretrained_config = hf_config(config)
-    if pretrained_config is not None and has_score(pretrained_config):
+    if random is None:
+        check_support(config)
+    pretrained_config = random or hf_config(config)
+    if random is None and pretrained_config is not None and has_score(pretrained_config):
         check_outputs(config, pretrained_config, num_outputs if new_head is not None else None)
         order = (
             None if new_head is None else _order_of_outputs(config, pretrained_config, output_names)
@@ -95,7 +97,7 @@ def load_scalar_model(  # house: ok properties of the model and of its head
                     model.score, lambda full: (mix.to(full.device) @ full)[None], config
                 )
         return model
-    if new_head is None:
+    if random is None and new_head is None:
         if config.path is not None and config.gguf_file is None and pretrained_config is None:
             load_causal_lm(config)  # raises with the reason why its config cannot be read
         raise ModelError(
@@ -104,7 +106,9 @@ def load_scalar_model(  # house: ok properties of the model and of its head
         )
     if pretrained_config is not None:
         require_scalar(pretrained_config, describe(config), trust=config.trust_remote_code)
-    network = _language_model(config, dtype=dtype, device=device, empty=empty, seed=seed)
+    network = _language_model(
+        config, dtype=dtype, device=device, empty=empty, random=random, seed=seed
+    )
     if pretrained_config is None:  # a GGUF file, or a model made from scratch
         require_scalar(network.config, describe(config))
     width = head_width(network)
@@ -117,7 +121,13 @@ def load_scalar_model(  # house: ok properties of the model and of its head
 
 
 def _language_model(
-    config: ModelConfig, *, dtype: Dtype, device: torch.device | str, empty: bool, seed: int
+    config: ModelConfig,
+    *,
+    dtype: Dtype,
+    device: torch.device | str,
+    empty: bool,
+    random: PretrainedConfig | None,
+    seed: int,
 ) -> Any:
     """Return the language model whose body a new scalar model gets. It is only ``empty`` if the
     files have its weights under the names of :class:`ScalarModel`."""
@@ -127,7 +137,7 @@ def _language_model(
         if dict(network.named_modules()).get("model") is network.get_decoder():
             return network
     with _drawn_from(seed):
-        return load_causal_lm(config, dtype=dtype, device=device)
+        return load_causal_lm(config, dtype=dtype, device=device, random=random)
 
 
 def _from_folder(

@@ -25,21 +25,16 @@ import torch
 from burnish.algorithms.distill import DIVERGENCES, SLOPES, forward_kl
 from burnish.config.distill import DistillConfig
 from burnish.config.job import JobConfig
-from burnish.config.model import ModelConfig
 from burnish.config.registry import JOBS
 from burnish.config.roles import JobSpec, RolloutRole, TrainRole
 from burnish.distributed.process_group import RankGroup
 from burnish.errors import BurnishError
 from burnish.messages import library_text
-from burnish.models.attn_implementation import use_attention
-from burnish.models.auto_class import language_model_class
 from burnish.models.distill import DistillTarget
 from burnish.models.gpu import set_up_gpu
-from burnish.models.load import DTYPES, choose_attention, describe, place
+from burnish.models.load import DTYPES, describe, load_causal_lm
 from burnish.models.logprobs import Head, chunk_tokens
-from burnish.models.lora import inject_lora
 from burnish.models.lora_layers import merged_weights
-from burnish.models.scalar_model import ScalarModel, head_width
 from burnish.models.scratch import scratch_tokenizer
 from burnish.observe.peaks import PhasePeaks
 from burnish.oom import is_out_of_memory
@@ -50,12 +45,10 @@ from burnish.plan.shapes import find_config, shape_of
 from burnish.plan.tracking import LiveBytes
 from burnish.plan.train_role import largest_rows, planned_model
 from burnish.rollout.base import Request, RolloutEngine, Sampling
-from burnish.rollout.local.config import LocalEngine
-from burnish.rollout.local.engine import LocalRolloutEngine
-from burnish.rollout.vllm.config import VllmEngine
+from burnish.rollout.make import make_rollout_engine
 from burnish.train.base import Outputs
 from burnish.train.engine import BaseTrainEngine
-from burnish.train.engines import load_device, make_engine
+from burnish.train.engines import load_engine
 from burnish.train.optim import Optimizer
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats, rows_to_batch
@@ -108,27 +101,17 @@ def probe(config: JobConfig, task: dict[str, Any]) -> dict[str, Any]:
 
 def probe_engine(config: JobConfig, task: dict[str, Any]) -> dict[str, Any]:
     """Return bytes and seconds of vLLM, with random weights and no trainer."""
-    from burnish.rollout.vllm.engine import VllmRolloutEngine  # (starts imports of vLLM)
-
     device = torch.device("cuda:0" if task["gpu"] else "cpu")
     set_up_gpu(device)
     role = separate_rollout(config.resolve())
-    assert role is not None and isinstance(role.engine, VllmEngine)
+    assert role is not None
     described = role.model.model_copy(update={"lora": None})
-    shape = shape_of(described)
-    model: Any = _random_model(described)
-    engine = VllmRolloutEngine(
-        place(model, dtype=role.dtype, device=torch.device("cpu")),
-        scratch_tokenizer("0123456789"),
-        role.engine,
-        dtype=role.dtype,
-        max_model_len=demand_of(role, shape).longest,
-    )
+    model = load_causal_lm(described, dtype=role.dtype, random=find_config(described)[0])
+    engine = _sampler(model, role, max_len=demand_of(role, shape_of(described)).longest)
     try:
-        engine._end_tokens = set()  # no early stop: full length
         engine.load_weights(0, merged_weights(model))
         del model
-        work = {"rollout": _sampling(role, engine, role.engine.max_num_seqs)}
+        work = {"rollout": _sampling(role, engine)}
         work["rollout"]()  # allocates workspaces
         return _measured(work, {}, device)
     finally:
@@ -180,12 +163,6 @@ def _join(task: dict[str, Any]) -> tuple[RankGroup, torch.device]:
     return RankGroup(distributed.group.WORLD), device
 
 
-def _random_model(described: ModelConfig) -> Any:
-    """Return the language model of a config with random weights."""
-    config = find_config(described)[0]
-    return language_model_class(config).from_config(config)
-
-
 def _engine(
     job: JobSpec, role: TrainRole, ranks: RankGroup, device: torch.device
 ) -> BaseTrainEngine:
@@ -196,21 +173,13 @@ def _engine(
         replace(role, model=described, offload=False),
         micro_batch_size=role.rows_per_pass or job.batch.micro_train_batch_size,
     )
-    home = load_device(spec, device, ranks)
-    with home:
-        model: Any = _random_model(described)
-    whole = role.trainable and described.lora is None
-    model = place(model, dtype="fp32" if whole else role.dtype, device=home)
-    choose_attention(model, describe(described))
-    use_attention(model, described.attn_implementation, describe(described))
-    if described.lora is not None:
-        inject_lora(model, described.lora)
-    if role.head == "scalar":
-        body = model.get_decoder()
-        size, like = head_width(model), next(body.parameters())
-        score = torch.nn.Linear(size, role.outputs, bias=False)
-        model = ScalarModel(body, score.to(like.device, like.dtype))
-    return make_engine(model, spec, ranks=ranks, device=device)
+    return load_engine(
+        spec,
+        scalar=role.head == "scalar",
+        ranks=ranks,
+        device=device,
+        random=find_config(described)[0],
+    )
 
 
 def _work(
@@ -221,7 +190,9 @@ def _work(
     work: dict[RolePhase, Callable[[], Any]] = {}
     rollout = probed_rollout(job)
     if rollout is not None:
-        work[RolePhase("rollout", "rollout")] = _rollout(rollout, engines["policy"])
+        work[RolePhase("rollout", "rollout")] = _sampling(
+            rollout, _sampler(engines["policy"].model, rollout, max_len=None)
+        )
     for name, engine in engines.items():
         role = job.role(name)
         batch = _batch(job, role, ranks.size)
@@ -291,22 +262,23 @@ def _batch(job: JobSpec, role: TrainRole, ranks: int) -> Batch:
     return replace(made, rows_per_unit=unit).with_global_counts()
 
 
-def _rollout(role: RolloutRole, engine: BaseTrainEngine) -> Callable[[], Any]:
-    """Return a function that samples full-length responses, as many as the engine decodes at
-    once."""
-    model = cast(Any, engine.model)
+def _sampler(model: Any, role: RolloutRole, *, max_len: int | None) -> RolloutEngine:
+    """Return a rollout engine that stops at no token, so that all responses have full length."""
     if model.generation_config is not None:
         model.generation_config.eos_token_id = None
-    options = cast(LocalEngine, role.engine)
-    local = LocalRolloutEngine(model, scratch_tokenizer("0123456789"), options)
-    local._end_tokens = set()  # no early stop: full length
-    return _sampling(role, local, options.max_batch_size)
+    tokenizer = scratch_tokenizer("0123456789")
+    engine: Any = make_rollout_engine(
+        model, tokenizer, role.engine, name=describe(role.model), dtype=role.dtype, max_len=max_len
+    )
+    engine._end_tokens = set()
+    return cast(RolloutEngine, engine)
 
 
-def _sampling(role: RolloutRole, engine: RolloutEngine, at_once: int) -> Callable[[], Any]:
-    """Return a function that samples full-length responses, at most ``at_once``."""
+def _sampling(role: RolloutRole, engine: RolloutEngine) -> Callable[[], Any]:
+    """Return a function that samples full-length responses, as many as the engine decodes at
+    once."""
     n = role.samples_per_prompt
-    most = min(at_once, role.prompts * n)
+    most = min(role.engine.slots, role.prompts * n)
     length, prefix = role.lengths.within(positions(shape_of(role.model)))
     new, prompt = length - prefix, tuple([7] * prefix)
     requests = [Request(str(i), prompt, n=n, seed=i) for i in range(max(1, most // n))]

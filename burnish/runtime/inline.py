@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
-from burnish.config.roles import TrainRole, samples_with_policy
+from burnish.config.roles import samples_with_policy
 from burnish.config.sync import LinkSync, SyncConfig
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.environments.process import start_process
@@ -21,7 +21,6 @@ from burnish.environments.worker_set import Worker
 from burnish.models.gpu import set_up_gpu
 from burnish.models.load import add_end_tokens, describe, load_causal_lm, resolve_device
 from burnish.models.lora_layers import merged_weights
-from burnish.models.value_head import NewHead, load_scalar_model
 from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine, Sampling
@@ -33,12 +32,7 @@ from burnish.runtime.phases import Phases
 from burnish.sync.inproc import InprocSync
 from burnish.train.base import CRITIC_SPANS, POLICY_SPANS, HasLogprobs, TrainEngine
 from burnish.train.engine import BaseTrainEngine
-from burnish.train.engines import (
-    load_device,
-    loading,
-    make_engine,
-    reads_own_shards,
-)
+from burnish.train.engines import load_engine
 from burnish.train.spec import EngineSpec
 
 
@@ -69,39 +63,14 @@ class InlineRuntime:
         self, spec: EngineSpec, spans: Mapping[str, str] = POLICY_SPANS
     ) -> BaseTrainEngine:
         """Return a train engine over a causal LM (policy, reference)."""
-        dtype = _load_dtype(spec.role)
-        with loading(spec, dtype, self.ranks):
-            empty = reads_own_shards(spec, self.ranks)
-            model = load_causal_lm(
-                spec.role.model,
-                dtype=dtype,
-                device=load_device(spec, self.device, self.ranks),
-                empty=empty,
-            )
-        add_end_tokens(model, self.tokenizer)
-        return self._engine(model, spec, spans)
+        return self._engine(spec, spans, scalar=False, seed=spec.seed)
 
     def scalar_model(
         self, spec: EngineSpec, *, seed: int, spans: Mapping[str, str] = CRITIC_SPANS
     ) -> BaseTrainEngine:
         """Return a train engine over a scalar model (critic, reward). A trainable language model
-        gets a new head. A critic's is zero, because the policy would otherwise first learn from
-        noisy values."""
-        dtype = _load_dtype(spec.role)
-        new_head: NewHead = "zero" if spec.role.engine_role == "critic" else "random"
-        with loading(spec, dtype, self.ranks):
-            model = load_scalar_model(
-                spec.role.model,
-                dtype=dtype,
-                device=load_device(spec, self.device, self.ranks),
-                seed=seed,
-                new_head=new_head if spec.role.trainable else None,
-                empty=reads_own_shards(spec, self.ranks),
-                num_outputs=spec.role.outputs,
-                output_names=spec.role.output_names,
-                output_weights=spec.output_weights,
-            )
-        return self._engine(model, spec, spans)
+        gets a new head, drawn with ``seed``."""
+        return self._engine(spec, spans, scalar=True, seed=seed)
 
     def rollout(
         self, policy: TrainEngine, config: RolloutEngineConfig, *, max_len: int | None = None
@@ -159,10 +128,15 @@ class InlineRuntime:
         return engine
 
     def _engine(
-        self, model: torch.nn.Module, spec: EngineSpec, spans: Mapping[str, str]
+        self, spec: EngineSpec, spans: Mapping[str, str], *, scalar: bool, seed: int
     ) -> BaseTrainEngine:
-        engine = make_engine(
-            model, spec, tokenizer=self.tokenizer, ranks=self.ranks, device=self.device
+        engine = load_engine(
+            spec,
+            scalar=scalar,
+            seed=seed,
+            tokenizer=self.tokenizer,
+            ranks=self.ranks,
+            device=self.device,
         )
         if self.device.type == "cuda":  # memory of the model before it was sharded
             torch.cuda.empty_cache()
@@ -194,11 +168,6 @@ class InlineRuntime:
         process was started."""
         for engine in self._connected:
             engine.close()
-
-
-def _load_dtype(role: TrainRole) -> Dtype:
-    """Return fp32 if all weights are trained, because they become the unrounded master weights."""
-    return "fp32" if role.trainable and role.model.lora is None else role.dtype
 
 
 @torch.no_grad()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype
 from burnish.distributed.process_group import SINGLE, RankGroup
+from burnish.models.load import add_end_tokens, load_causal_lm
 from burnish.models.lora import adapted_ends
 from burnish.models.paths import ModelError
+from burnish.models.value_head import NewHead, load_scalar_model
 from burnish.train.engine import BaseTrainEngine
 from burnish.train.spec import EngineSpec
 
@@ -24,6 +26,50 @@ def engine_class(spec: EngineSpec, ranks: RankGroup = SINGLE) -> type[BaseTrainE
     module, _, name = path.partition(":")
     found: type[BaseTrainEngine] = vars(import_module(module))[name]
     return found
+
+
+def load_engine(
+    spec: EngineSpec,
+    *,
+    scalar: bool,
+    seed: int = 0,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    ranks: RankGroup = SINGLE,
+    device: torch.device,
+    random: PretrainedConfig | None = None,
+) -> BaseTrainEngine:
+    """Load the model of a role and return its engine on ``device``.
+
+    ``scalar``: the model has a scalar head. A trainable language model gets a new one, drawn with
+    ``seed``; a critic's is zero, because the policy would otherwise first learn from noisy values.
+    ``random``: the config of the model, which then gets random weights.
+    """
+    role = spec.role
+    # Trained weights become the unrounded masters.
+    dtype: Dtype = "fp32" if role.trainable and role.model.lora is None else role.dtype
+    home = load_device(spec, device, ranks)
+    with loading(spec, dtype, ranks):
+        empty = random is None and reads_own_shards(spec, ranks)
+        model: Any
+        if scalar:
+            new_head: NewHead = "zero" if role.kind == "critic" else "random"
+            model = load_scalar_model(
+                role.model,
+                dtype=dtype,
+                device=home,
+                seed=seed,
+                new_head=new_head if role.trainable else None,
+                empty=empty,
+                random=random,
+                num_outputs=role.outputs,
+                output_names=role.output_names,
+                output_weights=spec.output_weights,
+            )
+        else:
+            model = load_causal_lm(role.model, dtype=dtype, device=home, empty=empty, random=random)
+    if not scalar and tokenizer is not None:
+        add_end_tokens(model, tokenizer)
+    return make_engine(model, spec, tokenizer=tokenizer, ranks=ranks, device=device)
 
 
 def make_engine(

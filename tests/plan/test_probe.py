@@ -279,6 +279,20 @@ def test_every_role_and_phase_is_measured(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_weights_of_4_bits_are_measured_as_such() -> None:
+    """In a pass they are most of the memory. (The plan of a step is an upper bound.)"""
+    tree = SFT | {"model": {"scratch": {"hidden_size": 256, "num_layers": 4}}}
+    config = load_config(tree, ["model.lora.quantization=nf4"])
+    stage = probe_stages(config, this_machine())[-1]
+    plans = planned(stage, this_machine())
+    found = probe_command._run(stage, plans, on_gpu=False)
+    assert isinstance(found, dict), found
+    ratio = found["forward/backward"]["tensors"] / plans["forward/backward"].tensors
+    assert 0.9 < ratio < 1.1
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_killed_probe_leaves_no_process(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"

@@ -237,7 +237,7 @@ def test_a_missing_agent_stops_before_the_model_is_loaded(
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("burnish.runtime.inline.load_causal_lm", load)
+    monkeypatch.setattr("burnish.train.engines.load_causal_lm", load)
     with pytest.raises(LoadError, match="no file"):
         run(tmp_path, f"rollout.episodes={{agent: '{tmp_path}/none.py:f', max_tokens: 32}}")
 

@@ -284,7 +284,7 @@ def test_an_unusable_environment_stops_before_the_model_is_loaded(
     def load(*_: Any, **__: Any) -> None:
         pytest.fail("the model was loaded first")
 
-    monkeypatch.setattr("burnish.runtime.inline.load_causal_lm", load)
+    monkeypatch.setattr("burnish.train.engines.load_causal_lm", load)
     missing = f"rollout.episodes.environment={ENVIRONMENT}s"
     with pytest.raises(LoadError, match="has no 'GuessNumbers'"):
         burnish.run(recipe(tmp_path, missing))

@@ -15,8 +15,8 @@ from burnish.config.train_engines import DeepSpeedEngine, TorchEngine
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
-from burnish.runtime import inline
 from burnish.runtime.inline import InlineRuntime
+from burnish.train import engines
 from burnish.train.engines import load_device
 from burnish.train.spec import EngineSpec
 
@@ -66,8 +66,8 @@ def test_the_runtime_loads_on_that_device(
     def load(*_: Any, device: torch.device, **__: Any) -> None:
         raise Seen(device)
 
-    monkeypatch.setattr(inline, "load_causal_lm", load)
-    monkeypatch.setattr(inline, "load_scalar_model", load)
+    monkeypatch.setattr(engines, "load_causal_lm", load)
+    monkeypatch.setattr(engines, "load_scalar_model", load)
     runtime = InlineRuntime(
         load_tokenizer(tiny_config),
         precision=PrecisionConfig(dtype="bf16"),

@@ -103,26 +103,28 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(saved, dict):
             raise ValueError("its content is no mapping")
-        given = {ours: found[theirs] for theirs, ours in _ADAPTER_FIELDS.items() if theirs in found}
+        settings = {
+            ours: saved[theirs] for theirs, ours in _ADAPTER_FIELDS.items() if theirs in saved
+        }
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"path: {file} is not a peft config ({error}); give a folder that peft saved"
         ) from error
-    if problem := adapter_problem(found):
+    if problem := adapter_problem(saved):
         raise ValueError(
             f"path: the adapter {folder} has {problem}, which Burnish does not train; merge it "
             "into its base (peft: merge_and_unload), and start new adapters on the result"
         )
-    if missing := [n for n in ("lora_rank", "lora_alpha", "target_modules") if not given.get(n)]:
+    if missing := [n for n in ("lora_rank", "lora_alpha", "target_modules") if not settings.get(n)]:
         raise ValueError(
             f"path: {file} does not set {', '.join(missing)}; it is no LoRA adapter. Give the "
             "folder of one, or remove path to start new adapters"
         )
-    given["modules_to_save"] = given.get("modules_to_save") or ()
-    if isinstance(given["target_modules"], list):
-        given["target_modules"] = tuple(sorted(map(str, given["target_modules"])))
-    given["modules_to_save"] = tuple(sorted(map(str, given["modules_to_save"])))
-    return given
+    settings["modules_to_save"] = settings.get("modules_to_save") or ()
+    if isinstance(settings["target_modules"], list):
+        settings["target_modules"] = tuple(sorted(map(str, settings["target_modules"])))
+    settings["modules_to_save"] = tuple(sorted(map(str, settings["modules_to_save"])))
+    return settings

@@ -45,26 +45,26 @@ class BatchPlan:
         return self.epochs_per_rollout * (self.samples_per_rollout // self.train_batch_size)
 
 
-def nearest_divisors(total: int, wanted: float) -> list[int]:
-    """Return the largest divisor of ``total`` not above ``wanted`` and the smallest not below it.
+def nearest_divisors(total: int, target: float) -> list[int]:
+    """Return the largest divisor of ``total`` not above ``target`` and the smallest not below it.
 
     >>> nearest_divisors(64, 24)
     [16, 32]
     """
     divisors = [d for d in range(1, total + 1) if total % d == 0]
-    below = max((d for d in divisors if d <= wanted), default=divisors[0])
-    above = min((d for d in divisors if d >= wanted), default=divisors[-1])
+    below = max((d for d in divisors if d <= target), default=divisors[0])
+    above = min((d for d in divisors if d >= target), default=divisors[-1])
     return sorted({below, above})
 
 
-def nearest_multiples(unit: int, wanted: int) -> list[int]:
-    """Return the multiples of ``unit`` on both sides of ``wanted`` (at least ``unit`` itself).
+def nearest_multiples(unit: int, target: int) -> list[int]:
+    """Return the multiples of ``unit`` on both sides of ``target`` (at least ``unit`` itself).
 
     >>> nearest_multiples(8, 20)
     [16, 24]
     """
-    below = max(unit, wanted // unit * unit)
-    above = -(-wanted // unit) * unit
+    below = max(unit, target // unit * unit)
+    above = -(-target // unit) * unit
     return sorted({below, above})
 
 

@@ -12,11 +12,11 @@ def attention_rules(roles: Sequence[Role], train: TrainConfig) -> Iterator[str]:
     """Yield an error for each setting that contradicts the attention of a model."""
     trained = [role for role in roles if isinstance(role, TrainRole)]
     for role in trained:
-        wanted = role.model.attn_implementation
-        if wanted == "auto":
+        implementation = role.model.attn_implementation
+        if implementation == "auto":
             continue
-        key = f"attn_implementation={wanted} of the {role.name}"
-        if wanted == "flash_attention_2" and role.precision.dtype == "fp32":
+        key = f"attn_implementation={implementation} of the {role.name}"
+        if implementation == "flash_attention_2" and role.precision.dtype == "fp32":
             yield (
                 f"{key} with precision.dtype=fp32, which FlashAttention does not compute; use "
                 "precision.dtype=bf16, or attn_implementation=auto"

@@ -112,8 +112,8 @@ class Node(BaseModel):
             for older in cls.older_keys:
                 list(older.move(data))
         numbers = {n for n, field in cls.model_fields.items() if field.annotation in _NUMBERS}
-        found = {n: str(v).lower() for n, v in data.items() if n in numbers and isinstance(v, bool)}
-        return {**data, **found}
+        texts = {n: str(v).lower() for n, v in data.items() if n in numbers and isinstance(v, bool)}
+        return {**data, **texts}
 
     def is_own(self, field: str) -> bool:
         """Return whether a field differs from its default. Unlike ``model_fields_set``, this

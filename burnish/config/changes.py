@@ -37,7 +37,7 @@ def flat(tree: Any, path: str = "") -> dict[str, Any]:
         items = enumerate(tree)
     else:
         return {path: tree}
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in items:
-        found |= flat(value, f"{path}.{key}" if path else str(key))
-    return found
+        leaves |= flat(value, f"{path}.{key}" if path else str(key))
+    return leaves

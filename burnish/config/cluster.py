@@ -84,14 +84,14 @@ class ClusterConfig(Node):
 
     def ranks(self, role: str) -> int:
         """Return the number of workers of a role."""
-        own = {
+        sizes = {
             "reference": self.reference_ranks,
             "teacher": self.teacher_ranks,
             "critic": self.critic_ranks,
             "reward": self.reward_ranks,
             "rollout": self.rollout_workers,
         }.get(role)
-        return own or self.policy_ranks
+        return sizes or self.policy_ranks
 
     @property
     def shared_roles(self) -> frozenset[ClusterRole]:
@@ -123,10 +123,10 @@ class ClusterConfig(Node):
     def _spmd_rules(self) -> Iterator[str]:
         """Yield an error for each key that has no effect on ranks that all run the entire job."""
         for name in ("reference_ranks", "teacher_ranks", "critic_ranks", "rollout_workers"):
-            given = self.model_dump()[name]
-            if given not in (None, self.policy_ranks):
+            value = self.model_dump()[name]
+            if value not in (None, self.policy_ranks):
                 yield (
-                    f"{name}={given} with runtime=spmd: every role is on all "
+                    f"{name}={value} with runtime=spmd: every role is on all "
                     f"{self.policy_ranks} ranks of the launcher; remove {name}, or use runtime=ray"
                 )
         if self.layout != "colocate_all":

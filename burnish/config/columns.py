@@ -78,13 +78,13 @@ def splits_of_path(path: str) -> Splits:
     """Return the files that the path of a file source names, and those of other splits. Raises
     FilesError as :func:`files_of` does."""
     try:
-        found = sorted(_found(path))
+        files = sorted(_found(path))
     except OSError as error:
         raise FilesError(
             f"{path} cannot be listed: {error}; correct the path or its permissions"
         ) from error
     splits = (
-        splits_of(found, _fixed_folder(path)) if found != [Path(path)] else Splits(tuple(found))
+        splits_of(files, _fixed_folder(path)) if files != [Path(path)] else Splits(tuple(files))
     )
     types = Counter(map(suffix_of, splits.train))
     for file in splits.train:
@@ -280,11 +280,11 @@ def first_lines(path: Path, count: int) -> list[tuple[int, bytes]]:
 def columns_of(path: str, keys: Iterable[str] = ()) -> tuple[str, ...] | None:
     """Return the names of the columns of a data file's first row, or None if they cannot be
     read. ``keys``: dotted paths to return too, if the row has them."""
-    found = first_row(path)
-    if not found:
+    row = first_row(path)
+    if not row:
         return None
-    nested = [key for key in keys if "." in key and nested_value(found, key) is not None]
-    return (*map(str, found), *nested)
+    nested = [key for key in keys if "." in key and nested_value(row, key) is not None]
+    return (*map(str, row), *nested)
 
 
 def nested_value(row: Mapping[str, Any], path: str) -> Any:
@@ -321,13 +321,13 @@ def first_row(path: str) -> Mapping[str, Any] | None:
         return None
 
 
-def missing_columns(paths: Iterable[str], wanted: Mapping[str, str | None]) -> Iterator[str]:
-    """Yield an error for each of the ``wanted`` columns (field -> its value; None: not wanted) and
+def missing_columns(paths: Iterable[str], columns: Mapping[str, str | None]) -> Iterator[str]:
+    """Yield an error for each of ``columns`` (field -> name; None: not read) and
     each file without it."""
-    names = [name for name in wanted.values() if name is not None]
+    names = [name for name in columns.values() if name is not None]
     for path in paths:
         have = columns_of(path, names)
-        for field, name in wanted.items():
+        for field, name in columns.items():
             if have is not None and name is not None and name not in have:
                 yield (
                     f"{field}={name}: {path} has no such column; its columns are "

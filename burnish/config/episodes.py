@@ -355,12 +355,12 @@ def _selected(value: Any) -> Any:
         for name, field in cls.model_fields.items()
         if name not in fields
     } | {(key, "None") for _, keys in _KINDS.values() for key in keys}
-    own = {
+    keys_of_kind = {
         key: content
         for key, content in value.items()
         if key in fields or (key, str(content or None)) not in unset
     }
-    return {"kind": kind, **own}
+    return {"kind": kind, **keys_of_kind}
 
 
 Episodes = Annotated[

@@ -239,8 +239,8 @@ def _row(flags: str, content: Any, renamed: Mapping[str, str]) -> Equivalent:
     fields = dict(content) if isinstance(content, dict) else {"key": content}
     keys = fields.pop("key", [])
     listed, names = (keys,) if isinstance(keys, str) else tuple(keys), _names(flags)
-    given = (fields.pop("new", ""), *(renamed.get(name, "") for name in names))
-    new = tuple(dict.fromkeys(name for text in given if text for name in _names(text)))
+    later = (fields.pop("new", ""), *(renamed.get(name, "") for name in names))
+    new = tuple(dict.fromkeys(name for text in later if text for name in _names(text)))
     return Equivalent(names, listed, **fields, new=new)
 
 

@@ -28,14 +28,14 @@ def eval_prefix(name: str) -> str:
 def eval_sections(first: D | None, sets: Mapping[str, D], *, keys: tuple[str, str]) -> dict[str, D]:
     """Return the evaluation sections by their place in the recipe. ``keys``: places of the first
     section and of the mapping of sets."""
-    found = {} if first is None else {keys[0]: first}
-    return found | {f"{keys[1]}.{name}": data for name, data in sets.items()}
+    sections = {} if first is None else {keys[0]: first}
+    return sections | {f"{keys[1]}.{name}": data for name, data in sets.items()}
 
 
 def with_sets(names: Iterable[str], sets: Iterable[str]) -> frozenset[str]:
     """Return the names after ``eval/`` of the metrics of all sets. ``names``: those of one set."""
     once = frozenset(names)
-    return once.union(*({f"{one}/{name}" for name in once} for one in sets))
+    return once.union(*({f"{set_name}/{name}" for name in once} for set_name in sets))
 
 
 def eval_set_rules(

@@ -43,10 +43,10 @@ empty string."""
 def explain(cls: type[Node], error: ValidationError, advice: Advice = lambda name: "") -> list[str]:
     """Return every problem of a failed validation of ``cls``, one line each, without consequential
     errors."""
-    found = error.errors()
-    paths = [_Place(cls, e["loc"]).path for e in found]
+    errors = error.errors()
+    paths = [_Place(cls, e["loc"]).path for e in errors]
     lines: list[str] = []
-    for e, path in zip(found, paths, strict=True):
+    for e, path in zip(errors, paths, strict=True):
         below = any(other.startswith((f"{path}[", f"{path}.")) for other in paths)
         if e["type"] in ("too_short", "missing") and below:
             continue  # the list is only short because an item failed, which is reported
@@ -124,8 +124,8 @@ def _explain_one(cls: type[Node], error: Any, advice: Advice) -> Iterator[str]:
         yield f"{place.path}: {error['msg'].removeprefix('Value error, ')}"
     else:
         got = _as_yaml(error["input"])
-        found = advice(f"={error['input']}") if kind == "literal_error" else ""
-        instead = f". {found}" if found else place.help()
+        replacement = advice(f"={error['input']}") if kind == "literal_error" else ""
+        instead = f". {replacement}" if replacement else place.help()
         yield f"{place.path}: {_complaint(place, error)}, got {got}{instead}"
 
 
@@ -137,9 +137,9 @@ def _unknown_key(cls: type[Node], place: _Place, advice: Advice) -> str:
     elsewhere = [p for p in _paths(cls) if p.rpartition(".")[2] == meant and p != place.path]
     same_name = key in _ALIASES or (elsewhere and meant == key)
     others = [node for node in place.other_kinds if key in node.model_fields]
-    own = next((found for kind in kinds_of(owner) if (found := advice(f"{kind}.{key}"))), "")
-    if own or (not same_name and not others and (own := advice(key))):
-        hint = f". {own}"
+    replacement = next((text for kind in kinds_of(owner) if (text := advice(f"{kind}.{key}"))), "")
+    if replacement or (not same_name and not others and (replacement := advice(key))):
+        hint = f". {replacement}"
     elif meant in known and not others:
         hint = f" (nearest: {meant})"
     elif (elsewhere or (elsewhere := _flat(cls, place))) and not others:
@@ -180,7 +180,9 @@ def _unknown_kind(place: _Place, error: Any, advice: Advice) -> str:
     kinds = [kind for node in place.below for kind in kinds_of(node)]
     if error["type"] == "union_tag_invalid":
         tag = error["ctx"]["tag"]
-        instead = f". {found}" if (found := advice(f"={tag}") or advice(str(tag))) else ""
+        instead = (
+            f". {replacement}" if (replacement := advice(f"={tag}") or advice(str(tag))) else ""
+        )
         close = "" if instead else nearest(tag, kinds)
         return f"{place.path}: unknown kind {tag!r}{close}; kinds: {', '.join(kinds)}{instead}"
     options = ", ".join(k for k in error["input"] if k != "kind") if error["input"] else ""

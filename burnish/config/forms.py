@@ -98,23 +98,23 @@ def form_of(row: Mapping[str, Any], keys: Keys) -> Reading:
     >>> str(form_of({"instruction": "Add 1 and 2.", "input": "", "output": "3"}, keys))
     'Alpaca (instruction, input, output)'
     """
-    found = {reading.form: reading for reading in _readings(row, keys)}
+    readings = {reading.form: reading for reading in _readings(row, keys)}
     if keys.form == "columns":
         return Reading("columns")
     if keys.form != "auto":
-        if keys.form not in found:
+        if keys.form not in readings:
             raise FormError(_lacks(row, keys.form, keys.purpose))
-        return found[keys.form]
+        return readings[keys.form]
     by_columns = _by_columns(row, keys)
-    if "verl" in found:  # only its label is nested
-        return found["verl"]
+    if "verl" in readings:  # only its label is nested
+        return readings["verl"]
     if keys.own:
         return Reading("columns")
     if by_columns is not None and by_columns.columns != ("text",):
         return by_columns
-    if set(found) == {"sharegpt"}:  # conversations take precedence over a plain text
-        return found["sharegpt"]
-    candidates = [*([] if by_columns is None else [by_columns]), *found.values()]
+    if set(readings) == {"sharegpt"}:  # conversations take precedence over a plain text
+        return readings["sharegpt"]
+    candidates = [*([] if by_columns is None else [by_columns]), *readings.values()]
     if len(candidates) > 1:
         raise FormError(
             f"the rows have several forms: {' or '.join(map(str, candidates))}; set form to "

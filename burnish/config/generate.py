@@ -193,8 +193,8 @@ class GenerateConfig(RowsJob):
     def rules(self) -> Iterator[str]:
         kind, n = self.mode.kind, self.rollout.n_samples_per_prompt
         if kind != "all" and not self.rewards:
-            what = "states rewards in prompts" if kind == "conditioned" else "chooses by reward"
-            yield f"mode={kind} {what}, but the recipe has none; add an entry to rewards"
+            purpose = "states rewards in prompts" if kind == "conditioned" else "chooses by reward"
+            yield f"mode={kind} {purpose}, but the recipe has none; add an entry to rewards"
         if kind in ("best_of_n", "pairs") and n == 1:
             yield (
                 f"mode={kind} chooses among the samples of one prompt, but "
@@ -215,9 +215,9 @@ class GenerateConfig(RowsJob):
     def _reward_rules(self, kind: str) -> Iterator[str]:
         yield from running_norm_rules(self.rewards)
         if kind != "all" and weigh_nothing(self.rewards):
-            what = "states the reward" if kind == "conditioned" else "chooses by reward"
+            purpose = "states the reward" if kind == "conditioned" else "chooses by reward"
             yield (
-                f"mode={kind} {what}, but every entry of rewards has weight 0, so all rewards "
+                f"mode={kind} {purpose}, but every entry of rewards has weight 0, so all rewards "
                 "are equal; set a weight above 0"
             )
 

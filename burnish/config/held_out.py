@@ -37,14 +37,14 @@ def with_held_out_section(tree: Any, path: Sequence[str]) -> Any:
         return tree
     *outer, last = path
     parent = tree if not outer else _as_dict(tree.get(outer[0]))
-    own = parent.get(last)
-    given = _as_dict(own)
-    if own is not None and not isinstance(own, dict):
+    section = parent.get(last)
+    keys = _as_dict(section)
+    if section is not None and not isinstance(section, dict):
         return tree
-    if "sources" in given and given.get("part") != "held_out":
+    if "sources" in keys and keys.get("part") != "held_out":
         return tree
     same = {"sources": data.get("sources"), "held_out": data["held_out"], "part": "held_out"}
-    parent = {**parent, last: {**data, **given, **same}}
+    parent = {**parent, last: {**data, **keys, **same}}
     return parent if not outer else {**tree, outer[0]: parent}
 
 
@@ -229,11 +229,11 @@ def _problems(data: DataConfig) -> Iterator[str]:
     if held_out >= 1 and held_out != int(held_out):
         yield f"held_out={held_out:g} must be a fraction below 1, or a whole number of rows"
         return
-    made = [source for source in data.sources if source.is_made]
-    if made:
+    generated = [source for source in data.sources if source.is_made]
+    if generated:
         yield (
-            f"held_out={held_out:g}: rows of kind {made[0].kind} are made from a seed, not read "
-            "from data; remove held_out, and evaluate with the same source and another seed"
+            f"held_out={held_out:g}: rows of kind {generated[0].kind} are made from a seed, not "
+            "read from data; remove held_out, and evaluate with the same source and another seed"
         )
         return
     if data.streamed:

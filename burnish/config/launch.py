@@ -84,8 +84,8 @@ def launched_rank(environment: Mapping[str, str] | None = None) -> LaunchedRank 
     them. Raises LaunchError if the variables are inconsistent, because each process would then run
     the entire job and write the same run folder.
     """
-    given = os.environ if environment is None else environment
-    values = {name: value for name, value in given.items() if value}
+    variables = os.environ if environment is None else environment
+    values = {name: value for name, value in variables.items() if value}
     tasks = _slurm_tasks(values)
     if "RANK" in values and "WORLD_SIZE" in values:
         return _from_torchrun(values, tasks)
@@ -139,7 +139,7 @@ def _from_torchrun(values: Mapping[str, str], tasks: int) -> LaunchedRank | None
         values = {**_from_slurm(values, tasks).environment(), **values}
     elastic, hugging_face = "TORCHELASTIC_RUN_ID" in values, "ACCELERATE_MIXED_PRECISION" in values
     name = "accelerate" if hugging_face else "torchrun" if elastic else "the launcher"
-    found = LaunchedRank(
+    launched = LaunchedRank(
         rank=rank,
         size=size,
         local_rank=_number(values, "LOCAL_RANK"),
@@ -148,14 +148,14 @@ def _from_torchrun(values: Mapping[str, str], tasks: int) -> LaunchedRank | None
         port=_port(values),
         launcher=f"{name} (WORLD_SIZE)",
     )
-    if found.local_rank >= found.local_size or found.local_size > size:
+    if launched.local_rank >= launched.local_size or launched.local_size > size:
         raise _inconsistent(
             values,
-            f"LOCAL_RANK={found.local_rank}, LOCAL_WORLD_SIZE={found.local_size} and "
+            f"LOCAL_RANK={launched.local_rank}, LOCAL_WORLD_SIZE={launched.local_size} and "
             f"WORLD_SIZE={size} must increase",
             _START,
         )
-    return found
+    return launched
 
 
 def _from_slurm(values: Mapping[str, str], tasks: int) -> LaunchedRank:
@@ -164,11 +164,11 @@ def _from_slurm(values: Mapping[str, str], tasks: int) -> LaunchedRank:
         raise _inconsistent(
             values, f"SLURM_PROCID={rank} is not below SLURM_STEP_NUM_TASKS={tasks}", _START
         )
-    for name, own in (("RANK", rank), ("WORLD_SIZE", tasks)):
-        if _number(values, name, default=own) != own:
+    for name, value in (("RANK", rank), ("WORLD_SIZE", tasks)):
+        if _number(values, name, default=value) != value:
             raise _inconsistent(
                 values,
-                f"{name}={values[name]}, but the SLURM step has {own}",
+                f"{name}={values[name]}, but the SLURM step has {value}",
                 f"Unset {name} (srun describes the ranks), or set RANK, WORLD_SIZE, LOCAL_RANK, "
                 "MASTER_ADDR and MASTER_PORT for every process",
             )
@@ -211,9 +211,9 @@ def _check_single(values: Mapping[str, str]) -> None:
 
 def _inconsistent(values: Mapping[str, str], problem: str, fix: str) -> LaunchError:
     """Return the error, with all variables that describe ranks."""
-    found = ", ".join(f"{name}={values[name]}" for name in _DESCRIBING if name in values)
+    listed = ", ".join(f"{name}={values[name]}" for name in _DESCRIBING if name in values)
     return LaunchError(
-        f"the environment variables of a launcher are inconsistent: {problem} (set are {found}). "
+        f"the environment variables of a launcher are inconsistent: {problem} (set are {listed}). "
         f"{fix}"
     )
 
@@ -231,10 +231,10 @@ def first_host(node_list: str) -> str:
 
 
 def _text(values: Mapping[str, str], name: str) -> str:
-    found = values.get(name)
-    if not found:
+    text = values.get(name)
+    if not text:
         raise _inconsistent(values, f"{name} is not set", _START)
-    return found
+    return text
 
 
 def _number(

@@ -142,10 +142,13 @@ def _read(
     path = Path(recipe)
     if not path.is_file():
         siblings = [str(p) for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-        what, hint = "does not exist", nearest(str(path), siblings)
+        problem, hint = "does not exist", nearest(str(path), siblings)
         if path.exists():
-            what, hint = f"is {'a folder' if path.is_dir() else 'a pipe or device'}, not a file", ""
-        raise ConfigError(f"recipe {path} {what}{hint}")
+            problem, hint = (
+                f"is {'a folder' if path.is_dir() else 'a pipe or device'}, not a file",
+                "",
+            )
+        raise ConfigError(f"recipe {path} {problem}{hint}")
     if path.suffix in (".sh", ".py", ".toml", ".jsonl"):
         raise ConfigError(
             f"recipe {path} is not a YAML file; write the keys of the job into one (README.md has "
@@ -162,8 +165,8 @@ def _read(
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"recipe {path} cannot be read as YAML: {error}") from None
     if not isinstance(tree, dict):
-        found = "empty" if tree is None else f"a {type(tree).__name__}"
-        raise ConfigError(f"recipe {path} must be a mapping of keys to values, but it is {found}")
+        content = "empty" if tree is None else f"a {type(tree).__name__}"
+        raise ConfigError(f"recipe {path} must be a mapping of keys to values, but it is {content}")
     return str(path), _copy(tree), cls
 
 
@@ -189,8 +192,8 @@ def _job_name(
 ) -> str:
     """Return the name of the recipe's job. Raises ConfigError if it is unknown or not the wanted
     one."""
-    given = [o.removeprefix("job=") for o in overrides if o.startswith("job=")]
-    named = str(given[-1] if given else tree.get("job") or wanted or "")
+    overridden = [o.removeprefix("job=") for o in overrides if o.startswith("job=")]
+    named = str(overridden[-1] if overridden else tree.get("job") or wanted or "")
     jobs = ", ".join(JOBS)
     if not named:
         raise ConfigError(

@@ -108,14 +108,14 @@ class LoraConfig(Node):
         it. A missing folder is reported when the model is loaded."""
         if not isinstance(data, dict) or not isinstance(data.get("path"), str):
             return data
-        found = adapter_settings(Path(data["path"]).expanduser())
-        for name, value in found.items():
+        settings = adapter_settings(Path(data["path"]).expanduser())
+        for name, value in settings.items():
             if name in data and _plain(data[name]) != _plain(value):
                 raise ValueError(
                     f"{name}={_shown(data[name])} contradicts the adapter {data['path']}, which "
                     f"has {_shown(value)}; remove {name} (the adapter's own is used)"
                 )
-        return {**data, **found}
+        return {**data, **settings}
 
     @property
     def scaling(self) -> str:
@@ -132,18 +132,18 @@ class LoraConfig(Node):
     def plain_only(self) -> list[str]:
         """Settings, as written in a recipe, that only replicas and FSDP2 support. (Engines check
         the embeddings and heads that patterns match when they get the model.)"""
-        found = []
+        settings = []
         if self.quantization:
-            found.append(f"model.lora.quantization={self.quantization.kind}")
+            settings.append(f"model.lora.quantization={self.quantization.kind}")
         if self.use_dora:
-            found.append("model.lora.use_dora=true")
+            settings.append("model.lora.use_dora=true")
         if self.modules_to_save:
-            found.append("model.lora.modules_to_save")
+            settings.append("model.lora.modules_to_save")
         if self.path:
-            found.append("model.lora.path")
+            settings.append("model.lora.path")
         if names := self.ends_named:
-            found.append(f"model.lora.target_modules={names}")
-        return found
+            settings.append(f"model.lora.target_modules={names}")
+        return settings
 
     @property
     def ends_named(self) -> list[str]:
@@ -228,15 +228,15 @@ class ModelConfig(Node):
         """Return a copy with absolute paths of files that exist on this machine, for processes in
         another working directory. Hub names are unchanged."""
         names = {n: vars(self)[n] for n in ("path", "tokenizer_path", "chat_template")}
-        found = {
+        absolute = {
             n: os.path.abspath(v) for n, v in names.items() if v is not None and os.path.exists(v)
         }
         if self.lora is not None and self.lora.path and os.path.exists(self.lora.path):
-            own = os.path.abspath(self.lora.path)
+            adapter = os.path.abspath(self.lora.path)
             return self.model_copy(
-                update=found | {"lora": self.lora.model_copy(update={"path": own})}
+                update=absolute | {"lora": self.lora.model_copy(update={"path": adapter})}
             )
-        return self.model_copy(update=found)
+        return self.model_copy(update=absolute)
 
     def without_adapter_path(self) -> ModelConfig:
         """Return a copy without ``lora.path``, for checkpoints, which contain the adapter. Its
@@ -426,11 +426,11 @@ _DYNAMIC = (
 )
 
 
-def random_reference_advice(what: str) -> str:
-    """Return the advice for ``what``, which needs a reference model, if none is given and the
+def random_reference_advice(subject: str) -> str:
+    """Return the advice for ``subject``, which needs a reference model, if none is given and the
     policy starts with random weights."""
     return (
-        f"{what} measures against a reference model, but none is set, and the initial policy "
+        f"{subject} measures against a reference model, but none is set, and the initial policy "
         "(model.scratch) has random weights; set reference.model.path, or start from a trained "
         "model"
     )

@@ -42,12 +42,13 @@ class WandbConfig(Node):
     the end for uploads."""
 
     def rules(self) -> Iterator[str]:
-        found = sorted(set(self.project or "") & set(_NOT_IN_PROJECTS))
-        if found:
+        characters = sorted(set(self.project or "") & set(_NOT_IN_PROJECTS))
+        if characters:
             yield (
-                f"project={self.project} contains {' '.join(found)}, which Weights & Biases does "
-                f"not allow in a project name (none of {_NOT_IN_PROJECTS}); choose another name"
-                + (", and set entity for the part before the slash" if "/" in found else "")
+                f"project={self.project} contains {' '.join(characters)}, which Weights & Biases "
+                f"does not allow in a project name (none of {_NOT_IN_PROJECTS}); choose another "
+                "name"
+                + (", and set entity for the part before the slash" if "/" in characters else "")
             )
         for tag in self.tags:
             if not 1 <= len(tag) <= _MAX_TAG_CHARS:

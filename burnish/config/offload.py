@@ -30,13 +30,15 @@ def offload_rules(cluster: ClusterConfig, roles: Sequence[Role]) -> Iterator[str
     phases."""
     if not cluster.offload_between_phases:
         return
-    here = placed(cluster, roles)
-    shared = [role for role in here if role.kind in cluster.shared_roles]
+    placements = placed(cluster, roles)
+    shared = [role for role in placements if role.kind in cluster.shared_roles]
     phases = {PHASE_OF[role.kind] for role in shared}
     for kind in cluster.offload_between_phases:
-        own = [role for role in roles if isinstance(role, TrainRole) and role.kind == kind]
+        roles_of_kind = [
+            role for role in roles if isinstance(role, TrainRole) and role.kind == kind
+        ]
         key = f"cluster.offload_between_phases: {kind}"
-        if not own:
+        if not roles_of_kind:
             yield f"{key} is not a model of this job with a train engine of its own; remove it"
         elif kind not in cluster.shared_roles or phases == {PHASE_OF[kind]}:
             yield (
@@ -44,7 +46,7 @@ def offload_rules(cluster: ClusterConfig, roles: Sequence[Role]) -> Iterator[str
                 "reward, reference, teacher, policy and critic), so there is nothing to make room "
                 "for; remove it, or use a cluster.layout in which they share GPUs"
             )
-        elif (setting := own[0].train.engine.keeps_weights_on_host) is not None:
+        elif (setting := roles_of_kind[0].train.engine.keeps_weights_on_host) is not None:
             yield f"{key} is always in host memory with {setting}; remove one of the two"
     yield from _rollout_rules(cluster, roles, shared)
 

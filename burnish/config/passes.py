@@ -26,9 +26,9 @@ def total_rows(data: DataConfig, rows_per_item: int = 1) -> int | None:
 def source_sizes(data: DataConfig) -> list[int] | None:
     """Return the number of rows of each source, of the part that ``data`` uses, or None if one is
     unknown or empty."""
-    found = [source.num_rows() for source in data.sources]
-    sizes = [size for size in found if size]
-    if len(sizes) < len(found):
+    counts = [source.num_rows() for source in data.sources]
+    sizes = [size for size in counts if size]
+    if len(sizes) < len(counts):
         return None
     if data.held_out is None:
         return sizes
@@ -45,11 +45,11 @@ def num_held_out(held_out: float, sizes: Sequence[int]) -> list[int]:
     Example: 0.1 of 25 and 14 rows is 3.9, so 4 rows: 2.6 and 1.4 of them, rounded to 3 and 1.
     """
     total = sum(sizes)
-    wanted = int(held_out * total + 0.5) if held_out < 1 else int(held_out)
-    counts = [wanted * size // total for size in sizes]
-    rests = [wanted * size % total for size in sizes]
+    count = int(held_out * total + 0.5) if held_out < 1 else int(held_out)
+    counts = [count * size // total for size in sizes]
+    rests = [count * size % total for size in sizes]
     largest = sorted(range(len(sizes)), key=lambda i: -rests[i])
-    for i in largest[: wanted - sum(counts)]:
+    for i in largest[: count - sum(counts)]:
         counts[i] += 1
     return counts
 
@@ -62,8 +62,8 @@ def held_out_line(data: DataConfig) -> list[Line]:
     held_out = source_sizes(data.model_copy(update={"part": "held_out"}))
     if held_out is None:
         return []
-    how = f"held_out={data.held_out:g}; never drawn for training, the same for every seed"
-    return [("rows held out", str(sum(held_out)), how)]
+    origin = f"held_out={data.held_out:g}; never drawn for training, the same for every seed"
+    return [("rows held out", str(sum(held_out)), origin)]
 
 
 def passes_lines(
@@ -77,15 +77,15 @@ def passes_lines(
     over = f"{steps} step{'s' * (steps > 1)}{more}"
     sizes = source_sizes(data) or []
     items = [size * total // sum(sizes) for size in sizes]
-    how = ""
+    origin = ""
     if len(items) > 1:
         each = zip(data.sources, items, strict=True)
-        how = "; ".join(f"{source.source_name or source.place} {size}" for source, size in each)
+        origin = "; ".join(f"{source.source_name or source.place} {size}" for source, size in each)
     if len(data.sources) == 1 or data.mix == "size":
         over += f": {_evenly(drawn, total)}"
     elif items:
         over += f": {_by_weight(data, items, drawn)}"
-    lines = [("rows of data (N)", str(total), how), ("rows drawn", str(drawn), over)]
+    lines = [("rows of data (N)", str(total), origin), ("rows drawn", str(drawn), over)]
     return lines if counted or not data.may_lose_rows else [*lines, NOT_COUNTED]
 
 

@@ -51,9 +51,9 @@ def folder_problem(path: str) -> str | None:
 
 def _content_problem(folder: Path) -> str | None:
     if (folder / "checkpoints").is_dir() or (folder / "manifest.json").is_file():
-        what = "a run folder" if (folder / "checkpoints").is_dir() else "a checkpoint"
+        kind = "a run folder" if (folder / "checkpoints").is_dir() else "a checkpoint"
         return (
-            f"{folder} is {what}, not a model; export its model to a folder first: burnish "
+            f"{folder} is {kind}, not a model; export its model to a folder first: burnish "
             f"export {folder} --out DIR"
         )
     if not any(folder.iterdir()):
@@ -100,10 +100,10 @@ def models_of(node: Node, path: str = "") -> Iterator[tuple[str, ModelConfig]]:
 def model_problems(node: Node) -> list[str]:
     """Return a problem for every model folder in a recipe that does not exist or cannot contain a
     model."""
-    found = []
+    problems = []
     for key, model in models_of(node):
         for name, path in (("path", model.path), ("tokenizer_path", model.tokenizer_path)):
             problem = None if path is None else folder_problem(path)
             if problem is not None:
-                found.append(f"{key}.{name}: {problem}")
-    return found
+                problems.append(f"{key}.{name}: {problem}")
+    return problems

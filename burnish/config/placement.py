@@ -41,8 +41,8 @@ class PlacementGroupSpec:
 
     def __str__(self) -> str:
         """Return the text for tables and messages."""
-        what = f"{self.gpus:g} GPU{'s' * (self.gpus != 1)}" if self.gpus else f"{self.cpus:g} CPU"
-        each = f"{what} each"
+        bundle = f"{self.gpus:g} GPU{'s' * (self.gpus != 1)}" if self.gpus else f"{self.cpus:g} CPU"
+        each = f"{bundle} each"
         if self.span > 1:
             each += f"; a rollout engine spans {self.span} on one node"
         return f"{self.count} x {'+'.join(self.roles)} ({each})"
@@ -71,7 +71,7 @@ def placement_groups_for(
     together = sharing(cluster, roles)
     sets = [together] if together else []
     sets += [[r] for r in roles if r not in together]
-    found = []
+    groups = []
     for group in sets:
         parts = tensor_parallel_size if "rollout" in group else 1
         size, span = (parts, 1) if len(group) == 1 else (1, parts)
@@ -79,8 +79,8 @@ def placement_groups_for(
             cluster.ranks(role_of(role)) * (span if role == "rollout" else 1) for role in group
         )
         cpus, gpus = cluster.cpus_per_worker * size, cluster.gpus_per_worker * size
-        found.append(PlacementGroupSpec(tuple(group), count, cpus=cpus, gpus=gpus, span=span))
-    return found
+        groups.append(PlacementGroupSpec(tuple(group), count, cpus=cpus, gpus=gpus, span=span))
+    return groups
 
 
 def placement_text(config: JobConfig) -> str:

@@ -132,8 +132,8 @@ class PreferenceConfig(SupervisedJob):
     @property
     def holds_reference(self) -> bool:
         """Return whether the reference model is the base of the LoRA policy."""
-        own = self.reference.model if self.reference is not None else None
-        return self.needs_reference and self.model.lora is not None and own is None
+        model = self.reference.model if self.reference is not None else None
+        return self.needs_reference and self.model.lora is not None and model is None
 
     @property
     def added_terms(self) -> list[tuple[PreferenceLossConfig, float]]:
@@ -145,24 +145,24 @@ class PreferenceConfig(SupervisedJob):
         ]
 
     def roles(self) -> tuple[TrainRole, ...]:
-        given, kl = self.reference or PreferenceReferenceConfig(), self.loss.kind == "kto"
+        settings, kl = self.reference or PreferenceReferenceConfig(), self.loss.kind == "kto"
         policy = replace(
             self.trained_role("policy"),
             dropout=False,
             holds_reference=self.holds_reference,
-            precomputed_reference=self.holds_reference and given.precompute,
+            precomputed_reference=self.holds_reference and settings.precompute,
             estimates_kl=kl,
             ranks_pairs=self.loss.kind in ("aot", "aot_unpaired"),
             needs_entropies=self.weight_pairs,
         )
         if not self.needs_reference or self.holds_reference:
             return (policy,)
-        reference = policy.derived_role("reference", given.model, self.cluster, trainable=False)
+        reference = policy.derived_role("reference", settings.model, self.cluster, trainable=False)
         reference = replace(
             reference,
-            precomputed_reference=given.precompute,
+            precomputed_reference=settings.precompute,
             estimates_kl=kl,
-            is_saved=given.moving is not None,
+            is_saved=settings.moving is not None,
         )
         return policy, reference
 
@@ -248,8 +248,8 @@ class PreferenceConfig(SupervisedJob):
         yield from super().advice()
         for name, data in self.eval_sections.items():
             yield from held_out_advice(self.data, data, name)
-        own = self.reference is not None and self.reference.model is not None
-        if self.needs_reference and not own and self.model.scratch is not None:
+        has_model = self.reference is not None and self.reference.model is not None
+        if self.needs_reference and not has_model and self.model.scratch is not None:
             yield random_reference_advice(f"loss={self.loss.kind}")
         yield from lora_advice(self.model, holds_reference=self.holds_reference)
         yield from reference_sync_advice(self.reference, self.precision)

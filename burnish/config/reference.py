@@ -60,16 +60,16 @@ Page = dict[type[Node], Section]
 
 def config_markdown() -> str:
     """Return the text of ``docs/config.md``."""
-    found = sections()
+    page = sections()
     classes: dict[Section, list[type[Node]]] = {}
-    for cls, section in found.items():
+    for cls, section in page.items():
         classes.setdefault(section, []).append(cls)
-    lines = [_INTRO, "## Jobs", "", f"{_links(found[cls] for cls in JOBS.values())}.", ""]
+    lines = [_INTRO, "## Jobs", "", f"{_links(page[cls] for cls in JOBS.values())}.", ""]
     for section in (section for section in classes if not section.path):
-        lines += _section(section, classes[section], found)
+        lines += _section(section, classes[section], page)
     lines += ["## Groups of keys", ""]
     for section in (section for section in classes if section.path):
-        lines += _section(section, classes[section], found)
+        lines += _section(section, classes[section], page)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -81,39 +81,39 @@ def sections() -> Page:
     uses, jobs = _uses(), list(JOBS.values())
     names: dict[type[Node], str] = {cls: name for name, cls in JOBS.items()}
     variants = _variants([*jobs, *uses])
-    found: Page = {}
+    page: Page = {}
     for cls in [*jobs, *uses]:
-        for base in [b for b in _common_bases(cls, [*jobs, *uses]) if b not in found]:
+        for base in [b for b in _common_bases(cls, [*jobs, *uses]) if b not in page]:
             heirs = [c for c in (*jobs, *uses) if issubclass(c, base)]
             if all(heir in variants.get(cls, ()) for heir in heirs):
-                found[base] = _node_section(cls, uses, variants)
+                page[base] = _node_section(cls, uses, variants)
             else:
-                found[base] = _common_section(base, next(iter(uses.get(heirs[0], {"": []}))))
+                page[base] = _common_section(base, next(iter(uses.get(heirs[0], {"": []}))))
         job = names.get(cls)
-        found[cls] = Section(job, "") if job else _node_section(cls, uses, variants)
-    return found
+        page[cls] = Section(job, "") if job else _node_section(cls, uses, variants)
+    return page
 
 
 def _uses() -> Uses:
     """Find every node below the jobs. If several nodes contain a node, its path is the first one
     found, and the paths below it begin with that path."""
-    found: Uses = {}
+    uses: Uses = {}
     for name, job in JOBS.items():
-        _add_uses(found, job, name, above="", seen=set())
-    return found
+        _add_uses(uses, job, name, above="", seen=set())
+    return uses
 
 
 def _add_uses(
-    found: Uses, owner: type[Node], job: str, *, above: str, seen: set[type[Node]]
+    uses: Uses, owner: type[Node], job: str, *, above: str, seen: set[type[Node]]
 ) -> None:
     for name, field in owner.model_fields.items():
         for node in nodes_in(field.annotation):
-            jobs = found.setdefault(node, {}).setdefault(above + name, [])
+            jobs = uses.setdefault(node, {}).setdefault(above + name, [])
             if job not in jobs:
                 jobs.append(job)
             if node not in seen:
                 seen.add(node)
-                _add_uses(found, node, job, above=f"{next(iter(found[node]))}.", seen=seen)
+                _add_uses(uses, node, job, above=f"{next(iter(uses[node]))}.", seen=seen)
 
 
 def _common_bases(cls: type[Node], all_classes: list[type[Node]]) -> list[type[Node]]:
@@ -123,7 +123,7 @@ def _common_bases(cls: type[Node], all_classes: list[type[Node]]) -> list[type[N
     above = [b for b in bases if not b.model_fields.keys() <= {"kind", "job"}]
     heirs = {b: frozenset(c for c in all_classes if issubclass(c, b)) for b in above}
     nearest = {heirs[b]: b for b in reversed(above)}
-    return [b for found, b in nearest.items() if b not in all_classes and len(found) > 1]
+    return [b for subclasses, b in nearest.items() if b not in all_classes and len(subclasses) > 1]
 
 
 def _variants(all_classes: list[type[Node]]) -> dict[type[Node], list[type[Node]]]:
@@ -153,7 +153,7 @@ def _node_section(
     return Section(f"`{path}` ({', '.join(jobs)})" if same else f"`{path}`", path, also)
 
 
-def _section(section: Section, classes: list[type[Node]], found: Page) -> Iterator[str]:
+def _section(section: Section, classes: list[type[Node]], page: Page) -> Iterator[str]:
     """Yield the heading, text and table of one section: first the node or the common keys, then
     the variants."""
     texts, rows = [], []
@@ -161,13 +161,13 @@ def _section(section: Section, classes: list[type[Node]], found: Page) -> Iterat
         text = own_text(cls)
         if kinds_of(cls):
             text = f"{text} {field_text(cls.model_fields['kind'])}".strip()
-        if includes := _includes(cls, found):
+        if includes := _includes(cls, page):
             text += f" Includes {_links(includes)}."
         if kinds_of(cls):
             rows.append(table_row(f"**{', '.join(kinds_of(cls))}**", "", "", text))
         else:
             texts.append(text)
-        rows += _rows(cls, found)
+        rows += _rows(cls, page)
     if section.also_at:
         texts.append(f"Also at {section.also_at}.")
     yield from (f"### {section.title}", "")
@@ -177,41 +177,41 @@ def _section(section: Section, classes: list[type[Node]], found: Page) -> Iterat
         yield from (*TABLE_HEAD, *rows, "")
 
 
-def _includes(cls: type[Node], found: Page) -> list[Section]:
+def _includes(cls: type[Node], page: Page) -> list[Section]:
     """Return the nearest other sections with common keys of ``cls``."""
-    bases = [b for b in reversed(cls.__mro__[1:]) if b in found and found[b] != found[cls]]
-    return [found[b] for b in bases if not any(c is not b and issubclass(c, b) for c in bases)]
+    bases = [b for b in reversed(cls.__mro__[1:]) if b in page and page[b] != page[cls]]
+    return [page[b] for b in bases if not any(c is not b and issubclass(c, b) for c in bases)]
 
 
-def _rows(cls: type[Node], found: Page) -> list[str]:
+def _rows(cls: type[Node], page: Page) -> list[str]:
     """Return the rows of the keys that are not in the section of a base."""
     return [
-        _row(name, field, found)
+        _row(name, field, page)
         for name, field in cls.model_fields.items()
-        if name not in ("kind", "job") and not _is_elsewhere(name, cls, found)
+        if name not in ("kind", "job") and not _is_elsewhere(name, cls, page)
     ]
 
 
-def _is_elsewhere(name: str, cls: type[Node], found: Page) -> bool:
+def _is_elsewhere(name: str, cls: type[Node], page: Page) -> bool:
     """Return whether a key is printed for a base, or is replaced in every section that includes
     it."""
-    own = _row(name, cls.model_fields[name], found)
-    bases = [b for b in reversed(cls.__mro__[1:]) if b in found]
+    row = _row(name, cls.model_fields[name], page)
+    bases = [b for b in reversed(cls.__mro__[1:]) if b in page]
     inherited = [b.model_fields[name] for b in bases if name in b.model_fields]
-    heirs = [c for c in found if c is not cls and issubclass(c, cls) and c in JOBS.values()]
-    replaced = bool(heirs) and all(_row(name, c.model_fields[name], found) != own for c in heirs)
-    return replaced or (bool(inherited) and _row(name, inherited[-1], found) == own)
+    heirs = [c for c in page if c is not cls and issubclass(c, cls) and c in JOBS.values()]
+    replaced = bool(heirs) and all(_row(name, c.model_fields[name], page) != row for c in heirs)
+    return replaced or (bool(inherited) and _row(name, inherited[-1], page) == row)
 
 
-def _row(path: str, field: FieldInfo, found: Page) -> str:
-    return key_row(path, _linked_type(field, found), default_text(field), field_text(field))
+def _row(path: str, field: FieldInfo, page: Page) -> str:
+    return key_row(path, _linked_type(field, page), default_text(field), field_text(field))
 
 
 _SHORT = {"whole number": "int", "true or false": "bool", "number": "float", "text": "str"}
 """Words of errors -> names of types in the tables."""
 
 
-def _linked_type(field: FieldInfo, found: Page) -> str:
+def _linked_type(field: FieldInfo, page: Page) -> str:
     """Return the type of a field, with links from its nodes to their sections. Null is named only
     if it is not the default."""
     words = type_words(field.annotation)
@@ -224,7 +224,7 @@ def _linked_type(field: FieldInfo, found: Page) -> str:
     if nodes:
         kinds = " | ".join(kind for node in nodes for kind in kinds_of(node))
         plain, short = (f"mapping with kind: {kinds}", "kind") if kinds else ("mapping",) * 2
-        words = words.replace(plain, _link(short, found[nodes[0]]))
+        words = words.replace(plain, _link(short, page[nodes[0]]))
     return words
 
 
@@ -232,5 +232,5 @@ def _link(text: str, section: Section) -> str:
     return f"[{text}](#{section.anchor})"
 
 
-def _links(wanted: Iterable[Section]) -> str:
-    return ", ".join(_link(section.title, section) for section in wanted)
+def _links(targets: Iterable[Section]) -> str:
+    return ", ".join(_link(section.title, section) for section in targets)

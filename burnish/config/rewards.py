@@ -298,11 +298,11 @@ def reward_names(rewards: Sequence[RewardConfig]) -> list[str]:
     """Return the name of each reward: its own, else its kind. A repeated name gets a number."""
     names: list[str] = []
     for entry in rewards:
-        wanted = name = entry.name or entry.kind
+        base = name = entry.name or entry.kind
         n = 1
         while name in names:
             n += 1
-            name = f"{wanted}_{n}"
+            name = f"{base}_{n}"
         names.append(name)
     return names
 

@@ -72,9 +72,8 @@ def turn_rewards_refused(kind: str) -> str:
     return (
         f"algorithm.advantage={kind} with rewards of single turns: its baseline is the mean total "
         "reward of the group, and the return of a later turn only contains the rewards from there "
-        "on; "
-        "use gae or reinforce_pp (each turn's reward counts from its turn), or grpo, dr_grpo or "
-        "opo (all turns share the total)"
+        "on; use gae or reinforce_pp (each turn's reward counts from its turn), or grpo, dr_grpo "
+        "or opo (all turns share the total)"
     )
 
 
@@ -138,13 +137,19 @@ class RLConfig(TrainingJob):
             lengths=policy.lengths,
         )
         if isinstance(self.algorithm.advantage, GaeAdvantage):
-            own = self.critic or CriticConfig()
-            critic = policy.derived_role("critic", own.model, self.cluster, trainable=True)
-            roles.append(replace(critic, lr=own.lr, train=own.for_role(critic.train)))
+            critic_settings = self.critic or CriticConfig()
+            critic = policy.derived_role(
+                "critic", critic_settings.model, self.cluster, trainable=True
+            )
+            roles.append(
+                replace(critic, lr=critic_settings.lr, train=critic_settings.for_role(critic.train))
+            )
         if self.algorithm.kl.init_kl_coef and not policy.holds_reference:
-            given = self.reference or ReferenceConfig()
-            frozen = policy.derived_role("reference", given.model, self.cluster, trainable=False)
-            roles.append(replace(frozen, is_saved=given.moving is not None))
+            reference = self.reference or ReferenceConfig()
+            frozen = policy.derived_role(
+                "reference", reference.model, self.cluster, trainable=False
+            )
+            roles.append(replace(frozen, is_saved=reference.moving is not None))
         if self.teacher is not None:
             teacher = policy.derived_role(
                 "teacher", self.teacher.model, self.cluster, trainable=False
@@ -214,8 +219,10 @@ class RLConfig(TrainingJob):
     @property
     def holds_reference(self) -> bool:
         """Return whether the reference model of the KL term is the base of the LoRA policy."""
-        own = self.reference.model if self.reference is not None else None
-        return bool(self.algorithm.kl.init_kl_coef) and self.model.lora is not None and own is None
+        model = self.reference.model if self.reference is not None else None
+        return (
+            bool(self.algorithm.kl.init_kl_coef) and self.model.lora is not None and model is None
+        )
 
     def inputs_of_replay(self) -> RLConfig:
         """Return a config without prompts, rewards and held-out data."""
@@ -251,8 +258,8 @@ class RLConfig(TrainingJob):
             epochs_per_rollout=self.train.epochs_per_rollout,
         )
         train = self.train
-        given = 1 if train.max_tokens_per_micro_batch else None
-        part = given or train.micro_train_batch_size or train.gradient_accumulation_steps or 1
+        micro_batch = 1 if train.max_tokens_per_micro_batch else None
+        part = micro_batch or train.micro_train_batch_size or train.gradient_accumulation_steps or 1
         return check_rollout(plan, unit=part * plan.data_parallel_size)
 
     @property
@@ -301,8 +308,8 @@ class RLConfig(TrainingJob):
         than the policy."""
         roles = [role for role in self.roles() if isinstance(role, TrainRole)]
         sizes = {role.kind: role.data_parallel_size for role in roles}
-        own = sizes.get("critic")
-        return None if own == sizes["policy"] else own
+        ranks = sizes.get("critic")
+        return None if ranks == sizes["policy"] else ranks
 
     def rules(self) -> Iterator[str]:
         yield from step_rules(self.data, max_steps=self.max_steps, max_epochs=self.max_epochs)
@@ -332,7 +339,7 @@ class RLConfig(TrainingJob):
         rewards = reward_names(self.rewards)
         unused = {"shaping"} if self.shaping == ShapingConfig() else set()
         means = [name for name in RESERVED_NAMES if name not in unused] if rewards else []
-        own = [f"reward/{name}" for name in (*rewards, *means)]
+        reward_metrics = [f"reward/{name}" for name in (*rewards, *means)]
         prefixes = ["rollout/", "sync/", *(f"reward/{name}/" for name in rewards)]
         if isinstance(self.algorithm.advantage, GaeAdvantage):
             prefixes.append("critic/")
@@ -342,7 +349,7 @@ class RLConfig(TrainingJob):
             self.named_metrics,
             self.eval_metrics,
             eval_key="eval",
-            names=own,
+            names=reward_metrics,
             prefixes=tuple(prefixes),
         )
         yield from early_stopping_rules(
@@ -367,8 +374,8 @@ class RLConfig(TrainingJob):
                 f"{sampler}, so their log-probs differ for the same weights, as if the policy had "
                 "changed; remove rollout_dtype to use one format (train/mismatch_* is the gap)"
             )
-        own = self.reference is not None and self.reference.model is not None
-        if self.algorithm.kl.init_kl_coef and not own and self.model.scratch is not None:
+        has_model = self.reference is not None and self.reference.model is not None
+        if self.algorithm.kl.init_kl_coef and not has_model and self.model.scratch is not None:
             yield random_reference_advice("algorithm.kl")
         watched = dict(self.named_metrics)
         if self.eval is None and self.checkpoint.best_metric is None:
@@ -442,9 +449,8 @@ def _kl_rules(config: RLConfig) -> Iterator[str]:
     if kl.adaptive is not None and samples >= 5 * kl.adaptive.horizon:
         yield (
             f"algorithm.kl.adaptive.horizon={kl.adaptive.horizon} is too short for {samples} "
-            "samples per "
-            f"rollout: the weight could reach 0 in one step; use more than {samples // 5} (10000 "
-            "is usual)"
+            "samples per rollout: the weight could reach 0 in one step; use more than "
+            f"{samples // 5} (10000 is usual)"
         )
     if config.reference is not None and not kl.init_kl_coef:
         yield (

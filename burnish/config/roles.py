@@ -227,8 +227,8 @@ class TrainRole(RoleSpec):
         if not self.trainable:
             return reference
         extra = self.estimates_kl + self.ranks_pairs + self.needs_entropies
-        own = (self.kind == "critic") + self.needs_old_logprobs + extra
-        return own + reference * self.holds_reference
+        passes = (self.kind == "critic") + self.needs_old_logprobs + extra
+        return passes + reference * self.holds_reference
 
     @property
     def runs_forward_passes(self) -> bool:
@@ -411,11 +411,11 @@ def reward_roles(
     lengths: RowLengths,
 ) -> list[TrainRole]:
     """Return one role for each reward model, in the order of the recipe."""
-    found: list[TrainRole] = []
+    roles: list[TrainRole] = []
     for entry in rewards:
         if isinstance(entry, ModelReward):
             role = TrainRole(
-                name=free_name("reward", [role.name for role in found]),
+                name=free_name("reward", [role.name for role in roles]),
                 kind="reward",
                 model=entry.model,
                 precision=precision,
@@ -427,8 +427,8 @@ def reward_roles(
                 train=train,
                 rows_per_pass=entry.micro_batch_size,
             )
-            found.append(role)
-    return found
+            roles.append(role)
+    return roles
 
 
 def free_name(role: str, taken: Container[str]) -> str:

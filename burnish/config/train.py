@@ -133,9 +133,9 @@ def parallel_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[str]:
     compute the same rows."""
     size = train.engine.ranks_per_row
     roles: tuple[ClusterRole, ...] = ("policy", "reference", "teacher", "critic", "reward")
-    given = {f"cluster.{role}_ranks": cluster.ranks(role) for role in roles}
+    sizes = {f"cluster.{role}_ranks": cluster.ranks(role) for role in roles}
     reported: set[int] = set()
-    for name, ranks in given.items():
+    for name, ranks in sizes.items():
         if ranks % size and ranks not in reported:
             reported.add(ranks)
             yield (
@@ -194,9 +194,9 @@ def critic_rules(
 ) -> Iterator[str]:
     """Yield an error if the critic's own settings do not fit the run. ``max_steps``: None if
     unknown."""
-    own = critic.for_role(train)
+    settings = critic.for_role(train)
     if critic.optimizer is not None:
-        for problem in optimizer_rules(own):
+        for problem in optimizer_rules(settings):
             yield f"critic: {problem.replace('train.optimizer', 'critic.optimizer')}"
     if max_steps is not None and critic.freeze_policy_steps >= max_steps:
         yield (
@@ -304,8 +304,8 @@ def better(metric: str) -> Literal["max", "min"] | None:
         "std",
         "shaping",
     ):
-        own = ("truncated_frac", "equal_groups_frac", "groups_dropped")
-        return "min" if last in own else "max"  # other names are those of rewards
+        counts = ("truncated_frac", "equal_groups_frac", "groups_dropped")
+        return "min" if last in counts else "max"  # other names are those of rewards
     if _MORE.fullmatch(last):
         return "max"
     return "min" if _LESS.fullmatch(last) else None

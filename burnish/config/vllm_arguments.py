@@ -127,10 +127,10 @@ def vllm_names() -> frozenset[str]:
 
     The source of its ``EngineArgs`` is parsed, because importing vLLM takes many seconds.
     """
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
         return frozenset()
-    source = Path(found.origin).parent / "engine" / "arg_utils.py"
+    source = Path(spec.origin).parent / "engine" / "arg_utils.py"
     if not source.is_file():
         return frozenset()
     for node in ast.parse(source.read_text(encoding="utf-8")).body:

@@ -69,9 +69,9 @@ class RecipeLoader(yaml.SafeLoader):
         text = self.construct_scalar(node)
         bare = text.lstrip("+-").replace("_", "")
         if ":" in text or (node.tag.endswith("int") and re.fullmatch(r"0[0-7]+", bare)):
-            how = "base 60" if ":" in text else "octal"
+            base = "base 60" if ":" in text else "octal"
             raise _error(
-                f"YAML reads {text} as {how}, a different number; write the number in decimal, or "
+                f"YAML reads {text} as {base}, a different number; write the number in decimal, or "
                 f'put it in quotes ("{text}") if it is text',
                 node.start_mark,
             )
@@ -86,9 +86,9 @@ class RecipeLoader(yaml.SafeLoader):
 
 def _without(*tags: str) -> dict[str, list[tuple[str, Any]]]:
     """Return PyYAML's rules for plain values, without those of ``tags``."""
-    kept = yaml.SafeLoader.yaml_implicit_resolvers
+    resolvers = yaml.SafeLoader.yaml_implicit_resolvers
     names = [f"tag:yaml.org,2002:{tag}" for tag in tags]
-    return {c: [rule for rule in rules if rule[0] not in names] for c, rules in kept.items()}
+    return {c: [rule for rule in rules if rule[0] not in names] for c, rules in resolvers.items()}
 
 
 RecipeLoader.yaml_implicit_resolvers = _without("timestamp", "value")
@@ -191,10 +191,10 @@ class _Expansion:
             value = [self.copy(item, inside) for item in node.value]
         else:
             value = [(self.copy(k, inside), self.copy(v, inside)) for k, v in node.value]
-        made = type(node)(node.tag, value, node.start_mark, node.end_mark)
+        copied = type(node)(node.tag, value, node.start_mark, node.end_mark)
         if isinstance(node, yaml.ScalarNode):
-            made.style = node.style
-        return made
+            copied.style = node.style
+        return copied
 
 
 def _keep_text(node: Any, annotation: Any, *, field: str, source: str) -> None:

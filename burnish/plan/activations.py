@@ -148,7 +148,7 @@ def kinds_of(shape: ModelShape) -> list[str] | None:
     sizes: dict[str, set[int]] = {}
     for name, unit in zip(names, shape.layers, strict=True):
         sizes.setdefault(name, set()).add(unit.num_gathered)
-    return names if all(len(found) == 1 for found in sizes.values()) else None
+    return names if all(len(values) == 1 for values in sizes.values()) else None
 
 
 # ---- the trace -------------------------------------------------------------------------------
@@ -245,12 +245,12 @@ class _Trace:
         """Run one pass and return its peaks. If gradients of an earlier pass exist, run two passes
         and return the peaks of the second."""
         work, live = self.work, self.live
-        own = [*self.model.parameters(), *self.model.buffers()]
+        resident = [*self.model.parameters(), *self.model.buffers()]
         if self.optimizer is not None:
-            own += [m for m in self.optimizer.masters]
+            resident += [m for m in self.optimizer.masters]
         plan = fake_plan(work)
         with live:
-            live.hold(own)
+            live.hold(resident)
             base = live.now
             handles = self._watch() if work.train else []
             for last in (False, True) if work.train and work.accumulates else (True,):
@@ -318,12 +318,12 @@ class _Trace:
         read = torch.zeros(actions, dtype=torch.int64)
         at_reads = hidden[place[read]]
         before = self.live.now
-        found: list[Tensor | None]
+        outputs: list[Tensor | None]
         if work.states:
-            found = [at_reads]
+            outputs = [at_reads]
         elif self.scalar:
             head = self.model.score
-            found = [torch.nn.functional.linear(at_reads.float(), head.weight.float())[:, 0]]
+            outputs = [torch.nn.functional.linear(at_reads.float(), head.weight.float())[:, 0]]
         else:
             at_reads, weight, bias = with_dropout(self.model.get_output_embeddings(), at_reads)
             head = Head(
@@ -332,12 +332,12 @@ class _Trace:
                 temperature=0.5,
                 chunk_tokens=work.chunk_tokens,
             )
-            found = self._log_probs(at_reads.to(head.weight.dtype), read, head)
+            outputs = self._log_probs(at_reads.to(head.weight.dtype), read, head)
         self.output = float(max(self.output, self.live.peaks["forward"][0] - before))
         blank = tokens.shape[0]
         return [
             x.new_zeros(blank, *x.shape[1:]).index_put((read[: x.shape[0]],), x)
-            for x in found
+            for x in outputs
             if x is not None
         ]
 
@@ -346,23 +346,23 @@ class _Trace:
         During backward, a tensor of the size of the other chunks' hidden-state gradients is held
         instead."""
         work, few = self.work, _CHUNKS * head.chunk_tokens
-        kept = None
+        kept_ids = None
         if work.kept_ids:
             of_tokens = torch.zeros(work.tokens, work.kept_ids, dtype=torch.int32)
-            kept = of_tokens[targets]
+            kept_ids = of_tokens[targets]
         options: dict[str, Any] = {"with_entropy": work.with_entropy and work.train}
         more = at_reads.shape[0] - few
         if more <= 0:
-            return list(token_logprobs(at_reads, targets, head, kept_ids=kept, **options))
+            return list(token_logprobs(at_reads, targets, head, kept_ids=kept_ids, **options))
         held: list[Tensor] = []
         some = _Passed.apply(at_reads[:few], held, None)
-        part = None if kept is None else kept[:few]
-        found = token_logprobs(some, targets[:few], head, kept_ids=part, **options)
+        part = None if kept_ids is None else kept_ids[:few]
+        logprobs = token_logprobs(some, targets[:few], head, kept_ids=part, **options)
         like = at_reads.new_empty(0).new_empty
         size = (more, at_reads.shape[1])
         return [
             None if x is None else _Passed.apply(x, held, functools.partial(like, size))
-            for x in found
+            for x in logprobs
         ]
 
 
@@ -400,12 +400,12 @@ def _bare(config: PretrainedConfig, lora: LoraConfig | None, *, scalar: bool) ->
 
 def _give_sizes(model: torch.nn.Module) -> None:
     """Replace parameters and buffers by fake tensors on the CPU. Tied parameters stay tied."""
-    made: dict[int, Any] = {id(None): None}
+    copies: dict[int, Any] = {id(None): None}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for tensor in held.values():
-                made.setdefault(id(tensor), tensor if tensor is None else _like(tensor))
-            held.update({name: made[id(tensor)] for name, tensor in held.items()})
+                copies.setdefault(id(tensor), tensor if tensor is None else _like(tensor))
+            held.update({name: copies[id(tensor)] for name, tensor in held.items()})
 
 
 def _like(tensor: Tensor) -> Tensor:

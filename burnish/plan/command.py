@@ -48,12 +48,12 @@ class PlanOptions:
 
 def check_probe_options(options: PlanOptions) -> None:
     """Raise PlanError if ``--probe`` is combined with an option that it would ignore."""
-    given = [name for name, value in vars(options).items() if value != vars(PlanOptions())[name]]
-    if given:
-        names = ", ".join("--" + name.removeprefix("as_").replace("_", "-") for name in given)
+    changed = [name for name, value in vars(options).items() if value != vars(PlanOptions())[name]]
+    if changed:
+        names = ", ".join("--" + name.removeprefix("as_").replace("_", "-") for name in changed)
         raise PlanError(
             f"--probe measures the recipe on this machine, so {names} would have no effect; "
-            f"remove {'it' if len(given) == 1 else 'them'}, or remove --probe to get the plan"
+            f"remove {'it' if len(changed) == 1 else 'them'}, or remove --probe to get the plan"
         )
 
 
@@ -69,24 +69,24 @@ def plan_text(
         config = changed_config(config, ranks)
     plan = make_plan(config, hardware, assume=options.assume)
     rates = None if options.rates is None else measured_rates(options.rates, hardware)
-    found = fit(config, hardware, assume=options.assume, rates=rates) if options.fit else None
-    if found is not None:
-        found = found.with_overrides(ranks)
+    fitting = fit(config, hardware, assume=options.assume, rates=rates) if options.fit else None
+    if fitting is not None:
+        fitting = fitting.with_overrides(ranks)
     time = estimate(config, hardware, rates)
-    if options.write is not None and found is not None and found.proposals:
-        _write(options.write, found.proposals[0].config, cluster=options.cluster)
+    if options.write is not None and fitting is not None and fitting.proposals:
+        _write(options.write, fitting.proposals[0].config, cluster=options.cluster)
     if options.as_json:
         tree = json.loads(plan.to_json())
         tree["seconds_per_step"], tree["samples_per_s"] = time.seconds, time.samples_per_s
         if time.overlap is not None:
             tree["asynchronous"] = time.overlap.to_dict()
             tree["splits"] = [vars(split) for split in splits(config, hardware, rates)]
-        if found is not None:
+        if fitting is not None:
             tree["proposals"] = [
                 {"overrides": p.overrides, "seconds_per_step": p.seconds, "reason": p.reason}
-                for p in found.proposals
+                for p in fitting.proposals
             ]
-            tree["smallest_cluster"] = found.smallest
+            tree["smallest_cluster"] = fitting.smallest
         tree["models"] = list(notes)
         return json.dumps(tree, indent=1), plan.fits
     times = [time.to_text()]
@@ -94,16 +94,16 @@ def plan_text(
         times.append(f"  {best}")
     parts = [plan.to_text(details=options.details), "\n".join(times)]
     parts += ["\n".join(["models", *(f"  {note}" for note in notes)])] if notes else []
-    if found is not None:
-        parts.append(_fit_text(found, options.write))
+    if fitting is not None:
+        parts.append(_fit_text(fitting, options.write))
     elif not plan.fits:
         parts.append("To find settings that fit, repeat the command with --fit.")
     return "\n\n".join(parts), plan.fits
 
 
-def _fit_text(found: Fitting, written: Path | None) -> str:
-    text = found.to_text()
-    if written is not None and found.proposals:
+def _fit_text(fitting: Fitting, written: Path | None) -> str:
+    text = fitting.to_text()
+    if written is not None and fitting.proposals:
         text += f"\nwrote the first as a complete recipe: {written}"
     return text
 
@@ -124,8 +124,8 @@ def _check(options: PlanOptions) -> None:
 def _write(file: Path, config: JobConfig, *, cluster: str | None) -> None:
     """Write the recipe, with the cluster of ``--cluster``."""
     if cluster is not None:
-        here = config.cluster.model_copy(update={"hardware": cluster})
-        config = config.model_copy(update={"cluster": here})
+        cluster_config = config.cluster.model_copy(update={"hardware": cluster})
+        config = config.model_copy(update={"cluster": cluster_config})
     try:
         file.write_text(dump_yaml(config), encoding="utf-8")
     except OSError as error:
@@ -148,9 +148,9 @@ def _hardware(config: JobConfig, options: PlanOptions, tables: Tables) -> Hardwa
             network_gbs=options.network_gbs,
             source=source,
         )
-    found = hardware_of(config) or this_machine(tables)
+    hardware = hardware_of(config) or this_machine(tables)
     if options.host_gb is not None:
-        found = replace(found, host_bytes=options.host_gb * GB)
+        hardware = replace(hardware, host_bytes=options.host_gb * GB)
     if options.network_gbs is not None:
-        found = replace(found, network_gbs=options.network_gbs)
-    return found
+        hardware = replace(hardware, network_gbs=options.network_gbs)
+    return hardware

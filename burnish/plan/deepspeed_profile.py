@@ -70,15 +70,15 @@ class DeepSpeedProfile(TrainEngineProfile):
         share = share_text(s, n) if self._stage else entries_text(n)
         items = moments(s, self._home, ranks=s.ranks if self._stage else 1)
         if self._stage or s.half:
-            how = f"fp32 masters: {share} x 4 B"
-            items.append(Item("optimizer", part * 4, how, self._home))
+            formula = f"fp32 masters: {share} x 4 B"
+            items.append(Item("optimizer", part * 4, formula, self._home))
         items += moving_average(s, part, self._home)
         if self.gathers:
             items += [*self._weight_shards(), *(self._permanent_sums() if s.trainable else ())]
         else:
             whole = n + s.frozen
-            how = f"{entries_text(whole)} x {w} B, replicated"
-            items.append(Item("parameters", whole * w, how))
+            formula = f"{entries_text(whole)} x {w} B, replicated"
+            items.append(Item("parameters", whole * w, formula))
         return [i for i in items if i.bytes]
 
     def _weight_shards(self) -> list[Item]:
@@ -87,15 +87,15 @@ class DeepSpeedProfile(TrainEngineProfile):
         whole = s.trained + s.frozen
         weights = (w.numel for u in s.shape.units for w in (*u.base, *u.adapters))
         small = sum(x for x in weights if x < options.param_persistence_threshold)
-        how = f"{share_text(s, whole)} x {w} B"
+        formula = f"{share_text(s, whole)} x {w} B"
         items = [
-            Item("parameters", rounded_up(whole, s.ranks) * w, how, held),
+            Item("parameters", rounded_up(whole, s.ranks) * w, formula, held),
             Item("parameters", small * w, f"small ones, replicated: {entries_text(small)} x {w} B"),
         ]
         if options.zero_hpz_partition_size > 1 and s.ranks > 1:
             hpz = min(options.zero_hpz_partition_size, s.ranks)
-            how = f"second shard (hpZ): {entries_text(whole)} / {hpz}"
-            items.append(Item("parameters", rounded_up(whole, hpz) * w, how))
+            formula = f"second shard (hpZ): {entries_text(whole)} / {hpz}"
+            items.append(Item("parameters", rounded_up(whole, hpz) * w, formula))
         return items
 
     def _permanent_sums(self) -> list[Item]:
@@ -118,15 +118,15 @@ class DeepSpeedProfile(TrainEngineProfile):
             return []
         s, w, whole = self.setup, self.setup.weight_size, self.setup.shape.parameters
         if s.unreleased_gathers:
-            how = f"never released (DeepSpeed 0.16.0 to 0.16.7): {entries_text(whole)} x {w} B"
-            return [Item("gathered layers", whole * w, how)]
+            formula = f"never released (DeepSpeed 0.16.0 to 0.16.7): {entries_text(whole)} x {w} B"
+            return [Item("gathered layers", whole * w, formula)]
         largest = max(u.numel for u in s.shape.units)
         live = min(whole, max(MAX_LIVE, largest) + PREFETCH)
-        how = (
+        formula = (
             f"at most max(stage3_max_live_parameters 1e9, largest unit {entries_text(largest)}) "
             f"+ 5e7 prefetched, of {entries_text(whole)} x {w} B"
         )
-        return [Item("gathered layers", live * w, how)]
+        return [Item("gathered layers", live * w, formula)]
 
     def gradients_in_pass(self, stage: str, *, accumulates: bool, traced: float) -> list[Item]:
         """Return gradient sums and the buckets in which they are reduced, in every stage."""
@@ -136,21 +136,21 @@ class DeepSpeedProfile(TrainEngineProfile):
         largest, sums = self.setup.largest_trained, self.setup.sum_size
         if largest > self.options.reduce_bucket_size:
             copies = 2 if self.gathers else 1
-            how = f"{copies} x largest gradient {entries_text(largest)} x {sums} B"
-            items.append(Item("communication", largest * sums * copies, how))
+            formula = f"{copies} x largest gradient {entries_text(largest)} x {sums} B"
+            items.append(Item("communication", largest * sums * copies, formula))
         return items
 
     def _sums(self) -> list[Item]:
         """Return the gradients of stages 0 to 2. The sums of stage 3 are permanent."""
         s, n, sums = self.setup, self.setup.trained, self.setup.sum_size
         if self._stage == 0:
-            how = f"{entries_text(n)} x {s.weight_size} B"
-            return [Item("gradients", n * s.weight_size, how)]
+            formula = f"{entries_text(n)} x {s.weight_size} B"
+            return [Item("gradients", n * s.weight_size, formula)]
         if self._stage == 1:
             return [Item("gradients", n * sums, f"sums, replicated: {entries_text(n)} x {sums} B")]
         if self._stage == 2:
-            how = f"sums: {share_text(s, n)} x {sums} B"
-            return [Item("gradients", self._part * sums, how, self._home)]
+            formula = f"sums: {share_text(s, n)} x {sums} B"
+            return [Item("gradients", self._part * sums, formula, self._home)]
         return []
 
     # ---- between passes ----------------------------------------------------------------------
@@ -162,11 +162,11 @@ class DeepSpeedProfile(TrainEngineProfile):
     def _fp32_gradients(self) -> list[Item]:
         s, part = self.setup, self._part
         if self._stage == 0:
-            how = f"fp32, for the step: {entries_text(part)} x 4 B"
-            return [Item("gradients", part * 4, how)] if s.half else []
+            formula = f"fp32, for the step: {entries_text(part)} x 4 B"
+            return [Item("gradients", part * 4, formula)] if s.half else []
         if self._stage in (1, 2):
-            how = f"fp32, for the step: {share_text(s, s.trained)} x 4 B"
-            return [Item("gradients", part * 4, how, self._home)]
+            formula = f"fp32, for the step: {share_text(s, s.trained)} x 4 B"
+            return [Item("gradients", part * 4, formula, self._home)]
         if self.options.adam_offload:
             return []
         step = min(part, SUB_GROUP)
@@ -177,8 +177,8 @@ class DeepSpeedProfile(TrainEngineProfile):
         if not self.gathers:
             return super().weight_transfer()
         size = max(WEIGHT_BUCKET_BYTES, self.setup.largest_weight * self.setup.weight_size)
-        how = f"bucket of {WEIGHT_BUCKET_BYTES >> 20} MiB, or the largest weight"
-        return [Item("gathered layers", size, how)]
+        formula = f"bucket of {WEIGHT_BUCKET_BYTES >> 20} MiB, or the largest weight"
+        return [Item("gathered layers", size, formula)]
 
     def saving(self, *, gpu: bool) -> list[Item]:
         """Return the fp32 weight that rank 0 gathers and writes at a time."""
@@ -194,8 +194,8 @@ class DeepSpeedProfile(TrainEngineProfile):
             return super().loading(from_folder=from_folder, gpu=gpu)
         s, size = self.setup, self.size_read
         part = s.model.parameters / s.ranks * (0 if size == s.weight_size else size)
-        how = "zero_init: shards in the format of the file + largest weight, unsharded"
-        return [Item("parameters", s.largest_weight * size + part, how)]
+        formula = "zero_init: shards in the format of the file + largest weight, unsharded"
+        return [Item("parameters", s.largest_weight * size + part, formula)]
 
     @property
     def size_before_sharding(self) -> int | None:
@@ -235,11 +235,11 @@ class DeepSpeedProfile(TrainEngineProfile):
             held = {1: "masters and moments", 2: "gradients", 3: "weights"}[stage]
             yield Suggestion((f"{key}zero_stage={stage}",), f"shards {held}; more communication")
         if not engine.adam_offload and engine.zero_stage:
-            what = "masters and moments offloaded to host memory; slower optimizer step"
-            yield Suggestion((f"{key}adam_offload=true",), what)
+            effect = "masters and moments offloaded to host memory; slower optimizer step"
+            yield Suggestion((f"{key}adam_offload=true",), effect)
         if not engine.param_offload and engine.zero_stage == 3:
-            what = "weight shards offloaded to host memory; slower"
-            yield Suggestion((f"{key}param_offload=true",), what)
+            effect = "weight shards offloaded to host memory; slower"
+            yield Suggestion((f"{key}param_offload=true",), effect)
 
 
 def _stage_overrides(

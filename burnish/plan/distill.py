@@ -31,8 +31,8 @@ def teacher_head(role: TrainRole) -> Items:
         return ()
     rows, width = _sizes(target.model, role)
     size = SIZES[target.dtype]
-    how = f"the teacher's output projection: {rows} x {width} x {size} B"
-    return (Item("parameters", float(rows * width * size), how),)
+    formula = f"the teacher's output projection: {rows} x {width} x {size} B"
+    return (Item("parameters", float(rows * width * size), formula),)
 
 
 def with_teacher(role: TrainRole, peaks: Peaks, work: Pass) -> Peaks:

@@ -73,8 +73,8 @@ class TrainEngineProfile(ABC):
             return []
         size = max(w.numel for u in self.setup.unsharded.units for w in u.base)
         w = self.setup.weight_size
-        how = f"largest weight, unsharded: {entries_text(size)} x {w} B"
-        return [Item("gathered layers", size * w, how)]
+        formula = f"largest weight, unsharded: {entries_text(size)} x {w} B"
+        return [Item("gathered layers", size * w, formula)]
 
     @abstractmethod
     def saving(self, *, gpu: bool) -> list[Item]:
@@ -94,9 +94,9 @@ class TrainEngineProfile(ABC):
         if size is None:
             return read
         whole = self.setup.model.parameters
-        kept = total(i for i in self.state() if i.name == "parameters")
-        how = f"unsharded on every rank while loading: {whole / 1e9:.3f}e9 x {size} B"
-        return [Item("parameters", max(0.0, whole * size - kept), how), *read]
+        parameters = total(i for i in self.state() if i.name == "parameters")
+        formula = f"unsharded on every rank while loading: {whole / 1e9:.3f}e9 x {size} B"
+        return [Item("parameters", max(0.0, whole * size - parameters), formula), *read]
 
     @property
     def size_read(self) -> int:
@@ -162,8 +162,8 @@ def profile_class(engine: TrainEngineFacts, ranks: int = 1) -> type[TrainEngineP
     """Return the profile that an engine's options name. Only its module is imported. ``ranks``:
     ranks with different rows."""
     module, _, name = engine.memory_profile(ranks=ranks).partition(":")
-    found: type[TrainEngineProfile] = vars(import_module(module))[name]
-    return found
+    profile: type[TrainEngineProfile] = vars(import_module(module))[name]
+    return profile
 
 
 def profile_of(setup: EngineSetup) -> TrainEngineProfile:

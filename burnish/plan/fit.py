@@ -69,9 +69,9 @@ class Fitting:
             larger = self.smallest or "No larger cluster of these GPUs was found on which it fits."
             return f"{head} {larger}"
         lines = [f"{self.tried} settings tried; those that fit, fastest first:"]
-        for i, found in enumerate(self.proposals, 1):
-            changes = " ".join(found.overrides) or UNCHANGED
-            lines += [f"  {i}. {changes}", f"     {found.reason}"]
+        for i, proposal in enumerate(self.proposals, 1):
+            changes = " ".join(proposal.overrides) or UNCHANGED
+            lines += [f"  {i}. {changes}", f"     {proposal.reason}"]
         return "\n".join(lines)
 
 
@@ -85,16 +85,16 @@ def fit(
     """Return the fastest few settings that fit. If possible, only settings that leave a share of
     ``TIGHT`` free are returned."""
     assumptions = tuple(assume)
-    found, tried = _search(config, hardware, assumptions, rates=rates)
+    proposals, tried = _search(config, hardware, assumptions, rates=rates)
     now = (config.cluster.ranks("policy"), config.cluster.ranks("rollout"))
     others = [s for s in splits(config, hardware, rates) if s.workers != now]
     for split in others[:_SPLITS]:
         changed = changed_config(config, split.overrides)
         more, count = _search(changed, hardware, assumptions, rates=rates)
-        found += [replace(p, overrides=(*split.overrides, *p.overrides)) for p in more]
+        proposals += [replace(p, overrides=(*split.overrides, *p.overrides)) for p in more]
         tried += count
-    if found:
-        roomy = [p for p in found if _free(p.plan) >= TIGHT] or found
+    if proposals:
+        roomy = [p for p in proposals if _free(p.plan) >= TIGHT] or proposals
         best = sorted(roomy, key=lambda p: (p.seconds, len(p.overrides)))
         return Fitting(tried, tuple(_distinct(best)))
     return Fitting(tried, (), _smallest(config, hardware, assumptions))
@@ -107,11 +107,11 @@ def _free(plan: Plan) -> float:
     return min(shares, default=1.0)
 
 
-def _distinct(found: Sequence[Proposal]) -> Iterator[Proposal]:
+def _distinct(proposals: Sequence[Proposal]) -> Iterator[Proposal]:
     """Yield the first few proposals whose times differ by more than one percent."""
     last: float | None = None
     count = 0
-    for proposal in found:
+    for proposal in proposals:
         if last is not None and proposal.seconds < 1.01 * last:
             continue
         last, count = proposal.seconds, count + 1
@@ -127,7 +127,7 @@ def _search(
     *,
     rates: Rates | None = None,
 ) -> tuple[list[Proposal], int]:
-    found, tried = [], 0
+    proposals, tried = [], 0
     for overrides in candidates(config, hardware):
         try:
             changed = changed_config(config, overrides)
@@ -138,8 +138,8 @@ def _search(
         if plan.fits:
             time = estimate(changed, hardware, rates)
             reason = _reason(plan, time.seconds, time.samples_per_s)
-            found.append(Proposal(tuple(overrides), changed, plan, time.seconds, reason))
-    return found, tried
+            proposals.append(Proposal(tuple(overrides), changed, plan, time.seconds, reason))
+    return proposals, tried
 
 
 def _reason(plan: Plan, seconds: float, rate: float) -> str:
@@ -207,9 +207,9 @@ def _smallest(config: JobConfig, hardware: Hardware, assume: Sequence[str]) -> s
             return None
         need = sum(p.count * p.gpus for p in placement_groups(wider))
         nodes = max(1, -(-int(need) // hardware.gpus_per_node))
-        found, _ = _search(wider, replace(hardware, nodes=nodes), assume)
-        if found:
-            best = min(found, key=lambda p: p.seconds)
+        proposals, _ = _search(wider, replace(hardware, nodes=nodes), assume)
+        if proposals:
+            best = min(proposals, key=lambda p: p.seconds)
             words = " ".join([*more, *best.overrides])
             name = f"{nodes}x{hardware.gpus_per_node}x{hardware.gpu.name}"
             return f"The smallest cluster of these nodes on which it fits: {name}, with {words}"
@@ -252,9 +252,9 @@ def _larger_gpu(config: JobConfig, hardware: Hardware, assume: Sequence[str]) ->
     assert hardware.gpu is not None
     larger = [g for g in hardware.tables.gpus.values() if g.bytes > 1.02 * hardware.gpu.bytes]
     for gpu in sorted(larger, key=lambda g: g.bytes):
-        found, _ = _search(config, replace(hardware, gpu=gpu), assume)
-        if found:
-            best = min(found, key=lambda p: p.seconds)
+        proposals, _ = _search(config, replace(hardware, gpu=gpu), assume)
+        if proposals:
+            best = min(proposals, key=lambda p: p.seconds)
             changes = " ".join(best.overrides) or UNCHANGED
             return (
                 f"The smallest known GPU on which it fits: {gpu.name}, with {changes}; or use "

@@ -170,15 +170,15 @@ def parse_cluster(
     ``H100-80GB`` one GPU. ``source``: origin of ``text``, for messages. Raises PlanError if the
     format or the GPU is unknown."""
     tables = tables or load_tables()
-    found = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z].*)", text.strip())
-    counts = [int(n) for n in found.groups()[:2] if n is not None] if found else []
-    if found is None or 0 in counts:
+    match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z].*)", text.strip())
+    counts = [int(n) for n in match.groups()[:2] if n is not None] if match else []
+    if match is None or 0 in counts:
         raise PlanError(
             f"{source}{text!r} is not of the form NODESxGPUSxNAME, e.g. 4x8xA800-80GB (8xNAME: "
             f"one node; NAME: one GPU). Known GPUs: {', '.join(tables.gpus)}"
         )
     nodes, each = [1, 1, *counts][-2:]
-    gpu = _find_gpu(found.group(3), tables)
+    gpu = _find_gpu(match.group(3), tables)
     notes = []
     if host_gb is None:
         host = tables.machines["host_gib_per_gpu"] * GIB * each
@@ -193,15 +193,13 @@ def parse_cluster(
 
 def _find_gpu(name: str, tables: Tables) -> Gpu:
     known = {n.lower(): gpu for n, gpu in tables.gpus.items()}
-    wanted = name.lower().replace("_", "-")
-    if wanted in known:
-        return known[wanted]
-    short = [gpu for n, gpu in known.items() if n.partition("-")[0] == wanted]
+    key = name.lower().replace("_", "-")
+    if key in known:
+        return known[key]
+    short = [gpu for n, gpu in known.items() if n.partition("-")[0] == key]
     if len(short) == 1:
         return short[0]
-    hint = (
-        nearest(wanted, known) if not short else f"; choose from {', '.join(g.name for g in short)}"
-    )
+    hint = nearest(key, known) if not short else f"; choose from {', '.join(g.name for g in short)}"
     raise PlanError(
         f"the GPU {name!r} is not known{hint}. Known: {', '.join(tables.gpus)}. Add it to "
         f"{USER_FILE} (or a file given by --gpus), as 'gpus: {{NAME: {{...}}}}' with "
@@ -236,21 +234,22 @@ def visible_gpus(tables: Tables | None = None, *, nodes: int = 1) -> Hardware | 
     if not torch.cuda.is_available():
         return None
     tables = tables or load_tables()
-    found = torch.cuda.get_device_properties(0)
-    name = found.name.lower().replace(" ", "")
+    properties = torch.cuda.get_device_properties(0)
+    name = properties.name.lower().replace(" ", "")
     near = [
         g
         for g in tables.gpus.values()
-        if g.name.partition("-")[0].lower() in name and abs(g.bytes / found.total_memory - 1) < 0.1
+        if g.name.partition("-")[0].lower() in name
+        and abs(g.bytes / properties.total_memory - 1) < 0.1
     ]
     base = near[0] if near else tables.gpus["A100-80GB"]
     gpu = replace(
         base,
-        name=found.name.replace(" ", "-"),
-        memory_gib=found.total_memory / GIB,
-        capability=found.major + found.minor / 10,
+        name=properties.name.replace(" ", "-"),
+        memory_gib=properties.total_memory / GIB,
+        capability=properties.major + properties.minor / 10,
     )
-    note = f"{found.name} is not in the table of GPUs: the speeds of {base.name} are used"
+    note = f"{properties.name} is not in the table of GPUs: the speeds of {base.name} are used"
     notes = () if near else (note,)
     count = torch.cuda.device_count()
     network = tables.machines["network_gbs"]

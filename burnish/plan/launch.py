@@ -67,15 +67,15 @@ def hardware_of(config: JobConfig) -> Hardware | None:
         gpus = None if config.resolve().device == "cpu" else visible_gpus()
         return gpus or this_machine()
     if cluster.runtime == "spmd":
-        here = None if config.resolve().device == "cpu" else visible_gpus()
-        if here is None:
+        visible = None if config.resolve().device == "cpu" else visible_gpus()
+        if visible is None:
             return this_machine()
-        return visible_gpus(nodes=math.ceil(cluster.policy_ranks / here.gpus_per_node))
+        return visible_gpus(nodes=math.ceil(cluster.policy_ranks / visible.gpus_per_node))
     need = sum(p.count * p.gpus for p in placement_groups(config))
     if not need:  # on CPUs: this machine, unless the cluster runs elsewhere
         return None if cluster.ray_address else this_machine()
-    here = visible_gpus()
-    if here is None:
+    visible = visible_gpus()
+    if visible is None:
         return None
-    nodes = math.ceil(need / here.gpus_per_node) if cluster.ray_address else 1
+    nodes = math.ceil(need / visible.gpus_per_node) if cluster.ray_address else 1
     return visible_gpus(nodes=nodes)

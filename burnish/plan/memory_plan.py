@@ -100,8 +100,8 @@ class Plan:
 
     def peak(self, where: str) -> Peak | None:
         """Return the worst peak of one memory (``device`` or ``host``)."""
-        found = [p for p in self.peaks if p.where == where]
-        return min(found, key=lambda p: p.margin / p.limit) if found else None
+        peaks = [p for p in self.peaks if p.where == where]
+        return min(peaks, key=lambda p: p.margin / p.limit) if peaks else None
 
     @property
     def cannot_run(self) -> bool:
@@ -165,7 +165,7 @@ def _peak_text(peak: Peak) -> str:
 
 
 def _batch_text(batch: Iterable[tuple[str, str, str]]) -> str:
-    return "\n".join(f"{n:<30} {value:>8}  {how}".rstrip() for n, value, how in batch)
+    return "\n".join(f"{n:<30} {value:>8}  {origin}".rstrip() for n, value, origin in batch)
 
 
 def _table(rows: Iterable[Row]) -> str:
@@ -198,9 +198,9 @@ def _places_text(peaks: Iterable[Peak]) -> str:
     for peak in peaks:
         places.setdefault((peak.place, peak.where), []).append(peak)
     lines = ["peak memory of each GPU or node, GB:"]
-    for (place, where), found in places.items():
-        by_phase = ", ".join(f"{p.phase} {_gb(p.bytes)}" for p in found)
-        lines.append(f"  {place} ({where}, {_gb(found[0].limit)}): {by_phase}")
+    for (place, where), phases in places.items():
+        by_phase = ", ".join(f"{p.phase} {_gb(p.bytes)}" for p in phases)
+        lines.append(f"  {place} ({where}, {_gb(phases[0].limit)}): {by_phase}")
     return "\n".join(lines)
 
 
@@ -211,11 +211,11 @@ def _details(rows: Iterable[Row]) -> str:
         key = (row.role, row.where, row.item, row.bytes, row.how)
         phases.setdefault(key, []).append(row.phase)
     lines = ["calculation:"]
-    for (role, where, item, size, how), found in phases.items():
+    for (role, where, item, size, formula), found in phases.items():
         when = (
             ", ".join(dict.fromkeys(found)) if len(set(found)) < 4 else f"{len(set(found))} phases"
         )
-        lines.append(f"  {role}, {where}, {item}: {_gb(size, 3)} GB = {how} ({when})")
+        lines.append(f"  {role}, {where}, {item}: {_gb(size, 3)} GB = {formula} ({when})")
     return "\n".join(lines)
 
 

@@ -112,8 +112,8 @@ def moving_average(setup: EngineSetup, entries: int, where: Where) -> list[Item]
     """Return the moving average of ``entries`` trained entries, if the recipe keeps one."""
     if setup.train.ema_decay is None or not setup.trainable:
         return []
-    how = f"moving average: {entries_text(entries)} x 4 B"
-    return [Item("optimizer", entries * 4, how, where)]
+    formula = f"moving average: {entries_text(entries)} x 4 B"
+    return [Item("optimizer", entries * 4, formula, where)]
 
 
 def total(items: Iterable[Item], where: Where = "device") -> float:

@@ -49,12 +49,14 @@ def together(roles: Mapping[str, RoleMemory], phase: str) -> Iterator[dict[str, 
         return
     if phase == "load":
         for name in roles:
-            yield {n: _loading(role, here=n == name) for n, role in roles.items()}
+            yield {n: _loading(role, on_device=n == name) for n, role in roles.items()}
         return
     working = {role.phase for role in roles.values() if phase in role.passing}
     working |= {role.phase for role in roles.values() if phase == role.phase == "rollout"}
-    for own in sorted(working) or [""]:
-        yield {n: _in(role, phase, here=role.phase == own) for n, role in roles.items()}
+    for working_role in sorted(working) or [""]:
+        yield {
+            n: _in(role, phase, on_device=role.phase == working_role) for n, role in roles.items()
+        }
 
 
 def _absent(role: RoleMemory) -> RoleMemory:
@@ -66,22 +68,22 @@ def _absent(role: RoleMemory) -> RoleMemory:
     return replace(role, resident=resident, passing={}, first={}, offloaded=None, phase="")
 
 
-def _in(role: RoleMemory, phase: str, *, here: bool) -> RoleMemory:
-    """Return a role in a phase of the run; ``here``: its own. The rollout engine is awake while
-    reward models score, which the plan counts as ``log-probs``."""
-    if here and role.phase == phase == "rollout":
+def _in(role: RoleMemory, phase: str, *, on_device: bool) -> RoleMemory:
+    """Return a role in a phase of the run. ``on_device``: the phase is the role's own. The rollout
+    engine is awake while reward models score, which the plan counts as ``log-probs``."""
+    if on_device and role.phase == phase == "rollout":
         return role
-    if here and role.offloaded is None and role.phase == "rollout" and phase == "log-probs":
+    if on_device and role.offloaded is None and role.phase == "rollout" and phase == "log-probs":
         return replace(role, resident={**role.resident, phase: role.resident["rollout"]})
-    if here:
+    if on_device:
         return role
     return replace(role, resident=role.offloaded or role.resident, passing={})
 
 
-def _loading(role: RoleMemory, *, here: bool) -> RoleMemory:
-    """Return a role while a model is loaded; ``here``: its own. A sleeping rollout engine has freed
-    its cache before the next model is loaded."""
-    if here:
+def _loading(role: RoleMemory, *, on_device: bool) -> RoleMemory:
+    """Return a role while a model is loaded. ``on_device``: it is the role's own. A sleeping
+    rollout engine has freed its cache before the next model is loaded."""
+    if on_device:
         return role
     if role.phase == "rollout" and role.offloaded is None:
         resident = {phase: role.resident["sync"] for phase in PHASES}

@@ -44,13 +44,13 @@ def oom_text(config: JobConfig, failure: Failure, lines: Sequence[PlanVsActual])
     """Return the text of the report."""
     role, phase = PLANNED_AS.get(failure.phase, ("", failure.phase))
     of = f" of the {role}" if role else ""
-    said = library_text(failure.error)
+    message = library_text(failure.error)
     notes = vars(failure.error).get("__notes__", [])
     parts = [
         "\n".join(
             [
                 f"out of memory in {phase}{of} (phase {failure.phase!r} of the metrics)",
-                f"  {said}",
+                f"  {message}",
                 *(f"  {note}" for note in notes),
             ]
         ),
@@ -119,8 +119,8 @@ def _planned(
     except Exception:  # as above: the plan is optional
         return None
     where = "device" if any(p.where == "device" for p in plan.peaks) else "host"
-    found = [p.bytes for p in plan.peaks if p.phase == phase and p.where == where]
-    return max(found, default=None)
+    peaks = [p.bytes for p in plan.peaks if p.phase == phase and p.where == where]
+    return max(peaks, default=None)
 
 
 def _gb(size: float) -> str:

@@ -31,8 +31,8 @@ def moments(setup: EngineSetup, where: Where = "device", *, ranks: int = 1) -> l
             raise PlanError(problem)
     size = state_bytes(setup, ranks=ranks)
     divided = f" / {ranks}" if ranks > 1 else ""
-    how = f"moments of {optimizer.kind}: {entries_text(n)}{divided} entries"
-    return [Item("optimizer", size, f"{how}, {size * ranks / max(1, n):.2f} B each", where)]
+    formula = f"moments of {optimizer.kind}: {entries_text(n)}{divided} entries"
+    return [Item("optimizer", size, f"{formula}, {size * ranks / max(1, n):.2f} B each", where)]
 
 
 def state_bytes(setup: EngineSetup, *, ranks: int = 1) -> float:
@@ -69,5 +69,5 @@ def in_step(setup: EngineSetup, *, ranks: int = 1, whole_stacks: bool = False) -
     )
     if buffer is None:
         return []
-    how = f"{buffer.purpose}: {entries_text(buffer.entries)} x {buffer.entry_bytes:g} B"
-    return [Item("optimizer", buffer.entries * buffer.entry_bytes, how)]
+    formula = f"{buffer.purpose}: {entries_text(buffer.entries)} x {buffer.entry_bytes:g} B"
+    return [Item("optimizer", buffer.entries * buffer.entry_bytes, formula)]

@@ -64,10 +64,10 @@ class PlanVsActual:
 
 def plan_vs_actual(plan: Plan | None, measured: Iterable[MeasuredPeak]) -> list[PlanVsActual]:
     """Return one line per role and phase, in the order in which they were measured."""
-    found: dict[tuple[str, str], list[MeasuredPeak]] = {}
-    for one in measured:
-        found.setdefault((one.role, one.phase), []).append(one)
-    return [_line(plan, role, phase, ranks) for (role, phase), ranks in found.items()]
+    peaks: dict[tuple[str, str], list[MeasuredPeak]] = {}
+    for peak in measured:
+        peaks.setdefault((peak.role, peak.phase), []).append(peak)
+    return [_line(plan, role, phase, ranks) for (role, phase), ranks in peaks.items()]
 
 
 def _line(plan: Plan | None, role: str, span: str, ranks: Sequence[MeasuredPeak]) -> PlanVsActual:

@@ -80,26 +80,26 @@ def _savings(
 ) -> tuple[str, ...]:
     """Return the GPUs that engines on the ranks' GPUs save, and the device memory that offloading
     between phases saves, by place, with its cost in host memory."""
-    found = _gpus_saved(placements) if hardware.gpu is not None else []
+    savings = _gpus_saved(placements) if hardware.gpu is not None else []
     moved = {name: role for name, role in roles.items() if role.offloaded is not None}
     if not moved:
-        return tuple(found)
+        return tuple(savings)
     before = _device_peaks(placements, without_offload(roles), hardware, assume)
     for placement in placements:
-        place, here = _name(placement), [name for name in placement.roles if name in moved]
+        place, moved_roles = _name(placement), [name for name in placement.roles if name in moved]
         most = max((p.bytes for p in peaks if (p.place, p.where) == (place, "device")), default=0.0)
         was = max((p.bytes for p in before if p.place == place), default=0.0)
-        if here and was:
-            found.append(
+        if moved_roles and was:
+            savings.append(
                 f"{place}: at most {most / 1e9:.1f} GB of a GPU instead of {was / 1e9:.1f} GB"
             )
-    found += [
+    savings += [
         f"{name}: {item.bytes / 1e9:.1f} GB of host memory per rank ({item.how})"
         for name, role in moved.items()
         for item in (role.offloaded or {})["rollout"]
         if item.how.startswith(HOW)
     ]
-    return tuple(found)
+    return tuple(savings)
 
 
 def _gpus_saved(placements: Sequence[PlacementGroupSpec]) -> list[str]:
@@ -185,15 +185,15 @@ def _device_peaks(
         return []
     peaks = []
     for placement in placements:
-        here = [roles[r] for r in placement.roles]
+        placed_roles = [roles[r] for r in placement.roles]
         share = min(1.0, placement.gpus) if placement.gpus else 1.0
         limit = hardware.gpu.bytes * share
-        for phase in _phases(here):
-            size, how = max(
+        for phase in _phases(placed_roles):
+            size, formula = max(
                 _in_place(list(now.values()), phase, keeps="kept-cache" in assume)
-                for now in together({role.role: role for role in here}, phase)
+                for now in together({role.role: role for role in placed_roles}, phase)
             )
-            peaks.append(Peak(_name(placement), "device", phase, size, limit, how))
+            peaks.append(Peak(_name(placement), "device", phase, size, limit, formula))
     return peaks
 
 
@@ -223,8 +223,8 @@ def _in_place(roles: Sequence[RoleMemory], phase: str, *, keeps: bool) -> tuple[
         idle = {n: sum(total(m.resident[phase]) for m in ms) for n, ms in pools.items()}
         most = max(parts, key=lambda n: parts[n] - idle[n])
         parts = {n: parts[n] if n == most else idle[n] for n in parts}
-    how = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
-    return sum(parts.values()), how
+    formula = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
+    return sum(parts.values()), formula
 
 
 def _held(members: Sequence[RoleMemory], phase: str) -> float:
@@ -338,9 +338,11 @@ def _assumptions(
                 f"{role.role}: the largest micro-batch is {len(work.rows)} rows of {longest} "
                 f"tokens, {work.tokens} computed ({work.layout})"
             )
-    kept = next((r.checkpoint.keep_last for r in job.train_roles if r.checkpoint is not None), 0)
+    keep_last = next(
+        (r.checkpoint.keep_last for r in job.train_roles if r.checkpoint is not None), 0
+    )
     if disk:
-        disk *= kept + 1
+        disk *= keep_last + 1
         yield f"keep_last checkpoints and one being written take {disk / 1e9:.1f} GB of disk"
     if hardware.gpu is None:
         yield f"a process takes {over['process_gb']:g} GB in addition to tensors"

@@ -65,27 +65,27 @@ def probe_recipe(config: JobConfig, say: Callable[[str], None]) -> Probed:
         )
     limit = _free(hardware)
     say(f"probe on {hardware}; {limit / 1e9:.2f} GB free, of which stages may use {ROOM:.0%}")
-    found = Correction()
+    correction = Correction()
     stages = probe_stages(config, hardware)
     full_size = planned(stages[-1], hardware)
     for number, stage in enumerate(stages, 1):
         plans = _savable(planned(stage, hardware), say)
         say(f"\nstage {number} of {len(stages)}: {stage.name} ({' '.join(stage.overrides)})")
         ranks = stage.ranks if hardware.gpu is None else 1
-        need = _predicted(plans, found, sharing=ranks)
+        need = _predicted(plans, correction, sharing=ranks)
         if need > ROOM * limit:
             say(f"  skipped: predicted {need / 1e9:.2f} of {limit / 1e9:.2f} GB")
-            return _summary(found, full_size, say, completed=False)
+            return _summary(correction, full_size, say, completed=False)
         measured = _run(stage, plans, on_gpu=hardware.gpu is not None)
         if isinstance(measured, str):
             say(f"  {measured} (predicted: {need / 1e9:.2f} of {limit / 1e9:.2f} GB)")
-            return _summary(found, full_size, say, completed=False)
-        found = _measurements(plans, measured, say)
-    return _summary(found, full_size, say, completed=True)
+            return _summary(correction, full_size, say, completed=False)
+        correction = _measurements(plans, measured, say)
+    return _summary(correction, full_size, say, completed=True)
 
 
 def _summary(
-    found: Correction,
+    correction: Correction,
     full_size: Mapping[str, PlannedPeak],
     say: Callable[[str], None],
     *,
@@ -93,14 +93,14 @@ def _summary(
 ) -> Probed:
     """Print the correction factors of the last stage, and the corrected memory of the recipe's full
     size."""
-    if found.factors:
-        words = ", ".join(f"{phase} {value:.2f}" for phase, value in found.factors.items())
+    if correction.factors:
+        words = ", ".join(f"{phase} {value:.2f}" for phase, value in correction.factors.items())
         say(f"\ncorrection factors (measured / planned, last completed stage): {words}")
-        sizes = {phase: found.corrected(phase, plan) for phase, plan in full_size.items()}
+        sizes = {phase: correction.corrected(phase, plan) for phase, plan in full_size.items()}
         words = ", ".join(f"{phase} {_gb(size)}" for phase, size in sizes.items())
         say(f"corrected plan at the recipe's full size, GB per rank: {words}")
     say(f"the probe {'completed' if completed else 'stopped before'} the recipe's full size")
-    return Probed(found.factors, completed)
+    return Probed(correction.factors, completed)
 
 
 def _savable(
@@ -130,11 +130,11 @@ def _free(hardware: Hardware) -> float:
     return min(float(available), hardware.host_bytes)
 
 
-def _predicted(plans: Mapping[str, PlannedPeak], found: Correction, *, sharing: int) -> float:
+def _predicted(plans: Mapping[str, PlannedPeak], correction: Correction, *, sharing: int) -> float:
     """Return the largest predicted memory of any phase. Correction factors of the last stage apply
     if they are above 1. ``sharing``: number of ranks in the same memory."""
     return max(
-        found.corrected(phase, plan, least=1.0) * (1 if plan.alone else sharing)
+        correction.corrected(phase, plan, least=1.0) * (1 if plan.alone else sharing)
         for phase, plan in plans.items()
     )
 
@@ -157,12 +157,12 @@ def _run(
         started: list[subprocess.Popen[str]] = []
         try:
             started += [_start({**base, "rank": rank}) for rank in range(stage.ranks)]
-            found = _most([_result(process) for process in started])
+            result = _most([_result(process) for process in started])
             if any(plan.alone for plan in plans.values()):
                 alone = {**base, "rank": 0, "size": 1, "engine_alone": True}
                 started.append(_start(alone))
-                found = {**_result(started[-1]), **found}
-            return found
+                result = {**_result(started[-1]), **result}
+            return result
         except _FailedError as error:
             return str(error)
         finally:
@@ -203,12 +203,12 @@ def _result(process: subprocess.Popen[str]) -> dict[str, Any]:
             if code < 0
             else f"a rank failed with exit code {code}"
         )
-    found: dict[str, Any] = json.loads(lines[-1])
-    if "out_of_memory" in found:
-        raise _FailedError(f"out of memory: {found['out_of_memory']}")
-    if "refused" in found:
-        raise _FailedError(f"not run: {found['refused']}")
-    return found
+    result: dict[str, Any] = json.loads(lines[-1])
+    if "out_of_memory" in result:
+        raise _FailedError(f"out of memory: {result['out_of_memory']}")
+    if "refused" in result:
+        raise _FailedError(f"not run: {result['refused']}")
+    return result
 
 
 def _most(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -222,14 +222,14 @@ def _most(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _measurements(
-    plans: Mapping[str, PlannedPeak], found: Mapping[str, Any], say: Callable[[str], None]
+    plans: Mapping[str, PlannedPeak], phases: Mapping[str, Any], say: Callable[[str], None]
 ) -> Correction:
     """Print the measurements and return measured / planned by phase."""
     factors: Factors = {}
-    some = any(values["tensors"] is not None for values in found.values())
+    some = any(values["tensors"] is not None for values in phases.values())
     say(f"  GB of {'tensors (*: of the process, resident)' if some else 'the process (resident)'}")
     say(_HEAD)
-    for phase, values in found.items():
+    for phase, values in phases.items():
         plan, counted = plans[phase], values["tensors"] is not None
         measured = values["tensors"] if counted else values["host"]
         expected = plan.tensors if counted else plan.tensors + plan.overhead
@@ -239,7 +239,7 @@ def _measurements(
             f"  {name:<17}{_gb(expected):>9}{_gb(measured):>10}{factors[phase]:>12.2f}"
             f"{_gb(values['reserved']):>10}{values['seconds']:>9.3f}"
         )
-    of_process = {phase for phase, values in found.items() if values["tensors"] is None}
+    of_process = {phase for phase, values in phases.items() if values["tensors"] is None}
     return Correction(factors, frozenset(of_process))
 
 

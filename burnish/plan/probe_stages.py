@@ -46,15 +46,15 @@ def probe_stages(config: JobConfig, hardware: Hardware) -> list[ProbeStage]:
         )
     most = _ranks_here(role, hardware)
     sizes = list(_sizes(role, job.batch))
-    found = [
+    cases = [
         (f"{share:.0%} of the row length", (*_lengths(role, share), *_one_rank(config), *sizes[0]))
         for share in LENGTHS
     ]
-    found += [("larger micro-batch", (*_one_rank(config), *size)) for size in sizes[1:]]
+    cases += [("larger micro-batch", (*_one_rank(config), *size)) for size in sizes[1:]]
     counts = [2**k for k in range(1, most.bit_length()) if 2**k < most] + [most] * (most > 1)
-    found += [(f"{n} ranks", (*_on_ranks(n), *sizes[-1])) for n in counts]
+    cases += [(f"{n} ranks", (*_on_ranks(n), *sizes[-1])) for n in counts]
     stages = []
-    for name, overrides in found:
+    for name, overrides in cases:
         smaller = changed_if_valid(config, overrides)
         trained = None if smaller is None else smaller.resolve().trained
         if smaller is not None and trained is not None:
@@ -66,8 +66,8 @@ def probe_stages(config: JobConfig, hardware: Hardware) -> list[ProbeStage]:
 
 def _ranks_here(role: TrainRole, hardware: Hardware) -> int:
     """Return how many of the recipe's ranks this machine can run."""
-    here = hardware.gpus_per_node if hardware.gpu is not None else os.cpu_count() or 1
-    return min(role.ranks, here)
+    devices = hardware.gpus_per_node if hardware.gpu is not None else os.cpu_count() or 1
+    return min(role.ranks, devices)
 
 
 def _one_rank(config: JobConfig) -> list[str]:
@@ -165,9 +165,9 @@ def planned(stage: ProbeStage, hardware: Hardware) -> dict[str, PlannedPeak]:
         for phase in ("log-probs", "forward/backward", "step", "checkpoint"):
             if phase in role.passing:
                 work = RolePhase(role.role, phase)
-                found = _sum((*_resident(roles, phase), *role.passing[phase]))
+                peak = _sum((*_resident(roles, phase), *role.passing[phase]))
                 files = role.disk if phase == "checkpoint" else 0.0
-                phases[str(work)] = replace(found, disk=files)
+                phases[str(work)] = replace(peak, disk=files)
     if stage.separate_engine:
         engine = separate_rollout(job)
         assert engine is not None
@@ -184,10 +184,10 @@ def _resident(roles: Sequence[RoleMemory], phase: str) -> list[Item]:
 
 
 def _sum(items: Iterable[Item]) -> PlannedPeak:
-    kept = list(items)
+    rows = list(items)
 
     def total(where: str, *, overhead: bool) -> float:
-        return sum(i.bytes for i in kept if i.where == where and (i.name == "overhead") is overhead)
+        return sum(i.bytes for i in rows if i.where == where and (i.name == "overhead") is overhead)
 
     host = total("host", overhead=False) + total("host", overhead=True)
     return PlannedPeak(total("device", overhead=False), total("device", overhead=True), host)

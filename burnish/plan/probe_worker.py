@@ -87,8 +87,8 @@ def probe(config: JobConfig, task: dict[str, Any]) -> dict[str, Any]:
     student = next((role for role in roles if role.distillation is not None), None)
     if student is not None:
         _add_target(engines[student.name], student, cast(DistillConfig, config))
-    made = _work(job, engines, ranks, Path(task["folder"]))
-    work = {str(what): run for what, run in made.items() if str(what) in task["phases"]}
+    phases = _work(job, engines, ranks, Path(task["folder"]))
+    work = {str(phase): run for phase, run in phases.items() if str(phase) in task["phases"]}
     for run in work.values():  # the first step creates moments and workspaces
         run()
     engine = roles[0].train.engine
@@ -234,10 +234,10 @@ def _shared_tokens(job: JobSpec) -> int:
 
 
 def _loss(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, Stats]:
-    own = outputs.logprobs if outputs.divergence is None else outputs.divergence
-    found = own if own is not None else outputs.values
-    assert found is not None
-    return -found.sum() / batch.num_tokens, Stats()
+    per_token = outputs.logprobs if outputs.divergence is None else outputs.divergence
+    output = per_token if per_token is not None else outputs.values
+    assert output is not None
+    return -output.sum() / batch.num_tokens, Stats()
 
 
 def _batch(job: JobSpec, role: TrainRole, ranks: int) -> Batch:
@@ -253,13 +253,13 @@ def _batch(job: JobSpec, role: TrainRole, ranks: int) -> Batch:
     longest = max(row.length for row in rows)
     groups = torch.randint(0, vocabulary, (-(-len(rows) // group), longest)).tolist()
     tokens = [groups[i // group][: row.length] for i, row in enumerate(rows)]  # prompts are shared
-    made = rows_to_batch(
+    batch = rows_to_batch(
         tokens,
         [[False] * r.prompt + [True] * (r.length - r.prompt) for r in rows],
         prompt_lens=[r.prompt for r in rows],
         group_ids=[i // group for i in range(len(rows))],
     )
-    return replace(made, rows_per_unit=unit).with_global_counts()
+    return replace(batch, rows_per_unit=unit).with_global_counts()
 
 
 def _sampler(model: Any, role: RolloutRole, *, max_len: int | None) -> RolloutEngine:

@@ -56,13 +56,13 @@ def measured_rates(run_dir: Path, hardware: Hardware) -> Rates:
         if seconds and estimated.get(key)
     }
     count = f"{len(steps)} step{'s' * (len(steps) > 1)} of {run_dir}"
-    what = "times"
+    unit = "times"
     if lengths is not None:
-        what += (
+        unit += (
             f" and response lengths (mean {lengths.mean:.0f}, longest of a step "
             f"{lengths.longest:.0f} tokens)"
         )
-    return Rates(factors, f"the measured {what} of {count}, else from {_ASSUMED}", lengths)
+    return Rates(factors, f"the measured {unit} of {count}, else from {_ASSUMED}", lengths)
 
 
 _ASSUMED = "peak speeds and assumed efficiencies"
@@ -81,7 +81,7 @@ def _measured(
     steps: Sequence[Mapping[str, Any]], estimated: Mapping[tuple[str, str], float]
 ) -> dict[tuple[str, str], float]:
     """Return median seconds by (role, phase)."""
-    found: dict[tuple[str, str], float] = {}
+    medians: dict[tuple[str, str], float] = {}
     for span, (role, phase) in PLANNED_AS.items():
         if span in _NOT_IN_A_STEP:
             continue
@@ -89,8 +89,8 @@ def _measured(
         if key == ("reference", "log-probs") and key not in estimated:
             key = ("policy", "log-probs")  # the base of a LoRA policy is the reference
         seconds = statistics.median(_seconds(line, span) for line in steps)
-        found[key] = found.get(key, 0.0) + seconds
-    return found
+        medians[key] = medians.get(key, 0.0) + seconds
+    return medians
 
 
 def _seconds(line: Mapping[str, Any], span: str) -> float:

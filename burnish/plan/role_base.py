@@ -79,16 +79,16 @@ class Context:
         return self.hardware.tables.overhead
 
 
-def resolve_model(own: ModelConfig, policy: ModelConfig) -> ModelConfig:
+def resolve_model(model: ModelConfig, policy: ModelConfig) -> ModelConfig:
     """Return a role's own model, or the policy's if its config is not available. The two usually
     have the same size, and the plan lists the assumption. Raises AdapterError."""
     try:
-        shape_of(own)
+        shape_of(model)
     except AdapterError:
         raise
     except PlanError:
-        return policy.model_copy(update={"lora": own.lora})
-    return own
+        return policy.model_copy(update={"lora": model.lora})
+    return model
 
 
 def positions(shape: ModelShape) -> int:
@@ -122,13 +122,13 @@ def peaks_of(setup: EngineSetup, work: Pass, margin: float) -> tuple[Peaks, floa
     try:
         return measure(key_of(setup.shape), work), 0.0, None
     except TraceError as error:
-        found = by_formula(setup, work)
-        extra = margin * found.activations
+        peaks = by_formula(setup, work)
+        extra = margin * peaks.activations
         wider = Peaks(
-            {k: v + extra for k, v in found.total.items()},
-            {k: v + extra for k, v in found.other.items()},
-            found.output,
-            found.how,
+            {k: v + extra for k, v in peaks.total.items()},
+            {k: v + extra for k, v in peaks.other.items()},
+            peaks.output,
+            peaks.how,
         )
         note = (
             f"{setup.shape.name} could not be traced on fake tensors ({error}); its activations "
@@ -148,13 +148,13 @@ def by_formula(setup: EngineSetup, work: Pass) -> Peaks:
     layer = work.tokens * ((2 * hidden + 4 * heads + 4 * kv + 5 * inner) * size + norms)
     stream = work.tokens * hidden * size
     count = len(shape.layers)
-    kept = 0.0 if not work.train else count * (stream if work.checkpointing else layer)
+    saved = 0.0 if not work.train else count * (stream if work.checkpointing else layer)
     head = 0.0
     if not shape.scalar:
         vocabulary = shape.vocab_size
         head = 3.0 * 4 * min(work.chunk_tokens, work.actions) * vocabulary
         head += (4.0 + size) * vocabulary * hidden if work.train and not work.lora else 0.0
-    other = kept + max(layer + stream, head)
+    other = saved + max(layer + stream, head)
     sums = SIZES[work.grad_accum_dtype] if work.dtype != "fp32" else 4
     gradients = float(setup.trained * sums) if work.train else 0.0
     peaks = {"head": other}

@@ -19,19 +19,21 @@ def roles_memory(
 ) -> list[RoleMemory]:
     """Return the memory of every role of the job."""
     context = Context(job, hardware, assume)
-    found: list[RoleMemory] = []
+    memories: list[RoleMemory] = []
     for role in job.roles:
         if isinstance(role, RolloutRole):
-            made = rollout_role(context, role)
+            memory = rollout_role(context, role)
         else:
-            made = train_role(context, role)
-        if job.inline and found:  # one process, whose overhead is already counted
-            made = replace(made, resident={p: _no_process(i) for p, i in made.resident.items()})
-            if made.offloaded is not None:
-                offloaded = {p: _no_process(i) for p, i in made.offloaded.items()}
-                made = replace(made, offloaded=offloaded)
-        found.append(made)
-    return found
+            memory = train_role(context, role)
+        if job.inline and memories:  # one process, whose overhead is already counted
+            memory = replace(
+                memory, resident={p: _no_process(i) for p, i in memory.resident.items()}
+            )
+            if memory.offloaded is not None:
+                offloaded = {p: _no_process(i) for p, i in memory.offloaded.items()}
+                memory = replace(memory, offloaded=offloaded)
+        memories.append(memory)
+    return memories
 
 
 _PROCESS = ("CUDA context", "a Python process", "NCCL")

@@ -110,8 +110,8 @@ def episode_notes(role: RolloutRole, demand: Demand, *, at_once: int) -> tuple[s
 def own_weights(setup: EngineSetup) -> Items:
     """Return the weights of a local engine that does not share the trainer's."""
     size = setup.model.parameters * setup.weight_size
-    how = f"{setup.model.parameters / 1e9:.3f}e9 x {setup.weight_size} B"
-    return (Item("parameters", size, how),)
+    formula = f"{setup.model.parameters / 1e9:.3f}e9 x {setup.weight_size} B"
+    return (Item("parameters", size, formula),)
 
 
 def staged(setup: EngineSetup) -> Items:

@@ -227,10 +227,10 @@ def shape_of(model: ModelConfig, *, scalar: bool = False, outputs: int = 1) -> M
 def _shape(model_json: str, scalar: bool, outputs: int) -> ModelShape:
     model = ModelConfig.model_validate_json(model_json)
     config, source = find_config(model)
-    own = describe(model)
+    name = describe(model)
     if model.attn_implementation == "eager":
         config.burnish_attention = "eager"
-    return shape_from_config(config, own, source, scalar=scalar, outputs=outputs, lora=model.lora)
+    return shape_from_config(config, name, source, scalar=scalar, outputs=outputs, lora=model.lora)
 
 
 def shape_from_config(  # house: ok the model, its origin and its head
@@ -341,7 +341,7 @@ def find_config(model: ModelConfig) -> tuple[PretrainedConfig, str]:
     if Path(path).is_dir():
         check_kinds(Path(path))
     try:
-        found = AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             path,
             revision=model.revision or "main",
             trust_remote_code=model.trust_remote_code,
@@ -351,10 +351,10 @@ def find_config(model: ModelConfig) -> tuple[PretrainedConfig, str]:
     except UNREADABLE as error:
         return _from_table(path, error)
     if not model.trust_remote_code:
-        refuse_kernels(found, path)
+        refuse_kernels(config, path)
     is_folder = Path(path).is_dir()
     return (
-        found,
+        config,
         f"{path}/config.json" if is_folder else f"config of {path} in the HuggingFace cache",
     )
 

@@ -54,7 +54,7 @@ def splits(config: JobConfig, hardware: Hardware, rates: Rates | None = None) ->
         return []
     each = config.cluster.gpus_per_worker * role.tensor_parallel
     unit, size = ranks_per_row(trained.train), job.batch.train_batch_size
-    found = []
+    candidates = []
     for parts in (n for n in range(1, hardware.num_gpus // unit + 1) if size % n == 0):
         ranks = parts * unit
         least = _changed(config, ranks, 1)
@@ -67,8 +67,8 @@ def splits(config: JobConfig, hardware: Hardware, rates: Rates | None = None) ->
         changed = _changed(config, ranks, workers)
         if changed is not None:
             seconds = estimate(changed, hardware, rates).seconds
-            found.append(Split(ranks, workers, seconds))
-    return sorted(found, key=lambda split: split.seconds)
+            candidates.append(Split(ranks, workers, seconds))
+    return sorted(candidates, key=lambda split: split.seconds)
 
 
 def _changed(config: JobConfig, ranks: int, workers: int) -> JobConfig | None:
@@ -83,10 +83,10 @@ def _changed(config: JobConfig, ranks: int, workers: int) -> JobConfig | None:
 def split_text(config: JobConfig, hardware: Hardware, rates: Rates | None, now: float) -> str:
     """Return one line about the best split, or an empty string if the recipe has none. ``now``:
     seconds per step of the recipe."""
-    found = splits(config, hardware, rates)
-    if not found:
+    candidates = splits(config, hardware, rates)
+    if not candidates:
         return ""
-    best = found[0]
+    best = candidates[0]
     count = f"best split of {hardware.num_gpus} GPUs by this estimate:"
     if best.seconds > 0.99 * now:
         return f"{count} the recipe's own"

@@ -136,13 +136,13 @@ def estimate(config: JobConfig, hardware: Hardware, rates: Rates | None = None) 
         parts += clock.rollout(role) if isinstance(role, RolloutRole) else clock.engine(role)
     if rates is not None:
         parts = [rates.apply(part) for part in parts]
-    found = _overlap(config, clock, parts)
-    duration = sum(p.seconds for p in parts) if found is None else found.seconds
+    overlap = _overlap(config, clock, parts)
+    duration = sum(p.seconds for p in parts) if overlap is None else overlap.seconds
     return TimePlan(
         tuple(parts),
         job.rows_per_step,
         _idle(config, parts, duration),
-        overlap=found,
+        overlap=overlap,
         rates=TimePlan.rates if rates is None else rates.source,
     )
 
@@ -270,13 +270,15 @@ class _Clock:
         parts = []
         times = role.num_forward_passes
         if times:
-            seconds, how = self._pass(profile, times * work, times * passes, trains=False)
-            parts.append(Part(role.name, "log-probs", seconds, how))
+            seconds, formula = self._pass(profile, times * work, times * passes, trains=False)
+            parts.append(Part(role.name, "log-probs", seconds, formula))
         if setup.trainable:
             factor = (2.0 if setup.shape.adapters else 3.0) + setup.train.gradient_checkpointing
             epochs = self.job.epochs_per_rollout
-            seconds, how = self._pass(profile, epochs * work * factor, epochs * passes, trains=True)
-            parts.append(Part(role.name, "forward/backward", seconds, how))
+            seconds, formula = self._pass(
+                profile, epochs * work * factor, epochs * passes, trains=True
+            )
+            parts.append(Part(role.name, "forward/backward", seconds, formula))
             parts += self._step(profile, role.name)
         if role.sync is not None:
             parts += self._transfer(setup, role.sync)
@@ -289,8 +291,8 @@ class _Clock:
             return []
         size = total([item for item in profile.state() if item.where == "device"])
         times = 2 if role.trainable else 1
-        how = f"{times} x {size / 1e9:.1f} GB between GPU and host memory"
-        return [Part(role.name, "offload", times * size / self.pcie_bytes_per_s(), how)]
+        formula = f"{times} x {size / 1e9:.1f} GB between GPU and host memory"
+        return [Part(role.name, "offload", times * size / self.pcie_bytes_per_s(), formula)]
 
     def _mean_lengths(self, lengths: RowLengths, shape: ModelShape) -> tuple[float, float]:
         length, prompt = lengths.within(positions(shape))
@@ -321,25 +323,27 @@ class _Clock:
 
     def _step(self, profile: TrainEngineProfile, role: str) -> list[Part]:
         """Return the update of all parameters, and the optimizer's other work."""
-        setup, own = profile.setup, profile.stepped_entries
+        setup, entries = profile.setup, profile.stepped_entries
         if setup.train.engine.offloads_optimizer and self.hardware.gpu is not None:
             node = min(setup.ranks, self.hardware.gpus_per_node)
-            host = own * 28 * node / (self.share["host_adam_gbs"] * 1e9)
-            seconds = host + own * (4 + setup.weight_size) / self.pcie_bytes_per_s()
-            how = f"Adam on the host: {own * node / 1e9:.1f}e9 parameters per node"
+            host = entries * 28 * node / (self.share["host_adam_gbs"] * 1e9)
+            seconds = host + entries * (4 + setup.weight_size) / self.pcie_bytes_per_s()
+            formula = f"Adam on the host: {entries * node / 1e9:.1f}e9 parameters per node"
         else:
-            seconds = own * 28 / self.memory_bytes_per_s()
-            how = f"Adam: {own / 1e9:.2f}e9 parameters per rank"
-        parts = [Part(role, "step", self.updates * seconds, f"{self.updates} x {how}")]
+            seconds = entries * 28 / self.memory_bytes_per_s()
+            formula = f"Adam: {entries / 1e9:.2f}e9 parameters per rank"
+        parts = [Part(role, "step", self.updates * seconds, f"{self.updates} x {formula}")]
         work = step_work(setup)
-        flops = 0.0 if work is None else work.flops * own / max(1, setup.trained)
+        flops = 0.0 if work is None else work.flops * entries / max(1, setup.trained)
         if work is not None and flops:
             seconds = flops / self.flops_per_s(work.half)
-            how = f"{work.purpose}: {flops:.2e} FLOPs per rank"
-            if own < setup.trained:  # shards are gathered on one rank, and its result is scattered
-                sent = 8.0 * own / self.link_bytes_per_s(setup.ranks)
-                seconds, how = seconds + sent, f"{how}, communication {sent:.2g} s"
-            parts.append(Part(role, "step", self.updates * seconds, f"{self.updates} x {how}"))
+            formula = f"{work.purpose}: {flops:.2e} FLOPs per rank"
+            if (
+                entries < setup.trained
+            ):  # shards are gathered on one rank, and its result is scattered
+                sent = 8.0 * entries / self.link_bytes_per_s(setup.ranks)
+                seconds, formula = seconds + sent, f"{formula}, communication {sent:.2g} s"
+            parts.append(Part(role, "step", self.updates * seconds, f"{self.updates} x {formula}"))
         return parts
 
     def _transfer(self, setup: EngineSetup, sync: SyncConfig) -> list[Part]:
@@ -350,17 +354,17 @@ class _Clock:
             return [self._sync(setup)]
         size = setup.model.parameters * setup.weight_size
         if self.job.inline:
-            seconds, how = 2 * size / self.memory_bytes_per_s(), "a copy in this process"
+            seconds, formula = 2 * size / self.memory_bytes_per_s(), "a copy in this process"
         else:
             kind = resolve_kind(sync, same_process=False, same_memory=False, has_store=True)
             if kind not in STAGED:
                 return [self._sync(setup)]  # a connection, which needs both sides
-            seconds, how = size / self.pcie_bytes_per_s(), f"{size / 1e9:.1f} GB of host memory"
+            seconds, formula = size / self.pcie_bytes_per_s(), f"{size / 1e9:.1f} GB of host memory"
         load, way = seconds, "between two decode steps"
         if rollout.on_servers:
             load, way = self._files(size)
         return [
-            Part("policy", "stage weights", seconds, how),
+            Part("policy", "stage weights", seconds, formula),
             Part("rollout", "load weights", load, way),
         ]
 
@@ -373,18 +377,18 @@ class _Clock:
     def _sync(self, setup: EngineSetup) -> Part:
         size = setup.model.parameters * setup.weight_size
         engine = None if self.job.rollout is None else self.job.rollout.engine
-        seconds, how = 0.0, "shared weights"
+        seconds, formula = 0.0, "shared weights"
         if not self.job.inline:
-            how = f"{size / 1e9:.1f} GB through host memory"
+            formula = f"{size / 1e9:.1f} GB through host memory"
             seconds = 2 * size / self.pcie_bytes_per_s()
             if self.hardware.nodes > 1:
                 seconds += size / (self.hardware.network_gbs * 1e9 * self.share["link"])
         elif engine is not None and not engine.uses_transformers and not engine.on_servers:
-            seconds, how = 2 * size / self.memory_bytes_per_s(), "copy within the GPU"
+            seconds, formula = 2 * size / self.memory_bytes_per_s(), "copy within the GPU"
         if engine is not None and engine.on_servers:
             files, way = self._files(size)
-            seconds, how = seconds + files, way if self.job.inline else f"{how}, {way}"
-        return Part("policy", "sync", seconds, how)
+            seconds, formula = seconds + files, way if self.job.inline else f"{formula}, {way}"
+        return Part("policy", "sync", seconds, formula)
 
     # ---- rollout -------------------------------------------------------------------------
 
@@ -403,7 +407,7 @@ class _Clock:
         )
         tokens = batch.sequences / role.samples_per_prompt * prompt
         prefill = tokens * flops(shape, prompt) / parts
-        found = [
+        phases = [
             Part("rollout", "prefill", prefill / speed, f"compute: {prefill:.2e} FLOPs per GPU"),
             Part(
                 "rollout",
@@ -413,8 +417,8 @@ class _Clock:
             ),
         ]
         if role.continues:
-            found += self._at_update(role, shape, batch, token)
-        return found
+            phases += self._at_update(role, shape, batch, token)
+        return phases
 
     def sampling_batch(self, role: RolloutRole) -> _Batch:
         """Return the decoding of one step on one worker. If sampling never ends, other responses
@@ -444,15 +448,15 @@ class _Clock:
         """Return the cost of new weights for the responses in progress."""
         assert role.asynchronous is not None
         if role.asynchronous.in_flight == "finish":
-            how = "half of the slots are empty while the longest response in progress ends"
-            return [Part("rollout", "drain", batch.longest * token / 2, how)]
+            formula = "half of the slots are empty while the longest response in progress ends"
+            return [Part("rollout", "drain", batch.longest * token / 2, formula)]
         if role.asynchronous.in_flight == "continue":
             return []
         length = batch.length - batch.mean / 2  # half of a response on average
         work = batch.rows * length * flops(shape, length) / role.tensor_parallel
         seconds = work / self.flops_per_s(role.dtype != "fp32")
-        how = f"new keys and values of {batch.rows} rows of {length:.0f} tokens"
-        return [Part("rollout", "recompute", seconds, how)]
+        formula = f"new keys and values of {batch.rows} rows of {length:.0f} tokens"
+        return [Part("rollout", "recompute", seconds, formula)]
 
 
 def flops(shape: ModelShape, length: float) -> float:

@@ -74,19 +74,21 @@ class TorchProfile(TrainEngineProfile):
         if role.ranks == 1:
             return
         if engine.sharding == "none" and engine.ranks_per_row == 1:
-            what = "shards weights, gradients and moments; more communication"
-            yield Suggestion((f"{key}sharding=full",), what)
+            effect = "shards weights, gradients and moments; more communication"
+            yield Suggestion((f"{key}sharding=full",), effect)
         elif engine.sharding == "full" and not engine.cpu_offload:
-            what = "weights, gradients and moments offloaded to host memory; slower optimizer step"
-            yield Suggestion((f"{key}cpu_offload=true",), what)
+            effect = (
+                "weights, gradients and moments offloaded to host memory; slower optimizer step"
+            )
+            yield Suggestion((f"{key}cpu_offload=true",), effect)
 
     def _nf4(self, parts: int) -> list[Item]:
         """Return this rank's codes of 4-bit weights, all their scales, and the largest of these
         matrices, which a pass dequantizes."""
-        s, found = self.setup, self.setup.shape.quantized
-        if not found:
+        s, quantized = self.setup, self.setup.shape.quantized
+        if not quantized:
             return []
-        n, largest = sum(found), max(found)
+        n, largest = sum(quantized), max(quantized)
         return [
             Item("parameters", n / 2 / parts, f"NF4 codes: {entries_text(n)} x 0.5 B / {parts}"),
             Item("parameters", s.scale_bytes, "scales of NF4 weights"),
@@ -123,8 +125,8 @@ class ReplicaProfile(TorchProfile):
         n = self.setup.trained
         items = [Item("gradients", n * 4, f"{entries_text(n)} x 4 B"), *in_step(self.setup)]
         if self.setup.ranks > 1:
-            how = f"all-reduce in chunks of {BUCKET_BYTES >> 20} MiB"
-            items.append(Item("communication", BUCKET_BYTES, how))
+            formula = f"all-reduce in chunks of {BUCKET_BYTES >> 20} MiB"
+            items.append(Item("communication", BUCKET_BYTES, formula))
         return items
 
     def saving(self, *, gpu: bool) -> list[Item]:
@@ -173,8 +175,8 @@ class ShardedProfile(TorchProfile):
         if not s.saves_in_background or not s.trainable:
             return []
         size = checkpoint_bytes(replace(s, unsharded=None)) / max(1, s.trained)
-        how = f"copy being written: {share_text(s, s.trained)} x {size:g} B"
-        return [Item("checkpoint", entries * size, how, "host")]
+        formula = f"copy being written: {share_text(s, s.trained)} x {size:g} B"
+        return [Item("checkpoint", entries * size, formula, "host")]
 
     def gathered(self, stage: str = "forward") -> list[Item]:
         """Return this layer, the next one, and the weights outside of layers; or the model if it
@@ -183,16 +185,16 @@ class ShardedProfile(TorchProfile):
         layer, whole = s.largest("layer"), s.shape.parameters + s.shape.adapters
         rest = s.largest("rest") + s.largest("embedding")
         if not self.options.reshard_after_forward:
-            how = f"all layers, kept for backward: {entries_text(whole)} x {w} B"
-            return [Item("gathered layers", whole * w, how)]
+            formula = f"all layers, kept for backward: {entries_text(whole)} x {w} B"
+            return [Item("gathered layers", whole * w, formula)]
         ends = f"embedding and head {entries_text(rest)}"
         if stage in ("bottom", "ends"):  # there is no next layer
-            how = f"(first layer {entries_text(layer)} + {ends}) x {w} B"
-            return [Item("gathered layers", min(whole, layer + rest) * w, how)]
+            formula = f"(first layer {entries_text(layer)} + {ends}) x {w} B"
+            return [Item("gathered layers", min(whole, layer + rest) * w, formula)]
         live = min(whole, 2 * layer + rest)
-        how = f"(current and next layer 2 x {entries_text(layer)} + {ends}) x {w} B"
+        formula = f"(current and next layer 2 x {entries_text(layer)} + {ends}) x {w} B"
         gather = Item("communication", layer * w, f"all-gather: {entries_text(layer)} x {w} B")
-        return [Item("gathered layers", live * w, how), gather]
+        return [Item("gathered layers", live * w, formula), gather]
 
     def gradients_in_pass(self, stage: str, *, accumulates: bool, traced: float) -> list[Item]:
         """Return shards of the sums so far, the gradient of one layer, and its reduce-scatter."""
@@ -208,11 +210,11 @@ class ShardedProfile(TorchProfile):
                 Item("gradients", n * 4, f"unsharded until the last pass: {entries_text(n)} x 4 B")
             )
         if backward:
-            how = f"unsharded, largest layer: {entries_text(unit)} x {w} B"
-            items.append(Item("gradients", unit * w, how))
+            formula = f"unsharded, largest layer: {entries_text(unit)} x {w} B"
+            items.append(Item("gradients", unit * w, formula))
         if left or stage == "ends":
-            how = f"reduce-scatter: {entries_text(unit)} x 4 B"
-            items.append(Item("communication", unit * 4, how))
+            formula = f"reduce-scatter: {entries_text(unit)} x 4 B"
+            items.append(Item("communication", unit * 4, formula))
         return items
 
     def gradients_in_step(self) -> list[Item]:
@@ -222,8 +224,8 @@ class ShardedProfile(TorchProfile):
     def _sums(self, without: int = 0) -> list[Item]:
         s = self.setup
         n = max(0, s.trained - without)
-        how = f"sums: {share_text(s, n)} x 4 B"
-        return [Item("gradients", rounded_up(n, s.ranks) * 4, how, self._home)]
+        formula = f"sums: {share_text(s, n)} x 4 B"
+        return [Item("gradients", rounded_up(n, s.ranks) * 4, formula, self._home)]
 
     @property
     def _largest_trained(self) -> int:
@@ -232,15 +234,15 @@ class ShardedProfile(TorchProfile):
     def weight_transfer(self) -> list[Item]:
         """Return the largest gathered unit, and the copies that the receiver owns."""
         unit, w = self.setup.largest_unit, self.setup.weight_size
-        how = f"largest unit and a copy: 2 x {entries_text(unit)} x {w} B"
-        return [Item("gathered layers", 2 * unit * w, how)]
+        formula = f"largest unit and a copy: 2 x {entries_text(unit)} x {w} B"
+        return [Item("gathered layers", 2 * unit * w, formula)]
 
     def loading(self, *, from_folder: bool, gpu: bool) -> list[Item]:
         """Return the temporary memory of loading: ranks read their own rows of a model folder."""
         if not from_folder:
             return super().loading(from_folder=from_folder, gpu=gpu)
-        how = "largest weight; each rank reads its own rows"
-        return [Item("parameters", 4.0 * self.setup.largest_weight / self.setup.ranks, how)]
+        formula = "largest weight; each rank reads its own rows"
+        return [Item("parameters", 4.0 * self.setup.largest_weight / self.setup.ranks, formula)]
 
     def saving(self, *, gpu: bool) -> list[Item]:
         """Return this rank's state, copied to host memory if it is on a GPU."""

@@ -45,8 +45,8 @@ def train_role(context: Context, role: TrainRole) -> RoleMemory:
     passes = _passes(context, setup, role, rows)
     peaks, notes, guessed = {}, [], 0.0
     for name, work in passes.items():
-        found, extra, note = peaks_of(setup, work, context.overhead["fallback_margin"])
-        peaks[name] = with_teacher(role, found, work)
+        pass_peaks, extra, note = peaks_of(setup, work, context.overhead["fallback_margin"])
+        peaks[name] = with_teacher(role, pass_peaks, work)
         guessed = max(guessed, extra)
         notes += [f"{role.name}: {note}"] if note else []
     always = (*overhead(context, role.ranks), *profile.state(), *teacher_head(role))
@@ -175,7 +175,7 @@ def largest_rows(
     budget, micro = role.train.max_tokens_per_micro_batch, job.batch.micro_train_batch_size
     most = micro or max(1, (budget or other) // other)
     mixed = uniform_rows(min(most, role.ptx.batch_size), other, 1, group=1)
-    return max(rows, mixed, key=lambda found: sum(row.length for row in found))
+    return max(rows, mixed, key=lambda batch: sum(row.length for row in batch))
 
 
 def _update_rows(
@@ -272,6 +272,6 @@ def _object_store(context: Context, setup: EngineSetup) -> dict[str, Items]:
     item = Item("parameters", size, "weights of the last sync, in Ray's object store", "host")
     rollout = context.job.rollout
     if rollout is not None and rollout.overlaps:
-        how = f"staged weights, two versions of {size / 1e9:.3g} GB in Ray's object store"
-        item = Item("parameters", 2 * size, how, "host")
+        formula = f"staged weights, two versions of {size / 1e9:.3g} GB in Ray's object store"
+        item = Item("parameters", 2 * size, formula, "host")
     return {phase: (item,) for phase in PHASES if phase != "load"}

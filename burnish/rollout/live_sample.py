@@ -41,16 +41,16 @@ class LiveSample:
         return len(self.request.prompt_ids) + len(self.tokens)
 
     def add(
-        self, token: int, logprob: float, version: int, *, kept: Sequence[int] | None = None
+        self, token: int, logprob: float, version: int, *, kept_ids: Sequence[int] | None = None
     ) -> None:
         """Append a token sampled from ``version`` of the weights, and set ``reason`` if it ends the
-        sample. ``kept``: the ids that top-k and top-p kept, if they are recorded."""
+        sample. ``kept_ids``: the ids that top-k and top-p kept, if they are recorded."""
         if not self.marks or self.marks[-1][0] != version:
             self.marks.append((version, len(self.tokens)))
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if kept is not None:
-            self.kept.append(kept)
+        if kept_ids is not None:
+            self.kept.append(kept_ids)
         self.reason = self.stop.finished(self.tokens, self.request.limit(self.sampling))
         if self.reason is None and self.request.on_tokens is not None:
             self.request.on_tokens(self.tokens)

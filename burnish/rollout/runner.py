@@ -187,7 +187,7 @@ class Runner:
         Raises NoGroupLeftError if no group has samples with rewards."""
         drawn = self.draw_all(prompts, least=1)
         self.check(drawn)
-        groups = [one.group for one in drawn if one.group is not None]
+        groups = [sampled.group for sampled in drawn if sampled.group is not None]
         stats = self.stats(drawn)
         if not groups:
             raise self.none_drawn(drawn, least=1)
@@ -197,12 +197,12 @@ class Runner:
         except NoGroupLeftError as error:
             error.stats = stats + error.stats
             raise
-        found = numbered(scored.groups)
-        return Rollout(found, stats + scored.stats + _sample_stats(found))
+        numbers = numbered(scored.groups)
+        return Rollout(numbers, stats + scored.stats + _sample_stats(numbers))
 
-    def _too_few(self, results: Sequence[Result], found: int, count: int) -> RewardError:
+    def _too_few(self, results: Sequence[Result], num_groups: int, count: int) -> RewardError:
         """Return the error for a step that cannot be filled. The newest groups explain it."""
-        last = results[len(results) - (count - found) :]
+        last = results[len(results) - (count - num_groups) :]
         failed = [r.measured for r in last if r.measured is not None and r.outcome == "failed"]
         cause: NoGroupLeftError | None = None
         if not any(result.outcome == "ready" for result in last):
@@ -220,8 +220,8 @@ class Runner:
             "first error"
         )
         error = RewardError(
-            f"after {self.max_refills} refills only {found} of {count} groups have a reward; {why}"
-            + (f". The last refill: {cause}" if cause else "")
+            f"after {self.max_refills} refills only {num_groups} of {count} groups have a reward; "
+            f"{why}" + (f". The last refill: {cause}" if cause else "")
         )
         error.__cause__ = cause
         return error
@@ -231,12 +231,12 @@ class Runner:
     def draw_all(self, prompts: Sequence[Prompt], *, least: int = 2) -> list[Drawn]:
         """Sample a group of ``num_samples`` responses for each prompt. ``least``: members that a
         group of several needs (a baseline compares two). Single turns do not fail."""
-        found: dict[tuple[str, int], Completion] = {
+        completions: dict[tuple[str, int], Completion] = {
             (c.request_id, c.index): c
             for c in self.engine.generate([self._request(p) for p in prompts], self.sampling)
         }
         return [
-            self._drawn(prompt, [found[prompt.id, k] for k in range(self.num_samples)])
+            self._drawn(prompt, [completions[prompt.id, k] for k in range(self.num_samples)])
             for prompt in prompts
         ]
 
@@ -255,15 +255,15 @@ class Runner:
     def measure(self, drawn: Sequence[Drawn]) -> list[Result]:
         """Score groups and decide which can be trained on. Raises RewardError if a reward fails and
         the policy is ``fail``."""
-        groups = [one.group for one in drawn if one.group is not None]
+        groups = [sampled.group for sampled in drawn if sampled.group is not None]
         measured = iter(self.rewards.measure(groups) if groups else ())
         results = []
-        for one in drawn:
-            if one.group is None:
-                results.append(Result(one, None, "failed"))
+        for sampled in drawn:
+            if sampled.group is None:
+                results.append(Result(sampled, None, "failed"))
                 continue
-            found = next(measured)
-            results.append(Result(one, found, self._outcome(found)))
+            score = next(measured)
+            results.append(Result(sampled, score, self._outcome(score)))
         return results
 
     def check(self, drawn: Sequence[Drawn]) -> None:

@@ -67,13 +67,13 @@ def samples_from_plain(state: Mapping[str, Any], *, vocab_size: int | None = Non
     _check_ids(state, vocab_size)
     rows = _rows(state)
     samples: list[Sample] = []
-    for count, own in zip(state["rows_per_sample"].tolist(), state["samples"], strict=True):
+    for count, fields in zip(state["rows_per_sample"].tolist(), state["samples"], strict=True):
         mine = list(islice(rows, count))
         if not mine or len(mine) != count:
             raise ValueError(f"sample {len(samples)} has {len(mine)} of {count} rows")
         last = mine[-1]
-        values = {k: v for k, v in own.items() if k not in ("has_turns", "episode")}
-        found = own["episode"]
+        values = {k: v for k, v in fields.items() if k not in ("has_turns", "episode")}
+        episode = fields["episode"]
         samples.append(
             Sample(
                 **values,
@@ -82,10 +82,10 @@ def samples_from_plain(state: Mapping[str, Any], *, vocab_size: int | None = Non
                 sampler_logprobs=last.sampler_logprobs,
                 action_mask=last.action_mask,
                 versions=last.versions,
-                turns=last.turns if own["has_turns"] else (),
+                turns=last.turns if fields["has_turns"] else (),
                 kept_ids=last.kept_ids,
                 earlier_rows=tuple(mine[:-1]),
-                episode=None if found is None else episode_from_plain(found),
+                episode=None if episode is None else episode_from_plain(episode),
             )
         )
     if next(rows, None) is not None:
@@ -130,12 +130,12 @@ def _rows(state: Mapping[str, Any]) -> Iterator[TokenRow]:
     turns: Iterable[IntRuns] = map(one_turn, masks)
     if state["turns"] is not None:
         turns = map(IntRuns, _split(state["turns"], lens))
-    kept: Iterable[IntLists] = repeat(IntLists(), len(masks))
+    kept_ids: Iterable[IntLists] = repeat(IntLists(), len(masks))
     if state.get("kept_counts") is not None:  # (recorded by a version that has the field)
         counts = _split(state["kept_counts"], state["kept_lens"])
         flat = _split(state["kept_ids"], _array([int(each.sum()) for each in counts], np.int64))
-        kept = (IntLists.split(IntArray(i), n) for i, n in zip(flat, counts, strict=True))
-    for fields in zip(prompts, ids, logprobs, masks, versions, turns, kept, strict=True):
+        kept_ids = (IntLists.split(IntArray(i), n) for i, n in zip(flat, counts, strict=True))
+    for fields in zip(prompts, ids, logprobs, masks, versions, turns, kept_ids, strict=True):
         yield TokenRow(*fields)
 
 
@@ -146,9 +146,9 @@ def _kept_to_plain(rows: Sequence[TokenRow]) -> dict[str, Any]:
     if not any(lists):
         return {}
     return {
-        "kept_ids": concatenated([kept.flat for kept in lists], np.int32),
-        "kept_counts": np.concatenate([kept.counts for kept in lists]).astype(np.int32),
-        "kept_lens": _array([len(kept) for kept in lists], np.int32),
+        "kept_ids": concatenated([ids.flat for ids in lists], np.int32),
+        "kept_counts": np.concatenate([ids.counts for ids in lists]).astype(np.int32),
+        "kept_lens": _array([len(ids) for ids in lists], np.int32),
     }
 
 

@@ -37,8 +37,8 @@ class TokenGuard:
         if scope["type"] == "lifespan" or scope.get("path") in _OPEN:
             await self._app(scope, receive, send)
             return
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if scope["type"] == "http" and hmac.compare_digest(_digest(given), self._expected):
+        authorization = dict(scope["headers"]).get(b"authorization", b"")
+        if scope["type"] == "http" and hmac.compare_digest(_digest(authorization), self._expected):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             headers = [(b"content-type", b"application/json")]

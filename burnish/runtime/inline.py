@@ -78,7 +78,7 @@ class InlineRuntime:
         """Return a rollout engine for ``policy``, for rows of up to ``max_len`` tokens (None: the
         model's limit). It uses the policy's own weights, a copy (``own_weights``, another dtype, or
         sharded weights), or vLLM, also on servers, which gets them at the first sync."""
-        wanted = self.precision.sampler_dtype
+        dtype = self.precision.sampler_dtype
         trainer = cast(BaseTrainEngine, policy)
         model: Any = trainer.model
         if config.uses_transformers and not samples_with_policy(
@@ -87,7 +87,7 @@ class InlineRuntime:
             base = trainer.spec.role.model.model_copy(
                 update={"lora": None, "attn_implementation": "auto"}
             )
-            model = load_causal_lm(base, dtype=wanted, device=self.device)
+            model = load_causal_lm(base, dtype=dtype, device=self.device)
             model.requires_grad_(False)
             add_end_tokens(model, self.tokenizer)
         name = describe(trainer.spec.role.model)
@@ -147,8 +147,10 @@ class InlineRuntime:
         self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()
     ) -> InprocSync:
         """Return a sync that transfers the policy's weights to the rollout engine."""
-        made = timed(InprocSync(cast(BaseTrainEngine, policy), rollout), self.timeline, SYNC_SPANS)
-        return self.phases.sync(made)
+        weight_sync = timed(
+            InprocSync(cast(BaseTrainEngine, policy), rollout), self.timeline, SYNC_SPANS
+        )
+        return self.phases.sync(weight_sync)
 
     async def start_worker(self, python: str | None) -> Worker:
         """Start a process for user code on this machine."""
@@ -160,8 +162,8 @@ class InlineRuntime:
 
     def peaks(self) -> list[ProcessPeaks]:
         """Return the peaks of this process, if its timeline measures them."""
-        own = self.timeline.peaks
-        return [] if own is None else [ProcessPeaks("all", 0, own.collect())]
+        peaks = self.timeline.peaks
+        return [] if peaks is None else [ProcessPeaks("all", 0, peaks.collect())]
 
     def close(self) -> None:
         """Close the connections to servers, also after an error in the construction of a job. No

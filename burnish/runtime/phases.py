@@ -58,9 +58,9 @@ class Phases:
         """Return ``engine`` as a proxy whose computations begin the phase of ``role``."""
         if role not in self._shared:
             return engine
-        proxy, own = self._wrap(engine, role, _TRAIN_CALLS), cast(TrainEngine, engine)
+        proxy, train_engine = self._wrap(engine, role, _TRAIN_CALLS), cast(TrainEngine, engine)
         if role in self._offloaded:
-            self._engines.append(_Offloaded(role, own, proxy))
+            self._engines.append(_Offloaded(role, train_engine, proxy))
         return proxy
 
     def rollout(self, engine: T) -> T:

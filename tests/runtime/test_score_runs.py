@@ -200,7 +200,7 @@ def test_a_row_that_cannot_be_scored_is_refused_before_anything_is(
         ("rewards.0.running_norm=std", "running_norm=std normalizes each score by the statistics"),
         ("rewards=[]", "rewards is empty"),
         ("shaping.overlong.buffer_len=4", "is counted from generate_max_len, which is not set"),
-        ("generate_max_len=8", "has no effect without shaping.overlong.buffer_len"),
+        ("generate_max_len=8", "has no effect without shaping.overlong"),
         ("output=rows.csv", r"output=rows.csv must end in \.jsonl or \.parquet"),
         ("data.overlong=truncate_left", "would use prompts that differ from those"),
     ],

@@ -164,11 +164,11 @@ class StalenessSchedule:
         filtered out complete the step; None if there are not enough of them.
         """
         size = self.limits.groups_per_step
-        kept: list[int] = []
+        numbers: list[int] = []
         if self.is_exhausted:
             filtered = sorted(g for g, why in self._lost.items() if why == "filtered")
-            kept = filtered[len(filtered) - (size - len(self._ready)) :]
-            if len(self._ready) + len(kept) < size:
+            numbers = filtered[len(filtered) - (size - len(self._ready)) :]
+            if len(self._ready) + len(numbers) < size:
                 return None
             chosen = sorted(self._ready)
         else:
@@ -177,12 +177,12 @@ class StalenessSchedule:
             chosen = sorted(self._choose())
         for group in chosen:
             del self._ready[group]
-        lost = tuple(sorted(set(self._lost) - set(kept)))
+        lost = tuple(sorted(set(self._lost) - set(numbers)))
         self._lost, self._lost_sorted = {}, []
         self._unused = sorted([*self._running, *self._ready, *self._again])
         self._num_running = +self._num_running  # without versions that have none
         self.taken += 1
-        return Taken((*chosen, *kept), len(kept), lost)
+        return Taken((*chosen, *numbers), len(numbers), lost)
 
     @property
     def is_exhausted(self) -> bool:
@@ -211,10 +211,10 @@ class StalenessSchedule:
         for started in sorted(waiting):
             due += waiting[started]
             needed = due - size * (started + stale - self.taken)
-            for group, own in self._ready.items():
+            for group, state in self._ready.items():
                 if len(chosen) >= needed:
                     break
-                if own <= started:
+                if state <= started:
                     chosen.setdefault(group)
         for group in self._ready:
             if len(chosen) == size:

@@ -200,7 +200,9 @@ class RolloutService:
             self._changed.wait_for(
                 lambda: (
                     self._closed
-                    or not any(one.lane == "training" for one in list(self._submitted.values()))
+                    or not any(
+                        request.lane == "training" for request in list(self._submitted.values())
+                    )
                 )
             )
             self._check()
@@ -369,13 +371,13 @@ class RolloutService:
         return self._engine.busy and not self._paused
 
     def _finish(self, completion: Completion) -> None:
-        one = self._submitted[completion.request_id]
-        one.found.append(completion)
-        if len(one.found) < one.request.n:
+        submitted = self._submitted[completion.request_id]
+        submitted.found.append(completion)
+        if len(submitted.found) < submitted.request.n:
             return
         del self._submitted[completion.request_id]
         with suppress(InvalidStateError):  # canceled during the poll
-            one.future.set_result(one.found if one.all_samples else completion)
+            submitted.future.set_result(submitted.found if submitted.all_samples else completion)
         with self._changed:
             self._changed.notify_all()  # also if it was canceled
 
@@ -400,8 +402,8 @@ class RolloutService:
                 new.future.set_exception(error)
 
     def _drop(self, request_id: str, future: Future[Any]) -> None:
-        found = self._submitted.get(request_id)
-        if found is not None and found.future is future:
+        submitted = self._submitted.get(request_id)
+        if submitted is not None and submitted.future is future:
             del self._submitted[request_id]
             self._engine.cancel([request_id])
             with self._changed:

@@ -205,22 +205,22 @@ class AsyncSource:
             unused = len(state["again"]) + len(ready)
             ahead = self._schedule.next_new - first - unused
             weights = dict(self._weights)
-            found = _Position(state, ready, weights, self._counts, self._newest_used, ahead)
-        return {"prompts": prompts, "rollouts": found}
+            position = _Position(state, ready, weights, self._counts, self._newest_used, ahead)
+        return {"prompts": prompts, "rollouts": position}
 
     def plain(self, position: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state from :meth:`position` for a file: of each finished group the samples and
         scores; its prompt is read from the data again."""
-        found: _Position = position["rollouts"]
-        ready = {group: _result_to_plain(result) for group, result in found.results.items()}
+        rollouts: _Position = position["rollouts"]
+        ready = {group: _result_to_plain(result) for group, result in rollouts.results.items()}
         return {
             **position,
             "rollouts": {
-                "schedule": found.schedule,
-                "weights": found.weights,
-                "counts": found.counts,
-                "newest_used": found.newest_used,
-                "ahead": found.ahead,
+                "schedule": rollouts.schedule,
+                "weights": rollouts.weights,
+                "counts": rollouts.counts,
+                "newest_used": rollouts.newest_used,
+                "ahead": rollouts.ahead,
                 "results": ready,
             },
         }
@@ -257,7 +257,7 @@ class AsyncSource:
         """Restore schedule and finished groups, and read the prompts of all that are not used up
         again."""
         schedule = self._schedule
-        kept = schedule.load_state_dict(saved["schedule"])
+        restored = schedule.load_state_dict(saved["schedule"])
         self._weights = {int(p): int(v) for p, v in saved["weights"].items()}
         self._weights[self._policy_version()] = schedule.taken
         self._counts, self._newest_used = saved["counts"], int(saved["newest_used"])
@@ -268,7 +268,7 @@ class AsyncSource:
             if group not in needed:
                 for mapping in (self._prompt_of, self._before, self._counts_after):
                     mapping.pop(group)
-        if kept:
+        if restored:
             for group, plain in saved["results"].items():
                 self._results[int(group)] = _result_of(
                     plain, self._prompt_of[int(group)], self.options.vocab_size
@@ -406,12 +406,12 @@ class AsyncSource:
         used = sorted({*taken.groups, *taken.lost})
         if used[-1] > self._newest_used:
             self._newest_used, self._counts = used[-1], self._counts_after[used[-1]]
-        found = []
+        groups = []
         for group in used:
-            found.append(self._results.pop(group))
+            groups.append(self._results.pop(group))
             for mapping in (self._prompt_of, self._before, self._counts_after):
                 mapping.pop(group, None)
-        return found
+        return groups
 
     # ---- stopping and state ------------------------------------------------------------------
 

@@ -77,10 +77,10 @@ def onednn_linear(layers: Sequence[Fp32Layer]) -> Iterator[None]:
     try:
         yield
     finally:
-        for wide, own in zip(layers, before, strict=True):
+        for wide, forward in zip(layers, before, strict=True):
             del wide.layer.forward
-            if own is not None:
-                wide.layer.forward = own  # type: ignore[method-assign]
+            if forward is not None:
+                wide.layer.forward = forward  # type: ignore[method-assign]
 
 
 def _forward(wide: Fp32Layer, inputs: Tensor) -> Tensor:

@@ -57,20 +57,20 @@ def _check(tiny: PretrainedConfig, *, trust: bool, use_disk: bool) -> DecodingSu
     model.set_attn_implementation("eager")
     size = int(tiny.get_text_config().vocab_size)
     prompts = [tuple(token % size for token in prompt) for prompt in _PROMPTS]
-    wanted = [_greedy(model, prompt) for prompt in prompts]
+    expected = [_greedy(model, prompt) for prompt in prompts]
     model.set_attn_implementation(support.attention)
     ways: tuple[Decoding, ...] = ("batched", "cached", "recomputed")
     reason = "" if support.attention == PACKED else support.reason
     for decoding in ways if support.attention == PACKED else ways[1:]:
         try:
-            found = _engine_greedy(model, decoding, prompts)
+            decoded = _engine_greedy(model, decoding, prompts)
         except Exception as error:  # any failure of a model is a result of the experiment
             reason = f"sampling {words(decoding)} failed ({failure_text(error)})"
             continue
-        if [tokens for tokens, _ in found] != [tokens for tokens, _ in wanted]:
+        if [tokens for tokens, _ in decoded] != [tokens for tokens, _ in expected]:
             reason = f"greedy tokens sampled {words(decoding)} differ from transformers'"
             continue
-        difference = largest_difference([b for _, b in found], [b for _, b in wanted])
+        difference = largest_difference([b for _, b in decoded], [b for _, b in expected])
         if difference <= TOLERANCE:
             return DecodingSupport(decoding, difference, reason)
         reason = f"log-probs sampled {words(decoding)} differ by {difference:.1e} nats"
@@ -95,9 +95,10 @@ def _engine_greedy(
     engine = LocalRolloutEngine(model, tokenizer, LocalEngine(), decoding=decoding)
     requests = [Request(str(i), prompt) for i, prompt in enumerate(prompts)]
     sampling = Sampling(max_tokens=NEW_TOKENS, temperature=0.0)
-    found = {int(c.request_id): c for c in engine.generate(requests, sampling)}
+    completions = {int(c.request_id): c for c in engine.generate(requests, sampling)}
     return [
-        (list(found[i].token_ids), torch.tensor(found[i].logprobs)) for i in range(len(requests))
+        (list(completions[i].token_ids), torch.tensor(completions[i].logprobs))
+        for i in range(len(requests))
     ]
 
 

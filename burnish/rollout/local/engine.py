@@ -144,17 +144,20 @@ class LocalRolloutEngine:
         buffer is missing. After an error the engine cannot sample until a load succeeds, unless
         nothing was written.
         """
-        own: dict[str, Tensor] = dict(self.model.named_parameters())
-        own |= dict(persistent_buffers(self.model))
-        names = WeightNameCheck({name: tensor.shape for name, tensor in own.items()})
+        parameters: dict[str, Tensor] = dict(self.model.named_parameters())
+        parameters |= dict(persistent_buffers(self.model))
+        names = WeightNameCheck({name: tensor.shape for name, tensor in parameters.items()})
         with torch.no_grad():
             for name, tensor in tensors:
                 names.add(name, tensor.shape)
                 self._problem = f"its load of the weights of version {version} failed"
-                if isinstance(own[name], nn.Buffer) and own[name].dtype != tensor.dtype:
+                if (
+                    isinstance(parameters[name], nn.Buffer)
+                    and parameters[name].dtype != tensor.dtype
+                ):
                     self._take_format(name, tensor)
                 else:
-                    own[name].copy_(tensor)
+                    parameters[name].copy_(tensor)
         names.complete()
         self._problem = None
         self.weights_changed(version, keep_cache=keep_cache)

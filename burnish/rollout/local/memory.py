@@ -54,23 +54,23 @@ def role_memory(
     )
     peaks, extra, note = peaks_of(setup, work, context.overhead["fallback_margin"])
     prefill = Item("activations", max(0.0, peaks.activations - peaks.output), "prefill, traced")
-    own = () if inline and role.shares_weights else own_weights(setup)
-    always = (*(() if inline else overhead(context, 1)), *own)
+    weights = () if inline and role.shares_weights else own_weights(setup)
+    always = (*(() if inline else overhead(context, 1)), *weights)
     waiting = staged(setup) if inline and role.overlaps else ()
     passing = [cache, logits, prefill]
     if not gpu and dtype == "fp16":
         passing.append(Item("parameters", 4.0 * shape.parameters, "fp32 copies for the CPU"))
-    kept: Items = ()
+    kept_cache: Items = ()
     if role.overlaps:  # sampling continues in all phases
-        kept = with_fragmentation(context, tuple(passing))
+        kept_cache = with_fragmentation(context, tuple(passing))
         passing = []
     elif role.continues or (graphs and not engine.sleep_between_rollouts):
-        kept = (cache,)
-    resident: dict[str, Items] = {phase: (*always, *waiting, *kept) for phase in PHASES}
+        kept_cache = (cache,)
+    resident: dict[str, Items] = {phase: (*always, *waiting, *kept_cache) for phase in PHASES}
     resident["load"] = always
     loads: Items = ()
-    if own and gpu:
-        loads = (Item("parameters", own[0].bytes, f"model file: {own[0].how}", "host"),)
+    if weights and gpu:
+        loads = (Item("parameters", weights[0].bytes, f"model file: {weights[0].how}", "host"),)
     return RoleMemory(
         role=role.name,
         ranks=role.ranks,
@@ -79,7 +79,9 @@ def role_memory(
         resident=resident,
         passing={
             "load": loads,
-            "rollout": with_fragmentation(context, tuple(i for i in passing if i not in kept)),
+            "rollout": with_fragmentation(
+                context, tuple(i for i in passing if i not in kept_cache)
+            ),
         },
         passes=(work,),
         notes=(
@@ -126,20 +128,20 @@ def local_cache(
     grow = (
         0 if graphs else size // max(2 * len(shape.layers), 1)
     )  # tensors are copied one at a time
-    how = f"{slots} slots x {capacity} positions x {bytes_per_token(shape, dtype)} B"
-    return Item("KV cache", size + grow, how), slots
+    formula = f"{slots} slots x {capacity} positions x {bytes_per_token(shape, dtype)} B"
+    return Item("KV cache", size + grow, formula), slots
 
 
 def local_logits(shape: ModelShape, slots: int, *, graphs: bool, longest: int) -> Item:
     """Return the memory of a decode step's logits and of the sampling tensors derived from them:
     [slots, vocabulary] fp32."""
     vocabulary = shape.vocab_size
-    size, how = 4 * 4 * slots * vocabulary, f"4 x {slots} x {vocabulary} x 4 B"
+    size, formula = 4 * 4 * slots * vocabulary, f"4 x {slots} x {vocabulary} x 4 B"
     if graphs:  # each recorded graph keeps its own result
         lengths = max(1, (_power_of_two(longest) // 64).bit_length())
         size += 2 * 4 * _power_of_two(slots) * vocabulary * lengths
-        how += f", and the outputs of CUDA graphs for {lengths} lengths"
-    return Item("logits/loss", size, how)
+        formula += f", and the outputs of CUDA graphs for {lengths} lengths"
+    return Item("logits/loss", size, formula)
 
 
 def _power_of_two(count: int) -> int:

@@ -36,15 +36,15 @@ class LocalModel:
         self._body = model.get_decoder()
         self._scaling = logit_scaling(model.config)
         self._no_mask = NO_MASK.to(self.device)  # copied here: a copy in a captured graph fails
-        wanted = config.batch_invariant
-        self._onednn = onednn_layers(model, bf16=wanted is True)
+        batch_invariant = config.batch_invariant
+        self._onednn = onednn_layers(model, bf16=batch_invariant is True)
         obstacle = _obstacle(model, self._onednn)
-        if wanted and obstacle is not None:
+        if batch_invariant and obstacle is not None:
             raise ModelError(
                 f"rollout.engine.batch_invariant: true is not possible: {obstacle}. Set it to null "
                 "(batch invariant if possible) or false"
             )
-        self.stable = wanted is not False and obstacle is None
+        self.stable = batch_invariant is not False and obstacle is None
         """True if the forward passes are batch invariant."""
         self.keeps_conversations = self.device.type == "cpu"
         """True if a prefill can continue keys and values that are in the cache."""

@@ -59,8 +59,8 @@ class RowSampler:
                 logits_processor=[draw],
                 stopping_criteria=[stop],
             )
-        for token, logprob, kept in zip(draw.tokens, draw.logprobs, draw.kept, strict=True):
-            sample.add(token, logprob, version, kept=kept)
+        for token, logprob, kept_ids in zip(draw.tokens, draw.logprobs, draw.kept, strict=True):
+            sample.add(token, logprob, version, kept_ids=kept_ids)
 
 
 @dataclass
@@ -76,12 +76,12 @@ class _Draw:
     def __call__(self, _ids: Tensor, scores: Tensor) -> Tensor:
         step = len(self.tokens)
         uniform = self.uniforms[step : step + 1].to(scores.device)
-        token, logprob, kept = sample_tokens(scores.float().clone(), uniform, self.sampling)
+        token, logprob, kept_ids = sample_tokens(scores.float().clone(), uniform, self.sampling)
         if not math.isfinite(float(logprob)):
             raise SamplingError("a log-prob is not finite")
         self.tokens.append(int(token))
         self.logprobs.append(float(logprob))
-        self.kept += kept_rows(kept, 1)
+        self.kept += kept_rows(kept_ids, 1)
         return torch.full_like(scores, -torch.inf).index_fill_(1, token, 0.0)
 
 
@@ -96,9 +96,9 @@ def _plain_state(kind: str) -> Iterator[None]:
 def _own_settings(model: PreTrainedModel) -> Iterator[None]:
     """Disable the model's own generation settings (temperature, penalties, end tokens) inside the
     ``with`` block."""
-    kept = model.generation_config
+    generation = model.generation_config
     model.generation_config = GenerationConfig()
     try:
         yield
     finally:
-        model.generation_config = kept
+        model.generation_config = generation

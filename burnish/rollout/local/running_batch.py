@@ -202,11 +202,11 @@ class RunningBatch:
     def _reusable(self, row: _Row) -> int:
         """Return the number of tokens of ``row`` that the kept cache of its conversation has. The
         last token is always computed."""
-        kept = self.kept.get(row.request.conversation)
-        if kept is None:
+        conversation = self.kept.get(row.request.conversation)
+        if conversation is None:
             return 0
-        most = min(len(kept.ids), row.length - 1)
-        pairs = enumerate(zip(kept.ids[:most], row.ids, strict=False))
+        most = min(len(conversation.ids), row.length - 1)
+        pairs = enumerate(zip(conversation.ids[:most], row.ids, strict=False))
         return next((i for i, (have, want) in pairs if have != want), most)
 
     def _place(self, units: Sequence[Sequence[_Row]], slot: int) -> list[int]:
@@ -217,15 +217,17 @@ class RunningBatch:
         cached, length = [], 0
         for unit in units:
             cached.append(self._reusable(unit[0]))
-            kept = self.kept.pop(unit[0].request.conversation, None)
-            if kept is not None and cached[-1]:
-                moves.append((kept.slot, slot))
+            conversation = self.kept.pop(unit[0].request.conversation, None)
+            if conversation is not None and cached[-1]:
+                moves.append((conversation.slot, slot))
                 length = max(length, cached[-1])
             for row in unit:
                 row.cached_tokens = min(cached[-1], len(row.request.prompt_ids))
             slot += len(unit)
-        displaced = [kept for kept in self.kept.values() if kept.slot < slot]
-        used = {kept.slot for kept in self.kept.values()}
+        displaced = [
+            conversation for conversation in self.kept.values() if conversation.slot < slot
+        ]
+        used = {conversation.slot for conversation in self.kept.values()}
         free = [i for i in range(slot, self.cache.num_slots) if i not in used]
         while len(displaced) > len(free):
             dropped = self.kept.pop(next(iter(self.kept)))
@@ -233,10 +235,10 @@ class RunningBatch:
                 displaced.remove(dropped)
             else:
                 free.append(dropped.slot)
-        for kept, target in zip(displaced, free, strict=False):
-            moves.append((kept.slot, target))
-            kept.slot = target
-            length = max(length, len(kept.ids))
+        for conversation, target in zip(displaced, free, strict=False):
+            moves.append((conversation.slot, target))
+            conversation.slot = target
+            length = max(length, len(conversation.ids))
         self._move(moves, length)
         return cached
 
@@ -314,15 +316,19 @@ class RunningBatch:
         """Sample one token for each sample from slot ``first`` on; logits [B - first, V]."""
         rows = self.active[first:]
         uniforms = torch.stack([r.uniforms[len(r.tokens)] for r in rows]).to(logits.device)
-        tokens, logprobs, kept = _sample_by_parameters(logits, uniforms, [r.sampling for r in rows])
+        tokens, logprobs, kept_ids = _sample_by_parameters(
+            logits, uniforms, [r.sampling for r in rows]
+        )
         self.tokens[first:] = tokens
         self.positions[first:] += 1
         # One copy from the device: fp64 holds token ids and fp32 log-probs exactly.
-        ids, found = torch.stack([tokens.double(), logprobs.double()]).tolist()
-        if not all(map(math.isfinite, found)):
+        ids, logprob_values = torch.stack([tokens.double(), logprobs.double()]).tolist()
+        if not all(map(math.isfinite, logprob_values)):
             raise SamplingError(self.network.what_is_broken(version))
-        for row, token, logprob, own in zip(rows, ids, found, kept, strict=True):
-            row.add(int(token), logprob, version, kept=own)
+        for row, token, logprob, kept_of_row in zip(
+            rows, ids, logprob_values, kept_ids, strict=True
+        ):
+            row.add(int(token), logprob, version, kept_ids=kept_of_row)
 
     def _remove(self, gone: Sequence[int]) -> None:
         """Remove active samples and move the last ones into their slots."""
@@ -343,10 +349,12 @@ class RunningBatch:
             ends = row.reason is None or row.request.conversation is None or row.released
             if ends or not self.network.keeps_conversations:
                 continue
-            kept = _Kept(swapped.get(i, i), row.ids[:-1])  # the last token was never an input
-            self.kept[row.request.conversation] = kept
-            moves.append((i, kept.slot))
-            length = max(length, len(kept.ids))
+            conversation = _Kept(
+                swapped.get(i, i), row.ids[:-1]
+            )  # the last token was never an input
+            self.kept[row.request.conversation] = conversation
+            moves.append((i, conversation.slot))
+            length = max(length, len(conversation.ids))
         self._move(moves, length)
         index = torch.tensor(order, dtype=torch.int64, device=self.tokens.device)
         self.active = [self.active[i] for i in order]
@@ -366,11 +374,11 @@ def _sample_by_parameters(
         groups.setdefault(sampling, []).append(row)
     tokens = torch.empty(len(samplings), dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(len(samplings), dtype=torch.float32, device=logits.device)
-    kept: list[Sequence[int] | None] = [None] * len(samplings)
+    kept_ids: list[Sequence[int] | None] = [None] * len(samplings)
     for sampling, members in groups.items():
         index = torch.tensor(members, device=logits.device)
         drawn = sample_tokens(logits[index], uniforms[index], sampling)
         tokens[index], logprobs[index] = drawn.tokens, drawn.logprobs
-        for row, own in zip(members, kept_rows(drawn.kept, len(members)), strict=True):
-            kept[row] = own
-    return tokens, logprobs, kept
+        for row, ids_of_row in zip(members, kept_rows(drawn.kept, len(members)), strict=True):
+            kept_ids[row] = ids_of_row
+    return tokens, logprobs, kept_ids

@@ -38,8 +38,8 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Drawn
     if len(logits) == 1 and logits.device.type == "cpu":
         # PyTorch divides the sum of a single long row among the threads, with other bits.
         drawn = sample_tokens(logits.repeat(2, 1), uniforms.repeat(2), sampling)
-        kept = None if drawn.kept is None else drawn.kept[:1]
-        return Drawn(drawn.tokens[:1], drawn.logprobs[:1], kept)
+        kept_ids = None if drawn.kept is None else drawn.kept[:1]
+        return Drawn(drawn.tokens[:1], drawn.logprobs[:1], kept_ids)
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
         return Drawn(tokens, logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1), None)
@@ -47,16 +47,16 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Drawn
         logits.div_(sampling.temperature)
     peak = logits.amax(-1, keepdim=True)
     weights = logits.sub_(peak).exp()  # logits are now relative to the peak
-    total, kept = weights.sum(-1), None
+    total, kept_ids = weights.sum(-1), None
     if sampling.min_p:  # the largest weight is 1
         weights = weights.masked_fill(weights < sampling.min_p, 0.0)
     if sampling.top_k or sampling.top_p < 1.0 or (sampling.min_p and sampling.sampling_mask):
         tokens, ids, mass = _draw_filtered(weights, uniforms, sampling)
         if sampling.sampling_mask:
-            total, kept = mass, ids
+            total, kept_ids = mass, ids
     else:
         tokens = _draw(weights, uniforms)
-    return Drawn(tokens, logits.gather(-1, tokens[:, None])[:, 0] - total.log(), kept)
+    return Drawn(tokens, logits.gather(-1, tokens[:, None])[:, 0] - total.log(), kept_ids)
 
 
 def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -103,12 +103,12 @@ def _draw_filtered(
     return index.gather(-1, place)[:, 0], index.masked_fill(~keep, -1), running[:, -1]
 
 
-def kept_rows(kept: Tensor | None, num_rows: int) -> list[Sequence[int] | None]:
-    """Return the ids in each row of ``kept`` (:class:`Drawn`), without padding; None per row if
+def kept_rows(kept_ids: Tensor | None, num_rows: int) -> list[Sequence[int] | None]:
+    """Return the ids in each row of ``kept_ids`` (:class:`Drawn`), without padding; None per row if
     they are not recorded."""
-    if kept is None:
+    if kept_ids is None:
         return [None] * num_rows
-    rows = kept.int().cpu().numpy()
+    rows = kept_ids.int().cpu().numpy()
     return [array("i", row[row >= 0].tobytes()) for row in rows]
 
 

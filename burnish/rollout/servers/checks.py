@@ -46,56 +46,60 @@ _NOT_COMPUTED = frozenset(
 
 
 def server_problems(
-    found: Mapping[str, Any], config: PretrainedConfig, *, dtype: torch.dtype, max_len: int
+    described: Mapping[str, Any], config: PretrainedConfig, *, dtype: torch.dtype, max_len: int
 ) -> Iterator[str]:
     """Yield a clause with a fix for each setting of a server that does not fit.
 
     ``config``, ``dtype``: of the trainer's model for sampling. ``max_len``: maximum tokens of
     prompt and response.
     """
-    if found["protocol"] != PROTOCOL:
+    if described["protocol"] != PROTOCOL:
         yield (
-            f"its worker extension has the protocol {found['protocol']}, the trainer's {PROTOCOL}; "
-            "install the same version of Burnish for both"
+            f"its worker extension has the protocol {described['protocol']}, the trainer's "
+            f"{PROTOCOL}; install the same version of Burnish for both"
         )
         return
     name = str(dtype).removeprefix("torch.")
-    if found["dtype"] != name:
-        yield f"it computes in {found['dtype']}, the recipe in {name}; start it with --dtype {name}"
-    if found["max_model_len"] < max_len:
+    if described["dtype"] != name:
         yield (
-            f"its max_model_len={found['max_model_len']} is below the {max_len} tokens of prompt "
-            f"and response that the recipe allows; start it with --max-model-len {max_len} or more"
+            f"it computes in {described['dtype']}, the recipe in {name}; start it with --dtype "
+            f"{name}"
         )
-    if found["logprobs_mode"] != "processed_logprobs":
+    if described["max_model_len"] < max_len:
         yield (
-            f"its logprobs_mode={found['logprobs_mode']} ignores the temperature; start it with "
-            "--logprobs-mode processed_logprobs"
+            f"its max_model_len={described['max_model_len']} is below the {max_len} tokens of "
+            f"prompt and response that the recipe allows; start it with --max-model-len {max_len} "
+            "or more"
         )
-    if not found["v1_sampler"]:
+    if described["logprobs_mode"] != "processed_logprobs":
+        yield (
+            f"its logprobs_mode={described['logprobs_mode']} ignores the temperature; start it "
+            "with --logprobs-mode processed_logprobs"
+        )
+    if not described["v1_sampler"]:
         yield (
             "it runs the model runner V2, whose log-probs are those after top-k and top-p; start "
             "it with VLLM_USE_V2_MODEL_RUNNER=0"
         )
-    if found["device"] == "cpu" and found["enable_chunked_prefill"]:
+    if described["device"] == "cpu" and described["enable_chunked_prefill"]:
         yield (
             "on a CPU, prompts that are prefilled in parts get wrong random numbers; start it with "
             f"--no-enable-chunked-prefill --max-num-batched-tokens {max(2048, max_len)}"
         )
-    if found["data_parallel_size"] != 1:
+    if described["data_parallel_size"] != 1:
         yield (
-            f"it has data_parallel_size={found['data_parallel_size']}, whose parts cannot be "
+            f"it has data_parallel_size={described['data_parallel_size']}, whose parts cannot be "
             "verified one by one; start one server for each part, and list all in urls"
         )
-    if found["kv_cache_dtype"] not in ("auto", name):
+    if described["kv_cache_dtype"] not in ("auto", name):
         yield (
-            f"it has kv_cache_dtype={found['kv_cache_dtype']}: {REFUSED['kv_cache_dtype']}; start "
-            "it without"
+            f"it has kv_cache_dtype={described['kv_cache_dtype']}: {REFUSED['kv_cache_dtype']}; "
+            "start it without"
         )
     for argument, unused in _UNUSED.items():
-        if found[argument] != unused:
-            yield f"it has {argument}={found[argument]}: {REFUSED[argument]}; start it without"
-    yield from _other_model(found["hf_config"], config)
+        if described[argument] != unused:
+            yield f"it has {argument}={described[argument]}: {REFUSED[argument]}; start it without"
+    yield from _other_model(described["hf_config"], config)
 
 
 def _other_model(theirs: Mapping[str, Any], config: PretrainedConfig) -> Iterator[str]:

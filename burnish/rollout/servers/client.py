@@ -200,11 +200,11 @@ class ServerClient:
                 f"{self.config.read_timeout_s:g}, load_timeout_s={self.config.load_timeout_s:g})"
             ) from error
         except httpx.TransportError as error:
-            what = self._shown(f"{type(error).__name__}: {error}".removesuffix(": "))
-            raise TransientServerError(f"{server.url} sent no complete reply ({what})") from error
+            reason = self._shown(f"{type(error).__name__}: {error}".removesuffix(": "))
+            raise TransientServerError(f"{server.url} sent no complete reply ({reason})") from error
         except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
-            what = self._shown(f"{type(error).__name__}: {error}")
-            raise ServerError(f"the request to {server.url} failed ({what})") from error
+            reason = self._shown(f"{type(error).__name__}: {error}")
+            raise ServerError(f"the request to {server.url} failed ({reason})") from error
 
     def _check(self, server: Server, path: str, status: int, body: bytes) -> None:
         """Raise an error if the status of a reply is not 200."""

@@ -173,23 +173,23 @@ class VllmServerEngine:
         if not self.busy:
             return []
         self._check_ready()
-        found: list[Completion] = []
+        completions: list[Completion] = []
         wait_s = _POLL_S
         with suppress(queue.Empty):
             while True:
                 sample, result = self._done.get(timeout=wait_s)
                 if sample not in self._open:
                     continue  # canceled
-                if isinstance(result, Exception) and found:
+                if isinstance(result, Exception) and completions:
                     self._done.put((sample, result))  # for the next poll
                     break
                 if isinstance(result, Exception):
                     raise result
                 self._open.remove(sample)
                 self._requests.finish(result.request_id)
-                found.append(result)
+                completions.append(result)
                 wait_s = 0.0
-        return found
+        return completions
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """Drop open requests: their connections are closed, and vLLM aborts them. Unknown ids are
@@ -271,12 +271,12 @@ class VllmServerEngine:
                 attempt = asyncio.create_task(self._ask(server, sample))
                 server.attempts.add(attempt)
                 try:
-                    found = await attempt
+                    completion = await attempt
                 finally:
                     attempt.cancel()
                     server.attempts.discard(attempt)
                 server.failures = 0
-                return found
+                return completion
             except asyncio.CancelledError:
                 if server.lost is None:  # the sample was canceled, not the attempt
                     raise
@@ -307,10 +307,10 @@ class VllmServerEngine:
         limit = self.config.read_timeout_s
         reply = await self._group.client.post(server, GENERATE, body, timeout_s=limit)
         (choice,) = reply["choices"]
-        made = sample.fresh()
-        made.cached_tokens = _cached_tokens(reply)
-        self._read(made, [choice])
-        return _finished(made, server, choice)
+        attempt = sample.fresh()
+        attempt.cached_tokens = _cached_tokens(reply)
+        self._read(attempt, [choice])
+        return _finished(attempt, server, choice)
 
     async def _ask_for_events(
         self, server: Server, sample: _Open, body: dict[str, Any]
@@ -319,11 +319,11 @@ class VllmServerEngine:
         here. At a stop string vLLM is asked to abort the request; its last event has the versions
         of the weights."""
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        probe, made = sample.fresh(), sample.fresh()
+        probe, attempt = sample.fresh(), sample.fresh()
         choices: list[Mapping[str, Any]] = []
         async with aclosing(self._group.client.events(server, GENERATE, body)) as events:
             async for event in events:
-                made.cached_tokens = made.cached_tokens or _cached_tokens(event)
+                attempt.cached_tokens = attempt.cached_tokens or _cached_tokens(event)
                 choices += event["choices"]
                 if event["choices"] and _ends(probe, event["choices"][0]):
                     ids = {"request_ids": [f"generate-tokens-{body['request_id']}"]}
@@ -331,10 +331,10 @@ class VllmServerEngine:
                     await self._group.client.post(server, ABORT, ids, timeout_s=limit)
         if not choices or choices[-1]["finish_reason"] is None:
             raise TransientServerError(f"{server.url} ended a reply before its last event")
-        self._read(made, choices)
-        return _finished(made, server, choices[-1])
+        self._read(attempt, choices)
+        return _finished(attempt, server, choices[-1])
 
-    def _read(self, made: LiveSample, choices: Sequence[Mapping[str, Any]]) -> None:
+    def _read(self, sample: LiveSample, choices: Sequence[Mapping[str, Any]]) -> None:
         """Append the tokens of a reply up to the one that ends the sample. Raises
         _OtherWeightsError if other weights than this engine's sampled them."""
         versions: list[int] = []
@@ -353,26 +353,26 @@ class VllmServerEngine:
             )
         for choice in choices:
             count = len(choice["token_ids"])
-            if _add(made, choice, versions[:count]):
+            if _add(sample, choice, versions[:count]):
                 return
             versions = versions[count:]
 
 
-def _add(made: LiveSample, choice: Mapping[str, Any], versions: Sequence[int]) -> bool:
+def _add(sample: LiveSample, choice: Mapping[str, Any], versions: Sequence[int]) -> bool:
     """Append the tokens of a part of a reply. Return whether one of them ends the sample. Raises
     SamplingError for a token without a log-prob."""
     positions = choice["logprobs"]["content"]
     for token, position, version in zip(choice["token_ids"], positions, versions, strict=True):
-        found = {top["token_id"]: top["logprob"] for top in position["top_logprobs"]}
-        found[token] = position["logprob"]
-        if found[token] <= _FLOOR:
+        logprobs = {top["token_id"]: top["logprob"] for top in position["top_logprobs"]}
+        logprobs[token] = position["logprob"]
+        if logprobs[token] <= _FLOOR:
             raise SamplingError(
                 f"vLLM sampled the token {token} with a log-prob of -inf or NaN; the weights have "
                 "diverged, or a value overflows in the server's format"
             )
-        found = {i: -math.inf if value <= _FLOOR else value for i, value in found.items()}
-        add_token(made, token, found, version)
-        if made.reason is not None:
+        logprobs = {i: -math.inf if value <= _FLOOR else value for i, value in logprobs.items()}
+        add_token(sample, token, logprobs, version)
+        if sample.reason is not None:
             return True
     return False
 
@@ -384,15 +384,15 @@ def _ends(probe: LiveSample, choice: Mapping[str, Any]) -> bool:
     return probe.reason is None and _add(probe, choice, versions)
 
 
-def _finished(made: LiveSample, server: Server, last: Mapping[str, Any]) -> Completion:
+def _finished(sample: LiveSample, server: Server, last: Mapping[str, Any]) -> Completion:
     """Return the completion. Raises ServerError if vLLM ended the request before the sample is
     finished; only an abort is repeated."""
-    if made.reason is not None:
-        return made.completion()
+    if sample.reason is not None:
+        return sample.completion()
     error = TransientServerError if last["finish_reason"] == "abort" else ServerError
     raise error(
-        f"{server.url} ended request {made.request.request_id} after {len(made.tokens)} tokens for "
-        f"the reason {last['finish_reason']!r}, but neither a stop condition nor the maximum "
+        f"{server.url} ended request {sample.request.request_id} after {len(sample.tokens)} tokens "
+        f"for the reason {last['finish_reason']!r}, but neither a stop condition nor the maximum "
         "length is reached"
     )
 

@@ -213,7 +213,7 @@ class ServerGroup:
         """Raise ServerError if a server has no worker extension or other settings than required,
         or does not accept requests for token ids."""
         try:
-            found = (await self.client.rpc(server, "burnish_describe"))[0]
+            described = (await self.client.rpc(server, "burnish_describe"))[0]
         except TransientServerError as error:
             if "burnish_describe" not in str(error):
                 raise
@@ -224,11 +224,11 @@ class ServerGroup:
         # accepted without effect; else the token is wrong, or --enable-scale-out is missing
         await self._post(server, ABORT, {"request_ids": []})
         dtype, config = DTYPES[self._format], self._skeleton.config
-        problems = list(server_problems(found, config, dtype=dtype, max_len=self._max_len))
+        problems = list(server_problems(described, config, dtype=dtype, max_len=self._max_len))
         if problems:
             raise ServerError(f"{server.url} cannot be used: {'; '.join(problems)}")
-        if found["max_logprobs"] >= 0:
-            self.max_recorded = min(self.max_recorded, found["max_logprobs"])
+        if described["max_logprobs"] >= 0:
+            self.max_recorded = min(self.max_recorded, described["max_logprobs"])
 
 
 def wait_for_servers(config: VllmServers) -> None:

@@ -29,11 +29,11 @@ def role_memory(
     reads: Items = ()
     if not role.of_policy:
         reads = (Item("parameters", size, "model read for the servers", "host"), *files)
-    kept: Items = ()
+    staged_weights: Items = ()
     if role.overlaps:  # weights are loaded while the policy is trained
         staged = Item("parameters", size, "staged copy of new weights")
-        kept = (*files, *((staged,) if inline else ()))
-    resident: dict[str, Items] = {phase: kept for phase in PHASES}
+        staged_weights = (*files, *((staged,) if inline else ()))
+    resident: dict[str, Items] = {phase: staged_weights for phase in PHASES}
     resident["load"] = ()
     notes = ["rollout: the vLLM servers use their own memory, which is not planned"]
     if not inline:
@@ -44,7 +44,7 @@ def role_memory(
         phase="rollout",
         pool="main",
         resident=resident,
-        passing={"load": reads, "sync": () if kept else files},
+        passing={"load": reads, "sync": () if staged_weights else files},
         notes=(*notes, *episode_notes(role, demand, at_once=engine.max_concurrency)),
     )
 

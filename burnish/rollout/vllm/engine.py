@@ -157,7 +157,7 @@ class VllmRolloutEngine:
                 "enable_chunked_prefill": False,
                 "max_num_batched_tokens": max(_CPU_BATCH, self.max_model_len),
             }
-        own = {
+        arguments = {
             "dtype": str(self.dtype).removeprefix("torch."),
             "load_format": "dummy",  # load_weights provides the weights
             "skip_tokenizer_init": True,  # token ids in, token ids out
@@ -176,13 +176,13 @@ class VllmRolloutEngine:
             "disable_log_stats": True,
             **cache,
         }
-        if both := sorted(own.keys() & config.engine_args.keys()):
+        if both := sorted(arguments.keys() & config.engine_args.keys()):
             place = "on a CPU" if self.on_cpu else "for this model"
             raise ModelError(
                 f"rollout.engine.engine_args.{both[0]} is set by Burnish {place} "
-                f"({both[0]}={own[both[0]]}); remove it"
+                f"({both[0]}={arguments[both[0]]}); remove it"
             )
-        return {**own, **config.engine_args}
+        return {**arguments, **config.engine_args}
 
     # ---- the interface ---------------------------------------------------------------------
 
@@ -443,8 +443,8 @@ def _take(sample: LiveSample, output: Any, version: int) -> None:
     tokens = zip(output.token_ids, output.logprobs, versions, strict=True)
     for token, position, sampled_by in tokens:
         # The sampled token may be listed twice: the mapping has it once.
-        found = {int(i): float(x.logprob) for i, x in position.items()}
-        add_token(sample, int(token), found, sampled_by)
+        logprobs = {int(i): float(x.logprob) for i, x in position.items()}
+        add_token(sample, int(token), logprobs, sampled_by)
         if sample.reason is not None:
             return
 

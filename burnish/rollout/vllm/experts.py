@@ -31,16 +31,19 @@ def use_plain_experts(experts: Any) -> None:
         self._use_zentorch = False
 
     def apply(self: Any, output: Tensor, hidden_states: Tensor, *args: Any, **named: Any) -> None:
-        given = dict(zip(_NAMES, args, strict=False)) | named
-        if given["activation"].value not in _ACTIVATIONS or given["apply_router_weight_on_input"]:
-            raise NotImplementedError(f"experts with {given['activation']} on CPU")
+        arguments = dict(zip(_NAMES, args, strict=False)) | named
+        if (
+            arguments["activation"].value not in _ACTIVATIONS
+            or arguments["apply_router_weight_on_input"]
+        ):
+            raise NotImplementedError(f"experts with {arguments['activation']} on CPU")
         output.copy_(
             mixture(
                 hidden_states,
-                (given["w1"], given["w2"]),
-                given["topk_weights"],
-                given["topk_ids"],
-                activation=given["activation"].value,
+                (arguments["w1"], arguments["w2"]),
+                arguments["topk_weights"],
+                arguments["topk_ids"],
+                activation=arguments["activation"].value,
             )
         )
 
@@ -62,8 +65,8 @@ def mixture(
     for expert in ids.unique().tolist():
         token, place = (ids == expert).nonzero(as_tuple=True)
         gate, up = F.linear(x[token], w13[expert]).chunk(2, dim=-1)
-        found = F.linear(_ACTIVATIONS[activation](gate) * up, w2[expert])
-        out.index_add_(0, token, found * scores[token, place, None].to(found.dtype))
+        output = F.linear(_ACTIVATIONS[activation](gate) * up, w2[expert])
+        out.index_add_(0, token, output * scores[token, place, None].to(output.dtype))
     return out
 
 
@@ -88,8 +91,8 @@ def experts_not_used(name: str, layer: Any) -> list[str]:
             if same and bool(weight.any()):
                 return [f"the experts {name} compute with a copy of {leaf}"]
     except Exception as error:  # vLLM's, if a kernel cannot be called separately
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return [f"it cannot be verified that the experts {name} use their weights: {said}"]
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return [f"it cannot be verified that the experts {name} use their weights: {reason}"]
     activation = layer.activation.value
     if activation not in _ACTIVATIONS or "w13_bias" in layer._parameters:
         return []
@@ -119,8 +122,8 @@ def _run(layer: Any) -> Tensor:
     method = layer.quant_method
     if method.is_monolithic:  # does its own routing, from logits
         logits = torch.full((x.shape[0], x.shape[0]), -9.0, device=x.device, dtype=x.dtype)
-        found = method.apply_monolithic(layer, x, logits.scatter(1, ids.long(), 1.0))
+        output = method.apply_monolithic(layer, x, logits.scatter(1, ids.long(), 1.0))
     else:
-        found = method.apply(layer, x, scores, ids, None, None)
-    out: Tensor = found[0] if isinstance(found, tuple) else found
+        output = method.apply(layer, x, scores, ids, None, None)
+    out: Tensor = output[0] if isinstance(output, tuple) else output
     return out.clone()

@@ -45,7 +45,7 @@ def role_memory(
             passing={"load": tuple(replace(i, where="device") for i in reads)},
             notes=notes,
         )
-    found = vllm_on_gpu(
+    items = vllm_on_gpu(
         shape,
         engine,
         demand,
@@ -56,14 +56,14 @@ def role_memory(
     process = overhead(context, engine.tensor_parallel_size)
     if engine.tensor_parallel_size > 1:  # one process per GPU, besides the worker
         process += engine.tensor_parallel_size * tuple(i for i in process if i.where == "host")
-    awake: Items = (*process, found.weights, found.cache, found.rest)
+    awake: Items = (*process, items.weights, items.cache, items.rest)
     resident: dict[str, Items] = {phase: awake for phase in PHASES}
     if engine.sleep_between_rollouts:
         asleep = Item("overhead", context.overhead["vllm_asleep_gb"] * 1e9, "vLLM asleep")
         sleeping: Items = (*(i for i in process if i.where == "host"), asleep)
         resident = {phase: sleeping for phase in PHASES}
         resident |= {phase: awake for phase in ("load", "rollout")}
-        resident["sync"] = (*process, found.weights, found.rest)  # cache not yet allocated
+        resident["sync"] = (*process, items.weights, items.rest)  # cache not yet allocated
     first: dict[str, Items] = {"load": reads}
     if engine.tensor_parallel_size > 1:
         copy = _weight_file(context, role, engine, shape=shape)
@@ -77,10 +77,10 @@ def role_memory(
         resident=resident,
         passing={},
         first=first,
-        problem=found.problem,
+        problem=items.problem,
         notes=(
-            f"rollout: vLLM's KV cache has space for {found.cache_tokens} tokens, "
-            f"{found.cache_tokens / demand.longest:.1f} rows of {demand.longest}",
+            f"rollout: vLLM's KV cache has space for {items.cache_tokens} tokens, "
+            f"{items.cache_tokens / demand.longest:.1f} rows of {demand.longest}",
             *notes,
         ),
     )
@@ -100,9 +100,9 @@ def _weight_file(
 ) -> Item:
     """Return the files of weights, one for each engine on a node, that vLLM's processes read."""
     engines = min(role.ranks, context.hardware.gpus_per_node // engine.tensor_parallel_size)
-    how = "a file of weights for the processes of each engine on the node, in /dev/shm"
+    formula = "a file of weights for the processes of each engine on the node, in /dev/shm"
     size = file_bytes(role, shape) * max(1, engines)
-    return Item("parameters", size, how, "host")
+    return Item("parameters", size, formula, "host")
 
 
 def rows_at_once(
@@ -186,8 +186,10 @@ def vllm_on_gpu(
     pass_bytes = tokens * (6 * shape.hidden_size + 3 * width / parts) * SIZES[dtype]
     pass_bytes += config.max_num_seqs * shape.vocab_size * 4 * 3
     graphs = 0.0 if config.enforce_eager else overhead["vllm_graphs_gb"] * 1e9
-    how = f"profiling pass of {tokens} tokens, logits of {config.max_num_seqs} rows, CUDA graphs"
-    rest = Item("activations", pass_bytes + graphs, how)
+    formula = (
+        f"profiling pass of {tokens} tokens, logits of {config.max_num_seqs} rows, CUDA graphs"
+    )
+    rest = Item("activations", pass_bytes + graphs, formula)
     share = config.gpu_memory_utilization * gpu_bytes
     left = config.kv_cache_bytes or share - weights.bytes - rest.bytes
     per_token = bytes_per_token(shape, dtype) / min(parts, max(1, shape.kv_heads))

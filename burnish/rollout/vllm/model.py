@@ -66,10 +66,10 @@ def check_head_dim(config: PretrainedConfig, known: Sequence[int]) -> None:
         )
 
 
-def longest_row(config: PretrainedConfig, wanted: int | None) -> int:
-    """Return the maximum tokens of a row: the smaller of ``wanted`` and the model's limit. Raises
+def longest_row(config: PretrainedConfig, max_len: int | None) -> int:
+    """Return the maximum tokens of a row: the smaller of ``max_len`` and the model's limit. Raises
     ModelError if both are unknown."""
-    limits = [limit for limit in (wanted, row_limit(config)) if limit is not None]
+    limits = [limit for limit in (max_len, row_limit(config)) if limit is not None]
     if not limits:
         raise ModelError(
             f"the config of this {config.model_type} model has no max_position_embeddings, so the "
@@ -93,5 +93,5 @@ def _kv_heads(config: PretrainedConfig) -> int:
 
 
 def _head_dim(config: PretrainedConfig) -> int:
-    given = config.to_dict().get("head_dim")
-    return int(given or config.hidden_size // config.num_attention_heads)
+    head_dim = config.to_dict().get("head_dim")
+    return int(head_dim or config.hidden_size // config.num_attention_heads)

@@ -35,8 +35,8 @@ class HubNames:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        found = get_model_conversion_mapping(model, add_legacy=False)
-        changes = [change for change in found if not isinstance(change, PrefixChange)]
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        changes = [change for change in conversions if not isinstance(change, PrefixChange)]
         reverse = [change.reverse_transform() for change in changes]
         joins = [
             c for c in reverse if isinstance(c, WeightConverter) and len(c.source_patterns) > 1
@@ -52,8 +52,8 @@ class HubNames:
             yield from revert_weight_conversion(self._model, {name: tensor}).items()
 
 
-def held_names(model: Any, given: Iterable[str]) -> dict[str, str | None]:
-    """Return the name of vLLM's tensor that stores each weight in ``given``.
+def held_names(model: Any, names: Iterable[str]) -> dict[str, str | None]:
+    """Return the name of vLLM's tensor that stores each weight in ``names``.
 
     None: the model drops the weight. Weights without a matching tensor are omitted. ``model`` is
     vLLM's model in a worker.
@@ -67,14 +67,14 @@ def held_names(model: Any, given: Iterable[str]) -> dict[str, str | None]:
     ]
     packed = getattr(model, "packed_modules_mapping", None) or {}  # house: ok vLLM's model
     parts = {part: merged for merged, many in packed.items() for part in many}
-    found: dict[str, str | None] = {}
-    for name in given:
+    held_by_name: dict[str, str | None] = {}
+    for name in names:
         candidates = _candidates(name, mappers, parts)
         if not candidates:
-            found[name] = None
+            held_by_name[name] = None
         elif (held := next((c for c in candidates if c in state), None)) is not None:
-            found[name] = state[held]
-    return found
+            held_by_name[name] = state[held]
+    return held_by_name
 
 
 def state_of(model: Any, *, repeated: bool = False) -> Iterator[tuple[str, Tensor]]:

@@ -51,10 +51,10 @@ def places_of(
     packed = getattr(model, "packed_modules_mapping", None) or {}  # house: ok vLLM's model
     orders = [list(parts) for parts in packed.values()]
     state, by_tensor = dict(state_of(model)), dict[str, list[str]]()
-    for given, held in names.items():
-        if held is not None and not _REORDERED.search(given):
-            by_tensor.setdefault(held, []).append(given)
-    found: dict[str, Place] = {}
+    for name, held in names.items():
+        if held is not None and not _REORDERED.search(name):
+            by_tensor.setdefault(held, []).append(name)
+    located: dict[str, Place] = {}
     for held, many in by_tensor.items():
         tensor = state[held]
         if tensor.ndim == 3 and EXPERT.fullmatch(many[0]):
@@ -62,8 +62,8 @@ def places_of(
         else:
             ordered = _in_order(many, orders)
             places = _stacked(held, tensor, ordered, shapes, rank=rank, num_workers=num_workers)
-        found |= dict(places)
-    return found
+        located |= dict(places)
+    return located
 
 
 def _in_order(names: Sequence[str], orders: Sequence[Sequence[str]]) -> list[str]:
@@ -72,9 +72,9 @@ def _in_order(names: Sequence[str], orders: Sequence[Sequence[str]]) -> list[str
     if len(names) == 1:
         return list(names)
     for order in orders:
-        found = {piece: name for name in names for piece in name.split(".") if piece in order}
-        if len(found) == len(names):
-            return [found[piece] for piece in order if piece in found]
+        pieces = {piece: name for name in names for piece in name.split(".") if piece in order}
+        if len(pieces) == len(names):
+            return [pieces[piece] for piece in order if piece in pieces]
     return []
 
 

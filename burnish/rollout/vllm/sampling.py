@@ -46,14 +46,14 @@ def sampling_fields(sample: LiveSample, *, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def add_token(sample: LiveSample, token: int, found: Mapping[int, float], version: int) -> None:
-    """Append a token. ``found``: the log-probs that vLLM returned at its position, -inf for tokens
-    that top-k, top-p and min-p do not keep."""
-    logprob, kept = found[token], None
+def add_token(sample: LiveSample, token: int, logprobs: Mapping[int, float], version: int) -> None:
+    """Append a token. ``logprobs``: those that vLLM returned at its position, -inf for tokens that
+    top-k, top-p and min-p do not keep."""
+    logprob, kept_ids = logprobs[token], None
     if _records_mask(sample.sampling):
-        kept = array("i", [i for i, value in found.items() if value > -math.inf])
-        logprob -= _log_sum_exp([found[i] for i in kept])
-    sample.add(token, min(logprob, 0.0), version, kept=kept)
+        kept_ids = array("i", [i for i, value in logprobs.items() if value > -math.inf])
+        logprob -= _log_sum_exp([logprobs[i] for i in kept_ids])
+    sample.add(token, min(logprob, 0.0), version, kept_ids=kept_ids)
 
 
 def _records_mask(sampling: Sampling) -> bool:

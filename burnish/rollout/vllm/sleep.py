@@ -26,6 +26,6 @@ class Sleep:
 
     def wake(self, *tags: str) -> None:
         """Reallocate the memory of ``tags`` ("weights", "kv_cache") if it was freed."""
-        if found := sorted(self._asleep.intersection(tags)):
-            self._llm.wake_up(found)
-            self._asleep -= set(found)
+        if tags_asleep := sorted(self._asleep.intersection(tags)):
+            self._llm.wake_up(tags_asleep)
+            self._asleep -= set(tags_asleep)

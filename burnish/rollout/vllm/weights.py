@@ -111,15 +111,15 @@ class WeightStream:
         plain, precise = map(read_fingerprints, (self._fingerprints, self._exact))
         sent = {n: precise[n] if names.get(n) in exact else f for n, f in plain.items()}
         held = [report["fingerprints"] for report in reports]
-        values = {given: number.values for given, number in sent.items()}
+        values = {sent_name: number.values for sent_name, number in sent.items()}
         differing = _other_values(values, names, held)
         problems += [f"the parameter {name} has other values than were sent" for name in differing]
-        for given in reports[0]["placed"]:
-            numbers = [int(report["placed"][given]) for report in reports]
-            if names[given] not in differing and sent[given].placed not in _totals(numbers):
+        for sent_name in reports[0]["placed"]:
+            numbers = [int(report["placed"][sent_name]) for report in reports]
+            if names[sent_name] not in differing and sent[sent_name].placed not in _totals(numbers):
                 problems.append(
-                    f"the parameter {names[given]} has the values of {given} in another order than "
-                    "they were sent"
+                    f"the parameter {names[sent_name]} has the values of {sent_name} in another "
+                    "order than they were sent"
                 )
         return problems + _other_layers(values, names, held)
 
@@ -129,8 +129,8 @@ def _other_values(
 ) -> list[str]:
     """Return vLLM's tensors that do not have the values of the weights that they store."""
     expected: dict[str, int] = {}
-    for given, number in sent.items():
-        if (name := names.get(given)) is not None:
+    for sent_name, number in sent.items():
+        if (name := names.get(sent_name)) is not None:
             expected[name] = (expected.get(name, 0) + number) % (1 << 64)
     totals = {name: _totals([report[name] for report in held]) for name in expected}
     return sorted(name for name, number in expected.items() if number not in totals[name])
@@ -143,8 +143,8 @@ def _other_layers(
     without a known weight."""
     spare: dict[str, list[str]] = {}
     left: dict[str, list[str]] = {}
-    for given in sent.keys() - names.keys():
-        spare.setdefault(layer_of(given), []).append(given)
+    for sent_name in sent.keys() - names.keys():
+        spare.setdefault(layer_of(sent_name), []).append(sent_name)
     for name in held[0].keys() - set(names.values()):
         left.setdefault(layer_of(name), []).append(name)
     problems = []
@@ -169,14 +169,14 @@ def _adds_up(total: int, names: Sequence[str], held: Sequence[Mapping[str, int]]
     return total in (sum(parts) % (1 << 64), sum(map(sum, numbers)) % (1 << 64))
 
 
-def _mismatch(given: Sequence[str], held: Sequence[str]) -> str:
+def _mismatch(sent: Sequence[str], held: Sequence[str]) -> str:
     if not held:
-        return f"vLLM has no parameter {given[0]}"
-    if not given:
+        return f"vLLM has no parameter {sent[0]}"
+    if not sent:
         return f"vLLM has a parameter {held[0]}, which was not sent"
     return (
         f"the parameters {', '.join(held[:3])} have other values than were sent as "
-        f"{', '.join(given[:3])}"
+        f"{', '.join(sent[:3])}"
     )
 
 
@@ -273,8 +273,8 @@ class WorkerExtension:
             with torch.no_grad():
                 self.model_runner.model.load_weights(noted())
         except Exception as error:  # becomes a finding, with vLLM's own words
-            said = str(error).splitlines()[0] if str(error) else ""
-            self.burnish_findings.append(f"its loader failed: {type(error).__name__}: {said}")
+            reason = str(error).splitlines()[0] if str(error) else ""
+            self.burnish_findings.append(f"its loader failed: {type(error).__name__}: {reason}")
 
     @torch.no_grad()
     def burnish_report(self, dtype: Dtype, transposed: str = "") -> dict[str, Any]:
@@ -315,8 +315,8 @@ def _fingerprints(
     """Return fingerprints of tensors by name, of their values in any order, and of the weights at
     ``places``. Each value is read once."""
     parts = {
-        given: fingerprint(place.part, formats[place.held], row=place.row, column=place.column)
-        for given, place in places.items()
+        sent_name: fingerprint(place.part, formats[place.held], row=place.row, column=place.column)
+        for sent_name, place in places.items()
     }
     covered = dict.fromkeys(state, 0)
     for place in places.values():
@@ -324,17 +324,17 @@ def _fingerprints(
     others = {n: fingerprint(t, formats[n]) for n, t in state.items() if covered[n] != t.numel()}
     by_part, values = read_fingerprints(parts), read_fingerprints(others)
     totals = {name: values.get(name, Fingerprint(0, 0)).values for name in state}
-    for given, place in places.items():
+    for sent_name, place in places.items():
         if place.held not in others:
-            totals[place.held] = (totals[place.held] + by_part[given].values) % (1 << 64)
-    return totals, {given: number.placed for given, number in by_part.items()}
+            totals[place.held] = (totals[place.held] + by_part[sent_name].values) % (1 << 64)
+    return totals, {sent_name: number.placed for sent_name, number in by_part.items()}
 
 
 def _settings(vllm: Any, runner: Any) -> dict[str, Any]:
     """Return the arguments of a ``VllmConfig`` that ``config.vllm_arguments`` refuses, by their
     names, and other facts that ``servers/checks.py`` needs."""
     model, cache, scheduler = vllm.model_config, vllm.cache_config, vllm.scheduler_config
-    parallel, given = vllm.parallel_config, vllm.model_config.logits_processors
+    parallel, processors = vllm.parallel_config, vllm.model_config.logits_processors
     return {
         "hf_config": json.loads(model.hf_config.to_json_string(use_diff=False)),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -351,7 +351,7 @@ def _settings(vllm: Any, runner: Any) -> dict[str, Any]:
         "watermark_config": vllm.watermark_config is not None,
         "enable_lora": vllm.lora_config is not None,
         "kv_transfer_config": vllm.kv_transfer_config is not None,
-        "logits_processors": [str(name) for name in given or ()],
+        "logits_processors": [str(name) for name in processors or ()],
         "use_fp64_gumbel": bool(model.use_fp64_gumbel),
         "pipeline_parallel_size": int(parallel.pipeline_parallel_size),
         "data_parallel_size": int(parallel.data_parallel_size),
@@ -373,13 +373,13 @@ def _full_logprobs(sampler: Any) -> None:
 
     def sample_noting_min_p(logits: Tensor, metadata: Any, *rest: Any, **options: Any) -> Any:
         totals.clear()
-        wanted = _uses_min_p(metadata)
+        uses_min_p = _uses_min_p(metadata)
 
-        def scaled(*given: Any) -> Tensor:
-            found: Tensor = scale(*given)
-            if wanted:
-                totals.append(found.logsumexp(-1))
-            return found
+        def scaled(*arguments: Any) -> Tensor:
+            scores: Tensor = scale(*arguments)
+            if uses_min_p:
+                totals.append(scores.logsumexp(-1))
+            return scores
 
         sampler.apply_temperature = scaled
         return sample(logits, metadata, *rest, **options)
@@ -441,12 +441,12 @@ def _not_live(model: Any, derived: Container[str] = ()) -> list[str]:
     Each linear layer's weight is negated temporarily. The output must change its sign with it; that
     of a copy does not, however small the last update was.
     """
-    found, seen, negated = list[str](), set[int](), dict[str, Tensor]()
+    names, seen, negated = list[str](), set[int](), dict[str, Tensor]()
     for name, layer in model.named_modules():
         method = vars(layer).get("quant_method")
         if layer._parameters.get("w13_weight") is not None:
             seen |= {id(layer.w13_weight), id(layer.w2_weight)}
-            found += experts_not_used(name, layer)
+            names += experts_not_used(name, layer)
         weight = layer._parameters.get("weight")
         if weight is None:
             continue
@@ -460,13 +460,13 @@ def _not_live(model: Any, derived: Container[str] = ()) -> list[str]:
     live = torch.stack(list(negated.values())).tolist() if negated else []  # the only host read
     for name, is_live in zip(negated, live, strict=True):
         if not is_live:
-            found.append(f"the layer {name} computes with a copy of its weight")
+            names.append(f"the layer {name} computes with a copy of its weight")
     for name, parameter in model.named_parameters():
         if name in derived:
             continue
         if id(parameter) not in seen and parameter.ndim > 1:  # (vectors are read at every call)
-            found.append(f"it cannot be verified that {name} {list(parameter.shape)} is used")
-    return found
+            names.append(f"it cannot be verified that {name} {list(parameter.shape)} is used")
+    return names
 
 
 def _negates(layer: Any, method: Any, weight: Tensor) -> Tensor:

@@ -137,20 +137,20 @@ class RayCluster:
             size, strategy = placement.count, "PACK"
             if placement.span > 1:  # PACK may divide the places of an engine between nodes
                 size, strategy = placement.span, "STRICT_PACK"
-            made = [
+            groups = [
                 placement_group([bundle] * size, strategy=strategy)
                 for _ in range(placement.count // size)
             ]
-            reserved = _Reserved(made, placement)
+            reserved = _Reserved(groups, placement)
             self._placements |= dict.fromkeys(placement.roles, reserved)
-            limit, refs = self.config.start_timeout_s, [group.ready() for group in made]
+            limit, refs = self.config.start_timeout_s, [group.ready() for group in groups]
             if self.ray.wait(refs, num_returns=len(refs), timeout=limit)[1]:
                 raise ClusterError(
                     f"no free resources for {placement} within {self.config.start_timeout_s:g} s "
                     f"(cluster.start_timeout_s): the cluster has {have} in total, which other "
                     "jobs may use; wait for them, or use a larger cluster"
                 )
-            made.sort(key=_node_of)  # consecutive ranks are on the same node
+            groups.sort(key=_node_of)  # consecutive ranks are on the same node
 
     def _check_nodes(self, placements: Sequence[PlacementGroupSpec]) -> None:
         """Raise ClusterError if places that must be on one node (a bundle, or the bundles of one
@@ -187,13 +187,13 @@ class RayCluster:
         """Start the process that receives the workers' heartbeats, on the controller's node."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        here = self.ray.get_runtime_context().get_node_id()
+        node_id = self.ray.get_runtime_context().get_node_id()
         return (
             self.ray.remote(HeartbeatRegistry)
             .options(
                 num_cpus=0,
                 max_restarts=-1,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
             )
             .remote()
         )
@@ -267,12 +267,12 @@ class RayCluster:
                 f"the GPUs of rollout engine {rank} did not respond within {limit:g} s "
                 "(cluster.start_timeout_s); check the nodes, and continue with --resume"
             )
-        found = self.ray.get(refs)
-        devices = [device for _, own_ids in found for device in own_ids]
-        if len({node for node, _ in found}) != 1 or len(set(devices)) != spec.span:
+        reports = self.ray.get(refs)
+        devices = [device for _, own_ids in reports for device in own_ids]
+        if len({node for node, _ in reports}) != 1 or len(set(devices)) != spec.span:
             raise ClusterError(
                 f"rollout engine {rank} needs {spec.span} GPUs of one node, but Ray assigned "
-                f"{found} (node, GPUs); please report it"
+                f"{reports} (node, GPUs); please report it"
             )
         return devices
 
@@ -428,5 +428,5 @@ def worker_environment(*, on_gpu: bool) -> dict[str, str]:
     names = [
         name for name in os.environ if name.startswith(_FORWARDED_PREFIXES) and not is_secret(name)
     ]
-    own = {name: os.environ[name] for name in names}
-    return own if on_gpu else {"DS_ACCELERATOR": "cpu", **own}
+    environment = {name: os.environ[name] for name in names}
+    return environment if on_gpu else {"DS_ACCELERATOR": "cpu", **environment}

@@ -103,12 +103,12 @@ def _set_private(ray: Any) -> Callable[[], None]:
     """Make the next Ray use a new token and the loopback interface. Return a function that undoes
     this."""
     constants = ray._private.ray_constants
-    wanted = {
+    settings = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),  # overrides ~/.ray, which others may read
         _ENABLE_CLUSTER: "0",  # Ray's variable that allows addresses of other machines
     }
-    before = {name: os.environ.get(name) for name in wanted}
+    before = {name: os.environ.get(name) for name in settings}
     enabled = constants.ENABLE_RAY_CLUSTER  # the variable's value when Ray was imported
 
     def restore() -> None:
@@ -116,7 +116,7 @@ def _set_private(ray: Any) -> Callable[[], None]:
         _set_environment(ray, before)
 
     constants.ENABLE_RAY_CLUSTER = False
-    _set_environment(ray, wanted)
+    _set_environment(ray, settings)
     return restore
 
 
@@ -190,21 +190,21 @@ def _cannot_join(address: str, why: str, *, version: str) -> ClusterError:
     detail = library_text(why) or "no reason given"
     if "ersion mismatch" in why:
         detail = " ".join(why.split())
-        what = (
+        advice = (
             "controller and cluster need the same versions of Ray and Python: install the "
             "cluster's versions here, or restart the cluster with these"
         )
     else:
-        what = (
+        advice = (
             "start one with 'ray start --head', log in to one of its nodes, or remove "
             "ray_address to start a private Ray on this machine"
         )
         if "RAY_AUTH_MODE" not in os.environ:
-            what += (
+            advice += (
                 ". If the cluster requires a token, write it to ~/.ray/auth_token and set "
                 "RAY_AUTH_MODE=token, without which Ray does not send it"
             )
     return ClusterError(
         f"cluster.ray_address={address!r}: cannot join a Ray cluster of this version ({version}) "
-        f"there ({detail}); {what}"
+        f"there ({detail}); {advice}"
     )

@@ -167,45 +167,45 @@ class RemoteRolloutEngine:
             return
         waiting, self._waiting = list(self._waiting.values()), {}
         others: list[Request] = []
-        for found in waiting:
-            home = self._homes.get(found.request.conversation or "")
+        for open_request in waiting:
+            home = self._homes.get(open_request.request.conversation or "")
             if home in takers:
-                self._give(found, home)
+                self._give(open_request, home)
             else:
-                others.append(found.request)
+                others.append(open_request.request)
         loads = [self._shares[worker].samples for worker in takers]
         for worker, share in zip(takers, _shares(others, loads), strict=True):
             for request in share:
                 self._give(self._open[request.request_id], worker)
 
-    def _give(self, given: _OpenRequest, worker: int) -> None:
-        share, name = self._shares[worker], given.request.conversation
-        given.worker = worker
-        share.open[given.request.request_id] = given
-        share.new.append(given)
+    def _give(self, request: _OpenRequest, worker: int) -> None:
+        share, name = self._shares[worker], request.request.conversation
+        request.worker = worker
+        share.open[request.request.request_id] = request
+        share.new.append(request)
         if name is None:
             return
         before = self._homes.get(name, worker)
         if before != worker:  # it is about to load weights
             self._shares[before].release.append(name)
-        if not given.released:
+        if not request.released:
             self._homes[name] = worker
 
     def _take(self, completion: Completion, worker: int) -> bool:
         """Return whether a completion of ``worker`` is wanted, and count it. That of a canceled
         request may arrive after another request got its id."""
-        found = self._open.get(completion.request_id)
-        if found is None or completion.index in found.done:
+        request = self._open.get(completion.request_id)
+        if request is None or completion.index in request.done:
             return False
-        if found.worker != worker or not found.sent:
+        if request.worker != worker or not request.sent:
             return False
-        found.done.add(completion.index)
+        request.done.add(completion.index)
         self._requests.finish(completion.request_id)
         if completion.request_id not in self._requests:
             del self._open[completion.request_id]
             share = self._shares[worker]
             del share.open[completion.request_id]
-            conversation = found.request.conversation
+            conversation = request.request.conversation
             if conversation is not None and conversation not in self._homes:
                 share.release.append(conversation)  # released while it was open
         return True
@@ -213,15 +213,15 @@ class RemoteRolloutEngine:
     def _balance(self, free: int) -> None:
         """Move to worker ``free`` the newest requests of others that do not fit into their batches,
         until it has as many. Requests of conversations stay."""
-        own = self._shares[free].samples
+        num_samples = self._shares[free].samples
         others = [share for worker, share in enumerate(self._shares) if worker != free]
         loads = [share.samples for share in others]
         for load, share in sorted(zip(loads, others, strict=True), key=lambda pair: -pair[0]):
             for request in reversed(list(share.open.values())):
-                if load - request.left < max(self._slots, own + request.left):
+                if load - request.left < max(self._slots, num_samples + request.left):
                     break
                 if request.request.conversation is None and not request.done:
-                    load, own = load - request.left, own + request.left
+                    load, num_samples = load - request.left, num_samples + request.left
                     self._remove(request)
                     self._give(request, free)
 
@@ -329,10 +329,10 @@ class RemoteRolloutEngine:
         self.pool.stage(weights)
         self._until(lambda: self.pool.is_confirmed(weights))
 
-    def receive_snapshot(self, kept: WeightSnapshot[Any], *, verify: bool) -> None:
+    def receive_snapshot(self, snapshot: WeightSnapshot[Any], *, verify: bool) -> None:
         """Send one transfer to all workers. It stays in the object store until the next one, for
         replaced workers. Raises SyncError if a worker rejects it."""
-        self.load(snapshot_weights(kept, "recompute", verify=verify))
+        self.load(snapshot_weights(snapshot, "recompute", verify=verify))
 
     def load_weights(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], *, keep_cache: bool = False
@@ -341,11 +341,13 @@ class RemoteRolloutEngine:
         responses in progress and kept conversations continue with the keys and values of the
         previous weights."""
         ray = self.cluster.ray
-        found = messages(tensors, _new_buffer, push=0, version=version)
-        pairs = [(encode(message), ray.put(payload.numpy())) for message, payload in found]
+        parts = messages(tensors, _new_buffer, push=0, version=version)
+        pairs = [(encode(message), ray.put(payload.numpy())) for message, payload in parts]
         headers, payloads = zip(*pairs, strict=True)
-        kept = WeightSnapshot(headers, payloads[:-1])
-        self.load(snapshot_weights(kept, "continue" if keep_cache else "recompute", verify=True))
+        snapshot = WeightSnapshot(headers, payloads[:-1])
+        self.load(
+            snapshot_weights(snapshot, "continue" if keep_cache else "recompute", verify=True)
+        )
 
     def drain(self) -> None:
         """Wait until the running requests are finished; new ones wait. Completions are kept for the
@@ -382,9 +384,11 @@ class RemoteRolloutEngine:
         self.pool.close()
 
 
-def snapshot_weights(kept: WeightSnapshot[Any], in_flight: InFlight, *, verify: bool) -> Weights:
+def snapshot_weights(
+    snapshot: WeightSnapshot[Any], in_flight: InFlight, *, verify: bool
+) -> Weights:
     """Return a snapshot in the object store as weights for the workers of a pool."""
-    end, headers, payloads = kept.end, kept.headers, kept.payloads
+    end, headers, payloads = snapshot.end, snapshot.headers, snapshot.payloads
     keep_cache = in_flight == "continue"
 
     def give(worker: Any) -> Any:

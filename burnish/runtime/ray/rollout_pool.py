@@ -319,9 +319,9 @@ class RolloutPool:
                 number = -1 if worker.loaded is None else worker.loaded.number
                 worker.ready = self.newest is None or number >= max(0, self._confirmed)
         loaded = [worker.loaded for worker in self.workers if worker.ready]
-        found = [weights for weights in loaded if weights is not None]
-        if found and len(found) == len(loaded):
-            least = min(found, key=lambda weights: weights.number)
+        confirmed = [weights for weights in loaded if weights is not None]
+        if confirmed and len(confirmed) == len(loaded):
+            least = min(confirmed, key=lambda weights: weights.number)
             self.version, self._confirmed = least.version, least.number
         self._release()
 

@@ -74,8 +74,8 @@ class RayRuntime:
         """Makes the engine that samples with running servers, in this process."""
         self.groups: list[WorkerGroup] = []
         self.rollouts: list[RemoteRolloutEngine] = []
-        own = model.with_absolute_paths()
-        self.cluster = RayCluster(own, config, placements=placements, precision=precision)
+        placed_model = model.with_absolute_paths()
+        self.cluster = RayCluster(placed_model, config, placements=placements, precision=precision)
         self._sampling = PeakCollector(self.cluster.ray)
         """Asks workers that sample while the policy is trained."""
         self.batches = BatchStore(self.cluster.ray)
@@ -114,8 +114,10 @@ class RayRuntime:
         self, spec: EngineSpec, *, scalar: bool, seed: int, spans: Mapping[str, str]
     ) -> WorkerGroup:
         name = free_name(spec.role.engine_role, [group.name for group in self.groups])
-        here = with_absolute_paths(spec)
-        group = WorkerGroup(self.cluster, here, scalar=scalar, seed=seed, spans=spans, name=name)
+        placed_spec = with_absolute_paths(spec)
+        group = WorkerGroup(
+            self.cluster, placed_spec, scalar=scalar, seed=seed, spans=spans, name=name
+        )
         self.groups.append(group)
         return group
 
@@ -129,8 +131,8 @@ class RayRuntime:
         )
         if config.on_servers:
             return self.here.standalone_rollout(base, config, max_len=max_len, ready=False)
-        made = self._rollout(base, config, max_len=max_len, ready=False)
-        return self.phases.rollout(made)
+        engine = self._rollout(base, config, max_len=max_len, ready=False)
+        return self.phases.rollout(engine)
 
     def standalone_rollout(
         self, model: ModelConfig, config: RolloutEngineConfig, *, max_len: int | None = None
@@ -144,9 +146,9 @@ class RayRuntime:
     def _rollout(
         self, model: ModelConfig, config: RolloutEngineConfig, *, max_len: int | None, ready: bool
     ) -> RemoteRolloutEngine:
-        made = RemoteRolloutEngine(self.cluster, model, config, max_len=max_len, ready=ready)
-        self.rollouts.append(made)
-        return made
+        engine = RemoteRolloutEngine(self.cluster, model, config, max_len=max_len, ready=ready)
+        self.rollouts.append(engine)
+        return engine
 
     def sync(
         self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()
@@ -159,11 +161,11 @@ class RayRuntime:
         ends = cast(RemoteTrainEngine, policy), engine
         while True:
             try:
-                made = ray_sync(*ends, config, self.precision.sampler_dtype)
+                weight_sync = ray_sync(*ends, config, self.precision.sampler_dtype)
                 break
             except WorkerLostError as lost:  # nothing is trained yet: new ranks are equivalent
                 self.recover(lost)
-        return self.phases.sync(timed(made, self.timeline, SYNC_SPANS))
+        return self.phases.sync(timed(weight_sync, self.timeline, SYNC_SPANS))
 
     async def start_worker(self, python: str | None) -> Worker:
         """Start a process for user code in an actor on one of the cluster's nodes."""
@@ -184,16 +186,16 @@ class RayRuntime:
         peaks are those at the time of the previous call."""
         groups: list[tuple[str, list[Any]]] = [(g.name, g.workers) for g in self.groups]
         groups += [("rollout", rollout.workers) for rollout in self.rollouts if not rollout.staged]
-        found = worker_peaks(self.cluster.ray, groups)
-        found += self._sampling.collect()
+        of_workers = worker_peaks(self.cluster.ray, groups)
+        of_workers += self._sampling.collect()
         for rollout in self.rollouts:
             if rollout.staged:
                 self._sampling.ask("rollout", rollout.workers)
-        own = self.timeline.peaks
-        if own is not None and (phases := own.collect()):
+        peaks = self.timeline.peaks
+        if peaks is not None and (phases := peaks.collect()):
             most = functools.reduce(operator.or_, phases.values())
-            found.append(ProcessPeaks("controller", 0, {"controller": most}))
-        return found
+            of_workers.append(ProcessPeaks("controller", 0, {"controller": most}))
+        return of_workers
 
     def close(self) -> None:
         """Close the connections to servers, end the workers and leave the cluster."""

@@ -49,28 +49,28 @@ class ServerSync:
         Raises WorkerLostError if a rank or the stored weights are lost, SyncError if a bucket is
         damaged, and otherwise as ``VllmServerEngine.load_weights``."""
         started = time.perf_counter()
-        kept = self._store()
-        self._load(self.rollout, kept)
-        return _metrics(kept, started)
+        snapshot = self._store()
+        self._load(self.rollout, snapshot)
+        return _metrics(snapshot, started)
 
     def stage(self, in_flight: InFlight) -> StagedWeights:
         """Store the weights, and return their load. It does nothing if newer weights were staged or
         pushed before it begins. The metric ``sync/stored_bytes`` counts all stored weights."""
         started = time.perf_counter()
-        kept = self._store()
+        snapshot = self._store()
         with self._lock:
-            self._staged = kept
-            stored = kept.end.num_bytes + self._loading_bytes
-        metrics = _metrics(kept, started) | {"sync/stored_bytes": float(stored)}
-        number = kept.end.push
+            self._staged = snapshot
+            stored = snapshot.end.num_bytes + self._loading_bytes
+        metrics = _metrics(snapshot, started) | {"sync/stored_bytes": float(stored)}
+        number = snapshot.end.push
 
         def load(engine: RolloutEngine) -> None:
-            found = self._take(number)
-            if found is not None:
-                self._load(engine, found)
+            staged = self._take(number)
+            if staged is not None:
+                self._load(engine, staged)
 
         finishes = in_flight == "finish"
-        return StagedWeights(kept.end.version, metrics, load, needs_idle=finishes)
+        return StagedWeights(snapshot.end.version, metrics, load, needs_idle=finishes)
 
     def settle(self) -> None:
         """Do nothing: staged weights wait for no worker."""
@@ -83,44 +83,46 @@ class ServerSync:
         """Drop the staged weights, and return the policy's weights in the object store."""
         with self._lock:
             self._staged = None
-        kept = self.policy.transfer_weights(self._pushes, self.options)
+        snapshot = self.policy.transfer_weights(self._pushes, self.options)
         self._pushes += 1
-        return kept
+        return snapshot
 
     def _take(self, number: int) -> WeightSnapshot[Any] | None:
         """Return the staged weights if they are those of transfer ``number``."""
         with self._lock:
-            found = self._staged
-            if found is None or found.end.push != number:
+            staged = self._staged
+            if staged is None or staged.end.push != number:
                 return None
-            self._staged, self._loading_bytes = None, found.end.num_bytes
-        return found
+            self._staged, self._loading_bytes = None, staged.end.num_bytes
+        return staged
 
-    def _load(self, engine: RolloutEngine, kept: WeightSnapshot[Any]) -> None:
+    def _load(self, engine: RolloutEngine, snapshot: WeightSnapshot[Any]) -> None:
         """Load stored weights into the engine, after verification of each bucket."""
-        source = SnapshotSource(kept.headers, self._payloads(kept), check=self.options.verify)
+        source = SnapshotSource(
+            snapshot.headers, self._payloads(snapshot), check=self.options.verify
+        )
         try:
-            with source.open(kept.end.version) as transfer:
+            with source.open(snapshot.end.version) as transfer:
                 engine.load_weights(transfer.version, transfer)
         finally:
             with self._lock:
                 self._loading_bytes = 0
 
-    def _payloads(self, kept: WeightSnapshot[Any]) -> Iterator[Any]:
+    def _payloads(self, snapshot: WeightSnapshot[Any]) -> Iterator[Any]:
         """Yield the bytes of each bucket. Raises WorkerLostError if they are lost with their node:
         the run rolls back and transfers weights again."""
         cluster = self.policy.group.cluster
-        for ref in kept.payloads:
+        for ref in snapshot.payloads:
             try:
-                found = cluster.ray.get(ref, timeout=cluster.config.call_timeout_s)
+                payload = cluster.ray.get(ref, timeout=cluster.config.call_timeout_s)
             except cluster.ray.exceptions.RayError as error:
                 raise WorkerLostError(
                     f"weights in the object store are lost ({library_text(error)})"
                 ) from error
-            yield found
-            del found
+            yield payload
+            del payload
 
 
-def _metrics(kept: WeightSnapshot[Any], started: float) -> Metrics:
-    end, seconds = kept.end, time.perf_counter() - started
+def _metrics(snapshot: WeightSnapshot[Any], started: float) -> Metrics:
+    end, seconds = snapshot.end, time.perf_counter() - started
     return sync_metrics(end.version, end.num_bytes, buckets=end.num_buckets, seconds=seconds)

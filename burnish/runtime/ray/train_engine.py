@@ -53,10 +53,10 @@ class BatchStore:
         for share in split.shares(batch):
             refs.append(self._ray.put(pack_share(share)))
             rows.append(share.row_numbers)
-        found = PutShares(refs, rows)
-        self._last = contents, found
+        shares = PutShares(refs, rows)
+        self._last = contents, shares
         weakref.finalize(batch.tokens, self._forget, contents)
-        return found
+        return shares
 
     def _forget(self, contents: _Contents) -> None:
         if self._last is not None and self._last[0] is contents:
@@ -75,12 +75,12 @@ class _Contents:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Contents) or self._plain != other._plain:
             return False
-        own, others = (
+        arrays, others = (
             {name: array() for name, array in contents._arrays.items()}
             for contents in (self, other)
         )
-        return own.keys() == others.keys() and all(
-            own[name] is not None and own[name] is others[name] for name in own
+        return arrays.keys() == others.keys() and all(
+            arrays[name] is not None and arrays[name] is others[name] for name in arrays
         )
 
 
@@ -111,9 +111,9 @@ class RemoteTrainEngine(DistributedPasses):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (HuggingFace name, tensor) on the controller. A sync transfers buckets instead."""
-        kept = self.transfer_weights(0, TransferOptions(BUCKET_BYTES, None, verify=True))
-        payloads = [self.group.cluster.ray.get(ref) for ref in kept.payloads]
-        with SnapshotSource(kept.headers, payloads, hold=True).open(self.version) as transfer:
+        snapshot = self.transfer_weights(0, TransferOptions(BUCKET_BYTES, None, verify=True))
+        payloads = [self.group.cluster.ray.get(ref) for ref in snapshot.payloads]
+        with SnapshotSource(snapshot.headers, payloads, hold=True).open(self.version) as transfer:
             yield from transfer
 
     def mix(self, weights: Iterable[tuple[str, Tensor]], alpha: float) -> None:
@@ -175,9 +175,9 @@ class RemoteTrainEngine(DistributedPasses):
     def _per_token(self, method: str, batch: Batch) -> Tensor:
         shares, rows_of_shares = self._put(batch.model_inputs())
         results = self.group.all(lambda w, share: w.per_token.remote(method, share), shares)
-        own = [to_tensor(result) for result in results if result is not None]
-        out = own[0].new_zeros(batch.tokens.numel(), *own[0].shape[1:])
-        for rows, values in zip(rows_of_shares, own, strict=True):
+        parts = [to_tensor(result) for result in results if result is not None]
+        out = parts[0].new_zeros(batch.tokens.numel(), *parts[0].shape[1:])
+        for rows, values in zip(rows_of_shares, parts, strict=True):
             fill_rows(out, batch, [(rows, values)])
         return out
 

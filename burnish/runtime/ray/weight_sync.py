@@ -147,11 +147,11 @@ class ObjectStoreSync(_StoredSync):
         self.push()
 
     def _store(self, in_flight: InFlight) -> tuple[Weights, Metrics]:
-        kept = self.policy.transfer_weights(self._pushes, self.options)
+        snapshot = self.policy.transfer_weights(self._pushes, self.options)
         self._pushes += 1
-        end = kept.end
+        end = snapshot.end
         metrics = sync_metrics(end.version, end.num_bytes, buckets=end.num_buckets, seconds=0.0)
-        return snapshot_weights(kept, in_flight, verify=self.options.verify), metrics
+        return snapshot_weights(snapshot, in_flight, verify=self.options.verify), metrics
 
 
 class FolderSync(_StoredSync):

@@ -113,7 +113,7 @@ class WorkerGroup:
         if not self.workers:
             raise WorkerLostError(f"the workers of the {self.name} are lost")
         by_rank = zip(self.workers, *arguments, strict=True)
-        return self.gather([call(*own) for own in by_rank], limit_s=limit_s)
+        return self.gather([call(*rank_arguments) for rank_arguments in by_rank], limit_s=limit_s)
 
     def gather(self, refs: Sequence[Any], *, limit_s: float | None = None) -> list[Any]:
         """Return the results of calls, ordered by rank. Raises WorkerLostError."""
@@ -145,8 +145,8 @@ class WorkerGroup:
         failures = {refs.index(ref): failure(ray, ref) for ref in done}
         dead = {i: e for i, e in failures.items() if e is not None and is_worker_loss(ray, e)}
         if dead:
-            how = died(next(iter(dead.values())))
-            raise self.loss([self.workers[i] for i in dead], how) from failed
+            cause = died(next(iter(dead.values())))
+            raise self.loss([self.workers[i] for i in dead], cause) from failed
         unresponsive = self.cluster.monitor.wait_for_heartbeats(
             [self.workers[refs.index(ref)] for ref in undone]
         )
@@ -176,10 +176,10 @@ class WorkerGroup:
             "(cluster.collective_timeout_s)"
         )
 
-    def loss(self, workers: Sequence[Any], how: str) -> WorkerLostError:
+    def loss(self, workers: Sequence[Any], cause: str) -> WorkerLostError:
         """Return the error with the names of lost ranks. The group has to be restarted."""
         self._complete = False
-        return WorkerLostError(f"{self.cluster.monitor.names(workers)} {how}")
+        return WorkerLostError(f"{self.cluster.monitor.names(workers)} {cause}")
 
     @_alone
     def is_complete(self) -> bool:

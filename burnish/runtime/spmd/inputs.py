@@ -98,17 +98,17 @@ def _described(key: str, paths: Sequence[Path], *, reads: bool) -> dict[str, Any
     """Return the sizes and digests of files, by their names below their common folder. Of a weight
     file, only both ends are read."""
     common = os.path.commonpath([path.absolute().parent for path in paths]) if paths else ""
-    found: dict[str, Any] = {}
+    described: dict[str, Any] = {}
     for path in paths:
         name = f"{key}, file {os.path.relpath(path, common)}"
         exists = path.is_file()
-        found[f"{name}, bytes"] = path.stat().st_size if exists else None
+        described[f"{name}, bytes"] = path.stat().st_size if exists else None
         digest = None
         if reads and exists:
             weights = path.suffix in WEIGHT_SUFFIXES
             digest = file_ends_digest(path) if weights else content_digest(path).hex()
-        found[f"{name}, {_DIGEST}"] = digest
-    return found
+        described[f"{name}, {_DIGEST}"] = digest
+    return described
 
 
 def _versions(recipe: Mapping[str, Any], *, reads_code: bool) -> dict[str, Any]:
@@ -117,10 +117,10 @@ def _versions(recipe: Mapping[str, Any], *, reads_code: bool) -> dict[str, Any]:
         names.append("peft")
     if any(key.endswith("engine.kind") and recipe[key] == "deepspeed" for key in recipe):
         names.append("deepspeed")
-    found: dict[str, Any] = {name: _version(name) for name in names}
-    found["python"] = platform.python_version()
-    found[f"burnish, {_DIGEST}"] = _code_digest() if reads_code else None
-    return found
+    versions: dict[str, Any] = {name: _version(name) for name in names}
+    versions["python"] = platform.python_version()
+    versions[f"burnish, {_DIGEST}"] = _code_digest() if reads_code else None
+    return versions
 
 
 def _version(name: str) -> str | None:
@@ -147,10 +147,12 @@ def different_inputs(inputs: Sequence[Inputs], where: Sequence[str]) -> str | No
     """
     groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     kinds: set[str] = set()
-    for rank, own in enumerate(inputs):
-        found = {group: _differences(own[group], inputs[0][group]) for group in _FIXES}
-        kinds |= {group for group, texts in found.items() if texts}
-        texts = tuple(text for of_group in found.values() for text in of_group)
+    for rank, inputs_of_rank in enumerate(inputs):
+        differences = {
+            group: _differences(inputs_of_rank[group], inputs[0][group]) for group in _FIXES
+        }
+        kinds |= {group for group, texts in differences.items() if texts}
+        texts = tuple(text for of_group in differences.values() for text in of_group)
         if texts:
             groups.setdefault((where[rank], texts), []).append(rank)
     if not groups:
@@ -163,19 +165,19 @@ def different_inputs(inputs: Sequence[Inputs], where: Sequence[str]) -> str | No
     )
 
 
-def _differences(own: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
+def _differences(inputs: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
     return [
         f"{key} is {_shown(key, value)}, but {_shown(key, expected)} on rank 0"
-        for key, (value, expected) in different_values(own, first).items()
+        for key, (value, expected) in different_values(inputs, first).items()
         if not (key.endswith(_DIGEST) and None in (value, expected))
     ]
 
 
-def _line(ranks: Iterable[int], host: str, found: Sequence[str]) -> str:
+def _line(ranks: Iterable[int], host: str, differences: Sequence[str]) -> str:
     names = [str(rank) for rank in ranks]
-    left = f"; and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
+    left = f"; and {len(differences) - _MAX_SHOWN} more" if len(differences) > _MAX_SHOWN else ""
     label = f"rank{'s' if len(names) > 1 else ''} {', '.join(names)} (host {host})"
-    return f"  - {label}: {'; '.join(found[:_MAX_SHOWN])}{left}"
+    return f"  - {label}: {'; '.join(differences[:_MAX_SHOWN])}{left}"
 
 
 def _shown(key: str, value: Any) -> str:

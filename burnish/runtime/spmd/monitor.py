@@ -111,8 +111,10 @@ class RankMonitor:
                 if silent_s >= self._timeout_s and self._get(f"ended/{watched}") is None:
                     text = f"sent no heartbeat for {self._timeout_s:g} s: killed, stopped or hung"
                     self._publish(watched, text)
-                found = self._first_failure()
-                cause = None if found is None else f"{self._name(found[0])} failed: {found[1]}"
+                failure = self._first_failure()
+                cause = (
+                    None if failure is None else f"{self._name(failure[0])} failed: {failure[1]}"
+                )
             except RuntimeError as error:  # the store ended with the process that served it
                 text = f"the store of the ranks does not respond ({first_line(error)})"
                 cause = f"rank 0 failed: {text}"
@@ -181,9 +183,9 @@ class RankMonitor:
         before = [self._add(f"beats/{rank}", 0) for rank in range(self.size)]
         alive = {self.rank}
         while time.monotonic() < ends:
-            found = self._first_failure()
-            if found is not None:
-                return f"{self._name(found[0])} failed: {found[1]}"
+            failure = self._first_failure()
+            if failure is not None:
+                return f"{self._name(failure[0])} failed: {failure[1]}"
             self._closed.wait(self._every_s / 4)
             now = [self._add(f"beats/{rank}", 0) for rank in range(self.size)]
             alive |= {r for r, (a, b) in enumerate(zip(before, now, strict=True)) if b > a}
@@ -195,11 +197,11 @@ class RankMonitor:
     def _rank_0_reports(self, text: str) -> bool:
         """Return whether rank 0 failed with the same text, after the end of its last writes."""
         ends = time.monotonic() + _SAME_S
-        own = None
-        while own is None and time.monotonic() < ends:
-            own = self._get("failure/0")
+        report = None
+        while report is None and time.monotonic() < ends:
+            report = self._get("failure/0")
             self._closed.wait(0.05)
-        if own != text:
+        if report != text:
             return False
         ends, beats, silent_s = time.monotonic() + _LAST_WRITES_S, 0, 0.0
         with suppress(RuntimeError):  # the store may end with rank 0

@@ -133,16 +133,16 @@ class Ranks:
     def _meet(self) -> str:
         """Wait for all ranks. Return the problem of this launch; an empty text if there is none."""
         rank = self.launched
-        own = f"rank {rank.rank} (host {socket.gethostname()}, pid {os.getpid()})"
+        description = f"rank {rank.rank} (host {socket.gethostname()}, pid {os.getpid()})"
         if self._store.add(f"claimed/{rank.rank}", 1) > 1:
             first = bytes(self._store.get(f"here/{rank.rank}")).decode()
             problem = (
-                f"two processes have RANK={rank.rank}: {first} and {own}. Give every process its "
-                "own RANK (torchrun, accelerate launch and srun do)"
+                f"two processes have RANK={rank.rank}: {first} and {description}. Give every "
+                "process its own RANK (torchrun, accelerate launch and srun do)"
             )
             self._store.set("problem", problem)
             return problem
-        self._store.set(f"here/{rank.rank}", own)
+        self._store.set(f"here/{rank.rank}", description)
         if rank.rank == 0:
             self._store.set("size", str(rank.size))
             return self._announce("met", self._missing())
@@ -150,7 +150,10 @@ class Ranks:
         self._store.wait(["met"], wait)
         size = int(self._store.get("size"))
         if size != rank.size:
-            return f"{own} has WORLD_SIZE={rank.size}, but rank 0 has {size}. Set the same on all"
+            return (
+                f"{description} has WORLD_SIZE={rank.size}, but rank 0 has {size}. Set the same on "
+                "all"
+            )
         return self._announced("met")
 
     def _missing(self) -> str:
@@ -166,8 +169,8 @@ class Ranks:
             if time.monotonic() > ends:
                 break
             time.sleep(_POLL_S)
-        here = [r for r in range(rank.size) if r not in left]
-        names = [bytes(self._store.get(f"here/{r}")).decode() for r in here]
+        missing = [r for r in range(rank.size) if r not in left]
+        names = [bytes(self._store.get(f"here/{r}")).decode() for r in missing]
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         ended = "rank" if len(left) == 1 else "ranks"
         return (
@@ -195,19 +198,22 @@ class Ranks:
             self._store.add(f"received/{key}", 1)
         return problem
 
-    def different_inputs(self, own: Inputs) -> str:
+    def different_inputs(self, inputs: Inputs) -> str:
         """Return the differences between the inputs of the ranks, the same text on all of them; an
         empty text if there are none. Waits as long as a rank computes its inputs."""
         rank, name = self.launched, "the comparison of the inputs"
-        sent = {"host": socket.gethostname(), "inputs": own}
+        sent = {"host": socket.gethostname(), "inputs": inputs}
         self._store.set(f"inputs/{rank.rank}", json.dumps(sent))
         if rank.rank != 0:
             with self.monitor.long_block_of_first(name):
                 return self._announced("compared")
         with self.monitor.long_block_of_first(name):
-            found = [json.loads(self._received(f"inputs/{r}")) for r in range(rank.size)]
-            hosts = [one["host"] for one in found]
-            problem = different_inputs([one["inputs"] for one in found], hosts) or ""
+            received = [json.loads(self._received(f"inputs/{r}")) for r in range(rank.size)]
+            hosts = [inputs_of_rank["host"] for inputs_of_rank in received]
+            problem = (
+                different_inputs([inputs_of_rank["inputs"] for inputs_of_rank in received], hosts)
+                or ""
+            )
             self._store.set("compared", problem)
         return self._announce("compared", problem)
 
@@ -273,9 +279,9 @@ def rank_device(device: str, rank: LaunchedRank) -> str:
             f"device={device}: {rank.launcher} started {rank.size} ranks, which would all use this "
             "GPU; use auto (a rank takes the GPU with the number LOCAL_RANK)"
         )
-    found = resolve_device(device)
-    if found.type != "cuda":
-        return str(found)
+    resolved = resolve_device(device)
+    if resolved.type != "cuda":
+        return str(resolved)
     if torch.cuda.device_count() == 1 and rank.local_rank > 0:
         return "cuda:0"  # the launcher shows each rank only its own GPU
     if rank.local_rank >= torch.cuda.device_count():
@@ -315,8 +321,8 @@ def connected(config: JobConfig, *, resumed: bool) -> Iterator[Ranks | None]:
         stack.callback(ranks.close)
         with ranks.monitor.reported():
             kind, reads = resolve_device(device).type, 0 in (rank.rank, rank.local_rank)
-            own = inputs_of(config, resumed=resumed, device=kind, reads_contents=reads)
-            different = ranks.different_inputs(own)
+            inputs = inputs_of(config, resumed=resumed, device=kind, reads_contents=reads)
+            different = ranks.different_inputs(inputs)
             if not different:
                 ranks.join(device)
         if different:  # not in the block: every rank reports it

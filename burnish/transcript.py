@@ -27,6 +27,9 @@ EpisodeStatus = Literal[
 ``parse_error``: a limit, or malformed tool calls; these are scored. The others are not the policy's
 doing; such episodes are not trained on."""
 
+CUT: tuple[EpisodeStatus, ...] = ("max_tokens", "max_turn_tokens")
+"""Statuses of episodes that reached a token limit."""
+
 
 def plain(value: Any) -> Any:
     """Return a copy of a value that shares no container with it: dicts, lists and tuples of text

@@ -69,6 +69,12 @@ class ScoreConfig(RowsJob):
         yield from super().rules()
         if not self.rewards:
             yield "rewards is empty, so nothing would be scored; add an entry"
+        if any(reward.kind == "episode" for reward in self.rewards):
+            yield (
+                "kind=episode is a reward that an environment or agent gives while the episode "
+                "runs, and rows do not contain its turns' rewards; remove the entry (the rows of "
+                "generate keep the score in their column rewards, which score replaces)"
+            )
         yield from running_norm_rules(self.rewards)
         overlong = self.shaping.overlong
         if overlong is not None and self.generate_max_len is None:

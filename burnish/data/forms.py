@@ -38,6 +38,7 @@ from burnish.config.forms import (
     is_transcript,
 )
 from burnish.data.config import DataConfig
+from burnish.data.episode_rows import episode_of
 from burnish.data.held_out import part_of
 from burnish.data.messages import as_messages, parsed, with_sharegpt_role, without_nulls
 from burnish.data.notices import note
@@ -113,7 +114,15 @@ def in_columns(row: Row, form: Form, config: DataConfig) -> Row:
 
 def from_messages(values: Values, config: DataConfig) -> Values:
     """Convert chat messages: the last assistant message is the answer, the messages before it the
-    prompt."""
+    prompt. Of the episode of a row that generate wrote, the last response is the answer."""
+    if config.answer_key is not None and config.conversation_key is None:
+        episode = _in_column(MESSAGES, lambda: episode_of(values))
+        if episode is not None:
+            before = episode.messages_before(len(episode.turns) - 1)
+            prompt = before if values.get(config.prompt_key) is None else values[config.prompt_key]
+            answer = episode.turns[-1].message["content"]
+            new = _others(values, config, MESSAGES)
+            return new | {config.prompt_key: prompt, config.answer_key: answer}
     return _of_conversation(values, _turns(values, MESSAGES), config, used=MESSAGES)
 
 

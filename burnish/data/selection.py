@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config.generate import BestOfN, BestWorstPairs, GenerateMode
 from burnish.data.chat import response_text
+from burnish.data.episode_rows import STATUS, TURNS, conversation_columns, token_columns
 from burnish.data.prompts.generation import Content, GenerationPrompt, with_reward
-from burnish.data.rows import TOKENS, TOKENS_MASK, TOKENS_TEXT
 from burnish.transcript import Episode
 from burnish.types import ROUNDING, Group, Sample, all_equal
 
@@ -139,30 +139,29 @@ class _Writer:
         return [self._row(sample, self.generation_prompts[sample.prompt_id].content)]
 
     def _episode(self, sample: Sample, episode: Episode) -> Iterator[DataRow]:
-        """Yield a row for each token row of an episode; without tokens, only one."""
-        messages: Any = [dict(message) for message in episode.messages]
-        tools: Any = [dict(tool) for tool in episode.tools]
-        row = _of_the_data(self.generation_prompts[sample.prompt_id]) | {
+        """Yield a row for each token row of an episode."""
+        prompt = self.generation_prompts[sample.prompt_id]
+        common = _of_the_data(prompt) | {
             "prompt_id": sample.prompt_id,
             "sample": int(sample.sample_id.rpartition("/")[2]),
-            "messages": json.dumps(messages) if self.as_text else messages,
-            "tools": json.dumps(tools) if self.as_text else tools,
-            "status": episode.status,
-            "turns": len(episode.turns),
+            "prompt": prompt.content,
+            STATUS: episode.status,
+            TURNS: len(episode.turns),
         }
         if sample.reward_parts:
-            row |= {"reward": sample.reward, "rewards": dict(sample.reward_parts)}
-        if not self.with_tokens or self.tokenizer is None:
-            yield row
-            return
-        for found in sample.rows:
-            ids = [*found.prompt_ids, *found.response_ids]
-            mask = [False] * len(found.prompt_ids) + list(found.action_mask)
-            yield row | {
-                TOKENS: ids,
-                TOKENS_MASK: mask,
-                TOKENS_TEXT: str(self.tokenizer.decode(ids)),
-            }
+            common |= {"reward": sample.reward, "rewards": dict(sample.reward_parts)}
+        for token_row in sample.rows:
+            row = common | self._columns(conversation_columns(episode, token_row))
+            yield row | (token_columns(token_row, self.tokenizer) if self._has_tokens else {})
+
+    @property
+    def _has_tokens(self) -> bool:
+        return self.with_tokens and self.tokenizer is not None
+
+    def _columns(self, columns: DataRow) -> DataRow:
+        if not self.as_text:
+            return columns
+        return {k: json.dumps(v) if isinstance(v, list) else v for k, v in columns.items()}
 
     def reward_conditioned(self, sample: Sample) -> DataRow:
         """Return the row of one response, with its reward stated in the prompt."""

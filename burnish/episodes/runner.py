@@ -23,16 +23,13 @@ from burnish.rollout.asynchronous.evaluation_lane import ServiceEngine, TakesReq
 from burnish.rollout.asynchronous.service import RolloutService
 from burnish.rollout.base import RolloutEngine, Sampling
 from burnish.rollout.runner import Drawn, GroupFilter, Runner, prompt_seed
-from burnish.transcript import Episode, EpisodeStatus
+from burnish.transcript import CUT, Episode, EpisodeStatus
 from burnish.types import Group, Prompt, Sample, Stats
 
 log = logging.getLogger("burnish")
 
 FAILED = ("env_error", "infra_error", "timeout", "cancelled")
 """Statuses that the policy did not cause. Their episodes are not scored."""
-
-CUT = ("max_tokens", "max_turn_tokens")
-"""Statuses of episodes that reached a token limit."""
 
 _DRAIN_S = 60.0
 _UNLIMITED = 1 << 30

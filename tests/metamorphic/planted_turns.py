@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+import burnish.data.selection as selection
 from burnish.types import Sample
 
 Patch = pytest.MonkeyPatch
@@ -16,6 +17,15 @@ def the_status_is_the_end_of_the_response(patch: Patch) -> None:
     patch.setattr(Sample, "is_cut", property(lambda sample: sample.episode is not None))
 
 
+def rows_of_episodes_have_no_end(patch: Patch) -> None:
+    """The rows of episodes do not say how the response ended."""
+    own = selection.conversation_columns
+    patch.setattr(
+        selection, "conversation_columns", lambda *of: own(*of) | {"finish_reason": "stop"}
+    )
+
+
 PLANTED: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
     "one_turn_is_a_single_response": (the_status_is_the_end_of_the_response, tuple(range(12))),
+    "one_turn_is_a_row_of_a_response": (rows_of_episodes_have_no_end, tuple(range(24))),
 }

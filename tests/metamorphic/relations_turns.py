@@ -1,4 +1,4 @@
-"""Relations of episodes of one turn, which are single responses for rewards and readers of rows."""
+"""Relations of episodes of one turn: rewards and readers of rows read them as single responses."""
 
 from __future__ import annotations
 
@@ -6,14 +6,25 @@ from dataclasses import replace
 from typing import Any
 
 from metamorphic.base import Draw, Refused, equal, relation
-from metamorphic.draw_text import conversation_of, text_of, tokenizer_of
+from metamorphic.draw_text import Tok, conversation_of, text_of, tokenizer_of, write_rows
 from metamorphic.relations_rewards import THOUGHTS, _reward_tokenizer
 from scripted_episodes import Player, Scripted
 
+from burnish.config.generate import AllSamples
+from burnish.data.chat import response_text
+from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.demonstrations.encode import SFTEncoder
+from burnish.data.forms import open_rows
+from burnish.data.prompts.generation import GenerationPrompt
+from burnish.data.responses.config import ResponseDataConfig
+from burnish.data.responses.encode import ResponseEncoder
+from burnish.data.selection import select
+from burnish.data.stream import RowRef
 from burnish.episodes.template import RendererError
 from burnish.rewards import remote, rows
 from burnish.rewards.base import RewardInput
 from burnish.rewards.steps import step_ends
+from burnish.types import Group, Prompt, Sample
 
 
 def draw_player(draw: Draw) -> Player:
@@ -65,3 +76,68 @@ def one_turn_is_a_single_response(draw: Draw) -> None:
         equal(counts[1], counts[0], "ends of steps")
     texts = [remote.prompt_and_query(item, player.tokenizer) for item in items]
     equal(texts[1], texts[0], "texts of a request")
+
+
+def rows_of(draw: Draw, player: Player, prompt: Prompt, sample: Sample) -> str:
+    """Write the row of a sample as the job generate does; returns the path."""
+    content: Any = [dict(message) for message in prompt.messages or ()]
+    data = GenerationPrompt(prompt, content, content, "L", True, {})
+    group = Group(0, prompt, (sample,))
+    chosen = select(
+        *(AllSamples(), [group], {prompt.id: data}),
+        with_tokens=draw.facts["with_tokens"],
+        tokenizer=player.tokenizer,
+    )
+    name = "single.jsonl" if sample.episode is None else "episode.jsonl"
+    return write_rows(draw, chosen.rows, name)
+
+
+def trained(path: str, tokenizer: Tok, *, use_tokens: bool) -> Any:
+    """(ids, mask) that ``burnish sft`` trains on."""
+    config = SFTDataConfig(sources=(path,), max_len=4000, use_tokens=use_tokens)  # type: ignore[arg-type]
+    (source,) = open_rows(config)
+    row = SFTEncoder(config, tokenizer).encode(source[0], RowRef("rows", 0, 0))
+    return list(row.ids), list(row.mask)
+
+
+def scored(path: str, tokenizer: Tok, reward: Tok) -> Any:
+    """Text, end and number of tokens that rewards of ``burnish score`` read, and the row of a
+    reward model."""
+    config = ResponseDataConfig(sources=(path,))  # type: ignore[arg-type]
+    (source,) = open_rows(config)
+    group = ResponseEncoder(config, tokenizer).encode(source[0], RowRef("rows", 0, 0)).group
+    item = RewardInput(group.prompt, group.samples[0])
+    sample = item.sample
+    read = (item.prompt.text, sample.text, sample.finish_reason, sample.num_sampled_tokens)
+    pair = rows.reward_encoder(reward, tokenizer, "rm")(item)
+    return read, [list(ids) for ids in pair], remote.prompt_and_query(item, tokenizer)
+
+
+@relation
+def one_turn_is_a_row_of_a_response(draw: Draw) -> None:
+    """The row of an episode of one turn is read as that of the single response: by sft with tokens,
+    as text and with another tokenizer, and by score. Exact."""
+    player = draw_player(draw)
+    draw.one(with_tokens=[True, False])
+    end = draw.one(end=["stop", "stop", "length"])
+    turn = Scripted(text_of(draw, plain=True), finish=end)
+    start = conversation_of(draw, answered=False, plain=True)
+    prompt = player.prompt(start)
+    status: Any = "max_turn_tokens" if end == "length" else "done"
+    episode = player.episode(start, [turn], status=status, prompt=prompt)
+    samples = [player.single(prompt, turn), episode]
+    texts = {samples[0].text, response_text(player.tokenizer, *samples[0].last_response)}
+    if samples[0].prompt_ids != episode.prompt_ids or texts != {turn.text}:
+        raise Refused("the prompt is rendered in another way, or the tokenizer is not faithful")
+    other = _reward_tokenizer(draw, player.tokenizer)
+    draw.note(start=start, turn=turn)
+    single, of_episode = (rows_of(draw, player, prompt, sample) for sample in samples)
+    for tokenizer, use_tokens in (
+        (player.tokenizer, True),
+        (player.tokenizer, False),
+        (other, False),
+    ):
+        found = trained(of_episode, tokenizer, use_tokens=use_tokens)
+        equal(found, trained(single, tokenizer, use_tokens=use_tokens), "trained row")
+    read = (scored(path, player.tokenizer, other) for path in (of_episode, single))
+    equal(next(read), next(read), "input of rewards")

@@ -10,9 +10,9 @@ from burnish.data.chat import encode_prompt
 from burnish.data.pieces import encode_piece
 from burnish.episodes.loop import EngineCall, EpisodeResult
 from burnish.episodes.renderer import ChatRenderer, History
-from burnish.episodes.runner import CUT, episode_sample
+from burnish.episodes.runner import episode_sample
 from burnish.rollout.base import Completion, VersionSpan
-from burnish.transcript import Episode, EpisodeStatus, FinishReason, Turn
+from burnish.transcript import CUT, Episode, EpisodeStatus, FinishReason, Turn
 from burnish.types import Ids, Prompt, Sample
 
 Message = Mapping[str, Any]

@@ -11,10 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config.generate import ConditionConfig
 from burnish.data.encoded import EncodedTable
+from burnish.data.episode_rows import EPISODE_COLUMNS
 from burnish.data.messages import as_messages
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.prompts.encode import PromptEncoder, check_label_key
-from burnish.data.rows import TOKENS, TOKENS_MASK, TOKENS_TEXT, prompt_column, system_of
+from burnish.data.rows import prompt_column, system_of
 from burnish.data.sources import DataError, Row
 from burnish.data.stream import RowRef
 from burnish.types import Prompt
@@ -38,7 +39,7 @@ The output writes all of them except ``messages``. ``messages`` is excluded beca
 it to ``prompt`` and ``response``.
 """
 
-EPISODE_COLUMNS = OWN_COLUMNS | {"tools", "status", "turns", TOKENS, TOKENS_MASK, TOKENS_TEXT}
+COLUMNS_OF_EPISODES = OWN_COLUMNS | EPISODE_COLUMNS
 """The same, if the output rows are episodes."""
 
 
@@ -139,7 +140,7 @@ class _GenerationPromptEncoder:
         in_episodes: bool,
     ) -> None:
         self.limit = config.prompt_max_len
-        self.own_columns = EPISODE_COLUMNS if in_episodes else OWN_COLUMNS
+        self.own_columns = COLUMNS_OF_EPISODES if in_episodes else OWN_COLUMNS
         self.digest = hashlib.sha256()
         self.left_out: set[str] = set()
         self.forms: set[bool] = set()

@@ -5,20 +5,23 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count, groupby
 from typing import Any, cast, get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data.chat import encode_completion, response_text
+from burnish.compact import IntRuns
+from burnish.data.chat import encode_completion, encode_prompt, response_text
 from burnish.data.encoded import EncodedTable
+from burnish.data.episode_rows import episode_of
 from burnish.data.prompts.encode import PromptEncoder, check_label_key
-from burnish.data.prompts.generation import OWN_COLUMNS
+from burnish.data.prompts.generation import COLUMNS_OF_EPISODES, OWN_COLUMNS
 from burnish.data.responses.config import ResponseDataConfig
-from burnish.data.rows import column
+from burnish.data.rows import column, sampled_row
 from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import RowRef
-from burnish.transcript import FinishReason
-from burnish.types import Group, Prompt, Sample
+from burnish.transcript import CUT, Episode, FinishReason
+from burnish.types import Group, Prompt, Sample, TokenRow
 from burnish.vocabulary import num_tokens
 
 
@@ -66,6 +69,7 @@ class ResponseEncoder:
         self.scanned = False
         self._config, self._tokenizer = config, tokenizer
         self._prompts = PromptEncoder(config, tokenizer)
+        self._starts = PromptEncoder(config, tokenizer, in_episodes=True)
 
     def encode(self, row: Row, ref: RowRef) -> GivenResponse:
         text = column(row, self._config.response_key, "response_key")
@@ -75,26 +79,48 @@ class ResponseEncoder:
                 f"{type(text).__name__}, and a response is a text; correct the column, or set "
                 "response_key to another one"
             )
-        ended = self._finish_reason(row)
-        prompt = self._prompts.encode(row, ref)
-        prompt = replace(prompt, metadata=self._metadata(prompt))
-        ids = self._response_ids(row, prompt, text, ended=ended == "stop")
+        finish = self._finish_reason(row)
+        episode = episode_of(row.columns)
+        prompts = self._prompts if episode is None else self._starts
+        prompt = prompts.encode(row, ref)
+        prompt = replace(prompt, metadata=self._metadata(prompt, in_episode=episode is not None))
+        if episode is not None:
+            tokens, text = self._episode_tokens(row, episode)
+            finish = "length" if episode.status in CUT else "stop"
+        else:
+            ids = self._response_ids(row, prompt, text, ended=finish == "stop")
+            tokens = replace(_tokens(prompt.token_ids, ids, (True,) * len(ids)), turns=())
         if not self.scanned:
-            line = f"{prompt.id} {prompt.token_ids} {ids} {row.columns!r}\n"
+            line = f"{prompt.id} {prompt.token_ids} {tokens.response_ids} {row.columns!r}\n"
             self.digest.update(line.encode(errors="replace"))
         sample = Sample(
             sample_id=f"{ref.id}/0",
             prompt_id=prompt.id,
             group_id=ref.row,
-            prompt_ids=prompt.token_ids,
-            response_ids=ids,
-            sampler_logprobs=(0.0,) * len(ids),
-            action_mask=(True,) * len(ids),
-            versions=(0,) * len(ids),
+            **vars(tokens),
             text=text,
-            finish_reason=ended,
+            finish_reason=finish,
+            episode=episode,
         )
         return GivenResponse(Group(ref.row, prompt, (sample,)), dict(row.columns))
+
+    def _episode_tokens(self, row: Row, episode: Episode) -> tuple[TokenRow, str]:
+        """Return the token row of an episode, and the text of its last response: as sampled if the
+        row has the tokens of this tokenizer, else its last response, rendered."""
+        tokenizer, last = self._tokenizer, episode.turns[-1]
+        sampled = sampled_row(row, tokenizer)
+        if sampled is not None:
+            begin = sampled.prompt_len
+            tokens = _tokens(sampled.ids[:begin], sampled.ids[begin:], sampled.mask[begin:])
+            text = tokenizer.decode(list(tokens.last_response[1]), skip_special_tokens=True)
+            return tokens, str(text)
+        text, messages = last.message["content"], episode.messages_before(len(episode.turns) - 1)
+        prompt, head = encode_prompt(tokenizer, messages, tools=episode.tools or None, refused=())
+        ids, _ = encode_completion(
+            tokenizer, head, text, prompt=prompt, add_eos=last.finish_reason == "stop"
+        )
+        response = ids[len(head) :]
+        return _tokens(head, response, (True,) * len(response)), text
 
     def length(self, item: GivenResponse) -> int:
         return len(item.group.prompt.token_ids)
@@ -116,9 +142,10 @@ class ResponseEncoder:
             )
         return cast(FinishReason, value)
 
-    def _metadata(self, prompt: Prompt) -> dict[str, Any]:
+    def _metadata(self, prompt: Prompt, *, in_episode: bool) -> dict[str, Any]:
         """Return the columns that a reward received when the response was sampled."""
-        own = OWN_COLUMNS | {self._config.response_key, self._config.finish_reason_key}
+        written = COLUMNS_OF_EPISODES if in_episode else OWN_COLUMNS
+        own = written | {self._config.response_key, self._config.finish_reason_key}
         return {key: value for key, value in prompt.metadata.items() if key not in own}
 
     def _response_ids(self, row: Row, prompt: Prompt, text: str, *, ended: bool) -> tuple[int, ...]:
@@ -134,6 +161,20 @@ class ResponseEncoder:
             self._tokenizer, head, text, prompt=prompt.text, add_eos=ended
         )
         return tuple(ids_and_mask[0][len(head) :])
+
+
+def _tokens(prompt: Sequence[int], ids: Sequence[int], mask: Sequence[bool]) -> TokenRow:
+    """Return a row of which each run of sampled tokens is a turn."""
+    numbers = count()
+    runs = [(next(numbers) if on else -1, len(list(run))) for on, run in groupby(mask)]
+    return TokenRow(
+        prompt_ids=tuple(prompt),
+        response_ids=tuple(ids),
+        sampler_logprobs=(0.0,) * len(ids),
+        action_mask=tuple(mask),
+        versions=(0,) * len(ids),
+        turns=IntRuns.of_runs(runs),
+    )
 
 
 def make_encoder(

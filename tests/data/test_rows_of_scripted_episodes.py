@@ -1,0 +1,167 @@
+"""Rows of episodes by reader: with tokens, as text, and with another tokenizer, each sampled
+response is trained once, with an end only if it has one; score gives rewards what generate gave."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_families import chat_tokenizer
+from scripted_episodes import Player, Scripted
+
+from burnish.config.generate import AllSamples
+from burnish.config.rewards import ShapingConfig
+from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.demonstrations.encode import SFTEncoder
+from burnish.data.forms import open_rows
+from burnish.data.prompts.generation import GenerationPrompt
+from burnish.data.responses.config import ResponseDataConfig
+from burnish.data.responses.encode import GivenResponses
+from burnish.data.selection import select
+from burnish.data.stream import RowRef
+from burnish.data.write import json_line
+from burnish.rewards.base import RewardInput
+from burnish.rewards.function import conversation
+from burnish.rewards.remote import prompt_and_query
+from burnish.rewards.rows import reward_encoder
+from burnish.rewards.shaping import shaped
+from burnish.special_tokens import special_tokens
+from burnish.transcript import EpisodeStatus
+from burnish.types import Group, Prompt, Sample
+
+START = [{"role": "user", "content": "q"}]
+GO = [{"role": "user", "content": "go\non"}]
+EDITED = [*START, {"role": "assistant", "content": "written by the client"}, *GO]
+CUT = "length"
+
+EPISODES: dict[str, tuple[EpisodeStatus, list[Scripted], list[list[tuple[str, bool]]]]] = {
+    "one turn": ("done", [Scripted("a b")], [[("a b", True)]]),
+    "one cut turn": ("max_turn_tokens", [Scripted("a b", finish=CUT)], [[("a b", False)]]),
+    "turns, the environment has the last word": (
+        "done",
+        [Scripted("a", GO), Scripted("b", GO)],
+        [[("a", True), ("b", True)]],
+    ),
+    "the last turn is cut": (
+        "max_turn_tokens",
+        [Scripted("a", GO), Scripted("b", finish=CUT)],
+        [[("a", True), ("b", False)]],
+    ),
+    "an observation was too long": (
+        "max_tokens",
+        [Scripted("a", GO), Scripted("b", GO)],
+        [[("a", True), ("b", True)]],
+    ),
+    "a sub-agent and an edited conversation": (
+        "done",
+        [
+            Scripted("a", GO),
+            Scripted("summary", prompt=GO, finish=CUT),
+            Scripted("b", GO, prompt=EDITED),
+            Scripted("c"),
+        ],
+        [[("a", True)], [("summary", False)], [("b", True), ("c", True)]],
+    ),
+}
+"""Status, turns, and of each row the trained responses and whether they are trained with an end."""
+
+
+def written(
+    folder: Path, player: Player, prompt: Prompt, sample: Sample, *, with_tokens: bool = True
+) -> tuple[str, list[dict[str, Any]]]:
+    """Write the rows of an episode as the job generate does; returns (path, rows)."""
+    group = Group(0, prompt, (sample,))
+    content: Any = [dict(message) for message in prompt.messages or ()]
+    data = GenerationPrompt(prompt, content, content, "L", True, {"level": 3})
+    rows = select(
+        *(AllSamples(), [group], {prompt.id: data}),
+        with_tokens=with_tokens,
+        tokenizer=player.tokenizer,
+    ).rows
+    path = folder / "rows.jsonl"
+    path.write_bytes(b"".join(map(json_line, rows)))
+    return str(path), list(rows)
+
+
+def trained(path: str, tokenizer: Any, **options: Any) -> list[list[tuple[str, bool]]]:
+    """Texts that are trained in each row, and whether they end with a special token."""
+    config = SFTDataConfig(sources=(path,), max_len=400, **options)  # type: ignore[arg-type]
+    encoder, (source,) = SFTEncoder(config, tokenizer), open_rows(config)
+    rows = []
+    for number in range(len(source)):
+        row = encoder.encode(source[number], RowRef("rows", number, 0))
+        runs = [
+            [row.ids[i] for i in run]
+            for on, run in groupby(range(len(row.ids)), row.mask.__getitem__)
+            if on
+        ]
+        ends = [ids[-1] in special_tokens(tokenizer) for ids in runs]
+        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in runs]
+        rows.append(list(zip(texts, ends, strict=True)))
+    return rows
+
+
+@pytest.mark.parametrize("name", EPISODES)
+def test_every_reader_trains_each_sampled_response_once(name: str, tmp_path: Path) -> None:
+    status, turns, expected = EPISODES[name]
+    player, other = Player(chat_tokenizer("chatml")), chat_tokenizer("llama3")
+    prompt, sample = player.prompt(START), player.episode(START, turns, status=status)
+    path, rows = written(tmp_path, player, prompt, sample)
+    assert trained(path, player.tokenizer) == expected
+    assert trained(path, player.tokenizer, use_tokens=False) == expected
+    assert trained(path, other) == expected
+    path, without = written(tmp_path, player, prompt, sample, with_tokens=False)
+    assert trained(path, player.tokenizer) == expected
+    columns = {"tokens", "tokens_mask", "tokens_text"}
+    assert without == [{k: v for k, v in row.items() if k not in columns} for row in rows]
+
+
+def read_by_rewards(prompt: Prompt, sample: Sample, player: Player) -> list[Any]:
+    """Everything that rewards and shaping read of a sample."""
+    item = RewardInput(prompt, sample)
+    encoders = [
+        reward_encoder(chat_tokenizer(family), player.tokenizer, "rm", continues=continues)
+        for family in ("chatml", "llama3")
+        for continues in (False, True)
+    ]
+    shaping = ShapingConfig(truncation_penalty=1.0, length_penalty=0.25)
+    return [
+        *([list(ids) for ids in encode(item)] for encode in encoders),
+        *(prompt_and_query(item, player.tokenizer, special_tokens=s) for s in (True, False)),
+        (prompt.text, sample.text, prompt.label, dict(prompt.metadata), conversation(item)),
+        shaped(0.0, sample, config=shaping, generate_max_len=400),
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in EPISODES if "sub-agent" not in name])
+def test_score_reads_an_episode_as_its_rewards_did(name: str, tmp_path: Path) -> None:
+    """The only row of an episode: reward models, servers, functions and penalties."""
+    status, turns, _ = EPISODES[name]
+    player = Player(chat_tokenizer("chatml"))
+    prompt = player.prompt(START)
+    prompt = Prompt(
+        prompt.id, prompt.token_ids, prompt.text, "L", {"level": 3}, messages=prompt.messages
+    )
+    sample = player.episode(START, turns, status=status, prompt=prompt)
+    path, _ = written(tmp_path, player, prompt, sample)
+    config = ResponseDataConfig(sources=(path,))  # type: ignore[arg-type]
+    (given,) = GivenResponses(config, player.tokenizer).take(0, 1)
+    found = read_by_rewards(given.group.prompt, given.group.samples[0], player)
+    assert found == read_by_rewards(prompt, sample, player)
+
+
+def test_rows_of_several_conversations_are_scored_as_their_own(tmp_path: Path) -> None:
+    """Also by a tokenizer without the tokens of the rows."""
+    status, turns, _ = EPISODES["a sub-agent and an edited conversation"]
+    player = Player(chat_tokenizer("chatml"))
+    prompt, sample = player.prompt(START), player.episode(START, turns, status=status)
+    path, _ = written(tmp_path, player, prompt, sample)
+    config = ResponseDataConfig(sources=(path,))  # type: ignore[arg-type]
+    for tokenizer in (player.tokenizer, chat_tokenizer("llama3")):
+        samples = [g.group.samples[0] for g in GivenResponses(config, tokenizer).take(0, 9)]
+        assert [(s.text, s.is_cut) for s in samples] == [
+            *(("a", False), ("summary", True), ("c", False)),
+        ]
+        assert [len(conversation(RewardInput(prompt, s))) for s in samples] == [2, 2, 6]

@@ -3,8 +3,11 @@ Python keeps the last value, other programs the first, so that nobody knows whic
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 _MAX_DEPTH = 100
@@ -35,6 +38,22 @@ def json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         key = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise RepeatedKeyError(f"an object has the key {key[:60]!r} twice")
     return value
+
+
+def json_types(value: Any, *, finite: bool = False) -> Any:
+    """Return a value of a data row with the types of JSON: bytes become text in base64, dates,
+    times, decimals and other values their text. ``finite``: other numbers become None."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if not finite or math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): json_types(item, finite=finite) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_types(item, finite=finite) for item in value]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return str(value)
 
 
 _decoder = json.JSONDecoder(object_pairs_hook=json_object)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from burnish.errors import BurnishError
+from burnish.json_text import json_types
 
 _log = logging.getLogger(__name__)
 
@@ -24,10 +23,10 @@ Rows = Iterable[Mapping[str, Any]]
 def json_line(row: Mapping[str, Any]) -> bytes:
     """Return a row as one line of strict JSON in UTF-8, with a line feed.
 
-    Non-finite numbers become null. Values without a JSON type become text: dates in ISO form, bytes
-    in base64. A lone surrogate, which UTF-8 cannot encode, stays an escape.
+    Non-finite numbers become null, and values without a JSON type text (:func:`json_types`). A lone
+    surrogate, which UTF-8 cannot encode, stays an escape.
     """
-    plain = _plain(row)
+    plain = json_types(row, finite=True)
     try:
         return (json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n").encode()
     except UnicodeEncodeError:
@@ -82,20 +81,6 @@ def write_parquet(
             kept = [{n: _cell(row.get(n), n in as_text) for n in columns} for row in read()]
             if kept:
                 writer.write_table(pa.Table.from_pylist(kept, schema=schema))
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, (str, bool, int)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    return str(value)
 
 
 def _cell(value: Any, as_text: bool) -> Any:

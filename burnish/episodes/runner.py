@@ -6,7 +6,7 @@ import asyncio
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any, get_args
@@ -17,6 +17,7 @@ from burnish.episodes.loop import EpisodeLimits, EpisodeProgram, EpisodeResult, 
 from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.rows import episode_rows
 from burnish.errors import BurnishError
+from burnish.json_text import json_types
 from burnish.loop_thread import LoopThread
 from burnish.rewards.base import NoGroupLeftError, RewardSet
 from burnish.rollout.asynchronous.evaluation_lane import ServiceEngine, TakesRequests
@@ -198,13 +199,13 @@ class EpisodeRunner(Runner):
         return NoGroupLeftError(reason, self.stats(drawn))
 
     def _tasks(self, prompt: Prompt) -> list[Task]:
-        return [self._task(prompt, member) for member in range(self.num_samples)]
+        content: Any = prompt.text if prompt.messages is None else list(prompt.messages)
+        row = json_types({**prompt.metadata, "prompt": content, "label": prompt.label})
+        return [self._task(prompt, row, member) for member in range(self.num_samples)]
 
-    def _task(self, prompt: Prompt, member: int) -> Task:
+    def _task(self, prompt: Prompt, row: Mapping[str, Any], member: int) -> Task:
         seed = prompt_seed(self.seed, prompt.id)
         row_seed = prompt.metadata.get("seed")
-        content: Any = prompt.text if prompt.messages is None else list(prompt.messages)
-        row = {**prompt.metadata, "prompt": content, "label": prompt.label}
         name = f"{prompt.id}/{member}"
         return Task(
             name,

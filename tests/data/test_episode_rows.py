@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import yaml
 
 import burnish
@@ -42,8 +46,6 @@ def generate(tmp_path: Path, output: str, **changes: Any) -> list[dict[str, Any]
     burnish.run(load_config(path))
     if output.endswith(".jsonl"):
         return [json.loads(line) for line in (tmp_path / output).open()]
-    import pyarrow.parquet as pq
-
     return list(pq.read_table(tmp_path / output).to_pylist())
 
 
@@ -78,3 +80,46 @@ def test_sft_trains_on_the_sampled_tokens_of_an_episode(tmp_path: Path) -> None:
             said = [m["content"] for m in messages if m["role"] == "assistant"]
             sampled = [t for t, m in zip(row["tokens"], row["tokens_mask"], strict=True) if m]
             assert tokenizer.decode(sampled).replace("<eos>", "") == "".join(said)
+
+
+ECHO = """
+import datetime
+import json
+from decimal import Decimal
+
+class Env:
+    def reset(self, task, seed):
+        self.task = task
+        return {"messages": [{"role": "user", "content": "1"}]}
+
+    def step(self, message):
+        names = ("day", "time", "price", "raw", "many", "none", "level")
+        right = [self.task[name] for name in names] == VALUES
+        return {"messages": [], "done": True, "rewards": {"right": float(right)}}
+"""
+VALUES = ["2024-01-02", "2024-01-02 03:04:05", "1.50", "/wA=", [{"d": "2024-01-02"}], None, 3]
+
+
+def test_a_task_has_the_types_of_json(tmp_path: Path) -> None:
+    """Dates, times, decimals and bytes of a Parquet file reach the environment as text."""
+    day = datetime.date(2024, 1, 2)
+    row = {
+        **{"prompt": "1", "day": day, "time": datetime.datetime(2024, 1, 2, 3, 4, 5)},
+        **{"price": Decimal("1.50"), "raw": b"\xff\x00", "many": [{"d": day}], "level": 3},
+    }
+    table = pa.Table.from_pylist([row] * 3).append_column("none", pa.array([None] * 3, pa.date32()))
+    pq.write_table(table, tmp_path / "data.parquet")
+    (tmp_path / "env.py").write_text(f"VALUES = {VALUES!r}\n{ECHO}")
+    rollout = {
+        **{"n_samples_per_prompt": 1, "generate_max_len": 4, "stop": list("1234567")},
+        "episodes": {"environment": f"{tmp_path}/env.py:Env", "max_tokens": 32},
+    }
+    rows = generate(
+        *(tmp_path, "rows.jsonl"),
+        data={"sources": [str(tmp_path / "data.parquet")], "prompt_max_len": 8},
+        rollout=rollout,
+        rewards=[{"kind": "episode", "reward": "right"}],
+    )
+    assert [(row["status"], row["reward"], row["day"]) for row in rows] == [
+        ("done", 1.0, "2024-01-02")
+    ] * 3

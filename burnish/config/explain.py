@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from burnish.config.base import Node
-from burnish.config.schema import is_list, item_of, kinds_of, nodes_in, type_words
+from burnish.config.schema import is_list, item_of, kinds_of, nodes_in, type_words, value_of
 
 _ALIASES = {
     "learning_rate": "lr",
@@ -33,6 +33,10 @@ _BOUNDS = {
     "less_than": ("lt", "must be less than {}"),
     "less_than_equal": ("le", "must be at most {}"),
 }
+
+
+_OF_A_KEY = "[key]"
+"""Last part of the location of an error in a name of a mapping, after that name."""
 
 
 Advice = Callable[[str], str]
@@ -86,6 +90,8 @@ class _Place:
         for part in loc:
             if isinstance(part, int):
                 self.path += f"[{part}]" if is_list(self.annotation) else ""
+            elif value_of(self.annotation) is not None and part != _OF_A_KEY:
+                self._enter_mapping(part)
             elif len(self.below) > 1:  # pydantic appends the tag of a union
                 below_others = [node for node in self.below if part not in kinds_of(node)]
                 self.below = [node for node in self.below if part in kinds_of(node)]
@@ -99,6 +105,11 @@ class _Place:
         self.path += f".{part}" if self.path else part
         field = self.below[0].model_fields.get(part)
         self.annotation = None if field is None else field.annotation
+        self.below = nodes_in(self.annotation)
+
+    def _enter_mapping(self, name: str) -> None:
+        self.path += f".{name}"
+        self.annotation = value_of(self.annotation)
         self.below = nodes_in(self.annotation)
 
     def help(self) -> str:
@@ -172,7 +183,8 @@ def _flat(cls: type[Node], place: _Place) -> list[str]:
 def _paths(cls: type[Node], above: str = "") -> Iterator[str]:
     for name, field in cls.model_fields.items():
         yield above + name
-        for node in nodes_in(field.annotation):
+        named = value_of(field.annotation) is not None  # its keys have no fixed path
+        for node in () if named else nodes_in(field.annotation):
             yield from _paths(node, f"{above}{name}.")
 
 
@@ -194,7 +206,7 @@ def _complaint(place: _Place, error: Any) -> str:
     kind, context = error["type"], error.get("ctx", {})
     if kind == "literal_error":
         allowed = type_words(place.annotation).removesuffix(", or null").split(" | ")
-        if error["loc"][-1] == "[key]":  # of a mapping
+        if error["loc"][-1] == _OF_A_KEY:
             allowed = re.findall(r"'([^']*)'", context["expected"])
         return f"must be one of {', '.join(allowed)}{nearest(str(error['input']), allowed)}"
     if kind in _BOUNDS:
@@ -216,6 +228,8 @@ def _with_article(annotation: Any) -> str:
     words = type_words(annotation)
     below = nodes_in(annotation)
     if len(below) == 1 and words.startswith("mapping"):
+        if value_of(annotation) is not None:
+            words = words.replace("mapping", "mapping of names to mappings", 1)
         words += f" (keys: {', '.join(list(below[0].model_fields)[:4])} ...)"
     return words if words.startswith(("true", "text", "anything")) else f"a {words}"
 

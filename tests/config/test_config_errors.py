@@ -369,3 +369,39 @@ def test_commands_and_flags_of_other_frameworks_name_their_replacement(
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2
     assert replacement in result.stderr and "docs/compare.md" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *({"prompt_max_len": "abc"}, {"prompt_max_len": -1}, {"mix": "x"}, {"mixx": "size"}),
+        *({"nokey": 1}, {"held_out": "x"}, {"sources": []}, {"sources": [{"kind": "no"}]}),
+        {"sources": [{"path": "a.jsonl", "weight": "heavy"}]},
+    ],
+)
+def test_a_fault_in_a_named_section_is_that_of_a_section(recipes, fault):
+    """The key, the type and the help are those of the same fault in a section without a name."""
+    recipe, data = recipes["rl"], {"sources": ["a.jsonl"]}
+    alone = problems({**recipe, "eval": {"data": {**data, **fault}}})
+    named = problems({**recipe, "eval": {"data": data, "sets": {"x": {**data, **fault}}}})
+    assert alone and named == [line.replace("eval.data", "eval.sets.x") for line in alone]
+
+
+@pytest.mark.parametrize(
+    ("mcp", "path"),
+    [
+        ({"files": {"command": 3}}, "files.command"),
+        ({"files": {"command": ["x"], "env": {"HOME": 3}}}, "files.env.HOME"),
+        ({"files": {"command": ["x"], "toolz": ["a"]}}, "files.toolz"),
+    ],
+)
+def test_a_fault_of_a_named_server_has_its_place(recipes, mcp, path):
+    recipe = recipes["rl"]
+    episodes = {"mcp": mcp, "max_tokens": 4096}
+    (line,) = problems({**recipe, "rollout": {**recipe["rollout"], "episodes": episodes}})
+    assert line.startswith(f"rollout.episodes.mcp.{path}: ")
+
+
+def test_rewards_of_an_environment_cannot_be_scored_from_rows(recipes):
+    score = {**recipes["generate"], "job": "score", "rewards": [{"kind": "episode"}]}
+    assert only_problem(score).startswith("recipe: kind=episode ")

@@ -10,34 +10,39 @@ outside :func:`render_chat` have no budget and are unchanged.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
-from functools import cache
+from functools import cache, update_wrapper
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import nodes, pass_context
 from jinja2.meta import find_undeclared_variables
 from jinja2.runtime import LoopContext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import (
+    ImmutableSandboxedEnvironment,
+    SandboxedEscapeFormatter,
+    SandboxedFormatter,
+)
 from jinja2.visitor import NodeTransformer
+from markupsafe import Markup
 
 from burnish.template_charges import (
-    COMPARING_TESTS,
+    CHARGED_TESTS,
     STEP,
     TemplateLimitError,
     charged_filter,
     charged_test,
-    check_numbers,
+    check_power,
     check_product,
     counted,
     left_of_budget,
     size,
     spend,
     spend_for,
+    spend_for_field,
     spend_for_format,
-    spend_for_indent,
     spend_for_replace,
 )
 
@@ -54,7 +59,8 @@ call 5 times :data:`STEP`. Spending all of it takes a few seconds."""
 
 _today: ContextVar[datetime | None] = ContextVar("today", default=None)
 _SCALARS = frozenset({bool, int, float, type(None)})
-_UNBOUNDED = frozenset({"translate", "format_map"})
+_UNBOUNDED = frozenset({"translate"})
+_PADDING = frozenset({"center", "expandtabs", "ljust", "rjust", "to_bytes", "zfill"})
 
 
 def render_chat(
@@ -123,29 +129,36 @@ def _strftime_now(pattern: str) -> str:
     return (_today.get() or datetime.now()).strftime(pattern)
 
 
-def _check_text(name: str, text: str, given: Sequence[Any]) -> None:
-    """Check a call of the string method ``name`` and charge for its result in advance."""
+def _check_text(name: str, text: str | bytes, given: Sequence[Any]) -> None:
+    """Check a call of the method ``name`` of a text and charge for its result in advance."""
     if name in _UNBOUNDED:
         raise TemplateLimitError(f"{name} is not allowed")
     spend(len(text) // STEP)
-    if name == "format":
-        spend_for_format(text, "{", given)
+    if name in _PADDING:
+        tabs = len(text) if name == "expandtabs" else 1
+        spend(tabs * sum(int(width) for width in given if isinstance(width, int)))
+    elif name in ("format", "format_map"):
+        spend(len(text))
     elif name == "replace" and len(given) > 1:
         spend_for_replace(text, *given[:2])
-    elif name == "indent":
-        spend_for_indent(text, next(iter(given), 4))
     elif name == "join" and given and isinstance(given[0], list | tuple):
-        spend(len(text) * len(given[0]) + sum(len(p) for p in given[0] if isinstance(p, str)))
+        spend(len(text) * len(given[0]) + sum(map(size, given[0])))
 
 
-def _joined(parts: Sequence[Any]) -> str:
-    """Evaluate ``a ~ b`` and charge for it."""
-    for part in parts:
-        if not isinstance(part, str):
-            spend_for(part)
-    texts = [str(part) for part in parts]
-    spend(sum(map(len, texts)))
-    return "".join(texts)
+class _ChargedFields(SandboxedFormatter):
+    """``str.format`` with every field charged to the budget."""
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        spend_for(value)
+        return super().convert_field(value, conversion)
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        spend_for_field(value, format_spec)
+        return super().format_field(value, format_spec)
+
+
+class _ChargedEscapedFields(_ChargedFields, SandboxedEscapeFormatter):
+    """The same for Markup."""
 
 
 @pass_context  # so that Jinja does not compute it once, when it compiles the template
@@ -216,7 +229,8 @@ class _AddCharges(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _filtered(nodes.List(node.nodes), "_joined")
+        node.nodes = [_filtered(part, "_shown") for part in node.nodes]
+        return node
 
     def visit_Output(self, node: nodes.Output) -> nodes.Node:
         self.generic_visit(node)
@@ -239,14 +253,13 @@ def _filtered(node: nodes.Node, name: str, *arguments: nodes.Expr) -> nodes.Filt
     return nodes.Filter(cast(nodes.Expr, node), name, list(arguments), [], None, None)
 
 
-_OWN_FILTERS = {"_counted": counted, "_joined": _joined, "_shown": _shown}
-_OWN_FILTERS |= {"_searched": _searched, "_sliced": _sliced}
+_OWN_FILTERS = {"_counted": counted, "_shown": _shown, "_searched": _searched, "_sliced": _sliced}
 
 
 class Bounded(ImmutableSandboxedEnvironment):
     """Jinja's sandbox with its work charged to the budget of the rendering."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "*", "**", "%", "//"})
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -267,12 +280,12 @@ class Bounded(ImmutableSandboxedEnvironment):
             self.filters = {name: charged_filter(name, f) for name, f in self.filters.items()}
             self.filters |= _OWN_FILTERS
             self.tests |= {
-                name: charged_test(cast(Any, self.tests[name])) for name in COMPARING_TESTS
+                name: charged_test(cast(Any, self.tests[name])) for name in CHARGED_TESTS
             }
         return super().from_string(source, *arguments, **named)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Charge ``+``, ``*`` and ``%`` before computing them. Refuse ``**``."""
+        """Charge an operation before computing it."""
         left_over = left_of_budget.get()
         if type(left) is str and type(right) is str and operator == "+" and left_over is not None:
             left_over[0] -= len(left) + len(right)
@@ -281,16 +294,37 @@ class Bounded(ImmutableSandboxedEnvironment):
             return left + right
         if left_over is not None:
             if operator == "**":
-                raise TemplateLimitError("powers are not allowed")
+                check_power(left, right)
             if operator == "%" and isinstance(left, str):
-                spend_for_format(left, "%", [right])
-            if operator == "*":
+                spend_for_format(left, [right])
+            if operator in ("*", "%", "//"):
                 check_product(left, right)
+            if operator == "*":
                 times = [v for v in (left, right) if isinstance(v, int)]
-                texts = [v for v in (left, right) if isinstance(v, str | list | tuple)]
+                texts = [v for v in (left, right) if isinstance(v, str | bytes | list | tuple)]
                 spend(size(texts[0]) * max(0, times[0]) if texts and times else 1)
             spend(size(left) + size(right))
         return super().call_binop(context, operator, left, right)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Return ``str.format`` or ``str.format_map`` as the sandbox does, with its fields charged;
+        None for other values."""
+        function = super().wrap_str_format(value)
+        if function is None:
+            return None
+        text, is_map = value.__self__, value.__name__ == "format_map"
+        escaped = isinstance(text, Markup)
+        fields = (
+            _ChargedEscapedFields(self, escape=text.escape) if escaped else _ChargedFields(self)
+        )
+
+        def formatted(*arguments: Any, **named: Any) -> str:
+            if is_map and (named or len(arguments) != 1):
+                return function(*arguments, **named)  # raises TypeError
+            values = ((), arguments[0]) if is_map else (arguments, named)
+            return type(text)(fields.vformat(text, *values))
+
+        return update_wrapper(formatted, value)
 
     def call(self, context: Any, obj: Any, /, *arguments: Any, **named: Any) -> Any:
         """Call a function, macro or method, and charge for it."""
@@ -301,10 +335,10 @@ class Bounded(ImmutableSandboxedEnvironment):
         for value in arguments:
             if type(value) is tuple:  # its hash reads all that is in it
                 spend_for(value)
-        if isinstance(owner, str):
-            given = [*arguments, *named.values()]
-            check_numbers(f"{method.__name__}()", given)
-            _check_text(method.__name__, owner, given)
+        if isinstance(owner, str | bytes):
+            _check_text(method.__name__, owner, [*arguments, *named.values()])
+        elif isinstance(owner, int) and method.__name__ in _PADDING:
+            _check_text(method.__name__, b"", [*arguments, *named.values()])
         elif isinstance(owner, (list, tuple, LoopContext)):  # count, index, changed: they compare
             spend_for([*arguments, *([] if isinstance(owner, LoopContext) else owner)])
         result = super().call(context, obj, *arguments, **named)

@@ -98,18 +98,18 @@ def test_degenerate_responses_are_read_quickly(response):
     [
         ("```python\na\n```", "a\n"),
         ("```python\na\n```\ntext\n```py\nb\n  ```\n", "b\n"),
-        ("  ``` Python3 title=x\n  a\n\n```  ", "  a\n\n"),
+        ("  ``` Python3 title=x\n  a\n\n```  ", "a\n\n"),
         ("```\n```", ""),
-        ("```python\na\n", None),
+        ("```python\na\n", "a\n"),
         ("```js\na\n```", None),
         ("```python\na\n```js\nb\n```", "a\n```js\nb\n"),
-        ("````\na\n````", None),
+        ("````\na\n````", "a\n"),
         ("```a`b\nx\n```\ny\n```", "y\n"),
         ("```python\r\na\r\n```\r\n", "a\r\n"),
         ("```python\na\n```</think>none", None),
     ],
 )
-def test_the_last_closed_block_of_python_is_the_code(response, code):
+def test_the_last_block_of_python_is_the_code(response, code):
     assert read_code(response, "last_block") == code
 
 

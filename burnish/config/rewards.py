@@ -117,7 +117,8 @@ class PythonCodeReward(_Reward):
     kind: Literal["python_code"] = "python_code"
     code: Literal["last_block", "all"] = "last_block"
     """Code in the response. last_block: the last fenced block of Python or of no language, after
-    the last ``</think>``. all: all text after the last ``</think>``."""
+    the last ``</think>``; a block that is not closed ends with the response. all: all text after
+    the last ``</think>``."""
     score: Literal["all", "share"] = "all"
     """all: 1 if every test passes, else 0; the first failure ends the tests. share: the share of
     tests that pass."""

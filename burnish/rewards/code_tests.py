@@ -7,15 +7,23 @@ import builtins
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from burnish.errors import BurnishError
+from burnish.model_text import Form
 
 FORMS = (
     "a list of asserts, a list of {input, output}, {inputs, outputs}, {inputs, outputs, fn_name}, "
     "or Python source with asserts or unit tests (docs/rewards.md)"
 )
-_FENCE = "```"
+_OPENING = Form(
+    r"(?P<before>[ \t]*+(?:(?:[-+*]|[0-9]{1,9}[.)])[ \t]++)*+)(?P<fence>`{3,}+|~{3,}+)(?P<info>.*+)"
+)
+"""A fence that opens a block, also one that begins an item of a list."""
+_MAX_INDENT = 3
+"""Columns that a closing fence may be indented, or as many as the opening one."""
+_TAB = 4
 _CALL_KEYS = ("testtype", "fn_name")
 """Keys with which data sets mark a test of a function."""
 PATCHABLE = (
@@ -41,18 +49,64 @@ def read_code(response: str, which: Literal["last_block", "all"]) -> str | None:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Yield (language, content) of each closed fenced block. Fences may be indented."""
-    language: str | None = None
-    body: list[str] = []
-    for line in text.split("\n"):
-        stripped = line.strip()
-        if language is not None and stripped == _FENCE:
-            yield language, "".join(body)
-            language = None
-        elif language is not None:
-            body.append(line + "\n")
-        elif stripped.startswith(_FENCE) and "`" not in stripped[len(_FENCE) :]:
-            language, body = (stripped[len(_FENCE) :].split() or [""])[0], []
+    """Yield (language, content) of each fenced block of Markdown, as CommonMark reads them: also
+    one in a list, whose indent is no part of the content, and a last one that is not closed.
+
+    A block may also be indented less than its list requires, as models write it."""
+    block: _Block | None = None
+    for line in text.removesuffix("\n").split("\n"):
+        if block is None:
+            block = _opened(line)
+        elif block.is_closed_by(line):
+            yield block.language, block.content()
+            block = None
+        else:
+            block.lines.append(line)
+    if block is not None and any(line.strip() for line in block.lines):
+        yield block.language, block.content()
+
+
+@dataclass
+class _Block:
+    """A fenced block. ``column``: that of its opening fence."""
+
+    fence: str
+    language: str
+    column: int
+    lines: list[str] = field(default_factory=list)
+
+    def is_closed_by(self, line: str) -> bool:
+        """Return whether a line is a fence that is at least as long, and not part of the code."""
+        fence = line.strip()
+        is_fence = len(fence) >= len(self.fence) and not fence.strip(self.fence[0])
+        return is_fence and _indent(line) <= max(self.column, _MAX_INDENT)
+
+    def content(self) -> str:
+        """Return the lines without the indent that the fence and the first line have."""
+        first = next((line for line in self.lines if line.strip()), "")
+        columns = min(self.column, _indent(first))
+        return "".join(_without_indent(line, columns) + "\n" for line in self.lines)
+
+
+def _opened(line: str) -> _Block | None:
+    """Return the block that a line opens, or None."""
+    mark = _OPENING.match(line)
+    if mark is None or (mark["fence"][0] == "`" and "`" in mark["info"]):
+        return None
+    language = (mark["info"].split() or [""])[0]
+    return _Block(mark["fence"], language, len(mark["before"].expandtabs(_TAB)))
+
+
+def _indent(line: str) -> int:
+    """Return the number of columns of white space at the beginning of a line."""
+    return len(line[: -len(line.lstrip(" \t")) or None].expandtabs(_TAB))
+
+
+def _without_indent(line: str, columns: int) -> str:
+    """Return a line without up to ``columns`` columns of white space at its beginning."""
+    if not columns:
+        return line
+    return " " * (_indent(line) - columns) + line.lstrip(" \t")
 
 
 def read_tests(label: Any, entry_point: Any = None) -> dict[str, Any]:

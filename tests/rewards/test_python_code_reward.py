@@ -388,7 +388,7 @@ def test_where_the_code_is() -> None:
     text += "```bash\nc\n```"
     assert read_code(text, "last_block") == "b\n"
     assert read_code("x</think>code", "all") == "code"
-    assert read_code("```python\nunclosed", "last_block") is None and read_code(" ", "all") is None
+    assert read_code("Done.", "last_block") is None and read_code(" ", "all") is None
 
 
 def test_no_sandbox_no_start(monkeypatch: pytest.MonkeyPatch) -> None:

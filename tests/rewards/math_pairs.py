@@ -431,6 +431,29 @@ SCALES = [
     ("#### 5", r"\boxed{5 \text{ million}}", False),
 ]
 
+QUOTED = [
+    ("12", "The answer is `12`.", True),
+    ("12", "First 3, then `12`", True),
+    ("3", "First 3, then `12`", False),
+    ("3", 'First 3, then "12"', False),
+    ("3", "The answer is `12`, not 3", False),
+    ("12", "The answer is **``12``**", True),
+    ("12", "#### '12'", True),
+    ("12", "\\boxed{`12`}", True),
+    ('"12"', "<answer>“12”</answer>", True),
+    ("1/2", "Answer: `0.5`", True),
+    ("B", "Answer: `B`", True),
+    ("Paris", 'The answer is "Paris".', True),
+    ("-7", "The answer is negative 7.", True),
+    ("7", "The answer is negative 7.", False),
+    ("-1/2", r"It is negative \frac{1}{2}.", True),
+    ("negative 3.5", "The result is minus 3.5", True),
+    ("7", "Take the non-negative 7", True),
+    ("6", "The answer is 10 minus 4, which is 6", False),
+    ("4", "I don't take 3, it's 4", True),
+    ("f'(x)+g'(x)", r"\boxed{f'(x)+g'(x)}", True),
+]
+
 KNOWN_DISAGREEMENTS = [
     ("128 , 64", r"\boxed{64,128}", True),  # reads as the number 64128
     (r"0.\overline{3}", r"\boxed{\frac13}", True),  # the bar is not read
@@ -442,5 +465,5 @@ PAIRS: list[tuple[Any, str, bool]] = [
     *GSM8K, *SEVERAL_ANSWERS, *FULL_STOPS,
     *SEPARATORS, *SCIENTIFIC, *MIXED_NUMBERS, *FRACTIONS, *CONSTANTS,
     *UNITS, *PERCENT, *ALGEBRA, *SETS_AND_TUPLES, *TEXT, *DATES, *AS_MODELS_WRITE, *HEDGED, *SCALES,
-    *KNOWN_DISAGREEMENTS,
+    *QUOTED,    *KNOWN_DISAGREEMENTS,
 ]  # fmt: skip

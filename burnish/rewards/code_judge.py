@@ -51,6 +51,7 @@ import keyword
 import math
 import operator
 import os
+import re  # house: ok compiles patterns of the tests, in the code's process
 import select
 import signal
 import socket
@@ -107,6 +108,10 @@ class Ended(Exception):
 
 class BadTests(Exception):
     """The tests cannot be used."""
+
+
+class CannotSend(TypeError):
+    """The code cannot get an object of the tests."""
 
 
 def set_dumpable(value: int) -> None:
@@ -192,7 +197,7 @@ class Judge:
         """Return why a call failed, or None. Ends the solution's process if it is late, also if the
         tests caught the error of the time limit."""
         self.is_late, self.is_timed = False, True
-        before = self.solution
+        before, self.trust.unsendable = self.solution, None
         if before is not None:
             before.num_compared = 0
         # (Once a second after the limit, for tests that catch every error in a loop.)
@@ -204,6 +209,8 @@ class Judge:
         finally:
             self.is_timed = False
             signal.setitimer(signal.ITIMER_REAL, 0)
+        if self.trust.unsendable is not None:  # (also if the tests caught the error)
+            raise BadTests(self.trust.unsendable)
         if self.is_late:
             self.drop_solution()
             return "timeout"
@@ -679,12 +686,15 @@ class Codec:
         self.shared: dict[int, Shared] = {}
         self.shared_ids: dict[int, int] = {}
         """Numbers of the shared containers by id."""
+        self.blocks: list[Block] = []
+        """The shared containers, from the oldest to the newest."""
         self.unsent: list[int] = []
         """Numbers of new containers that the next message must contain."""
         self.outgoing: list[Any] = []
         """Contents for the next message."""
         self.forgotten: list[int] = []
         """Numbers that the next message tells the other side to forget."""
+        self.max_idle = 0
         self.num_compared = 0
         """Parts that the calls of the present test compared."""
         self.num_unpacking = 0
@@ -722,18 +732,25 @@ class Codec:
             number = next(self.new_numbers)
             self.unsent.append(number)
             self.adopt(number, value)
+        self.shared[number].idle = 0
         return number
 
     def adopt(self, number: int, value: Any) -> None:
         """Share a container under a number."""
-        self.shared[number] = Shared(value)
+        self.shared[number] = entry = Shared(value)
         self.shared_ids[id(value)] = number
+        if not self.blocks or len(self.blocks[-1].entries) >= BLOCK_SIZE:
+            self.blocks.append(Block())
+        self.blocks[-1].add(number, entry)
 
     def forget(self, number: int) -> None:
         """Share a container no longer."""
         entry = self.shared.pop(number, None)
         if entry is not None:
             del self.shared_ids[id(entry.value)]
+            entry.block.remove(number)
+            if not entry.block.entries:
+                self.blocks.remove(entry.block)
             entry.value = entry.parts = None  # (what it refers to may be forgotten next)
 
     def plain(self, value: Any) -> Any:
@@ -749,15 +766,27 @@ class Codec:
             while self.unsent:
                 sent.append(number := self.unsent.pop())
                 entry = self.shared[number]
-                entry.parts = entry.container.parts(entry.value)
-                parts = [v if type(v) in AS_JSON else self.plain(v) for v in entry.parts]
-                rows.append([number, type(entry.value).__name__, parts])
+                before = entry.update()
+                rows.append([number, *self.contents(entry, before)])
         except BaseException:
             self.forget_both([*sent, *self.unsent])
             raise
         finally:
             self.unsent = unsent
         self.outgoing += rows
+
+    def contents(self, entry: Shared, before: list[Any] | None) -> list[Any]:
+        """Return the name and the parts of a container, or only those that changed since the other
+        side got ``before``, with their indices and both numbers of parts."""
+        name, parts = entry.container.kind.__name__, entry.parts
+        # (The order of a set is not the same on both sides.)
+        before = parts if before is None else before
+        indices = changed_indices(before, parts)
+        is_patch = before is not parts and name != "set" and 2 * len(indices) < len(parts)
+        sent = [parts[index] for index in indices] if is_patch else parts
+        self.num_compared += len(parts) + SENT_AGAIN * len(sent)
+        trees = [v if type(v) in AS_JSON else self.plain(v) for v in sent]
+        return [name, trees, indices, len(before), len(parts)] if is_patch else [name, trees]
 
     def collect_new(self) -> None:
         """Add the containers that were encoded since the last message to the next one."""
@@ -769,10 +798,11 @@ class Codec:
         object that cannot be sent are shared no longer."""
         if self.num_unpacking:  # (nothing has run that changes them)
             return
-        for number, entry in list(self.shared.items()):
-            with contextlib.suppress(Exception):
-                if entry.parts is not None and entry.has_changed():
-                    self.num_compared += SENT_AGAIN * len(entry.parts)
+        for block in list(self.blocks):
+            changed = block.changed()
+            self.num_compared += block.cost
+            for number in changed:
+                with contextlib.suppress(Exception):
                     self.collect([number])
 
     def forget_both(self, numbers: Iterable[int]) -> None:
@@ -782,29 +812,29 @@ class Codec:
             self.forgotten.append(number)
 
     def forget_unused(self) -> None:
-        """Share no container that this side does not refer to: it may change on the other side
-        alone. (An outer container is older than its items.)"""
+        """Share no container to which this side has not referred for ``max_idle`` messages: it may
+        change on the other side alone. (An outer container is older than its items.)"""
         if not self.num_unpacking:
-            for number, entry in list(self.shared.items()):
-                if entry.num_references() <= UNUSED:
+            for block in list(self.blocks):
+                for number in block.unused(self.max_idle):
                     self.forget_both([number])
 
     def unpack(self, message: Mapping[str, Any]) -> None:
         """Give the shared containers the contents of a message."""
         self.num_unpacking += 1
         try:
-            rows = [(int(row[0]), str(row[1]), row[2]) for row in message.get("contents", ())]
-            for number, name, parts in rows:
+            rows = [(int(n), str(name), *rest) for n, name, *rest in message.get("contents", ())]
+            for number, name, parts, *_ in rows:
                 if number not in self.shared:
                     self.adopt(self.checked_number(number), BY_NAME[name].make(parts))
-            decoded = [[self.decode(part) for part in parts] for _, _, parts in rows]
-            for (number, name, _), parts in zip(rows, decoded, strict=True):
+            decoded = [[self.decode(part) for part in row[2]] for row in rows]
+            for (number, name, _, *patch), parts in zip(rows, decoded, strict=True):
                 entry = self.shared[number]
                 if BY_NAME[name] is not entry.container:
                     raise TypeError("another class")
-                self.num_compared += SENT_AGAIN * len(entry.parts or ())
-                entry.container.fill(entry.value, parts)
-                entry.parts = entry.container.parts(entry.value)
+                self.num_compared += SENT_AGAIN * len(parts)
+                entry.container.fill(entry.value, patched(entry.parts, parts, patch))
+                self.num_compared += len(entry.update() or ())
         finally:
             self.num_unpacking -= 1
 
@@ -878,7 +908,9 @@ class Codec:
             return tree
         ((kind, content),) = tree.items()
         if kind == "shared":
-            return self.shared[int(content)].value
+            entry = self.shared[int(content)]
+            entry.idle = 0
+            return entry.value
         if kind == "int":
             return int(content, 16)
         if kind == "complex":
@@ -984,6 +1016,11 @@ def alias_of(origin: Any, arguments: Any) -> Any:
     return types.GenericAlias(origin, arguments)
 
 
+def identical(parts: list[Any], others: list[Any]) -> bool:
+    """Return whether two lists have the same objects as items."""
+    return len(parts) == len(others) and all(map(operator.is_, parts, others))
+
+
 class Container(NamedTuple):
     """A class of containers that can change."""
 
@@ -994,40 +1031,75 @@ class Container(NamedTuple):
     """Gives a container the parts of another one."""
     make: Callable[[list[Any]], Any]
     """Returns an empty container, for the JSON of parts."""
-    same: Callable[[list[Any], list[Any]], bool]
+    same: Callable[[list[Any], list[Any]], bool] = identical
     """Returns whether a container has not changed between two times."""
+    live: Callable[[Any], list[Any]] | None = None
+    """Returns iterables of all that may change in a container, if there are such iterables."""
 
 
-def identical(parts: list[Any], others: list[Any]) -> bool:
-    """Return whether two lists have the same objects as items."""
-    return len(parts) == len(others) and all(map(operator.is_, parts, others))
+def changed_indices(parts: list[Any], others: list[Any]) -> list[int]:
+    """Return the indices of the items of ``others`` that are no items of ``parts`` there."""
+    num = min(len(parts), len(others))
+    indices: list[int] = []
+    for start in range(0, num, 256):  # (most are identical)
+        end = min(start + 256, num)
+        pair = parts[start:end], others[start:end]
+        if not identical(*pair):
+            indices += itertools.compress(range(start, end), map(operator.is_not, *pair))
+    return [*indices, *range(num, len(others))]
+
+
+def patched(parts: list[Any], changed: list[Any], patch: Sequence[Any]) -> list[Any]:
+    """Return the parts of a container after a change. ``patch``: the indices of the changed parts,
+    and the numbers of parts before and after; or empty if all parts changed. Raises an error if
+    they do not match."""
+    if not patch:
+        return changed
+    indices, num_before, num_after = patch
+    if len(parts) != num_before:
+        raise ValueError("changes of other parts")
+    result = parts[:num_after]
+    for index, part in zip(indices, changed, strict=True):
+        if index == len(result):
+            result.append(part)
+        else:
+            result[index] = part
+    if len(result) != num_after:
+        raise ValueError("parts are missing")
+    return result
 
 
 def fill_list(container: Any, parts: list[Any]) -> None:
     """Fill a list."""
-    container[:] = parts
+    list.__setitem__(container, slice(None), parts)
 
 
 def fill_set(container: Any, parts: list[Any]) -> None:
     """Fill a set."""
     items = set(parts)
-    container.clear()
-    container.update(items)
+    set.clear(container)
+    set.update(container, items)
 
 
 def parts_of_dict(container: Any) -> list[Any]:
-    """Return the keys, then the values."""
-    return [*dict.keys(container), *container.values()]
+    """Return each key and its value."""
+    kind = OrderedDict if isinstance(container, OrderedDict) else dict
+    return [*itertools.chain.from_iterable(kind.items(container))]
 
 
 def fill_dict(container: Any, parts: list[Any]) -> None:
     """Fill a mapping."""
-    half = len(parts) // 2
-    items = dict(zip(parts[:half], parts[half:], strict=True))
-    container.clear()
-    # (Counter.update adds counts; dict.update does not keep an OrderedDict's order.)
-    update = OrderedDict.update if type(container) is OrderedDict else dict.update
-    update(container, items)
+    items = dict(zip(parts[::2], parts[1::2], strict=True))
+    if isinstance(container, OrderedDict):  # (dict.update does not keep its order)
+        OrderedDict.clear(container)
+        for key, value in items.items():
+            OrderedDict.__setitem__(container, key, value)
+    else:
+        dict.clear(container)
+        dict.update(container, items)
+
+
+FACTORY: Any = vars(defaultdict)["default_factory"]
 
 
 def fill_defaultdict(container: Any, parts: list[Any]) -> None:
@@ -1035,13 +1107,13 @@ def fill_defaultdict(container: Any, parts: list[Any]) -> None:
     if parts[0] is not None and not callable(parts[0]):
         raise TypeError("a factory that is none")
     fill_dict(container, parts[1:])
-    container.default_factory = parts[0]
+    FACTORY.__set__(container, parts[0])
 
 
 def fill_deque(container: Any, parts: list[Any]) -> None:
     """Fill a deque."""
-    container.clear()
-    container.extend(parts[1:])
+    deque.clear(container)
+    deque.extend(container, parts[1:])
 
 
 def fill_bytes(container: Any, parts: list[Any]) -> None:
@@ -1069,33 +1141,41 @@ WRAPPERS: dict[Any, tuple[str, type]] = {
 
 def mapping(kind: Any) -> Container:
     """Return the row of a class of mappings."""
-    return Container(kind, parts_of_dict, fill_dict, lambda parts: kind(), identical)
+    return Container(
+        kind,
+        parts_of_dict,
+        fill_dict,
+        lambda parts: kind(),
+        live=lambda value: [value, value.values()],
+    )
 
 
 def wrapper(kind: Any, name: str) -> Container:
     """Return the row of a class of WRAPPERS."""
     new = object.__new__
-    return Container(
-        kind, lambda value: [vars(value)[name]], fill_wrapper, lambda parts: new(kind), identical
-    )
+    return Container(kind, lambda value: [vars(value)[name]], fill_wrapper, lambda parts: new(kind))
+
+
+def alone(container: Any) -> list[Any]:
+    """Return a container as the only iterable of what may change in it."""
+    return [container]
 
 
 CONTAINERS_OF_PYTHON = (
-    Container(list, list, fill_list, lambda parts: [], identical),
-    Container(set, list, fill_set, lambda parts: set(), identical),
+    Container(list, lambda value: [*list.__iter__(value)], fill_list, lambda parts: [], live=alone),
+    Container(set, lambda value: [*set.__iter__(value)], fill_set, lambda parts: set(), live=alone),
     Container(
         defaultdict,
-        lambda value: [value.default_factory, *parts_of_dict(value)],
+        lambda value: [FACTORY.__get__(value), *parts_of_dict(value)],
         fill_defaultdict,
         lambda parts: defaultdict(),
-        identical,
     ),
     Container(
         deque,
-        lambda value: [value.maxlen, *value],
+        lambda value: [value.maxlen, *deque.__iter__(value)],
         fill_deque,
         lambda parts: deque(maxlen=parts[0]),
-        identical,
+        live=alone,
     ),
     Container(
         bytearray, lambda value: [bytes(value)], fill_bytes, lambda parts: bytearray(), operator.eq
@@ -1110,6 +1190,9 @@ CONTAINERS_OF_PYTHON = (
     *map(mapping, (dict, Counter, OrderedDict)),
     *(wrapper(kind, name) for kind, (name, _) in WRAPPERS.items()),
 )
+FILLED = frozenset((list, set, dict, defaultdict, Counter, OrderedDict, deque))
+"""Containers from which classes of the tests may derive: their functions are called as those of
+the class of Python, not of the class that derives from it."""
 CONTAINERS: dict[Any, Container] = {row.kind: row for row in CONTAINERS_OF_PYTHON}
 BY_NAME = {kind.__name__: row for kind, row in CONTAINERS.items()}
 KNOWN: dict[str, Any] = {
@@ -1126,28 +1209,138 @@ BUILTIN_CLASSES: dict[str, type] = {
 class Shared:
     """A container that exists on both sides, with its parts at the time of the last message."""
 
-    __slots__ = ("container", "parts", "value")
+    __slots__ = ("block", "container", "idle", "parts", "value")
 
     def __init__(self, value: Any) -> None:
         self.value: Any = value
-        self.container = CONTAINERS[type(value)]
+        self.container = CONTAINERS.get(type(value)) or CONTAINERS[value_class(type(value))]
         self.parts: Any = None
+        self.idle = 0
+        """Messages since this side referred to the container or a message named it."""
+        self.block: Block
+
+    def update(self) -> list[Any] | None:
+        """Let the parts be the present ones, and return the former ones."""
+        before, self.parts = self.parts, self.container.parts(self.value)
+        self.block.clear()
+        return before
 
     def has_changed(self) -> bool:
-        """Return whether the container changed since the last message."""
-        return not self.container.same(self.container.parts(self.value), self.parts)
+        """Return whether the container changed since the last message, as far as that can be
+        told."""
+        with contextlib.suppress(Exception):  # (the code removed what a wrapper wraps)
+            parts = self.container.parts(self.value)
+            return self.parts is not None and not self.container.same(parts, self.parts)
+        return False
 
     def num_references(self) -> int:
         """Return the number of references to the container."""
         return sys.getrefcount(self.value)
 
 
+class Block:
+    """Up to BLOCK_SIZE shared containers. Finds without a step of Python per container or item
+    that none of them changed, and that all of them are used."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, Shared] = {}
+        self.clear()
+
+    def add(self, number: int, entry: Shared) -> None:
+        """Add a container."""
+        self.entries[number], entry.block = entry, self
+        self.clear()
+
+    def remove(self, number: int) -> None:
+        """Remove a container."""
+        del self.entries[number]
+        self.clear()
+
+    def clear(self) -> None:
+        """Refer to no container or item, before one is changed or removed."""
+        self.is_known = False
+        """Whether the rest of the attributes describes the containers."""
+        self.values: list[Any] = []
+        self.fewest: list[int] = []
+        """References to each container of ``values`` if nothing else refers to it."""
+        self.live: list[Any] = []
+        self.sizes: list[int] = []
+        self.items: list[Any] = []
+        """Items of the iterables in ``live`` at the time of the last message."""
+        self.others: list[int] = []
+        """Numbers of the containers without such iterables."""
+        self.cost = 0
+
+    def changed(self) -> list[int]:
+        """Return the numbers of the containers that changed since the last message."""
+        if self.is_known and self.is_as_known():
+            return [number for number in self.others if self.entries[number].has_changed()]
+        self.describe()
+        changed = [number for number, entry in self.entries.items() if entry.has_changed()]
+        self.is_known = not changed and all(e.parts is not None for e in self.entries.values())
+        return changed
+
+    def is_as_known(self) -> bool:
+        """Return whether the iterables have the same items as before."""
+        try:
+            items = itertools.chain.from_iterable(self.live)
+            return [*map(len, self.live)] == self.sizes and all(
+                map(operator.is_, items, self.items)
+            )
+        except RuntimeError:  # (another thread of the code changes one)
+            return False
+
+    def describe(self) -> None:
+        """Remember the present items. What changes from now on is found by comparison with them,
+        and what changed before by comparison of the parts, which comes next."""
+        self.clear()
+        for number, entry in self.entries.items():
+            container = entry.container
+            is_usual = type(entry.value) is container.kind  # (others may iterate differently)
+            live = container.live(entry.value) if is_usual and container.live else []
+            self.live += live
+            self.values.append(entry.value)
+            self.fewest.append(FEWEST + len(live))
+            self.cost += PER_CONTAINER + len(entry.parts or ())
+            if not live:
+                self.others.append(number)
+        with contextlib.suppress(RuntimeError):
+            self.items = [*itertools.chain.from_iterable(self.live)]
+            self.sizes = [*map(len, self.live)]
+
+    def has_unused(self) -> bool:
+        """Return whether this side refers to one of the containers no longer, if all are known."""
+        counts = map(sys.getrefcount, self.values)
+        return any(map(operator.le, counts, self.fewest))
+
+    def unused(self, max_idle: int) -> Iterator[int]:
+        """Yield the numbers of the containers to which this side has not referred for more than
+        ``max_idle`` messages, each after the one before was forgotten."""
+        if not self.is_known:
+            self.clear()
+        elif not self.has_unused():
+            return
+        for index, (number, entry) in enumerate(list(self.entries.items())):
+            # (A block that is known refers to its containers itself.)
+            num_own = 1 + self.fewest[index] - FEWEST if self.is_known else 0
+            if entry.num_references() <= UNUSED + num_own:
+                entry.idle += 1
+                if entry.idle > max_idle:
+                    yield number
+
+
 UNUSED = Shared([]).num_references()
 """References to a container to which nothing else on this side refers."""
-MAX_COMPARED = 10_000_000
-"""Parts of shared containers that the calls of a test compare, to find those that changed. After
-that, containers are copied for each call."""
-PER_CONTAINER = 30
+FEWEST = next(map(sys.getrefcount, [[]])) + 1
+"""The same for one in ``Block.values``, without its iterables."""
+BLOCK_SIZE = 64
+MAX_IDLE = 16
+"""Messages for which the code's side keeps a container that only the tests refer to: they may pass
+it to the code again."""
+COMPARED_PER_S = 20_000_000
+"""Parts of shared containers that the calls of a test compare, to find those that changed, for each
+second of its time limit. After that, containers are copied for each call."""
+PER_CONTAINER = 10
 """Parts that cost as much as a container."""
 SENT_AGAIN = 10
 """Parts that cost as much as one that changed, which is sent again."""
@@ -1189,6 +1382,7 @@ class Solution(Codec):
         super().__init__(0)
         self.starter, self.trust = starter, trust
         self.ended = False
+        self.max_compared = COMPARED_PER_S * task["test_s"]
         self.num_calls = 0
         """Calls that have not returned: more than one if the code calls the tests."""
         self.watched: list[str] = []
@@ -1219,23 +1413,31 @@ class Solution(Codec):
     def apply(self, function: str, *arguments: Any, **named: Any) -> Any:
         """Apply a function of FUNCTIONS in the solution."""
         self.begin()
-        message = {
-            "apply": function,
-            "arguments": [self.encode(value) for value in arguments],
-            "named": {name: self.encode(value) for name, value in named.items()},
-            "watched": self.watched,
-        }
+        message = self.encoded_call(arguments, named)
+        message |= {"apply": function, "watched": self.watched}
         if patched := [name for name in ("print", "open") if is_patched(name)]:
             message["patched"] = patched
         if classes := self.trust.new_classes():
             message["classes"] = {name: self.refer(kind) for name, kind in classes.items()}
-        self.collect_new()
         self.num_calls += 1
         try:
             self.send(message)
             return self.exchange(function)
         finally:
             self.num_calls -= 1
+
+    def encoded_call(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the JSON of arguments. Tests whose arguments cannot be sent cannot be used."""
+        try:
+            message: dict[str, Any] = {
+                "arguments": [self.encode(value) for value in arguments],
+                "named": {name: self.encode(value) for name, value in named.items()},
+            }
+            self.collect_new()
+        except CannotSend as error:
+            self.trust.unsendable = str(error)
+            raise
+        return message
 
     def begin(self) -> None:
         """Collect what the tests changed, and share no longer what they do not need, or too much
@@ -1244,8 +1446,7 @@ class Solution(Codec):
         self.unsent = []
         self.collect_changed()
         self.forget_unused()
-        self.num_compared += sum(PER_CONTAINER + len(entry.parts) for entry in self.shared.values())
-        if self.num_compared > MAX_COMPARED and not self.num_calls:
+        if self.num_compared > self.max_compared and not self.num_calls:
             self.forget_both(list(self.shared))
 
     def send(self, tree: dict[str, Any]) -> None:
@@ -1253,6 +1454,8 @@ class Solution(Codec):
         if self.ended:
             raise Ended("the code ended its process")
         self.attach(tree)
+        if self.lent.containers:
+            tree["lent"], self.lent.containers = self.lent.containers, []
         self.lines.send(tree)
 
     def exchange(self, function: str | None = None) -> Any:
@@ -1366,8 +1569,8 @@ class Solution(Codec):
         return self.lent.refer(value)
 
     def is_reference(self, value: Any) -> bool:
-        """Return whether an object is one of the solution."""
-        return is_remote(value)
+        """Return whether an object is one of the solution, or one of the tests with plain data."""
+        return is_remote(value) or self.lent.has_data(value)
 
     def resolve(self, kind: str, content: Any) -> Any:
         """Decode an object of the solution."""
@@ -1422,6 +1625,8 @@ class Trust:
     """Facts of the tests on which it depends how objects pass between them and the code."""
 
     def __init__(self) -> None:
+        self.unsendable: str | None = None
+        """What the present test passes to the code although it cannot be sent."""
         self.is_stop_named = False
         self.used: set[str] = set()
         """Names of the tests that may be names of the code."""
@@ -1472,13 +1677,26 @@ class Trust:
 
 
 class Lent:
-    """Objects of the tests that the code uses: functions, objects of classes of the tests,
-    iterators, files in memory and mocks. The code calls them and reads and sets public attributes
-    by number; it cannot replace a method or reach anything private."""
+    """Objects of the tests that the code uses: functions, classes and objects of classes of the
+    tests, iterators, files in memory, mocks and those of LENT. The code calls them and reads and
+    sets public attributes by number; it cannot replace a method or reach anything private.
+
+    Objects of classes that derive from plain data or a container also have it in the code's
+    process."""
 
     def __init__(self, solution: Solution) -> None:
         self.solution = solution
         self.objects: dict[int, Any] = {}
+        self.containers: list[Any] = []
+        """Rows of new containers for the next message: number, class of Python, reference."""
+
+    def has_data(self, value: Any) -> bool:
+        """Return whether the class of an object is one of the tests that derives from plain data or
+        a container. (Named tuples are copied.)"""
+        kind = type(value)
+        if kind.__module__ != "__main__" or value_class(kind) is None:
+            return False
+        return fields_of(kind) is None and self.solution.trust.is_of_tests(kind)
 
     def refer(self, value: Any) -> dict[str, Any]:
         """Encode an object of the tests."""
@@ -1491,22 +1709,52 @@ class Lent:
                 return {"builtin": name}
             if module in sys.stdlib_module_names:
                 return {"import": [module, name]}
+        elif isinstance(value, (types.ModuleType, re.Pattern)):
+            return self.copied(value)
         elif not callable(value) and not self.is_usable(value):
-            raise TypeError("a test passes a " + kind.__name__ + ", which cannot be sent")
+            raise CannotSend("pass a " + kind.__name__ + " to the code, which cannot be sent to it")
         self.objects[id(value)] = value
         if isinstance(value, types.FunctionType | types.MethodType | types.BuiltinFunctionType):
             doc = value.__doc__ if type(value.__doc__) is str else None
             return {"call": [id(value), value.__name__, doc]}
+        if self.has_data(value):
+            return self.with_data(value)
         special = [n for n in SPECIAL if any(n in vars(c) for c in kind.__mro__[:-1])]
+        special += ["__dict__"] * is_namespace(value)
         return {"lent": [id(value), kind.__name__, special]}
+
+    def copied(self, value: Any) -> dict[str, Any]:
+        """Encode a module of the standard library or a compiled pattern: the code gets its own."""
+        self.objects[id(value)] = value
+        if isinstance(value, re.Pattern):
+            return {"pattern": [id(value), self.solution.encode(value.pattern), value.flags]}
+        if value.__name__.partition(".")[0] not in sys.stdlib_module_names:
+            raise CannotSend("pass the module " + value.__name__ + " to the code")
+        return {"module": [id(value), value.__name__]}
+
+    def with_data(self, value: Any) -> dict[str, Any]:
+        """Encode an object whose class derives from plain data or a container."""
+        kind = type(value)
+        base: Any = value_class(kind)
+        bases = [c for c in kind.__mro__ if c is not object and not is_of_python(c)]
+        own = {name: part for c in reversed(bases) for name, part in vars(c).items()}
+        names = [n for n in SPECIAL if own.get(n) is not None]
+        names += ["__getitem__"] * ("__missing__" in own)
+        names += [n for n in own if not n.startswith("_") and n in dir(base)]
+        row = [id(value), kind.__name__, names]
+        if base not in CONTAINERS:
+            return {"lent": [*row, self.solution.encode_plain(value)]}
+        if id(value) not in self.solution.shared_ids:
+            self.containers.append([self.solution.share(value), base.__name__, row])
+        return {"lent": row}
 
     def is_usable(self, value: Any) -> bool:
         """Return whether the code may use an object that is no function."""
         kind = type(value)
         is_iterator = any("__next__" in vars(base) for base in kind.__mro__)
-        return (
-            is_iterator or is_file(value) or is_mock(value) or self.solution.trust.is_of_tests(kind)
-        )
+        is_known = kind is object or LENT.get(kind.__name__) == kind.__module__
+        is_open = is_iterator or is_file(value) or is_mock(value) or is_known
+        return is_open or self.solution.trust.is_of_tests(kind)
 
     def error(self, error: BaseException) -> dict[str, Any]:
         """Encode an error of the tests."""
@@ -1550,8 +1798,14 @@ class Lent:
             return self.special(value, *arguments)
         if request == "isinstance" and isinstance(value, type):
             return isinstance(arguments[0], value)
+        if request in ("copy", "deepcopy"):
+            return FUNCTIONS[request](value)
+        if request == "vars" and is_namespace(value):
+            return vars(value)
         name = arguments[0]
-        if type(name) is not str or name.startswith("_") or not self.is_usable(value):
+        is_class = isinstance(value, type) and self.solution.trust.is_of_tests(value)
+        is_usable = self.is_usable(value) or (is_class and request == "get")
+        if type(name) is not str or name.startswith("_") or not is_usable:
             raise AttributeError(f"{type(value).__name__!r} object has no attribute {name!r}")
         if request == "get":
             return self.attribute(value, name)
@@ -1576,6 +1830,29 @@ class Lent:
 def vars_of_class(value: Any) -> dict[str, Any]:
     """Return all attributes of the class of an object and of its bases."""
     return {k: v for base in reversed(type(value).__mro__) for k, v in vars(base).items()}
+
+
+LENT = {
+    **{"SimpleNamespace": "types", "Namespace": "argparse", "Random": "random"},
+    **{"Queue": "queue", "LifoQueue": "queue", "PriorityQueue": "queue", "Template": "string"},
+}
+"""Classes of the standard library whose objects the code may use, and their modules."""
+
+
+def is_namespace(value: Any) -> bool:
+    """Return whether an object is a plain set of attributes."""
+    name = type(value).__name__
+    return name.endswith("Namespace") and LENT.get(name) == type(value).__module__
+
+
+def value_class(kind: type) -> type | None:
+    """Return the class of plain data or of a container from which a class derives, or None."""
+    return next((c for c in kind.__mro__ if is_of_python(c)), None)
+
+
+def is_of_python(kind: type) -> bool:
+    """Return whether a class is one of plain data or a container with own storage."""
+    return DATA.get(kind.__name__) is kind or kind in FILLED
 
 
 def is_mock(value: Any) -> bool:
@@ -2340,6 +2617,7 @@ class Service(Codec):
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(1)
+        self.max_idle = MAX_IDLE
         self.lines = Lines(connection)
         self.objects: list[Any] = []
         self.numbers: dict[int, int] = {}
@@ -2447,13 +2725,22 @@ class Service(Codec):
             return self.refer_error(value, MAX_CAUSES)
         kind = type(value)
         if issubclass(kind, Borrowed):
-            return {"lent": object.__getattribute__(value, NUMBER)}
+            return self.refer_borrowed(value)
         if id(value) in self.borrowed_ids:
             return {"lent": self.borrowed_ids[id(value)]}
         data = None
         if self.is_reference(value):
             data = self.encode_plain(content_of(value) if isinstance(value, tuple) else value)
         return {"object": [self.number(value), self.define(kind), data]}
+
+    def refer_borrowed(self, value: Any) -> Any:
+        """Encode an object of the tests, or one with plain data that the code made of its class."""
+        try:
+            return {"lent": object.__getattribute__(value, NUMBER)}
+        except AttributeError:
+            if data_base(type(value)) is None:
+                raise TypeError("an object that the tests did not make") from None
+            return self.encode_plain(value)
 
     def refer_class(self, kind: type) -> dict[str, Any]:
         """Encode a class."""
@@ -2534,20 +2821,49 @@ class Service(Codec):
             return operator.attrgetter(name)(importlib.import_module(module))
         if kind == "raised":
             return self.borrow_error(content)
+        if kind in ("module", "pattern"):
+            return self.own_copy(kind, *content)
         if kind == "call":
             number, name, doc = content
             if number not in self.borrowed:
                 function = borrowed_function(self, number, name, doc)
                 self.borrowed[number], self.borrowed_ids[id(function)] = function, number
             return self.borrowed[number]
-        number, name, special = content
+        number, name, special, *data = content
         if number not in self.borrowed:
-            key = (name, *special)
-            if key not in self.kinds:
-                self.kinds[key] = borrowed_class(self, name, special)
-            borrowed: Any = object.__new__(self.kinds[key])
-            object.__setattr__(borrowed, NUMBER, number)
-            self.borrowed[number] = borrowed
+            values = [self.decode(tree) for tree in data]
+            self.borrow((number, name, special), type(values[0]) if data else object, values)
+        return self.borrowed[number]
+
+    def borrow(self, row: tuple[int, str, Sequence[str]], base: Any, data: Sequence[Any]) -> Any:
+        """Return a new object that stands for one of the tests whose class derives from ``base``
+        and has its data. ``row``: its number, and the name and the attributes of its class."""
+        number, name, special = row
+        key = (name, base, *special)
+        if key not in self.kinds:
+            self.kinds[key] = borrowed_class(self, name, special, base)
+        borrowed = base.__new__(self.kinds[key], *data)
+        object.__setattr__(borrowed, NUMBER, number)
+        self.borrowed[number] = borrowed
+        return borrowed
+
+    def unpack(self, message: Mapping[str, Any]) -> None:
+        """Give the shared containers the contents of a message, also those of classes of the
+        tests."""
+        for number, base, row in message.get("lent", ()):
+            known = row[0] in self.borrowed
+            kind = BY_NAME[base].kind
+            self.adopt(number, self.borrowed[row[0]] if known else self.borrow(row, kind, ()))
+        super().unpack(message)
+
+    def own_copy(self, kind: str, number: int, *content: Any) -> Any:
+        """Return the module or the compiled pattern that is that of the tests."""
+        if number not in self.borrowed:
+            if kind == "module":
+                copied: Any = importlib.import_module(content[0])
+            else:
+                copied = re.compile(self.decode(content[0]), content[1])
+            self.borrowed[number], self.borrowed_ids[id(copied)] = copied, number
         return self.borrowed[number]
 
     def borrow_error(self, parts: Mapping[str, Any]) -> BaseException:
@@ -2651,13 +2967,20 @@ def borrowed_function(service: Service, number: int, name: str, doc: str | None)
     return function
 
 
-def borrowed_class(service: Service, name: str, special: Sequence[str]) -> type:
-    """Return a class of objects of the tests."""
+def borrowed_class(
+    service: Service, name: str, special: Sequence[str], base: type = object
+) -> type:
+    """Return a class of objects of the tests. ``special``: names of the attributes that are those
+    of the tests although ``base`` has them."""
 
     def number(self: Any) -> int:
         return object.__getattribute__(self, NUMBER)
 
-    def special_of(special_name: str) -> Callable[..., Any]:
+    def special_of(special_name: str) -> Any:
+        if special_name == "__dict__":
+            return property(lambda self: service.ask("vars", number(self)))
+        if not special_name.startswith("__"):
+            return property(lambda self: service.ask("get", number(self), special_name))
         if special_name == "__call__":
             return lambda self, *a, **named: service.ask("call", number(self), *a, **named)
         if special_name == "__exit__":
@@ -2671,10 +2994,12 @@ def borrowed_class(service: Service, name: str, special: Sequence[str]) -> type:
         "__getattr__": lambda self, n: service.ask("get", number(self), n),
         "__setattr__": lambda self, n, value: service.ask("set", number(self), n, value),
         "__instancecheck__": lambda self, value: service.ask("isinstance", number(self), value),
+        "__copy__": lambda self: service.ask("copy", number(self)),
+        "__deepcopy__": lambda self, memo: service.ask("deepcopy", number(self)),
     }
     if "__hash__" not in methods:
-        methods["__hash__"] = object.__hash__
-    return type(name, (Borrowed,), methods)
+        methods["__hash__"] = base.__hash__
+    return type(name, (Borrowed,) if base is object else (Borrowed, base), methods)
 
 
 class Printed(io.TextIOBase):

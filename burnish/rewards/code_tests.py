@@ -30,6 +30,17 @@ PATCHABLE = (
     *("builtins.input", "builtins.print", "builtins.open", "sys.stdin", "sys.stdout", "sys.stderr"),
 )
 """Targets of ``unittest.mock.patch`` that reach the code."""
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+_UNSENDABLE = {
+    "memoryview": "a memoryview",
+    "logging.getLogger": "a logger",
+    "logging.Logger": "a logger",
+    **{
+        f"threading.{name}": f"a threading.{name}"
+        for name in ("Lock", "RLock", "Condition", "Event", "Semaphore", "Barrier", "Thread")
+    },
+}
+"""Functions that make objects which code in another process cannot get, and their results."""
 _PYTHON = ("", "python", "python3", "py")
 
 
@@ -157,8 +168,10 @@ def _source(text: str, entry_point: Any) -> dict[str, Any]:
 @functools.lru_cache(maxsize=4096)
 def _foreign(text: str) -> str | None:
     """Return the part of tests that cannot reach the code in its process, or None: a patch of
-    anything but its streams, and a class that derives from one of the code."""
-    if "patch" not in text and "class " not in text:
+    anything but its streams, a class that derives from one of the code, and an argument such as a
+    lock. (The judge finds other arguments that cannot be sent when the tests run.)"""
+    modules = ("patch", "class ", "threading", "logging", "memoryview")
+    if not any(module in text for module in modules):
         return None
     try:
         nodes = list(ast.walk(ast.parse(text)))
@@ -168,8 +181,8 @@ def _foreign(text: str) -> str | None:
         target = _patched(node)
         if target is not None and target not in PATCHABLE:
             return f"patches {target} with unittest.mock"
-    modules = {node.module: node for node in nodes if isinstance(node, ast.ImportFrom)}
-    names = modules["solution"].names if "solution" in modules else []
+    sources = {node.module: node for node in nodes if isinstance(node, ast.ImportFrom)}
+    names = sources["solution"].names if "solution" in sources else []
     imported = {alias.asname or alias.name for alias in names}
     known = _bound(nodes) - imported | set(vars(builtins))
     if "*" in known:
@@ -178,7 +191,50 @@ def _foreign(text: str) -> str | None:
         for base in node.bases:
             if isinstance(base, ast.Name) and base.id not in known:
                 return f"has a class {node.name} that derives from {base.id} of the code"
+    argument = _unsendable_argument(nodes, known)
+    return f"passes {argument} to the code" if argument is not None else None
+
+
+def _unsendable_argument(nodes: Sequence[ast.AST], known: set[str]) -> str | None:
+    """Return an argument of a call of the code that cannot be sent to it, or None."""
+    known = known | {node.name for node in nodes if isinstance(node, _FUNCTIONS)}
+    known |= {node.arg for node in nodes if isinstance(node, ast.arg)} - {"candidate"}
+    imported = _imported(nodes)
+
+    def result_of(node: ast.AST) -> str | None:
+        if not isinstance(node, ast.Call):
+            return None
+        first, _, rest = ast.unparse(node.func).partition(".")
+        return _UNSENDABLE.get(imported.get(first, first) + (f".{rest}" if rest else ""))
+
+    assigned: dict[str, set[str | None]] = {}
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                assigned.setdefault(ast.unparse(target), set()).add(result_of(node.value))
+    for call in (node for node in nodes if isinstance(node, ast.Call)):
+        root: ast.AST = call.func
+        while isinstance(root, ast.Attribute | ast.Call):
+            root = root.value if isinstance(root, ast.Attribute) else root.func
+        if not isinstance(root, ast.Name) or root.id in known:
+            continue
+        for part in [*call.args, *(keyword.value for keyword in call.keywords)]:
+            results = assigned.get(ast.unparse(part), {None})
+            result = result_of(part) or (results.pop() if len(results) == 1 else None)
+            if result is not None:
+                return result
     return None
+
+
+def _imported(nodes: Sequence[ast.AST]) -> dict[str, str]:
+    """Return the full names of what tests import, by the names that they give it."""
+    names: dict[str, str] = {}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {a.asname or a.name: a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    return names
 
 
 def _patched(node: ast.AST) -> str | None:

@@ -38,7 +38,7 @@ def errors_have_no_attributes(patch: Patch) -> None:
 
 def changes_stay_on_their_side(patch: Patch) -> None:
     """The judge copies containers, and sends no change of them."""
-    _change_judge(patch, "has_changed():\n", "has_changed() and False:\n")
+    _change_judge(patch, "changed = block.changed()\n", "changed = []\n")
 
 
 def _change_judge(patch: Patch, line: str, other: str) -> None:
@@ -87,7 +87,7 @@ def sampled_ids_are_always_read(patch: Patch) -> None:
 PLANTED = {
     "numbers_are_their_values": (bases_are_ignored, tuple(range(12))),
     "code_surroundings": (the_first_block_is_the_code, tuple(range(12))),
-    "code_passes_as_in_python": (errors_have_no_attributes, tuple(range(24))),
+    "code_passes_as_in_python": (errors_have_no_attributes, tuple(range(60))),
     "shared_data_is_as_in_python": (changes_stay_on_their_side, tuple(range(12))),
     "answers_are_found_in_bounded_time": (boxes_are_searched_from_every_place, (0, 1)),
     "labels_are_refused_before_the_run": (every_label_is_usable, tuple(range(12))),

@@ -318,31 +318,6 @@ def test_right_code_passes_and_wrong_code_fails_as_in_python(reward: PythonCodeR
     assert [p.name for p, score in zip(pairs, wrong, strict=True) if score == 1] == []
 
 
-@pytest.mark.parametrize(
-    ("code", "tests"),
-    [
-        (
-            "import functools\n@functools.cache\ndef f(n): return [n]",
-            "r = [f(i) for i in range(2000)]\nassert r == [[i] for i in range(2000)]",
-        ),
-        (
-            "memo = {}\ndef f(n): memo[n] = n",
-            "for i in range(1000): f(i)\nassert len(memo) == 1000",
-        ),
-        (
-            "class G:\n    def __init__(self, g): self.g = g\n"
-            "    def at(self): return self.g[1][1]",
-            "x = [[0] * 300 for _ in range(300)]\ng = G(x)\n"
-            "x[1][1] = 2\nfor _ in range(300): assert g.at() == 2",
-        ),
-    ],
-    ids=["many", "growing", "large"],
-)
-def test_shared_data_has_a_bounded_cost(scores: Scores, code: str, tests: str) -> None:
-    """Within 3 s, the limit of a test here."""
-    assert scores(code, [tests]) == [1]
-
-
 FORGED_MESSAGES = {
     "a number of the tests": "m['contents'] = [[10**6, 'list', [21]]]",
     "a number that is none": "m['contents'] = [[float('nan'), 'list', [21]]]",
@@ -352,6 +327,11 @@ FORGED_MESSAGES = {
     "forgets everything": "m['forgotten'] = list(range(-5, 50))",
     "an unknown number": "m['value'] = {'shared': 999}",
     "no factory": "m['contents'] = [[9, 'defaultdict', [5]]]; m['value'] = {'shared': 9}",
+    "parts of other parts": "m['contents'] = [[0, 'list', [21], [0], 9, 9]]",
+    "parts that are missing": "m['contents'] = [[0, 'list', [21], [5], 1, 6]]",
+    "parts of nothing": "m['contents'] = [[9, 'list', [21], [0], 0, 1]]",
+    "a class of the tests": "m['lent'] = [[9, 'list', [0, 'x', []]]]; m['value'] = {'shared': 9}",
+    "a pattern": "m['value'] = {'pattern': [0, 'x', 0]}",
     "a key that changes": "m['contents'] = [[9, 'dict', [{'shared': 9}, 1]]]",
     "a function": "m['value'] = {'builtin': 'eval'}",
     "a module": "m['value'] = {'written': ['os', 'x']}",
@@ -372,6 +352,27 @@ def test_forged_containers_give_nothing(reward: PythonCodeReward) -> None:
         for label in tests
     ]
     assert reward.score(items) == [pytest.approx(0)] * len(items)
+
+
+def test_objects_that_the_tests_lend_give_nothing_else(reward: PythonCodeReward) -> None:
+    """Code that gets an object looks in all ways for a way to the tests' process: modules, frames,
+    globals and private attributes. It returns 21 if it finds one."""
+    asks = (
+        "import gc\ndef f(x):\n"
+        "    s, = (o for o in gc.get_objects() if type(o).__name__ == 'Service')\n"
+        "    for n in [*s.borrowed, *map(id, (x,))]:\n"
+        "        for q in [('get', n, '__class__'), ('get', n, '__dict__'), ('get', n, '_x'),\n"
+        "                  ('vars', n), ('get', n, 'modules'), ('get', n, 'x'), ('call', n, 7),\n"
+        "                  ('special', n, '__getattribute__', 'x'), ('special', n, '__reduce__'),\n"
+        "                  ('set', n, 'bit_length', 7), ('isinstance', n, 7)]:\n"
+        "            try: s.ask(*q)\n            except Exception: continue\n"
+        "            return 21\n"
+        "    return x"
+    )
+    lent = ["object()", "__import__('sys')", "re.compile('x')"]
+    labels = [f"import re\nx = {value}\nassert f(x) == 21" for value in lent]
+    items = [item_of(f"```python\n{asks}\n```", label) for label in labels]
+    assert reward.score(items) == [0] * len(items)
 
 
 def test_annotations_are_evaluated_by_the_code(scores: Scores) -> None:
@@ -397,6 +398,10 @@ def test_annotations_are_evaluated_by_the_code(scores: Scores) -> None:
             "solution.g",
         ),
         ("class A(B): pass\nassert A().f(7) == 21", "derives from B"),
+        ("import threading\nassert f(threading.Lock())", "passes a threading.Lock"),
+        ("from threading import Lock as L\nlock = L()\nassert f.g(1).h(x=lock)", "threading.Lock"),
+        ("import logging\nlog = logging.getLogger()\nassert f(log)", "passes a logger"),
+        ("def check(candidate):\n    assert candidate(memoryview(b'x'))", "passes a memoryview"),
         ("from solution import B\nclass A(B): pass\nassert A().f(7) == 21", "derives from B"),
     ],
 )
@@ -404,6 +409,8 @@ def test_tests_that_cannot_reach_the_code_are_refused(tests: str, reason: str) -
     with pytest.raises(TestsError, match=reason):
         read_tests(tests)
     read_tests("import unittest\nclass A(unittest.TestCase): pass\nclass B(A): pass\nassert f(7)")
+    locks = "import threading\ndef run(g): g(threading.Lock())\nx = threading.Lock()\nx = 7\n"
+    read_tests(f"{locks}run(print)\nwith threading.Lock(): assert f(x)")
 
 
 def test_code_that_ends_as_the_tests_expect_passes(scores: Scores) -> None:
@@ -442,6 +449,10 @@ def test_tests_that_catch_every_error_do_not_hide_the_end_of_the_process(scores:
     assert scores("def f(x): raise ValueError", tests) == [1]
 
 
+LOCK = "import threading\nclass Box:\n    def __init__(self): self.lock = threading.Lock()\n"
+"""A lock that is not seen before the tests run."""
+
+
 @pytest.mark.parametrize(
     ("label", "reason"),
     [
@@ -449,6 +460,9 @@ def test_tests_that_catch_every_error_do_not_hide_the_end_of_the_process(scores:
         ("def test():\n    import no_such_module", "cannot import"),
         ("class T:\n    def test(self):\n        import no_such_module", "cannot import"),
         ("assert f(7) == 21\ndef test_more(fixture): pass", "needs arguments"),
+        (f"{LOCK}f(Box().lock)\nassert f(7) == 21", "pass a lock to the code"),
+        (f"{LOCK}try: f([Box().lock])\nexcept Exception: pass\nassert f(7) == 21", "a lock"),
+        (f"{LOCK}class T:\n    def test(self): f(Box().lock)", "pass a lock to the code"),
     ],
 )
 @pytest.mark.parametrize("code", [RIGHT, WRONG], ids=["right", "wrong"])

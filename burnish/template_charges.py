@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import (
     Callable,
+    Generator,
     ItemsView,
     Iterable,
     Iterator,
@@ -395,13 +396,15 @@ def charged_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any
         if isinstance(result, _MATERIAL):
             left[0] -= len(result)
         elif is_lazy:
-            return _metered(result, lambda *_: spend(STEP))
+            items: Any = _metered(result, lambda *_: spend(STEP))
+            items.__qualname__ = result.__qualname__  # for a template that writes it
+            return items
         return result
 
     return charged
 
 
-def _metered(items: Iterable[Any], charge: Callable[[Any, int], None]) -> Iterator[Any]:
+def _metered(items: Iterable[Any], charge: Callable[[Any, int], None]) -> Generator[Any]:
     """Return the items of an iterator; ``charge`` gets each one and its number, from 1, before it
     is returned."""
     for number, item in enumerate(items, 1):

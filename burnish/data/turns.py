@@ -97,10 +97,10 @@ def _last_turn(render: Render, messages: Sequence[Message], prompt: str, habits:
     opened = prompt.rstrip()
     head = opened.removesuffix(THINK)
     if full.startswith(prompt):
-        return f"{THINK}\n{reasoning}\n{THINK_END}{gap}{full[len(prompt) :].lstrip()}"
+        return f"{THINK}\n{_closing(full[len(prompt) :], reasoning, gap)}"
     if head != opened and full.startswith(head):
         answer = full[len(head) :]
-        if not reasoning:
+        if not reasoning and not _block(answer)[0].strip():
             note(
                 "empty_reasoning",
                 f"the generation prompt opens reasoning ({THINK}), but the answer has none; it is "
@@ -108,10 +108,36 @@ def _last_turn(render: Render, messages: Sequence[Message], prompt: str, habits:
                 "reasoning, if the model should answer at once",
             )
         line = "" if prompt.endswith("\n") else "\n"
-        return f"{line}{reasoning}\n{THINK_END}{gap}{answer.lstrip()}"
+        return f"{line}{_closing(answer, reasoning, gap)}"
     closed = bool(reasoning) and opened.endswith(THINK_END)
     advice = f"{_CLOSED if closed else ''}{_AS_TEXT}"
     raise _moved(prompt, full, "the last trained answer", advice)
+
+
+def _closing(answer: str, reasoning: str, gap: str) -> str:
+    """Return the reasoning, its end and the answer, for a prompt that opens reasoning.
+
+    ``answer``: rendered text. It may begin with a block of reasoning in another form than the
+    prompt (Nemotron 3: the prompt ends with ``<think>\\n``, an answer begins with
+    ``<think></think>``), which is not repeated.
+    """
+    block, rest = _block(answer)
+    if rest is not None and reasoning.strip() in block:
+        lines = block.strip("\n")
+        return f"{lines}\n{THINK_END}{rest}"
+    if rest is not None and not block.strip():
+        answer = rest
+    return f"{reasoning}\n{THINK_END}{gap}{answer.lstrip()}"
+
+
+def _block(answer: str) -> tuple[str, str | None]:
+    """Return (reasoning, text behind it) of an answer that begins with a block of reasoning, else
+    an empty string and None."""
+    text = answer.lstrip()
+    if not text.startswith(THINK) or THINK_END not in text:
+        return "", None
+    block, _, rest = text.removeprefix(THINK).partition(THINK_END)
+    return block, rest
 
 
 def _reasoning_of(message: Message) -> tuple[str, str]:

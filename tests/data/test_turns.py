@@ -21,6 +21,7 @@ from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.notices import collecting
 from burnish.data.preferences.config import PreferenceDataConfig
 from burnish.data.sources import DataError
+from burnish.data.turns import locate_turns
 from burnish.templates import with_defaults
 
 Jsonl = Callable[..., str]
@@ -166,6 +167,39 @@ def test_reasoning_is_trained_if_the_generation_prompt_does_not_open_it() -> Non
     ids, mask = encode_conversation(tokenizer, messages)
     text = tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
     assert text == "<think>\nwhy\n</think>\n\n4<｜end▁of▁sentence｜>"
+
+
+_OPENS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
+    "BLOCK{% endif %}{{ m.content }}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
+)
+_KEY = "{{ '<think>' + (m.reasoning_content | default('')) + '</think>' }}"
+_TEXT = "{% if '<think>' not in m.content %}{{ '<think></think>' }}{% endif %}"
+_EMPTY = "{{ '<think></think>' }}"
+
+
+@pytest.mark.parametrize(
+    ("block", "message", "expected"),
+    [
+        (_KEY, answer("ans"), "\n</think>ans<|im_end|>"),
+        (_KEY, answer("ans", reasoning_content="why"), "why\n</think>ans<|im_end|>"),
+        (_TEXT, answer("ans"), "\n</think>ans<|im_end|>"),
+        (_TEXT, answer("<think>why</think>ans"), "why\n</think>ans<|im_end|>"),
+        (_TEXT, answer("<think>\nwhy\n</think>\n\nans"), "why\n</think>\n\nans<|im_end|>"),
+        (_EMPTY, answer("ans", reasoning_content="why"), "why\n</think>\n\nans<|im_end|>"),
+        ("", answer("ans"), "\n</think>\n\nans<|im_end|>"),
+        ("", answer("use <think>"), "\n</think>\n\nuse <think><|im_end|>"),
+    ],
+)
+def test_reasoning_is_trained_once_if_the_answer_has_a_block_in_another_form(
+    block: str, message: dict[str, Any], expected: str
+) -> None:
+    tokenizer = published_tokenizer("qwen3")
+    tokenizer.chat_template = _OPENS.replace("BLOCK", block)
+    text, turns = locate_turns(tokenizer, [user("q"), message], [1])
+    assert text[: turns[0].begin].endswith("<|im_start|>assistant\n<think>\n")
+    assert text[turns[0].begin :].rstrip("\n") == expected
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from metamorphic import (
     relations_rows,
     relations_rules,
     relations_serving,
+    relations_templates,
     relations_turns,
 )
 from metamorphic.base import RELATIONS, check
@@ -46,6 +47,7 @@ OTHERS = {
     "code_surroundings": tuple(range(10)),
     "damaged_folder": tuple(range(20)),
     "secrets_stay_in_the_recipe": tuple(range(12)),
+    "limits_change_no_rendering": tuple(range(150)),
 }
 """Seeds of the others; without an entry: the first 24."""
 ALL = (
@@ -62,6 +64,7 @@ ALL = (
     relations_plan,
     relations_rules,
     relations_serving,
+    relations_templates,
     relations_turns,
 )
 

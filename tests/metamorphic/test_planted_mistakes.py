@@ -22,6 +22,7 @@ from metamorphic import (
     planted_rewards,
     planted_rows,
     planted_serving,
+    planted_templates,
     planted_turns,
 )
 from metamorphic.base import RELATIONS, Broken, check
@@ -242,6 +243,7 @@ PLANTED: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
     **planted_numerics.PLANTED,
     **planted_plan.PLANTED,
     **planted_serving.PLANTED,
+    **planted_templates.PLANTED,
     **planted_turns.PLANTED,
 }
 

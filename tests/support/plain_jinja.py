@@ -56,4 +56,4 @@ def _described(value: Any) -> Any:
         kind = "generator" if isgenerator(value) else type(value).__name__
         return kind, [_described(item) for item in islice(value, 1000)]
     text = repr(value)
-    return type(value).__name__, "an address" if ADDRESS.search(text) else text
+    return type(value).__name__, "at 0x000000" if ADDRESS.search(text) else text

@@ -59,8 +59,8 @@ class _Chosen(_Mode):
     """Keys of all kinds except ``all``."""
 
     keep_truncated: bool = False
-    """Also use responses truncated at ``generate_max_len``. Jobs that learn from text
-    (``with_tokens: false``) append an end token, so these teach stopping mid-sentence."""
+    """Also use responses, and episodes, that a token limit cut. A job that trains on them learns no
+    end (column ``finish_reason``)."""
 
 
 class BestOfN(_Chosen):

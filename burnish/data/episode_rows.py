@@ -58,10 +58,11 @@ def token_columns(row: TokenRow, tokenizer: PreTrainedTokenizerBase | None) -> d
     return {TOKENS: ids, TOKENS_MASK: mask, TOKENS_TEXT: str(tokenizer.decode(ids))}
 
 
-def episode_of(columns: Mapping[str, Any]) -> Episode | None:
+def episode_of(columns: Mapping[str, Any], *, finish: FinishReason = "stop") -> Episode | None:
     """Return the episode in the columns of a row that the job generate wrote; None for other rows.
 
-    Its turns are the responses that the policy sampled in the row. Raises DataError if the messages
+    Its turns are the responses that the policy sampled in the row. ``finish``: end of the last one,
+    from the column that the recipe names. Raises DataError if the messages
     are malformed.
     """
     if columns.get(STATUS) not in get_args(EpisodeStatus) or type(columns.get(TURNS)) is not int:
@@ -73,12 +74,13 @@ def episode_of(columns: Mapping[str, Any]) -> Episode | None:
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     flags = trained_flags(messages)
     sampled = [i for i in answers if flags[i]] or answers[-1:]
-    if not sampled:
+    if not sampled or sampled[0] == 0:
         return None
     bare = [without_flags(message) for message in messages]
-    finish = {sampled[-1]: finish_of(columns)}
     turns = [
-        Turn(bare[i], tuple(bare[i + 1 : end]), finish_reason=finish.get(i, "stop"))
+        Turn(
+            bare[i], tuple(bare[i + 1 : end]), finish_reason=finish if i == sampled[-1] else "stop"
+        )
         for i, end in zip(sampled, [*sampled[1:], len(bare)], strict=True)
     ]
     return Episode(
@@ -87,9 +89,3 @@ def episode_of(columns: Mapping[str, Any]) -> Episode | None:
         tools=tuple(as_tools(columns.get(TOOLS)) or ()),
         turns=tuple(turns),
     )
-
-
-def finish_of(columns: Mapping[str, Any]) -> FinishReason:
-    """Return the end of the last response of a row."""
-    value = columns.get(FINISH)
-    return cast(FinishReason, value) if value in get_args(FinishReason) else "stop"

@@ -32,7 +32,7 @@ DROPS: Mapping[str, str] = {
     "prompts_reward_failed": "prompts on which a reward failed (on_reward_failure.then=drop_group) "
     "or that lost their episodes (failures, or first messages longer than episodes.max_tokens)",
     "samples_failed": "episodes that failed, of prompts with others that did not",
-    "samples_truncated": "responses truncated at generate_max_len (mode.keep_truncated)",
+    "samples_truncated": "responses truncated at a token limit (mode.keep_truncated)",
     "prompts_truncated": "prompts with too few complete responses",
     "prompts_below_min_reward": "prompts whose best response is below mode.min_reward",
     "prompts_equal_rewards": "prompts whose responses all have the same reward",
@@ -68,8 +68,8 @@ def select(  # house: ok the options of the rows
 
     ``generation_prompts`` is indexed by prompt id. ``template`` states the reward (mode
     conditioned). With ``tokenizer``, a response's text is decoded as a continuation of its prompt;
-    decoded alone (``Sample.text``) it can lack its first space. ``as_text``: write the messages and
-    tools of episodes as JSON text, because columns of the output have one type.
+    decoded alone (``Sample.text``) it can lack its first space. ``as_text``: write the messages,
+    prompts and tools of episodes as JSON text, because columns of the output have one type.
 
     Example: one prompt, rewards 0, 1, 1, 0.5: ``all`` gives 4 rows, ``best_of_n`` the second
     response, ``pairs`` the second over the first with margin 1.
@@ -80,7 +80,7 @@ def select(  # house: ok the options of the rows
     for group in groups:
         samples = group.samples
         if not mode.keep_truncated:
-            samples = tuple(s for s in samples if s.finish_reason == "stop")
+            samples = tuple(s for s in samples if s.finish_reason == "stop" and not s.is_cut)
             dropped["samples_truncated"] += len(group.samples) - len(samples)
         selected = _SELECT[mode.kind](mode, samples, writer)
         if isinstance(selected, str):
@@ -144,7 +144,7 @@ class _Writer:
         common = _of_the_data(prompt) | {
             "prompt_id": sample.prompt_id,
             "sample": int(sample.sample_id.rpartition("/")[2]),
-            "prompt": prompt.content,
+            **self._columns({"prompt": prompt.content}),
             STATUS: episode.status,
             TURNS: len(episode.turns),
         }

@@ -3,6 +3,7 @@ response is trained once, with an end only if it has one; score gives rewards wh
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from chat_families import chat_tokenizer
 from scripted_episodes import Player, Scripted
 
-from burnish.config.generate import AllSamples
+from burnish.config.generate import AllSamples, BestOfN
 from burnish.config.rewards import ShapingConfig
 from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.demonstrations.encode import SFTEncoder
@@ -21,7 +22,7 @@ from burnish.data.responses.config import ResponseDataConfig
 from burnish.data.responses.encode import GivenResponses
 from burnish.data.selection import select
 from burnish.data.stream import RowRef
-from burnish.data.write import json_line
+from burnish.data.write import json_line, write_parquet
 from burnish.rewards.base import RewardInput
 from burnish.rewards.function import conversation
 from burnish.rewards.remote import prompt_and_query
@@ -69,7 +70,13 @@ EPISODES: dict[str, tuple[EpisodeStatus, list[Scripted], list[list[tuple[str, bo
 
 
 def written(
-    folder: Path, player: Player, prompt: Prompt, sample: Sample, *, with_tokens: bool = True
+    folder: Path,
+    player: Player,
+    prompt: Prompt,
+    sample: Sample,
+    *,
+    with_tokens: bool = True,
+    suffix: str = ".jsonl",
 ) -> tuple[str, list[dict[str, Any]]]:
     """Write the rows of an episode as the job generate does; returns (path, rows)."""
     group = Group(0, prompt, (sample,))
@@ -79,9 +86,13 @@ def written(
         *(AllSamples(), [group], {prompt.id: data}),
         with_tokens=with_tokens,
         tokenizer=player.tokenizer,
+        as_text=suffix == ".parquet",
     ).rows
-    path = folder / "rows.jsonl"
-    path.write_bytes(b"".join(map(json_line, rows)))
+    path = folder / f"rows{suffix}"
+    if suffix == ".parquet":
+        write_parquet([lambda: rows], path)
+    else:
+        path.write_bytes(b"".join(map(json_line, rows)))
     return str(path), list(rows)
 
 
@@ -103,19 +114,54 @@ def trained(path: str, tokenizer: Any, **options: Any) -> list[list[tuple[str, b
     return rows
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("name", EPISODES)
-def test_every_reader_trains_each_sampled_response_once(name: str, tmp_path: Path) -> None:
+def test_every_reader_trains_each_sampled_response_once(
+    name: str, suffix: str, tmp_path: Path
+) -> None:
     status, turns, expected = EPISODES[name]
     player, other = Player(chat_tokenizer("chatml")), chat_tokenizer("llama3")
     prompt, sample = player.prompt(START), player.episode(START, turns, status=status)
-    path, rows = written(tmp_path, player, prompt, sample)
+    path, rows = written(tmp_path, player, prompt, sample, suffix=suffix)
     assert trained(path, player.tokenizer) == expected
     assert trained(path, player.tokenizer, use_tokens=False) == expected
     assert trained(path, other) == expected
-    path, without = written(tmp_path, player, prompt, sample, with_tokens=False)
+    path, without = written(tmp_path, player, prompt, sample, with_tokens=False, suffix=suffix)
     assert trained(path, player.tokenizer) == expected
     columns = {"tokens", "tokens_mask", "tokens_text"}
     assert without == [{k: v for k, v in row.items() if k not in columns} for row in rows]
+
+
+def test_rows_of_rendered_histories_train_their_own_turn(tmp_path: Path) -> None:
+    """A template that rewrites history: a row begins where it drops reasoning, and the turns before
+    are its context."""
+    player = Player(chat_tokenizer("chatml_drops"), "template")
+    turns = [Scripted("<think>\nx\n</think>\n\na", GO), Scripted("b", GO), Scripted("c")]
+    prompt, sample = player.prompt(START), player.episode(START, turns)
+    path, rows = written(tmp_path, player, prompt, sample)
+    assert [len(row["messages"]) for row in rows] == [2, 6]
+    for options in ({}, {"use_tokens": False}):
+        texts = [[text for text, _ in row] for row in trained(path, player.tokenizer, **options)]
+        assert texts == [["<think>\nx\n</think>\n\na"], ["b", "c"]]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_episode_whose_last_response_was_cut_is_no_candidate(keep: bool) -> None:
+    """Also if the status is done: the agent did not continue after it."""
+    player = Player(chat_tokenizer("chatml"))
+    prompt = player.prompt(START)
+    samples = [player.episode(START, [Scripted("a", finish=f)]) for f in ("stop", CUT)]  # type: ignore[arg-type]
+    scored = [
+        replace(sample, sample_id=f"{prompt.id}/{k}", reward=float(k), reward_parts={"r": float(k)})
+        for k, sample in enumerate(samples)
+    ]
+    group, data = (
+        Group(0, prompt, tuple(scored)),
+        GenerationPrompt(prompt, "q", "q", None, False, {}),
+    )
+    chosen = select(BestOfN(kind="best_of_n", keep_truncated=keep), [group], {prompt.id: data})
+    assert [row["sample"] for row in chosen.rows] == [int(keep)]
+    assert chosen.dropped == ({} if keep else {"samples_truncated": 1})
 
 
 def read_by_rewards(prompt: Prompt, sample: Sample, player: Player) -> list[Any]:
@@ -159,6 +205,9 @@ def test_rows_of_several_conversations_are_scored_as_their_own(tmp_path: Path) -
     prompt, sample = player.prompt(START), player.episode(START, turns, status=status)
     path, _ = written(tmp_path, player, prompt, sample)
     config = ResponseDataConfig(sources=(path,))  # type: ignore[arg-type]
+    ended = ResponseDataConfig(sources=(path,), finish_reason_key=None)  # type: ignore[arg-type]
+    all_given = GivenResponses(ended, player.tokenizer).take(0, 9)
+    assert not any(given.group.samples[0].is_cut for given in all_given)
     for tokenizer in (player.tokenizer, chat_tokenizer("llama3")):
         samples = [g.group.samples[0] for g in GivenResponses(config, tokenizer).take(0, 9)]
         assert [(s.text, s.is_cut) for s in samples] == [

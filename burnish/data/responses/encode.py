@@ -80,7 +80,7 @@ class ResponseEncoder:
                 "response_key to another one"
             )
         finish = self._finish_reason(row)
-        episode = episode_of(row.columns)
+        episode = episode_of(row.columns, finish=finish)
         prompts = self._prompts if episode is None else self._starts
         prompt = prompts.encode(row, ref)
         prompt = replace(prompt, metadata=self._metadata(prompt, in_episode=episode is not None))

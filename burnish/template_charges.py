@@ -382,13 +382,15 @@ def charged_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any
         if charge is None:
             raise TemplateLimitError(f"the filter {name} is not allowed in a chat template")
         value, rest = arguments[skipped], arguments[skipped + 1 :]
-        if (
-            is_plain and type(value) is str and not rest and not named
-        ):  # most filters of most templates
+        is_alone = not rest and not named
+        if is_plain and is_alone and type(value) is str:  # most filters of most templates
             left[0] -= 2 * len(value)
             if left[0] < 0:
                 spend(0)
             result = function(*arguments)
+        elif charge is _passed:  # without the arguments, which it does not read
+            left[0] -= STEP
+            result = function(*arguments, **named)
         else:
             given = dict(zip(chain(names, count()), rest, strict=False)) | named
             value = charge(value, given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -25,7 +25,14 @@ RESERVED_NAMES = (
 
 
 class _Reward(Node):
-    """Keys of every reward."""
+    """Keys and facts of every reward."""
+
+    runs_alone: ClassVar[bool] = True
+    """False if it needs a server, a model or an episode, so that ``burnish check`` cannot call it
+    on a row."""
+    is_user_code: ClassVar[bool] = False
+    """True if every run calls it on a row before it loads a model, because its code is the
+    user's."""
 
     name: str | None = None
     """Name in metrics and samples. None: derived from the kind."""
@@ -38,6 +45,16 @@ class _Reward(Node):
     dynamic sampling's bounds and evaluation use the plain score; ``reward/mean``, ``reward/std``
     and the column ``reward`` the normalized one. Refused in generate and score. None: off."""
 
+    @property
+    def needs_callable(self) -> bool:
+        """Return whether it calls a function that the recipe does not name."""
+        return False
+
+    @property
+    def credits_turns(self) -> bool:
+        """Return whether each turn of an episode is credited with its own reward."""
+        return False
+
 
 class FunctionReward(_Reward):
     """A Python function, sync or async, for one response or a batch.
@@ -45,6 +62,8 @@ class FunctionReward(_Reward):
     One: ``def f(prompt, response, label) -> float``. Batch: ``def f(prompts, responses, labels) ->
     list[float]``. ``metadata`` (batch: ``metadatas``) receives the row's other columns. The
     parameter names select the form."""
+
+    is_user_code: ClassVar[bool] = True
 
     kind: Literal["function"] = "function"
     function: str | None = None
@@ -55,6 +74,10 @@ class FunctionReward(_Reward):
     """Maximum seconds of a call with all responses of a batch. A longer one is a failure
     (``on_reward_failure``). After 30 s the console names the function."""
 
+    @property
+    def needs_callable(self) -> bool:
+        return self.function is None
+
     def rules(self) -> Iterator[str]:
         if self.function is not None and (problem := code_problem(self.function)):
             yield f"function: {problem}"
@@ -62,6 +85,8 @@ class FunctionReward(_Reward):
 
 class ModelReward(_Reward):
     """A reward model from ``burnish rm``, or a HuggingFace sequence classifier."""
+
+    runs_alone: ClassVar[bool] = False
 
     kind: Literal["model"] = "model"
     model: ModelConfig
@@ -151,12 +176,18 @@ class EpisodeReward(_Reward):
     """Rewards that the environment of a multi-turn episode gave in its steps
     (``rollout.episodes``)."""
 
+    runs_alone: ClassVar[bool] = False
+
     kind: Literal["episode"] = "episode"
     reward: str | None = None
     """Name of the environment's reward. None: the sum of all its rewards."""
     per_turn: bool = False
     """Credit each turn with its own reward, at its last token, instead of the episode's sum at the
     end. For advantages on tokens (gae, reinforce_pp)."""
+
+    @property
+    def credits_turns(self) -> bool:
+        return self.per_turn
 
     def rules(self) -> Iterator[str]:
         if self.per_turn and self.running_norm is not None:
@@ -170,6 +201,8 @@ class RemoteReward(_Reward):
     ``{"rewards": [number, ...]}``, optionally with ``"scores"`` and ``"extra_logs": {name: number
     or list}``, whose means are the metrics ``reward/<name>/scores`` and ``reward/<name>/<key>``.
     ``burnish serve-reward MODEL`` is such a server."""
+
+    runs_alone: ClassVar[bool] = False
 
     kind: Literal["remote"] = "remote"
     urls: tuple[str, ...] = Field(min_length=1)

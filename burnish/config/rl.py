@@ -36,7 +36,6 @@ from burnish.config.reference_sync import reference_sync_advice, reference_sync_
 from burnish.config.reward_advantages import each_reward_rules, running_norm_advice
 from burnish.config.rewards import (
     RESERVED_NAMES,
-    EpisodeReward,
     FailurePolicy,
     FunctionReward,
     RewardConfig,
@@ -393,7 +392,7 @@ def _field_rules(config: RLConfig) -> Iterator[str]:
         for key, data in config.eval.sections.items():
             yield from episode_data_rules(config.rollout.episodes, data, key=key)
     kind = config.algorithm.advantage.kind
-    by_turn = any(isinstance(entry, EpisodeReward) and entry.per_turn for entry in config.rewards)
+    by_turn = any(entry.credits_turns for entry in config.rewards)
     if by_turn and kind in WITHOUT_TURN_REWARDS:
         yield turn_rewards_refused(kind)
 

@@ -16,9 +16,8 @@ from burnish.driver.base import Functions
 from burnish.models.dropout import noise_of
 from burnish.models.load import describe, hf_config
 from burnish.rewards.base import NoRewards, Reward, RewardSet
-from burnish.rewards.build import build_rewards
+from burnish.rewards.build import build_rewards, check_rewards
 from burnish.rewards.model import load_model_reward
-from burnish.rewards.reachable import check_servers
 from burnish.rollout.base import Sampling
 from burnish.runtime.base import Runtime
 from burnish.train.base import Role, TrainEngine
@@ -94,7 +93,7 @@ def weighted_rewards(
         spec = replace(spec, role=role)
         return runtime.scalar_model(spec, seed=0, spans={})
 
-    check_servers(entries)
+    check_rewards(entries)
     return build_rewards(
         entries,
         functions=functions,

@@ -19,7 +19,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from burnish.config import JobConfig
-from burnish.config import rewards as config_rewards
 from burnish.config.rewards import FailurePolicy, RewardConfig, ShapingConfig
 from burnish.data.config import DataConfig
 from burnish.data.encoders import encoder_of
@@ -54,20 +53,13 @@ longer."""
 
 _SPAN_ROWS = 2000
 _MAX_WORKERS = 16
-_OWN_CALLS = (
-    config_rewards.FunctionReward,
-    config_rewards.MathReward,
-    config_rewards.PythonCodeReward,
-    config_rewards.EnvironmentReward,
-)
-"""Rewards that need neither a server nor a model."""
 
 
 def check_launch(config: JobConfig, *, say: Say) -> None:
     """Check all data sections and call the rewards on one row, for ``burnish check``. ``say``
     receives one line per result. Raises one DataError or RewardError with all problems."""
     problems = [*sampling_problems(config), *_data_problems(config, say)]
-    problems += _reward_problems(config, say, _OWN_CALLS)
+    problems += _reward_problems(config, say)
     if problems:
         raise DataError("\n".join(problems))
 
@@ -87,8 +79,7 @@ def check_before_run(config: JobConfig, *, resumed: bool) -> None:
     if problems:
         raise DataError("\n".join(problems))
     if not resumed:
-        given = (config_rewards.FunctionReward,)
-        problems = list(_reward_problems(config, log.info, given))
+        problems = list(_reward_problems(config, log.info, only_user_code=True))
     if problems:
         raise RewardError("\n".join(problems))
 
@@ -346,22 +337,20 @@ def _code() -> bytes:
 # --- rewards
 
 
-def _reward_problems(
-    config: JobConfig, say: Say, kinds: tuple[type[RewardConfig], ...]
-) -> Iterator[str]:
-    """Call each reward of ``kinds`` on one row. Yield one message for each that fails."""
+def _reward_problems(config: JobConfig, say: Say, *, only_user_code: bool = False) -> Iterator[str]:
+    """Call each reward that can run alone on one row. Yield one message for each that fails."""
     entries, episodes, policy = config.scoring
     called = []
     for i, entry in enumerate(entries):
         name = entry.name or f"rewards.{i} ({entry.kind})"
-        if isinstance(entry, config_rewards.FunctionReward) and entry.function is None:
+        if entry.needs_callable:
             say(f"{name}: not called, because the recipe names no function")
-        elif not isinstance(entry, _OWN_CALLS):
+        elif not entry.runs_alone:
             say(f"{name}: not called, because kind={entry.kind} needs a server, model or episode")
         elif episodes:
             say(f"{name}: not called, because its input is an episode; only its signature is read")
             yield from _failure(entry, None, policy)
-        elif isinstance(entry, kinds):
+        elif entry.is_user_code or not only_user_code:
             called.append((name, entry))
     if not called:
         return

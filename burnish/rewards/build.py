@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,9 +19,25 @@ from burnish.rewards.function import FunctionReward
 from burnish.rewards.math import MathReward
 from burnish.rewards.openrlhf import PREFIX, OpenRLHFReward
 from burnish.rewards.python_code import PythonCodeReward
+from burnish.rewards.reachable import check_servers
 from burnish.rewards.remote import RemoteReward
 
 Functions = Mapping[str, Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class RewardInputs:
+    """The inputs of a reward besides its config."""
+
+    name: str
+    """Name of the reward, unique in the recipe."""
+    function: Callable[..., Any] | None
+    """Function that the caller passed for this reward."""
+    entries: Sequence[RewardConfig]
+    """All rewards of the recipe."""
+    model_reward: Callable[[config.ModelReward], Reward] | None
+    tokenizer: PreTrainedTokenizerBase | None
+    """The policy's."""
 
 
 def build_rewards(
@@ -43,48 +59,44 @@ def build_rewards(
     given callable.
     """
     matched = _match(configs, functions or {})
-    names = _allowed_names(configs)
-    entries = [c for c in configs if isinstance(c, config.EpisodeReward)]
-    listed = [c.reward for c in entries if c.reward is not None]
-    build = partial(_build, model_reward=model_reward, tokenizer=tokenizer, listed=listed)
-    return [
-        (build(c, name, matched.get(i)), c.weight)
-        for i, (c, name) in enumerate(zip(configs, names, strict=True))
-    ]
+    weighted: list[tuple[Reward, float]] = []
+    for i, (entry, name) in enumerate(zip(configs, _allowed_names(configs), strict=True)):
+        inputs = RewardInputs(name, matched.get(i), configs, model_reward, tokenizer)
+        weighted.append((KINDS[entry.kind].build(entry, inputs), entry.weight))
+    return weighted
 
 
-def _build(
-    entry: RewardConfig,
-    name: str,
-    callable_: Callable[..., Any] | None,
-    *,
-    model_reward: Callable[[config.ModelReward], Reward] | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-    listed: Collection[str],
-) -> Reward:
-    if isinstance(entry, config.FunctionReward):
-        if callable_ is None and (entry.function or "").startswith(PREFIX):
-            return OpenRLHFReward(
-                str(entry.function), name=name, tokenizer=tokenizer, timeout_s=entry.timeout_s
-            )
-        function = _load(entry.function, name) if callable_ is None else callable_
-        return FunctionReward(function, name=name, timeout_s=entry.timeout_s)
-    if isinstance(entry, config.MathReward):
-        return MathReward(name=name, timeout_s=entry.timeout_s, num_workers=entry.num_workers)
-    if isinstance(entry, config.PythonCodeReward):
-        return PythonCodeReward(entry, name=name)
-    if isinstance(entry, config.EnvironmentReward):
-        return EnvironmentReward(name=name, timeout_s=entry.timeout_s)
-    if isinstance(entry, config.EpisodeReward):
-        return EpisodeReward(entry.reward, name=name, per_turn=entry.per_turn, listed=listed)
-    if isinstance(entry, config.RemoteReward):
-        return RemoteReward(entry, name=name, tokenizer=tokenizer)
-    if model_reward is None:
-        raise RewardError(
-            f"reward {name!r} is of kind model, but this job was started without model_reward, "
-            "which builds such rewards"
+def check_rewards(configs: Sequence[RewardConfig]) -> None:
+    """Check what the rewards of a recipe need, before any model is loaded. Raises RewardError if
+    no server of a reward accepts connections."""
+    for i, entry in enumerate(configs):
+        if (check := KINDS[entry.kind].check) is not None:
+            check(entry, f"rewards.{i}")
+
+
+def _function_reward(entry: config.FunctionReward, inputs: RewardInputs) -> Reward:
+    name, timeout_s, function = inputs.name, entry.timeout_s, inputs.function
+    if function is None and (entry.function or "").startswith(PREFIX):
+        return OpenRLHFReward(
+            str(entry.function), name=name, tokenizer=inputs.tokenizer, timeout_s=timeout_s
         )
-    return model_reward(entry.model_copy(update={"name": name}))
+    function = _load(entry.function, name) if function is None else function
+    return FunctionReward(function, name=name, timeout_s=timeout_s)
+
+
+def _model_reward(entry: config.ModelReward, inputs: RewardInputs) -> Reward:
+    if inputs.model_reward is None:
+        raise RewardError(
+            f"reward {inputs.name!r} is of kind model, but this job was started without "
+            "model_reward, which builds such rewards"
+        )
+    return inputs.model_reward(entry.model_copy(update={"name": inputs.name}))
+
+
+def _episode_reward(entry: config.EpisodeReward, inputs: RewardInputs) -> Reward:
+    rewards = (e.reward for e in inputs.entries if e.kind == "episode")
+    listed = [reward for reward in rewards if reward is not None]
+    return EpisodeReward(entry.reward, name=inputs.name, per_turn=entry.per_turn, listed=listed)
 
 
 def _load(spec: str | None, name: str) -> Callable[..., Any]:
@@ -96,11 +108,7 @@ def _load(spec: str | None, name: str) -> Callable[..., Any]:
 
 def _match(configs: Sequence[RewardConfig], functions: Functions) -> dict[int, Callable[..., Any]]:
     """Return the given callable of each entry, by the entry's index."""
-    open_entries = [
-        i
-        for i, c in enumerate(configs)
-        if isinstance(c, config.FunctionReward) and c.function is None
-    ]
+    open_entries = [i for i, c in enumerate(configs) if c.needs_callable]
     keys = {i: configs[i].name or "" for i in open_entries}
     if len(open_entries) == 1 and len(functions) == 1:
         keys = {open_entries[0]: next(iter(functions))}
@@ -130,3 +138,34 @@ def _allowed_names(configs: Sequence[RewardConfig]) -> list[str]:
                 f"reward name {name!r} is reserved for metrics; give the reward another name"
             )
     return names
+
+
+class RewardKind(NamedTuple):
+    """The code of one kind of reward."""
+
+    build: Callable[[Any, RewardInputs], Reward]
+    """Called with the config of an entry of this kind."""
+    check: Callable[[Any, str], None] | None = None
+    """Checks what the reward needs before any model is loaded, given the config of an entry and its
+    key in the recipe. Raises RewardError."""
+
+
+KINDS: Mapping[str, RewardKind] = {
+    "function": RewardKind(_function_reward),
+    "model": RewardKind(_model_reward),
+    "math": RewardKind(
+        lambda entry, inputs: MathReward(
+            name=inputs.name, timeout_s=entry.timeout_s, num_workers=entry.num_workers
+        )
+    ),
+    "python_code": RewardKind(lambda entry, inputs: PythonCodeReward(entry, name=inputs.name)),
+    "environment": RewardKind(
+        lambda entry, inputs: EnvironmentReward(name=inputs.name, timeout_s=entry.timeout_s)
+    ),
+    "episode": RewardKind(_episode_reward),
+    "remote": RewardKind(
+        lambda entry, inputs: RemoteReward(entry, name=inputs.name, tokenizer=inputs.tokenizer),
+        check=check_servers,
+    ),
+}
+"""``kind`` -> code. The configs are in ``config/rewards.py``."""

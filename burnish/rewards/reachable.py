@@ -9,33 +9,28 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 from tenacity import Retrying, retry_if_result, stop_after_attempt, wait_exponential
 
-from burnish.config.rewards import RemoteReward, RewardConfig
+from burnish.config.rewards import RemoteReward
 from burnish.rewards.base import RewardError
 
 log = logging.getLogger("burnish")
 
 
-def check_servers(rewards: Sequence[RewardConfig]) -> None:
-    """Connect to the servers of every reward of kind ``remote``.
+def check_servers(entry: RemoteReward, key: str) -> None:
+    """Connect to the servers of a reward, whose key in the recipe is ``key``.
 
-    Timeouts and retries are those of the reward's requests. Rewards with ``use_proxy`` are skipped,
-    because a direct connection proves nothing for them.
+    Timeouts and retries are those of the reward's requests. A reward with ``use_proxy`` is skipped,
+    because a direct connection proves nothing for it.
 
-    Raises RewardError if no server of a reward accepts connections. If only some do, logs a warning
-    for each of the others.
+    Raises RewardError if no server accepts connections. If only some do, logs a warning for each of
+    the others.
     """
-    for i, entry in enumerate(rewards):
-        if isinstance(entry, RemoteReward) and not entry.use_proxy:
-            _check(entry, f"rewards.{i}")
-
-
-def _check(entry: RemoteReward, key: str) -> None:
+    if entry.use_proxy:
+        return
     retrying = Retrying(
         stop=stop_after_attempt(entry.retries + 1),
         wait=wait_exponential(entry.backoff_s, max=entry.max_backoff_s),

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from burnish.config.rewards import EnvironmentReward, FunctionReward, MathReward, ModelReward
+from burnish.config.rewards import (
+    EnvironmentReward,
+    FunctionReward,
+    MathReward,
+    ModelReward,
+    RewardConfig,
+)
 from burnish.rewards.base import RewardError
-from burnish.rewards.build import build_rewards
+from burnish.rewards.build import KINDS, build_rewards
 
 
 def one(response: str) -> float:
@@ -97,3 +103,8 @@ def test_a_model_reward_comes_from_its_factory_with_its_name() -> None:
     assert seen == ["model", "model_2"]
     with pytest.raises(RewardError, match="model_reward"):
         build_rewards([config])
+
+
+def test_every_kind_of_a_recipe_can_be_built() -> None:
+    union, _ = get_args(RewardConfig)
+    assert set(KINDS) == {config.model_fields["kind"].default for config in get_args(union)}

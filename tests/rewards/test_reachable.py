@@ -10,7 +10,7 @@ import pytest
 
 from burnish.config.rewards import MathReward, RemoteReward
 from burnish.rewards.base import RewardError
-from burnish.rewards.reachable import check_servers
+from burnish.rewards.build import check_rewards
 
 Serve = Callable[..., Any]
 
@@ -35,7 +35,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_a_listening_server_receives_no_bytes(serve: Serve) -> None:
     server = serve()
-    check_servers([MathReward(), remote(server.url)])
+    check_rewards([MathReward(), remote(server.url)])
     assert server.requests == []
 
 
@@ -43,7 +43,7 @@ def test_an_unreachable_server_is_reported_with_url_key_and_fix(
     dead_url: str, attempts: list[Any]
 ) -> None:
     with pytest.raises(RewardError) as caught:
-        check_servers([MathReward(), remote(f"{dead_url}?key=s3cret")])
+        check_rewards([MathReward(), remote(f"{dead_url}?key=s3cret")])
     said = str(caught.value)
     for part in (dead_url, "rewards.1.urls=", "reward 'rm'", "refused", "burnish serve-reward"):
         assert part in said
@@ -54,7 +54,7 @@ def test_urls_that_differ_only_in_their_query_are_distinct(
     dead_url: str, attempts: list[Any]
 ) -> None:
     with pytest.raises(RewardError, match="no server accepts connections"):
-        check_servers([remote(f"{dead_url}?model=a", f"{dead_url}?model=b")])
+        check_rewards([remote(f"{dead_url}?model=a", f"{dead_url}?model=b")])
     assert len(attempts) == 6
 
 
@@ -72,24 +72,24 @@ def test_a_server_that_comes_up_meanwhile_is_waited_for(
         return connect(address, **options)
 
     monkeypatch.setattr(socket, "create_connection", late)
-    check_servers([remote(server.url)])
+    check_rewards([remote(server.url)])
     assert len(refused) == 2
 
 
 def test_one_reachable_server_is_enough_and_the_others_are_warned_about(
     dead_url: str, serve: Serve, attempts: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    check_servers([remote(dead_url, serve().url)])
+    check_rewards([remote(dead_url, serve().url)])
     assert len(attempts) == 2
     assert f"{dead_url} accepts no connections" in caplog.text
 
 
 def test_ports_are_those_of_the_scheme_and_names_may_be_unknown(attempts: list[Any]) -> None:
     with pytest.raises(RewardError, match=r"http://x\.invalid/a: .*\n  https://y\.invalid: "):
-        check_servers([remote("http://x.invalid/a", "https://y.invalid", retries=0)])
+        check_rewards([remote("http://x.invalid/a", "https://y.invalid", retries=0)])
     assert sorted(attempts) == [("x.invalid", 80), ("y.invalid", 443)]
 
 
 def test_behind_a_proxy_no_connection_is_attempted(dead_url: str, attempts: list[Any]) -> None:
-    check_servers([remote(dead_url, use_proxy=True)])
+    check_rewards([remote(dead_url, use_proxy=True)])
     assert attempts == []

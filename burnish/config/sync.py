@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
@@ -12,14 +13,22 @@ from burnish.config.base import Node, PathText
 SyncKind = Literal["inproc", "collective", "ipc", "disk", "object_store"]
 
 
-class InprocSync(Node):
+class _Sync(Node):
+    """Facts of every transfer."""
+
+    def with_absolute_paths(self) -> Self:
+        """Return the same settings for a process with another working directory."""
+        return self
+
+
+class InprocSync(_Sync):
     """Trainer and rollout engine in one process. Nothing is copied if their formats are the
     same."""
 
     kind: Literal["inproc"]
 
 
-class _Sending(Node):
+class _Sending(_Sync):
     """Keys of transfers between processes (all kinds except ``inproc``)."""
 
     bucket_bytes: int = Field(512 << 20, ge=1024, multiple_of=16)
@@ -47,6 +56,10 @@ class DiskSync(_Sending):
     """Folder of the weight files. Use a new one for every start of a trainer."""
     keep: int = Field(2, ge=1)
     """Newest weight versions kept. With 1, a version may be deleted while it is read."""
+
+    def with_absolute_paths(self) -> Self:
+        """Return the same settings with an absolute folder."""
+        return self.model_copy(update={"folder": os.path.abspath(self.folder)})
 
 
 def _with_kind(value: Any) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -19,6 +20,8 @@ from burnish.sync.engine import HasWeights, WeightSender
 from burnish.sync.ipc import SharedSender, SharedSource
 from burnish.sync.links import ChannelSender
 from burnish.sync.source import Checks
+
+Sender = WeightSender | DiskSender
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ def open_sender(
     rendezvous: Rendezvous | None,
     *,
     dtype: Dtype | None = None,
-) -> WeightSender | DiskSender:
+) -> Sender:
     """Return the trainer's end; call its ``push()`` on every rank of the trainer at the same time.
 
     ``rendezvous``: None on all ranks but the one that sends. ``dtype``: compute dtype of the
@@ -62,17 +65,7 @@ def open_sender(
     (``config.sync.resolve_kind`` resolves it). Waits for the receivers; raises LinkError with the
     names of those that do not join in time.
     """
-    if isinstance(sync, DiskSync):
-        folder = None if rendezvous is None else Path(sync.folder)
-        return DiskSender(
-            policy, folder, bucket_bytes=sync.bucket_bytes, keep=sync.keep, dtype=dtype
-        )
-    link: ChannelSender | None = None
-    if rendezvous is not None:
-        make = CollectiveSender if _is_collective(sync) else SharedSender
-        channel = rendezvous.channel(sync.timeout_s)
-        link = make(channel, bucket_bytes=sync.bucket_bytes, device=torch.device(rendezvous.device))
-    return WeightSender(policy, link, dtype=dtype, check=sync.verify)
+    return _transport(sync).sender(sync, policy, rendezvous, dtype)
 
 
 def open_source(
@@ -86,24 +79,66 @@ def open_source(
     not join in time.
     """
     checks.setdefault("check", sync.verify)
-    if isinstance(sync, DiskSync):
-        return DiskSource(
-            Path(sync.folder),
-            timeout_s=sync.timeout_s,
-            check=checks["check"],
-            expected=checks.get("expected"),
-        )
-    assert rendezvous is not None, "connections between processes need a rendezvous"
-    channel = rendezvous.channel(sync.timeout_s)
-    if _is_collective(sync):
-        return CollectiveSource(channel, device=torch.device(rendezvous.device), **checks)
-    return SharedSource(channel, **checks)
+    return _transport(sync).source(sync, rendezvous, checks)
 
 
-def _is_collective(sync: LinkSync) -> bool:
-    if sync.kind in ("auto", "object_store"):
+class Transport(NamedTuple):
+    """The two ends of one kind of transfer. Both get its config first."""
+
+    sender: Callable[[Any, HasWeights, Rendezvous | None, Dtype | None], Sender]
+    source: Callable[[Any, Rendezvous | None, Checks], WeightSource]
+
+
+def _transport(sync: LinkSync | DiskSync) -> Transport:
+    if sync.kind not in TRANSPORTS:
         raise SyncError(
             f"sync.kind={sync.kind} does not connect two processes: "
             + ("resolve it first" if sync.kind == "auto" else "the runtime transfers the buckets")
         )
-    return sync.kind == "collective"
+    return TRANSPORTS[sync.kind]
+
+
+def _link(sender: Callable[..., ChannelSender], source: Callable[..., WeightSource]) -> Transport:
+    """Return a transport over the message channel of a rendezvous. Both functions are called with
+    the channel and ``device``."""
+
+    def send(
+        sync: LinkSync, policy: HasWeights, rendezvous: Rendezvous | None, dtype: Dtype | None
+    ) -> WeightSender:
+        link: ChannelSender | None = None
+        if rendezvous is not None:
+            channel = rendezvous.channel(sync.timeout_s)
+            device = torch.device(rendezvous.device)
+            link = sender(channel, bucket_bytes=sync.bucket_bytes, device=device)
+        return WeightSender(policy, link, dtype=dtype, check=sync.verify)
+
+    def receive(sync: LinkSync, rendezvous: Rendezvous | None, checks: Checks) -> WeightSource:
+        assert rendezvous is not None, "connections between processes need a rendezvous"
+        channel = rendezvous.channel(sync.timeout_s)
+        return source(channel, device=torch.device(rendezvous.device), **checks)
+
+    return Transport(send, receive)
+
+
+def _disk_sender(
+    sync: DiskSync, policy: HasWeights, rendezvous: Rendezvous | None, dtype: Dtype | None
+) -> DiskSender:
+    folder = None if rendezvous is None else Path(sync.folder)
+    return DiskSender(policy, folder, bucket_bytes=sync.bucket_bytes, keep=sync.keep, dtype=dtype)
+
+
+def _disk_source(sync: DiskSync, rendezvous: Rendezvous | None, checks: Checks) -> DiskSource:
+    return DiskSource(
+        Path(sync.folder),
+        timeout_s=sync.timeout_s,
+        check=checks["check"],
+        expected=checks.get("expected"),
+    )
+
+
+TRANSPORTS: Mapping[str, Transport] = {
+    "collective": _link(CollectiveSender, CollectiveSource),
+    "ipc": _link(SharedSender, lambda channel, device, **checks: SharedSource(channel, **checks)),
+    "disk": Transport(_disk_sender, _disk_source),
+}
+"""``sync.kind`` -> transport between two processes. The configs are in ``config/sync.py``."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -25,7 +24,7 @@ from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.placement import PlacementGroupSpec
 from burnish.config.roles import free_name
-from burnish.config.sync import DiskSync, InprocSync, LinkSync, SyncConfig
+from burnish.config.sync import LinkSync, SyncConfig
 from burnish.distributed.process_group import SINGLE
 from burnish.environments.worker_set import Worker
 from burnish.observe.peaks import ProcessPeaks
@@ -154,9 +153,8 @@ class RayRuntime:
         self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()
     ) -> Sync:
         """Return a sync that transfers the policy's weights to the rollout workers or servers."""
-        assert not isinstance(config, InprocSync), "validation rejects this"
-        if isinstance(config, DiskSync):
-            config = config.model_copy(update={"folder": os.path.abspath(config.folder)})
+        assert config.kind != "inproc", "validation rejects this"
+        config = config.with_absolute_paths()
         engine = cast("RemoteRolloutEngine | VllmServerEngine", rollout)
         ends = cast(RemoteTrainEngine, policy), engine
         while True:

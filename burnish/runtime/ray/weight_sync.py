@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from threading import Lock
@@ -63,11 +63,7 @@ def ray_sync(
     if isinstance(rollout, VllmServerEngine):
         assert kind == "object_store", "validation rejects other kinds"
         return ServerSync(policy, rollout, options)
-    if kind == "object_store":
-        return ObjectStoreSync(policy, rollout, options)
-    if isinstance(config, DiskSync):
-        return FolderSync(policy, rollout, config, options)
-    return ConnectionSync(policy, rollout, config, options)
+    return STORED.get(kind, ConnectionSync)(policy, rollout, config, options)
 
 
 class _StoredSync(ABC):
@@ -139,7 +135,11 @@ class ObjectStoreSync(_StoredSync):
     """Weight transfer through Ray's object store."""
 
     def __init__(
-        self, policy: RemoteTrainEngine, rollout: RemoteRolloutEngine, options: TransferOptions
+        self,
+        policy: RemoteTrainEngine,
+        rollout: RemoteRolloutEngine,
+        config: LinkSync,
+        options: TransferOptions,
     ) -> None:
         super().__init__(policy, rollout)
         self.options = options
@@ -182,6 +182,10 @@ class FolderSync(_StoredSync):
             return worker.receive_files.remote(config, version, keep_cache=keep)
 
         return Weights(version, give, in_flight, int(metrics["sync/bytes"])), metrics
+
+
+STORED: Mapping[str, Callable[..., Sync]] = {"object_store": ObjectStoreSync, "disk": FolderSync}
+"""Kinds whose weights workers read at any time. All others connect: :class:`ConnectionSync`."""
 
 
 class ConnectionSync:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -13,7 +13,30 @@ Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum_constant"]
 Discount = Literal["token", "turn"]
 
 
-class GroupAdvantage(Node):
+class _Advantage(Node):
+    """Facts of an advantage that rules and steps ask for."""
+
+    uses_rewards: ClassVar[bool] = True
+    """False if rewards are only measured."""
+    needs_critic: ClassVar[bool] = False
+
+    @property
+    def compares_groups(self) -> bool:
+        """Return whether the baseline of a sample is made of the other samples of its group."""
+        return False
+
+    @property
+    def normalizes_each(self) -> bool:
+        """Return whether each reward is normalized in its group, instead of their sum."""
+        return False
+
+    @property
+    def takes_turn_rewards(self) -> bool:
+        """Return whether samples may have rewards of single turns."""
+        return True
+
+
+class GroupAdvantage(_Advantage):
     """Advantages from the rewards of one prompt's samples. Needs n_samples_per_prompt > 1, no
     critic."""
 
@@ -27,6 +50,18 @@ class GroupAdvantage(Node):
     weighted sum over the batch (GDPO, arXiv 2601.05242)."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per token. Must be 1: a group compares entire responses, each with one reward."""
+
+    @property
+    def compares_groups(self) -> bool:
+        return True
+
+    @property
+    def normalizes_each(self) -> bool:
+        return self.normalize_each
+
+    @property
+    def takes_turn_rewards(self) -> bool:
+        return self.kind != "rloo"
 
     def rules(self) -> Iterator[str]:
         if self.kind != "grpo" and self.eps != _default(self, "eps"):
@@ -47,8 +82,10 @@ class GroupAdvantage(Node):
             )
 
 
-class GaeAdvantage(Node):
+class GaeAdvantage(_Advantage):
     """Generalized advantage estimation with a critic (PPO): arXiv 1506.02438, 1707.06347."""
+
+    needs_critic: ClassVar[bool] = True
 
     kind: Literal["gae"]
     gamma: float = Field(1.0, gt=0, le=1)
@@ -69,7 +106,7 @@ class GaeAdvantage(Node):
             )
 
 
-class ReinforceAdvantage(Node):
+class ReinforceAdvantage(_Advantage):
     """REINFORCE++ (arXiv 2501.03262): discounted return-to-go, whitened, no critic."""
 
     kind: Literal["reinforce_pp", "reinforce_pp_baseline"]
@@ -82,6 +119,14 @@ class ReinforceAdvantage(Node):
     whiten: bool = True
     """Normalize the rollout batch's advantages to mean 0 and variance 1."""
 
+    @property
+    def compares_groups(self) -> bool:
+        return self.kind == "reinforce_pp_baseline"
+
+    @property
+    def takes_turn_rewards(self) -> bool:
+        return self.kind == "reinforce_pp"
+
     def rules(self) -> Iterator[str]:
         if self.discount == "turn" and self.gamma == 1.0:
             yield (
@@ -90,9 +135,11 @@ class ReinforceAdvantage(Node):
             )
 
 
-class OnPolicyDistillAdvantage(Node):
+class OnPolicyDistillAdvantage(_Advantage):
     """Per token, the teacher's log-prob minus the policy's. Needs a ``teacher``, no rewards, no
     groups."""
+
+    uses_rewards: ClassVar[bool] = False
 
     kind: Literal["on_policy_distill"]
 
@@ -325,11 +372,6 @@ class AlgorithmConfig(Node):
     """Threshold in nats per token. Tokens with a negative advantage have no policy loss if the mean
     over their sequence of (sampler's log-prob - policy's log-prob) exceeds it (DeepSeek-V3.2, arXiv
     2512.02556). None: no mask."""
-
-    @property
-    def normalizes_each(self) -> bool:
-        """True if each reward is normalized in its group, instead of their sum."""
-        return isinstance(self.advantage, GroupAdvantage) and self.advantage.normalize_each
 
     @property
     def reduces_over_samples(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from burnish.config.algorithm import AdvantageConfig, GroupAdvantage
+from burnish.config.algorithm import AdvantageConfig
 from burnish.config.rewards import RewardConfig, ShapingConfig
 
 
@@ -13,7 +13,7 @@ def each_reward_rules(
 ) -> Iterator[str]:
     """Yield an error for each reward that is already normalized, and for shaping of their sum, if
     the advantage normalizes each reward."""
-    if not isinstance(advantage, GroupAdvantage) or not advantage.normalize_each:
+    if not advantage.normalizes_each:
         return
     if shaping != ShapingConfig():
         yield (

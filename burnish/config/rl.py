@@ -10,8 +10,6 @@ from pydantic import Field, model_validator
 
 from burnish.config.algorithm import (
     AlgorithmConfig,
-    GaeAdvantage,
-    GroupAdvantage,
     OnPolicyDistillAdvantage,
 )
 from burnish.config.arithmetic import (
@@ -61,13 +59,10 @@ from burnish.config.teacher import TeacherConfig, without_rewards
 from burnish.config.train import CriticConfig, RLTrainConfig, critic_rules
 from burnish.data.prompts.config import PromptDataConfig
 
-WITHOUT_TURN_REWARDS = frozenset({"rloo", "reinforce_pp_baseline"})
-"""Advantages that cannot use rewards of single turns (:func:`turn_rewards_refused`)."""
-
 
 def turn_rewards_refused(kind: str) -> str:
-    """Return the error for an advantage in :data:`WITHOUT_TURN_REWARDS` whose samples have rewards
-    of single turns."""
+    """Return the error for an advantage that takes no rewards of single turns, whose samples have
+    such rewards."""
     return (
         f"algorithm.advantage={kind} with rewards of single turns: its baseline is the mean total "
         "reward of the group, and the return of a later turn only contains the rewards from there "
@@ -135,7 +130,7 @@ class RLConfig(TrainingJob):
             precision=self.precision,
             lengths=policy.lengths,
         )
-        if isinstance(self.algorithm.advantage, GaeAdvantage):
+        if self.algorithm.advantage.needs_critic:
             critic_settings = self.critic or CriticConfig()
             critic = policy.derived_role(
                 "critic", critic_settings.model, self.cluster, trainable=True
@@ -340,7 +335,7 @@ class RLConfig(TrainingJob):
         means = [name for name in RESERVED_NAMES if name not in unused] if rewards else []
         reward_metrics = [f"reward/{name}" for name in (*rewards, *means)]
         prefixes = ["rollout/", "sync/", *(f"reward/{name}/" for name in rewards)]
-        if isinstance(self.algorithm.advantage, GaeAdvantage):
+        if self.algorithm.advantage.needs_critic:
             prefixes.append("critic/")
         if self.rollout.episodes is not None:
             prefixes.append("episodes/")
@@ -391,10 +386,10 @@ def _field_rules(config: RLConfig) -> Iterator[str]:
     if config.eval is not None:
         for key, data in config.eval.sections.items():
             yield from episode_data_rules(config.rollout.episodes, data, key=key)
-    kind = config.algorithm.advantage.kind
+    advantage = config.algorithm.advantage
     by_turn = any(entry.credits_turns for entry in config.rewards)
-    if by_turn and kind in WITHOUT_TURN_REWARDS:
-        yield turn_rewards_refused(kind)
+    if by_turn and not advantage.takes_turn_rewards:
+        yield turn_rewards_refused(advantage.kind)
 
 
 def _critic_rules(config: RLConfig, ranks: int | None) -> Iterator[str]:
@@ -412,8 +407,7 @@ def _critic_rules(config: RLConfig, ranks: int | None) -> Iterator[str]:
 
 def _advantage_rules(config: RLConfig) -> Iterator[str]:
     advantage = config.algorithm.advantage
-    uses_gae = isinstance(advantage, GaeAdvantage)
-    if config.critic is not None and not uses_gae:
+    if config.critic is not None and not advantage.needs_critic:
         yield (
             f"critic is set, but algorithm.advantage={advantage.kind} does not use one; remove "
             "critic or use gae"
@@ -429,8 +423,7 @@ def _advantage_rules(config: RLConfig) -> Iterator[str]:
                 "updates, which frozen steps do not make; use freeze_policy_steps=0, or remove "
                 "rollout.asynchronous"
             )
-    needs_group = isinstance(advantage, GroupAdvantage) or advantage.kind == "reinforce_pp_baseline"
-    if needs_group and config.rollout.n_samples_per_prompt < 2:
+    if advantage.compares_groups and config.rollout.n_samples_per_prompt < 2:
         yield (
             f"algorithm.advantage={advantage.kind} compares the samples of one prompt, but "
             "rollout.n_samples_per_prompt=1; use 2 or more (8 is usual)"
@@ -461,8 +454,8 @@ def _kl_rules(config: RLConfig) -> Iterator[str]:
 def _reward_rules(config: RLConfig) -> Iterator[str]:
     shaping = config.shaping
     penalties = (shaping.length_penalty, shaping.truncation_penalty, shaping.overlong)
-    measured_only = config.algorithm.advantage.kind == "on_policy_distill"
-    if weigh_nothing(config.rewards) and not any(penalties) and not measured_only:
+    learns = config.algorithm.advantage.uses_rewards
+    if weigh_nothing(config.rewards) and not any(penalties) and learns:
         yield (
             "every entry of rewards has weight 0, so all responses have the same reward and "
             "nothing is learned; set a weight above 0"

@@ -289,7 +289,7 @@ def _runner(
 
 def _group_filter(config: RLConfig) -> GroupFilter | None:
     dynamic = config.rollout.dynamic_sampling
-    each = config.algorithm.normalizes_each
+    each = config.algorithm.advantage.normalizes_each
     return None if dynamic is None else GroupFilter(dynamic, each_reward=each)
 
 

@@ -4,9 +4,9 @@ rewards."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from burnish.config.algorithm import (
     OnPolicyDistillAdvantage,
     ReinforceAdvantage,
 )
-from burnish.config.rl import WITHOUT_TURN_REWARDS, turn_rewards_refused
+from burnish.config.rl import turn_rewards_refused
 from burnish.rewards.base import RewardError
 from burnish.tensors import pad_rows, unpad_rows, whiten
 from burnish.types import Batch, Group
@@ -41,9 +41,6 @@ loss with the largest ratio is 5e23. Both leave fp32 (maximum 3.4e38) room for s
 OF_TOTALS = frozenset({"grpo", "dr_grpo", "opo"})
 """Advantages of a sample's total reward. Every action token gets it, minus the KL in the reward
 from that token on."""
-
-ScalarAdvantage = GroupAdvantage | GaeAdvantage | ReinforceAdvantage
-"""Advantage configs that start from one reward per sample."""
 
 
 @dataclass(frozen=True)
@@ -80,50 +77,113 @@ def assign_advantages(
     tokens of the batch, which is the entire rollout. Raises RewardError if the losses of the
     rewards would overflow, or if the kind takes no turn rewards.
     """
-    assert batch.rewards is not None
     advantage = config.advantage
-    if isinstance(advantage, OnPolicyDistillAdvantage):
-        assert batch.old_logprobs is not None and batch.teacher_logprobs is not None
-        found = on_policy_distill(batch.old_logprobs, batch.teacher_logprobs, batch.action_mask)
-        return replace(batch, advantages=found)
-    if batch.turn_rewards is not None and advantage.kind in WITHOUT_TURN_REWARDS:
+    if batch.turn_rewards is not None and not advantage.takes_turn_rewards:
         raise RewardError(turn_rewards_refused(advantage.kind))
-    shaped = _shaped(batch, advantage, parts)
-    if advantage.kind in OF_TOTALS and _kl_in_reward(batch, config) is None:
-        of_row = shaped[batch.row_samples()[0]]
-        advantages = torch.where(batch.action_mask, of_row[batch.row_ids], 0.0)
-        return _check_size(replace(batch, advantages=advantages), batch.rewards)
-    return _check_size(_along_time(batch, shaped, config, kl_coef=kl_coef), batch.rewards)
+    context = CreditContext(_kl_in_reward(batch, config), kl_coef, parts)
+    batch = CREDIT_RULES[advantage.kind](batch, advantage, context)
+    return _check_size(batch) if advantage.uses_rewards else batch
 
 
-def _along_time(batch: Batch, shaped: Tensor, config: AlgorithmConfig, *, kl_coef: float) -> Batch:
-    """Return the batch with advantages (and returns) from rewards on tokens, in the order of
-    time."""
-    advantage, time = config.advantage, _Timeline.of(batch)
-    assert not isinstance(advantage, OnPolicyDistillAdvantage)
-    mask = time.rectangle(batch.action_mask.float()).bool()
-    turns: Tensor | None = None
-    if not isinstance(advantage, GroupAdvantage) and advantage.discount == "turn":
-        one_turn = torch.zeros_like(batch.tokens)
-        turns = time.rectangle(one_turn if batch.turn_ids is None else batch.turn_ids)
-    by_turn = None if advantage.kind in OF_TOTALS else batch.turn_rewards
-    of_turns = None if by_turn is None else time.rectangle(by_turn)
-    kl = _kl_in_reward(batch, config)
-    kl = None if kl is None else time.rectangle(kl)
-    rewards = token_rewards(shaped, mask, kl, kl_coef, turn_rewards=of_turns)
-    returns = None
-    if isinstance(advantage, GaeAdvantage):
-        assert batch.values is not None
-        values = time.rectangle(batch.values)
-        advantages, padded = gae(
-            rewards, values, mask, gamma=advantage.gamma, lam=advantage.lam, turns=turns
-        )
-        returns = time.flat(padded)
+class CreditContext(NamedTuple):
+    """The inputs of a credit rule besides the batch and the config of its advantage."""
+
+    kl: Tensor | None
+    """KL of each token [M]. None: no KL in the reward."""
+    kl_coef: float
+    parts: RewardParts | None
+
+
+# ---- credit rules: return the batch with advantages [M] (and returns [M]) ------------------------
+
+
+def _distillation_credit(
+    batch: Batch, advantage: OnPolicyDistillAdvantage, context: CreditContext
+) -> Batch:
+    assert batch.old_logprobs is not None and batch.teacher_logprobs is not None
+    gap = on_policy_distill(batch.old_logprobs, batch.teacher_logprobs, batch.action_mask)
+    return replace(batch, advantages=gap)
+
+
+def _group_credit(batch: Batch, advantage: GroupAdvantage, context: CreditContext) -> Batch:
+    sample_of_row, first = batch.row_samples()
+    if advantage.normalize_each:
+        assert context.parts is not None, "normalize_each requires the parts of the rewards"
+        parts, ids = context.parts, batch.group_ids[first]
+        shaped = gdpo(parts.scores, parts.weights, ids, eps=advantage.eps)
     else:
-        advantages = return_to_go(rewards, mask, gamma=advantage.gamma, turns=turns)
-    if not isinstance(advantage, GroupAdvantage) and advantage.whiten:
-        advantages = whiten(advantages, mask)
-    return replace(batch, advantages=time.flat(advantages), returns=returns)
+        lengths = _action_counts(batch)[first]
+        shaped = _shaped(batch, advantage.kind, eps=advantage.eps, lengths=lengths)
+    if advantage.kind in OF_TOTALS and context.kl is None:
+        of_row = shaped[sample_of_row]
+        advantages = torch.where(batch.action_mask, of_row[batch.row_ids], 0.0)
+        return replace(batch, advantages=advantages)
+    time = _Timeline.of(batch)
+    rewards, mask = _on_tokens(batch, time, shaped, context, turn_rewards=None)
+    advantages = return_to_go(rewards, mask, gamma=advantage.gamma)
+    return replace(batch, advantages=time.flat(advantages))
+
+
+def _reinforce_credit(batch: Batch, advantage: ReinforceAdvantage, context: CreditContext) -> Batch:
+    time, shaped = _Timeline.of(batch), _shaped(batch, advantage.kind)
+    rewards, mask = _on_tokens(batch, time, shaped, context, turn_rewards=batch.turn_rewards)
+    turns = time.turns(batch) if advantage.discount == "turn" else None
+    advantages = return_to_go(rewards, mask, gamma=advantage.gamma, turns=turns)
+    advantages = whiten(advantages, mask) if advantage.whiten else advantages
+    return replace(batch, advantages=time.flat(advantages))
+
+
+def _gae_credit(batch: Batch, advantage: GaeAdvantage, context: CreditContext) -> Batch:
+    assert batch.rewards is not None and batch.values is not None
+    time, totals = _Timeline.of(batch), batch.rewards[batch.row_samples()[1]]
+    rewards, mask = _on_tokens(batch, time, totals, context, turn_rewards=batch.turn_rewards)
+    turns = time.turns(batch) if advantage.discount == "turn" else None
+    values = time.rectangle(batch.values)
+    advantages, returns = gae(
+        rewards, values, mask, gamma=advantage.gamma, lam=advantage.lam, turns=turns
+    )
+    advantages = whiten(advantages, mask) if advantage.whiten else advantages
+    return replace(batch, advantages=time.flat(advantages), returns=time.flat(returns))
+
+
+CREDIT_RULES: Mapping[str, Callable[[Batch, Any, CreditContext], Batch]] = {
+    "grpo": _group_credit,
+    "dr_grpo": _group_credit,
+    "rloo": _group_credit,
+    "opo": _group_credit,
+    "gae": _gae_credit,
+    "reinforce_pp": _reinforce_credit,
+    "reinforce_pp_baseline": _reinforce_credit,
+    "on_policy_distill": _distillation_credit,
+}
+"""``algorithm.advantage.kind`` -> rule."""
+
+
+# ---- parts of the rules --------------------------------------------------------------------------
+
+
+def _shaped(batch: Batch, kind: str, **options: Any) -> Tensor:
+    """Return the reward of every sample, minus the baseline of its group: [S]."""
+    assert batch.rewards is not None
+    first = batch.row_samples()[1]
+    shaped: Tensor = ADVANTAGES[kind](batch.rewards[first], batch.group_ids[first], **options)
+    return shaped
+
+
+def _on_tokens(
+    batch: Batch,
+    time: _Timeline,
+    totals: Tensor,
+    context: CreditContext,
+    *,
+    turn_rewards: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the reward of every token [S, T], with the KL, and the mask of action tokens.
+    ``totals`` [S]: reward of each sample."""
+    mask = time.rectangle(batch.action_mask.float()).bool()
+    of_turns = None if turn_rewards is None else time.rectangle(turn_rewards)
+    kl = None if context.kl is None else time.rectangle(context.kl)
+    return token_rewards(totals, mask, kl, context.kl_coef, turn_rewards=of_turns), mask
 
 
 @dataclass(frozen=True)
@@ -150,6 +210,11 @@ class _Timeline:
         """Return [S, T] from [M]."""
         return pad_rows(flat if self.order is None else flat[self.order], self.offsets)
 
+    def turns(self, batch: Batch) -> Tensor:
+        """Return the turn of each token [S, T]."""
+        one_turn = torch.zeros_like(batch.tokens)
+        return self.rectangle(one_turn if batch.turn_ids is None else batch.turn_ids)
+
     def flat(self, rectangle: Tensor) -> Tensor:
         """Return [M] from [S, T], 0 for tokens that are not in the rectangle."""
         found = unpad_rows(rectangle, self.offsets)
@@ -158,10 +223,11 @@ class _Timeline:
         return found.new_zeros(self.num_tokens).index_copy(0, self.order, found)
 
 
-def _check_size(batch: Batch, rewards: Tensor) -> Batch:
+def _check_size(batch: Batch) -> Batch:
     """Return the batch. Raises RewardError if rewards are so large that losses would not be
     finite."""
-    largest = _largest(rewards)
+    assert batch.rewards is not None
+    largest = _largest(batch.rewards)
     found = max(_largest(x) for x in (batch.advantages, batch.returns) if x is not None)
     if largest == math.inf or (largest > MAX_REWARD and found > MAX_REWARD):
         raise RewardError(
@@ -176,24 +242,6 @@ def _largest(values: Tensor) -> float:
     """Return the largest absolute value, ignoring NaN; 0 if there is none."""
     sizes = values.abs()[~values.isnan()]
     return float(sizes.max()) if sizes.numel() else 0.0
-
-
-def _shaped(batch: Batch, advantage: ScalarAdvantage, parts: RewardParts | None) -> Tensor:
-    """Return the reward of every sample, minus the baseline of its group: [S]."""
-    assert batch.rewards is not None
-    first = batch.row_samples()[1]
-    rewards = batch.rewards[first]
-    if isinstance(advantage, GaeAdvantage):
-        return rewards
-    options: dict[str, Any] = {}
-    if isinstance(advantage, GroupAdvantage) and advantage.normalize_each:
-        assert parts is not None, "normalize_each requires the parts of the rewards"
-        ids = batch.group_ids[first]
-        return gdpo(parts.scores, parts.weights, ids, eps=advantage.eps)
-    if isinstance(advantage, GroupAdvantage):
-        options = {"eps": advantage.eps, "lengths": _action_counts(batch)[first]}
-    shaped: Tensor = ADVANTAGES[advantage.kind](rewards, batch.group_ids[first], **options)
-    return shaped
 
 
 def _kl_in_reward(batch: Batch, config: AlgorithmConfig) -> Tensor | None:

@@ -15,11 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from burnish.config.algorithm import (
-    AlgorithmConfig,
-    GroupAdvantage,
-    OnPolicyDistillAdvantage,
-)
+from burnish.config.algorithm import AlgorithmConfig
 from burnish.driver.errors import StoppedError
 from burnish.rewards.base import RewardSet
 from burnish.types import Batch, Group, Prompt, Sample, all_equal
@@ -123,15 +119,15 @@ def reward_signal(
     advantages without a group baseline, the unit is the entire step; rewards of single turns are
     then a signal of their own. Return None if the advantage does not use rewards."""
     advantage = config.advantage
-    if isinstance(advantage, OnPolicyDistillAdvantage):
+    if not advantage.uses_rewards:
         return None
     kept = [group for group in groups if group.samples]
     own = [[sample.reward for sample in group.samples] for group in kept]
-    by_group = isinstance(advantage, GroupAdvantage) or advantage.kind == "reinforce_pp_baseline"
+    by_group = advantage.compares_groups
     units = own if by_group else [[reward for unit in own for reward in unit]]
     # A single sample has no baseline: its return is the signal.
     empty = [unit for unit in units if len(unit) > 1 and _equal_in_fp32(unit)]
-    if config.normalizes_each:
+    if advantage.normalizes_each:
         alike = [_equal_parts(group, rewards.weighted_names) for group in kept]
         empty = [unit for unit, same in zip(own, alike, strict=True) if same and len(unit) > 1]
     what = "groups whose rewards are all equal" if by_group else "steps whose rewards are all equal"

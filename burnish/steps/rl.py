@@ -133,7 +133,7 @@ def with_old_policy(batch: Batch, run: RL) -> Batch:
 
 def parts_of(groups: Sequence[Group], config: RLConfig) -> RewardParts | None:
     """Return the scores of every reward if the advantage normalizes each, otherwise None."""
-    if not config.algorithm.normalizes_each:
+    if not config.algorithm.advantage.normalizes_each:
         return None
     weights = [reward.weight for reward in config.rewards]
     return RewardParts.of(groups, dict(zip(reward_names(config.rewards), weights, strict=True)))

@@ -15,7 +15,7 @@ from burnish.config.eval_sets import eval_sections, with_sets
 from burnish.config.held_out import held_out_advice
 from burnish.config.job import SupervisedJob
 from burnish.config.model import ReferenceConfig, lora_advice, random_reference_advice
-from burnish.config.preference_losses import DpoLoss, IpoLoss, PreferenceLossConfig
+from burnish.config.preference_losses import DpoLoss, PreferenceLossConfig
 from burnish.config.reference_sync import reference_sync_advice, reference_sync_rules
 from burnish.config.roles import (
     TrainRole,
@@ -110,24 +110,24 @@ class PreferenceConfig(SupervisedJob):
         """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
         if self.eval_data is None:
             return frozenset()
-        names = KTO_METRICS if self.loss.kind == "kto" else PAIR_METRICS
+        names = PAIR_METRICS if self.loss.is_paired else KTO_METRICS
         return with_sets(names, self.eval_sets)
 
     @property
     def rows_per_item(self) -> int:
         """Number of rows per data item: 2 if KTO splits pairs, else 1."""
-        return 2 if self.loss.kind == "kto" and self.data.label_key is None else 1
+        return 1 if self.loss.is_paired or self.data.label_key is not None else 2
 
     @property
     def rows_per_unit(self) -> int:
         """Number of rows per counted unit: 2 for a pair; 1 for KTO, which counts single
         responses."""
-        return 1 if self.loss.kind == "kto" else 2
+        return 2 if self.loss.is_paired else 1
 
     @property
     def needs_reference(self) -> bool:
         """Return whether the loss measures against a reference model."""
-        return self.loss.kind not in ("simpo", "orpo")
+        return self.loss.needs_reference
 
     @property
     def holds_reference(self) -> bool:
@@ -145,14 +145,14 @@ class PreferenceConfig(SupervisedJob):
         ]
 
     def roles(self) -> tuple[TrainRole, ...]:
-        settings, kl = self.reference or PreferenceReferenceConfig(), self.loss.kind == "kto"
+        settings, kl = self.reference or PreferenceReferenceConfig(), not self.loss.is_paired
         policy = replace(
             self.trained_role("policy"),
             dropout=False,
             holds_reference=self.holds_reference,
             precomputed_reference=self.holds_reference and settings.precompute,
             estimates_kl=kl,
-            ranks_pairs=self.loss.kind in ("aot", "aot_unpaired"),
+            ranks_pairs=self.loss.ranks_pairs,
             needs_entropies=self.weight_pairs,
         )
         if not self.needs_reference or self.holds_reference:
@@ -185,7 +185,7 @@ class PreferenceConfig(SupervisedJob):
                 "reference.precompute computes log-probs of all rows before the first step, but "
                 f"{self.data.streamed[0].place} is streamed; remove precompute, or streaming"
             )
-        if kind != "kto":
+        if self.loss.is_paired:
             for name, data in sections.items():
                 yield from data.missing_pairs(name)
                 if data.label_key is not None:
@@ -200,13 +200,13 @@ class PreferenceConfig(SupervisedJob):
                 f"nll_coef={self.nll_coef:g} adds the chosen response's negative log-likelihood, "
                 "which loss=orpo already contains; remove it (loss.beta weights the other term)"
             )
-        if kind == "kto":
+        if not self.loss.is_paired:
             yield from self._kto_rules()
         yield from self._variant_rules()
 
     def _variant_rules(self) -> Iterator[str]:
         kinds = (self.loss.kind, *self.added_losses)
-        by_mean = isinstance(self.loss, DpoLoss | IpoLoss) and self.loss.mean_logprobs
+        by_mean, is_paired = self.loss.by_mean, self.loss.is_paired
         if self.added_losses and self.loss.kind not in get_args(AddedKind):
             yield (
                 f"added_losses with loss={self.loss.kind}: only losses that compare a pair with a "
@@ -231,16 +231,16 @@ class PreferenceConfig(SupervisedJob):
                 f"f_alpha={self.f_alpha:g} has no effect with f_divergence={self.f_divergence}; "
                 "remove it, or use f_divergence=alpha"
             )
-        if self.weight_pairs and self.loss.kind in ("kto", "aot", "aot_unpaired"):
+        if self.weight_pairs and (self.loss.ranks_pairs or not is_paired):
             yield (
                 f"weight_pairs with loss={self.loss.kind}, whose terms are not those of one pair; "
                 "remove it, or use a loss of pairs (dpo)"
             )
-        if self.ld_alpha != 1 and (by_mean or self.loss.kind in ("simpo", "orpo", "kto")):
+        if self.ld_alpha != 1 and (by_mean or not is_paired):
             yield (
                 f"ld_alpha={self.ld_alpha:g} weighs the surplus of the longer response in a sum of "
                 f"log-probs, but loss={self.loss.kind} "
-                + ("has no pairs" if self.loss.kind == "kto" else "uses means per token")
+                + ("uses means per token" if is_paired else "has no pairs")
                 + "; remove ld_alpha, or use a loss of sums (dpo)"
             )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -13,7 +13,22 @@ PairKind = Literal["hinge", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "ap
 """Preference losses without an option of their own besides beta."""
 
 
-class DpoLoss(Node):
+class _Loss(Node):
+    """Facts of a loss that the job and its rules ask for."""
+
+    is_paired: ClassVar[bool] = True
+    """False for a loss of single responses with labels."""
+    needs_reference: ClassVar[bool] = True
+    ranks_pairs: ClassVar[bool] = False
+    """True if it compares log-ratios of equal rank in the step, instead of those of one pair."""
+
+    @property
+    def by_mean(self) -> bool:
+        """Return whether it takes mean log-probs per token instead of sums."""
+        return False
+
+
+class DpoLoss(_Loss):
     """Direct preference optimization (arXiv 2305.18290)."""
 
     kind: Literal["dpo"] = "dpo"
@@ -22,8 +37,12 @@ class DpoLoss(Node):
     mean_logprobs: bool = False
     """Use mean log-probs per token instead of sums (length-normalized DPO)."""
 
+    @property
+    def by_mean(self) -> bool:
+        return self.mean_logprobs
 
-class PairLoss(Node):
+
+class PairLoss(_Loss):
     """Losses of a pair and a reference whose only option is beta."""
 
     kind: PairKind
@@ -34,7 +53,7 @@ class PairLoss(Node):
     """KL weight of the implicit reward. Larger values keep the policy closer to the reference."""
 
 
-class NoisyPairLoss(Node):
+class NoisyPairLoss(_Loss):
     """DPO for noisy labels (https://ericmitchell.ai/cdpo.pdf, arXiv 2403.00409)."""
 
     kind: Literal["cdpo", "robust"]
@@ -46,7 +65,7 @@ class NoisyPairLoss(Node):
     """Probability that a pair's label is wrong."""
 
 
-class ExoLoss(Node):
+class ExoLoss(_Loss):
     """Efficient exact optimization (arXiv 2402.00856)."""
 
     kind: Literal["exo_pair"]
@@ -56,9 +75,11 @@ class ExoLoss(Node):
     """Probability that a pair's label is wrong. Above 0: the loss divides by it."""
 
 
-class AotLoss(Node):
+class AotLoss(_Loss):
     """Alignment by optimal transport: compares the distributions of a step rank by rank (arXiv
     2406.05882)."""
+
+    ranks_pairs: ClassVar[bool] = True
 
     kind: Literal["aot", "aot_unpaired"]
     """aot: the gaps of the policy and of the reference. aot_unpaired: the log-ratios of chosen and
@@ -69,7 +90,7 @@ class AotLoss(Node):
     """Probability that a comparison of equal rank is wrong."""
 
 
-class DiscopopLoss(Node):
+class DiscopopLoss(_Loss):
     """DiscoPOP, a mixture of the logistic and the exponential loss (arXiv 2406.08414)."""
 
     kind: Literal["discopop"]
@@ -80,7 +101,7 @@ class DiscopopLoss(Node):
     gap of log-ratios."""
 
 
-class IpoLoss(Node):
+class IpoLoss(_Loss):
     """Identity preference optimization (arXiv 2310.12036)."""
 
     kind: Literal["ipo"]
@@ -89,10 +110,16 @@ class IpoLoss(Node):
     mean_logprobs: bool = False
     """Use mean log-probs per token instead of sums, as in some other libraries."""
 
+    @property
+    def by_mean(self) -> bool:
+        return self.mean_logprobs
 
-class SimpoLoss(Node):
+
+class SimpoLoss(_Loss):
     """Simple preference optimization: mean log-probs and a margin, no reference model (arXiv
     2405.14734)."""
+
+    needs_reference: ClassVar[bool] = False
 
     kind: Literal["simpo"]
     beta: float = Field(2.0, gt=0)
@@ -100,18 +127,30 @@ class SimpoLoss(Node):
     gamma: float = Field(1.0, ge=0)
     """Margin of the chosen response over the rejected one."""
 
+    @property
+    def by_mean(self) -> bool:
+        return True
 
-class OrpoLoss(Node):
+
+class OrpoLoss(_Loss):
     """Odds-ratio preference optimization: the chosen response's language-model loss plus a penalty,
     no reference model (arXiv 2403.07691)."""
+
+    needs_reference: ClassVar[bool] = False
 
     kind: Literal["orpo"]
     beta: float = Field(0.1, gt=0)
     """Weight of the odds-ratio term (the paper's lambda)."""
 
+    @property
+    def by_mean(self) -> bool:
+        return True
 
-class KtoLoss(Node):
+
+class KtoLoss(_Loss):
     """Kahneman-Tversky optimization of single labeled responses (arXiv 2402.01306)."""
+
+    is_paired: ClassVar[bool] = False
 
     kind: Literal["kto"]
     beta: float = Field(0.1, gt=0)

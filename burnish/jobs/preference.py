@@ -25,13 +25,7 @@ from burnish.algorithms.pair_ratios import (
 from burnish.algorithms.preference import mismatched_kl
 from burnish.algorithms.reduce import sum_by_row
 from burnish.config import PreferenceConfig
-from burnish.config.preference_losses import (
-    AotLoss,
-    DpoLoss,
-    IpoLoss,
-    KtoLoss,
-    PreferenceLossConfig,
-)
+from burnish.config.preference_losses import PreferenceLossConfig
 from burnish.data.batches import BatchStream, load_batch
 from burnish.data.preferences.config import PreferenceDataConfig
 from burnish.data.preferences.unpaired import SplitPairsStream, load_unpaired, mismatched_pairs
@@ -56,8 +50,6 @@ from burnish.types import Batch, Stats
 
 log = logging.getLogger("burnish")
 
-WITHOUT_REFERENCE = frozenset({"simpo", "orpo"})
-
 Prepare = Callable[[Batch], Batch]
 
 Terms = Sequence[tuple[PreferenceLossConfig, float]]
@@ -81,14 +73,14 @@ def preference_objective(
 ) -> Loss:
     """Return the loss of a recipe, plus the ``added`` ones, as a mean over all pairs (KTO:
     responses) of the step. ``options``: those of :class:`PairOptions`."""
-    if isinstance(config, KtoLoss):
+    if not config.is_paired:
         return _kto_objective(config)
     return _pair_objective([(config, 1.0), *added], PairOptions(**options))
 
 
 def _pair_objective(terms: Terms, options: PairOptions) -> Loss:
     losses_of = [(_pair_loss(config, options), weight) for config, weight in terms]
-    beta, by_mean = terms[0][0].beta, _by_mean(terms[0][0])
+    beta, by_mean = terms[0][0].beta, terms[0][0].by_mean
 
     def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
         plain, counts = _sums(outputs.logprobs, batch)
@@ -127,24 +119,18 @@ class Sides(NamedTuple):
     """Log-ratios of the same rank (AOT)."""
 
 
-def _by_mean(config: PreferenceLossConfig) -> bool:
-    """Return whether the loss takes means over the response."""
-    own = isinstance(config, DpoLoss | IpoLoss) and config.mean_logprobs
-    return own or config.kind in WITHOUT_REFERENCE
-
-
 def _pair_loss(config: PreferenceLossConfig, options: PairOptions) -> Callable[[Sides], Tensor]:
     """Return the function that computes one loss of every pair, [N / 2]."""
     keywords = config.model_dump(exclude={"kind", "mean_logprobs"})
-    function, by_mean = partial(PREFERENCE_LOSSES[config.kind], **keywords), _by_mean(config)
+    function = partial(PREFERENCE_LOSSES[config.kind], **keywords)
 
     def loss(sides: Sides) -> Tensor:
         policy, reference, counts, matched = sides
-        if by_mean:
+        if config.by_mean:
             policy, reference = policy / counts, reference / counts
-        if config.kind in WITHOUT_REFERENCE:
+        if not config.needs_reference:
             return function(policy[0::2], policy[1::2])
-        if isinstance(config, AotLoss):
+        if config.ranks_pairs:
             assert matched is not None, "AOT requires matched log-ratios"
             here = matched.to(policy.device)
             if config.kind == "aot":
@@ -177,7 +163,7 @@ def _pair_stats(rewards: Tensor, sums: Tensor, nll: Tensor) -> Stats:
     )
 
 
-def _kto_objective(config: KtoLoss) -> Loss:
+def _kto_objective(config: PreferenceLossConfig) -> Loss:
     options = config.model_dump(exclude={"kind"})
 
     def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
@@ -221,27 +207,27 @@ def preparation(
             batch = replace(batch, pair_terms=entropies / counts)
         if reference is None:
             return batch
-        if isinstance(config, KtoLoss):
+        if not config.is_paired:
             others = mismatched_pairs(batch, max_len=max_len)
             sums = (_sums(x.logprobs(others), others)[0] for x in (policy, reference))
             batch = replace(batch, kl_estimate=float(mismatched_kl(*sums)))
         batch = replace(batch, ref_logprobs=reference.logprobs(batch))
-        if isinstance(config, AotLoss):
+        if config.ranks_pairs:
             batch = replace(
-                batch, pair_terms=_matched(config, policy.logprobs(batch), batch, ld_alpha)
+                batch, pair_terms=_matched(config.kind, policy.logprobs(batch), batch, ld_alpha)
             )
         return batch
 
     return prepare
 
 
-def _matched(config: AotLoss, logprobs: Tensor, batch: Batch, ld_alpha: float) -> Tensor:
+def _matched(kind: str, logprobs: Tensor, batch: Batch, ld_alpha: float) -> Tensor:
     """Return [N] the log-ratio of the same rank in the entire batch. aot: the reference's gap, for
     the policy's gap of each pair. aot_unpaired: the rejected response's log-ratio for each chosen
     one, and the reverse."""
     both = (_sums(x, batch, ld_alpha)[0].cpu() for x in (logprobs, batch.ref_logprobs))
     policy, reference = both
-    if config.kind == "aot":
+    if kind == "aot":
         gaps, of_reference = (x[0::2] - x[1::2] for x in (policy, reference))
         return of_equal_rank(gaps, of_reference).repeat_interleave(2)
     chosen, rejected = (policy - reference)[0::2], (policy - reference)[1::2]
@@ -275,7 +261,7 @@ def _sums(logprobs: Tensor | None, batch: Batch, ld_alpha: float = 1.0) -> tuple
 
 def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) -> Supervised:
     """Return the components of a preference run."""
-    kto = isinstance(config.loss, KtoLoss)
+    kto = not config.loss.is_paired
     data = within_positions(config.data, config.model)
     others = held_out_sets(config.eval_data, config.eval_sets, config.model)
     load = load_unpaired if kto else load_batch
@@ -346,8 +332,8 @@ def _preference_engines(
     """Return the reference and the policy. If ``rows`` is not None, the reference is a cache of its
     log-probs of them. A separate reference model is released before the policy is created if only
     its log-probs are needed."""
-    kto = isinstance(config.loss, KtoLoss)
-    in_every_step = isinstance(config.loss, KtoLoss | AotLoss)  # others: only in evaluation
+    kto = not config.loss.is_paired
+    in_every_step = kto or config.loss.ranks_pairs  # others: only in evaluation
     spans = {"forward_backward": "train", "optim_step": "optim"}
     spans["entropies"] = "logprobs"
     spans["logprobs"] = "logprobs" if in_every_step else "eval"

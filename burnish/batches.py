@@ -90,8 +90,8 @@ def _kept_ids(rows: Sequence[TokenRow | Sample], batch: Batch) -> Tensor | None:
     action token lacks them, although another one has them."""
     if not any(row.kept_ids for row in rows):
         return None
-    kept = [_kept_of(row) for row in rows]
-    counts = torch.from_numpy(np.concatenate([lists.counts for lists in kept]))
+    kept_of_rows = [_kept_of(row) for row in rows]
+    counts = torch.from_numpy(np.concatenate([lists.counts for lists in kept_of_rows]))
     if bool((batch.action_mask & (counts == 0)).any()):
         raise ValueError(
             "some action tokens have the ids that top-k and top-p kept and others do not, so their "
@@ -100,15 +100,17 @@ def _kept_ids(rows: Sequence[TokenRow | Sample], batch: Batch) -> Tensor | None:
         )
     placed = torch.full((len(counts), int(counts.max())), -1, dtype=torch.int32)
     filled = torch.arange(placed.shape[1]) < counts[:, None]
-    placed[filled] = torch.from_numpy(concatenated([lists.flat for lists in kept], np.int32))
+    placed[filled] = torch.from_numpy(
+        concatenated([lists.flat for lists in kept_of_rows], np.int32)
+    )
     return placed
 
 
 def _kept_of(row: TokenRow | Sample) -> IntLists:
     """Return the kept ids of each token of a row; those of the prompt have none."""
-    given = IntLists(row.kept_ids)
-    counts = given.counts if given else repeat(0, len(row.response_ids))
-    return IntLists.split(given.flat, chain(repeat(0, len(row.prompt_ids)), counts))
+    kept_ids = IntLists(row.kept_ids)
+    counts = kept_ids.counts if kept_ids else repeat(0, len(row.response_ids))
+    return IntLists.split(kept_ids.flat, chain(repeat(0, len(row.prompt_ids)), counts))
 
 
 def _with_ages(
@@ -121,15 +123,15 @@ def _with_ages(
     flat = torch.from_numpy(_after_prompts(rows, "versions", np.int64, of_prompts=0))
     sampled_by = flat[batch.action_mask]
     lowest = int(sampled_by.min()) if sampled_by.numel() else 0
-    found = sorted({int(i) + lowest for i in torch.bincount(sampled_by - lowest).nonzero()})
-    unknown = [version for version in found if version not in ages]
+    versions = sorted({int(i) + lowest for i in torch.bincount(sampled_by - lowest).nonzero()})
+    unknown = [version for version in versions if version not in ages]
     if unknown:
         raise ValueError(
             f"a token was sampled by policy version {unknown[0]}, but ages has only the versions "
             f"{sorted(ages)}; pass an age for every version of the groups"
         )
-    table = torch.zeros(found[-1] - lowest + 1 if found else 1, dtype=torch.int64)
-    for version in found:
+    table = torch.zeros(versions[-1] - lowest + 1 if versions else 1, dtype=torch.int64)
+    for version in versions:
         table[version - lowest] = ages[version]
     placed = torch.zeros_like(batch.tokens)
     placed[batch.action_mask] = table[sampled_by - lowest]
@@ -148,13 +150,13 @@ def _check_turns(sample: Sample) -> None:
                 f"row {i} of {name}: turns must have one entry per response token, at least 0 "
                 "where action_mask is true and -1 elsewhere"
             )
-        found = {turn for turn, _ in IntRuns(row.turns).runs() if turn >= 0}
-        if found & seen:
+        turns = {turn for turn, _ in IntRuns(row.turns).runs() if turn >= 0}
+        if turns & seen:
             raise ValueError(
-                f"{name} has turn {min(found & seen)} in two rows, so its tokens would be trained "
+                f"{name} has turn {min(turns & seen)} in two rows, so its tokens would be trained "
                 "twice; mask them in one of the rows"
             )
-        seen |= found
+        seen |= turns
     lost = [turn for turn, reward in enumerate(sample.turn_rewards) if reward and turn not in seen]
     if lost:
         raise ValueError(
@@ -170,13 +172,13 @@ def _placed(turn_rewards: Sequence[Sequence[float]], batch: Batch) -> Tensor:
     actions = batch.action_mask.nonzero()[:, 0]
     samples, turns = batch.token_samples[actions], batch.turn_ids[actions]
     width = max(map(len, turn_rewards))
-    given = turns < width
-    place = samples[given] * width + turns[given]
+    is_turn = turns < width
+    place = samples[is_turn] * width + turns[is_turn]
     last = torch.full((len(turn_rewards) * width,), -1, dtype=torch.int64)
-    last.scatter_reduce_(0, place, actions[given], "amax")
+    last.scatter_reduce_(0, place, actions[is_turn], "amax")
     placed = torch.zeros(batch.tokens.numel())
     for sample, rewards in enumerate(turn_rewards):
         begin = sample * width
-        found = last[begin : begin + len(rewards)]
-        placed[found[found >= 0]] = torch.tensor(rewards)[found >= 0]
+        positions = last[begin : begin + len(rewards)]
+        placed[positions[positions >= 0]] = torch.tensor(rewards)[positions >= 0]
     return placed

@@ -157,9 +157,9 @@ class _Array(Compact[N]):
 
     @classmethod
     def _of(cls, *parts: Any) -> Self:
-        made = object.__new__(cls)
-        (made._items,) = parts
-        return made
+        instance = object.__new__(cls)
+        (instance._items,) = parts
+        return instance
 
     def _parts(self) -> tuple[Any, ...]:
         return (self._items,)
@@ -185,9 +185,9 @@ class _Array(Compact[N]):
         return self._items[index]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        found = np.asarray(self._items)
-        found.flags.writeable = False
-        return np.array(found, dtype=dtype, copy=copy)
+        values = np.asarray(self._items)
+        values.flags.writeable = False
+        return np.array(values, dtype=dtype, copy=copy)
 
     def _joined(self, other: Self) -> Self:
         mine, others = self._items, other._items
@@ -214,13 +214,13 @@ class FloatArray(_Array[float]):
 
     @classmethod
     def _packed(cls, values: Iterable[Any]) -> Self:
-        given = values if isinstance(values, np.ndarray) else array("d", values)
-        wide = np.asarray(given, dtype=np.float64)
+        doubles = values if isinstance(values, np.ndarray) else array("d", values)
+        wide = np.asarray(doubles, dtype=np.float64)
         with np.errstate(over="ignore"):
             small = wide.astype(np.float32)
         same = np.array_equal(small.astype(np.float64).view(np.int64), wide.view(np.int64))
-        found = array("f", small.tobytes()) if same else array("d", wide.tobytes())
-        return cls._of(_trimmed(found))
+        packed = array("f", small.tobytes()) if same else array("d", wide.tobytes())
+        return cls._of(_trimmed(packed))
 
     def _equals(self, other: Self) -> bool:
         return np.array_equal(np.asarray(self), np.asarray(other), equal_nan=True)
@@ -232,11 +232,11 @@ class FloatArray(_Array[float]):
 def _int_array(values: Iterable[Any]) -> array[int]:
     if isinstance(values, np.ndarray) and values.dtype == np.int32:
         return _trimmed(array("i", values.tobytes()))
-    given = values if isinstance(values, (list, tuple)) else [*values]
+    items = values if isinstance(values, (list, tuple)) else [*values]
     try:
-        return array("i", given)
+        return array("i", items)
     except OverflowError:
-        return array("q", given)
+        return array("q", items)
 
 
 def _counts(ends: array[int]) -> np.ndarray[Any, Any]:
@@ -260,9 +260,9 @@ class _Runs(Compact[B]):
 
     @classmethod
     def _of(cls, *parts: Any) -> Self:
-        made = object.__new__(cls)
-        made._values, made._ends = parts
-        return made
+        instance = object.__new__(cls)
+        instance._values, instance._ends = parts
+        return instance
 
     def _parts(self) -> tuple[Any, ...]:
         return self._values, self._ends
@@ -319,7 +319,7 @@ class _Runs(Compact[B]):
 
     def count(self, value: object) -> int:
         """Return the number of elements that equal ``value``."""
-        return sum(count for found, count in self.runs() if found == value)
+        return sum(count for run_value, count in self.runs() if run_value == value)
 
     @overload
     def __getitem__(self, index: int) -> B: ...
@@ -365,8 +365,8 @@ class BoolRuns(_Runs[bool]):
 
     @classmethod
     def _packed(cls, values: Iterable[Any]) -> Self:
-        given = values.astype(np.bool_) if isinstance(values, np.ndarray) else map(bool, values)
-        return super()._packed(given)
+        booleans = values.astype(np.bool_) if isinstance(values, np.ndarray) else map(bool, values)
+        return super()._packed(booleans)
 
     @classmethod
     def _narrow(cls, values: list[bool]) -> array[int]:
@@ -390,9 +390,9 @@ class IntLists(Compact[IntArray]):
 
     @classmethod
     def _of(cls, *parts: Any) -> Self:
-        made = object.__new__(cls)
-        made.flat, made._ends = parts
-        return made
+        instance = object.__new__(cls)
+        instance.flat, instance._ends = parts
+        return instance
 
     def _parts(self) -> tuple[Any, ...]:
         return self.flat, self._ends

@@ -90,12 +90,12 @@ def secret_texts(node: Any) -> set[str]:
     >>> sorted(secret_texts({"api_key": "abcdefgh", "urls": ["http://h/p?key=12345678"]}))
     ['12345678', 'abcdefgh', 'key=12345678']
     """
-    found: set[str] = set()
-    _hidden(node, found)
-    parts = {part for text in found for part in re.split("[&;]", text)}
+    secrets: set[str] = set()
+    _hidden(node, secrets)
+    parts = {part for text in secrets for part in re.split("[&;]", text)}
     values = {value for part in parts for _, _, value in [part.partition("=")] if value}
-    found |= parts | {match["secret"] for text in found for match in _SCHEME.finditer(text)}
-    return {text for text in found | values if len(text) >= _MIN_HIDDEN}
+    secrets |= parts | {match["secret"] for text in secrets for match in _SCHEME.finditer(text)}
+    return {text for text in secrets | values if len(text) >= _MIN_HIDDEN}
 
 
 def without_texts(text: str, hidden: Iterable[str]) -> str:
@@ -105,23 +105,23 @@ def without_texts(text: str, hidden: Iterable[str]) -> str:
     return _text(text, set())
 
 
-def _hidden(node: Any, found: set[str]) -> Any:
-    """Return ``node`` with its secrets replaced, and add them to ``found``."""
+def _hidden(node: Any, secrets: set[str]) -> Any:
+    """Return ``node`` with its secrets replaced, and add them to ``secrets``."""
     if isinstance(node, dict):
-        return {key: _value(str(key), value, found) for key, value in node.items()}
+        return {key: _value(str(key), value, secrets) for key, value in node.items()}
     if isinstance(node, list | tuple):
         pairs = zip([None, *node], node, strict=False)
-        return [_argument(value, previous, found) for previous, value in pairs]
-    return _text(node, found) if isinstance(node, str) else node
+        return [_argument(value, previous, secrets) for previous, value in pairs]
+    return _text(node, secrets) if isinstance(node, str) else node
 
 
-def _text(text: str, found: set[str]) -> str:
+def _text(text: str, secrets: set[str]) -> str:
     """Return a text with the secrets in it replaced."""
 
     def hide(match: re.Match[str]) -> str:
         if match.re is _ASSIGNMENT and not is_secret(match["name"]):
             return match[0]
-        found.add(match["secret"])
+        secrets.add(match["secret"])
         return match[0].replace(match["secret"], "***")
 
     for pattern in (_QUERY, _OPTION, _SCHEME, _TOKEN, _ASSIGNMENT):
@@ -129,36 +129,36 @@ def _text(text: str, found: set[str]) -> str:
     return without_secrets(text)
 
 
-def _all_of(value: Any, found: set[str]) -> Any:
+def _all_of(value: Any, secrets: set[str]) -> Any:
     """Replace every text in ``value``, which is secret."""
     if isinstance(value, dict):
-        return {key: _all_of(each, found) for key, each in value.items()}
+        return {key: _all_of(each, secrets) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_all_of(each, found) for each in value]
+        return [_all_of(each, secrets) for each in value]
     if value is not None and not isinstance(value, bool):
-        found.add(str(value))
+        secrets.add(str(value))
     return "***"
 
 
-def _value(key: str, value: Any, found: set[str]) -> Any:
+def _value(key: str, value: Any, secrets: set[str]) -> Any:
     if key.lower() in ("env", "headers", "environ") and isinstance(value, dict | list):
-        return _all_of(value, found)
+        return _all_of(value, secrets)
     if isinstance(value, str) and value and _is_secret_key(key, value):
-        return _all_of(value, found)
-    return _hidden(value, found)
+        return _all_of(value, secrets)
+    return _hidden(value, secrets)
 
 
-def _argument(value: Any, previous: Any, found: set[str]) -> Any:
+def _argument(value: Any, previous: Any, secrets: set[str]) -> Any:
     """Return an entry of a list, which may be an argument of the option before it."""
     if not isinstance(value, str):
-        return _hidden(value, found)
+        return _hidden(value, secrets)
     if isinstance(previous, str) and re.fullmatch(r"--?[\w-]+", previous) and _names(previous):
-        return _all_of(value, found)
+        return _all_of(value, secrets)
     match = _SETTING.fullmatch(value)
     if match is not None and _names(match["name"]):
-        found.update((match["value"], *match["value"].split()[:1]))
+        secrets.update((match["value"], *match["value"].split()[:1]))
         return f"{match['name']}{match['sign']}***"
-    return _hidden(value, found)
+    return _hidden(value, secrets)
 
 
 def _is_secret_key(key: str, value: str) -> bool:
@@ -171,5 +171,9 @@ def _is_secret_key(key: str, value: str) -> bool:
 def _names(key: str) -> set[str]:
     """Return the words of a key that name a secret; none if it names an environment variable."""
     words = set(re.split(r"[^a-z]+", key.lower()))
-    found = words & {*_WORDS, "token", "key"}
-    return set() if "env" in words else found | ({"api key"} if words >= {"api", "key"} else set())
+    suspicious = words & {*_WORDS, "token", "key"}
+    return (
+        set()
+        if "env" in words
+        else suspicious | ({"api key"} if words >= {"api", "key"} else set())
+    )

@@ -160,10 +160,10 @@ class RankGroup:
             return [tensor] * self.size
         from torch.distributed import all_gather
 
-        own = tensor.detach().to(self._device()).contiguous()
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        all_gather(found, own, group=self.group)
-        return [t.to(tensor.device) for t in found]
+        local = tensor.detach().to(self._device()).contiguous()
+        gathered = [torch.empty_like(local) for _ in range(self.size)]
+        all_gather(gathered, local, group=self.group)
+        return [t.to(tensor.device) for t in gathered]
 
     def sum_stats(self, stats: Stats) -> Stats:
         """Return the statistics of all ranks as plain numbers: means and sums are added, maxima
@@ -245,7 +245,7 @@ def _check_same_names(by_rank: Sequence[Stats]) -> None:
         {f"{kind} {name}" for kind, mapping in _kinds(stats) for name in mapping}
         for stats in by_rank
     ]
-    measured = [rank for rank, own in enumerate(names) if own]
+    measured = [rank for rank, names_of_rank in enumerate(names) if names_of_rank]
     for rank in measured[1:]:
         first = measured[0]
         if names[rank] != names[first]:

@@ -173,9 +173,9 @@ class Checkpointing:
                 raise
             problem = CheckpointError(str(error))
             problem.__cause__ = error
-        found = [text for text in self.ranks.gather(problem and str(problem)) if text]
-        if found:
-            raise CheckpointError(found[0]) from problem
+        problems = [text for text in self.ranks.gather(problem and str(problem)) if text]
+        if problems:
+            raise CheckpointError(problems[0]) from problem
         return result  # type: ignore[return-value]
 
     def try_finish(self) -> None:

@@ -30,15 +30,15 @@ def check_same_rows(config: TrainingJob, run_dir: Path, *, resumed: bool, force:
     if resumed and file.is_file():
         then = _saved(file)
         changed = [source for source in then if source in now and then[source] != now[source]]
-        what = f"the rows of {', '.join(changed)} changed since the run {run_dir} was started"
+        change = f"the rows of {', '.join(changed)} changed since the run {run_dir} was started"
         if changed and not force:
             raise RunError(
-                f"{what}, so a resumed run would train or evaluate other rows than it counted; "
+                f"{change}, so a resumed run would train or evaluate other rows than it counted; "
                 "restore the files, start a new run, or continue with the new rows with --force "
                 "(burnish.run: force=True)"
             )
         if changed:
-            log.warning("%s; the run continues with the new rows (--force)", what)
+            log.warning("%s; the run continues with the new rows (--force)", change)
     write_text(file, json.dumps(now, indent=1) + "\n")
 
 

@@ -39,12 +39,12 @@ class MemoryMonitor:
 
     def metrics(self) -> dict[str, float]:
         """Return ``memory/<phase>/...`` since the last call."""
-        found = [] if self.runtime is None else self.runtime.peaks()
-        for process in found:
+        peaks = [] if self.runtime is None else self.runtime.peaks()
+        for process in peaks:
             for phase, peak in process.phases.items():
                 key = (process.role, phase, process.rank)
                 self._most[key] = peak | self._most[key] if key in self._most else peak
-        return peak_metrics(found)
+        return peak_metrics(peaks)
 
     def lines(self) -> list[PlanVsActual]:
         """Return planned and measured memory of all phases so far."""

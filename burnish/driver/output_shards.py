@@ -117,11 +117,11 @@ class OutputShards:
 
     def totals(self) -> dict[str, float]:
         """Return the sums over all parts: prompts, rows, dropped items, and ``sums``."""
-        found: dict[str, float] = {"prompts": 0, "rows": 0}
+        totals: dict[str, float] = {"prompts": 0, "rows": 0}
         for info in self.done:
             more = {"prompts": info.prompts, "rows": info.rows, **info.dropped, **info.sums}
-            found |= {name: found.get(name, 0) + value for name, value in more.items()}
-        return found
+            totals |= {name: totals.get(name, 0) + value for name, value in more.items()}
+        return totals
 
     def remove(self) -> None:
         """Delete all parts, whose rows are in the output by then."""

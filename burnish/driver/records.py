@@ -121,8 +121,8 @@ def read_rollout(run_dir: Path, step: int, *, vocab_size: int | None = None) -> 
 
 def rollout_folders(run_dir: Path) -> dict[int, Path]:
     """Return step -> folder of each recorded rollout, oldest step first."""
-    found = ((_STEP.fullmatch(p.name), p) for p in (run_dir / ROLLOUTS_DIR).glob("step_*"))
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+    matches = ((_STEP.fullmatch(p.name), p) for p in (run_dir / ROLLOUTS_DIR).glob("step_*"))
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def facts_of(config: RLConfig) -> dict[str, Any]:
@@ -172,12 +172,14 @@ def _from_plain(plain: Mapping[str, Any], vocab_size: int | None) -> Recorded:
     if not plain["samples"]["action_mask"].any():
         raise ValueError("no token of any row is an action token, so there is nothing to train")
     groups = []
-    for number, own in enumerate(plain["prompts"]):
-        fields = {k: v for k, v in own.items() if k not in ("token_ids", "samples")}
-        prompt = Prompt(**fields, token_ids=tuple(own["token_ids"]))
-        members = tuple(islice(samples, own["samples"]))
-        if len(members) != own["samples"]:
-            raise ValueError(f"prompt {number} has {len(members)} of {own['samples']} samples")
+    for number, plain_prompt in enumerate(plain["prompts"]):
+        fields = {k: v for k, v in plain_prompt.items() if k not in ("token_ids", "samples")}
+        prompt = Prompt(**fields, token_ids=tuple(plain_prompt["token_ids"]))
+        members = tuple(islice(samples, plain_prompt["samples"]))
+        if len(members) != plain_prompt["samples"]:
+            raise ValueError(
+                f"prompt {number} has {len(members)} of {plain_prompt['samples']} samples"
+            )
         groups.append(Group(number, prompt, members))
     if next(samples, None) is not None:
         raise ValueError("it has more samples than its prompts count")
@@ -233,8 +235,8 @@ def _group_ages(rollout: Rollout) -> list[int]:
 
 def _sampled_by(row: TokenRow) -> list[int]:
     """Return the versions that sampled the action tokens of a row."""
-    found: list[int] = np.unique(np.asarray(row.versions)[np.asarray(row.action_mask)]).tolist()
-    return found
+    versions: list[int] = np.unique(np.asarray(row.versions)[np.asarray(row.action_mask)]).tolist()
+    return versions
 
 
 def read_group_log(run_dir: Path) -> list[dict[str, Any]]:
@@ -275,5 +277,5 @@ def drop_records_after(run_dir: Path, step: int) -> None:
         shutil.rmtree(scratch)
     path = run_dir / GROUPS_FILE
     if path.is_file():
-        kept = [line for line in read_group_log(run_dir) if line["step"] <= step]
-        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        lines = [line for line in read_group_log(run_dir) if line["step"] <= step]
+        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))

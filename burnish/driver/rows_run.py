@@ -346,14 +346,14 @@ def sums_of(groups: Sequence[Group]) -> dict[str, float]:
     scored."""
     samples = [s for group in groups for s in group.samples]
     scored = [s.reward for s in samples if s.reward_parts]
-    found: dict[str, float] = {
+    sums: dict[str, float] = {
         "samples": len(samples),
         "tokens": sum(s.num_sampled_tokens for s in samples),
         "truncated": sum(s.finish_reason != "stop" for s in samples),
     }
     if scored:
-        found |= {"scored": len(scored), "reward": math.fsum(scored)}
-    return found
+        sums |= {"scored": len(scored), "reward": math.fsum(scored)}
+    return sums
 
 
 R = TypeVar("R", bound=RowsJob)

@@ -160,8 +160,8 @@ def decay_groups(trained: Sequence[Trained], weight_decay: float) -> list[dict[s
 def embedding_names(model: nn.Module) -> set[str]:
     """Return the names of the parameters of embedding tables."""
     return {
-        f"{name}.{own}" if name else own
+        f"{name}.{own_name}" if name else own_name
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding)
-        for own, _ in module.named_parameters(recurse=False)
+        for own_name, _ in module.named_parameters(recurse=False)
     }

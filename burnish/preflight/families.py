@@ -29,10 +29,10 @@ def check_families(config: JobConfig, *, download: bool) -> list[str]:
         if model.scratch is not None:  # a Llama, covered by the tests
             continue
         sampled = model == config.model and _samples_locally(config)
-        found = find_support(model, sampled=sampled, download=download)
-        if found is None:
+        family = find_support(model, sampled=sampled, download=download)
+        if family is None:
             continue
-        support, decoding = found
+        support, decoding = family
         name = model.path or "model"
         if support.refusal or (decoding is not None and decoding.decoding is None):
             from burnish.models.load import ModelError
@@ -62,13 +62,13 @@ def find_support(
         from burnish.preflight.ranks import config_of
         from burnish.rollout.local.decoding import decoding_support
 
-        found = config_of(model, download=download)
-        if found is None:
+        family_config = config_of(model, download=download)
+        if family_config is None:
             return None
-        support = model_support(found, trust=model.trust_remote_code)
+        support = model_support(family_config, trust=model.trust_remote_code)
         decoding = None
         if sampled and not support.refusal:
-            decoding = decoding_support(found, trust=model.trust_remote_code)
+            decoding = decoding_support(family_config, trust=model.trust_remote_code)
         for key, result in zip(keys, (support, decoding), strict=True):
             if content and result is not None and not result.refusal:
                 keep(key, result)

@@ -24,8 +24,8 @@ def check_first_weights(
     ranks = config.cluster.ranks("policy") or 1
     requests = probe_requests(size, max_len=limit, num_samples=max(NUM_SAMPLES, ranks))
     sampling = Sampling(requests[0].max_tokens or 1, rollout.temperature)
-    found = {c.request_id: c for c in engine.generate(requests, sampling)}
-    completions = [found[request.request_id] for request in requests]
+    by_request = {c.request_id: c for c in engine.generate(requests, sampling)}
+    completions = [by_request[request.request_id] for request in requests]
     if rollout.engine.sleep_between_rollouts:
         engine.sleep()
     length = len(requests[0].prompt_ids)

@@ -113,11 +113,11 @@ def _data_problems(config: JobConfig, say: Say) -> Iterator[str]:
         if section.data.validate == "off":
             say(f"{section.name}: rows are not checked (validate: off)")
             continue
-        found, cached = checked_section(section, tokenizer, say)
-        say(_summary(section, found, cached=cached))
+        scanned, cached = checked_section(section, tokenizer, say)
+        say(_summary(section, scanned, cached=cached))
         _say_shared_prompts(section, tokenizer, say)
-        if found.num_bad:
-            yield _listing(section, found)
+        if scanned.num_bad:
+            yield _listing(section, scanned)
 
 
 def _say_shared_prompts(section: Section, tokenizer: PreTrainedTokenizerBase, say: Say) -> None:
@@ -140,28 +140,28 @@ def _say_shared_prompts(section: Section, tokenizer: PreTrainedTokenizerBase, sa
         (log.warning if say == log.info else say)(text)
 
 
-def _summary(section: Section, found: Found, *, cached: bool) -> str:
-    counts = ", ".join(f"{n} {kind}" for kind, n in found.counts.items() if n) or "no problems"
+def _summary(section: Section, scanned: Found, *, cached: bool) -> str:
+    counts = ", ".join(f"{n} {kind}" for kind, n in scanned.counts.items() if n) or "no problems"
     kind = "source" if section.data.validate == "head" else "streamed source"
     limited = kind == "source" or section.data.streamed
     scope = f"first {HEAD_ROWS} rows of each {kind}, " if limited else ""
     origin = " (cached result)" if cached else ""
-    return f"{section.name}: {scope}{found.rows} rows checked, {counts}{origin}"
+    return f"{section.name}: {scope}{scanned.rows} rows checked, {counts}{origin}"
 
 
-def _listing(section: Section, found: Found) -> str:
-    if found.num_bad == 1:
+def _listing(section: Section, scanned: Found) -> str:
+    if scanned.num_bad == 1:
         skips = f"; correct or remove the row, or set {section.name}.on_bad_row=skip"
-        return found.problems[0] + (skips if found.counts["unusable"] else "")
-    kinds = ", ".join(f"{found.counts[kind]} {kind}" for kind in ERRORS if found.counts[kind])
+        return scanned.problems[0] + (skips if scanned.counts["unusable"] else "")
+    kinds = ", ".join(f"{scanned.counts[kind]} {kind}" for kind in ERRORS if scanned.counts[kind])
     ways = {
         "unusable": f"{section.name}.on_bad_row=skip for unusable rows",
         "too long": f"{section.name}.overlong=drop for long ones",
     }
-    settings = " and ".join(way for kind, way in ways.items() if found.counts[kind])
+    settings = " and ".join(way for kind, way in ways.items() if scanned.counts[kind])
     return (
-        f"{section.name}: {found.num_bad} of {found.rows} rows cannot be used ({kinds}):"
-        f"{found.by_reason()}\nCorrect or remove the rows{', or set ' * bool(settings)}{settings}"
+        f"{section.name}: {scanned.num_bad} of {scanned.rows} rows cannot be used ({kinds}):"
+        f"{scanned.by_reason()}\nCorrect or remove the rows{', or set ' * bool(settings)}{settings}"
     )
 
 
@@ -180,9 +180,9 @@ def checked_section(
     """
     states = _states(section.data)
     key = _key(section, tokenizer)
-    own = key or json.dumps(section.to_json(), sort_keys=True)
-    if own in _results and not again:
-        return _results[own], True
+    digest_key = key or json.dumps(section.to_json(), sort_keys=True)
+    if digest_key in _results and not again:
+        return _results[digest_key], True
     stored = None if key is None else recall_json("rows", key)
     if isinstance(stored, list) and len(stored) == 4:
         return Found.from_json(stored), True
@@ -191,17 +191,17 @@ def checked_section(
     spans = list(_spans(section, sources))
     num = sum(stop - start for _, start, stop in spans)
     if num >= PARALLEL_ROWS and _can_reopen(section.data) and (workers := _num_workers()) > 1:
-        found = _scan_parallel(section, spans, workers, say)
+        scanned = _scan_parallel(section, spans, workers, say)
     else:
-        found = Found()
+        scanned = Found()
         with quiet():
             for part in scan(section, tokenizer, sources, spans):
-                found.add(part)
+                scanned.add(part)
     if key is not None and states == _states(section.data):
-        store_json("rows", key, found.to_json())
+        store_json("rows", key, scanned.to_json())
     if states == _states(section.data):
-        _results[own] = found
-    return found, False
+        _results[digest_key] = scanned
+    return scanned, False
 
 
 def _spans(section: Section, sources: Sequence[Source]) -> Iterator[Span]:
@@ -226,9 +226,9 @@ def _scan_parallel(section: Section, spans: Sequence[Span], workers: int, say: S
     lock, total = threading.Lock(), sum(stop - start for _, start, stop in spans)
     shown = [0]
 
-    def finish(number: int, found: Found) -> None:
+    def finish(number: int, scanned: Found) -> None:
         with lock:
-            done[number] = found
+            done[number] = scanned
             rows = sum(part.rows for part in done.values())
             if 10 * rows // total > shown[0]:
                 shown[0] = 10 * rows // total
@@ -236,8 +236,8 @@ def _scan_parallel(section: Section, spans: Sequence[Span], workers: int, say: S
 
     def work(share: range) -> None:
         results = _worker(section, [spans[i] for i in share])
-        for number, found in zip(share, results, strict=True):
-            finish(number, found)
+        for number, scanned in zip(share, results, strict=True):
+            finish(number, scanned)
 
     with ThreadPoolExecutor(len(shares)) as pool:
         list(pool.map(work, shares))

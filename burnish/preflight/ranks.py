@@ -35,20 +35,20 @@ def check_head_divisibility(config: JobConfig, *, download: bool) -> None:
     ``download``: allow downloading a config from the hub.
     """
     for degree in parallel_degrees(config.roles()):
-        found = config_of(degree.model, download=download)
-        if found is None:
+        family_config = config_of(degree.model, download=download)
+        if family_config is None:
             continue
         try:
             if degree.kind != "rollout":
-                _require_packing(found, degree)
-            _CHECKS[degree.kind](found.get_text_config(), degree.size)
+                _require_packing(family_config, degree)
+            _CHECKS[degree.kind](family_config.get_text_config(), degree.size)
         except ModelError as error:
             raise ModelError(f"{describe(degree.model)}: {error}") from None
 
 
-def _require_packing(found: Any, degree: ParallelDegree) -> None:
+def _require_packing(family_config: Any, degree: ParallelDegree) -> None:
     setting = f"{_SETTINGS[degree.kind]}={degree.size}"
-    require_packing(found, setting, trust=degree.model.trust_remote_code)
+    require_packing(family_config, setting, trust=degree.model.trust_remote_code)
 
 
 def config_of(model: ModelConfig, *, download: bool) -> Any:

@@ -150,23 +150,23 @@ def scan(
     encoder = encoder_of(section.data, tokenizer, sources, in_episodes=section.in_episodes)
     notices = Notices()
     for number, start, stop in spans:
-        found, source = Found(rows=stop - start), sources[number]
+        scanned, source = Found(rows=stop - start), sources[number]
         for row in range(start, stop):
             ref = RowRef(source.name, row, 0)
             try:
                 fitted = fit(source, ref, encoder, section.data, notices=notices)
             except DataError as error:
                 kind = "too long" if isinstance(error, OverlongError) else "unusable"
-                found.add_problem(kind, str(error))
+                scanned.add_problem(kind, str(error))
                 continue
             if fitted.bad is not None:
-                found.add_problem("skipped", fitted.bad)
+                scanned.add_problem("skipped", fitted.bad)
                 continue
             if fitted.item is None or fitted.truncated:
-                found.counts["truncated" if fitted.truncated else "dropped"] += 1
+                scanned.counts["truncated" if fitted.truncated else "dropped"] += 1
             if problem := _label_problem(section, fitted.item):
-                found.add_problem("bad label", f"{source[row].where}: {problem}")
-        yield found
+                scanned.add_problem("bad label", f"{source[row].where}: {problem}")
+        yield scanned
 
 
 def _label_problem(section: Section, item: Any) -> str | None:
@@ -207,8 +207,8 @@ def main() -> None:
     request = json.load(sys.stdin.buffer)
     section, spans = Section.from_json(request["section"]), request["spans"]
     sources = open_rows(section.data)
-    for found in scan(section, load_tokenizer(section.model), sources, spans):
-        print(json.dumps(found.to_json()), flush=True)
+    for scanned in scan(section, load_tokenizer(section.model), sources, spans):
+        print(json.dumps(scanned.to_json()), flush=True)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def vocab_size_of(model: ModelConfig) -> int | None:
     """Return the number of tokens of a model; None if it cannot be read from its config alone."""
     if model.scratch is not None:
         return len(load_tokenizer(model))
-    found = hf_config(model)
-    text = {} if found is None else found.get_text_config().to_dict()
+    model_config = hf_config(model)
+    text = {} if model_config is None else model_config.get_text_config().to_dict()
     size = text.get("vocab_size")
     return size if isinstance(size, int) else None

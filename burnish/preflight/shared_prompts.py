@@ -19,11 +19,11 @@ def num_shared_prompts(config: DataConfig, *, limit: int | None = None) -> int:
     are not compared.
     """
     held = list(_prompts(config.model_copy(update={"part": "held_out"})))
-    wanted, found = set(held), set[bytes]()
+    held_digests, shared = set(held), set[bytes]()
     for prompt in _prompts(config.model_copy(update={"part": "train"}), limit=limit):
-        if prompt in wanted:
-            found.add(prompt)
-    return sum(prompt in found for prompt in held)
+        if prompt in held_digests:
+            shared.add(prompt)
+    return sum(prompt in shared for prompt in held)
 
 
 def _prompts(config: DataConfig, *, limit: int | None = None) -> Iterator[bytes]:

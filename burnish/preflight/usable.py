@@ -26,41 +26,43 @@ def usable_rows(config: SupervisedJob, num_rows: int | None) -> Usable:
     Rows that are left out are counted if the number of steps depends on them, or if the recipe
     checks all rows anyway.
     """
-    found = _counted(config, needed=config.counts_rows)
-    if found is not None and num_rows is not None:
-        num_rows = config.rows_per_item * _num_usable(found)
-    return Usable(num_rows, (*_left_out(found), *_two_lengths(config, num_rows)))
+    scanned = _counted(config, needed=config.counts_rows)
+    if scanned is not None and num_rows is not None:
+        num_rows = config.rows_per_item * _num_usable(scanned)
+    return Usable(num_rows, (*_left_out(scanned), *_two_lengths(config, num_rows)))
 
 
 def usable_prompts(config: RLConfig) -> Usable:
     """Return the usable prompts of the job rl, if the recipe checks all rows."""
-    found = _counted(config, needed=False)
-    return Usable() if found is None else Usable(_num_usable(found), _left_out(found))
+    scanned = _counted(config, needed=False)
+    return Usable() if scanned is None else Usable(_num_usable(scanned), _left_out(scanned))
 
 
 def count_prompts(config: RLConfig) -> int:
     """Return the number of usable prompts of the job rl. Raises DataError if they cannot be
     read."""
-    found = _counted(config, needed=True, again=True)
-    if found is not None:
-        return _num_usable(found)
+    scanned = _counted(config, needed=True, again=True)
+    if scanned is not None:
+        return _num_usable(scanned)
     num = total_rows(config.data)
     return num if num is not None else sum(len(source) for source in open_rows(config.data))
 
 
-def _num_usable(found: Found) -> int:
-    return found.rows - sum(found.counts[kind] for kind in _LEFT_OUT)
+def _num_usable(scanned: Found) -> int:
+    return scanned.rows - sum(scanned.counts[kind] for kind in _LEFT_OUT)
 
 
-def _left_out(found: Found | None) -> tuple[str, ...]:
-    if found is None or _num_usable(found) == found.rows:
+def _left_out(scanned: Found | None) -> tuple[str, ...]:
+    if scanned is None or _num_usable(scanned) == scanned.rows:
         return ()
-    usable = _num_usable(found)
-    counts = ", ".join(f"{found.counts[kind]} {kind}" for kind in _LEFT_OUT if found.counts[kind])
-    first = f"; the first skipped: {found.problems[0]}" if found.problems else ""
+    usable = _num_usable(scanned)
+    counts = ", ".join(
+        f"{scanned.counts[kind]} {kind}" for kind in _LEFT_OUT if scanned.counts[kind]
+    )
+    first = f"; the first skipped: {scanned.problems[0]}" if scanned.problems else ""
     return (
-        f"data: {found.rows - usable} of {found.rows} rows are left out ({counts}), so an epoch "
-        f"has {usable} rows{first}",
+        f"data: {scanned.rows - usable} of {scanned.rows} rows are left out ({counts}), so an "
+        f"epoch has {usable} rows{first}",
     )
 
 
@@ -87,5 +89,5 @@ def _counted(config: TrainingJob, *, needed: bool, again: bool = False) -> Found
     if not data.may_lose_rows or data.streamed or not (needed or data.validate == "all"):
         return None
     entire = replace(section, data=data.model_copy(update={"validate": "all"}))
-    found, _ = checked_section(entire, load_tokenizer(config.model), log.info, again=again)
-    return found
+    scanned, _ = checked_section(entire, load_tokenizer(config.model), log.info, again=again)
+    return scanned

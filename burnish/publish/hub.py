@@ -117,13 +117,13 @@ def _push(api: HfApi, folder: Path, destination: Destination) -> str:
         )
     if revision is not None and revision != constants.DEFAULT_REVISION:
         api.create_branch(repo, branch=revision, exist_ok=True)
-    kept = [CARD] if existing and CARD in api.list_repo_files(repo, revision=revision) else None
+    ignored = [CARD] if existing and CARD in api.list_repo_files(repo, revision=revision) else None
     api.upload_folder(
         repo_id=repo,
         folder_path=folder,
         revision=revision,
         commit_message=destination.message,
-        ignore_patterns=kept,
+        ignore_patterns=ignored,
         delete_patterns=list(WEIGHT_FILES) if existing else None,
     )
     return str(url)

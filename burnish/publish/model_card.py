@@ -86,8 +86,8 @@ def _run_and_step(checkpoint: Path) -> tuple[Path | None, int | None]:
         name = good[-1].name if good else ""
     else:
         run_dir, name = checkpoint.resolve().parent.parent, checkpoint.resolve().name
-    found = re.search(r"step_(\d+)", name)
-    step = int(found[1]) if found else None
+    match = re.search(r"step_(\d+)", name)
+    step = int(match[1]) if match else None
     return (run_dir if (run_dir / "config.yaml").is_file() else None), step
 
 
@@ -132,12 +132,12 @@ def _is_hub_name(path: str) -> bool:
 
 def _summary(recipe: Mapping[str, Any], model: str, *, step: int | None, lora: str) -> str:
     role, _, averaged = model.partition("-")
-    what = f"The moving average of the {role}" if averaged else f"The {role}"
+    subject = f"The moving average of the {role}" if averaged else f"The {role}"
     form = " (a peft adapter)" if lora == "adapter" else ""
     after = f" after step {step:,}" if step is not None else ""
     job = recipe.get("job")
     by = f" of a `{job}` run" if isinstance(job, str) else ""
-    return f"{what}{form}{by} with Burnish{after}."
+    return f"{subject}{form}{by} with Burnish{after}."
 
 
 def _data_section(recipe: Mapping[str, Any]) -> str:
@@ -154,8 +154,8 @@ def _data_section(recipe: Mapping[str, Any]) -> str:
 
 
 def _sources(recipe: Mapping[str, Any]) -> list[dict[str, Any]]:
-    found = _below(recipe, "data", "sources")
-    return [s for s in found if isinstance(s, dict)] if isinstance(found, list) else []
+    sources = _below(recipe, "data", "sources")
+    return [s for s in sources if isinstance(s, dict)] if isinstance(sources, list) else []
 
 
 def _metrics_section(lines: Lines) -> str:
@@ -178,12 +178,12 @@ def _metrics_section(lines: Lines) -> str:
 def _learning_metrics(lines: Lines) -> list[str]:
     """Return the names of the finite learning metrics, in the order of the report."""
     measured = sorted({n for line in lines for n, v in line.items() if _is_number(v)})
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for chart in CHARTS:
         if chart.section == LEARNING:
             for pattern in chart.names:
-                found |= dict.fromkeys(n for n in measured if fnmatchcase(n, pattern))
-    return list(found)
+                names |= dict.fromkeys(n for n in measured if fnmatchcase(n, pattern))
+    return list(names)
 
 
 def _points(lines: Lines, name: str) -> list[tuple[int, float]]:

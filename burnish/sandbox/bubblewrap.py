@@ -145,20 +145,20 @@ class Bubblewrap:
 
     async def check(self) -> None:
         """Run a program that tries to leave the sandbox. Raises SandboxError."""
-        memory, here = 2 * self._config.memory_bytes, os.getcwd()
+        memory, folder = 2 * self._config.memory_bytes, os.getcwd()
         paths = ["/", "/usr", "/dev", "/etc"]
-        if not Path(here).is_relative_to(WORK):  # (its name may exist in the private folder)
-            paths.append(here)
+        if not Path(folder).is_relative_to(WORK):  # (its name may exist in the private folder)
+            paths.append(folder)
         with socket.create_server(("127.0.0.1", 0)) as server:
-            given = json.dumps([server.getsockname()[1], memory, paths]).encode()
-            result = await self.run(python_program(_PROBE, stdin=given, wall_s=START_S))
+            probe_input = json.dumps([server.getsockname()[1], memory, paths]).encode()
+            result = await self.run(python_program(_PROBE, stdin=probe_input, wall_s=START_S))
         try:
             wrong = json.loads(result.stdout)
         except ValueError:
-            said = result.stderr.decode(errors="replace").strip()[-2000:]
+            stderr_text = result.stderr.decode(errors="replace").strip()[-2000:]
             raise SandboxError(
                 f"bubblewrap does not work here: a test program ended with {result.ended} "
-                f"{result.exit_code}:\n{said}\nCheck python, read_only_paths and the limits"
+                f"{result.exit_code}:\n{stderr_text}\nCheck python, read_only_paths and the limits"
             ) from None
         if wrong:
             raise SandboxError(
@@ -294,11 +294,11 @@ class _StatusPipe:
             self.begun.set()
 
     def _reports(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        reports: dict[str, Any] = {}
         for line in self._text.splitlines(keepends=True):
             if line.endswith(b"\n"):
-                found |= json.loads(line)
-        return found
+                reports |= json.loads(line)
+        return reports
 
     @property
     def exit_code(self) -> int | None:
@@ -353,15 +353,20 @@ def _high(fd: int, stack: ExitStack) -> int:
 
 
 def _failed(raw: Raw) -> SandboxError:
-    said = raw.stderr.decode(errors="replace").strip()[-2000:]
-    if any(word in said for word in ("namespace", "uid map", "RTM_NEWADDR", "pivot_root", "mount")):
-        return SandboxError(f"bubblewrap does not work here ({said}): {NAMESPACES}")
-    if "Permission denied" in said and os.geteuid() == 0:
+    stderr_text = raw.stderr.decode(errors="replace").strip()[-2000:]
+    if any(
+        word in stderr_text
+        for word in ("namespace", "uid map", "RTM_NEWADDR", "pivot_root", "mount")
+    ):
+        return SandboxError(f"bubblewrap does not work here ({stderr_text}): {NAMESPACES}")
+    if "Permission denied" in stderr_text and os.geteuid() == 0:
         return SandboxError(
-            f"bubblewrap cannot start a program ({said}). Programs run as user {NOBODY}, who must "
-            "be able to read python and read_only_paths; choose paths outside of /root"
+            f"bubblewrap cannot start a program ({stderr_text}). Programs run as user {NOBODY}, "
+            "who must be able to read python and read_only_paths; choose paths outside of /root"
         )
-    return SandboxError(f"bubblewrap cannot start a program (return code {raw.returncode}): {said}")
+    return SandboxError(
+        f"bubblewrap cannot start a program (return code {raw.returncode}): {stderr_text}"
+    )
 
 
 def _tools() -> dict[str, str]:
@@ -371,13 +376,13 @@ def _tools() -> dict[str, str]:
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise SandboxError(f"bubblewrap is not installed (no program bwrap on PATH): {INSTALL}")
-    found = {"bwrap": bwrap}
+    tools = {"bwrap": bwrap}
     for name in ("choom", "prlimit", *(["setpriv"] if os.geteuid() == 0 else [])):
         path = shutil.which(name)
         if path is None:
             raise SandboxError(f"the sandbox needs the program {name}; install util-linux 2.33+")
-        found[name] = path
-    return found
+        tools[name] = path
+    return tools
 
 
 @cache
@@ -392,13 +397,13 @@ def _folders_of(python: str) -> tuple[str, ...]:
         done = subprocess.run(
             [python, "-I", "-c", ask], capture_output=True, check=True, timeout=START_S
         )
-        found = json.loads(done.stdout)
+        reply = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise SandboxError(
             f"python={python!r} of the sandbox cannot be started ({error}); give the path of a "
             "Python 3.9+ interpreter"
         ) from error
-    folders = sorted({os.path.dirname(os.path.abspath(python)), *found})
+    folders = sorted({os.path.dirname(os.path.abspath(python)), *reply})
     outside = [path for path in folders if path != "/" and not Path(path).is_relative_to("/usr")]
     return tuple(
         path

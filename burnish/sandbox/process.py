@@ -169,7 +169,7 @@ async def run_process(  # house: ok a command and all its limits, from start to 
             cause.set_result("output")
 
     exited = ProcessEnd(process.pid)
-    given = _Input(os.dup(process.stdin.fileno()), stdin)
+    program_input = _Input(os.dup(process.stdin.fileno()), stdin)
     process.stdin.close()
     pipes = [
         _Pipe(process.stdout.fileno(), output_bytes, over),
@@ -189,7 +189,7 @@ async def run_process(  # house: ok a command and all its limits, from start to 
         waiting.cancel()
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        given.close()
+        program_input.close()
         await _end(process, exited, pipes)
     stdout, stderr = (bytes(pipe.data) for pipe in pipes)
     if ended == "exit" and cause.done():

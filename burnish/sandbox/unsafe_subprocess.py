@@ -48,10 +48,10 @@ class UnsafeSubprocess:
         """Run a small program. Raises SandboxError."""
         result = await self.run(python_program("print(6 * 7)"))
         if result.stdout != b"42\n":
-            said = result.stderr.decode(errors="replace").strip()[-2000:]
+            stderr_text = result.stderr.decode(errors="replace").strip()[-2000:]
             raise SandboxError(
                 f"programs cannot be run: {self._python} ended with {result.ended} "
-                f"{result.exit_code}: {said}; check python and the limits"
+                f"{result.exit_code}: {stderr_text}; check python and the limits"
             )
 
     async def run(self, program: Program) -> Result:
@@ -103,8 +103,8 @@ class UnsafeSubprocess:
 
 def _processes_now() -> int:
     """Return the number of threads of this user, which the limit on processes counts too."""
-    own = os.getuid()
-    return sum(_threads_of(entry, own) for entry in Path("/proc").iterdir())
+    user_id = os.getuid()
+    return sum(_threads_of(entry, user_id) for entry in Path("/proc").iterdir())
 
 
 def _threads_of(entry: Path, user: int) -> int:

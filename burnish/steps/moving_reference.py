@@ -58,11 +58,11 @@ class MovingReference:
         """Raise ModelError if policy and reference do not have the same weights."""
         shapes = []
         for model in (self.policy, self.reference):
-            self.num_bytes, own = 0, {}
+            self.num_bytes, shape_of = 0, {}
             for name, tensor in model.weights():
-                own[name] = tuple(tensor.shape)
+                shape_of[name] = tuple(tensor.shape)
                 self.num_bytes += tensor.nbytes
-            shapes.append(own)
+            shapes.append(shape_of)
         odd = sorted(name for name, _ in set(shapes[0].items()) ^ set(shapes[1].items()))
         if odd:
             raise ModelError(

@@ -65,11 +65,13 @@ def policy_objective(
         )
         weights: Tensor | None = None
         if config.correction is not None:
-            weights, found = _correction(config.correction, old, batch)
-            per_token, stats = weights * per_token, stats + found
+            weights, correction_stats = _correction(config.correction, old, batch)
+            per_token, stats = weights * per_token, stats + correction_stats
         if config.off_policy_mask is not None:
-            keep, found = _off_policy_mask(config.off_policy_mask, outputs.logprobs, old, batch)
-            per_token, stats = torch.where(keep, per_token, 0.0), stats + found
+            keep, correction_stats = _off_policy_mask(
+                config.off_policy_mask, outputs.logprobs, old, batch
+            )
+            per_token, stats = torch.where(keep, per_token, 0.0), stats + correction_stats
         loss = total(per_token)
         stats += Stats(sums={"policy_loss": loss.detach()})
         if batch.sampler_logprobs is not None:
@@ -252,14 +254,14 @@ def with_expert_balance(loss: Loss, coef: float) -> Loss:
         assert logits is not None and chosen is not None, "the load-balancing loss requires both"
         balance = load_balancing_loss(logits, chosen[: len(logits)])
         loads, count = expert_loads(chosen, logits.shape[-1]), batch.tokens.numel()
-        found = Stats(
+        balance_stats = Stats(
             means={
                 "moe_aux_loss": (balance.detach() * count, count),
                 "moe_idle_experts": ((loads == 0).sum(), loads.numel()),
             },
             maxima={"moe_max_load": loads.max()},
         )
-        return value + coef * count / batch.num_read_tokens * balance, stats + found
+        return value + coef * count / batch.num_read_tokens * balance, stats + balance_stats
 
     return objective
 

@@ -40,7 +40,7 @@ def ptx_objective(ptx_coef: float) -> Loss:
     def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
         loss, stats = mean_nll(outputs, batch)
         scaled = ptx_coef * loss
-        found = Stats(means={"ptx_nll": stats.means["nll"]}, sums={"ptx_loss": scaled.detach()})
-        return scaled, found
+        ptx_stats = Stats(means={"ptx_nll": stats.means["nll"]}, sums={"ptx_loss": scaled.detach()})
+        return scaled, ptx_stats
 
     return objective

@@ -70,12 +70,12 @@ class CachedReference:
 
     def count_missing(self, batches: Iterable[Batch]) -> tuple[int, int]:
         """Return the number of rows of ``batches`` that are not in the cache, and of all rows."""
-        found = [
+        cached = [
             key in self._row_offsets
             for batch in batches
             for key in row_keys(batch, by_batch=self.by_batch)
         ]
-        return found.count(False), len(found)
+        return cached.count(False), len(cached)
 
 
 def row_keys(batch: Batch, *, by_batch: bool = False) -> Iterator[bytes]:
@@ -122,8 +122,8 @@ def compute(
             parts += logprobs.split(part.lengths.tolist())
     lengths = torch.tensor([part.numel() for part in parts], dtype=torch.int64)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    found = torch.cat([torch.zeros(0), *parts])  # a finished run has no rows left
-    return CachedReference(keys, offsets, found, by_batch=by_batch)
+    joined = torch.cat([torch.zeros(0), *parts])  # a finished run has no rows left
+    return CachedReference(keys, offsets, joined, by_batch=by_batch)
 
 
 def save(cache: CachedReference, path: Path, *, model: ModelConfig, dtype: str) -> None:

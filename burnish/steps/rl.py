@@ -177,8 +177,8 @@ def with_top_entropy(batch: Batch, run: RL) -> Batch:
     if quantile == 1:
         return batch
     assert batch.advantages is not None
-    kept = top_entropy(run.policy.entropies(batch), batch.action_mask, quantile=quantile)
-    return replace(batch, advantages=torch.where(kept, batch.advantages, 0.0))
+    top_tokens = top_entropy(run.policy.entropies(batch), batch.action_mask, quantile=quantile)
+    return replace(batch, advantages=torch.where(top_tokens, batch.advantages, 0.0))
 
 
 def minibatches(batch: Batch, config: RLConfig, step: int) -> Iterator[Batch]:
@@ -246,9 +246,9 @@ def advantage_by_sample(groups: Sequence[Group], batch: Batch) -> dict[str, floa
 
 def metrics_of(run: RL, batch: Batch, groups: Sequence[Group]) -> Metrics:
     """Return the metrics of a step's batch, of its groups, and of the data."""
-    found = batch_metrics(batch) | teacher_stats(batch)
-    found |= kl_of_rollout(batch, run.config.algorithm) | signal_metrics(run, groups)
-    return found | stream_metrics(run) | {"train/kl_coef": run.kl.coef}
+    metrics = batch_metrics(batch) | teacher_stats(batch)
+    metrics |= kl_of_rollout(batch, run.config.algorithm) | signal_metrics(run, groups)
+    return metrics | stream_metrics(run) | {"train/kl_coef": run.kl.coef}
 
 
 def batch_metrics(batch: Batch) -> Metrics:
@@ -270,8 +270,8 @@ def signal_metrics(run: RL, groups: Sequence[Group]) -> Metrics:
     rewards."""
     rewards = run.source.rewards
     run.signal.look_for_labels([group.prompt for group in groups], rewards)
-    found = reward_signal(groups, run.config.algorithm, rewards)
-    return {} if found is None else run.signal.see(found)
+    signal = reward_signal(groups, run.config.algorithm, rewards)
+    return {} if signal is None else run.signal.see(signal)
 
 
 def kl_of_rollout(batch: Batch, algorithm: AlgorithmConfig) -> Metrics:
@@ -305,8 +305,8 @@ class RLState:
     def num_bytes(self) -> int:
         """Approximate number of bytes of a checkpoint."""
         engines = [e for e in (self.run.policy, self.run.critic) if e is not None]
-        own = 0 if self.run.moving is None else self.run.moving.num_bytes
-        return int(1.02 * sum(e.state_bytes for e in engines)) + own + (16 << 20)
+        reference_bytes = 0 if self.run.moving is None else self.run.moving.num_bytes
+        return int(1.02 * sum(e.state_bytes for e in engines)) + reference_bytes + (16 << 20)
 
     @property
     def version(self) -> int:
@@ -315,11 +315,11 @@ class RLState:
 
     def position(self) -> dict[str, Any]:
         """Return the state of the source, the KL controller, and the reward statistics."""
-        found = self.run.source.position() | {"kl": self.run.kl.state_dict()}
-        found["rewards"] = self.run.source.rewards.state_dict()
+        position = self.run.source.position() | {"kl": self.run.kl.state_dict()}
+        position["rewards"] = self.run.source.rewards.state_dict()
         if self.run.ptx is not None:
-            found["ptx"] = self.run.ptx.stream.state_dict()
-        return found
+            position["ptx"] = self.run.ptx.stream.state_dict()
+        return position
 
     def save(self, folder: Path, *, in_background: bool = False) -> Sequence[PendingSave]:
         """Write policy, critic, and a reference that is not frozen."""

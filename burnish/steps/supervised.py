@@ -64,8 +64,8 @@ class SupervisedState:
     @property
     def num_bytes(self) -> int:
         """Approximate number of bytes of a checkpoint."""
-        own = 0 if self.run.moving is None else self.run.moving.num_bytes
-        return int(1.02 * self.run.engine.state_bytes) + own + (16 << 20)
+        reference_bytes = 0 if self.run.moving is None else self.run.moving.num_bytes
+        return int(1.02 * self.run.engine.state_bytes) + reference_bytes + (16 << 20)
 
     @property
     def version(self) -> int:

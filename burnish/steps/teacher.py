@@ -72,7 +72,7 @@ def teacher_stats(batch: Batch) -> dict[str, float]:
     if batch.teacher_logprobs is None or batch.old_logprobs is None:
         return {}
     mask, count = batch.action_mask, max(1, int(batch.action_mask.sum()))
-    teacher, own = (
+    teacher, policy = (
         float(masked_sum(x, mask)) / count for x in (batch.teacher_logprobs, batch.old_logprobs)
     )
-    return {"train/teacher_kl": own - teacher, "train/teacher_logprob": teacher}
+    return {"train/teacher_kl": policy - teacher, "train/teacher_logprob": teacher}

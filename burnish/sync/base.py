@@ -130,8 +130,10 @@ def decode(data: bytes) -> Message:
     kind = _KINDS[fields.pop("kind")]
     if kind is Bucket:
         entries = fields.pop("entries")
-        made = tuple(BucketEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in entries)
-        return Bucket(**fields, entries=made)
+        decoded = tuple(
+            BucketEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in entries
+        )
+        return Bucket(**fields, entries=decoded)
     return kind(**fields)
 
 

@@ -68,14 +68,14 @@ def pack(
     """
     bucket: _Open | None = None
     for name, tensor in weights:
-        wanted = wanted_dtype(tensor, dtype)
+        target_dtype = wanted_dtype(tensor, dtype)
         tensor = tensor.detach().contiguous()
-        total, begin = tensor.numel() * wanted.itemsize, 0
+        total, begin = tensor.numel() * target_dtype.itemsize, 0
         if bucket is not None and total > bucket.room:
             yield bucket.filled
             bucket = None
         bucket = bucket or _Open(take_buffer())
-        while (begin := begin + bucket.add(name, tensor, wanted, begin)) < total:
+        while (begin := begin + bucket.add(name, tensor, target_dtype, begin)) < total:
             yield bucket.filled
             bucket = _Open(take_buffer())
     if bucket is not None:

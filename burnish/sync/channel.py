@@ -119,16 +119,16 @@ class Channel:
         with self._alive():
             self.store.set(key, value)  # type: ignore[arg-type]
 
-    def get(self, key: str, *, rank: int, what: str) -> bytes:
+    def get(self, key: str, *, rank: int, awaited: str) -> bytes:
         """Wait for a key of ``rank`` and return its value. Raises LinkError that names the rank and
-        ``what``."""
-        self.wait({rank: key}, what)
+        ``awaited``."""
+        self.wait({rank: key}, awaited)
         with self._alive():
             return bytes(self.store.get(key))
 
-    def wait(self, keys: Mapping[int, str], what: str) -> None:
+    def wait(self, keys: Mapping[int, str], awaited: str) -> None:
         """Wait for the key of every rank. Raises LinkError with the reason if the connection is
-        ended, and with the ranks whose key is missing after the timeout: "receiver 1 ``what``
+        ended, and with the ranks whose key is missing after the timeout: "receiver 1 ``awaited``
         within 5 s"."""
         if not keys:
             return
@@ -138,16 +138,16 @@ class Channel:
                 self.check_not_ended()
                 looked = waited
             if waited >= self.timeout_s:
-                self._raise_missing(keys, what)
+                self._raise_missing(keys, awaited)
             time.sleep(pause)
             waited, pause = waited + pause, min(pause * 1.25, LONGEST_PAUSE_S)
 
-    def _raise_missing(self, keys: Mapping[int, str], what: str) -> NoReturn:
+    def _raise_missing(self, keys: Mapping[int, str], awaited: str) -> NoReturn:
         """Raise the error of a wait that has timed out."""
         missing = [r for r, key in keys.items() if not self.has(key)]
         names = ", ".join(self.who(r) for r in missing) or "somebody"
         raise LinkError(
-            f"{names} {what} within {self.timeout_s:g} s (connection {self.name!r}); check "
+            f"{names} {awaited} within {self.timeout_s:g} s (connection {self.name!r}); check "
             "whether that process is running and its log, or raise sync.timeout_s"
         )
 
@@ -200,7 +200,7 @@ class Channel:
     def next(self) -> tuple[int, bytes]:
         """Wait for the next message. Raises LinkError after a timeout. Receiver only."""
         number = self._next
-        data = self.get(f"message/{number}", rank=0, what="sent nothing more")
+        data = self.get(f"message/{number}", rank=0, awaited="sent nothing more")
         self._next += 1
         return number, data
 
@@ -212,10 +212,10 @@ class Channel:
         """Mark a message: its bytes are no longer needed. Receiver only."""
         self.set(f"done/{number}/{self.rank}", b"1")
 
-    def wait_marks(self, number: int, what: str) -> None:
+    def wait_marks(self, number: int, awaited: str) -> None:
         """Wait until every receiver has marked a message. Raises LinkError after a timeout. Sender
         only."""
-        self.wait({r: f"done/{number}/{r}" for r in self.receivers}, what)
+        self.wait({r: f"done/{number}/{r}" for r in self.receivers}, awaited)
 
     def answer(self, push: int, problem: str | None) -> None:
         """Report the result of a transfer; None: accepted. Receiver only."""
@@ -227,9 +227,9 @@ class Channel:
         keys = {r: f"answer/{push}/{r}" for r in self.receivers}
         self.wait(keys, "did not report whether it has the new weights")
         with self._alive():
-            found = {r: bytes(self.store.get(key)) for r, key in keys.items()}
+            answers = {r: bytes(self.store.get(key)) for r, key in keys.items()}
         self.forget(keys.values())
-        return {r: text.decode() for r, text in found.items() if text != b"\0"}
+        return {r: text.decode() for r, text in answers.items() if text != b"\0"}
 
     def forget_messages(self) -> None:
         """Delete all messages so far and their marks, which all receivers have read. Sender

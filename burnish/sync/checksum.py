@@ -48,11 +48,11 @@ def verify(payload: Tensor, expected: str, where: str) -> None:
             f"{where} has no checksum of a known kind ({expected!r}), but this receiver verifies "
             "checksums; set sync.verify equally on both sides and use one version of burnish"
         )
-    found = _digest(payload, kind)
-    if found != digest:
+    computed = _digest(payload, kind)
+    if computed != digest:
         raise SyncError(
             f"{where} is corrupted: its checksum should be {expected}, but the {payload.numel()} "
-            f"received bytes have {kind}:{found}; push again, and check the link if this repeats"
+            f"received bytes have {kind}:{computed}; push again, and check the link if this repeats"
         )
 
 

@@ -112,9 +112,9 @@ class DiskSender:
         for name, tensor in weights:
             with mismatch_at(where):
                 names.add(name, tuple(tensor.shape))
-            wanted = wanted_dtype(tensor, self.dtype)
+            target_dtype = wanted_dtype(tensor, self.dtype)
             # Always copy: a tensor of a sharded engine is valid only until the next one.
-            copy = tensor.detach().to("cpu", wanted, copy=True).contiguous()
+            copy = tensor.detach().to("cpu", target_dtype, copy=True).contiguous()
             if part and size + copy.nbytes > self.bucket_bytes:
                 yield part
                 part, size = {}, 0
@@ -150,42 +150,42 @@ class DiskSource:
         Raises LinkError after a timeout. Raises SyncError if the transfer is damaged or of another
         model; no tensor has been yielded then.
         """
-        found = self._wait_for(version)
-        problems = verify(found, checksums=self.check)
+        push = self._wait_for(version)
+        problems = verify(push, checksums=self.check)
         if problems:
             raise SyncError(
-                f"{found} is corrupted: {'; '.join(problems)}. None of its weights were "
+                f"{push} is corrupted: {'; '.join(problems)}. None of its weights were "
                 "loaded; push again"
             )
         try:
-            transfer = DiskTransfer(found, self.expected)
+            transfer = DiskTransfer(push, self.expected)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise SyncError(
-                f"{found} cannot be read: {error}. None of its weights were loaded; push again"
+                f"{push} cannot be read: {error}. None of its weights were loaded; push again"
             ) from error
         yield transfer
-        self._last, self.expected = push_number(found), transfer.shapes
+        self._last, self.expected = push_number(push), transfer.shapes
 
     def close(self) -> None:
         """Do nothing: there is no connection."""
 
     def _wait_for(self, version: int | None) -> Path:
         deadline = time.monotonic() + self.timeout_s
-        while (found := self._find(version)) is None:
+        while (push := self._find(version)) is None:
             if time.monotonic() > deadline:
                 have = [f"{p.name} (version {self._version(p)})" for p in self._pushes()]
-                wanted = "a new version" if version is None else f"version {version}"
+                awaited = "a new version" if version is None else f"version {version}"
                 raise LinkError(
-                    f"{wanted} of the weights did not appear in {self.folder} within "
+                    f"{awaited} of the weights did not appear in {self.folder} within "
                     f"{self.timeout_s:g} s; found: {', '.join(have) or 'nothing'}. Check whether "
                     "the trainer is running and writes to this folder, or raise sync.timeout_s"
                 )
             time.sleep(self.poll_s)
-        return found
+        return push
 
     def _pushes(self) -> list[Path]:
-        found = self.folder.glob("step_*") if self.folder.is_dir() else ()
-        return sorted(found, key=push_number, reverse=True)
+        folders = self.folder.glob("step_*") if self.folder.is_dir() else ()
+        return sorted(folders, key=push_number, reverse=True)
 
     def _find(self, version: int | None) -> Path | None:
         for path in self._pushes():

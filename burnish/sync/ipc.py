@@ -80,7 +80,7 @@ class SharedSource(ChannelSource):
         self.channel = channel
         channel.rendezvous()
         handles = json.loads(
-            channel.get(f"buffers/{channel.rank}", rank=0, what="did not create the buffers")
+            channel.get(f"buffers/{channel.rank}", rank=0, awaited="did not create the buffers")
         )
         self._buffers = [_open_handle(handle) for handle in handles]
         channel.set(f"mapped/{channel.rank}", b"1")

@@ -228,9 +228,15 @@ class BucketTransfer:
         return full if complete else None
 
     def _check_end(self, end: End) -> None:
-        found = (self.push, self.version, self.num_buckets, len(self._names.given), self.num_bytes)
+        received = (
+            self.push,
+            self.version,
+            self.num_buckets,
+            len(self._names.given),
+            self.num_bytes,
+        )
         announced = (end.push, end.version, end.num_buckets, end.num_tensors, end.num_bytes)
-        if found != announced:
+        if received != announced:
             raise SyncError(
                 f"the end of version {end.version} (push {end.push}) announces {end.num_buckets} "
                 f"buckets with {end.num_tensors} tensors and {end.num_bytes} bytes, but of "

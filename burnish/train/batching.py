@@ -145,10 +145,10 @@ class RowSplit:
         for passes in self.passes(batch):
             rows = [row for micro in passes for row in micro]
             ends = list(itertools.accumulate(map(len, passes)))
-            own = [
+            micro_batches = [
                 list(range(end - len(micro), end)) for micro, end in zip(passes, ends, strict=True)
             ]
-            yield Share(batch.select(rows, copy=False), own, rows)
+            yield Share(batch.select(rows, copy=False), micro_batches, rows)
 
 
 def computed_tokens(batch: Batch, rows: Sequence[int], layout: Layout) -> int:
@@ -272,17 +272,17 @@ def read_and_target(batch: Batch) -> tuple[Tensor, Tensor]:
     return targets - 1, targets
 
 
-def fill_rows(out: Tensor, batch: Batch, found: Sequence[tuple[Sequence[int], Tensor]]) -> None:
+def fill_rows(out: Tensor, batch: Batch, parts: Sequence[tuple[Sequence[int], Tensor]]) -> None:
     """Copy the results of micro-batches into ``out`` [M, ...] on the CPU.
 
-    ``found``: (rows of ``batch``, [m, ...] values aligned with their tokens). Device results are
+    ``parts``: (rows of ``batch``, [m, ...] values aligned with their tokens). Device results are
     copied at once, so the host waits for the device once.
     """
-    if not found:
+    if not parts:
         return
-    values = found[0][1] if len(found) == 1 else torch.cat([values for _, values in found])
+    values = parts[0][1] if len(parts) == 1 else torch.cat([values for _, values in parts])
     values, done, begins = values.cpu(), 0, batch.offsets.tolist()
-    for rows, _ in found:
+    for rows, _ in parts:
         for first, last in row_runs(rows):
             begin, end = begins[first], begins[last + 1]
             out[begin:end] = values[done : done + end - begin]
@@ -311,11 +311,13 @@ def _packed(batch: Batch, layout: Layout, device: torch.device) -> Arranged:
     positions: list[Tensor] = []
     flat_index = torch.empty(batch.tokens.numel(), dtype=torch.int64)
     for begin, row, at in zip(offsets[:-1], rows, placed, strict=True):
-        own, end = begin + at.skipped, begin + row.length
-        source.append(torch.arange(own, end))
+        response_begin, end = begin + at.skipped, begin + row.length
+        source.append(torch.arange(response_begin, end))
         positions.append(torch.arange(at.skipped, row.length))
-        flat_index[begin:own] = torch.arange(at.prefix_start, at.prefix_start + at.skipped)
-        flat_index[own:end] = torch.arange(at.start, at.start + at.count)
+        flat_index[begin:response_begin] = torch.arange(
+            at.prefix_start, at.prefix_start + at.skipped
+        )
+        flat_index[response_begin:end] = torch.arange(at.start, at.start + at.count)
     position = upload(torch.cat(positions), device)
     return Arranged(
         input_ids=upload(batch.tokens[torch.cat(source)][None], device),

@@ -293,10 +293,10 @@ def _own_views(value: Any, name: str, checker: _FiniteChecker) -> Any:
     if not (isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad):
         return value
     checker.check(value.detach(), "forward", name, "input")
-    own = value.view_as(value)
-    if own.requires_grad:  # (not inside a no_grad)
-        own.register_hook(lambda grad: checker.check(grad, "backward", name, "input"))
-    return own
+    view = value.view_as(value)
+    if view.requires_grad:  # (not inside a no_grad)
+        view.register_hook(lambda grad: checker.check(grad, "backward", name, "input"))
+    return view
 
 
 def _output_hook(name: str, checker: _FiniteChecker) -> Callable[..., None]:

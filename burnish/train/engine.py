@@ -182,8 +182,8 @@ class BaseTrainEngine(ABC):
     def _start_backend(self, device: torch.device | None) -> torch.device:
         """Start the backend and return the compute device. ``device``: requested by the caller;
         None: the device of the model, or the CPU if the model has no weights yet."""
-        own = next(self.model.parameters()).device
-        return device or (torch.device("cpu") if own.type == "meta" else own)
+        weights_on = next(self.model.parameters()).device
+        return device or (torch.device("cpu") if weights_on.type == "meta" else weights_on)
 
     def _groups(self) -> tuple[RankGroup, RankGroup]:
         """Return the ranks that compute the same rows, and the ranks that compute other rows."""
@@ -238,10 +238,10 @@ class BaseTrainEngine(ABC):
     def _held_tensors(self) -> Iterable[Tensor]:
         """Return the weights, gradients and optimizer state of this rank. Tensors may share
         storages."""
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for parameter in self.model.parameters():
-            found += [parameter] if parameter.grad is None else [parameter, parameter.grad]
-        return found if self.optimizer is None else [*found, *self.optimizer.held_tensors()]
+            tensors += [parameter] if parameter.grad is None else [parameter, parameter.grad]
+        return tensors if self.optimizer is None else [*tensors, *self.optimizer.held_tensors()]
 
     @abstractmethod
     def _write(self, folder: Path, describe: Describe, *, copy: bool) -> PendingSave:
@@ -380,15 +380,15 @@ class BaseTrainEngine(ABC):
         batch, states = share.batch, name == "states"
         dtype = DTYPES[self.spec.role.precision.dtype]
         out = self.forward.no_states(batch, dtype) if states else self.forward.no_outputs(batch)
-        found: list[tuple[list[int], Tensor]] = []
+        parts: list[tuple[list[int], Tensor]] = []
         for rows in share.passes_to_run(waits=self.waits_in_forward):
             result = self._no_grad_output(self._micro(batch, rows), name)
             if rows:
-                found.append((rows, result))
+                parts.append((rows, result))
             if states:  # [m, H] each: too large to keep on the device until the end
-                fill_rows(out, batch, found)
-                found = []
-        fill_rows(out, batch, found)
+                fill_rows(out, batch, parts)
+                parts = []
+        fill_rows(out, batch, parts)
         self._end_passes()
         if share is not whole:
             self.data_parallel.all_reduce_([out])  # exact: an entry is 0 on all peers but one
@@ -455,8 +455,12 @@ class BaseTrainEngine(ABC):
 
     def _describe_bad_tensor(self) -> str:
         """Describe the first non-finite tensor in order of execution, on any rank."""
-        found = [own for own in self.ranks.gather(self._find_local_bad_tensor()) if own is not None]
-        return min(found)[2] if found else bad_sum_message(self.spec.role.precision)
+        bad = [
+            bad_of_rank
+            for bad_of_rank in self.ranks.gather(self._find_local_bad_tensor())
+            if bad_of_rank is not None
+        ]
+        return min(bad)[2] if bad else bad_sum_message(self.spec.role.precision)
 
     def _find_local_bad_tensor(self) -> tuple[int, int, str] | None:
         """Repeat this rank's micro-batches under observation; return (micro-batch, stage,
@@ -464,7 +468,7 @@ class BaseTrainEngine(ABC):
         together = self.model_parallel.size > 1 or self.waits_in_backward
         since = self._since_step
         micros = ((s, rows, loss) for s, loss in since for rows in self._backward_passes(s))
-        found: list[tuple[int, int, str]] = []
+        candidates: list[tuple[int, int, str]] = []
         start_training(self.model, dropout=self.spec.role.dropout)
         try:
             for number, (share, rows, loss) in enumerate(micros):
@@ -472,8 +476,8 @@ class BaseTrainEngine(ABC):
                 bad = self._find_bad(compute, together=together)
                 if bad is not None:
                     text = bad_tensor_message(bad, [share.row_numbers[row] for row in rows])
-                    found.append((number, STAGES.index(bad.stage), text))
-                if found and not together:
+                    candidates.append((number, STAGES.index(bad.stage), text))
+                if candidates and not together:
                     break
         except Exception as error:  # it must not prevent the stop or the checkpoint
             if self.waits_in_backward:
@@ -482,7 +486,7 @@ class BaseTrainEngine(ABC):
             return len(self._losses), len(STAGES), text
         finally:
             self.model.eval()
-        return min(found, default=None)
+        return min(candidates, default=None)
 
     def _scaled_loss(self, batch: Batch, rows: list[int], loss: Loss) -> Tensor:
         return self._trained().loss_factor * self._micro_loss(batch, rows, loss)[0]
@@ -497,19 +501,19 @@ class BaseTrainEngine(ABC):
         """
         assert self.optimizer is None, f"the weights of the {self.role} are trained"
         self.reload()
-        own = dict(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         buffers = {name for name, _ in persistent_buffers(self.model)}
         for name, tensor in weights:
             if name in buffers:
                 continue
-            if name not in own:
+            if name not in parameters:
                 raise ValueError(f"the {self.role} has no weight {name}")
-            target, given = self._own_part(name, own[name].detach(), tensor)
-            if target.shape != given.shape:
+            target, source = self._own_part(name, parameters[name].detach(), tensor)
+            if target.shape != source.shape:
                 raise ValueError(
                     f"{name} has shape {list(tensor.shape)}, which is not that of the {self.role}"
                 )
-            for own_rows, rows in zip(_in_slices(target), _in_slices(given), strict=True):
+            for own_rows, rows in zip(_in_slices(target), _in_slices(source), strict=True):
                 mixed = own_rows.float().lerp(rows.to(target.device).float(), alpha)
                 own_rows.copy_(mixed)
 
@@ -550,9 +554,11 @@ class BaseTrainEngine(ABC):
         rest = "and are not saved; resume from an earlier checkpoint with a lower learning rate"
         if self._diverged:
             raise ValueError(f"the weights of the {self.role} diverged {rest}")
-        found = next((name for name in self.ranks.gather(broken) if name is not None), None)
-        if found is not None:
-            raise ValueError(f"the weights of the {self.role} are not finite, e.g. {found}, {rest}")
+        bad_name = next((name for name in self.ranks.gather(broken) if name is not None), None)
+        if bad_name is not None:
+            raise ValueError(
+                f"the weights of the {self.role} are not finite, e.g. {bad_name}, {rest}"
+            )
 
     def _description(self) -> str:
         """Return the text of ``engine.json``: all engine state except tensors."""

@@ -24,8 +24,8 @@ def engine_class(spec: EngineSpec, ranks: RankGroup = SINGLE) -> type[BaseTrainE
     """Return the class that ``spec.role.train.engine`` names. Only its module is imported."""
     path = spec.role.train.engine.implementation(grouped=ranks.group is not None)
     module, _, name = path.partition(":")
-    found: type[BaseTrainEngine] = vars(import_module(module))[name]
-    return found
+    engine: type[BaseTrainEngine] = vars(import_module(module))[name]
+    return engine
 
 
 def load_engine(

@@ -102,8 +102,10 @@ class Forward:
         arranged = arrange(batch, self.layout)
         if not self.routes:
             return self.named(self._compute(batch, arranged, with_entropy=with_entropy))
-        found, routed = self._compute_routed(batch, arranged, with_entropy=with_entropy)
-        return replace(self.named(found), router_logits=routed.logits, chosen_experts=routed.chosen)
+        outputs, routed = self._compute_routed(batch, arranged, with_entropy=with_entropy)
+        return replace(
+            self.named(outputs), router_logits=routed.logits, chosen_experts=routed.chosen
+        )
 
     @property
     def routes(self) -> bool:
@@ -147,8 +149,8 @@ class Forward:
             arranged.input_ids, arranged.position_ids, arranged.plan
         )
         index = upload(arranged.flat_index, hidden.device)
-        found = self._read(batch, hidden, arranged.flat_index, with_entropy=with_entropy)
-        return found, Routing(routing.logits[:, index], routing.chosen[:, index])
+        outputs = self._read(batch, hidden, arranged.flat_index, with_entropy=with_entropy)
+        return outputs, Routing(routing.logits[:, index], routing.chosen[:, index])
 
     def _hidden_routed(
         self, ids: Tensor, positions: Tensor, plan: PackedPlan | SequenceParallelPlan | None
@@ -185,9 +187,9 @@ class Forward:
         if with_entropy is None:
             return (_in_line(hidden, target, batch),)
         states = None if batch.teacher_states is None else batch.teacher_states[target]
-        kept = None if batch.kept_ids is None or self.scalar else batch.kept_ids[target]
-        found = self.ask_head(hidden, batch.tokens[target], with_entropy, states, kept)
-        return tuple(_in_line(values, target, batch) for values in found)
+        kept_ids = None if batch.kept_ids is None or self.scalar else batch.kept_ids[target]
+        answers = self.ask_head(hidden, batch.tokens[target], with_entropy, states, kept_ids)
+        return tuple(_in_line(values, target, batch) for values in answers)
 
     def named(self, tensors: tuple[Tensor, ...]) -> Outputs:
         """Return the output tensors by name: values, or log-probs with entropies or distillation
@@ -205,10 +207,10 @@ class Forward:
         targets: Tensor,
         with_entropy: bool = False,
         states: Tensor | None = None,
-        kept: Tensor | None = None,
+        kept_ids: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Return [K] values of ``hidden`` [K, H] ([K, outputs] if there are several), or [K]
-        log-probs of ``targets`` [K], over the ids ``kept`` [K, C] if they are given.
+        log-probs of ``targets`` [K], over the ids ``kept_ids`` [K, C] if they are given.
 
         ``with_entropy`` adds entropies. With teacher ``states`` [K, H'] the result contains the
         four tensors of ``DistillOutputs`` instead.
@@ -229,13 +231,13 @@ class Forward:
         )
         if states is not None:
             assert self.distill_target is not None, "teacher's states, and no lesson to use them in"
-            found = distill_logprobs(
+            comparison = distill_logprobs(
                 hidden, targets, head, states=states, distill_target=self.distill_target
             )
-            return found.logprobs, found.divergence, found.kl, found.agreement
+            return comparison.logprobs, comparison.divergence, comparison.kl, comparison.agreement
         order = self.entropy_order
         logprobs, entropy = token_logprobs(
-            hidden, targets, head, with_entropy=with_entropy, entropy_order=order, kept_ids=kept
+            hidden, targets, head, with_entropy=with_entropy, entropy_order=order, kept_ids=kept_ids
         )
         return (logprobs,) if entropy is None else (logprobs, entropy)
 
@@ -289,8 +291,8 @@ class BatchForward(nn.Module):
         """
         if states:
             return (self.parts.states(batch),)
-        found = self.parts(batch, with_entropy=with_entropy)
-        return tuple(t for t in found.tensors() if t is not None)
+        outputs = self.parts(batch, with_entropy=with_entropy)
+        return tuple(t for t in outputs.tensors() if t is not None)
 
 
 def enable_checkpointing(body: PreTrainedModel) -> None:

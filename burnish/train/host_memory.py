@@ -100,14 +100,14 @@ def _pieces(position: int, size: int) -> Iterator[tuple[slice, int, int]]:
 
 def storages_of(tensors: Iterable[Tensor], device: torch.device) -> list[UntypedStorage]:
     """Return the distinct storages of ``tensors`` on ``device`` that hold memory."""
-    found: dict[int, UntypedStorage] = {}
+    storages: dict[int, UntypedStorage] = {}
     for tensor in tensors:
-        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if own.device.type == device.type:
-            storage = own.untyped_storage()
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.device.type == device.type:
+            storage = local.untyped_storage()
             if storage.nbytes():
-                found.setdefault(storage.data_ptr(), storage)
-    return list(found.values())
+                storages.setdefault(storage.data_ptr(), storage)
+    return list(storages.values())
 
 
 @torch.no_grad()

@@ -144,8 +144,8 @@ class Optimizer:
         self.shapes = {n: tuple(p.shape) for n, p in zip(self.names, self.params, strict=True)}
         """Shapes of the full parameters."""
         if tp_plan is not None:
-            own = {n: (0, shape[0]) for n, shape in self.shapes.items() if shape}
-            self.rows = {name: tp_plan.rows(name, rows) for name, rows in own.items()}
+            all_rows = {n: (0, shape[0]) for n, shape in self.shapes.items() if shape}
+            self.rows = {name: tp_plan.rows(name, rows) for name, rows in all_rows.items()}
             self.shapes = {name: tp_plan.shape(name, shape) for name, shape in self.shapes.items()}
         self.shard_ranks = 1
         """Ranks over which rows are sharded."""
@@ -175,8 +175,8 @@ class Optimizer:
 
     def _give_rounded_weights(self, masters: Sequence[Tensor], dtype: torch.dtype) -> None:
         for name, master, parameter in zip(self.names, masters, self.params, strict=True):
-            own = torch.float32 if plain_name(name) in self._fp32_names else dtype
-            parameter.data = master.to(own, copy=True)
+            target_dtype = torch.float32 if plain_name(name) in self._fp32_names else dtype
+            parameter.data = master.to(target_dtype, copy=True)
             if self.sums_fp32:
                 parameter.register_post_accumulate_grad_hook(_adds_to(master))
 
@@ -330,9 +330,9 @@ class Optimizer:
 
     def _full_shape(self, kind: str, name: str, tensor: Tensor) -> tuple[int, ...]:
         """Return the shape of a tensor of a checkpoint, from this rank's part."""
-        own = self._state_shard(kind, name)
-        if own is not None:
-            return own.shape
+        shard = self._state_shard(kind, name)
+        if shard is not None:
+            return shard.shape
         return self.shapes[name] if tensor.ndim else ()
 
     def _state_shard(self, kind: str, name: str) -> StateShard | None:
@@ -396,11 +396,11 @@ class Optimizer:
 
     def _own_state(self, files: TensorFiles, kind: str, name: str) -> Tensor:
         """Return this rank's part of a parameter's state in a checkpoint."""
-        own = self._state_shard(kind, name)
-        if own is None:
+        shard = self._state_shard(kind, name)
+        if shard is None:
             return self._own(files, name) if files.shape(name) else files.read(name)
-        read = files.read(name, own.rows)
-        return read if self.tp_plan is None else self.tp_plan.own_part(name, read, own.dims)
+        read = files.read(name, shard.rows)
+        return read if self.tp_plan is None else self.tp_plan.own_part(name, read, shard.dims)
 
     def _own(self, files: TensorFiles, name: str) -> Tensor:
         """Return this rank's part of a tensor in a checkpoint."""
@@ -418,15 +418,15 @@ class Optimizer:
         }
 
     def _tensor_shard(self, kind: str, name: str, tensor: Tensor, *, copy: bool) -> TensorShard:
-        own, plan = self._state_shard(kind, name), self.tp_plan
+        shard, plan = self._state_shard(kind, name), self.tp_plan
         if not tensor.ndim:
             tensor_shard = TensorShard(tensor, 0, ())
         else:
             rows, shape, dims = self.rows[name], self.shapes[name], None
-            if own is not None:
-                if own.dims[0] != 0 and rows[0] != 0:  # the first rank with this part writes it
+            if shard is not None:
+                if shard.dims[0] != 0 and rows[0] != 0:  # the first rank with this part writes it
                     tensor = tensor[:0]
-                rows, shape, dims = own.rows, own.shape, own.dims
+                rows, shape, dims = shard.rows, shard.shape, shard.dims
             if plan is None:
                 tensor_shard = TensorShard(tensor, rows[0], shape)
             else:

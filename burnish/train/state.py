@@ -115,11 +115,13 @@ class Shards:
         """Set the masters to ``weights``: full parameters, or this rank's entries of them."""
         for shard in self.all:
             if shard.name in weights and shard.flat is not None:
-                given = weights[shard.name].reshape(-1)
-                own = (
-                    shard.slice_of(given) if given.numel() == shard.numel else given[: shard.count]
+                weight = weights[shard.name].reshape(-1)
+                values = (
+                    shard.slice_of(weight)
+                    if weight.numel() == shard.numel
+                    else weight[: shard.count]
                 )
-                shard.of(shard.flat).copy_(own)
+                shard.of(shard.flat).copy_(values)
 
     def gather(
         self, pick: Callable[[Tensor], Tensor], only: Sequence[Shard] | None = None
@@ -276,14 +278,14 @@ def write_tensors(
             file.write(tensor.detach().float().contiguous().numpy().tobytes())
 
 
-def check_names(files: TensorFiles, wanted: Mapping[str, Shape]) -> None:
-    """Raise ValueError if names or shapes in a checkpoint differ from the ``wanted`` ones."""
-    if odd := sorted(set(files) ^ set(wanted))[:3]:
+def check_names(files: TensorFiles, shapes: Mapping[str, Shape]) -> None:
+    """Raise ValueError if names or shapes in a checkpoint differ from ``shapes``."""
+    if odd := sorted(set(files) ^ set(shapes))[:3]:
         raise ValueError(
             f"the checkpoint is of another model: parameter names differ, e.g. {', '.join(odd)}; "
             "set the model section of the run that wrote it"
         )
-    for name, shape in wanted.items():
+    for name, shape in shapes.items():
         if files.shape(name) != shape:
             raise ValueError(
                 f"the checkpoint is of another model: {name} has shape {list(files.shape(name))} "
@@ -382,10 +384,10 @@ def read_description(folder: Path, spec: EngineSpec) -> dict[str, Any]:
         )
     saved = ModelConfig.model_validate(state["model"])
     if spec.role.model.lora is not None and not _same_base(saved, spec):
-        own = spec.recipe_model or spec.role.model
+        model = spec.recipe_model or spec.role.model
         raise ValueError(
             f"{folder} contains adapters for the base {_base(saved)}, but the base of this recipe "
-            f"is {_base(own)}; set model to the base of the checkpoint"
+            f"is {_base(model)}; set model to the base of the checkpoint"
         )
     return state
 
@@ -422,8 +424,8 @@ def _same_base(saved: ModelConfig, spec: EngineSpec) -> bool:
     than the recipe's, in which a saved relative name is meaningless.
     """
     full = _base(spec.role.model.with_absolute_paths())
-    own = _base(spec.recipe_model or spec.role.model)
-    return _base(saved) in (own, full) or _base(saved.with_absolute_paths()) == full
+    base = _base(spec.recipe_model or spec.role.model)
+    return _base(saved) in (base, full) or _base(saved.with_absolute_paths()) == full
 
 
 def _base(model: ModelConfig) -> dict[str, Any]:

@@ -143,8 +143,8 @@ class MuonOptimizer(ShardedOptimizer):
             state["momentum"] = torch.zeros_like(master)
         momentum: Tensor = state["momentum"]
         momentum.lerp_(grad, 1.0 - beta)
-        found = grad.lerp(momentum, beta) if self.settings.nesterov else momentum
-        return found.to(self.device)
+        update = grad.lerp(momentum, beta) if self.settings.nesterov else momentum
+        return update.to(self.device)
 
     def _update_of_local(self, matrix: Matrix, local: Tensor) -> Tensor:
         """Return the update of all rows of ``local`` [rows, columns], which tensor parallelism may
@@ -157,10 +157,10 @@ class MuonOptimizer(ShardedOptimizer):
 
     def _orthogonal(self, matrix: Matrix, full: Tensor) -> Tensor:
         parts = full.chunk(2, dim=-2) if matrix.halves else (full,)
-        made = [
+        orthogonal = [
             orthogonalize(p, steps=self.settings.steps, dtype=self.settings.dtype) for p in parts
         ]
-        return torch.cat(made, dim=-2) if matrix.halves else made[0]
+        return torch.cat(orthogonal, dim=-2) if matrix.halves else orthogonal[0]
 
     def _step_dealt(self, matrices: Sequence[Matrix]) -> None:
         """Step at most one matrix per rank of :attr:`shards`; rank r computes matrix r."""
@@ -199,17 +199,17 @@ def _counts(matrix: Matrix, muon: MuonOptimizer) -> Sequence[int]:
     return [max(0, min(each, rows - rank * each)) * row for rank in range(muon.shards.size)]
 
 
-def _gather_to(owner: int, own: Tensor, counts: Sequence[int], group: RankGroup) -> Tensor | None:
+def _gather_to(owner: int, shard: Tensor, counts: Sequence[int], group: RankGroup) -> Tensor | None:
     """Return the entries of all ranks on rank ``owner``; None on the others."""
     from torch.distributed import gather
 
-    padded = own.new_zeros(max(counts))
-    padded[: len(own)] = own
-    found = [torch.empty_like(padded) for _ in range(group.size)] if owner == group.rank else None
-    gather(padded, found, group=group.group, group_dst=owner)
-    if found is None:
+    padded = shard.new_zeros(max(counts))
+    padded[: len(shard)] = shard
+    parts = [torch.empty_like(padded) for _ in range(group.size)] if owner == group.rank else None
+    gather(padded, parts, group=group.group, group_dst=owner)
+    if parts is None:
         return None
-    return torch.cat([part[:count] for part, count in zip(found, counts, strict=True)])
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
 def _scatter_from(
@@ -221,7 +221,7 @@ def _scatter_from(
     parts: list[Tensor] | None = None
     if full is not None:
         parts = [torch.zeros_like(out) for _ in counts]
-        for part, own in zip(parts, full.reshape(-1).split(list(counts)), strict=True):
-            part[: len(own)] = own
+        for part, part_of_rank in zip(parts, full.reshape(-1).split(list(counts)), strict=True):
+            part[: len(part_of_rank)] = part_of_rank
     scatter(out, parts, group=group.group, group_src=owner)
     return out[: counts[group.rank]]

@@ -176,10 +176,10 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
     # ---- computing -------------------------------------------------------------------------
 
     def _outputs(self, batch: Batch, *, with_entropy: bool) -> Outputs:
-        found = self._run(batch, with_entropy=with_entropy)
+        outputs = self._run(batch, with_entropy=with_entropy)
         if not self.forward.routes:
-            return self.forward.named(found)
-        *rest, logits, chosen = found  # the last fields of the outputs
+            return self.forward.named(outputs)
+        *rest, logits, chosen = outputs  # the last fields of the outputs
         named = self.forward.named(tuple(rest))
         return replace(named, router_logits=logits, chosen_experts=chosen)
 
@@ -211,9 +211,9 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
         """Return weights, their shards, and all buffers of DeepSpeed's optimizer, which include
         gradients. (DeepSpeed's own ``offload_states`` requires its fused Adam at stage 3 and an
         optimizer at every stage.)"""
-        found = [*super()._held_tensors()]
-        found += [vars(p)["ds_tensor"] for p in self.model.parameters() if is_partitioned(p)]
-        return found if self.engine is None else [*found, *buffers_of(self.engine.optimizer)]
+        tensors = [*super()._held_tensors()]
+        tensors += [vars(p)["ds_tensor"] for p in self.model.parameters() if is_partitioned(p)]
+        return tensors if self.engine is None else [*tensors, *buffers_of(self.engine.optimizer)]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (HuggingFace name, full tensor) in the compute dtype, LoRA merged. All ranks take
@@ -266,15 +266,15 @@ def _accelerator(library: Any) -> Any:
 
 def check_version(version: str) -> None:
     """Raise DeepSpeedError for a DeepSpeed version with wrong results or excessive memory use."""
-    found = Version(version)
-    if Version("0.16.0") <= found < Version("0.16.8"):
+    installed = Version(version)
+    if Version("0.16.0") <= installed < Version("0.16.8"):
         raise DeepSpeedError(
             f"DeepSpeed {version} does not release gathered weights under ZeRO-3 with gradient "
             "checkpointing (0.16.0 to 0.16.7: pull request 6726, reverted by 7258), so memory "
             f"grows with the depth of the model; install {OLDEST} or newer, or use "
             "train.engine.kind=torch"
         )
-    if found < OLDEST:
+    if installed < OLDEST:
         raise DeepSpeedError(
             f"DeepSpeed {version} does not check gradients in fp32 and bf16 at stage 3, so one "
             f"step with a non-finite gradient destroys the weights; install {OLDEST} or newer, or "

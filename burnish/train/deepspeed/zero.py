@@ -430,11 +430,11 @@ def _shard_of_stage_3(optimizer: Any, flats: list[Tensor], name: str, parameter:
 def _shard_of_stage_1_and_2(flats: list[Tensor], name: str, parameter: Any) -> Shard:
     """Return a shard of stage 1 or 2, which concatenates all parameters of a group and splits the
     result into equal parts."""
-    shape, here = tuple(parameter.shape), parameter._hp_mapping
-    if here is None:
+    shape, mapping = tuple(parameter.shape), parameter._hp_mapping
+    if mapping is None:
         return Shard(name, shape)
-    source, place = here.lp_fragment_address, here.hp_fragment_address
-    flat = flats[here.param_group_index]
+    source, place = mapping.lp_fragment_address, mapping.hp_fragment_address
+    flat = flats[mapping.param_group_index]
     return Shard(name, shape, source.start, source.numel, flat, place.start)
 
 

@@ -179,8 +179,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         )
 
     def _own_part(self, name: str, parameter: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
-        given = full[slice(*self._own_rows(name, parameter))]
-        return local(parameter), self._own_columns(name, given)
+        rows = full[slice(*self._own_rows(name, parameter))]
+        return local(parameter), self._own_columns(name, rows)
 
     def _own_rows(self, name: str, parameter: Tensor) -> Rows:
         """Return the rows of a parameter that this rank holds."""
@@ -210,13 +210,13 @@ class ShardedTrainEngine(TorchTrainEngine):
         try:
             with torch.set_grad_enabled(self.spec.role.trainable):
                 out = self._outputs(NO_ROWS.to(self.device), with_entropy=False)
-                found = torch.stack([t.sum() for t in out.tensors() if t is not None]).sum()
+                total = torch.stack([t.sum() for t in out.tensors() if t is not None]).sum()
                 if self.spec.role.trainable:
-                    found.backward()
+                    total.backward()
         except (NotImplementedError, RuntimeError) as error:
             raise_if_lacking(error, self.body, name)
             raise
-        if not bool(found.isfinite()):
+        if not bool(total.isfinite()):
             raise_overflow(dtype, name)
         if self.optimizer is not None:
             self.optimizer.zero_grad()
@@ -247,12 +247,12 @@ class ShardedTrainEngine(TorchTrainEngine):
         def compute() -> tuple[Tensor | None, ...]:  # FSDP2 finds tensors in tuples
             return self.forward(batch, with_entropy=with_entropy).tensors()
 
-        found = self.root(compute)
-        return Outputs(*found)
+        outputs = self.root(compute)
+        return Outputs(*outputs)
 
     def _states(self, batch: Batch) -> Tensor:
-        found: Tensor = self.root(partial(self.forward.states, batch))
-        return found
+        states: Tensor = self.root(partial(self.forward.states, batch))
+        return states
 
     def _find_bad(self, compute: Callable[[], Tensor], *, together: bool) -> BadTensor | None:
         """Repeat a pass to completion on all ranks. A bad row of one rank is reported by all ranks
@@ -288,8 +288,8 @@ class ShardedTrainEngine(TorchTrainEngine):
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
         assert self.tp_plan is not None
-        found = self.tp_plan.unshard(name, tensor)
-        return found.clone() if found is tensor else found
+        unsharded = self.tp_plan.unshard(name, tensor)
+        return unsharded.clone() if unsharded is tensor else unsharded
 
     def _write(self, folder: Path, describe: Describe, *, copy: bool) -> BackgroundSave:
         """Write this rank's rows (``master-00001-of-00002.safetensors`` ...); rank 0 also writes
@@ -327,11 +327,11 @@ def _is_tied(model: nn.Module, embedding: nn.Module) -> bool:
     """Return whether another module of the model reads the embedding's weight."""
     inside = set(embedding.modules())
     return any(
-        parameter is own
+        parameter is weight
         for module in model.modules()
         if module not in inside
         for parameter in module.parameters(recurse=False)
-        for own in embedding.parameters()
+        for weight in embedding.parameters()
     )
 
 

@@ -68,10 +68,10 @@ class ShardedOptimizer(Optimizer):
     def _norm(self, grads: Sequence[Tensor], ranks: RankGroup) -> Tensor:
         if self.tp_plan is not None:
             return self.tp_plan.norm(self._named_gradients(), ranks)
-        own = super()._norm(grads, ranks)
-        square = own.double().square()  # in fp64: a finite norm does not overflow
+        norm = super()._norm(grads, ranks)
+        square = norm.double().square()  # in fp64: a finite norm does not overflow
         ranks.all_reduce_([square])
-        return square.sqrt().to(own)
+        return square.sqrt().to(norm)
 
 
 class BackgroundSave:

@@ -125,8 +125,8 @@ class TorchTrainEngine(BaseTrainEngine):
     def _own_part(self, name: str, parameter: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
         if self.tp_plan is None:
             return parameter, full
-        given = full[slice(*self.tp_plan.rows(name, (0, parameter.shape[0])))]
-        return parameter, self.tp_plan.own_part(name, given)
+        rows = full[slice(*self.tp_plan.rows(name, (0, parameter.shape[0])))]
+        return parameter, self.tp_plan.own_part(name, rows)
 
     def _write(self, folder: Path, describe: Describe, *, copy: bool) -> PendingSave:
         """Write synchronously. Replicas are equal, so rank 0 writes. In a tensor-parallel group

@@ -59,8 +59,8 @@ def local_shard(arranged: Arranged, model_parallel: RankGroup) -> LocalShard:
     count = tokens.numel()
     length = -(-count // model_parallel.size)
     begin = model_parallel.rank * length
-    own = [F.pad(x, (0, model_parallel.size * length - count)) for x in (tokens, positions)]
-    ids, at = (x[None, begin : begin + length] for x in own)
+    padded = [F.pad(x, (0, model_parallel.size * length - count)) for x in (tokens, positions)]
+    ids, at = (x[None, begin : begin + length] for x in padded)
     return LocalShard(ids, at, SequenceParallelPlan(plan, count, model_parallel.group), begin)
 
 
@@ -133,17 +133,20 @@ class SequenceParallelForward(Forward):
         tokens of its shard."""
         shard, group = local_shard(arranged, self.model_parallel), self.model_parallel.group
         assert group is not None
-        hidden, own = self._hidden_routed(shard.input_ids, shard.position_ids, shard.plan)
-        found = self._outputs_of(batch, arranged, shard, hidden, with_entropy=with_entropy)
+        hidden, routes = self._hidden_routed(shard.input_ids, shard.position_ids, shard.plan)
+        outputs = self._outputs_of(batch, arranged, shard, hidden, with_entropy=with_entropy)
         index = arranged.flat_index - shard.begin
-        here = ((index >= 0) & (index < len(hidden))).nonzero()[:, 0]
-        source, target = upload(index[here], hidden.device), upload(here, hidden.device)
+        local_reads = ((index >= 0) & (index < len(hidden))).nonzero()[:, 0]
+        source, target = (
+            upload(index[local_reads], hidden.device),
+            upload(local_reads, hidden.device),
+        )
 
         def all_tokens(values: Tensor) -> Tensor:  # [L, C, ...] -> [L, M, ...]
             zeros = values.new_zeros(values.shape[0], len(index), values.shape[2])
             return sum_over(group, zeros.index_copy(1, target, values[:, source]))
 
-        return found, Routing(all_tokens(own.logits), all_tokens(own.chosen))
+        return outputs, Routing(all_tokens(routes.logits), all_tokens(routes.chosen))
 
     def _outputs_of(
         self,
@@ -159,12 +162,15 @@ class SequenceParallelForward(Forward):
         self._check_asked(shard.plan)
         read, target = self._reads(batch)
         index = arranged.flat_index[read] - shard.begin
-        here = ((index >= 0) & (index < len(hidden))).nonzero()[:, 0]
+        local_reads = ((index >= 0) & (index < len(hidden))).nonzero()[:, 0]
         group, device = self.model_parallel.group, hidden.device
         assert group is not None
-        at_reads, own = hidden[upload(index[here], device)], upload(target[here], device)
-        found = self._ask(batch, at_reads, own, with_entropy=with_entropy)
-        return tuple(sum_over(group, values) for values in found)
+        at_reads, targets = (
+            hidden[upload(index[local_reads], device)],
+            upload(target[local_reads], device),
+        )
+        answers = self._ask(batch, at_reads, targets, with_entropy=with_entropy)
+        return tuple(sum_over(group, values) for values in answers)
 
     def _check_asked(self, plan: SequenceParallelPlan) -> None:
         """Raise ModelError, on the first pass, unless every layer's attention exchanged its
@@ -185,27 +191,27 @@ def check_sequence_parallel(config: PretrainedConfig, size: int) -> None:
     text = _text(config)
     values = text.to_dict()
     heads, name = int(text.num_attention_heads), text.model_type
-    what = f"train.engine.sequence_parallel_size={size}"
+    setting = f"train.engine.sequence_parallel_size={size}"
     if heads % size:
         works = [str(n) for n in range(1, heads + 1) if heads % n == 0]
         raise ModelError(
-            f"{what} does not divide the {heads} attention heads (num_attention_heads) of this "
+            f"{setting} does not divide the {heads} attention heads (num_attention_heads) of this "
             f"{name} model, which are shared among its ranks; use one of {', '.join(works)}"
         )
     odd = sorted(set(values.get("layer_types") or ()) - ATTENDING)
     if odd:
         raise ModelError(
-            f"{what}: this {name} model has layers of type {', '.join(odd)}, which mix tokens "
+            f"{setting}: this {name} model has layers of type {', '.join(odd)}, which mix tokens "
             "without attention, so tokens of different ranks would not be mixed; use 1 (for long "
             "rows with train.gradient_checkpointing=true)"
         )
     rope = str(values.get("rope_parameters") or values.get("rope_scaling") or "")
-    found = [kind for kind in sorted(BY_LENGTH) if f"'{kind}'" in rope]
-    if found:
+    kinds = [kind for kind in sorted(BY_LENGTH) if f"'{kind}'" in rope]
+    if kinds:
         raise ModelError(
-            f"{what}: the rotary embedding of this {name} model ({found[0]}) depends on the length "
-            "of the longest row, but each rank has only a shard of it; use 1 (for long rows with "
-            "train.gradient_checkpointing=true)"
+            f"{setting}: the rotary embedding of this {name} model ({kinds[0]}) depends on the "
+            "length of the longest row, but each rank has only a shard of it; use 1 (for long "
+            "rows with train.gradient_checkpointing=true)"
         )
 
 

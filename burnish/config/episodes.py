@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
@@ -83,6 +83,8 @@ class EpisodesConfig(Node):
 
     has_agent: ClassVar[bool] = False
     """True if a program of the user calls the policy."""
+    selected_by: ClassVar[tuple[str, ...]] = ()
+    """Keys of which one is set in a section of this kind."""
 
     max_turns: int = Field(8, ge=1)
     """Maximum responses of the policy per episode (status max_turns)."""
@@ -164,6 +166,8 @@ class SteppedEpisodes(EpisodesConfig):
 class EnvironmentEpisodes(SteppedEpisodes):
     """Episodes of an environment."""
 
+    selected_by = ("environment",)
+
     kind: Literal["environment"] = "environment"
     environment: str
     """Environment class, ``path/to/file.py:Class`` or ``package.module:Class``, with the methods
@@ -182,6 +186,8 @@ class EnvironmentEpisodes(SteppedEpisodes):
 
 class ToolEpisodes(SteppedEpisodes):
     """Episodes in which the policy calls tools; its first response without a call ends one."""
+
+    selected_by = ("tools", "mcp")
 
     kind: Literal["tools"] = "tools"
     tools: tuple[str, ...] = ()
@@ -258,6 +264,8 @@ class ProgramEpisodes(EpisodesConfig):
 class AgentEpisodes(ProgramEpisodes):
     """Episodes of a Python function."""
 
+    selected_by = ("agent",)
+
     kind: Literal["agent"] = "agent"
     agent: str
     """Agent function ``async def agent(task, endpoint)``, ``path/to/file.py:name`` or
@@ -308,6 +316,8 @@ class AgentEpisodes(ProgramEpisodes):
 class CommandEpisodes(ProgramEpisodes):
     """Episodes of any program."""
 
+    selected_by = ("command",)
+
     kind: Literal["command"] = "command"
     command: tuple[str, ...] = Field(min_length=1)
     """Agent program and arguments, started once per episode. Environment variables have the address
@@ -323,13 +333,9 @@ def _in(python: str | None) -> str:
 
 
 AnyEpisodes = EnvironmentEpisodes | ToolEpisodes | AgentEpisodes | CommandEpisodes
-_KINDS: dict[str, tuple[type[EpisodesConfig], tuple[str, ...]]] = {
-    "environment": (EnvironmentEpisodes, ("environment",)),
-    "tools": (ToolEpisodes, ("tools", "mcp")),
-    "agent": (AgentEpisodes, ("agent",)),
-    "command": (CommandEpisodes, ("command",)),
+_KINDS: dict[str, type[EpisodesConfig]] = {
+    cls.model_fields["kind"].default: cls for cls in get_args(AnyEpisodes)
 }
-"""Kind -> its class, and the keys that select it."""
 
 
 def _selected(value: Any) -> Any:
@@ -338,23 +344,21 @@ def _selected(value: Any) -> Any:
     unless exactly one kind is selected."""
     if not isinstance(value, dict):
         return value
-    names = {key for _, keys in _KINDS.values() for key in keys}
-    unset_text = {key: None for key in names if value.get(key) == "null"}  # of an override
-    value = {**value, **unset_text}
-    kinds = [kind for kind, (_, keys) in _KINDS.items() if any(value.get(key) for key in keys)]
+    keys = {key: kind for kind, cls in _KINDS.items() for key in cls.selected_by}
+    value = {k: None if k in keys and v == "null" else v for k, v in value.items()}  # an override
+    kinds = list(dict.fromkeys(kind for key, kind in keys.items() if value.get(key)))
     if len(kinds) > 1 or not (kinds or "kind" in value):
         have = f"{' and '.join(kinds)} are" if kinds else "none is"
         raise ValueError(f"needs exactly one of {', '.join(_KINDS)}, and {have} set; set one")
     kind = kinds[0] if kinds else value["kind"]
     if kind not in _KINDS:
         return value
-    fields = _KINDS[kind][0].model_fields
-    unset = {
+    fields = _KINDS[kind].model_fields
+    unset = {(key, "None") for key in keys} | {
         (name, str(field.get_default(call_default_factory=True) or None))
-        for cls, _ in _KINDS.values()
+        for cls in _KINDS.values()
         for name, field in cls.model_fields.items()
-        if name not in fields
-    } | {(key, "None") for _, keys in _KINDS.values() for key in keys}
+    }
     keys_of_kind = {
         key: content
         for key, content in value.items()

@@ -250,7 +250,7 @@ def test_a_teacher_of_another_tokenizer_is_refused_with_training_on_its_samples(
         ("loss=sigmoid", "orpo, kto. TRL's sigmoid is dpo here."),
         ("f_divergence=js_divergence", "got 'js_divergence'. TRL's js_divergence is js here."),
         ("data.overlong=keep_start", "TRL's keep_start is truncate_right here."),
-        ("added_losses={kto: 1}", "added_losses: must be one of dpo, cdpo, .*discopop, got 'kto'"),
+        ("added_losses={kto: 1}", r"added_losses\.kto: must be one of dpo, .*got 'kto'"),
     ],
 )
 def test_a_value_of_another_framework_is_translated(override: str, said: str) -> None:

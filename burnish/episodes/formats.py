@@ -29,6 +29,8 @@ _GLM_PARAMETER = Pattern(
     r"<arg_value>(?P<value>(?:(?!<arg_key>).)*?)</arg_value>",
     DOTALL,
 )
+REASONING_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+"""Texts before and after reasoning, of the families without channels."""
 _HARMONY_START = r"(?:<\|start\|>assistant)?"
 _HARMONY_CHANNEL = r"<\|channel\|>(?:commentary|analysis)"
 _HARMONY_TO = r" ?to=functions\.(?P<name>[\w.\-]+)"

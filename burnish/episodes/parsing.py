@@ -6,13 +6,14 @@ describes every mistake in words for the policy, so that it can answer with a co
 
 from __future__ import annotations
 
+import re  # house: ok it escapes the tags of reasoning
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from burnish.chat_message import Message
-from burnish.episodes.formats import ToolFormat
+from burnish.episodes.formats import REASONING_TAGS, ToolFormat
 from burnish.episodes.regions import CALLS, Region, RegionScanner
 from burnish.episodes.repeated_keys import repeated_key
 from burnish.episodes.streaming import REASONING, MessageText, without_long_spaces
@@ -70,7 +71,7 @@ class ResponseParser:
         self._format = tool_format
         self._prefix = prefix
         self._shortens = is_own
-        full = _lenient(template)
+        full = _adapted(template)
         fields = full["fields"]
         others = {name: field for name, field in fields.items() if name != CALLS}
         plain = {**full, "fields": others or {"content": {}}}
@@ -269,10 +270,20 @@ def _message(fields: Mapping[str, Any], head: str = "", rest: str = "") -> dict[
     return message
 
 
-def _lenient(template: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a response template that keeps JSON it cannot parse as text."""
+def _adapted(template: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a response template that keeps JSON it cannot parse as text, and in which
+    the tags of reasoning open it only at the beginning of a response. Later they are content. A
+    template with channels, in which the content has an opening of its own, keeps its places."""
     copy = deepcopy(dict(template))
-    for entry in copy["fields"].values():
+    fields = copy["fields"]
+    has_channels = bool({"open", "open_pattern"} & set(fields.get("content", {})))
+    tags = {begin for begin, _ in REASONING_TAGS}
+    for name, entry in fields.items():
         if entry.get("content") == "json":
             entry["content_args"] = {**entry.get("content_args", {}), "allow_non_json": True}
+        opening = entry.get("open", ())
+        literals = [opening] if isinstance(opening, str) else list(opening)
+        if name in REASONING and tags & set(literals) and not has_channels:
+            del entry["open"]
+            entry["open_pattern"] = rf"\A\s*+(?:{'|'.join(map(re.escape, literals))})"
     return copy

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from burnish.chat_message import Message
 from burnish.data.rendering import REFUSED_IN_EPISODES, check_rendering, render_text
 from burnish.data.sources import DataError
-from burnish.episodes.formats import format_of
+from burnish.episodes.formats import REASONING_TAGS, format_of
 from burnish.episodes.probing import CONVERSATIONS, TOOLS, ProbeConversation, assistant, call, user
 from burnish.episodes.token_texts import common_length
 from burnish.errors import BurnishError
@@ -296,10 +296,7 @@ class ChatTemplate:
         """Return the texts before and after reasoning, if the template mentions them."""
         templates = self._tokenizer.chat_template
         source = str(templates) + self.generation_prompt
-        for begin, end in (("<think>", "</think>"), ("[THINK]", "[/THINK]")):
-            if end in source:
-                return begin, end
-        return None
+        return next((tags for tags in REASONING_TAGS if tags[1] in source), None)
 
 
 def literal_parts(text: str) -> list[tuple[str, bool]]:

@@ -80,6 +80,10 @@ def test_what_the_template_renders_is_read_back(family: str) -> None:
     [
         ("chatml", "<think>\nTwo.\n</think>\n\n4<|im_end|>", "Two.", "4"),
         ("chatml", "<think>\nTwo and", "Two and", ""),
+        ("chatml", " \n<think>Two.</think> 4<|im_end|>", "Two.", "4"),
+        ("chatml", "`<think>` is a tag.", None, "`<think>` is a tag."),
+        ("chatml", "4 <think>Two.</think> 5<|im_end|>", None, "4 <think>Two.</think> 5"),
+        ("chatml", "<think>a</think>b<think>c</think><think>d", "a", "b<think>c</think><think>d"),
         ("chatml", "2 < 3 and 3 > 2<|im_end|>", None, "2 < 3 and 3 > 2"),
         (
             "harmony",
@@ -120,6 +124,53 @@ def test_reasoning_that_the_prompt_opens_is_recognized() -> None:
     ids = tokenizer("Two.\n</think>\n\n4<|im_end|>")["input_ids"]
     found = renderer.parse(ids)
     assert found.message == assistant("4", reasoning_content="Two.")
+
+
+OWN_TAGS = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+        },
+        "content": {"repeats": True, "join": ""},
+    },
+}
+
+
+@pytest.mark.parametrize("template", [None, OWN_TAGS], ids=["family", "own"])
+@pytest.mark.parametrize(
+    ("opened", "thought"),
+    [("", "<think>\nI.\n</think>\n\n"), ("<think>\n", "I.\n</think>"), ("<think>\n</think>", "")],
+)
+@pytest.mark.parametrize(
+    "content", ["Use the <think> tag.", "<think> is `a`", "<think>b</think> c"]
+)
+def test_tags_after_the_reasoning_are_content_and_hide_no_call(
+    template: Any, opened: str, thought: str, content: str
+) -> None:
+    """Also in a stream, which sends the text before the call when it is certain."""
+    tokenizer = chat_tokenizer("chatml")
+    prompt = "<|im_start|>assistant\n"
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        prompt + "{% endif %}", f"{prompt}{opened}{{% endif %}}"
+    )
+    if template is not None:
+        tokenizer.response_template = template
+    renderer = ChatRenderer(tokenizer, history="keep")
+    calls = '\n<tool_call>{"name": "look_up", "arguments": {"key": "<think>"}}</tool_call>' * 2
+    ids = tokenizer(thought + content + calls, add_special_tokens=False)["input_ids"]
+    found = renderer.parse(ids, TOOLS)
+    assert found.problem is None and found.message["content"] == content
+    assert found.message.get("reasoning_content") == ("I." if thought else None)
+    assert functions(found) == [("look_up", {"key": "<think>"})] * 2
+    stream = renderer.stream(())
+    parts = [stream.feed([token]) for token in ids]
+    reasoning, streamed = ("".join(texts) for texts in zip(*parts, strict=True))
+    assert (reasoning, streamed) == ("I." if thought else "", content)
 
 
 @pytest.mark.parametrize("family", ["chatml", "llama3", "mistral", "harmony"])

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from burnish.chat_message import Message
@@ -228,15 +229,15 @@ class ChatTemplate:
 
     def end_tokens(self) -> tuple[frozenset[int], frozenset[int]]:
         """Return (tokens that end a turn if it is the last, those and the tokens that end a turn if
-        a user message or a tool result follows)."""
+        a user message or a tool result follows), with and without tools."""
         stop: set[str] = set()
         close: set[str] = set()
         result = {"role": "tool", "tool_call_id": "probe0000", "name": "look_up", "content": "1"}
-        for new in ([user("Go on.")], [result]):
+        for new, tools in product(([user("Go on.")], [result]), (TOOLS, ())):
             try:
-                continuation = self.continuation(new, TOOLS)
+                continuation = self.continuation(new, tools)
                 answer = _placeholder(_MARK, _leading_results(new))
-                head = self.text([user("Go."), answer], TOOLS, generate=False)
+                head = self.text([user("Go."), answer], tools, generate=False)
             except (DataError, RendererError):
                 continue
             stop |= set(self._special.findall(head.rpartition(_MARK)[2])[-1:])

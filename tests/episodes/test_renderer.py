@@ -258,6 +258,25 @@ def test_the_end_token_of_the_last_turn_counts_as_the_end_of_an_earlier_turn() -
     assert sorted(stops) == ["<|call|>", "<|return|>"]  # <|end|> also ends reasoning
 
 
+@pytest.mark.parametrize("tools", [(), TOOLS], ids=["plain", "tools"])
+def test_an_end_that_depends_on_tools_ends_a_turn(tools: Any) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|eot|>"]})
+    end = "<|eot|>" if tools else "<|im_end|>"
+    tokenizer.chat_template = (
+        "{% set end = '<|eot|>' if tools else '<|im_end|>' %}"
+        + tokenizer.chat_template.replace("<|im_end|>", "{{ end }}")
+    )
+    renderer = ChatRenderer(tokenizer)
+    prompt = renderer.render([user("Hi.")], tools)
+    sampled = encoded(tokenizer, "Hello." + end)
+    assert sampled[-1] in renderer.stop_token_ids
+    assert renderer.parse(sampled, tools, prompt_ids=prompt).message == assistant("Hello.")
+    following = renderer.bridge(prompt, sampled, [user("And?")], tools)
+    complete = renderer.render([user("Hi."), assistant("Hello."), user("And?")], tools)
+    assert following == complete
+
+
 CONTENT = st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from(" \n\t"))
 
 

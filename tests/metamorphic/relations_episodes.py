@@ -29,6 +29,7 @@ from burnish.data.prompts.config import PromptDataConfig
 from burnish.environments.pool import EpisodeFailedError
 from burnish.environments.results import ToolResultError, as_text
 from burnish.episodes.loop import EngineCall, EpisodeLimits, EpisodeResult, Policy, Task
+from burnish.episodes.probing import TOOLS, call
 from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.runner import FAILED, EpisodeRunner, episode_sample
 from burnish.jobs.evaluate import Evaluator
@@ -303,3 +304,76 @@ def tool_results_have_one_text(draw: Draw) -> None:
         raise Broken(f"a memory address: {texts[0]}")
     plain = {"a": [draw.rng.randint(0, 9), None, {"b": draw.rng.random()}]}
     equal(json.loads(as_text(plain)), plain, "JSON")
+
+
+# ---- answers -------------------------------------------------------------------------------------
+
+TAGS = ("<think>", "</think>", " ", "\n", "a", "Use the ", " tag", "`", "<th", "<", "漢字", "```\n")
+FORMS = ("after reasoning", "always", "opened", "xml", "harmony")
+"""When the template writes a block of reasoning: only with reasoning, always, always with its
+opening tag in the prompt, never. Harmony has channels."""
+
+
+def tokenizer_of(form: str) -> Any:
+    """A tokenizer whose chat template writes reasoning in a form."""
+    from chat_families import chat_tokenizer
+
+    tokenizer = chat_tokenizer(form if form in ("xml", "harmony") else "chatml")
+    if form in ("always", "opened"):
+        body = tokenizer.chat_template.replace("{% if m.reasoning_content %}<think>", "<think>")
+        head, block, rest = body.partition("{{ m.reasoning_content }}\n</think>\n\n")
+        template = head + block.replace(" }}", " or '' }}") + rest.removeprefix("{% endif %}")
+        last = "<|im_start|>assistant\n" + ("<think>\n" if form == "opened" else "")
+        tokenizer.chat_template = template.removesuffix("<|im_start|>assistant\n{% endif %}") + (
+            last + "{% endif %}"
+        )
+    return tokenizer
+
+
+def draw_answer(draw: Draw, form: str) -> dict[str, Any]:
+    """An answer that mentions tags of reasoning in its content and in the arguments of its calls.
+    Without a block before it, it begins with a word."""
+    texts = ["".join(draw.rng.choices(TAGS, k=draw.rng.randint(0, 9))).strip() for _ in range(3)]
+    answer: dict[str, Any] = {"role": "assistant", "content": texts[0]}
+    if form != "xml" and draw.rng.random() < 0.6:
+        answer["reasoning_content"] = "I " + texts[1].replace("</think>", "")
+    elif form == "after reasoning":
+        answer["content"] = f"So {texts[0]}"
+    if form != "harmony" and draw.rng.random() < 0.5:
+        answer["tool_calls"] = [call("look_up", {"key": texts[2]}, "probe0000")]
+    draw.note(answer=answer)
+    return answer
+
+
+@relation
+def rendered_answers_are_read_back(draw: Draw) -> None:
+    """The text that a template writes for an answer is parsed to that answer. What is sent of it
+    is a beginning of it, however the tokens arrive. Exact."""
+    form = draw.one(form=FORMS)
+    tokenizer, answer = tokenizer_of(form), draw_answer(draw, form)
+    question = [{"role": "user", "content": "Go."}]
+    prompt, text = (
+        tokenizer.apply_chat_template(
+            messages, tools=TOOLS, tokenize=False, add_generation_prompt=generate
+        )
+        for messages, generate in ((question, True), ([*question, answer], False))
+    )
+    equal(text[: len(prompt)], prompt, "the prompt in the complete text")
+    renderer = ChatRenderer(tokenizer, history="keep")
+    ids = tokenizer(text[len(prompt) :].rstrip("\n"), add_special_tokens=False)["input_ids"]
+    message = renderer.parse(ids, TOOLS).message
+    for call_ in message.get("tool_calls", ()):
+        call_["id"] = "probe0000"
+    equal(message, _stripped(answer), "the message")
+    stream, sent, rest = renderer.stream(()), ("", ""), ids[:-1]  # without the end token
+    while rest:
+        length = draw.rng.choice((1, 1, 2, 9))
+        parts, rest = stream.feed(rest[:length]), rest[length:]
+        sent = (sent[0] + parts[0], sent[1] + parts[1])
+    beginnings = (message.get("reasoning_content", ""), message["content"])
+    equal(sent, tuple(b[: len(s)] for b, s in zip(beginnings, sent, strict=True)), "the stream")
+
+
+def _stripped(answer: dict[str, Any]) -> dict[str, Any]:
+    texts = {key: value.strip() for key, value in answer.items() if isinstance(value, str)}
+    return {**answer, **texts}

@@ -24,55 +24,6 @@ RAY, GPUS = "cluster.runtime=ray", "cluster.gpus_per_worker=1"
 COPY, PARTIAL = "rollout.engine.own_weights=true", "rollout.asynchronous.partial=true"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "problem", "ways_out"),
-    [
-        ([], "uses the policy's own weights", [[RAY], [COPY], [PARTIAL]]),
-        (
-            [RAY, GPUS],
-            "puts each rollout worker on the GPU of a policy rank",
-            [["cluster.layout=separate"], ["cluster.layout=colocate_actor_ref"], [PARTIAL]],
-        ),
-        (
-            [RAY, "sync.kind=disk", "sync.folder=weights", "sync.keep=1"],
-            "could delete the files",
-            [["sync.keep=2"]],
-        ),
-        (
-            [PARTIAL, "rollout.asynchronous.in_flight=finish"],
-            "end with the old ones",
-            [[COPY, "rollout.asynchronous.partial=false"]],
-        ),
-        (
-            [COPY, "rollout.asynchronous.run_ahead=2"],
-            "run_ahead=2 is above max_staleness=1: a group that is started further ahead",
-            [["rollout.asynchronous.run_ahead=1"], ["rollout.asynchronous.max_staleness=2"]],
-        ),
-        (  # 1 rollout ahead and 1.5 of a step: more than the S + 1 = 2 that can be trained in time
-            [COPY, "rollout.asynchronous.oversample=1.5"],
-            "starts 2.5 rollouts at a time, and max_staleness=1 allows 2; lower oversample or",
-            [
-                ["rollout.asynchronous.oversample=1"],
-                ["rollout.asynchronous.run_ahead=0"],
-                ["rollout.asynchronous.max_staleness=2"],
-            ],
-        ),
-        (
-            [PARTIAL, "rollout.asynchronous.max_staleness=0"],
-            "which max_staleness=0 does not allow; set max_staleness=1 or more",
-            [["rollout.asynchronous.max_staleness=1"]],
-        ),
-    ],
-)
-def test_a_run_that_cannot_overlap_is_refused_and_each_way_out_is_accepted(
-    overrides, problem, ways_out
-):
-    with pytest.raises(ConfigError, match=problem):
-        load_config(RECIPE, overrides)
-    for way_out in ways_out:
-        load_config(RECIPE, [*overrides, *way_out])
-
-
 def test_an_engine_that_drops_its_cache_at_an_update_cannot_continue_with_it(monkeypatch):
     overrides = [RAY, "rollout.asynchronous.in_flight=continue"]
     load_config(RECIPE, overrides)

@@ -112,37 +112,6 @@ def test_a_group_that_the_recipe_omits_can_be_set_key_by_key(rl_recipe):
     assert config.eval.data.sources == (FileSource(path="e.jsonl"),)
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("train.lr", "is not of the form dotted.key=value"),
-        ("=3", "is not of the form dotted.key=value"),
-        ("train..lr=1", "is not of the form dotted.key=value"),
-        ("train.=1", "is not of the form dotted.key=value"),
-        ("train.lr=[1", "the value is not valid YAML"),
-        ("train.lr.x=1", "train.lr is a plain value, which has no keys below it"),
-        ("run_dir.x=1", "run_dir is a plain value, which has no keys below it"),
-        ("data.sources.1.path=x", "data.sources has items 0..0, but no '1'"),
-        ("data.sources.-1=x", "data.sources has items 0..0, but no '-1'"),
-        ("data.sources.first=x", "data.sources has items 0..0, but no 'first'"),
-        ("rewards.0.weight=2", "the recipe does not set rewards, so it has no items to change"),
-        (
-            "data.sources.0.path.x=1",
-            "data.sources.0.path is 'prompts.jsonl', which has no keys below it",
-        ),
-    ],
-)
-def test_an_invalid_override_is_named(rl_recipe, override, said):
-    with pytest.raises(ConfigError) as caught:
-        load_config(rl_recipe, [override])
-    assert f"override {override!r}" in str(caught.value) and said in str(caught.value)
-
-
-def test_all_invalid_overrides_are_reported_with_the_other_problems(rl_recipe):
-    with pytest.raises(ConfigError, match="3 problems"):
-        load_config(rl_recipe, ["a", "train.lr.x=1", "trian=1"])
-
-
 @given(st.text(max_size=12), st.text(max_size=8))
 def test_any_override_ends_in_a_config_or_in_a_config_error(key, value):
     recipe = {"job": "sft", "model": {"scratch": {}}, "data": {"sources": ["a"]}, "train": {}}

@@ -146,19 +146,6 @@ def batch_spans(batch: Any) -> list[tuple[int, int]]:
     return list(pairwise(ends))
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"drop_last": False}, r"drop_last=false with sources drawn by weight.*data\.mix=size"),
-        ({"data": {"mix": "size"}}, r"mix=size draws all rows equally often.*weight=2"),
-    ],
-)
-def test_incompatible_mix_settings_are_rejected(options: dict[str, Any], says: str) -> None:
-    sources = [{"path": "a.jsonl", "weight": 2}, "b.jsonl"]
-    with pytest.raises(ConfigError, match=says):
-        sft(sources, 2, **options)
-
-
 def test_kto_has_no_partial_batch() -> None:
     recipe = {"job": "preference", "model": {"scratch": {}}, "train": {"train_batch_size": 4}}
     with pytest.raises(ConfigError, match="drop_last=false with loss=kto"):

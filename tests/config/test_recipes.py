@@ -16,7 +16,6 @@ from burnish.config.placement import placement_groups
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 BY_NAME = {path.stem: path for path in RECIPES}
-CLUSTER = {"runtime": "ray", "layout": "separate", "gpus_per_worker": 1}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -107,37 +106,6 @@ def test_colocated_engines_span_the_gpus_of_consecutive_ranks() -> None:
         load_config(small, ["rollout.engine.tensor_parallel_size=2", "cluster.rollout_workers=4"])
     )
     assert (place.count, place.span, place.workers("rollout")) == (8, 2, 4)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (
-            [],
-            r"8 ranks of policy have room for 4 engines, not 8; set cluster.rollout_workers=4, or "
-            "use layout=separate",
-        ),
-        (
-            ["rollout.engine.tensor_parallel_size=3"],
-            r"policy has 8 ranks, which 3 does not divide; use a multiple of 3 ranks, a "
-            r"tensor_parallel_size of \[1, 2, 4, 8\]",
-        ),
-        (["cluster.gpus_per_worker=0.5"], r"gpus_per_worker=0\.5 with tensor_parallel_size=2"),
-        (["cluster.reference_ranks=4"], "policy and reference on the same GPUs, but they have 8"),
-        (["sync.kind=collective"], "NCCL, which refuses .* use sync.kind=disk, or cluster.layout"),
-        (["sync.kind=ipc"], "handles to memory of one GPU, .* engines are on 8 GPUs; remove sync"),
-    ],
-)
-def test_colocated_engines_that_cannot_work_are_refused(overrides: list[str], said: str) -> None:
-    parts = ["rollout.engine.tensor_parallel_size=2"]
-    parts += ["cluster.rollout_workers=4"] if overrides else []
-    with pytest.raises(ConfigError, match=said):
-        load_config(BY_NAME["llama3_8b_grpo_8gpu"], [*parts, *overrides])
-    if "layout" not in said:
-        return
-    apart = ["cluster.layout=separate", "cluster.offload_between_phases=[]"]
-    config = load_config(BY_NAME["llama3_8b_grpo_8gpu"], [*parts, *overrides, *apart])
-    assert {(p.gpus, p.span) for p in placement_groups(config) if "rollout" in p.roles} == {(2, 1)}
 
 
 def test_colocated_roles_need_equal_numbers() -> None:

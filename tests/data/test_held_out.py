@@ -109,56 +109,6 @@ def test_the_choice_is_proportional_and_a_larger_part_contains_a_smaller_one() -
     assert list(held_out_rows("a", 50, 9)) != list(held_out_rows("b", 50, 9))
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"held_out": 0.01}, "data.held_out=0.01 of 20 rows is less than one row"),
-        ({"held_out": 20}, "leave none for training"),
-        ({"held_out": 1.5}, "whole number of rows"),
-        ({"held_out": 0}, "greater than 0"),
-        ({"part": "held_out"}, "data.part=held_out"),
-        ({"held_out": 2, "part": "held_out"}, "would train on the rows for evaluation"),
-        (
-            {"held_out": 2, "sources": [{"kind": "environment"}]},
-            "rows of kind environment are made from a seed",
-        ),
-        (
-            {"held_out": 2, "sources": [{"kind": "dataset", "path": "x", "streaming": True}]},
-            "x is streamed, so its rows cannot be chosen",
-        ),
-    ],
-)
-def test_a_part_that_cannot_be_formed_is_refused(
-    tmp_path: Path, change: dict[str, Any], problem: str
-) -> None:
-    tree = recipe("rl", rows_file(tmp_path, 20))
-    tree["data"] |= change
-    with pytest.raises(ConfigError, match=problem):
-        load_config(tree)
-
-
-@pytest.mark.parametrize(
-    ("eval_data", "problem"),
-    [
-        ({"sources": ["b.jsonl"]}, "data.held_out=0.2 and eval_data.sources both give rows"),
-        ({"sources": ["b.jsonl"], "held_out": 0.5}, "would evaluate the rows that are left"),
-    ],
-)
-def test_held_out_rows_beside_evaluation_data_are_refused(
-    tmp_path: Path, eval_data: dict[str, Any], problem: str
-) -> None:
-    tree = recipe("sft", rows_file(tmp_path, 20), held_out=0.2) | {"eval_data": eval_data}
-    with pytest.raises(ConfigError, match=problem):
-        load_config(tree)
-
-
-def test_held_out_rows_of_the_ptx_data_are_refused(tmp_path: Path) -> None:
-    path = rows_file(tmp_path, 20)
-    ptx = {"ptx_coef": 0.1, "batch_size": 4, "data": {"sources": [path], "held_out": 2}}
-    with pytest.raises(ConfigError, match=r"remove ptx\.data\.held_out \(data\.held_out holds out"):
-        load_config(recipe("rl", path) | {"ptx": ptx})
-
-
 def test_the_evaluation_section_may_change_other_keys(tmp_path: Path) -> None:
     tree = recipe("sft", rows_file(tmp_path, 20), held_out=0.2, max_len=64)
     config: Any = load_config(tree, ["eval_data.overlong=drop"])

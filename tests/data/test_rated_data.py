@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from burnish.config import ConfigError, load_config
+from burnish.config import load_config
 from burnish.data.batches import BatchStream, load_batch
 from burnish.data.forms import open_rows
 from burnish.data.rated.config import RatedDataConfig
@@ -46,33 +46,6 @@ def test_the_target_is_recognized_and_named_in_the_batch_table(
     assert (data.kind_of_rows, data.names) == (kind, names)
     (line,) = data.form_lines()
     assert line[1].startswith(kind) and f"mapped ({', '.join(data.columns)})" in line[2]
-
-
-@pytest.mark.parametrize(
-    ("columns", "options", "message"),
-    [
-        ({"score": 1.0, "label": "good"}, {}, r"scores \(score\) or classes \(label\); set kind="),
-        ({"label": 1}, {}, r"scores \(label\) or classes \(label\)"),
-        (
-            {"score": 1.0, "rating": 2},
-            {},
-            r"scores \(score\) or scores \(rating\); set kind=scores",
-        ),
-        ({}, {"kind": "scores"}, "score_keys is not set, and no readable file has one of"),
-        ({"grade": "a"}, {"kind": "classes", "label_key": "grad"}, "no such column.*grade"),
-        ({"score": 1}, {"score_keys": ["score", "score"]}, "one or more different columns"),
-        (
-            {"grade": "a"},
-            {"label_key": "grade", "kind": "classes", "classes": ["a"]},
-            "two or more",
-        ),
-    ],
-)
-def test_ambiguous_or_missing_targets_are_errors_at_load(
-    columns: dict[str, Any], options: dict[str, Any], message: str, jsonl: Jsonl
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        data_of(jsonl([BASE | columns]), **options)
 
 
 def test_rows_become_batches_with_their_targets_and_a_stream_resumes(
@@ -139,35 +112,6 @@ def test_broken_rows_are_errors_with_their_line(
     good = BASE | {"score": 1.0, "ok": 1 if "classes" in options else True}
     with pytest.raises(DataError, match=message):
         load_batch(data_of(jsonl([good, BASE | row]), **options), chars)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["loss=bradley_terry"], "loss=bradley_terry is for data.kind=pairs"),
-        (["loss=cross_entropy"], "loss=cross_entropy is for data.kind=classes"),
-        (["center_coef=0.1"], "center_coef applies to the two scores of a pair"),
-        (["huber_delta=2"], "no effect without loss=huber"),
-        (["reward_weights={hepful: 1}"], "a weight for 'hepful', but the outputs of the model are"),
-        (["reward_weights={score: 0}"], "every output the weight 0"),
-        (
-            ["eval_data={kind: scores, sources: [x], score_keys: [a]}"],
-            "eval_data has the outputs a",
-        ),
-        (["checkpoint.best_metric=eval/mse"], "measured by eval_data, which is not set"),
-    ],
-)
-def test_settings_that_do_not_fit_scores_are_errors(
-    options: list[str], message: str, jsonl: Jsonl
-) -> None:
-    tree = {
-        "job": "rm",
-        "model": {"scratch": {}},
-        "train": {"train_batch_size": 2},
-        "data": {"sources": [jsonl([BASE | {"score": 0.5}])]},
-    }
-    with pytest.raises(ConfigError, match=message):
-        load_config(tree, options)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from burnish.config import ConfigError, load_config
+from burnish.config import load_config
 from burnish.data.batches import BatchStream, load_batch
 from burnish.data.chat import encode_prompt
 from burnish.data.demonstrations.config import SFTDataConfig
@@ -262,51 +262,11 @@ def test_truncation_inside_an_earlier_answer_keeps_later_ones(chars: Tok, jsonl:
     assert trained(chars, wide).startswith("\n<|im_start|>user")
 
 
-@pytest.mark.parametrize("key", ["messages_key", "response_key", "text_key"])
-def test_a_misspelt_column_to_learn_from_is_refused(chars: Tok, jsonl: Jsonl, key: str) -> None:
-    """It fell back to ``text``, with the loss on everything."""
-    row = {"messages": CHAT, "prompt": "1+1", "response": "2", "text": "no"}
-    path = jsonl([row])
-    with pytest.raises(DataError, match=rf"rows\.jsonl:1: there is no column 'x' \({key}\)"):
-        one_row(chars, path, **{key: "x"})
-    recipe = {"job": "sft", "model": {"scratch": {}}, "train": {"train_batch_size": 1}}
-    with pytest.raises(ConfigError, match=rf"{key}=x: .*rows\.jsonl has no such column"):
-        load_config(recipe | {"data": {"sources": [path], key: "x"}})
-
-
 def test_two_sources_may_name_a_column_each(jsonl: Jsonl) -> None:
     sources = [jsonl([{"chat": CHAT}], "a.jsonl"), jsonl([{"prompt": "1", "out": "2"}], "b.jsonl")]
     recipe = {"job": "sft", "model": {"scratch": {}}, "train": {"train_batch_size": 1}}
     data = {"sources": sources, "messages_key": "chat", "response_key": "out"}
     assert load_config(recipe | {"data": data}).data.response_key == "out"
-
-
-@pytest.mark.parametrize(
-    ("row", "option", "says"),
-    [
-        (
-            {"text": "x"},
-            {"apply_chat_template": True},
-            "apply_chat_template=true has no effect on plain text",
-        ),
-        (
-            {"text": "x"},
-            {"prompt_template": "{text}"},
-            "prompt_template has no effect on rows of text",
-        ),
-        (
-            {"messages": CHAT},
-            {"prompt_template": "{messages}"},
-            "prompt_template has no effect on rows of messages",
-        ),
-    ],
-)
-def test_a_setting_that_no_row_reads_is_refused(
-    jsonl: Jsonl, row: dict[str, Any], option: dict[str, Any], says: str
-) -> None:
-    recipe = {"job": "sft", "model": {"scratch": {}}, "train": {"train_batch_size": 1}}
-    with pytest.raises(ConfigError, match=says):
-        load_config(recipe | {"data": {"sources": [jsonl([row])], **option}})
 
 
 def test_an_end_token_at_the_end_of_a_text_is_not_duplicated(

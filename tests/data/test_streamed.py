@@ -10,7 +10,7 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from burnish.config import ConfigError, load_config
+from burnish.config import load_config
 from burnish.config.passes import total_rows
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.prompts.encode import PromptStream, load_prompts
@@ -199,40 +199,3 @@ def test_a_check_of_a_recipe_reads_only_the_first_rows_and_says_so(
     (folder / "b.jsonl").write_text('{"prompt": "1+1=", "label": null}\n')
     with pytest.raises(DataError, match=r"sums\[train\] row 5: "):
         validate.check_launch(load_config(sft(folder)), say=said.append)
-
-
-RL = {
-    "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2},
-    "rewards": [{"kind": "math"}],
-}
-PRECOMPUTED = {"job": "preference", "reference": {"precompute": True}}
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"max_steps": None}, "max_epochs=1 counts the rows, but .* is streamed.*set max_steps"),
-        ({"max_epochs": 2}, "max_epochs=2 with max_steps=3 counts the rows.*remove max_epochs"),
-        ({"drop_last": False}, "drop_last=false counts the rows.*remove drop_last"),
-        ({"eval_data": "data"}, "eval_data: .* is streamed, but all rows of eval_data are read"),
-        ({"mix": "size"}, "mix=size shuffles all rows together"),
-        ({"job": "rl", "max_steps": None, "max_epochs": 2} | RL, "max_epochs=2 counts the prompts"),
-        ({"job": "generate"}, "data: .* is streamed, but all rows of data are read"),
-        (PRECOMPUTED, "reference.precompute computes log-probs of all rows"),
-    ],
-)
-def test_a_recipe_that_needs_all_rows_refuses_streaming(
-    folder: Path, change: dict[str, Any], says: str
-) -> None:
-    tree = sft(folder) | change
-    data = tree["data"]
-    if "mix" in tree:
-        data["mix"] = tree.pop("mix")
-    if "eval_data" in tree:
-        tree["eval_data"] = data
-    if tree["job"] != "sft":
-        del data["response_key"]
-    if tree["job"] == "generate":
-        del tree["train"], tree["max_steps"]
-    with pytest.raises(ConfigError, match=says):
-        load_config(tree)

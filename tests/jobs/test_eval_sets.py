@@ -10,7 +10,7 @@ import pytest
 
 import burnish
 from burnish.checkpoint import read_manifest
-from burnish.config import ConfigError, load_config
+from burnish.config import load_config
 from burnish.observe.metrics import read_metrics
 from burnish.observe.report_catalog import arrange
 from burnish.observe.samples import read_samples
@@ -109,32 +109,6 @@ def test_metrics_of_sets_share_the_chart_of_the_first() -> None:
         ("eval/loss", "eval/a/loss"),
         ("eval/reward/x", "eval/a/reward/x"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("job", "change", "problem"),
-    [
-        ("sft", {"eval_data": None}, "eval_sets adds evaluation sets to eval_data, which is not"),
-        ("sft", {"eval_sets": {"a/b": {"sources": ["x"]}}}, "the name 'a/b' is part of metrics"),
-        ("rl", {"eval": {"sets": {"reward": {"sources": ["x"]}}}}, "eval/reward/...; change it"),
-        ("sft", {"checkpoint": {"best_metric": "eval/other/loss"}}, "eval/other/loss is never"),
-        ("kto", {"eval_sets": {"a": {"sources": ["x"], "max_len": 9}}}, "set the same max_len"),
-        ("rm", {"eval_sets": {"a": {"sources": ["x"], "kind": "steps"}}}, "eval_sets.a.kind=steps"),
-        (
-            "preference",
-            {"eval_sets": {"a": {"sources": ["x"], "label_key": "ok"}}},
-            "eval_sets.a.label_key=ok means",
-        ),
-    ],
-)
-def test_sets_that_cannot_be_measured_are_refused(
-    tmp_path: Path, job: str, change: dict[str, Any], problem: str
-) -> None:
-    tree = recipe(job, tmp_path)
-    if "eval" in change:
-        change = {"eval": tree["eval"] | change["eval"]}
-    with pytest.raises(ConfigError, match=problem):
-        load_config(tree | change)
 
 
 def test_held_out_rows_may_be_the_first_of_several_sets(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import burnish.train.engine as train_engine
 from burnish.checkpoint.manifest import verify
 from burnish.checkpoint.reduce import has_only_weights
 from burnish.checkpoint.save import CheckpointStore
-from burnish.config import ConfigError, load_config
 from burnish.config.model import ModelConfig, MovingReferenceConfig, ReferenceConfig, ScratchConfig
 from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
@@ -22,17 +20,6 @@ from burnish.models.load import ModelError, load_causal_lm
 from burnish.steps.moving_reference import MovingReference, load_reference, moving_reference
 from burnish.train.spec import EngineSpec
 from burnish.train.torch.engine import TorchTrainEngine
-
-TREE: dict[str, Any] = {
-    "job": "rl",
-    "run_dir": "run",
-    "max_steps": 2,
-    "model": {"scratch": {}},
-    "data": {"sources": ["prompts.jsonl"], "prompt_max_len": 8},
-    "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "generate_max_len": 4},
-    "train": {"train_batch_size": 4, "lr": 1e-3},
-    "algorithm": {"kl": {"init_kl_coef": 0.1}},
-}
 
 
 @pytest.fixture
@@ -128,37 +115,3 @@ def test_a_reference_of_another_architecture_is_refused_before_the_first_step(
     )
     with pytest.raises(ModelError, match=r"weights differ in names or shapes, e.g. lm_head|model."):
         moving_reference(config, engine(1.0), engine(0.0, trainable=False, width=16), SINGLE)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["reference.moving.mixup_alpha=0.5"], "every_n_steps: is required and not set"),
-        (["reference.moving={every_n_steps: 4, mixup_alpha: 1.5}"], "must be at most 1, got 1.5"),
-        (
-            ["reference.moving.every_n_steps=4", "model.lora={}"],
-            "set reference.model.path to the base, which loads it a second time",
-        ),
-        (
-            ["reference.moving.every_n_steps=4", "train.engine={kind: deepspeed, zero_stage: 3}"],
-            "use zero_stage=2, or train.engine.kind=torch",
-        ),
-        (
-            [
-                "reference.moving.every_n_steps=4",
-                "rollout.engine.own_weights=true",
-                "cluster.offload_between_phases=[policy]",
-            ],
-            "remove policy from cluster.offload_between_phases",
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused_with_an_alternative(overrides: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load_config(TREE, overrides)
-
-
-def test_an_update_that_bf16_rounds_away_is_named() -> None:
-    overrides = ["reference.moving={every_n_steps: 1, mixup_alpha: 0.001}", "precision.dtype=bf16"]
-    warnings = " ".join(load_config(TREE, overrides).warnings())
-    assert "rounds small changes away; use 0.015625 or more" in warnings

@@ -19,7 +19,6 @@ import yaml
 
 import burnish
 from burnish.config import load_config
-from burnish.config.load import ConfigError
 from burnish.config.yaml_text import RecipeLoader
 from burnish.environments.importing import LoadError
 from burnish.observe.samples import read_samples
@@ -192,43 +191,6 @@ def test_agents_play_with_vllm(tmp_path: Path) -> None:
         # fp32: log-probs of up to 3 by other kernels. Stale weights: 1e-2 and more.
         assert step["train/mismatch_max"] < 1e-5
         assert step["episodes/done_frac"] == 1
-
-
-@pytest.mark.parametrize(
-    ("episodes", "message"),
-    [
-        ("{agent: a.py:f, command: [x], max_tokens: 32}", "agent and command are"),
-        ("{agent: a.py, max_tokens: 32}", "not of the form"),
-        ("{command: [x], workers: 2, max_tokens: 32}", "a key of kind environment"),
-        (
-            "{agent: a.py:f, step_timeout_s: 2, max_tokens: 32}",
-            "step_timeout_s.*a key of kind",
-        ),
-        ("{agent: a.py:f, server_host: 0.0.0.0, max_tokens: 32}", "not an address that agents"),
-        (
-            "{agent: a.py:f, sandbox: unsafe_subprocess, max_tokens: 32}",
-            "one of bubblewrap",
-        ),
-        ("{agent: a.py:f, sandbox: bubblewrap, workers: 2, max_tokens: 32}", "remove workers"),
-        ("{agent: a.py:f, sandbox: {python: p}, max_tokens: 32}", "set episodes.python"),
-        ("{agent: 'verifiers:v', sandbox: bubblewrap, max_tokens: 32}", "adapter verifiers cannot"),
-        (
-            "{environment: a.py:F, sandbox: bubblewrap, max_tokens: 32}",
-            "a key of kind tools",
-        ),
-        ("{command: [x], sandbox: unsafe_subprocess, max_tokens: 32}", "one of bubblewrap"),
-        ("{command: [x], sandbox: {max_concurrent: 2}, max_tokens: 32}", "episodes.max_concurrent"),
-        (
-            "{environment: a.py:F, server_port: 80, max_tokens: 32}",
-            "server_port.*a key of kind",
-        ),
-    ],
-)
-def test_senseless_settings_are_refused_at_load(
-    tmp_path: Path, episodes: str, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        run(tmp_path, f"rollout.episodes={episodes}")
 
 
 def test_a_missing_agent_stops_before_the_model_is_loaded(

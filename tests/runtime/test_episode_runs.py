@@ -15,7 +15,6 @@ import torch
 
 import burnish
 from burnish.config import load_config
-from burnish.config.load import ConfigError
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.driver.errors import RunError
 from burnish.environments.base import EnvironmentSetupError
@@ -90,12 +89,6 @@ def thinking(tmp_path: Path) -> list[str]:
         "shaping={overlong: {buffer_len: 40}, length_penalty: 0.01, truncation_penalty: 0.2}",
         "train={train_batch_size: 8, micro_train_batch_size: 4, epochs_per_rollout: 2, lr: 1e-2}",
     ]
-
-
-def turns_and_text(response: str, messages: list[dict[str, Any]]) -> float:
-    """A reward that reads the conversation: it begins with the environment's message."""
-    assert messages[0]["role"] == "user" and messages[0]["content"] in "1234"
-    return sum(m["role"] == "assistant" for m in messages) + 0.1 * len(response)
 
 
 def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
@@ -325,38 +318,6 @@ def test_an_evaluation_without_any_episode_left_says_why(
     }
     with pytest.raises(RunError, match=message):
         burnish.run(load_config(tree), rewards=lambda response: 1.0)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["rollout.episodes.max_turns=0"], "must be at least 1"),
-        (["rollout.episodes.max_tokens=4"], "must exceed data.prompt_max_len"),
-        (
-            ["eval.data.sources=[{kind: seeds}]", "eval.data.prompt_max_len=32"],
-            "must exceed eval.data.prompt_max_len=32",
-        ),
-        (
-            ["eval.data.sources=[{kind: seeds}]", "rollout.episodes=null"],
-            "eval.data.sources has an entry of kind seeds",
-        ),
-        (["shaping.overlong.buffer_len=28"], "below rollout.episodes.max_tokens - data.prompt_max"),
-        (["rollout.episodes.environment=null"], "exactly one of environment, tools"),
-        (["rollout.episodes.environment=guess"], "not of the form"),
-        (["rollout.episodes=null"], "set episodes"),
-        (["rewards=[{kind: environment}]"], "use kind episode"),
-        (["rollout.episodes.tools=[a.py:b]", "rollout.episodes.environment=null"], "no rewards"),
-        (
-            ["rewards=[{kind: episode, per_turn: true}]", "algorithm.advantage=rloo"],
-            "rewards of single turns",
-        ),
-    ],
-)
-def test_senseless_settings_are_refused_at_load(
-    tmp_path: Path, overrides: list[str], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        recipe(tmp_path, *overrides)
 
 
 def test_the_overlong_buffer_may_be_longer_than_a_turn(tmp_path: Path) -> None:

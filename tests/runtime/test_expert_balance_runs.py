@@ -19,7 +19,7 @@ from transformers import (
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import burnish
-from burnish.config import ConfigError, load_config
+from burnish.config import load_config
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
@@ -214,17 +214,6 @@ def test_a_model_without_experts_is_refused(tiny_config: ModelConfig) -> None:
     spec = EngineSpec(TrainRole.alone("policy", TrainConfig(moe_aux_loss_coef=0.01), tiny_config))
     with pytest.raises(ModelError, match="this llama model has none"):
         TorchTrainEngine(load_causal_lm(tiny_config), spec)
-
-
-def test_a_model_from_scratch_is_refused_at_load(write_rows: Callable[..., str]) -> None:
-    tree = {
-        "job": "sft",
-        "model": {"scratch": {}},
-        "data": {"sources": [write_rows("rows", [])]},
-        "train": {"train_batch_size": 4, "moe_aux_loss_coef": 0.01},
-    }
-    with pytest.raises(ConfigError, match=r"model\.scratch has none"):
-        load_config(tree)
 
 
 @pytest.mark.parametrize("job", ["sft", "rm", "preference", "rl"])

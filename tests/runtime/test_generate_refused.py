@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import burnish
-from burnish.config import ConfigError, JobConfig
+from burnish.config import JobConfig
 from burnish.data.sources import DataError
 from burnish.driver.errors import RunError
 from burnish.rewards.base import RewardError
@@ -19,53 +19,6 @@ CONDITIONED = ["mode=conditioned", "condition.template='{reward:.1f}|{prompt}'"]
 MakeConfig = Callable[..., JobConfig]
 Reward = Callable[[str], float]
 RowsOf = Callable[..., list[dict[str, Any]]]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["mode=pairs", "rewards=[]"], "chooses by reward, but the recipe has none"),
-        (["mode=best_of_n", "rewards=[]"], "chooses by reward, but the recipe has none"),
-        ([*CONDITIONED, "rewards=[]"], "states rewards in prompts, but the recipe has none"),
-        (
-            ["mode=pairs", "rollout.n_samples_per_prompt=1"],
-            "chooses among the samples of one prompt",
-        ),
-        (
-            ["mode=best_of_n", "rollout.n_samples_per_prompt=1"],
-            "chooses among the samples of one prompt",
-        ),
-        (["mode=conditioned"], r"condition.template is not set"),
-        (["condition.template='{prompt}{reward}'"], "condition has no effect with mode=all"),
-        (["condition.template='{prompt}'", "condition.wanted_reward=1"], r"has no \{reward\}"),
-        (["condition.template='{reward'", "condition.wanted_reward=1"], "cannot be filled"),
-        (["condition.template='{prompt}{reward:d}'"], "cannot be filled"),
-        (["condition.template='{prompt}{reward}{x}'"], "cannot be filled"),
-        (["output=rows.csv"], r"must end in .jsonl or .parquet"),
-        (["output='{job}.jsonl'"], r"only \{run_dir\} is replaced"),
-        (["data.overlong=truncate_left"], "differ from those in the output"),
-        (["rollout.temperature=0"], "the same response every time"),
-        (["rewards=[]", "on_reward_failure.retries=1"], "no effect without rewards"),
-        (["mode=best"], "best_of_n"),
-        (["mode.kind=all", "mode.min_reward=1"], "min_reward"),
-        (["shaping.reward_clip=1"], "shaping"),
-        (["rewards.0.running_norm=std"], r"rewards\[0\].running_norm=std normalizes each score by"),
-        (["mode=pairs", "rewards.0.weight=0"], "chooses by reward, but every entry of rewards has"),
-    ],
-)
-def test_combinations_without_sense_are_refused_with_what_to_do(
-    overrides: list[str], message: str, generate: MakeConfig
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        generate(*overrides)
-
-
-def test_all_that_is_wrong_is_said_at_once(generate: MakeConfig) -> None:
-    with pytest.raises(ConfigError, match="4 problems"):
-        generate(
-            "mode=pairs", "rewards=[]", "rollout.n_samples_per_prompt=1", "output=y.txt",
-            "data.overlong=truncate_left",
-        )  # fmt: skip
 
 
 def test_an_output_that_exists_is_refused_before_anything_is_loaded(

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import burnish
 from burnish.checkpoint.errors import CheckpointError
 from burnish.cli import app
-from burnish.config import ConfigError, JobConfig, dump_yaml
+from burnish.config import JobConfig, dump_yaml
 from burnish.driver.errors import StoppedError
 from burnish.observe.metrics import read_metrics
 from burnish.rollout.base import SamplingError
@@ -360,46 +360,6 @@ def test_a_run_that_mostly_skipped_says_so_at_its_end(
 
 
 # ---- what is said about the recipe ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (
-            ["precision.dtype=bf16", "precision.loss_scale=0"],
-            "loss_scale has no effect with dtype=bf16",
-        ),
-        (
-            ["precision.loss_scale=128"],
-            "loss_scale has no effect with dtype=fp32, which needs no loss scaling",
-        ),
-        (
-            ["precision.dtype=bf16", "precision.hysteresis=4"],
-            "hysteresis has no effect with dtype=bf16",
-        ),
-        (["precision.dtype=fp16", "precision.loss_scale_window=0"], "must be at least 1, got 0"),
-        (["precision.dtype=fp16", "precision.loss_scale_window=-5"], "must be at least 1, got -5"),
-        (["precision.dtype=fp16", "precision.hysteresis=0"], "must be at least 1, got 0"),
-        (["precision.dtype=fp16", "precision.hysteresis=-1"], "must be at least 1, got -1"),
-        (["precision.dtype=fp16", "precision.min_loss_scale=0"], "must be greater than 0, got 0"),
-        (["precision.dtype=fp16", "precision.min_loss_scale=-1"], "must be greater than 0, got -1"),
-        (["precision.dtype=fp16", "precision.loss_scale=-1"], "must be at least 0, got -1"),
-        (
-            ["precision.dtype=fp16", "precision.min_loss_scale=100000"],
-            "min_loss_scale=100000 is above the initial loss scale, 2^16 = 65536",
-        ),
-        (["precision.dtype=fp16", "precision.grad_accum_dtype=bf16"], "use fp32 or fp16"),
-        (["precision.grad_accum_dtype=bf16"], "grad_accum_dtype=bf16 with dtype=fp32"),
-        (["precision.dtype=fp16", "precision.loss_scale=1e300"], "must be at most 1.32"),
-        (["train.max_consecutive_skips=0"], "must be at least 1, got 0"),
-    ],
-)
-def test_precision_that_makes_no_sense_is_refused(
-    overrides: list[str], said: str, rl: MakeConfig
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        rl(*overrides)
-    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import burnish
-from burnish.config import ConfigError, JobConfig, load_config
+from burnish.config import JobConfig, load_config
 from burnish.config.model import ModelConfig
 from burnish.driver.run_dir import REFERENCE_FILE as FILE
 from burnish.models.load import load_causal_lm
@@ -295,37 +295,3 @@ def test_unpaired_rows_train_kto_and_the_export_loads(
     assert lines[-1]["data/rows_seen"] == 12
     folder = burnish.export(tmp_path / "run", tmp_path / "out")
     assert load_causal_lm(ModelConfig(path=str(folder))).config.hidden_size == 32
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["loss=simpo", "reference.precompute=true"],
-            "reference is set, but loss=simpo does not use one",
-        ),
-        (["data.label_key=ok"], "loss=dpo compares two"),
-        (["loss=kto", "nll_coef=0.1"], "loss=kto has none"),
-        (["loss=kto", "train.train_batch_size=2"], "needs 4 or more"),
-        (["loss=kto", "train.train_batch_size=5"], "an even number"),
-        (["data.margin_key=by"], "margins are used only by reward models"),
-        (["loss=dop"], "dpo"),
-        (["loss=aot", "added_losses={dpo: 1}"], "added_losses with loss=aot: only losses that"),
-        (["added_losses={dpo: 0.5}"], "added_losses contains dpo, which is the loss itself"),
-        (["added_losses={simpo: 0.5}"], "added_losses.*'simpo'"),
-        (["added_losses={hinge: 0}"], "added_losses: must be greater than 0, got 0"),
-        (["loss=sppo_hard", "f_divergence=js"], "f_divergence=js with loss=sppo_hard: it repl"),
-        (["added_losses={ipo: 1}", "f_divergence=js"], "f_divergence=js with loss=ipo: it repl"),
-        (["loss={kind: dpo, mean_logprobs: true}", "f_divergence=js"], "dpo and mean_logprobs: it"),
-        (["f_alpha=0.3"], "f_alpha=0.3 has no effect with f_divergence=reverse_kl"),
-        (["loss=simpo", "ld_alpha=0.5"], "loss=simpo uses means per token"),
-        (["loss=kto", "ld_alpha=0.5"], "loss=kto has no pairs"),
-        (["loss=aot", "weight_pairs=true"], "weight_pairs with loss=aot, whose terms are not"),
-        (["loss={kind: discopop, tau: 2}"], "must be at most 1, got 2"),
-    ],
-)
-def test_combinations_without_sense_are_refused_with_what_to_do(
-    overrides: list[str], message: str, preference: MakeConfig
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        preference(*overrides)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import burnish
-from burnish.config import ConfigError, JobConfig, load_config
+from burnish.config import JobConfig, load_config
 from burnish.config.model import ModelConfig
 from burnish.config.rewards import ModelReward
 from burnish.models.load import ModelError, load_tokenizer
@@ -225,39 +225,3 @@ def test_a_model_without_a_head_is_no_process_reward_model(tmp_path: Path) -> No
     entry = ModelReward(model=ModelConfig.model_validate({"scratch": SCRATCH}))
     with pytest.raises(ModelError, match="without a reward head"):
         load_model_reward(entry, load_tokenizer(entry.model), engine_of)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (("loss=bradley_terry",), "loss=bradley_terry compares two responses"),
-        (("center_coef=0.1",), "center_coef applies to the two scores of a pair"),
-        (
-            ("eval_data={sources: [x.jsonl], kind: pairs}",),
-            "eval_data.kind=pairs and data.kind=steps",
-        ),
-        (("data.margin_key=by",), "unknown key 'margin_key'"),
-        (
-            ("data.labels_key=completions", "data.steps_key=completions"),
-            "set two different columns",
-        ),
-    ],
-)
-def test_settings_of_pairs_are_refused_for_steps(
-    prm: MakeConfig, overrides: Any, said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        prm(*overrides)
-    assert prm("loss=process").loss == "process"
-
-
-def test_a_loss_of_steps_is_refused_for_pairs(write_rows: Callable[..., str]) -> None:
-    tree = {
-        "job": "rm",
-        "model": {"scratch": SCRATCH},
-        "data": {"sources": [write_rows("pairs", [])]},
-        "loss": "process",
-        "train": {"train_batch_size": 4},
-    }
-    with pytest.raises(ConfigError, match="loss=process needs a label for every step"):
-        load_config(tree)

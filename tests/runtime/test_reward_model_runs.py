@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import burnish
-from burnish.config import ConfigError, JobConfig, load_config
+from burnish.config import JobConfig, load_config
 from burnish.config.model import ModelConfig
 from burnish.config.reward_model import RewardModelConfig
 from burnish.config.rewards import ModelReward
@@ -154,12 +154,6 @@ def test_a_run_that_begins_with_a_measured_model_does_not_keep_its_numbers(
     again = rm(f"model.path={first}", *options)
     second = burnish.export(burnish.run(again).run_dir, tmp_path / "second", model="reward")
     assert "reward_mean" not in json.loads((second / "config.json").read_text())
-
-
-def test_a_margin_column_with_log_exp_is_refused(rm: MakeConfig) -> None:
-    with pytest.raises(ConfigError, match="loss=log_exp, which has no margin"):
-        rm("loss=log_exp", "data.margin_key=by")
-    assert rm("data.margin_key=by") is not None
 
 
 KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import burnish
-from burnish.config import ConfigError, JobConfig, load_config
+from burnish.config import JobConfig, load_config
 from burnish.data.sources import DataError
 from burnish.driver.errors import RunError
 from burnish.observe.samples import read_samples
@@ -191,25 +191,6 @@ def test_a_row_that_cannot_be_scored_is_refused_before_anything_is(
     rows = [{"prompt": "0+1=", "response": "1"}, row]
     with pytest.raises(DataError, match=rf"rows\.jsonl:2: .*{said}"):
         burnish.run(score(rows), rewards=lambda response: 1 / 0)
-
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("data.response_key=answer", "response_key=answer: .*no such column; its columns are"),
-        ("rewards.0.running_norm=std", "running_norm=std normalizes each score by the statistics"),
-        ("rewards=[]", "rewards is empty"),
-        ("shaping.overlong.buffer_len=4", "is counted from generate_max_len, which is not set"),
-        ("generate_max_len=8", "has no effect without shaping.overlong"),
-        ("output=rows.csv", r"output=rows.csv must end in \.jsonl or \.parquet"),
-        ("data.overlong=truncate_left", "would use prompts that differ from those"),
-    ],
-)
-def test_a_recipe_that_makes_no_sense_is_refused(
-    override: str, said: str, score: MakeConfig
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        score(ROWS, override)
 
 
 def test_an_output_that_exists_and_data_that_changed_are_refused(

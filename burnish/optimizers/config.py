@@ -8,7 +8,7 @@ function ``make_rules(config, inputs)`` that returns the update rules (``optimiz
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -64,15 +64,17 @@ class Optimizer(Node, ABC):
     uses_adam_settings: ClassVar[bool] = True
     """False if ``train.adam_betas`` and ``train.adam_eps`` have no effect."""
     entry_bytes: ClassVar[float | None] = None
-    """Bytes of state of every trained entry, if they are the same for all parameters."""
+    """Bytes of state of every trained entry, if they are the same for all parameters. None: those
+    of :meth:`weight_bytes`, which a kind then overrides."""
 
     def engine_problem(self, engine: TrainEngineFacts) -> str | None:
         """Return why a train engine cannot run the optimizer, or None if it can."""
         return None
 
-    @abstractmethod
     def weight_bytes(self, weight: WeightShape) -> float:
         """Return the bytes of the state of one parameter."""
+        assert self.entry_bytes is not None, f"{self.kind} names neither kind of bytes"
+        return self.entry_bytes * weight.numel
 
     def state_bytes(self, weights: Iterable[WeightShape], *, ranks: int = 1) -> float:
         """Return the bytes of the state on the first of ``ranks`` that share the rows of every

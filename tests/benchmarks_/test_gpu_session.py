@@ -222,10 +222,10 @@ def test_a_step_interrupted_by_the_end_of_the_call_runs_again(
 
 def test_results_of_another_kind_are_rejected(setup: Setup) -> None:
     Results(setup.out / "results.json", tiny=False).write()
-    with pytest.raises(SystemExit, match=r"another kind of session \(--tiny=False"):
+    with pytest.raises(SystemExit, match="session"):
         Results(setup.out / "results.json", tiny=True)
     (setup.out / "results.json").write_text('{"format": 1, "ste')
-    with pytest.raises(SystemExit, match=r"results.json cannot be read .*use another --out"):
+    with pytest.raises(SystemExit, match=r"results\.json"):
         Results(setup.out / "results.json", tiny=True)
 
 

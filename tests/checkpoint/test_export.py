@@ -261,14 +261,14 @@ def test_one_of_several_models_is_chosen_by_name(make_engine: MakeEngine, tmp_pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": "critic"}, r"contains no 'critic'; use --model with one of: policy"),
+        ({"model": "critic"}, "contains"),
         (
             {"model": "policy-ema"},
-            r"has no ema weights of policy; use --model policy, or train with train\.ema_decay",
+            r"train\.ema_decay",
         ),
         (
             {"model": "policy-best"},
-            "model='policy-best' cannot be exported; use policy or",
+            "model='policy-best'",
         ),
         ({"lora": "adapter"}, "was fully fine-tuned"),
     ],
@@ -295,10 +295,10 @@ def test_an_adapter_without_the_head_of_its_critic_is_refused(
 
 
 def test_a_missing_checkpoint_and_an_empty_run_have_different_errors(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"the checkpoint .*/nowhere does not exist"):
+    with pytest.raises(CheckpointError, match="/nowhere"):
         export(tmp_path / "nowhere", tmp_path / "out")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"has no good checkpoint; resume it \(--resume "):
+    with pytest.raises(CheckpointError, match="good checkpoint"):
         export(tmp_path / "run", tmp_path / "out")
 
 

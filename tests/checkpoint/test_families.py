@@ -284,19 +284,13 @@ def test_buffers_of_another_model_are_refused(make_engine: MakeEngine, tmp_path:
     engine.save(tmp_path / "policy")
     layer = engine.model.model.layers[0]
     layer.layer_scalar = torch.ones(2)
-    with pytest.raises(
-        ValueError, match=r"layers.0.layer_scalar has shape \[1\] in it and \[2\] in this model"
-    ):
+    with pytest.raises(ValueError, match=r"layers\.0\.layer_scalar"):
         engine.load(tmp_path / "policy")
-    with pytest.raises(
-        ValueError, match=r"layer_scalar has shape \[1\], but the rollout model has \[2\]"
-    ):
+    with pytest.raises(ValueError, match=r"\[1\], but"):
         LocalRolloutEngine(engine.model, TOKENIZER, LocalEngine()).load_weights(
             1, make_engine(config=base).weights()
         )
-    with pytest.raises(
-        ValueError, match=r"2 of \d+ weights were not received, e.g. .*layer_scalar"
-    ):
+    with pytest.raises(ValueError, match="layer_scalar"):
         rollout = LocalRolloutEngine(load_causal_lm(base), TOKENIZER, LocalEngine())
         rollout.load_weights(1, load_causal_lm(base).named_parameters())
 

@@ -112,13 +112,13 @@ def bomb(levels: int = 9) -> str:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (bomb(), r"more than 50000 values \(after alias expansion\)"),
-        ("x: &x [*x]", r"an alias refers to a node that contains it"),
+        (bomb(), r"\(after alias expansion\)"),
+        ("x: &x [*x]", "contains"),
         (f"x: {'[' * 3000}{']' * 3000}", r"nested deeper than 64 levels"),
         (f"x: [{'1,' * 60_000}]", r"more than 50000 values"),
-        ("x: " + "1" * 5000, r"5000 characters\) is not a valid number"),
-        ("# " + "x" * (5 << 20), r"at most 4194304; is it a data file"),
-        ("? [1, 2]\n: 3", r"a key is a list or a mapping"),
+        ("x: " + "1" * 5000, "valid number"),
+        ("# " + "x" * (5 << 20), "4194304"),
+        ("? [1, 2]\n: 3", "mapping"),
     ],
     ids=["alias bomb", "endless alias", "deep", "wide", "long number", "large", "odd key"],
 )

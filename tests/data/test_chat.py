@@ -250,13 +250,13 @@ def test_a_template_that_refuses_a_conversation_is_quoted(chars: Tok) -> None:
 @pytest.mark.parametrize(
     ("messages", "says"),
     [
-        ([user("hi")], r"no assistant message to train on \(roles: user\)"),
-        ([assistant("hi")], r"begins with an assistant message.*add a user message before"),
-        ([], r"non-empty list of chat messages, got list \[\]"),
-        (["hi"], r"a chat message must be an object.*got str 'hi'"),
+        ([user("hi")], r"\(roles: user\)"),
+        ([assistant("hi")], "user message"),
+        ([], "messages, got"),
+        (["hi"], "'hi'"),
         ([{"content": "hi"}], r"a chat message must be an object"),
         ([{"role": "user"}], r"has no `content`"),
-        (3, r"expected a string or a non-empty list of chat messages.*got int 3"),
+        (3, "expected"),
     ],
 )
 def test_an_unusable_conversation_is_refused_with_the_reason(
@@ -269,9 +269,9 @@ def test_an_unusable_conversation_is_refused_with_the_reason(
 @pytest.mark.parametrize(
     ("prompt", "says"),
     [
-        ("hi", r"plain string, which cannot contain it; set apply_chat_template: true"),
+        ("hi", "apply_chat_template"),
         ([{"role": "system", "content": "x"}, user("hi")], r"already begins with a system"),
-        ([user("hi"), assistant("ho")], r"ends with an assistant message"),
+        ([user("hi"), assistant("ho")], "assistant"),
     ],
 )
 def test_a_prompt_without_room_for_a_system_prompt_is_refused_with_the_reason(

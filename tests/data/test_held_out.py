@@ -148,12 +148,12 @@ def test_runs_evaluate_their_held_out_rows(tmp_path: Path, job: str) -> None:
 @pytest.mark.parametrize(
     ("train", "other", "problem"),
     [
-        ({"held_out": 4}, {"held_out": 8}, "eval_sets.more.held_out=8 would hold out other rows"),
-        ({"held_out": 4}, {"held_out": 0.5}, "eval_sets.more.held_out=0.5 would hold out other"),
-        ({"held_out": 4}, {"name": "b"}, "with different files, name or max_samples"),
-        ({"held_out": 4}, {"max_samples": 10}, "with different files, name or max_samples"),
-        ({"held_out": 4, "max_samples": 10}, {}, "with different files, name or max_samples"),
-        ({}, {"name": "b"}, "data.held_out is not set"),
+        ({"held_out": 4}, {"held_out": 8}, "eval_sets.more.held_out=8"),
+        ({"held_out": 4}, {"held_out": 0.5}, "eval_sets.more.held_out=0.5"),
+        ({"held_out": 4}, {"name": "b"}, "max_samples"),
+        ({"held_out": 4}, {"max_samples": 10}, "max_samples"),
+        ({"held_out": 4, "max_samples": 10}, {}, "max_samples"),
+        ({}, {"name": "b"}, "data.held_out"),
     ],
 )
 def test_a_set_that_would_evaluate_trained_rows_is_refused(
@@ -190,8 +190,8 @@ def test_a_smaller_set_of_the_same_file_is_part_of_the_held_out_rows(tmp_path: P
 def test_a_file_with_held_out_rows_is_not_trained_again_by_another_source(tmp_path: Path) -> None:
     path = rows_file(tmp_path, 20)
     twice = [path, {"path": path, "name": "again"}]
-    with pytest.raises(ConfigError, match=r"data.sources\[1\] trains on rows of the same files"):
+    with pytest.raises(ConfigError, match=r"data.sources\[1\]"):
         load_config(recipe("sft", path) | {"data": {"sources": twice, "held_out": 4}})
     ptx = {"ptx_coef": 0.1, "batch_size": 4, "data": {"sources": [path]}}
-    with pytest.raises(ConfigError, match=r"ptx.data.sources\[0\] trains on rows of the same"):
+    with pytest.raises(ConfigError, match=r"ptx.data.sources\[0\]"):
         load_config(recipe("rl", path, held_out=4) | {"ptx": ptx})

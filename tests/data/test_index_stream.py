@@ -89,10 +89,10 @@ def test_the_epoch_is_that_of_the_source_furthest_behind() -> None:
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        (make({"a": 7, "b": 4}), r"'b' had 3 rows when the run was saved but has 4 now"),
-        (make({"a": 7}), r"for the sources a, b, but this run has a; resume with the same"),
-        (make(seed=1), r"saved with seed=0, but this run has seed=1"),
-        (make(shuffle=False), r"saved with shuffle=True, but this run has shuffle=False"),
+        (make({"a": 7, "b": 4}), "'b' had"),
+        (make({"a": 7}), "sources"),
+        (make(seed=1), "seed=0"),
+        (make(shuffle=False), "shuffle=True"),
     ],
 )
 def test_a_state_of_other_data_is_refused(other: IndexStream, says: str) -> None:

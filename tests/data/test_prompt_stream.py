@@ -209,23 +209,21 @@ def test_load_prompts_gives_all_rows_once_in_file_order(
     [
         (
             {"prompt_key": "promt"},
-            r"rows\.jsonl:1: there is no column 'promt' \(prompt_key\); the columns are prompt, "
-            r"label, level \(nearest: prompt\)",
+            r"rows\.jsonl:1.*\(prompt_key\).*nearest: prompt",
         ),
         (
             {"label_key": "lable"},
-            r"rows\.jsonl:1: there is no column 'lable' \(label_key\).*\(nearest: label\)",
+            r"rows\.jsonl:1.*\(label_key\).*nearest: label",
         ),
         (
             {"prompt_template": "{promt} ="},
-            r"rows\.jsonl:1: prompt_template uses 'promt'.*the columns are prompt, label, level "
-            r"\(nearest: prompt\)",
+            r"rows\.jsonl:1.* prompt_template uses.*nearest: prompt",
         ),
-        ({"prompt_template": "{prompt"}, r"rows\.jsonl:1: prompt_template '\{prompt' cannot be"),
-        ({"prompt_template": "{}"}, r"rows\.jsonl:1: prompt_template '\{\}' cannot be filled"),
+        ({"prompt_template": "{prompt"}, r"rows\.jsonl:1.* prompt_template '\{prompt'"),
+        ({"prompt_template": "{}"}, r"rows\.jsonl:1.* prompt_template '\{\}'"),
         (
             {"system_prompt": "x"},
-            r"rows\.jsonl:1: there is a system message .* a plain string",
+            r"rows\.jsonl:1.*message",
         ),
     ],
 )
@@ -242,13 +240,13 @@ def test_a_missing_column_is_named_with_location_and_nearest_name(
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"prompt": None}, r"rows\.jsonl:2: column 'prompt' \(prompt_key\) is empty here"),
+        ({"prompt": None}, r"rows\.jsonl:2.*\(prompt_key\)"),
         (
             {"prompt": 12},
-            r"rows\.jsonl:2: expected a string or a non-empty list of chat messages.*int 12",
+            r"rows\.jsonl:2.*int 12",
         ),
-        ({"prompt": []}, r"rows\.jsonl:2: expected a string or a non-empty list of chat messages"),
-        ({"prompt": 5, "system": "Be kind."}, r"rows\.jsonl:2: expected a string or a non-empty"),
+        ({"prompt": []}, r"rows\.jsonl:2"),
+        ({"prompt": 5, "system": "Be kind."}, r"rows\.jsonl:2"),
     ],
 )
 def test_an_unusable_prompt_is_refused_with_its_location(
@@ -314,7 +312,7 @@ def test_files_of_a_folder_resume_at_the_next_row_unless_their_names_changed(
 def test_a_state_is_refused_when_a_source_has_grown(chars: Tok, jsonl: Jsonl) -> None:
     state = PromptStream(config(jsonl(sums(3))), chars, seed=0).state_dict()
     grown = PromptStream(config(jsonl(sums(4))), chars, seed=0)
-    with pytest.raises(DataError, match=r"'rows' had 3 rows when the run was saved but has 4 now"):
+    with pytest.raises(DataError, match="'rows'"):
         grown.load_state_dict(state)
 
 
@@ -337,14 +335,14 @@ def test_weights_of_the_sources_decide_the_mix(chars: Tok, jsonl: Jsonl) -> None
     [
         (
             "Q: {{prompt}}",
-            r"has no field \(\{\{ and \}\} are braces.*every prompt would be the same",
+            "braces",
         ),
-        ("Say something.", r"has no field, so every prompt would be the same text"),
-        ("{prompt.upper}", r"the field \{prompt\.upper\} is not a column name"),
-        ("{prompt[0]}", r"the field \{prompt\[0\]\} is not a column name"),
-        ("{}", r"the field \{\} is not a column name"),
+        ("Say something.", "same text"),
+        ("{prompt.upper}", r"\{prompt\.upper\}"),
+        ("{prompt[0]}", r"\{prompt\[0\]\}"),
+        ("{}", r"field \{\}"),
         ("{prompt:{label}}", r"a field inside another field"),
-        ("{promt}", r"prompt_template needs \{promt\}.*no such column.*nearest: prompt"),
+        ("{promt}", "prompt_template.*nearest: prompt"),
     ],
 )
 def test_an_invalid_template_is_refused_when_the_recipe_is_read(

@@ -368,20 +368,19 @@ def test_a_limit_stops_the_loading_of_rows(chars: Tok, jsonl: Jsonl) -> None:
     [
         (
             {"prompt": "1", "respnse": "2"},
-            r"rows\.jsonl:1: nothing to learn from: none of the columns 'messages' \(messages_key\)"
-            r".*the columns are prompt, respnse \(nearest: respnse\)",
+            r"rows\.jsonl:1.*columns 'messages' \(messages_key\).*nearest: respnse",
         ),
-        ({"response": "2"}, r"rows\.jsonl:1: there is no column 'prompt' \(prompt_key\)"),
-        ({"messages": CHAT[:1]}, r"rows\.jsonl:1: the conversation has no assistant message"),
-        ({"messages": "hi"}, r"rows\.jsonl:1: column 'messages' \(messages_key\) holds a string"),
-        ({"text": 3}, r"rows\.jsonl:1: column 'text' \(text_key\) holds a int, not a string"),
+        ({"response": "2"}, r"rows\.jsonl:1.*\(prompt_key\)"),
+        ({"messages": CHAT[:1]}, r"rows\.jsonl:1.*conversation"),
+        ({"messages": "hi"}, r"rows\.jsonl:1.*\(messages_key\) holds"),
+        ({"text": 3}, r"rows\.jsonl:1.*\(text_key\)"),
         (
             {"prompt": "1", "response": 2},
-            r"rows\.jsonl:1: expected a string or a non-empty list.*int 2",
+            r"rows\.jsonl:1.* expected",
         ),
         (
             {"prompt": CHAT[:1], "response": [{"role": "user", "content": "no"}]},
-            r"rows\.jsonl:1: the response begins with a 'user' message",
+            r"rows\.jsonl:1.*response",
         ),
     ],
 )

@@ -135,18 +135,18 @@ def test_a_path_with_wildcards_that_exists_is_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "path", "says"),
     [
-        ({}, "", "is a folder without data files"),
-        ({"notes.md": "a"}, "*.jsonl", "no file matches the glob"),
-        ({"a.csv": "x\n1", "b.jsonl": '{"x": 1}'}, "", "several types, such as .*a.csv and .*b.js"),
-        ({"a.csv": "x,y\n1,2", "b.csv": "x\n1"}, "", r"a.csv and .*b.csv have different columns"),
+        ({}, "", "folder"),
+        ({"notes.md": "a"}, "*.jsonl", "glob"),
+        ({"a.csv": "x\n1", "b.jsonl": '{"x": 1}'}, "", "several types"),
+        ({"a.csv": "x,y\n1,2", "b.csv": "x\n1"}, "", "a.csv and .*b.csv"),
         ({"a.jsonl": '{"x": 1}', "b.jsonl": '{"y": 1}'}, "*", "b.jsonl have different columns"),
         ({"a.jsonl": '{"x": 1}', "b.jsonl": '{"x": 1}\n{"x"'}, "", "b.jsonl:2: .* not valid JSON"),
-        ({}, "a" * 999, "cannot be listed: .*too long|does not exist"),
+        ({}, "a" * 999, "too long|does not exist"),
         ({"a.txt": "x"}, "", r"a.txt: unknown file type"),
-        ({"a.jsonl": "", "b.jsonl": "\n"}, "", "the data set is empty"),
-        ({"a.arrow": "ARROW1 and no table"}, "", "a.arrow: the file is not readable as arrow"),
-        ({"a.parquet": "PAR?", "b.parquet": "PAR?"}, "", "a.parquet: .* not readable as parquet"),
-        ({"state.json": "{}"}, "", "written by save_to_disk; use {kind: dataset"),
+        ({"a.jsonl": "", "b.jsonl": "\n"}, "", "empty"),
+        ({"a.arrow": "ARROW1 and no table"}, "", "a.arrow"),
+        ({"a.parquet": "PAR?", "b.parquet": "PAR?"}, "", "a.parquet"),
+        ({"state.json": "{}"}, "", "save_to_disk"),
     ],
 )
 def test_files_that_are_no_source_are_refused_with_the_file_at_fault(
@@ -227,13 +227,13 @@ def test_the_only_split_of_a_folder_needs_no_key_also_in_a_resumed_run(tmp_path:
     config = HubSource(path=folder)
     for each in (config, HubSource.model_validate(config.model_dump(mode="json"))):
         assert open_source(each)[0].where == f"{folder}[test] row 0"
-    with pytest.raises(DataError, match="is the split 'test', not 'train'"):
+    with pytest.raises(DataError, match="'test'"):
         open_source(HubSource(path=folder, split="train"))
     unnamed = str(tmp_path / "unnamed")
     datasets.Dataset.from_list(ROWS).save_to_disk(unnamed)
     assert len(open_source(HubSource(path=unnamed, split="train"))) == len(ROWS)
     for split in ("test", "train[:2]", "train[:1]+train[2:]"):
-        with pytest.raises(DataError, match="is the split 'train', not"):
+        with pytest.raises(DataError, match="split 'train'"):
             open_source(HubSource(path=unnamed, split=split))
 
 
@@ -297,9 +297,9 @@ def test_an_environment_row_identifies_its_item(
 
 def test_a_missing_file_is_named_with_the_nearest_sibling(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl")
-    with pytest.raises(DataError, match=r"trian\.jsonl does not exist.*\(nearest: train\.jsonl\)"):
+    with pytest.raises(DataError, match=r"trian\.jsonl.*nearest: train"):
         open_file(tmp_path / "trian.jsonl")
-    with pytest.raises(DataError, match=r"neither does its folder .*nowhere"):
+    with pytest.raises(DataError, match="nowhere"):
         open_file(tmp_path / "nowhere" / "train.jsonl")
 
 
@@ -323,11 +323,9 @@ def test_a_broken_line_is_named_when_it_is_read(tmp_path: Path) -> None:
     path.write_text('{"a": 1}\n\n{"a": \n[1]\n')
     source = open_file(path)
     assert source[0].values == {"a": 1}
-    with pytest.raises(
-        DataError, match=r"broken\.jsonl:3: the line is not valid JSON .*begins.*\{"
-    ):
+    with pytest.raises(DataError, match=r"broken\.jsonl:3.*JSON"):
         source[1]
-    with pytest.raises(DataError, match=r"broken\.jsonl:4: a row must be an object .* is a list"):
+    with pytest.raises(DataError, match=r"broken\.jsonl:4.*row must"):
         source[2]
 
 
@@ -384,9 +382,9 @@ def test_a_binary_column_of_texts_is_text_and_other_bytes_are_written_in_base64(
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.json", '{"a": 1}', "contains one dict; a .json data set must be a list"),
+        ("a.json", '{"a": 1}', "a list"),
         ("b.json", '{"a": 1}\n{"a": 2}', "name it .jsonl"),
-        ("c.csv", "a,b\n1,2\n1,2,3\n", "c.csv:3: 3 cells, but the header has 2 columns"),
+        ("c.csv", "a,b\n1,2\n1,2,3\n", "c.csv:3"),
         ("d.csv", "a,a\n1,2\n", "names a column twice"),
         ("e.parquet", "PAR?", "not readable as parquet"),
     ],
@@ -419,13 +417,13 @@ SPLITS = [
     ("", ["train", "more"], [1, 0]),
     ("", ["latest", "contest"], [1, 0]),
     ("test*", ["test-0", "test-1", "train"], [0, 1]),
-    ("", ["test", "val"], "no name says which files are those of training"),
-    ("", ["rows", "val"], "no name says which files are those of training"),
-    ("", ["train", "more", "test"], "more.jsonl do not say their split"),
+    ("", ["test", "val"], "name says"),
+    ("", ["rows", "val"], "name says"),
+    ("", ["train", "more", "test"], "more.jsonl"),
     (
         "",
         [f"{name}-00000-of-00001" for name in ("train_sft", "train_gen", "test_sft")],
-        r"several training splits \(train_gen, train_sft\)",
+        r"\(train_gen, train_sft\)",
     ),
 ]
 

@@ -162,9 +162,9 @@ def test_max_samples_is_the_length_which_the_dataset_must_have(folder: Path, cha
     assert stream.num_rows == total_rows(data) == 6
     assert sorted(ids(stream, 12)) == sorted(f"sums:{i}@{e}" for e in (0, 1) for i in range(6))
     assert PromptStream(streamed(folder), chars, seed=0).num_rows is None
-    with pytest.raises(DataError, match="has only 9 rows, but max_samples=10 is the length"):
+    with pytest.raises(DataError, match="max_samples=10"):
         PromptStream(streamed(folder, max_samples=10), chars, seed=0).next(9)
-    with pytest.raises(DataError, match="is streamed, so its number of rows is unknown"):
+    with pytest.raises(DataError, match="streamed"):
         load_prompts(streamed(folder), chars)
 
 
@@ -172,9 +172,9 @@ def test_a_dataset_that_cannot_be_streamed_is_named_with_its_rows(folder: Path, 
     (folder / "b.jsonl").write_text('{"prompt": \n')
     stream = PromptStream(streamed(folder, shuffle=False), chars, seed=0)
     for _ in range(2):
-        with pytest.raises(DataError, match=r"sums\[train\]: the 4 rows from row 4 on cannot be"):
+        with pytest.raises(DataError, match=r"sums\[train\]"):
             stream.next(9)
-    with pytest.raises(DataError, match=r"split 'tets'\) cannot be loaded: Bad split"):
+    with pytest.raises(DataError, match="loaded: Bad"):
         source = {"kind": "dataset", "path": str(folder), "streaming": True, "split": "tets"}
         PromptStream(PromptDataConfig(sources=(source,)), chars, seed=0)
 

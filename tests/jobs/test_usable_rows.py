@@ -142,11 +142,11 @@ def test_a_finished_run_that_cannot_train_on_says_so(
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"drop_last": False, "max_steps": 3}, "drop_last=false has no effect with max_steps=3"),
+        ({"drop_last": False, "max_steps": 3}, "drop_last=false"),
         (
             {"data": {"sources": [{"kind": "dataset", "path": "x", "streaming": True}
                                   | {"max_samples": 9}]}},
-            "is streamed, so it is unknown how many rows overlong=drop and on_bad_row=skip leave",
+            "overlong=drop",
         ),
     ],
 )  # fmt: skip

@@ -61,7 +61,7 @@ def test_the_plan_pads_rows_and_tells_eager_attention_from_the_others() -> None:
 
 
 def test_an_attention_that_is_not_there_is_refused_before_the_load(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"needs the package flash-attn|needs a CUDA device"):
+    with pytest.raises(ModelError, match=r"flash-attn|CUDA"):
         check_support(model("flash_attention_2"))
     tiny = GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16, n_positions=32)
     GPT2LMHeadModel(tiny).save_pretrained(tmp_path)
@@ -69,7 +69,7 @@ def test_an_attention_that_is_not_there_is_refused_before_the_load(tmp_path: Pat
     check_support(config)
     GPT2LMHeadModel._supports_sdpa, kept = False, GPT2LMHeadModel._supports_sdpa
     try:
-        with pytest.raises(ModelError, match="GPT2LMHeadModel of transformers does not support it"):
+        with pytest.raises(ModelError, match="GPT2LMHeadModel"):
             check_support(config)
     finally:
         GPT2LMHeadModel._supports_sdpa = kept
@@ -78,10 +78,10 @@ def test_an_attention_that_is_not_there_is_refused_before_the_load(tmp_path: Pat
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["model.attn_implementation=eager"], "set rollout.engine.own_weights=true"),
+        (["model.attn_implementation=eager"], "rollout.engine.own_weights=true"),
         (
             ["model.attn_implementation=flash_attention_2", "rollout.engine.own_weights=true"],
-            "which FlashAttention does not compute; use precision.dtype=bf16",
+            "FlashAttention",
         ),
         (
             [
@@ -89,7 +89,7 @@ def test_an_attention_that_is_not_there_is_refused_before_the_load(tmp_path: Pat
                 "rollout.engine.own_weights=true",
                 "train.layout=packed",
             ],
-            "computes padded rows, but train.layout=packed; remove train.layout",
+            "train.layout=packed; remove train.layout",
         ),
     ],
 )

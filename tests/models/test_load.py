@@ -127,9 +127,9 @@ def test_a_file_in_place_of_a_folder_has_its_own_error(tmp_path: Path) -> None:
 def test_a_missing_gguf_file_lists_the_existing_ones(tmp_path: Path) -> None:
     for name in ("b.gguf", "a.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match=r"gguf_file='c\.gguf' is not in .*: a\.gguf, b\.gguf"):
+    with pytest.raises(ModelError, match=r" a\.gguf, b\.gguf"):
         load_causal_lm(ModelConfig(path=str(tmp_path), gguf_file="c.gguf"))
-    with pytest.raises(ModelError, match=r"choose a file: model\.gguf_file=a\.gguf"):
+    with pytest.raises(ModelError, match=r"model\.gguf_file=a\.gguf"):
         load_causal_lm(ModelConfig(path=str(tmp_path)))
 
 
@@ -306,9 +306,7 @@ def test_names_that_no_recipe_can_set_are_refused_at_load(
 
 
 def test_a_language_model_without_a_head_is_no_reward_model(folder: Path) -> None:
-    with pytest.raises(
-        ModelError, match=r"without a reward head, so its scores would be noise; train one"
-    ):
+    with pytest.raises(ModelError, match="reward head"):
         load_scalar_model(ModelConfig(path=str(folder)))
 
 

@@ -268,16 +268,16 @@ def test_adapters_start_from_a_folder_and_refuse_another_base(
     model = load_causal_lm(config.model_copy(update={"lora": lora}))
     expected = theirs(TOKENS, use_cache=False).logits
     assert torch.equal(model(TOKENS, use_cache=False).logits, expected)
-    with pytest.raises(ValueError, match=r"lora_rank=4 contradicts the adapter .* has 3; remove"):
+    with pytest.raises(ValueError, match="lora_rank=4"):
         LoraConfig(path=str(tmp_path), lora_rank=4)
     other = ModelConfig(scratch=ScratchConfig(hidden_size=16, tie_word_embeddings=False), lora=lora)
-    with pytest.raises(ModelError, match=r"belongs to another base model: .* has shape \["):
+    with pytest.raises(ModelError, match="belongs"):
         load_causal_lm(other)
     written = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**written, "bias": "all"}))
-    with pytest.raises(ValueError, match="bias='all', which Burnish does not train; merge"):
+    with pytest.raises(ValueError, match="bias='all'"):
         LoraConfig(path=str(tmp_path))
-    with pytest.raises(ModelError, match="is not an adapter folder"):
+    with pytest.raises(ModelError, match="adapter folder"):
         load_causal_lm(config.model_copy(update={"lora": LoraConfig(path=str(tmp_path / "none"))}))
 
 

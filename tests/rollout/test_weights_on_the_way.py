@@ -170,15 +170,11 @@ def test_every_weight_is_received_once_in_its_shape() -> None:
     names.add("a", (2,))
     with pytest.raises(ValueError, match="weight a was received twice"):
         names.add("a", (2,))
-    with pytest.raises(ValueError, match="weight c is not one of the 2 weights of the rollout"):
+    with pytest.raises(ValueError, match="weight c"):
         names.add("c", (2,))
-    with pytest.raises(
-        ValueError, match=r"1 of 2 weights were not received, e\.g\. b: they would be stale"
-    ):
+    with pytest.raises(ValueError, match="weights were"):
         names.complete()
-    with pytest.raises(
-        ValueError, match=r"weight b has shape \[1\], but the rollout model has \[3\]"
-    ):
+    with pytest.raises(ValueError, match=r"shape \[1\]"):
         names.add("b", (1,))
     names.add("b", (3,))
     names.complete()

@@ -176,7 +176,7 @@ def test_resuming_with_a_recipe_of_another_job_is_refused_and_changes_nothing(
             "train": {"train_batch_size": 4},
         }
     )
-    with pytest.raises(RunError, match="a run of the job 'rl', but the recipe is for 'sft'"):
+    with pytest.raises(RunError, match="'rl'"):
         burnish.run(other, resume=run_dir)
     assert (run_dir / "config.yaml").read_bytes() == before
 

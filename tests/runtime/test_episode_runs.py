@@ -288,13 +288,11 @@ def test_an_unusable_environment_stops_before_the_model_is_loaded(
     [
         (
             {"environment": f"{HOSTILE}:Odd", "max_tokens": 32},  # needs task["kind"]
-            r"(?s)3 prompts has no result: 6 of 6 episodes failed \(env_error 6\). The first: "
-            r".*KeyError.*max_failed_frac=0\.5 .*; correct the environment",
+            r"\(env_error 6\)",
         ),
         (
             {"environment": f"{HOSTILE}:Async", "max_tokens": 6},
-            r"no result: none of 3 groups has 1 of its 2 episodes left: 6 of 6 episodes have no "
-            r"result \(prompt_too_long 6\); raise episodes.max_tokens, or shorten",
+            r"\(prompt_too_long 6\)",
         ),
     ],
 )

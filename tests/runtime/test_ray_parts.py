@@ -139,12 +139,12 @@ def test_a_worker_larger_than_every_node_is_rejected_at_once() -> None:
     assert "tensor_parallel_size" in said
     spanning = PlacementGroupSpec(("policy", "rollout"), 6, cpus=1, gpus=1, span=3)
     RayCluster._check_nodes(cluster, [spanning, replace(spanning, count=12)])
-    with pytest.raises(ClusterError, match=r"have room for 4 of 5 engines; use a tensor_parallel_"):
+    with pytest.raises(ClusterError, match="tensor_parallel_"):
         RayCluster._check_nodes(cluster, [replace(spanning, count=15)])
-    with pytest.raises(ClusterError, match=r"needs 16 GPUs and 16 CPUs of one node .* 0 of 1 eng"):
+    with pytest.raises(ClusterError, match="16 GPUs"):
         RayCluster._check_nodes(cluster, [replace(spanning, count=16, span=16)])
     many = PlacementGroupSpec(("policy",), 1, cpus=65, gpus=0)
-    with pytest.raises(ClusterError, match="0 GPUs and 65 CPUs on one node"):
+    with pytest.raises(ClusterError, match="65 CPUs"):
         RayCluster._check_nodes(cluster, [many])
 
 

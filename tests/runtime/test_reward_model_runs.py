@@ -266,11 +266,11 @@ def test_a_classifier_without_weights_is_a_reward_only_with_output_weights(
     burnish.run(config)
     out = burnish.export(tmp_path / "run", tmp_path / "out", model="reward")
     model = ModelConfig(path=str(out))
-    with pytest.raises(ModelError, match=r"3 outputs \(bad, ok, good\).*output_weights"):
+    with pytest.raises(ModelError, match="output_weights"):
         load_scalar_model(model)
-    with pytest.raises(ModelError, match="no output 'god'; the outputs are bad, ok, good"):
+    with pytest.raises(ModelError, match="output 'god'"):
         load_scalar_model(model, output_weights={"god": 1.0})
-    with pytest.raises(ModelError, match="3 outputs, but this recipe trains 1"):
+    with pytest.raises(ModelError, match="recipe trains"):
         load_scalar_model(model, new_head="random")
     classifier = AutoModelForSequenceClassification.from_pretrained(out)
     head = load_scalar_model(model, output_weights={"good": 1.0, "bad": -1.0}).score.weight

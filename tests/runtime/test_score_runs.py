@@ -198,7 +198,7 @@ def test_an_output_that_exists_and_data_that_changed_are_refused(
 ) -> None:
     taken = tmp_path / "taken.jsonl"
     taken.write_text("{}\n")
-    with pytest.raises(RunError, match=r"taken\.jsonl already exists and is never overwritten"):
+    with pytest.raises(RunError, match=r"taken\.jsonl"):
         burnish.run(score(ROWS, f"output={taken}"), rewards=digits)
     config, calls = score(ROWS, name="begun"), 0
 
@@ -211,7 +211,7 @@ def test_an_output_that_exists_and_data_that_changed_are_refused(
         burnish.run(config, rewards=fails_late)
     data = Path(config.data.sources[0].path)  # type: ignore[attr-defined]
     data.write_text("".join(json.dumps({**row, "response": "0"}) + "\n" for row in ROWS))
-    with pytest.raises(RunError, match="the data now contains 22, or different ones"):
+    with pytest.raises(RunError, match="contains 22"):
         burnish.run(config, rewards=digits, resume=config.run_dir)
 
 

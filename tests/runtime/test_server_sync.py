@@ -119,11 +119,11 @@ def test_a_damaged_bucket_and_a_lost_one_are_reported(parts: tuple[Any, Any, Ser
     policy, engine, sync = parts
     staged = sync.stage("recompute")
     policy.objects["1/1"][5] ^= 1
-    with pytest.raises(SyncError, match="bucket 1 of version 0 is corrupted"):
+    with pytest.raises(SyncError, match="bucket 1"):
         staged.load(engine)
     staged = sync.stage("recompute")
     del policy.objects["2/1"]
-    with pytest.raises(WorkerLostError, match=r"weights in the object store are lost \(2/1\)"):
+    with pytest.raises(WorkerLostError, match=r"\(2/1\)"):
         staged.load(engine)
     assert engine.versions == [0]
     assert sync.push()["sync/version"] == 0 and engine.versions == [0, 0]

@@ -351,11 +351,11 @@ def test_large_requests_that_arrive_at_once_are_bounded_together(serving: Servin
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"max_len": 20_000}, "max_len=20000 must be between 1 and max_batch_tokens=16384"),
-        ({"max_items": 5000}, "max_items=5000 is more than max_queue=4096"),
-        ({"max_batch_tokens": 0}, "max_batch_tokens=0 must be at least 1"),
+        ({"max_len": 20_000}, "max_len=20000"),
+        ({"max_items": 5000}, "max_items=5000"),
+        ({"max_batch_tokens": 0}, "max_batch_tokens=0"),
         ({"port": 70_000}, "port=70000"),
-        ({"max_chars": 0}, "max_chars=0 must be at least 1"),
+        ({"max_chars": 0}, "max_chars=0"),
         ({"max_wait_ms": math.inf}, "max_wait_ms=inf"),
         ({"max_wait_ms": math.nan}, "max_wait_ms=nan"),
     ],
@@ -417,9 +417,9 @@ def test_an_address_that_is_in_use_or_unknown_is_reported(server: Any) -> None:
     port = int(server.url.rpartition(":")[2])
     with pytest.raises(ServeError, match=f"cannot listen on 127.0.0.1:{port}"):
         listen("127.0.0.1", port, token=None)
-    with pytest.raises(ServeError, match="is not an address of this machine"):
+    with pytest.raises(ServeError, match="address"):
         listen("no such host", 5000, token=None)
-    with pytest.raises(ServeError, match="is not an address of this machine"):
+    with pytest.raises(ServeError, match="address"):
         listen("", 5000, token=None)
 
 

@@ -142,20 +142,20 @@ def test_a_skipped_step_does_not_change_the_version(
     [
         (
             lambda w: w | {"model.extra": torch.zeros(1)},
-            "model.extra is not one of the 20 weights of the rollout model",
+            "model.extra",
         ),
         (
             lambda w: {k: v for k, v in w.items() if k != "model.norm.weight"},
-            r"1 of 20 weights were not received, e\.g\. model\.norm\.weight: they would be stale",
+            r"model\.norm\.weight: they",
         ),
         (
             lambda w: w | {"model.norm.weight": torch.ones(3)},
-            r"model\.norm\.weight has shape \[3\], .* has \[32\]",
+            r"shape \[3\]",
         ),
         # copy_ would broadcast a single number without a word
         (
             lambda w: w | {"model.norm.weight": torch.ones(1)},
-            r"model\.norm\.weight has shape \[1\], .* has \[32\]",
+            r"shape \[1\]",
         ),
     ],
 )

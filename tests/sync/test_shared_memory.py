@@ -127,9 +127,9 @@ def test_duplicate_and_out_of_range_ranks_are_rejected() -> None:
     store = HashStore()
     first = Channel(store, "x", rank=0, num_receivers=0, timeout_s=1)
     first.rendezvous()
-    with pytest.raises(SyncError, match=r"the sender of connection 'x' has already joined"):
+    with pytest.raises(SyncError, match="'x'"):
         Channel(store, "x", rank=0, num_receivers=0, timeout_s=1).rendezvous()
-    with pytest.raises(SyncError, match=r"rank 3 is not in 0 \(the sender\) to 2"):
+    with pytest.raises(SyncError, match=r"\(the sender\)"):
         Channel(store, "x", rank=3, num_receivers=2, timeout_s=1)
 
 

@@ -59,7 +59,7 @@ class DistillConfig(SupervisedJob):
         target = DistillTarget(model, precision.dtype, self.loss.kind)
         student = replace(self.trained_role("policy"), distillation=target)
         teacher = student.derived_role("teacher", model, self.cluster, trainable=False)
-        return student, replace(teacher, precision=precision, returns_states=True)
+        return student, replace(teacher, precision=precision, passes=("states",))
 
     def advice(self) -> Iterator[str]:
         yield from super().advice()

@@ -17,9 +17,7 @@ from burnish.config.job import SupervisedJob
 from burnish.config.model import ReferenceConfig, lora_advice, random_reference_advice
 from burnish.config.preference_losses import DpoLoss, PreferenceLossConfig
 from burnish.config.reference_sync import reference_sync_advice, reference_sync_rules
-from burnish.config.roles import (
-    TrainRole,
-)
+from burnish.config.roles import ForwardPass, TrainRole
 from burnish.data.preferences.config import PreferenceDataConfig
 
 
@@ -146,22 +144,25 @@ class PreferenceConfig(SupervisedJob):
 
     def roles(self) -> tuple[TrainRole, ...]:
         settings, kl = self.reference or PreferenceReferenceConfig(), not self.loss.is_paired
+        of_reference = 0 if settings.precompute else 1 + kl  # also of mismatched rows
+        passes: dict[ForwardPass, int] = {
+            "logprobs": kl + self.loss.ranks_pairs,
+            "entropies": self.weight_pairs,
+            "base_logprobs": of_reference * self.holds_reference,
+        }
         policy = replace(
             self.trained_role("policy"),
             dropout=False,
-            holds_reference=self.holds_reference,
+            passes=tuple(name for name, times in passes.items() for _ in range(times)),
             precomputed_reference=self.holds_reference and settings.precompute,
-            estimates_kl=kl,
-            ranks_pairs=self.loss.ranks_pairs,
-            needs_entropies=self.weight_pairs,
         )
         if not self.needs_reference or self.holds_reference:
             return (policy,)
         reference = policy.derived_role("reference", settings.model, self.cluster, trainable=False)
         reference = replace(
             reference,
+            passes=reference.passes * of_reference,
             precomputed_reference=settings.precompute,
-            estimates_kl=kl,
             is_saved=settings.moving is not None,
         )
         return policy, reference
@@ -179,7 +180,9 @@ class PreferenceConfig(SupervisedJob):
             yield f"reference is set, but loss={kind} does not use one; remove it, or use dpo"
         else:
             engine = self.train.engine
-            yield from reference_sync_rules(self.reference, self.roles(), self.cluster, engine)
+            yield from reference_sync_rules(
+                self.reference, self.cluster, engine, holds_reference=self.holds_reference
+            )
         if self.reference is not None and self.reference.precompute and self.data.streamed:
             yield (
                 "reference.precompute computes log-probs of all rows before the first step, but "

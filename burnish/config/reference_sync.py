@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import PrecisionConfig, ReferenceConfig
-from burnish.config.roles import Role
 from burnish.config.train_engines import DeepSpeedEngine, TrainEngineConfig
 
 
 def reference_sync_rules(
     reference: ReferenceConfig | None,
-    roles: Sequence[Role],
     cluster: ClusterConfig,
     engine: TrainEngineConfig,
+    *,
+    holds_reference: bool,
 ) -> Iterator[str]:
-    """Yield an error for each setting with which the reference cannot follow the policy."""
+    """Yield an error for each setting with which the reference cannot follow the policy.
+    ``holds_reference``: it is the base of the policy's adapters."""
     if reference is None or reference.moving is None:
         return
     key = "reference.moving"
-    if any(role.kind == "policy" and role.holds_reference for role in roles):  # type: ignore[union-attr]
+    if holds_reference:
         yield (
             f"{key} with model.lora: the reference is the base of the adapters, without weights of "
             "its own; set reference.model.path to the base, which loads it a second time"

@@ -43,6 +43,7 @@ from burnish.config.rewards import (
     weigh_nothing,
 )
 from burnish.config.roles import (
+    ForwardPass,
     Role,
     RolloutRole,
     RowLengths,
@@ -138,7 +139,7 @@ class RLConfig(TrainingJob):
             roles.append(
                 replace(critic, lr=critic_settings.lr, train=critic_settings.for_role(critic.train))
             )
-        if self.algorithm.kl.init_kl_coef and not policy.holds_reference:
+        if self.algorithm.kl.init_kl_coef and not self.holds_reference:
             reference = self.reference or ReferenceConfig()
             frozen = policy.derived_role(
                 "reference", reference.model, self.cluster, trainable=False
@@ -153,6 +154,11 @@ class RLConfig(TrainingJob):
         return tuple(roles)
 
     def _policy(self) -> TrainRole:
+        passes: dict[ForwardPass, bool] = {
+            "logprobs": self.needs_old_logprobs,
+            "entropies": self.algorithm.top_entropy_quantile < 1,
+            "base_logprobs": self.holds_reference,
+        }
         return TrainRole(
             name="policy",
             kind="policy",
@@ -168,9 +174,7 @@ class RLConfig(TrainingJob):
             kept_ids=max_kept_ids(self.algorithm, self.rollout),
             dropout=False,
             offload="policy" in self.cluster.offload_between_phases,
-            needs_old_logprobs=self.needs_old_logprobs,
-            needs_entropies=self.algorithm.top_entropy_quantile < 1,
-            holds_reference=self.holds_reference,
+            passes=tuple(name for name, is_made in passes.items() if is_made),
             ptx=self.ptx,
             sync=self.sync,
             checkpoint=self.checkpoint,
@@ -313,7 +317,9 @@ class RLConfig(TrainingJob):
         yield from ptx_rules(self.ptx, temperature=self.rollout.temperature)
         yield from _teacher_rules(self)
         engine = self.train.engine
-        yield from reference_sync_rules(self.reference, self.roles(), self.cluster, engine)
+        yield from reference_sync_rules(
+            self.reference, self.cluster, engine, holds_reference=self.holds_reference
+        )
         yield from sync_rules(self.sync, self.cluster.runtime)
         yield from asynchronous_rules(self.rollout, self.roles(), self.cluster, self.sync)
         yield from off_policy_rules(

@@ -24,6 +24,9 @@ from burnish.config.vllm_sampling import vllm_sampling_problems
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.rollout.kinds import RolloutEngineConfig
 
+ForwardPass = Literal["logprobs", "base_logprobs", "entropies", "values", "states"]
+"""A method of a train engine (``train/base.py``) that computes without gradient."""
+
 
 @dataclass(frozen=True)
 class RowLengths:
@@ -149,24 +152,12 @@ class TrainRole(RoleSpec):
     (``cluster.offload_between_phases``)."""
     dropout: bool = True
     """True if training passes apply the dropout and router noise of the model's own config."""
-    needs_old_logprobs: bool = False
-    """True if log-probs of the policy are computed before the update."""
-    holds_reference: bool = False
-    """True if the base of a LoRA policy is the reference model and computes its log-probs."""
+    passes: tuple[ForwardPass, ...] = ()
+    """Passes without gradient over the rows of a step, outside of the updates. A pass that a step
+    makes several times is listed as often."""
     precomputed_reference: bool = False
-    """True if the log-probs of the reference model, which the role is or holds, are computed once
-    for all rows, before the first step."""
-    estimates_kl: bool = False
-    """True if policy and reference also pass over rows of mismatched prompts and responses in every
-    step, to estimate their KL (KTO)."""
-    needs_entropies: bool = False
-    """True if entropies of the policy are computed before the update."""
-    ranks_pairs: bool = False
-    """True if the policy passes over the rows of every step before its update, to rank them
-    (AOT)."""
-    returns_states: bool = False
-    """True if the engine returns hidden states instead of log-probs (the teacher of a
-    distillation)."""
+    """True if the log-probs of the reference model, which the role or the base of its adapters is,
+    are computed once for all rows, before the first step."""
     distillation: DistillTarget | None = None
     """Teacher of a student. None: no teacher in the training pass."""
     ptx: PtxConfig | None = None
@@ -219,22 +210,10 @@ class TrainRole(RoleSpec):
         return max(self.rows_per_unit, self.lengths.rows_per_sample)
 
     @property
-    def num_forward_passes(self) -> int:
-        """Number of passes over a step's rows without gradient, outside of the updates: outputs of
-        a frozen role, values, old log-probs, entropies, the log-probs of a reference that the role
-        holds, and those for an estimate of the KL or for ranks."""
-        reference = 0 if self.precomputed_reference else 1 + self.estimates_kl
-        if not self.trainable:
-            return reference
-        extra = self.estimates_kl + self.ranks_pairs + self.needs_entropies
-        passes = (self.kind == "critic") + self.needs_old_logprobs + extra
-        return passes + reference * self.holds_reference
-
-    @property
     def runs_forward_passes(self) -> bool:
         """Return whether the role ever makes a pass without gradient, also before the first
         step."""
-        return bool(self.num_forward_passes or self.precomputed_reference)
+        return bool(self.passes or self.precomputed_reference)
 
     @property
     def engine_role(self) -> Literal["policy", "reference", "teacher", "critic", "reward"]:
@@ -266,6 +245,7 @@ class TrainRole(RoleSpec):
             train=self.train.model_copy(update={"moe_aux_loss_coef": 0.0}),
             rows_per_unit=1 if divides else self.rows_per_unit,
             dropout=self.dropout,
+            passes=("values",) if kind == "critic" else ("logprobs",),
             checkpoint=self.checkpoint if trainable else None,
         )
 
@@ -425,6 +405,7 @@ def reward_roles(
                 trainable=False,
                 offload="reward" in cluster.offload_between_phases,
                 train=train,
+                passes=("values",),
                 rows_per_pass=entry.micro_batch_size,
             )
             roles.append(role)

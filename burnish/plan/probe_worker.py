@@ -197,7 +197,7 @@ def _work(
         role = job.role(name)
         batch = _batch(job, role, ranks.size)
         read = engine.values if role.head == "scalar" else engine.logprobs
-        read = engine.states if role.returns_states else read
+        read = engine.states if "states" in role.passes else read
         work[RolePhase(name, "log-probs")] = partial(read, batch)
         if role.distillation is not None:
             batch = replace(batch, teacher_states=engines["teacher"].states(batch))

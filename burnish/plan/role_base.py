@@ -31,7 +31,7 @@ class RoleMemory:
     pool: str
     """Name of the process. Roles with the same pool share a process and its allocator."""
     resident: Mapping[str, Items]
-    """Phase -> items that exist in the phase even if the role is idle."""
+    """Every phase (``memory_plan.PHASES``) -> items that exist in it even if the role is idle."""
     passing: Mapping[str, Items]
     """Phase -> items that exist only while the role computes."""
     first: Mapping[str, Items] = field(default_factory=dict)

@@ -268,7 +268,7 @@ class _Clock:
         passes = max(1.0, model_parallel * self.samples / ranks / max(1, len(rows)))
         work = self.samples / ranks * tokens * per_token
         parts = []
-        times = role.num_forward_passes
+        times = len(role.passes)
         if times:
             seconds, formula = self._pass(profile, times * work, times * passes, trains=False)
             parts.append(Part(role.name, "log-probs", seconds, formula))

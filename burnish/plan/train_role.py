@@ -211,7 +211,7 @@ def _passes(
         chunk_tokens=chunk_tokens(train.logprob_chunk_tokens, context.hardware.device),
         grad_accum_dtype=setup.precision.grad_accum_dtype,
         lora=role.model.lora,
-        states=role.returns_states,
+        states="states" in role.passes,
         kept_ids=role.kept_ids if role.head == "lm" else 0,
         kernels=context.hardware.kernels,
     )

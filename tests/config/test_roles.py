@@ -101,15 +101,15 @@ def test_log_probs_that_the_policy_computes_before_the_update(
     sizes = ["rollout.rollout_batch_size=4", "rollout.n_samples_per_prompt=2"]
     config = load_config(recipes["rl"], [*sizes, "train.train_batch_size=8", *overrides])
     policy = config.resolve().role("policy")
-    assert (policy.needs_old_logprobs, policy.holds_reference) == (old, holds)
-    assert policy.num_forward_passes == old + holds + ("entropy" in str(overrides))
+    made = {"logprobs": old, "entropies": "entropy" in str(overrides), "base_logprobs": holds}
+    assert policy.passes == tuple(name for name, is_made in made.items() if is_made)
 
 
 def test_a_teacher_keeps_its_own_dtype(recipes: Recipes) -> None:
     tree = {**recipes["sft"], "job": "distill", "teacher": {"model": {"scratch": {}}}}
     options = ["precision.dtype=bf16", "teacher.dtype=fp32", "loss=jsd"]
     student, teacher = load_config(tree, options).resolve().train_roles
-    assert (student.dtype, teacher.dtype, teacher.returns_states) == ("bf16", "fp32", True)
+    assert (student.dtype, teacher.dtype, teacher.passes) == ("bf16", "fp32", ("states",))
     assert student.distillation is not None
     assert (student.distillation.dtype, student.distillation.divergence) == ("fp32", "jsd")
 

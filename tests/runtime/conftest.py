@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+import burnish
 from burnish.config import JobConfig, load_config
 from burnish.config.sources import FileSource
 from burnish.data.sources import open_source
+from burnish.train.engine import BaseTrainEngine
 
 SCRATCH = {
     "alphabet": "0123456789+=",
@@ -192,3 +194,42 @@ def compare() -> Callable[[list[dict[str, float]], list[dict[str, float]]], None
                 assert second[name] == about, (first["step"], name)
 
     return check
+
+
+Passes = list[tuple[str, str]]
+
+
+@pytest.fixture
+def passes_of_two_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., tuple[Passes, Passes]]:
+    """``made, planned = passes_of_two_steps(config)`` runs three steps. Passes without gradient of
+    the last two, and those of the plan, as sorted (role, method of its engine)."""
+    calls: Passes = []
+    running: list[str] = []
+    for name in ("logprobs", "base_logprobs", "entropies", "values", "states", "forward_backward"):
+        original = getattr(BaseTrainEngine, name)
+
+        def counted(
+            self: Any, *args: Any, name: str = name, original: Any = original, **kwargs: Any
+        ) -> Any:
+            if not running:  # base_logprobs calls logprobs
+                calls.append((self.role, name))
+            running.append(name)
+            result = original(self, *args, **kwargs)
+            running.pop()
+            return result
+
+        monkeypatch.setattr(BaseTrainEngine, name, counted)
+
+    def run(
+        config: JobConfig, *, updates_per_step: int = 1, **options: Any
+    ) -> tuple[Passes, Passes]:
+        burnish.run(config, **options)
+        updates = [i for i, call in enumerate(calls) if call == ("policy", "forward_backward")]
+        steps = calls[updates[0] : updates[2 * updates_per_step]]
+        made = [call for call in steps if call[1] != "forward_backward"]
+        roles = config.resolve().train_roles
+        return sorted(made), sorted((role.name, name) for role in roles for name in role.passes * 2)
+
+    return run

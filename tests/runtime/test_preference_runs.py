@@ -17,7 +17,6 @@ from burnish.models.load import load_causal_lm
 from burnish.observe.metrics import read_metrics
 from burnish.runtime.inline import InlineRuntime
 from burnish.train.base import TrainEngine
-from burnish.train.engine import BaseTrainEngine
 from burnish.train.spec import EngineSpec
 
 SCRATCH = {
@@ -92,27 +91,10 @@ def numbers(lines: list[dict[str, float]]) -> list[dict[str, float]]:
     ids=" ".join,
 )
 def test_steps_make_the_planned_passes(
-    overrides: list[str], preference: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    overrides: list[str], preference: MakeConfig, passes_of_two_steps: Callable[..., Any]
 ) -> None:
-    """Counts the passes without gradient between the first update and the third."""
-    made: list[str] = []
-    for name in ("logprobs", "entropies", "forward_backward"):
-        original = getattr(BaseTrainEngine, name)
-
-        def counted(
-            self: Any, *args: Any, name: str = name, original: Any = original, **kwargs: Any
-        ) -> Any:
-            made.append("update" if name == "forward_backward" else self.role)
-            return original(self, *args, **kwargs)
-
-        monkeypatch.setattr(BaseTrainEngine, name, counted)
-    config = preference(*overrides, "eval_data=null", "max_steps=3")
-    burnish.run(config)
-    updates = [i for i, name in enumerate(made) if name == "update"]
-    steps = made[updates[0] : updates[2]]
-    found = {role.name: steps.count(role.name) / 2 for role in config.resolve().train_roles}
-    planned = {r.name: float(r.num_forward_passes) for r in config.resolve().train_roles}
-    assert found == planned
+    made, planned = passes_of_two_steps(preference(*overrides, "eval_data=null", "max_steps=3"))
+    assert made == planned
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -35,6 +35,7 @@ MakeConfig = Callable[..., JobConfig]
 Reward = Callable[[str], float]
 LORA = "model.lora.lora_rank=4"
 KL = "algorithm.kl.init_kl_coef=0.1"
+TEACHER = "teacher.model.scratch={alphabet: 0123456789+=, hidden_size: 32, num_layers: 1}"
 GAE = ["algorithm.advantage=gae", "rollout.rollout_batch_size=16", "rollout.n_samples_per_prompt=1"]
 
 
@@ -423,3 +424,26 @@ def test_a_share_of_the_tokens_is_trained_and_denominators_stay(
     assert batch.num_tokens == count and int(trained.sum()) == math.ceil(count / 4)
     assert entropies[trained].min() >= entropies[batch.action_mask & ~trained].max()
     assert math.isfinite(line["train/loss"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "updates"),
+    [
+        ([], 1),
+        (["train.epochs_per_rollout=2", "algorithm.top_entropy_quantile=0.5"], 2),
+        (["algorithm.advantage=gae", KL], 1),
+        ([KL, LORA], 1),
+        (["algorithm.advantage=on_policy_distill", TEACHER, "rewards=[{kind: function}]"], 1),
+    ],
+)
+def test_steps_make_the_planned_passes(
+    overrides: list[str],
+    updates: int,
+    rl: MakeConfig,
+    reward: Reward,
+    passes_of_two_steps: Callable[..., Any],
+) -> None:
+    made, planned = passes_of_two_steps(
+        rl(*overrides, "max_steps=3"), updates_per_step=updates, rewards=reward
+    )
+    assert made == planned

@@ -15,6 +15,7 @@ import burnish
 from burnish.config import ConfigError, JobConfig, load_config
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.placement import placement_groups
+from burnish.config.schedule import ConstantLr
 from burnish.data.sources import DataError
 from burnish.models.load import ModelError, load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
@@ -150,7 +151,7 @@ def test_a_resumed_run_is_bit_equal_to_one_that_went_through(
     whole = run(distill("max_steps=6", "max_epochs=9", f"run_dir={tmp_path / 'a'}", *options))
     half = distill("max_steps=3", "max_epochs=9", f"run_dir={tmp_path / 'b'}", *options)
     half = half.model_copy(
-        update={"train": half.train.model_copy(update={"lr_scheduler": "constant"})}
+        update={"train": half.train.model_copy(update={"lr_scheduler": ConstantLr()})}
     )
     burnish.run(half)
     again = distill("max_steps=6", "max_epochs=9", f"run_dir={tmp_path / 'b'}", *options)

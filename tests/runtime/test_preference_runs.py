@@ -12,6 +12,7 @@ import pytest
 import burnish
 from burnish.config import JobConfig, load_config
 from burnish.config.model import ModelConfig
+from burnish.config.schedule import ConstantLr
 from burnish.driver.run_dir import REFERENCE_FILE as FILE
 from burnish.models.load import load_causal_lm
 from burnish.observe.metrics import read_metrics
@@ -217,7 +218,7 @@ def test_kto_with_a_kept_reference_is_bit_equal_to_one_with_the_model(
     half = kept.model_copy(
         update={
             "max_steps": 7,
-            "train": kept.train.model_copy(update={"lr_scheduler": "constant"}),
+            "train": kept.train.model_copy(update={"lr_scheduler": ConstantLr()}),
         }
     )
     first = run(half)
@@ -252,7 +253,7 @@ def test_a_resumed_run_is_bit_equal_to_one_that_went_through(
     whole = run(preference("max_steps=6", "max_epochs=9", f"run_dir={tmp_path / 'a'}", *options))
     half = preference("max_steps=3", "max_epochs=9", f"run_dir={tmp_path / 'b'}", *options)
     half = half.model_copy(
-        update={"train": half.train.model_copy(update={"lr_scheduler": "constant"})}
+        update={"train": half.train.model_copy(update={"lr_scheduler": ConstantLr()})}
     )
     burnish.run(half)
     again = preference("max_steps=6", "max_epochs=9", f"run_dir={tmp_path / 'b'}", *options)

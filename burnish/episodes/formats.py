@@ -188,10 +188,10 @@ def format_of(turn: str) -> str | None:
 
 
 def response_template(
-    tool_format: ToolFormat | None, *, reasoning: tuple[str, str] | None, anchor: str
+    tool_format: ToolFormat | None, *, reasoning: tuple[str, str] | None
 ) -> dict[str, Any]:
-    """Return a response template. ``reasoning``: the texts before and after it, if any. ``anchor``:
-    end of the prompt, after which the response begins."""
+    """Return a response template. ``reasoning``: the texts before and after it, if any. A prefix of
+    the response is text of the prompt from the beginning of the reasoning on."""
     fields: dict[str, Any] = {}
     if reasoning is not None:
         begin, end = reasoning
@@ -206,6 +206,6 @@ def response_template(
     fields |= tool_format.fields if tool_format else {}
     return {
         "defaults": {"role": "assistant"},
-        "start_anchor": anchor or "\0",
+        "start_anchor_pattern": r"\A",
         "fields": fields,
     }

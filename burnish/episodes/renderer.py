@@ -383,10 +383,11 @@ class ChatRenderer(TextCodec):
         name = tool_format or self._template.call_format()
         self.reads_tool_calls = name is not None
         reasoning = None if name == "harmony" else self._template.reasoning_markers()
-        anchor = opened.partition(reasoning[0])[0] if reasoning else opened
+        begin = opened.find(reasoning[0]) if reasoning else -1
+        prefix = opened[begin:] if begin >= 0 else ""
         call_format = FORMATS[name] if name else None
-        template = response_template(call_format, reasoning=reasoning, anchor=anchor)
-        return ResponseParser(self._tokenizer, template, tool_format=call_format, prefix=opened)
+        template = response_template(call_format, reasoning=reasoning)
+        return ResponseParser(self._tokenizer, template, tool_format=call_format, prefix=prefix)
 
 
 def _check_transformers(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -90,7 +90,7 @@ CASES = [(name, *reply) for name in FORMATS for reply in replies(name)]
 
 def parser(name: str) -> ResponseParser:
     reasoning = None if name == "harmony" else ("<think>", "</think>")
-    template = response_template(FORMATS[name], reasoning=reasoning, anchor="")
+    template = response_template(FORMATS[name], reasoning=reasoning)
     return ResponseParser(TOKENIZER, template, tool_format=FORMATS[name])
 
 

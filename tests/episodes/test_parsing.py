@@ -115,11 +115,12 @@ def test_text_around_calls_is_content_and_calls_keep_their_order() -> None:
     assert first["id"] != second["id"]
 
 
-def test_reasoning_that_the_prompt_opens_is_recognized() -> None:
+@pytest.mark.parametrize("header", ["<|im_start|>assistant\n", ">", "\n"])
+def test_reasoning_that_the_prompt_opens_is_recognized(header: str) -> None:
+    """Also if the header of a turn is in the text after it again."""
     tokenizer = chat_tokenizer("chatml")
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
-    )
+    template = tokenizer.chat_template.replace("<|im_start|>assistant\n", header)
+    tokenizer.chat_template = template.removesuffix("{% endif %}") + "<think>\n{% endif %}"
     renderer = ChatRenderer(tokenizer, history="keep")
     ids = tokenizer("Two.\n</think>\n\n4<|im_end|>")["input_ids"]
     found = renderer.parse(ids)
@@ -398,7 +399,7 @@ def test_a_response_that_repeats_itself_is_parsed_in_time(name: str, text: str) 
     characters of parameters (xml) and 46 s for 100,000 spaces (harmony)."""
     _, tokenizer = RENDERERS["chatml"]
     template = response_template(
-        FORMATS[name], reasoning=None if name == "harmony" else ("<think>", "</think>"), anchor=""
+        FORMATS[name], reasoning=None if name == "harmony" else ("<think>", "</think>")
     )
     begin = time.process_time()
     ResponseParser(tokenizer, template, tool_format=FORMATS[name]).parse(text, TOOLS)
@@ -472,7 +473,7 @@ MARKS = st.sampled_from(
 @given(pieces=st.lists(MARKS | st.text(max_size=5), max_size=20), name=st.sampled_from([*FORMATS]))
 def test_no_response_raises(pieces: list[str], name: str) -> None:
     template = response_template(
-        FORMATS[name], reasoning=None if name == "harmony" else ("<think>", "</think>"), anchor=""
+        FORMATS[name], reasoning=None if name == "harmony" else ("<think>", "</think>")
     )
     _, tokenizer = RENDERERS["chatml"]
     parser = ResponseParser(tokenizer, template, tool_format=FORMATS[name])

@@ -165,7 +165,7 @@ def _tokenizer() -> Any:
 @lru_cache
 def _parser(name: str) -> ResponseParser:
     tool_format = FORMATS[name]
-    template = response_template(tool_format, reasoning=("<think>", "</think>"), anchor="")
+    template = response_template(tool_format, reasoning=("<think>", "</think>"))
     return ResponseParser(_tokenizer(), template, tool_format=tool_format)
 
 

@@ -91,6 +91,12 @@ def thinking(tmp_path: Path) -> list[str]:
     ]
 
 
+def turns_and_text(response: str, messages: list[dict[str, Any]]) -> float:
+    """A reward that reads the conversation: it begins with the environment's message."""
+    assert messages[0]["role"] == "user" and messages[0]["content"] in "1234"
+    return sum(m["role"] == "assistant" for m in messages) + 0.1 * len(response)
+
+
 def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
     """Metrics without times, by step."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]

@@ -37,7 +37,7 @@ from burnish.models.digest import weights_digest
 from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import read_metrics
 from burnish.observe.progress import ProgressDisplay
-from burnish.observe.public_recipe import read_recipe, write_recipe
+from burnish.observe.public_recipe import saved_settings, write_recipe
 from burnish.observe.samples import drop_samples_after, write_samples
 from burnish.rewards.errors import RewardError
 from burnish.types import Group
@@ -178,7 +178,7 @@ def _are_numbers(totals: Any) -> bool:
 
 def check_same_recipe(config: RowsJob, run_dir: Path) -> None:
     """Raise RunError if a resumed run's recipe would produce different rows."""
-    then = read_recipe(run_dir)[1]
+    then = saved_settings(run_dir)
     now = config.model_dump(mode="json")
     changes = changed_settings(then, now).items()
     changed = [f"{key}: {change}" for key, change in changes if not may_change(key)]

@@ -29,7 +29,7 @@ from burnish.observe.files import write_text
 from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import read_metrics
 from burnish.observe.progress import FILE_ONLY, ProgressDisplay
-from burnish.observe.public_recipe import public_recipe, read_recipe, write_recipe
+from burnish.observe.public_recipe import public_recipe, saved_settings, write_recipe
 from burnish.observe.samples import drop_samples_after
 from burnish.observe.spikes import SpikeAlarm
 from burnish.rewards.base import RewardError
@@ -251,7 +251,7 @@ class Trainer(Driver[Loop]):
         saved = self.records_dir / "config.yaml"
         if self.checkpoints.saved_step < 0 or not saved.is_file():
             return
-        then = read_recipe(self.records_dir)[1]
+        then = saved_settings(self.records_dir)
         changed = changed_settings(without_secret_values(then), public_recipe(self.config))
         changed.pop("run_dir", None)
         keys = [key for key in ("max_steps", "max_epochs") if vars(self.config)[key] is not None]

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from burnish.config import dump_yaml
-from burnish.config.job import JobConfig
+from burnish.config.job import WITHOUT_RULES, JobConfig
+from burnish.config.registry import JOBS
 from burnish.config.yaml_text import load, read_text
 from burnish.observe.errors import SavedRecipeError
 from burnish.observe.files import write_text
@@ -52,6 +54,20 @@ def read_recipe(run_dir: Path) -> tuple[str, dict[str, Any]]:
             f"{path} must contain a mapping of keys to values, not {type(recipe).__name__}"
         )
     return text, recipe
+
+
+def saved_settings(run_dir: Path) -> dict[str, Any]:
+    """Return the saved recipe of a run folder with the present keys and their defaults, as
+    ``model_dump`` of its config; as it was saved if the present version has no such keys. Raises
+    SavedRecipeError if it cannot be read."""
+    recipe = read_recipe(run_dir)[1]
+    job = JOBS.get(str(recipe.get("job")))
+    if job is None:
+        return recipe
+    try:
+        return job.model_validate(recipe, context=WITHOUT_RULES).model_dump(mode="json")
+    except ValidationError:
+        return recipe
 
 
 def public_yaml(recipe: dict[str, Any], text: str) -> str:

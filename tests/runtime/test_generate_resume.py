@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from older_runs import save_with_older_keys
 
 import burnish
-from burnish.config import JobConfig
+from burnish.config import JobConfig, load_config
 from burnish.driver.errors import RunError
-from burnish.driver.rows_run import may_change
+from burnish.driver.rows_run import check_same_recipe, may_change
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
+from burnish.observe.public_recipe import write_recipe
 from burnish.observe.samples import read_samples
 from burnish.rewards.base import RewardError
 
@@ -183,6 +185,26 @@ def test_a_resumed_run_keeps_to_its_recipe(
     _, run_dir = _half_done(generate)
     with pytest.raises(RunError, match=told):
         burnish.run(generate(changed, name="half"), rewards=reward, resume=run_dir)
+
+
+def test_a_run_of_an_earlier_version_has_the_same_recipe(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1", "response": "2", "label": "2"}\n')
+    tree = {
+        "job": "score",
+        "model": {"scratch": {}},
+        "run_dir": str(tmp_path),
+        "output": str(tmp_path / "scored.jsonl"),
+        "data": {"sources": [str(rows)]},
+        "rewards": [{"kind": "math"}],
+    }
+    config = load_config(tree)
+    write_recipe(config, tmp_path)
+    save_with_older_keys(tmp_path)
+    assert "overlong_penalty" in (tmp_path / "config.yaml").read_text()
+    check_same_recipe(config, tmp_path)
+    with pytest.raises(RunError, match="reward_clip"):
+        check_same_recipe(load_config(tree, ["shaping.reward_clip=1"]), tmp_path)
 
 
 def test_a_resumed_run_may_use_a_smaller_engine(

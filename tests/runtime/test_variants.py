@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from older_runs import save_with_older_keys
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -277,6 +278,10 @@ def test_what_a_resumed_run_does_otherwise_is_said(
     burnish.run(rl(), rewards=reward)
     burnish.run(rl("max_steps=3"), rewards=reward, resume=tmp_path / "run")
     assert "changed settings: max_steps: was 2, now 3\n" in caplog.text + "\n"
+    caplog.clear()
+    save_with_older_keys(tmp_path / "run")
+    burnish.run(rl("max_steps=3"), rewards=reward, resume=tmp_path / "run")
+    assert "changed settings" not in caplog.text
     caplog.clear()
     more = ["max_steps=4", "algorithm.advantage=rloo", "train.lr=0.5"]
     burnish.run(rl(*more), rewards=reward, resume=tmp_path / "run")

@@ -20,6 +20,11 @@ PathText = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path or a name; ``~`` is expanded to the home folder."""
 
 
+def absolute_program(program: str) -> str:
+    """Return the path of a program as an absolute path, and a name on PATH unchanged."""
+    return os.path.abspath(program) if os.sep in program else program
+
+
 Section = dict[str, Any] | None
 
 

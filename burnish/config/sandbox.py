@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
-from burnish.config.base import Node, PathText
+from burnish.config.base import Node, PathText, absolute_program
 from burnish.config.urls import is_local, token_env_problems, url_problems
 
 _EXAMPLE = "https://host:8000/run"
@@ -27,6 +28,10 @@ class _Sandbox(Node):
     max_concurrent: int | None = Field(None, ge=1)
     """Maximum programs at once, in each process that starts programs. None: the number of CPUs."""
 
+    def with_absolute_paths(self) -> Self:
+        """Return the same settings for a process with another working directory."""
+        return self
+
 
 class BubblewrapSandbox(_Sandbox):
     """Linux namespaces through bubblewrap: no network, a read-only view of /usr, a private /tmp, an
@@ -38,6 +43,11 @@ class BubblewrapSandbox(_Sandbox):
     import. It must be readable by all users if Burnish runs as root. None: /usr/bin/python3."""
     read_only_paths: tuple[PathText, ...] = ()
     """Further files and folders that programs can read, at the same paths."""
+
+    def with_absolute_paths(self) -> Self:
+        paths = tuple(os.path.abspath(path) for path in self.read_only_paths)
+        python = self.python and absolute_program(self.python)
+        return self.model_copy(update={"python": python, "read_only_paths": paths})
 
 
 class ServiceSandbox(_Sandbox):
@@ -73,6 +83,10 @@ class UnsafeSubprocessSandbox(_Sandbox):
     kind: Literal["unsafe_subprocess"]
     python: PathText | None = None
     """Interpreter of the programs. None: that of this run."""
+
+    def with_absolute_paths(self) -> Self:
+        python = self.python and absolute_program(self.python)
+        return self.model_copy(update={"python": python})
 
     def advice(self) -> Iterator[str]:
         yield (

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Literal
 
 from burnish.chat_message import MessageError, canonical, text_of
+from burnish.config.base import absolute_program
 from burnish.environments.base import EnvironmentSetupError, EpisodeInfraError
 from burnish.environments.multi_turn import Start, Step
 from burnish.environments.process import start_process
@@ -72,11 +73,6 @@ def absolute_path(spec: str) -> str:
     """Return ``path/to/file.py:name`` with an absolute path, and other names unchanged."""
     where, _, name = spec.rpartition(":")
     return f"{os.path.abspath(where)}:{name}" if where.endswith(".py") else spec
-
-
-def absolute_program(program: str) -> str:
-    """Return the path of a program as an absolute path, and a name on PATH unchanged."""
-    return os.path.abspath(program) if os.sep in program else program
 
 
 def absolute_argument(argument: str) -> str:

@@ -15,6 +15,7 @@ from burnish.agents.episodes import AgentProgram
 from burnish.agents.functions import FunctionAgents
 from burnish.agents.sandboxed import SandboxedCommands, SandboxedFunctions
 from burnish.agents.server import EpisodeServer
+from burnish.config.base import absolute_program
 from burnish.config.episodes import (
     TOOLS_FRAC,
     AgentEpisodes,
@@ -25,13 +26,11 @@ from burnish.config.episodes import (
     ToolEpisodes,
 )
 from burnish.config.model import ModelConfig
-from burnish.config.sandbox import AnySandbox, BubblewrapSandbox, ServiceSandbox
 from burnish.environments.pool import (
     EnvironmentPool,
     EnvironmentSpec,
     absolute_argument,
     absolute_path,
-    absolute_program,
 )
 from burnish.environments.process import start_process
 from burnish.episodes.loop import EnvironmentProgram, EpisodeProgram
@@ -143,20 +142,10 @@ def environment_spec(config: EnvironmentEpisodes | ToolEpisodes) -> EnvironmentS
         "max_result_chars": config.tool_result_chars,
     }
     if config.sandbox is not None:
-        options["sandbox"] = _sandbox_options(config.sandbox)
+        options["sandbox"] = config.sandbox.with_absolute_paths().model_dump(mode="json")
     if config.mcp:
         options["mcp"] = {name: _mcp_options(server) for name, server in config.mcp.items()}
     return EnvironmentSpec(TOOL_ENVIRONMENT, options, config.python)
-
-
-def _sandbox_options(sandbox: AnySandbox) -> dict[str, Any]:
-    """Return a sandbox as JSON, with absolute paths of this machine."""
-    options = sandbox.model_dump(mode="json")
-    if options["python"] is not None and not isinstance(sandbox, ServiceSandbox):
-        options["python"] = absolute_program(options["python"])
-    if isinstance(sandbox, BubblewrapSandbox):
-        options["read_only_paths"] = [os.path.abspath(path) for path in sandbox.read_only_paths]
-    return options
 
 
 def _mcp_options(server: McpServerConfig) -> dict[str, Any]:

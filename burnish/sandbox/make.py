@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import cache
+from typing import Any
 
-from burnish.config.sandbox import AnySandbox, BubblewrapSandbox, ServiceSandbox
+from burnish.config.sandbox import AnySandbox
 from burnish.loop_thread import LoopThread
 from burnish.sandbox.base import Program, Result, Sandbox
 from burnish.sandbox.bubblewrap import Bubblewrap
@@ -17,11 +19,15 @@ def make_sandbox(config: AnySandbox) -> Sandbox:
 
     Raises SandboxError if something that it needs is missing.
     """
-    if isinstance(config, BubblewrapSandbox):
-        return Bubblewrap(config)
-    if isinstance(config, ServiceSandbox):
-        return ServiceClient(config)
-    return UnsafeSubprocess(config)
+    return SANDBOXES[config.kind](config)
+
+
+SANDBOXES: Mapping[str, Callable[[Any], Sandbox]] = {
+    "bubblewrap": Bubblewrap,
+    "service": ServiceClient,
+    "unsafe_subprocess": UnsafeSubprocess,
+}
+"""``kind`` -> class. The configs are in ``config/sandbox.py``."""
 
 
 @cache

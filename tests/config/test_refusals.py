@@ -4,12 +4,10 @@ ways out that they name are accepted. Models that cannot be used are refused as 
 from __future__ import annotations
 
 import ast
-import sys
+import re
 from collections.abc import Iterator
 from difflib import unified_diff
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import refusals
@@ -25,13 +23,14 @@ from burnish.models.tensor_parallel import check_head_counts
 from burnish.train.torch.sequence_parallel import check_sequence_parallel
 
 PACKAGE = Path(burnish.__file__).parent
-CONFIGS = {str(path) for path in (*PACKAGE.glob("config/*.py"), *PACKAGE.glob("*/**/config.py"))}
+CONFIGS = [*PACKAGE.glob("config/*.py"), *PACKAGE.glob("*/**/config.py")]
+TEXT = (ast.Constant, ast.JoinedStr)
 
 WITHOUT_A_CASE = {
-    "contradicts the {rank.size} ranks": "needs a launcher (test_launch.py)",
-    "is an argument of vLLM that is not known": "needs the package vllm (test_vllm_engine.py)",
+    "contradicts": "needs a launcher (test_launch.py)",
+    r"argument\ of\ vLLM\ that\ is\ not\ known": "needs the package vllm",
 }
-"""Part of a message -> the reason."""
+"""Part of a pattern -> the reason."""
 
 
 @pytest.fixture
@@ -41,43 +40,36 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refusals.write_files(tmp_path)
 
 
-def generators() -> Iterator[tuple[str, ast.FunctionDef]]:
-    """(file, function) of each generator of messages in the configs."""
+def patterns() -> Iterator[str]:
+    """A pattern for each text that a generator of messages yields in the configs."""
     for file in CONFIGS:
-        for function in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))):
+        for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(function, ast.FunctionDef) and function.returns is not None:
-                yield from [(file, function)] * (ast.unparse(function.returns) == "Iterator[str]")
+                yields = (node for node in ast.walk(function) if isinstance(node, ast.Yield))
+                texts = (node.value for node in yields if isinstance(node.value, TEXT))
+                if ast.unparse(function.returns) == "Iterator[str]":
+                    yield from map(pattern_of, texts)
+
+
+def pattern_of(text: ast.expr) -> str:
+    parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+    return "".join(
+        re.escape(str(part.value)) if isinstance(part, ast.Constant) else ".*" for part in parts
+    )
 
 
 @pytest.mark.usefixtures("folder")
-def test_every_case_has_its_messages_and_every_rule_has_a_case() -> None:
+def test_every_case_has_its_messages() -> None:
     """After a change that is meant: ``python tests/support/refusals.py``."""
-    functions = {(file, function.lineno): function for file, function in generators()}
-    lines: set[tuple[str, int]] = set()
-
-    def trace(frame: FrameType, event: str, _arg: Any) -> Any:
-        place = frame.f_code.co_filename, frame.f_lineno
-        if event == "call":
-            first = place[0], frame.f_code.co_firstlineno
-            return trace if first in functions else None
-        lines.add(place)
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        text = refusals.with_messages()
-    finally:
-        sys.settrace(before)
     old = refusals.TABLE.read_text(encoding="utf-8").splitlines()
-    assert not list(unified_diff(old, text.splitlines(), "table", "now", n=1, lineterm=""))
-    left = [
-        ast.unparse(node)
-        for (file, _), function in functions.items()
-        for node in ast.walk(function)
-        if isinstance(node, ast.Yield) and (file, node.lineno) not in lines
-    ]
-    unexpected = [text for text in left if not any(part in text for part in WITHOUT_A_CASE)]
+    now = refusals.with_messages().splitlines()
+    assert not list(unified_diff(old, now, "table", "now", n=1, lineterm=""))
+
+
+def test_every_rule_has_a_case() -> None:
+    text = refusals.TABLE.read_text(encoding="utf-8")
+    left = [pattern for pattern in patterns() if not re.search(pattern, text)]
+    unexpected = [rule for rule in left if not any(part in rule for part in WITHOUT_A_CASE)]
     assert not unexpected, "add a case to refusals.txt for each"
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any
+from urllib.parse import unquote
 
 import regex  # house: ok patterns of schemas, with a limit of their own
 from jsonschema import Draft202012Validator
@@ -107,6 +108,68 @@ def check_parameters(parameters: Mapping[str, Any] | None) -> None:
     """Raise SchemaError if ``parameters`` is no JSON schema, UncheckableError if checking that
     exceeds a limit, or the error of a reference that cannot be resolved."""
     _schema_of(json.dumps(parameters or {}, sort_keys=True))
+
+
+def argument_types(parameters: Mapping[str, Any] | None) -> dict[str, list[str]]:
+    """Return the JSON types that the schema ``parameters`` gives each argument, in its order: those
+    of ``type``, ``nullable``, ``enum`` and ``const``, also behind ``$ref``, ``allOf``, ``anyOf``
+    and ``oneOf``. Arguments without one are left out."""
+    return _types_of(json.dumps(parameters or {}))
+
+
+@lru_cache(maxsize=1024)
+def _types_of(schema_json: str) -> dict[str, list[str]]:
+    root = json.loads(schema_json)
+    properties = root.get("properties")
+    if not isinstance(properties, dict):
+        return {}
+    types = {name: _value_types(schema, root) for name, schema in properties.items()}
+    return {name: list(dict.fromkeys(of)) for name, of in types.items() if of}
+
+
+def _value_types(schema: Any, root: Any) -> list[str]:
+    """Return the types of a schema below ``root``, possibly repeated."""
+    types: list[str] = []
+    waiting, references = [schema], set[str]()
+    for _ in range(_MAX_TYPE_STEPS):
+        if not waiting:
+            break
+        schema = waiting.pop(0)
+        if not isinstance(schema, dict):
+            continue
+        declared = schema.get("type")
+        declared = [declared] if isinstance(declared, str) else declared
+        if isinstance(declared, list):
+            types += [name for name in declared if isinstance(name, str)]
+        else:
+            values = schema.get("enum")
+            values = values if isinstance(values, list) else []
+            values = [*values, schema["const"]] if "const" in schema else values
+            types += [_TYPE_NAMES[type(value)] for value in values[:_MAX_TYPE_STEPS]]
+        types += ["null"] if schema.get("nullable") is True else []
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference not in references:
+            references.add(reference)
+            waiting.append(_referenced(reference, root))
+        for key in ("allOf", "anyOf", "oneOf"):
+            waiting += schema[key] if isinstance(schema.get(key), list) else []
+    return types
+
+
+def _referenced(reference: str, root: Any) -> Any:
+    """Return the part of ``root`` that a reference such as ``#/$defs/Point`` names, or None."""
+    node, path = root, reference.removeprefix("#").split("/")[1:]
+    for name in path if reference.startswith("#") else [""]:
+        key = unquote(name).replace("~1", "/").replace("~0", "~")
+        node = node.get(key) if isinstance(node, dict) else None
+    return node
+
+
+_MAX_TYPE_STEPS = 1000
+_TYPE_NAMES: dict[type, str] = {
+    **{bool: "boolean", int: "integer", float: "number", str: "string"},
+    **{type(None): "null", list: "array", dict: "object"},
+}
 
 
 @lru_cache(maxsize=1024)

@@ -19,6 +19,7 @@ from burnish.episodes.repeated_keys import repeated_key
 from burnish.episodes.streaming import REASONING, MessageText, without_long_spaces
 from burnish.episodes.tool_calls import MAX_CALLS, CallReader, read_call
 from burnish.tool_arguments import argument_problem as argument_problem
+from burnish.tool_arguments import argument_types
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -158,7 +159,7 @@ class ResponseParser:
             text,
             template,
             prefix=self._prefix,
-            tools=[] if self._is_json else [dict(tool) for tool in tools],
+            tools=[dict(tool) for tool in tools],
         )
         return fields
 
@@ -175,6 +176,7 @@ class ResponseParser:
         """Return (values of each call region, fields of the message, reason why the next region
         cannot be parsed). One region may contain several values."""
         heads = [text, *(text[: span.begin] for span in reversed(spans))]
+        tools = [] if self._is_json else [_with_types(tool) for tool in tools]
         error: str | None = None
         for count, head in zip(range(len(spans), -1, -1), heads, strict=True):
             try:
@@ -287,3 +289,17 @@ def _adapted(template: Mapping[str, Any]) -> dict[str, Any]:
             del entry["open"]
             entry["open_pattern"] = rf"\A\s*+(?:{'|'.join(map(re.escape, literals))})"
     return copy
+
+
+def _with_types(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool whose schema has the types of its arguments and nothing else, because
+    transformers reads no references, enums and constants."""
+    function = tool.get("function")
+    function = function if isinstance(function, Mapping) else tool
+    types = argument_types(function.get("parameters"))
+    properties = {name: {"type": of} for name, of in types.items()}
+    parameters = {"type": "object", "properties": properties}
+    return {
+        "type": "function",
+        "function": {"name": function.get("name"), "parameters": parameters},
+    }

@@ -16,6 +16,7 @@ from burnish.episodes.formats import FORMATS, format_of, response_template
 from burnish.episodes.parsing import ParsedMessage, ResponseParser, argument_problem
 from burnish.episodes.probing import TOOLS, assistant, call, user
 from burnish.episodes.renderer import ChatRenderer, RendererError
+from burnish.tool_arguments import argument_types
 
 RENDERERS = {
     family: (ChatRenderer(tokenizer, history="keep"), tokenizer)
@@ -442,6 +443,55 @@ def test_nullable_arguments_may_be_null() -> None:
     assert argument_problem(schema, {"n": None}) is None
     assert argument_problem(schema, {"n": 1}) is None
     assert argument_problem(schema, {"n": "a"}) is not None
+
+
+def test_types_of_arguments_are_read_behind_references_and_values() -> None:
+    point = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    node = {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}
+    schema = {
+        "type": "object",
+        "$defs": {"point": point, "node": node, "a/b": {"enum": [1, 2]}},
+        "properties": {
+            "reference": {"$ref": "#/$defs/point"},
+            "optional": {"anyOf": [{"$ref": "#/$defs/point"}, {"type": "null"}]},
+            "all": {"allOf": [{"$ref": "#/$defs/point"}], "description": "a point"},
+            "itself": {"$ref": "#/$defs/node"},
+            "escaped": {"$ref": "#/$defs/a~1b"},
+            "values": {"enum": [1, "auto", None, True]},
+            "constant": {"const": 2.5},
+            "declared": {"type": ["string", "null"], "enum": ["1", None]},
+            "nowhere": {"$ref": "#/$defs/none"},
+            "anything": {},
+        },
+    }
+    assert argument_types(schema) == {
+        "reference": ["object"],
+        "optional": ["null", "object"],
+        "all": ["object"],
+        "itself": ["null"],
+        "escaped": ["integer"],
+        "values": ["integer", "string", "null", "boolean"],
+        "constant": ["number"],
+        "declared": ["string", "null"],
+    }
+    assert argument_types(None) == argument_types({"properties": []}) == {}
+
+
+def test_text_arguments_get_the_types_behind_references() -> None:
+    schema = {
+        "type": "object",
+        "$defs": {"point": {"type": "object"}},
+        "properties": {"a": {"$ref": "#/$defs/point"}, "b": {"enum": [1, "auto"]}},
+    }
+    tool = {"type": "function", "function": {"name": "move", "parameters": schema}}
+    found = parsed(
+        "xml",
+        '<tool_call>\n<function=move>\n<parameter=a>\n{"x": 1}\n</parameter>\n'
+        "<parameter=b>\n1\n</parameter>\n</function>\n</tool_call><|im_end|>",
+        [tool],
+    )
+    assert found.problem is None
+    assert functions(found) == [("move", {"a": {"x": 1}, "b": 1})]
 
 
 def test_formats_are_told_apart_by_their_markers() -> None:

@@ -44,27 +44,33 @@ class OlderKeys(NamedTuple):
     def move(self, tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
         """Move the values of the older keys of ``tree`` into the section, in place. Yield (older
         key, dotted present key) for those that are not their defaults. A key that is set in both
-        forms gets the older form's value."""
+        forms gets the older form's value. Keys that a switch disables stay, so that they are
+        refused as unknown."""
         renamed = self.switch != self.section
-        values = {key: tree.pop(key) for key in self.keys if key in tree}
+        keys = [key for key in self.keys if key in tree]
         switched = self.switch in tree and (renamed or not isinstance(tree[self.switch], dict))
-        if not values and not (switched and renamed):
+        if not keys and not (switched and renamed):
             return
         present = tree.get(self.section)
         section = dict(present) if isinstance(present, dict) else {}
-        is_on = bool(section)
-        if switched:
-            begun = self.begin(tree.pop(self.switch))
-            section, is_on = {**section, **(begun or {})}, begun is not None
-            if begun and renamed:
-                yield self.switch, f"{self.section}.{next(iter(begun))}"
-        for key, value in values.items():
+        begun = self.begin(tree.pop(self.switch)) if switched else None
+        if begun is not None:
+            section |= begun
+            if renamed:
+                yield self.switch, f"{self.section}.{next(iter(begun), '')}"
+        is_off = switched and begun is None
+        for key in keys:
             name, default = self.keys[key]
-            if value != default:
+            if tree[key] == default:
+                section.pop(name, None)
+                del tree[key]
+            elif not is_off:
+                section[name] = tree.pop(key)
                 yield key, f"{self.section}.{name}"
-            if value != default or name in section:
-                section, is_on = {**section, name: value}, True
-        tree[self.section] = section if is_on else None
+        if is_off:
+            tree[self.section] = None
+        elif section or begun is not None or isinstance(present, dict):
+            tree[self.section] = section
 
 
 def switched_by(key: str, *off: Any) -> Callable[[Any], Section]:

@@ -7,7 +7,7 @@ are moved before validation, and a notice names the present keys."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 from burnish.config.base import Node
 from burnish.config.schema import is_list, item_of, kinds_of, nodes_in, value_of
@@ -47,7 +47,8 @@ def type_below(annotation: Any, key: str) -> Any:
         for older in cls.older_keys:
             name = older.keys[key][0] if key in older.keys else key
             if key in older.keys or key == older.switch:
-                return type_below(cls.model_fields[older.section].annotation, name)
+                section = cls.model_fields[older.section].annotation
+                return Optional[type_below(section, name)]  # noqa: UP045 (built at run time)
     return value_of(annotation)
 
 

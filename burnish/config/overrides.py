@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from burnish.config.base import Node
+from burnish.config.base import Node, on_off
 from burnish.config.older import type_below
 from burnish.config.schema import is_list, item_of, kinds_of, nodes_in
 from burnish.config.yaml_text import field_value
@@ -38,12 +38,34 @@ def apply_override(tree: dict[str, Any], override: str, cls: type[Node]) -> None
     slot = _slot(node, keys[-1], path=".".join(keys[:-1]), override=override)
     annotation = _below(annotation, keys[-1], in_list=isinstance(node, list))
     try:
-        node[slot] = field_value(text, annotation)
+        value = field_value(text, annotation)
+        node[slot] = _merged(node, slot, value, annotation)
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise OverrideError(
             f"override {override!r}: the value is not valid YAML: {reason}"
         ) from None
+
+
+def _merged(node: Any, slot: Any, value: Any, annotation: Any) -> Any:
+    """Return the value of an override. The name of a kind (``train.lr_scheduler=wsd``) keeps the
+    keys of the present section, which earlier versions had beside it, unless the new kind does not
+    have them and they are at their defaults."""
+    present = node.get(slot) if isinstance(node, dict) else None
+    kinds = [cls for cls in nodes_in(annotation) if cls.short_key]
+    if not kinds or not isinstance(present, dict) or not isinstance(value, (str, int, float)):
+        return value
+    if on_off(value) != value:
+        return value
+    key = kinds[0].short_key
+    fields = {name: f for cls in kinds for name, f in cls.model_fields.items()}
+    chosen = next((cls for cls in kinds if value in kinds_of(cls)), kinds[0])
+    kept = {
+        name: content
+        for name, content in present.items()
+        if name in chosen.model_fields or name not in fields or content != fields[name].default
+    }
+    return {**kept, key: value}
 
 
 def _parse(override: str) -> tuple[list[str], str]:

@@ -151,6 +151,52 @@ def test_an_override_of_an_older_key_wins() -> None:
                                  ]).rollout.asynchronous is None  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("section", "override", "expected"),
+    [
+        ("train", "train.lr_scheduler=polynomial",
+         {"lr_scheduler": {"kind": "polynomial", "min_ratio": 0.2}}),
+        ("early_stopping", "early_stopping.metric=train/loss",
+         {"metric": {"name": "train/loss", "patience": 5, "min_delta": 0.1},
+          "max_kl": {"limit": 2.0, "steps": 3}}),
+        ("early_stopping", "early_stopping.max_kl=1.0",
+         {"metric": {"name": "reward/mean", "patience": 5, "min_delta": 0.1},
+          "max_kl": {"limit": 1.0, "steps": 3}}),
+        ("model.lora", "model.lora.quantization=nf4", CASES["model.lora"][1]),
+        ("checkpoint", "checkpoint.export_dtype=null", {"export_at_end": {"path": "out"}}),
+    ],
+)  # fmt: skip
+def test_a_switch_keeps_the_keys_that_were_beside_it(
+    section: str, override: str, expected: dict[str, Any]
+) -> None:
+    older = {k: v for k, v in CASES[section][0].items() if not k.startswith("lr_decay")}
+    expect = load_config(recipe(section, expected))
+    assert load_config(recipe(section, older), [override]) == expect
+    saved = yaml.safe_load(dump_yaml(load_config(recipe(section, older))))
+    assert load_config(saved, [override]) == expect
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "problem"),
+    [
+        ("checkpoint", {"export_at_end": False, "export_dtype": "bf16"}, "export_dtype"),
+        ("model.lora", {"quantization": None, "double_quantization": False}, "double_quant"),
+        ("rollout", {"max_staleness": None, "oversample": 1.5}, "max_staleness: is required"),
+    ],
+)
+def test_a_key_beside_a_switch_that_is_off_is_refused(
+    section: str, keys: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_config(recipe(section, keys))
+
+
+def test_a_default_beside_no_switch_changes_nothing() -> None:
+    for section, keys in (("train", {"min_lr_ratio": 0.1}), ("rollout", {"run_ahead": 1}),
+                          ("checkpoint", {"export_dtype": None})):  # fmt: skip
+        assert load_config(recipe(section, keys)) == load_config(RL)
+
+
 def test_a_key_without_the_one_that_enables_it_names_that_one() -> None:
     with pytest.raises(ConfigError, match=r"rollout.asynchronous.max_staleness: is required"):
         load_config(RL, ["rollout.partial=true"])

@@ -16,7 +16,14 @@ from burnish.errors import BurnishError
 PACKAGE = Path(burnish.__file__).parent
 CONTROL_FLOW = {"_Found", "_BadAnswer", "_OtherWeightsError"}
 """Always caught in the module that raises them; their messages are not for users."""
-STANDALONE = {"BadTests", "Ended", "OutOfTime", "EpisodeEndedError", "RepeatedKeyError"}
+STANDALONE = {
+    "BadTests",
+    "CannotSend",
+    "Ended",
+    "OutOfTime",
+    "EpisodeEndedError",
+    "RepeatedKeyError",
+}
 """In files that run under other interpreters and import nothing of Burnish."""
 
 

@@ -85,7 +85,7 @@ def test_indivisible_heads_are_refused_before_anything_is_loaded(case: str, tmp_
         burnish.run(config)
     assert message in str(caught.value) and not (tmp_path / "run").exists()
     done = dry_run(config, tmp_path)
-    assert done.exit_code == 2 and message in done.stderr and done.stdout == ""
+    assert done.exit_code == 2 and message in done.stderr
 
 
 def test_a_local_config_is_read_and_an_unknown_model_is_not_downloaded(

@@ -17,7 +17,7 @@ import pytest
 
 import burnish
 from burnish.config import load_config
-from burnish.config.reward_model import STEP_METRICS
+from burnish.data.steps.config import StepsDataConfig
 from burnish.driver.run_dir import REFERENCE_FILE
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples
@@ -197,7 +197,7 @@ def test_a_process_reward_model_scores_steps(two_steps: Any, few: Few) -> None:
     shares = {lines[-1][f"eval/{name}"] for name in ("step_accuracy", "good_steps", "row_exact")}
     assert all(0 <= share <= 1 for share in shares) and len(shares) > 1
     assert {n.removeprefix("eval/") for n in lines[-1] if n.startswith("eval/")} == set(
-        STEP_METRICS
+        StepsDataConfig.model_construct().metrics(weighted=False)
     )
 
 

@@ -98,7 +98,7 @@ _QUOTED = Pattern(
 )
 _NEGATIVE = Pattern(r"(?<![\w-])negative\s++(?=\.?\d|\\d?frac)", IGNORECASE)
 _MINUS = Pattern(
-    r"(?P<before>(?:^|[=:(,{]|\b(?:is|are|be|equals))\s*+)minus\s++(?=\.?\d|\\d?frac)",
+    r"(?P<before>(?:^|[=:({]|\b(?:is|are|be|equals))\s*+)minus\s++(?=\.?\d|\\d?frac)",
     IGNORECASE | MULTILINE,
 )
 _PARENTHESES = Form(r"\(([^()]*)\)")

@@ -448,6 +448,7 @@ QUOTED = [
     ("7", "The answer is negative 7.", False),
     ("-1/2", r"It is negative \frac{1}{2}.", True),
     ("negative 3.5", "The result is minus 3.5", True),
+    ("6", "The answer is 6, minus 1 for fees", True),
     ("7", "Take the non-negative 7", True),
     ("6", "The answer is 10 minus 4, which is 6", False),
     ("4", "I don't take 3, it's 4", True),

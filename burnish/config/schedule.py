@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -11,7 +12,7 @@ from pydantic import BeforeValidator, Field
 from burnish.config.base import Node, OlderKeys, switched_by
 
 
-class _Scheduler(Node):
+class _Scheduler(Node, ABC):
     """A schedule after warm-up."""
 
     short_key = "kind"
@@ -20,10 +21,10 @@ class _Scheduler(Node):
         """Return the optimizer step at which the rate begins to fall; ``warmup``: steps of it."""
         return warmup
 
+    @abstractmethod
     def factor(self, progress: float) -> float:
         """Return the rate as a fraction of the peak. ``progress``: from 0 at the first step to 1 at
         the end."""
-        raise NotImplementedError
 
 
 class ConstantLr(_Scheduler):
@@ -62,9 +63,9 @@ class _WithMinimum(_Scheduler):
     def factor(self, progress: float) -> float:
         return self.min_ratio + (1 - self.min_ratio) * self.shape(progress)
 
+    @abstractmethod
     def shape(self, progress: float) -> float:
         """Return the rate as a fraction of its range, from 1 to 0."""
-        raise NotImplementedError
 
 
 class CosineWithMinLr(_WithMinimum):

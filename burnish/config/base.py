@@ -111,7 +111,7 @@ class Node(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_mapping(cls, data: Any) -> Any:
-        """Expand a plain value to the mapping that it stands for. Convert booleans in numeric
+        """Expand a plain value to the mapping that it abbreviates. Convert booleans in numeric
         fields to text, so that ``lr: true`` is refused instead of read as 1. Move older
         keys, which also saved engines have."""
         if cls.short_key and isinstance(data, (str, int, float)):

@@ -49,8 +49,8 @@ def apply_override(tree: dict[str, Any], override: str, cls: type[Node]) -> None
 
 def _merged(node: Any, slot: Any, value: Any, annotation: Any) -> Any:
     """Return the value of an override. The name of a kind (``train.lr_scheduler=wsd``) keeps the
-    keys of the present section, which earlier versions had beside it, unless the new kind does not
-    have them and they are at their defaults."""
+    keys of the present section, which were on the same level in earlier versions. Keys that the new
+    kind does not have are left out if they are at their defaults."""
     present = node.get(slot) if isinstance(node, dict) else None
     kinds = [cls for cls in nodes_in(annotation) if cls.short_key]
     if not kinds or not isinstance(present, dict) or not isinstance(value, (str, int, float)):
@@ -60,12 +60,12 @@ def _merged(node: Any, slot: Any, value: Any, annotation: Any) -> Any:
     key = kinds[0].short_key
     fields = {name: f for cls in kinds for name, f in cls.model_fields.items()}
     chosen = next((cls for cls in kinds if value in kinds_of(cls)), kinds[0])
-    kept = {
+    section = {
         name: content
         for name, content in present.items()
         if name in chosen.model_fields or name not in fields or content != fields[name].default
     }
-    return {**kept, key: value}
+    return {**section, key: value}
 
 
 def _parse(override: str) -> tuple[list[str], str]:

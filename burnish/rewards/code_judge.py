@@ -1227,7 +1227,7 @@ class Shared:
 
     def has_changed(self) -> bool:
         """Return whether the container changed since the last message, as far as that can be
-        told."""
+        seen."""
         with contextlib.suppress(Exception):  # (the code removed what a wrapper wraps)
             parts = self.container.parts(self.value)
             return self.parts is not None and not self.container.same(parts, self.parts)

@@ -33,7 +33,7 @@ import burnish.config.overrides as overrides
 import burnish.data.chat as chat
 import burnish.data.demonstrations.encode as sft
 import burnish.data.pieces as pieces
-import burnish.data.preferences.encode as preference
+import burnish.data.response_rows as response_rows
 import burnish.data.rows as data_rows
 import burnish.rewards.math_text as math_text
 import burnish.rollout.local.row_sampler as row_sampler
@@ -69,7 +69,7 @@ def end_token_not_trained(patch: Patch) -> None:
 
 def pairs_keep_the_rest_of_the_template(patch: Patch) -> None:
     """A row of a pair keeps what the template writes behind the end token."""
-    patch.setattr(preference, "to_last_trained", lambda row: row)
+    patch.setattr(response_rows, "to_last_trained", lambda row: row)
 
 
 def sampled_ids_are_not_used(patch: Patch) -> None:

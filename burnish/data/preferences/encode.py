@@ -10,17 +10,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.columns import finite_number
-from burnish.data.chat import check_tokenizer
 from burnish.data.notices import note
 from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.data.repeated import RepeatedPrompts
+from burnish.data.response_rows import ResponseRows, single_responses
 from burnish.data.rows import (
     TokenRow,
     column,
-    encode_exchange,
-    exchange,
     is_text,
-    prompt_column,
 )
 from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import RowRef
@@ -64,41 +60,15 @@ class PairEncoder:
         tokenizer: PreTrainedTokenizerBase,
         sources: Sequence[Source],
     ) -> None:
-        check_tokenizer(tokenizer)
-        self.limit = config.max_len
-        self._config, self._tokenizer = config, tokenizer
-        keys = (config.chosen_key, config.rejected_key)
-        self._repeated = RepeatedPrompts(config, keys, sources, config.repeated_prompt)
+        self.limit, self._config = config.max_len, config
+        self._responses = _responses(config, tokenizer, sources)
 
     def encode(self, row: Row, ref: RowRef) -> Pair:
-        config = self._config
-        prompt = prompt_column(row, config.prompt_key, config.prompt_template)
-        better = exchange(
-            row,
-            prompt,
-            config,
-            key=config.chosen_key,
-            field="chosen_key",
-            use_tokens=config.use_tokens,
-        )
-        worse = exchange(
-            row,
-            prompt,
-            config,
-            key=config.rejected_key,
-            field="rejected_key",
-            use_tokens=config.use_tokens,
-        )
+        better, worse = self._responses.exchanges(row)
         worse = replace(worse, may_be_empty=True)
-        as_chat = not is_text(prompt, better.response, worse.response)
-        chosen, rejected = (
-            to_last_trained(
-                encode_exchange(
-                    self._tokenizer, self._repeated.strip(ref.source, one), config, as_chat=as_chat
-                )
-            )
-            for one in (better, worse)
-        )
+        as_chat = not is_text(better.prompt, better.response, worse.response)
+        chosen = self._responses.encode(better, ref, as_chat=as_chat)
+        rejected = self._responses.encode(worse, ref, as_chat=as_chat)
         _check_shared_prompt(chosen, rejected)
         if list(chosen.ids) == list(rejected.ids):
             note("equal", _EQUAL)
@@ -170,28 +140,15 @@ class UnpairedEncoder:
         tokenizer: PreTrainedTokenizerBase,
         sources: Sequence[Source],
     ) -> None:
-        check_tokenizer(tokenizer)
-        self.limit = config.max_len
-        self._config, self._tokenizer = config, tokenizer
-        self._repeated = RepeatedPrompts(
-            config, [config.response_key], sources, config.repeated_prompt
-        )
+        self.limit, self._config = config.max_len, config
+        self._responses = _responses(config, tokenizer, sources)
 
     def encode(self, row: Row, ref: RowRef) -> UnpairedExample:
-        config = self._config
-        prompt = prompt_column(row, config.prompt_key, config.prompt_template)
-        given = exchange(
-            row,
-            prompt,
-            config,
-            key=config.response_key,
-            field="response_key",
-            use_tokens=config.use_tokens,
-        )
+        config, (response,) = self._config, self._responses.exchanges(row)
         assert config.label_key is not None
         desirable = _desirable_label(column(row, config.label_key, "label_key"), config)
-        given = self._repeated.strip(ref.source, replace(given, may_be_empty=not desirable))
-        encoded = to_last_trained(encode_exchange(self._tokenizer, given, config))
+        response = replace(response, may_be_empty=not desirable)
+        encoded = self._responses.encode(response, ref)
         return UnpairedExample(encoded, desirable)
 
     def length(self, item: UnpairedExample) -> int:
@@ -209,13 +166,20 @@ class UnpairedEncoder:
 
     def batch(self, items: Sequence[UnpairedExample], *, first_group: int) -> Batch:
         """Return responses as rows. Each has its own group id."""
-        batch = rows_to_batch(
-            [item.row.ids for item in items],
-            [item.row.mask for item in items],
-            prompt_lens=[item.row.prompt_len for item in items],
-            group_ids=[first_group + i for i in range(len(items))],
-        )
+        batch = single_responses(items, first_group=first_group)
         return replace(batch, labels=torch.tensor([item.desirable for item in items]))
+
+
+def _responses(
+    config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source]
+) -> ResponseRows:
+    return ResponseRows(
+        config,
+        tokenizer,
+        sources,
+        repeated_prompt=config.repeated_prompt,
+        use_tokens=config.use_tokens,
+    )
 
 
 def _desirable_label(value: Any, config: PreferenceDataConfig) -> bool:
@@ -228,16 +192,6 @@ def _desirable_label(value: Any, config: PreferenceDataConfig) -> bool:
             "desirable response, false or 0 for an undesirable one"
         )
     return found
-
-
-def to_last_trained(row: TokenRow) -> TokenRow:
-    """Remove the tokens after the last trained token, which is the end token.
-
-    Chat templates often add a newline after it. No sampled response contains that newline, and a
-    reward model scores the last token.
-    """
-    end = len(row.mask) - row.mask[::-1].index(True) if any(row.mask) else len(row.mask)
-    return replace(row, ids=row.ids[:end], mask=row.mask[:end])
 
 
 def _check_shared_prompt(chosen: TokenRow, rejected: TokenRow) -> None:

@@ -9,15 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data.chat import check_tokenizer
-from burnish.data.preferences.encode import to_last_trained
 from burnish.data.rated.config import RatedDataConfig
 from burnish.data.rated.read import target_of
-from burnish.data.repeated import RepeatedPrompts
-from burnish.data.rows import TokenRow, encode_exchange, exchange, prompt_column
+from burnish.data.response_rows import ResponseRows, single_responses
+from burnish.data.rows import TokenRow
 from burnish.data.sources import Row, Source
 from burnish.data.stream import RowRef
-from burnish.types import Batch, rows_to_batch
+from burnish.types import Batch
 
 
 @dataclass(frozen=True)
@@ -41,28 +39,19 @@ class RatedEncoder:
         tokenizer: PreTrainedTokenizerBase,
         sources: Sequence[Source],
     ) -> None:
-        check_tokenizer(tokenizer)
-        self.limit = config.max_len
-        self._config, self._tokenizer = config, tokenizer
-        self._repeated = RepeatedPrompts(
-            config, [config.response_key], sources, config.repeated_prompt
+        self.limit, self._config = config.max_len, config
+        self._responses = ResponseRows(
+            config,
+            tokenizer,
+            sources,
+            repeated_prompt=config.repeated_prompt,
+            use_tokens=config.use_tokens,
         )
 
     def encode(self, row: Row, ref: RowRef) -> RatedExample:
-        config = self._config
-        prompt = prompt_column(row, config.prompt_key, config.prompt_template)
-        given = exchange(
-            row,
-            prompt,
-            config,
-            key=config.response_key,
-            field="response_key",
-            use_tokens=config.use_tokens,
-        )
-        given = replace(given, may_be_empty=True)
-        given = self._repeated.strip(ref.source, given)
-        encoded = to_last_trained(encode_exchange(self._tokenizer, given, config))
-        return RatedExample(encoded, target_of(row, config))
+        (response,) = self._responses.exchanges(row)
+        encoded = self._responses.encode(replace(response, may_be_empty=True), ref)
+        return RatedExample(encoded, target_of(row, self._config))
 
     def length(self, item: RatedExample) -> int:
         return len(item.row.ids)
@@ -77,12 +66,7 @@ class RatedEncoder:
 
     def batch(self, items: Sequence[RatedExample], *, first_group: int) -> Batch:
         """Return responses as rows. Each has its own group id."""
-        batch = rows_to_batch(
-            [item.row.ids for item in items],
-            [item.row.mask for item in items],
-            prompt_lens=[item.row.prompt_len for item in items],
-            group_ids=[first_group + i for i in range(len(items))],
-        )
+        batch = single_responses(items, first_group=first_group)
         targets = torch.tensor([item.target for item in items])
         return replace(batch, labels=targets.float() if targets.ndim == 2 else targets)
 

@@ -1,0 +1,83 @@
+"""Tokens of rows with a prompt and responses in columns: preferences and rated responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from burnish.data.chat import check_tokenizer
+from burnish.data.config import DataConfig
+from burnish.data.repeated import RepeatedPrompts
+from burnish.data.rows import Exchange, TokenRow, encode_exchange, exchange, prompt_column
+from burnish.data.sources import Row, Source
+from burnish.data.stream import RowRef
+from burnish.types import Batch, rows_to_batch
+
+
+class HasRow(Protocol):
+    """An example of one response."""
+
+    @property
+    def row(self) -> TokenRow: ...
+
+
+class ResponseRows:
+    """Reads the responses of rows, each after the row's prompt."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        sources: Sequence[Source],
+        *,
+        repeated_prompt: Literal["auto", "strip", "keep"],
+        use_tokens: bool,
+    ) -> None:
+        """``config``: its ``content_keys`` are the columns of the responses."""
+        check_tokenizer(tokenizer)
+        self._config, self._tokenizer, self._use_tokens = config, tokenizer, use_tokens
+        self._columns = config.content_keys
+        self._repeated = RepeatedPrompts(
+            config, list(self._columns.values()), sources, repeated_prompt
+        )
+
+    def exchanges(self, row: Row) -> list[Exchange]:
+        """Return the prompt with each response, in the order of ``content_keys``."""
+        prompt = prompt_column(row, self._config.prompt_key, self._config.prompt_template)
+        return [
+            exchange(
+                row, prompt, self._config, key=column, field=field, use_tokens=self._use_tokens
+            )
+            for field, column in self._columns.items()
+        ]
+
+    def encode(self, response: Exchange, ref: RowRef, *, as_chat: bool = False) -> TokenRow:
+        """Return prompt and response as tokens, to the last trained one. ``as_chat``: as for
+        :func:`burnish.data.rows.encode_exchange`."""
+        stripped = self._repeated.strip(ref.source, response)
+        return to_last_trained(
+            encode_exchange(self._tokenizer, stripped, self._config, as_chat=as_chat)
+        )
+
+
+def to_last_trained(row: TokenRow) -> TokenRow:
+    """Remove the tokens after the last trained token, which is the end token.
+
+    Chat templates often add a newline after it. No sampled response contains that newline, and a
+    reward model scores the last token.
+    """
+    end = len(row.mask) - row.mask[::-1].index(True) if any(row.mask) else len(row.mask)
+    return replace(row, ids=row.ids[:end], mask=row.mask[:end])
+
+
+def single_responses(items: Sequence[HasRow], *, first_group: int) -> Batch:
+    """Return responses as rows. Each has its own group id."""
+    return rows_to_batch(
+        [item.row.ids for item in items],
+        [item.row.mask for item in items],
+        prompt_lens=[item.row.prompt_len for item in items],
+        group_ids=[first_group + i for i in range(len(items))],
+    )

@@ -38,6 +38,7 @@ from burnish.types import Batch, Stats, rows_to_batch
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 MODEL = ModelConfig(scratch=ScratchConfig(hidden_size=32, tie_word_embeddings=False))
+STORE = LinkSync(kind="object_store")
 HOW = TransferOptions(bucket_bytes=16_384, dtype=None, verify=True)  # five buckets or so
 REQUESTS = [Request("a", (7, 8, 9), seed=1), Request("b", (10, 11), seed=2)]
 BATCH = rows_to_batch([[7, 8, 9, 10, 11]], [[False] * 2 + [True] * 3], prompt_lens=[2])
@@ -293,7 +294,7 @@ def test_a_killed_worker_does_not_stop_the_other(
 ) -> None:
     """The replacement takes seconds to start. Meanwhile the other worker has all requests, and new
     weights are confirmed. The replacement joins with these weights."""
-    sync = ObjectStoreSync(policy, rollout, HOW)
+    sync = ObjectStoreSync(policy, rollout, STORE, HOW)
     rollout.replace({})
     pid = runtime.cluster.ray.get(rollout.workers[1].ping.remote())
     rollout.submit(MANY, LONG)
@@ -363,7 +364,7 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def stored(policy: Any, rollout: Any) -> ObjectStoreSync:
-    return ObjectStoreSync(policy, rollout, HOW)
+    return ObjectStoreSync(policy, rollout, STORE, HOW)
 
 
 def damaged(kept: WeightSnapshot[Any], fault: Any, ray: Any) -> WeightSnapshot[Any]:
@@ -415,4 +416,4 @@ def test_without_checksums_a_flipped_bit_is_not_detected(
     kept = damaged(policy.transfer_weights(0, how), corrupt, runtime.cluster.ray)
     rollout.receive_snapshot(kept, verify=False)
     assert sample(rollout)
-    ObjectStoreSync(policy, rollout, HOW)
+    ObjectStoreSync(policy, rollout, STORE, HOW)

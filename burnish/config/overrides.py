@@ -98,8 +98,8 @@ def _opened(node: Any, annotation: Any, *, path: str, override: str) -> Any:
         )
     if node is None and (annotation is None or below or typing.get_origin(annotation) is dict):
         return {}
-    if below and isinstance(node, bool):
-        return {}
+    if below and on_off(node) in ({}, None):
+        return {}  # true and false, also as text
     if below and below[0].short_key and isinstance(node, (str, int, float)):
         return {below[0].short_key: node}
     if isinstance(node, str) and below:

@@ -176,6 +176,18 @@ def test_a_switch_keeps_the_keys_that_were_beside_it(
     assert load_config(saved, [override]) == expect
 
 
+@pytest.mark.parametrize("switch", ["true", "on", "false"])
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [("checkpoint.export_at_end", "dtype=bf16"), ("data.sources.0.streaming", "shuffle_buffer=5")],
+)
+def test_a_key_can_follow_its_switch(section: str, key: str, switch: str) -> None:
+    tree = recipe("data.sources.0", {"kind": "dataset", "path": "x"})
+    name, _, value = key.partition("=")
+    config = load_config(tree, [f"{section}={switch}", f"{section}.{key}"])
+    assert config == load_config(tree, [f"{section}={{{name}: {value}}}"])
+
+
 @pytest.mark.parametrize(
     ("section", "keys", "problem"),
     [

@@ -46,8 +46,8 @@ class SamplingConfig(Node):
 class DynamicSampling(Node):
     """Replace groups without a learning signal with groups of new prompts in the same step (DAPO,
     arXiv 2503.14476): all scores equal up to rounding (after ``shaping.reward_clip``, before
-    penalties; with ``normalize_each``: every reward equal, whatever the sums), or out of bounds.
-    ``reward/mean``, ``reward/<name>`` and
+    penalties; with ``normalize_each`` or a ``running_norm``: every reward with a weight equal,
+    whatever the sums), or out of bounds. ``reward/mean``, ``reward/<name>`` and
     ``reward/equal_groups_frac`` cover all sampled groups; ``reward/trained_mean`` and
     ``reward/std`` the trained ones."""
 

@@ -289,7 +289,9 @@ def _runner(
 
 def _group_filter(config: RLConfig) -> GroupFilter | None:
     dynamic = config.rollout.dynamic_sampling
-    each = config.algorithm.advantage.normalizes_each
+    each = config.algorithm.advantage.normalizes_each or any(
+        entry.running_norm is not None and entry.weight for entry in config.rewards
+    )
     return None if dynamic is None else GroupFilter(dynamic, each_reward=each)
 
 

@@ -269,9 +269,8 @@ class RewardSet:
         ]
 
     def clipped(self, total: float) -> float:
-        """Return a weighted sum clipped to ``shaping.reward_clip``. It is returned unchanged if a
-        reward has running_norm, because the clip is then a bound of normalized scores."""
-        return total if self._running else clip(total, self._shaping.reward_clip)
+        """Return a weighted sum of plain scores clipped to ``shaping.reward_clip``."""
+        return clip(total, self._shaping.reward_clip)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Return the running statistics by reward name. JSON-serializable."""

@@ -74,8 +74,9 @@ class GroupFilter:
 
     config: DynamicSampling
     each_reward: bool = False
-    """True if the advantage normalizes each reward in its group. It then learns from any reward
-    that differs within the group, even if the weighted sums are equal."""
+    """True if rewards are normalized one by one, by the advantage or by running statistics, which
+    are known only when the step is complete. Any reward that differs within the group is then a
+    signal, even if the weighted sums of the plain scores are equal."""
 
     def keeps(self, measured: ScoredGroup, rewards: RewardSet) -> bool:
         """Return whether a group that has scores is kept.

@@ -29,7 +29,8 @@ def recipe(tmp_path: Path) -> Make:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "own.py").write_text(
         "def odd(response):\n    return float(len(response) > 0 and response[0] in '13579')\n\n\n"
-        "def even(response):\n    return 1.0 - odd(response)\n"
+        "def even(response):\n    return 1.0 - odd(response)\n\n\n"
+        "def ones(response):\n    return 1.0\n"
     )
 
     def make(*overrides: str, **more: Any) -> JobConfig:
@@ -95,32 +96,45 @@ def test_a_step_whose_samples_were_all_cut_off_has_no_update(
             assert lines[n + 1]["train/kl_coef"] == line["train/kl_coef"]
 
 
-def test_groups_are_compared_by_what_the_advantage_compares(recipe: Make) -> None:
-    """odd + even is 1 for every response, so all sums are equal; the rewards are not."""
-    both = [
-        {"kind": "function", "function": recipe().model_dump()["rewards"][0]["function"]},
-        {
-            "kind": "function",
-            "function": recipe().model_dump()["rewards"][0]["function"].replace("odd", "even"),
-        },
+@pytest.mark.parametrize(
+    ("normalize_each", "running_norm", "weights", "by_each"),
+    [
+        (False, None, (1.0, 1.0), False),
+        (True, None, (1.0, 1.0), True),
+        (False, "mean_std", (1.0, 1.0), True),
+        (False, "std", (1.0, 1.0), True),
+        (False, "std", (0.0, 0.0), False),  # no normalized reward is trained
+    ],
+)
+def test_groups_are_compared_by_the_rewards_that_are_trained(
+    recipe: Make,
+    normalize_each: bool,
+    running_norm: str | None,
+    weights: tuple[float, float],
+    by_each: bool,
+) -> None:
+    """odd + even is 1 for every response, so all plain sums are equal; the rewards are not, nor is
+    the sum of a normalized and a plain one."""
+    odd = recipe().model_dump()["rewards"][0]["function"]
+    one, other = ({"kind": "function", "function": odd, "weight": w} for w in weights)
+    rewards = [
+        one | ({"running_norm": running_norm} if running_norm else {}),
+        other | {"function": odd.replace(":odd", ":even")},
+        {"kind": "function", "function": odd.replace(":odd", ":ones")},
     ]
-    kept = {}
-    for each in (True, False):
-        advantage = {"kind": "grpo", "normalize_each": each}
-        config = recipe(
-            f"run_dir={Path(recipe().run_dir).with_name(str(each))}",
-            "max_steps=1",
-            "rollout.dynamic_sampling={max_refills: 1}",
-            "rollout.n_samples_per_prompt=8",
-            "train.train_batch_size=16",
-            rewards=both,
-            algorithm={"advantage": advantage},
-        )
-        burnish.run(config)
-        (line,) = read_metrics(Path(config.run_dir))
-        kept[each] = (line["rollout/groups_kept_anyway"], line["rollout/groups_filtered"])
-    assert kept[True] == (0, 0)
-    assert kept[False] == (4, 4)
+    config = recipe(
+        "max_steps=1",
+        "rollout.dynamic_sampling={max_refills: 1}",
+        "rollout.n_samples_per_prompt=8",
+        "train.train_batch_size=16",
+        rewards=rewards,
+        algorithm={"advantage": {"kind": "grpo", "normalize_each": normalize_each}},
+    )
+    burnish.run(config)
+    (line,) = read_metrics(Path(config.run_dir))
+    counts = (line["rollout/groups_kept_anyway"], line["rollout/groups_filtered"])
+    assert counts == ((0, 0) if by_each else (4, 4))
+    assert (line["train/no_signal_frac"] < 1) == by_each
 
 
 class Sums(RewardSet):
@@ -130,7 +144,6 @@ class Sums(RewardSet):
         self._rewards = tuple(
             (type("R", (), {"name": n})(), w) for n, w in zip("abc", (1, 1, 0), strict=True)
         )
-        self._running = {}
         self._shaping = type("S", (), {"reward_clip": None})()
 
 

@@ -10,11 +10,10 @@ A tool is a function with type hints and a docstring in Google's format::
             limit: Largest number of results.
         \"\"\"
 
-The JSON schema that the policy sees and the validation of arguments come from the hints (pydantic).
 A wrong argument, an exception of the tool and a timeout are not errors of the run: the policy gets
 ``error: <type>: <message>`` as the result and can correct itself.
 
-Reading order: ToolEnvironment, make_tools, Tool.
+Reading order: ToolEnvironment; then ``function_tools.py``.
 """
 
 from __future__ import annotations
@@ -22,16 +21,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import re  # house: ok names of the user's functions
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
-from pydantic.json_schema import GenerateJsonSchema
+from pydantic import ValidationError
 
-from burnish.config.explain import nearest
 from burnish.environments.base import EnvironmentSetupError, EpisodeInfraError, ToolError
 from burnish.environments.call_thread import CallThread
 from burnish.environments.code_tool import (
@@ -40,7 +35,7 @@ from burnish.environments.code_tool import (
     code_tool,
     read_sandbox,
 )
-from burnish.environments.importing import LoadError, load_object
+from burnish.environments.function_tools import CODE_TOOL, Tool, make_tools
 from burnish.environments.multi_turn import Message, Start, Step
 from burnish.environments.results import as_text, without_addresses
 from burnish.errors import BurnishError
@@ -50,32 +45,8 @@ from burnish.sandbox.base import SandboxError
 if TYPE_CHECKING:
     from burnish.environments.mcp_servers import McpCalls, McpTool
 
-CODE_TOOL = "python"
-"""Name of the built-in tool that runs code."""
 CODE_TIMEOUT_S = 30.0
 """Time limit of code in an environment whose calls have no limit."""
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-
-
-@dataclass(frozen=True)
-class Tool:
-    """A function that the policy may call."""
-
-    name: str
-    function: Callable[..., Any]
-    schema: Mapping[str, Any]
-    """Description for the chat template: ``{"type": "function", "function": {"name", "description",
-    "parameters"}}``."""
-    arguments: type[BaseModel]
-    """Model of the arguments. The alias of each field is the name of a parameter."""
-    is_method: bool = False
-    """True if the first parameter is the environment."""
-
-    def validated(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments as keyword arguments. Raises pydantic.ValidationError."""
-        model = self.arguments.model_validate(dict(arguments))
-        fields = self.arguments.model_fields
-        return {str(fields[name].alias): vars(model)[name] for name in model.model_fields_set}
 
 
 class ToolEnvironment:
@@ -327,144 +298,12 @@ def _add_tools(tools: dict[str, Tool | McpTool], mcp_tools: Sequence[McpTool]) -
     for tool in mcp_tools:
         if tool.name in tools:
             other = tools[tool.name]
-            first = _origin(other.function) if isinstance(other, Tool) else other.origin
             raise EnvironmentSetupError(
-                f"two tools have the name {tool.name!r} ({first} and {tool.origin}); the policy "
-                f"could not tell them apart. Set mcp.{tool.server}.prefix, for example to "
+                f"two tools have the name {tool.name!r} ({other.origin} and {tool.origin}); the "
+                f"policy could not tell them apart. Set mcp.{tool.server}.prefix, for example to "
                 f"{tool.server + '_'!r}"
             )
         tools[tool.name] = tool
-
-
-def make_tools(
-    specs: Sequence[str | Callable[..., Any]], owner: type | None = None
-) -> dict[str, Tool]:
-    """Return name -> tool. ``owner``: class in which names of methods are looked up.
-
-    Raises EnvironmentSetupError if a function cannot be loaded, lacks a docstring or type hints,
-    has a parameter that JSON cannot express, or has the name of another tool.
-    """
-    tools: dict[str, Tool] = {}
-    for spec in specs:
-        tool = _tool_of(spec, owner)
-        if tool.name in tools and tools[tool.name].function is not tool.function:
-            first, second = (_origin(t.function) for t in (tools[tool.name], tool))
-            raise EnvironmentSetupError(
-                f"two tools have the name {tool.name!r} ({first} and {second}); the policy could "
-                "not tell them apart. Rename one of the functions"
-            )
-        tools[tool.name] = tool
-    return tools
-
-
-def _tool_of(spec: str | Callable[..., Any], owner: type | None) -> Tool:
-    if callable(spec):
-        return _make_tool(spec, False)
-    if ":" in spec:
-        try:
-            function = load_object(spec)
-        except LoadError as error:
-            raise EnvironmentSetupError(f"tool {error}") from error
-        return _make_tool(function, False)
-    methods = dict(inspect.getmembers(owner, inspect.isfunction)) if owner else {}
-    if spec not in methods:
-        raise EnvironmentSetupError(
-            f"tool {spec!r} is neither path/to/file.py:function nor package.module:function, nor "
-            f"the built-in tool {CODE_TOOL}, nor a method of "
-            f"{owner.__name__ if owner else 'the environment'}"
-            f"{nearest(spec, (*methods, CODE_TOOL))}"
-        )
-    return _make_tool(methods[spec], True)
-
-
-@lru_cache(maxsize=1024)
-def _make_tool(function: Callable[..., Any], is_method: bool) -> Tool:
-    if not inspect.isroutine(function) or not _NAME.fullmatch(function.__name__):
-        raise EnvironmentSetupError(
-            f"tool {function!r:.80} is not a function with a name; define it with `def`"
-        )
-    name = function.__name__
-    # (transformers.utils.get_json_schema would import torch into every worker process.)
-    from transformers.utils.chat_template_utils import parse_google_format_docstring
-
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise EnvironmentSetupError(
-            f"tool {name} ({_origin(function)}) is a generator function; a call has one result, so "
-            "return a list instead of yielding its items"
-        )
-    description, described, _ = parse_google_format_docstring(inspect.getdoc(function) or "")
-    if not description:
-        raise EnvironmentSetupError(
-            f"tool {name} ({_origin(function)}) has no docstring; the policy reads it to learn "
-            "what the tool does. Add one, with the parameters under `Args:`"
-        )
-    arguments = _argument_model(function, described or {}, is_method=is_method)
-    try:
-        parameters = arguments.model_json_schema(schema_generator=_Untitled)
-    except Exception as error:
-        raise _no_schema(function, error) from error
-    for key in ("title", "additionalProperties"):  # (unknown arguments are refused by the model)
-        parameters.pop(key, None)
-    schema = {
-        "type": "function",
-        "function": {"name": name, "description": description, "parameters": parameters},
-    }
-    return Tool(name, function, schema, arguments, is_method)
-
-
-class _Untitled(GenerateJsonSchema):
-    """Schemas without titles, which repeat the names of parameters."""
-
-    def field_title_should_be_set(self, schema: Any) -> bool:
-        return False
-
-
-def _argument_model(
-    function: Callable[..., Any], described: Mapping[str, str], *, is_method: bool
-) -> type[BaseModel]:
-    """Return a model with one field per parameter. Fields have internal names, because a model
-    cannot have every name that a parameter can."""
-    where = f"tool {function.__name__} ({_origin(function)})"
-    try:
-        hints = get_type_hints(function, include_extras=True)
-    except Exception as error:
-        raise EnvironmentSetupError(
-            f"{where}: its type hints cannot be evaluated: {type(error).__name__}: {error}"
-        ) from error
-    fields: dict[str, Any] = {}
-    parameters = list(inspect.signature(function).parameters.values())[int(is_method) :]
-    for number, parameter in enumerate(parameters):
-        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise EnvironmentSetupError(
-                f"{where}: the parameter {parameter.name!r} cannot be passed by name; the "
-                "policy names all arguments, so write each parameter out"
-            )
-        if parameter.name not in hints:
-            raise EnvironmentSetupError(
-                f"{where}: the parameter {parameter.name!r} has no type hint, so the policy would "
-                "not learn what to pass; write e.g. `" + parameter.name + ": str`"
-            )
-        default = ... if parameter.default is parameter.empty else parameter.default
-        text = described.get(parameter.name)
-        more: dict[str, Any] = {} if text is None else {"description": text}
-        entry = Field(default, alias=parameter.name, **more)
-        fields[f"argument_{number}"] = (hints[parameter.name], entry)
-    try:
-        return create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)
-    except Exception as error:
-        raise _no_schema(function, error) from error
-
-
-def _no_schema(function: Callable[..., Any], error: Exception) -> EnvironmentSetupError:
-    reason = str(error).partition("\n")[0]
-    return EnvironmentSetupError(
-        f"tool {function.__name__} ({_origin(function)}): its parameters have no JSON schema "
-        f"({reason}); use str, int, float, bool, list, dict, Literal, enums or pydantic models"
-    )
-
-
-def _origin(function: Callable[..., Any]) -> str:
-    return f"{function.__module__}.{function.__qualname__}"
 
 
 def _described(error: Exception) -> str:

@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any
 
 from burnish.environments.base import EnvironmentSetupError
+from burnish.environments.function_tools import make_tools
 from burnish.environments.importing import LoadError, load_object
 from burnish.environments.multi_turn import Message, Start, Step
 from burnish.environments.pool import plain_text
-from burnish.environments.tools import ToolEnvironment, make_tools
+from burnish.environments.tools import ToolEnvironment
 
 _NO_TOOLS = ("reset", "get_reward")
 

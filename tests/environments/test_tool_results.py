@@ -22,8 +22,9 @@ import torch
 from pydantic import BaseModel
 
 from burnish.environments.base import EnvironmentSetupError
+from burnish.environments.function_tools import make_tools
 from burnish.environments.results import ToolResultError, as_text
-from burnish.environments.tools import ToolEnvironment, make_tools
+from burnish.environments.tools import ToolEnvironment
 
 
 class Color(enum.Enum):

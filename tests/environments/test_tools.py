@@ -19,9 +19,10 @@ from pydantic import Field, TypeAdapter
 
 from burnish.config.episodes import Episodes, ToolEpisodes
 from burnish.environments.base import EnvironmentSetupError
+from burnish.environments.function_tools import make_tools
 from burnish.environments.multi_turn import Message, Start, Step
 from burnish.environments.pool import EnvironmentPool, EnvironmentSpec
-from burnish.environments.tools import ToolEnvironment, make_tools
+from burnish.environments.tools import ToolEnvironment
 from burnish.jobs.episodes import environment_spec
 
 EPISODES: TypeAdapter[Any] = TypeAdapter(Episodes)

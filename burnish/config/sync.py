@@ -10,11 +10,17 @@ from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node, PathText
 
-SyncKind = Literal["inproc", "collective", "ipc", "disk", "object_store"]
+RayStore = Literal["object_store", "disk"]
 
 
 class _Sync(Node):
     """Facts of every transfer."""
+
+    @property
+    def ray_store(self) -> RayStore | None:
+        """Store from which the workers of a Ray cluster read the weights at any time. None: they
+        connect to the trainer, and both sides take part in the transfer."""
+        return None
 
     def with_absolute_paths(self) -> Self:
         """Return the same settings for a process with another working directory."""
@@ -45,7 +51,11 @@ class LinkSync(_Sending):
     kind: Literal["auto", "collective", "ipc", "object_store"] = "auto"
     """ipc: memory shared on one machine (on CUDA: on one GPU). collective: gloo or NCCL broadcast.
     object_store: Ray's, which keeps the weights for restarted workers. auto: object_store on Ray,
-    else the first usable of inproc, ipc, collective."""
+    else inproc."""
+
+    @property
+    def ray_store(self) -> RayStore | None:
+        return "object_store" if self.kind in ("auto", "object_store") else None
 
 
 class DiskSync(_Sending):
@@ -56,6 +66,10 @@ class DiskSync(_Sending):
     """Folder of the weight files. Use a new one for every start of a trainer."""
     keep: int = Field(2, ge=1)
     """Newest weight versions kept. With 1, a version may be deleted while it is read."""
+
+    @property
+    def ray_store(self) -> RayStore:
+        return "disk"
 
     def with_absolute_paths(self) -> Self:
         """Return the same settings with an absolute folder."""
@@ -96,26 +110,3 @@ def sync_rules(
             "sync has no effect, because trainer and rollout engine share their weights in one "
             "process; remove sync, or use sync.kind=inproc"
         )
-
-
-def resolve_kind(
-    sync: LinkSync | InprocSync | DiskSync,
-    *,
-    same_process: bool,
-    same_memory: bool,
-    has_store: bool = False,
-) -> SyncKind:
-    """Return the kind for engines in these places. ``same_memory``: all are on one machine, and on
-    CUDA on one GPU. ``has_store``: they share an object store (Ray's), which needs no new
-    connection after a worker restarts.
-
-    >>> resolve_kind(LinkSync(), same_process=False, same_memory=True)
-    'ipc'
-    """
-    if sync.kind != "auto":
-        return sync.kind
-    if same_process:
-        return "inproc"
-    if has_store:
-        return "object_store"
-    return "ipc" if same_memory else "collective"

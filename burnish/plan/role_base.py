@@ -55,10 +55,6 @@ class RoleMemory:
     the upper bound for unknown tensor-parallel parts."""
 
 
-_STORED = ("auto", "object_store")
-"""Kinds of sync that use Ray's object store, if Ray runs."""
-
-
 @dataclass(frozen=True)
 class Context:
     """The job and its hardware."""
@@ -70,8 +66,8 @@ class Context:
     @property
     def has_store(self) -> bool:
         """True if Ray keeps the weights of the last sync, for replaced workers."""
-        kinds = [role.sync.kind for role in self.job.train_roles if role.sync is not None]
-        return any(kind in _STORED for kind in kinds) and not self.job.inline
+        syncs = [role.sync for role in self.job.train_roles if role.sync is not None]
+        return not self.job.inline and any(sync.ray_store == "object_store" for sync in syncs)
 
     @property
     def overhead(self) -> Mapping[str, float]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from burnish.config.job import JobConfig
 from burnish.config.placement import placement_groups
 from burnish.config.roles import JobSpec, RolloutRole, RowLengths, TrainRole
-from burnish.config.sync import SyncConfig, resolve_kind
+from burnish.config.sync import SyncConfig
 from burnish.plan.engine_profile import TrainEngineProfile, profile_of
 from burnish.plan.hardware import Hardware
 from burnish.plan.kv_cache import bytes_per_token
@@ -77,8 +77,6 @@ SAMPLING = ("prefill", "decode", "drain", "recompute")
 """Phases in which an engine samples."""
 TRANSFER = ("sync", "stage weights", "load weights")
 """Phases of the transfer of weights. ``sync``: both sides wait for it."""
-STAGED = ("object_store", "disk")
-"""Kinds of sync whose transfer needs no process of the trainer while the workers load."""
 
 
 @dataclass(frozen=True)
@@ -355,10 +353,9 @@ class _Clock:
         size = setup.model.parameters * setup.weight_size
         if self.job.inline:
             seconds, formula = 2 * size / self.memory_bytes_per_s(), "a copy in this process"
+        elif sync.ray_store is None:
+            return [self._sync(setup)]  # a connection, which needs both sides
         else:
-            kind = resolve_kind(sync, same_process=False, same_memory=False, has_store=True)
-            if kind not in STAGED:
-                return [self._sync(setup)]  # a connection, which needs both sides
             seconds, formula = size / self.pcie_bytes_per_s(), f"{size / 1e9:.1f} GB of host memory"
         load, way = seconds, "between two decode steps"
         if rollout.on_servers:
@@ -376,16 +373,19 @@ class _Clock:
 
     def _sync(self, setup: EngineSetup) -> Part:
         size = setup.model.parameters * setup.weight_size
-        engine = None if self.job.rollout is None else self.job.rollout.engine
+        rollout = self.job.rollout
+        on_servers = rollout is not None and rollout.on_servers
         seconds, formula = 0.0, "shared weights"
         if not self.job.inline:
             formula = f"{size / 1e9:.1f} GB through host memory"
             seconds = 2 * size / self.pcie_bytes_per_s()
             if self.hardware.nodes > 1:
                 seconds += size / (self.hardware.network_gbs * 1e9 * self.share["link"])
-        elif engine is not None and not engine.uses_transformers and not engine.on_servers:
-            seconds, formula = 2 * size / self.memory_bytes_per_s(), "copy within the GPU"
-        if engine is not None and engine.on_servers:
+        elif rollout is not None and not rollout.shares_weights and not on_servers:
+            copies = 1 if rollout.asynchronous is None else 2  # a staged copy, and its load
+            seconds = copies * 2 * size / self.memory_bytes_per_s()
+            formula = "copy within the GPU"
+        if on_servers:
             files, way = self._files(size)
             seconds, formula = seconds + files, way if self.job.inline else f"{formula}, {way}"
         return Part("policy", "sync", seconds, formula)

@@ -61,9 +61,8 @@ def open_sender(
     """Return the trainer's end; call its ``push()`` on every rank of the trainer at the same time.
 
     ``rendezvous``: None on all ranks but the one that sends. ``dtype``: compute dtype of the
-    rollout engines; None: weights keep their dtype. ``sync.kind`` must not be ``auto``
-    (``config.sync.resolve_kind`` resolves it). Waits for the receivers; raises LinkError with the
-    names of those that do not join in time.
+    rollout engines; None: weights keep their dtype. ``sync.kind`` must be a key of ``TRANSPORTS``.
+    Waits for the receivers; raises LinkError with the names of those that do not join in time.
     """
     return _transport(sync).sender(sync, policy, rendezvous, dtype)
 
@@ -93,7 +92,7 @@ def _transport(sync: LinkSync | DiskSync) -> Transport:
     if sync.kind not in TRANSPORTS:
         raise SyncError(
             f"sync.kind={sync.kind} does not connect two processes: "
-            + ("resolve it first" if sync.kind == "auto" else "the runtime transfers the buckets")
+            f"use one of {', '.join(TRANSPORTS)}"
         )
     return TRANSPORTS[sync.kind]
 

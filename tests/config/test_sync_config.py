@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from burnish.config import load_config
-from burnish.config.sync import DiskSync, InprocSync, LinkSync, resolve_kind
+from burnish.config.sync import DiskSync, InprocSync, LinkSync, SyncConfig
 
 Recipes = dict[str, dict[str, Any]]
 
@@ -33,24 +33,17 @@ def test_every_sync_between_processes_is_valid_on_ray(sync: Any, recipes: Recipe
 
 
 @pytest.mark.parametrize(
-    ("kind", "process", "memory", "resolved"),
+    ("sync", "store"),
     [
-        ("auto", True, True, "inproc"),
-        ("auto", False, True, "ipc"),
-        ("auto", False, False, "collective"),
-        ("collective", False, True, "collective"),
-        ("disk", False, False, "disk"),
+        (LinkSync(), "object_store"),
+        (LinkSync(kind="object_store"), "object_store"),
+        (DiskSync(kind="disk", folder="x"), "disk"),
+        (LinkSync(kind="collective"), None),
+        (LinkSync(kind="ipc"), None),
+        (InprocSync(kind="inproc"), None),
     ],
 )
-def test_auto_selects_the_fastest_link(
-    kind: Any, process: bool, memory: bool, resolved: str
+def test_a_transfer_names_the_store_that_workers_of_ray_read(
+    sync: SyncConfig, store: str | None
 ) -> None:
-    config = DiskSync(kind=kind, folder="x") if kind == "disk" else LinkSync(kind=kind)
-    assert resolve_kind(config, same_process=process, same_memory=memory) == resolved
-    assert resolve_kind(InprocSync(kind="inproc"), same_process=True, same_memory=True) == "inproc"
-
-
-def test_auto_selects_the_object_store_on_ray() -> None:
-    places = {"same_process": False, "same_memory": True, "has_store": True}
-    assert resolve_kind(LinkSync(), **places) == "object_store"
-    assert resolve_kind(LinkSync(kind="ipc"), **places) == "ipc"
+    assert sync.ray_store == store

@@ -115,6 +115,28 @@ def test_trainer_and_rollout_are_added_up_by_side_and_a_connection_blocks_both()
     assert "take turns" in one.overlap.limit
 
 
+@pytest.mark.parametrize(
+    ("overrides", "copies"),
+    [
+        (["rollout.asynchronous=null"], 0),
+        (["rollout.asynchronous=null", "rollout.engine.own_weights=true"], 1),
+        (["rollout.asynchronous=null", "precision.rollout_dtype=bf16"], 1),
+        (["rollout.asynchronous=null", "rollout.engine=vllm"], 1),
+        (["rollout.asynchronous.partial=true", "rollout.engine.own_weights=true"], 2),
+    ],
+)
+def test_an_engine_in_the_process_of_the_trainer_copies_weights_unless_it_shares_them(
+    overrides, copies
+):
+    """A copy reads and writes 126,592 weights x 4 B; with a bound on ages, the trainer stages a
+    copy, and the engine copies that."""
+    hardware = parse_cluster("A100-80GB")
+    config = load_config(RECIPE, [*ALONE, *overrides])
+    parts = {(p.role, p.phase): p.seconds for p in estimate(config, hardware).parts}
+    bytes_per_s = hardware.gpu.memory_gbs * 1e9 * hardware.tables.efficiency["decode"]
+    assert parts["policy", "sync"] == pytest.approx(copies * 2 * 126_592 * 4 / bytes_per_s)
+
+
 def test_memory_of_staged_weights_and_of_sampling_in_all_phases():
     """126,592 weights x 4 B = 506,368 B. In Ray's store: two versions instead of one. In one
     process: the engine's copy and a staged one, also in the optimizer step; and the memory of

@@ -29,7 +29,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from burnish.config.model import Dtype
 from burnish.config.rollout import InFlight
-from burnish.config.sync import DiskSync, LinkSync, resolve_kind
+from burnish.config.sync import DiskSync, LinkSync, RayStore
 from burnish.rollout.base import RolloutEngine, StagedWeights
 from burnish.rollout.servers.engine import VllmServerEngine
 from burnish.runtime.base import ClusterError, Sync
@@ -59,11 +59,11 @@ def ray_sync(
 ) -> Sync:
     """Return the sync configured in the recipe, after its first push."""
     options = TransferOptions(config.bucket_bytes, dtype, verify=config.verify)
-    kind = resolve_kind(config, same_process=False, same_memory=False, has_store=True)
     if isinstance(rollout, VllmServerEngine):
-        assert kind == "object_store", "validation rejects other kinds"
+        assert config.ray_store == "object_store", "validation rejects other kinds"
         return ServerSync(policy, rollout, options)
-    return STORED.get(kind, ConnectionSync)(policy, rollout, config, options)
+    make = ConnectionSync if config.ray_store is None else STORED[config.ray_store]
+    return make(policy, rollout, config, options)
 
 
 class _StoredSync(ABC):
@@ -184,8 +184,11 @@ class FolderSync(_StoredSync):
         return Weights(version, give, in_flight, int(metrics["sync/bytes"])), metrics
 
 
-STORED: Mapping[str, Callable[..., Sync]] = {"object_store": ObjectStoreSync, "disk": FolderSync}
-"""Kinds whose weights workers read at any time. All others connect: :class:`ConnectionSync`."""
+STORED: Mapping[RayStore, Callable[..., Sync]] = {
+    "object_store": ObjectStoreSync,
+    "disk": FolderSync,
+}
+"""``ray_store`` of a sync -> its class. Without a store: :class:`ConnectionSync`."""
 
 
 class ConnectionSync:

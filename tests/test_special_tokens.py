@@ -19,7 +19,7 @@ from burnish.episodes.renderer import ChatRenderer, RendererError
 from burnish.models.load import add_end_tokens, load_causal_lm, load_tokenizer
 from burnish.rollout.base import Sampling
 from burnish.rollout.local.config import LocalEngine
-from burnish.rollout.local.make import make_engine as make_local_engine
+from burnish.rollout.local.engine import make_engine as make_local_engine
 from burnish.rollout.requests import StopRule
 from burnish.special_tokens import padding_id, special_tokens, turn_end_ids
 from burnish.train.spec import EngineSpec

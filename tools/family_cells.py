@@ -42,7 +42,7 @@ from burnish.models.value_head import load_scalar_model
 from burnish.rewards.model import load_reward_engine, score_rows
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.local.config import LocalEngine
-from burnish.rollout.local.make import make_engine as make_local_engine
+from burnish.rollout.local.engine import make_engine as make_local_engine
 from burnish.train.base import Outputs
 from burnish.train.engine import BaseTrainEngine
 from burnish.train.engines import make_engine

@@ -20,7 +20,7 @@ from burnish.models.buffers import wanted_dtype
 from burnish.models.load import DTYPES, load_causal_lm
 from burnish.rollout.base import Request, Sampling
 from burnish.rollout.local.config import LocalEngine
-from burnish.rollout.local.make import make_engine as make_local_engine
+from burnish.rollout.local.engine import make_engine as make_local_engine
 from burnish.train.engine import BaseTrainEngine
 from burnish.train.engines import make_engine
 from burnish.train.spec import EngineSpec

@@ -277,7 +277,7 @@ class RolloutRole(RoleSpec):
     @property
     def tensor_parallel(self) -> int:
         """Number of processes, each on a GPU, that share one copy of the model."""
-        return self.engine.tensor_parallel_size
+        return self.engine.tensor_parallel
 
     @property
     def on_servers(self) -> bool:

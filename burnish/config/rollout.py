@@ -182,7 +182,7 @@ class RolloutConfig(PromptsRollout):
         return 0 if self.asynchronous is None else self.asynchronous.max_staleness
 
     def rules(self) -> Iterator[str]:
-        if self.asynchronous is not None and self.engine.sleep_between_rollouts:
+        if self.asynchronous is not None and self.engine.sleeps:
             yield (
                 "engine.sleep_between_rollouts frees memory between rollouts, and with "
                 "asynchronous the engine samples all the time; remove one of them"

@@ -236,7 +236,7 @@ def _source(
     """Return the source of groups, and the engine for evaluations. The weights are transferred."""
     rollout, timeline = config.rollout, runtime.timeline
     size, engine = rollout.rollout_batch_size, runner.engine
-    sleeps = rollout.engine.sleep_between_rollouts
+    sleeps = rollout.engine.sleeps
     if sleeps and config.cluster.offload_between_phases:  # make room for the first transfer
         engine.sleep(new_weights_follow=True)
     sync = runtime.sync(policy, engine, config.sync)

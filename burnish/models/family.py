@@ -1,6 +1,6 @@
 """Results of the model family checks, and their cache folder.
 
-The checks themselves are in ``family_check.py`` (layouts) and ``rollout/local/decoding.py``
+The checks themselves are in ``family_check.py`` (layouts) and ``rollout/local/engine.py``
 (sampling). This module imports neither torch nor transformers, so a cached result only costs
 reading a file.
 """

@@ -199,7 +199,7 @@ def separate_rollout(job: JobSpec) -> RolloutRole | None:
     role = job.rollout
     if role is None or role.engine.uses_transformers or role.engine.on_servers:
         return None
-    return role if role.engine.tensor_parallel_size == 1 else None
+    return role if role.tensor_parallel == 1 else None
 
 
 def probed_rollout(job: JobSpec) -> RolloutRole | None:

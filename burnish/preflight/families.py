@@ -60,7 +60,7 @@ def find_support(
     if support is None or (sampled and decoding is None and not support.refusal):
         from burnish.models.support import model_support
         from burnish.preflight.ranks import config_of
-        from burnish.rollout.local.decoding import decoding_support
+        from burnish.rollout.local.engine import decoding_support
 
         family_config = config_of(model, download=download)
         if family_config is None:

@@ -26,7 +26,7 @@ def check_first_weights(
     sampling = Sampling(requests[0].max_tokens or 1, rollout.temperature)
     by_request = {c.request_id: c for c in engine.generate(requests, sampling)}
     completions = [by_request[request.request_id] for request in requests]
-    if rollout.engine.sleep_between_rollouts:
+    if rollout.engine.sleeps:
         engine.sleep()
     length = len(requests[0].prompt_ids)
     rows = [[*r.prompt_ids, *c.token_ids] for r, c in zip(requests, completions, strict=True)]

@@ -1,9 +1,9 @@
 """The contract of a rollout engine's config: its settings, and the facts that rules, plans and
 runtimes need. Free of torch.
 
-A kind is a folder. ``config.py``: a subclass of :class:`RolloutEngineSettings`. ``make.py``: a
-function ``make_engine`` with the arguments of ``rollout/make.py``. ``memory.py``: what a plan asks
-(``plan/rollout_role.py``). ``kinds.py`` is the registry.
+A kind is a folder. ``config.py``: a subclass of :class:`RolloutEngineSettings`. ``engine.py``: the
+engine, and a function ``make_engine`` with the arguments of ``rollout/make.py``. ``memory.py``:
+what a plan asks (``plan/rollout_role.py``). ``kinds.py`` is the registry.
 """
 
 from __future__ import annotations
@@ -34,6 +34,16 @@ class RolloutEngineSettings(Node, ABC):
     @property
     def may_share_weights(self) -> bool:
         """Return whether it uses the policy's tensors if it is in the same process."""
+        return False
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Number of processes, each on a GPU, that share one copy of the model."""
+        return 1
+
+    @property
+    def sleeps(self) -> bool:
+        """Return whether it frees memory after every rollout for training."""
         return False
 
     def num_workers(self, ranks: int) -> int:

@@ -28,7 +28,7 @@ def make_rollout_engine(
     of a row in tokens (None: the model's limit). Raises ModelError if the engine cannot run the
     model.
     """
-    engine: RolloutEngine = module_of(config, "make").make_engine(
+    engine: RolloutEngine = module_of(config, "engine").make_engine(
         network, tokenizer, config, name=name, dtype=dtype, max_len=max_len
     )
     return engine
@@ -38,4 +38,4 @@ def wait_for_engine(config: RolloutEngineConfig) -> None:
     """Wait until running servers respond, before a job loads models. Other engines: return at once.
     Raises ModelError."""
     if config.on_servers:
-        module_of(config, "group").wait_for_servers(config)
+        module_of(config, "engine").wait_for_servers(config)

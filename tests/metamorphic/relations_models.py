@@ -29,7 +29,7 @@ from burnish.models.buffers import persistent_buffers
 from burnish.models.load import load_causal_lm
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.local.config import LocalEngine
-from burnish.rollout.local.make import make_engine as make_local_engine
+from burnish.rollout.local.engine import make_engine as make_local_engine
 from burnish.types import Batch, rows_to_batch
 
 # ---- training ------------------------------------------------------------------------------------

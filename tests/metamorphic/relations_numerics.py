@@ -21,7 +21,7 @@ from burnish.models.shrink import build, shrink
 from burnish.models.support import below_rope_border
 from burnish.rollout.base import Request, Sampling
 from burnish.rollout.local.config import LocalEngine
-from burnish.rollout.local.make import make_engine as make_local_engine
+from burnish.rollout.local.engine import make_engine as make_local_engine
 from burnish.types import rows_to_batch
 
 _FILE = Path(__file__).resolve().parents[2] / "tools" / "family_experts.py"

@@ -30,7 +30,7 @@ from burnish.models.logprobs import Head, token_logprobs
 from burnish.models.scalar_support import scalar_support
 from burnish.models.shrink import build, shrink
 from burnish.models.support import below_rope_border, model_support, row_limit
-from burnish.rollout.local.decoding import decoding_support
+from burnish.rollout.local.engine import decoding_support
 
 
 def tiny(model_type: str) -> PretrainedConfig:

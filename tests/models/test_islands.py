@@ -26,7 +26,7 @@ from burnish.models.scratch import scratch_tokenizer
 from burnish.models.shrink import build, shrink
 from burnish.models.value_head import load_scalar_model
 from burnish.rollout.local.config import LocalEngine
-from burnish.rollout.local.make import make_engine as make_local_engine
+from burnish.rollout.local.engine import make_engine as make_local_engine
 from burnish.steps.objectives import sft_objective
 from burnish.train.engines import make_engine
 from burnish.train.spec import EngineSpec

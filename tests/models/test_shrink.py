@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from burnish.models.shrink import SPECIAL, VOCAB, build, shrink
 from burnish.models.support import model_support
-from burnish.rollout.local.decoding import decoding_support
+from burnish.rollout.local.engine import decoding_support
 
 
 def config(model_type: str, **fields: Any) -> PretrainedConfig:

@@ -24,8 +24,7 @@ from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
 from burnish.rollout.server_guard import VARIABLE, TokenGuard
 from burnish.rollout.servers.client import ServerError
 from burnish.rollout.servers.config import VllmServers
-from burnish.rollout.servers.engine import VllmServerEngine
-from burnish.rollout.servers.group import wait_for_servers
+from burnish.rollout.servers.engine import VllmServerEngine, wait_for_servers
 from burnish.rollout.vllm.engine import StaleWeightsError
 from burnish.rollout.vllm.model import skeleton_of
 from burnish.rollout.vllm.sampling import sample_seed

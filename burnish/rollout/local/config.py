@@ -35,11 +35,6 @@ class LocalEngine(RolloutEngineSettings):
     uses_transformers: ClassVar[bool] = True
 
     @property
-    def tensor_parallel_size(self) -> int:
-        """Return 1: each worker has its own copy of the model."""
-        return 1
-
-    @property
     def slots(self) -> int:
         """Maximum number of responses that a worker decodes at once."""
         return self.max_batch_size
@@ -48,3 +43,7 @@ class LocalEngine(RolloutEngineSettings):
     def may_share_weights(self) -> bool:
         """Return whether it uses the policy's tensors if it is in the same process."""
         return not self.own_weights
+
+    @property
+    def sleeps(self) -> bool:
+        return self.sleep_between_rollouts

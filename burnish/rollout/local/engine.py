@@ -2,20 +2,41 @@
 
 ``running_batch.py`` schedules and decodes; ``model.py`` runs the model. Models whose
 attention cannot use plans are sampled one row at a time (``row_sampler.py``).
+
+``make_engine`` selects how a model is sampled, by an experiment like that of ``models/support.py``:
+the fastest method is used whose greedy tokens and log-probs equal those of transformers' forward of
+the full row.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
+from burnish.config.model import Dtype
 from burnish.models.buffers import persistent_buffers, replace_buffers
-from burnish.models.family import Decoding
-from burnish.models.support import row_limit
+from burnish.models.family import PACKED, Decoding, DecodingSupport, words
+from burnish.models.family_check import TOLERANCE, failure_text, largest_difference
+from burnish.models.load import ModelError
+from burnish.models.shrink import build, shrink
+from burnish.models.support import (
+    below_rope_border,
+    cached_result,
+    model_support,
+    row_limit,
+    runs_own_code,
+)
 from burnish.rollout.base import Completion, Request, Sampling, SamplingError
 from burnish.rollout.generation import generate
 from burnish.rollout.live_sample import LiveSample
@@ -25,6 +46,12 @@ from burnish.rollout.local.row_sampler import RowSampler
 from burnish.rollout.local.running_batch import RunningBatch
 from burnish.rollout.requests import OpenRequests, StopRule, check_requests, end_tokens
 from burnish.rollout.weights import WeightNameCheck
+
+log = logging.getLogger("burnish")
+
+_NEW_TOKENS = 12
+_PROMPTS = ((5, 17, 3, 60, 41, 8, 29), (9, 2, 71, 33, 12, 50, 6, 24, 80, 15, 37))
+"""Prompts of the experiment that selects the decoding."""
 
 
 class LocalRolloutEngine:
@@ -45,8 +72,7 @@ class LocalRolloutEngine:
     ) -> None:
         """Create an engine for ``model``.
 
-        ``decoding`` is the sampling method; ``decoding.make_local_engine`` determines the fastest
-        exact one.
+        ``decoding`` is the sampling method; :func:`make_engine` determines the fastest exact one.
         """
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.decoding = decoding
@@ -234,3 +260,101 @@ class RowQueue:
             raise SamplingError(self.network.what_is_broken(version)) from error
         self.waiting.popleft()
         return [sample.completion()]
+
+
+def make_engine(
+    network: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: LocalEngine,
+    *,
+    name: str,
+    dtype: Dtype | None = None,
+    max_len: int | None = None,
+) -> LocalRolloutEngine:
+    """Return a local engine that samples from ``network``, in its format and up to its limit, with
+    the fastest exact method. Raises ModelError if no method is exact. See ``rollout/make.py``."""
+    support = decoding_support(network.config, trust=runs_own_code(network))
+    if support.decoding is None:
+        raise ModelError(f"{name}: {support.sentence()}; use rollout.engine.kind=vllm")
+    if support.decoding != "batched":
+        log.warning("%s: %s; rollout.engine.kind=vllm may be faster", name, support.sentence())
+    return LocalRolloutEngine(network, tokenizer, config, decoding=support.decoding)
+
+
+def decoding_support(
+    config: PretrainedConfig, *, trust: bool = False, use_disk: bool = True
+) -> DecodingSupport:
+    """Return how the local engine samples from models with this config.
+
+    Takes up to three seconds the first time. Caching and keywords are those of ``model_support``.
+    """
+    tiny = below_rope_border(shrink(config))
+
+    def run() -> DecodingSupport:
+        return _decoding_of(tiny, trust=trust, use_disk=use_disk)
+
+    return cached_result(DecodingSupport, tiny, run, use_disk=use_disk, trust=trust)
+
+
+@torch.no_grad()
+def _decoding_of(tiny: PretrainedConfig, *, trust: bool, use_disk: bool) -> DecodingSupport:
+    support = model_support(tiny, trust=trust, use_disk=use_disk)
+    if support.refusal:
+        return DecodingSupport(None, reason=support.refusal)
+    model = build(tiny, trust=trust)
+    model.generation_config = GenerationConfig()
+    model.set_attn_implementation("eager")
+    size = int(tiny.get_text_config().vocab_size)
+    prompts = [tuple(token % size for token in prompt) for prompt in _PROMPTS]
+    expected = [_greedy(model, prompt) for prompt in prompts]
+    model.set_attn_implementation(support.attention)
+    ways: tuple[Decoding, ...] = ("batched", "cached", "recomputed")
+    reason = "" if support.attention == PACKED else support.reason
+    for decoding in ways if support.attention == PACKED else ways[1:]:
+        try:
+            decoded = _engine_greedy(model, decoding, prompts)
+        except Exception as error:  # any failure of a model is a result of the experiment
+            reason = f"sampling {words(decoding)} failed ({failure_text(error)})"
+            continue
+        if [tokens for tokens, _ in decoded] != [tokens for tokens, _ in expected]:
+            reason = f"greedy tokens sampled {words(decoding)} differ from transformers'"
+            continue
+        difference = largest_difference([b for _, b in decoded], [b for _, b in expected])
+        if difference <= TOLERANCE:
+            return DecodingSupport(decoding, difference, reason)
+        reason = f"log-probs sampled {words(decoding)} differ by {difference:.1e} nats"
+    return DecodingSupport(None, reason=reason)
+
+
+def _greedy(model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[list[int], torch.Tensor]:
+    """Return greedy tokens and their log-probs, with a forward of the full row for each."""
+    row, logprobs = list(prompt), []
+    for _ in range(_NEW_TOKENS):
+        logits = model(input_ids=torch.tensor([row]), use_cache=False).logits[0, -1].float()
+        row.append(int(logits.argmax()))
+        logprobs.append(float(logits.log_softmax(-1)[row[-1]]))
+    return row[len(prompt) :], torch.tensor(logprobs)
+
+
+def _engine_greedy(
+    model: PreTrainedModel, decoding: Decoding, prompts: Sequence[tuple[int, ...]]
+) -> list[tuple[list[int], torch.Tensor]]:
+    """Return greedy tokens and their log-probs for each prompt, sampled by the local engine."""
+    tokenizer: Any = _NoTokenizer()
+    engine = LocalRolloutEngine(model, tokenizer, LocalEngine(), decoding=decoding)
+    requests = [Request(str(i), prompt) for i, prompt in enumerate(prompts)]
+    sampling = Sampling(max_tokens=_NEW_TOKENS, temperature=0.0)
+    completions = {int(c.request_id): c for c in engine.generate(requests, sampling)}
+    return [
+        (list(completions[i].token_ids), torch.tensor(completions[i].logprobs))
+        for i in range(len(requests))
+    ]
+
+
+class _NoTokenizer:
+    """A stand-in for a tokenizer, without texts and end tokens."""
+
+    eos_token_id = None
+
+    def decode(self, _ids: list[int], **_: Any) -> str:
+        return ""

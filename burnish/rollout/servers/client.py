@@ -107,6 +107,7 @@ class ServerClient:
 
     def __init__(self, config: VllmServers, token: str | None) -> None:
         self.config, self._token = config, token
+        self.servers = [Server(url.rstrip("/")) for url in config.urls]
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._http = httpx.AsyncClient(
             headers=headers,

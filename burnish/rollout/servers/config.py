@@ -77,16 +77,6 @@ class VllmServers(RolloutEngineSettings):
         yield from client_advice(self)
 
     @property
-    def tensor_parallel_size(self) -> int:
-        """Return 1: the processes of a server are not those of the job."""
-        return 1
-
-    @property
-    def sleep_between_rollouts(self) -> bool:
-        """Return False: the memory of a server is its own."""
-        return False
-
-    @property
     def slots(self) -> int:
         """Maximum number of responses that a server decodes at once, as if requests were equally
         distributed."""

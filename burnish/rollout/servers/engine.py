@@ -28,8 +28,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from burnish import secret
 from burnish.config.model import Dtype
 from burnish.loop_thread import LoopThread
+from burnish.models.load import ModelError
 from burnish.rollout.base import Completion, Request, Sampling, SamplingError
 from burnish.rollout.generation import generate
 from burnish.rollout.live_sample import LiveSample
@@ -38,12 +40,13 @@ from burnish.rollout.servers.client import (
     ABORT,
     GENERATE,
     Server,
+    ServerClient,
     ServerError,
     TransientServerError,
     least_busy,
 )
 from burnish.rollout.servers.config import VllmServers
-from burnish.rollout.servers.group import ServerGroup
+from burnish.rollout.servers.group import ServerGroup, all_respond
 from burnish.rollout.vllm.model import longest_row, skeleton_of
 from burnish.rollout.vllm.sampling import add_token, check_sampling, sampling_fields
 
@@ -110,10 +113,14 @@ class VllmServerEngine:
         """Conversation -> home."""
         self._slots = asyncio.Semaphore(config.max_concurrency)
         self._closed = False
+        try:
+            token = None if config.token_env is None else secret.read_token(config.token_env)
+        except ValueError as error:
+            raise ModelError(f"rollout engine vllm_server: {error}") from error
         self._loop = LoopThread("vllm-servers")
         try:
             self._group = ServerGroup(
-                config,
+                ServerClient(config, token),
                 skeleton_of(model),
                 self._loop,
                 dtype=dtype,
@@ -402,3 +409,33 @@ def _cached_tokens(reply: Mapping[str, Any]) -> int:
     (``--enable-prompt-tokens-details``)."""
     details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
     return int(details.get("cached_tokens") or 0)
+
+
+def make_engine(
+    network: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: VllmServers,
+    *,
+    name: str,
+    dtype: Dtype,
+    max_len: int | None,
+) -> VllmServerEngine:
+    """Return the engine (see ``rollout/make.py``)."""
+    return VllmServerEngine(network, tokenizer, config, dtype=dtype, max_model_len=max_len)
+
+
+def wait_for_servers(config: VllmServers) -> None:
+    """Wait until all servers respond. Raises ModelError."""
+
+    async def wait() -> None:
+        client = ServerClient(config, None)
+        try:
+            await all_respond(client)
+        finally:
+            await client.close()
+
+    loop = LoopThread("vllm-servers")
+    try:
+        loop.run(wait)
+    finally:
+        loop.close()

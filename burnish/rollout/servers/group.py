@@ -26,7 +26,7 @@ from tenacity import (
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from burnish import secret, shm
+from burnish import shm
 from burnish.config.model import Dtype
 from burnish.loop_thread import LoopThread
 from burnish.models.load import DTYPES, ModelError
@@ -39,7 +39,6 @@ from burnish.rollout.servers.client import (
     TransientServerError,
     least_busy,
 )
-from burnish.rollout.servers.config import VllmServers
 from burnish.rollout.vllm.weights import (
     FILE_BYTES,
     WeightStream,
@@ -61,39 +60,31 @@ class ServerGroup:
     """The servers of one engine. ``client`` and ``servers`` are used on the event loop of ``loop``
     alone."""
 
-    client: ServerClient
-
     def __init__(
         self,
-        config: VllmServers,
+        client: ServerClient,
         skeleton: PreTrainedModel,
         loop: LoopThread,
         *,
         dtype: Dtype,
         max_len: int,
     ) -> None:
-        """``skeleton``: the model without weights. Raises ModelError without the token that
-        ``config`` names."""
-        self.config, self._loop = config, loop
+        """``skeleton``: the model without weights."""
+        self.client, self.config, self._loop = client, client.config, loop
         self._skeleton, self._format, self._max_len = skeleton, dtype, max_len
         self.vocab_size: int = skeleton.config.vocab_size
         self.max_recorded = self.vocab_size
         """Maximum log-probs per position that every server returns (``--max-logprobs``)."""
         self.name = secrets.token_hex(8)
         """Prefix of the labels of this engine's weights."""
-        self.servers = [Server(url.rstrip("/")) for url in config.urls]
+        self.servers = client.servers
         self._loading: list[Server] = []
         """Servers of the load in progress."""
-        try:
-            self._token = None if config.token_env is None else secret.read_token(config.token_env)
-        except ValueError as error:
-            raise ModelError(f"rollout engine vllm_server: {error}") from error
 
     async def connect(self) -> None:
         """Wait until all servers respond, and check them. Raises ModelError."""
-        self.client = ServerClient(self.config, self._token)
         try:
-            await _all_respond(self.client, self.servers)
+            await all_respond(self.client)
             await _all_pass(self.servers, self._inspect)
         except BaseException:
             await self.client.close()
@@ -231,25 +222,7 @@ class ServerGroup:
             self.max_recorded = min(self.max_recorded, described["max_logprobs"])
 
 
-def wait_for_servers(config: VllmServers) -> None:
-    """Wait until all servers respond. Raises ModelError."""
-    servers = [Server(url.rstrip("/")) for url in config.urls]
-
-    async def wait() -> None:
-        client = ServerClient(config, None)
-        try:
-            await _all_respond(client, servers)
-        finally:
-            await client.close()
-
-    loop = LoopThread("vllm-servers")
-    try:
-        loop.run(wait)
-    finally:
-        loop.close()
-
-
-async def _all_respond(client: ServerClient, servers: Sequence[Server]) -> None:
+async def all_respond(client: ServerClient) -> None:
     """Wait until all servers respond, or raise ModelError after ``start_timeout_s``."""
     limit = client.config.start_timeout_s
 
@@ -267,7 +240,7 @@ async def _all_respond(client: ServerClient, servers: Sequence[Server]) -> None:
         )
         await retrying(client.health, server)
 
-    await _all_pass(servers, respond)
+    await _all_pass(client.servers, respond)
 
 
 async def _all_pass(servers: Sequence[Server], check: Callable[[Server], Awaitable[None]]) -> None:

@@ -58,3 +58,11 @@ class VllmEngine(RolloutEngineSettings):
     def slots(self) -> int:
         """Maximum number of responses that a worker decodes at once."""
         return self.max_num_seqs
+
+    @property
+    def tensor_parallel(self) -> int:
+        return self.tensor_parallel_size
+
+    @property
+    def sleeps(self) -> bool:
+        return self.sleep_between_rollouts

@@ -562,3 +562,16 @@ def _end_groups(*, ours: bool) -> None:
 
     with keeping_default_group(keep=not ours):
         parallel_state.cleanup_dist_env_and_memory()
+
+
+def make_engine(
+    network: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: VllmEngine,
+    *,
+    name: str,
+    dtype: Dtype,
+    max_len: int | None,
+) -> VllmRolloutEngine:
+    """Return the engine (see ``rollout/make.py``)."""
+    return VllmRolloutEngine(network, tokenizer, config, dtype=dtype, max_model_len=max_len)

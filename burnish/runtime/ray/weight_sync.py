@@ -62,7 +62,8 @@ def ray_sync(
     if isinstance(rollout, VllmServerEngine):
         assert config.ray_store == "object_store", "validation rejects other kinds"
         return ServerSync(policy, rollout, options)
-    make = ConnectionSync if config.ray_store is None else STORED[config.ray_store]
+    store = config.ray_store
+    make: Callable[..., Sync] = ConnectionSync if store is None else STORED[store]
     return make(policy, rollout, config, options)
 
 

@@ -197,6 +197,10 @@ class _AddCharges(NodeTransformer):
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
         text = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+        if node.recursive:  # the items of loop(...) are charged by the call, the text by the body
+            charge = _filtered(nodes.Const(text), "_spent")
+            node.body.insert(0, nodes.ExprStmt(charge))
+            text = 0
         node.iter = _filtered(node.iter, "_counted", nodes.Const(STEP + text))
         return node
 
@@ -253,7 +257,19 @@ def _filtered(node: nodes.Node, name: str, *arguments: nodes.Expr) -> nodes.Filt
     return nodes.Filter(cast(nodes.Expr, node), name, list(arguments), [], None, None)
 
 
-_OWN_FILTERS = {"_counted": counted, "_shown": _shown, "_searched": _searched, "_sliced": _sliced}
+@pass_context
+def _spent(_context: Any, amount: int) -> None:
+    """Charge ``amount``."""
+    spend(amount)
+
+
+_OWN_FILTERS = {
+    "_counted": counted,
+    "_shown": _shown,
+    "_searched": _searched,
+    "_sliced": _sliced,
+    "_spent": _spent,
+}
 
 
 class Bounded(ImmutableSandboxedEnvironment):
@@ -330,6 +346,9 @@ class Bounded(ImmutableSandboxedEnvironment):
         """Call a function, macro or method, and charge for it."""
         if left_of_budget.get() is None:
             return super().call(context, obj, *arguments, **named)
+        if isinstance(obj, LoopContext):  # one more level of a recursive loop
+            arguments = tuple(counted(items, STEP) for items in arguments)
+            named = {name: counted(items, STEP) for name, items in named.items()}
         method = vars(obj).get("__wrapped__", obj) if type(obj) is FunctionType else obj
         owner = vars(type(method)).get("__self__") and method.__self__  # (Jinja wraps str.format)
         for value in arguments:

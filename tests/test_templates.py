@@ -130,6 +130,26 @@ def test_a_template_that_never_ends_is_rejected(template: str, tokenizer: Any) -
         rendered(tokenizer, template)
 
 
+@pytest.mark.parametrize("items", ["range(100)", "iterable=range(100)"])
+@pytest.mark.parametrize("condition", ["", "if x "])
+def test_every_level_of_a_recursive_loop_is_charged(
+    items: str, condition: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10,100 iterations; the last template also writes 20 characters in each."""
+    template = (
+        "{% for x in range(100) " + condition + "recursive %}{% if loop.depth < 2 %}"
+        "{% set part = loop(" + items + ") %}{% endif %}{% endfor %}"
+    )
+    monkeypatch.setattr("burnish.templates.MAX_WORK", 250_000)
+    assert rendered(tokenizer, template) == ""
+    monkeypatch.setattr("burnish.templates.MAX_WORK", 150_000)
+    with pytest.raises(TemplateLimitError):
+        rendered(tokenizer, template)
+    monkeypatch.setattr("burnish.templates.MAX_WORK", 250_000)
+    with pytest.raises(TemplateLimitError):
+        rendered(tokenizer, template.replace("{% endfor %}", "0123456789" * 2 + "{% endfor %}"))
+
+
 def test_a_template_of_megabytes_is_rejected(tokenizer: Any) -> None:
     with pytest.raises(TemplateLimitError, match="has 1048577 characters"):
         rendered(tokenizer, "x" * (MAX_TEMPLATE_CHARS + 1))
@@ -301,6 +321,8 @@ def test_a_test_gives_what_it_gives_without_limits(name: str) -> None:
         "{% for x in v %}{{ loop.length }}{{ loop.revindex }}{{ loop }}{% endfor %}",
         "{% for x in v if x %}{{ loop.cycle('a', 'b') }}{% else %}none{% endfor %}",
         "{% for x in v recursive %}{{ x }}{{ loop([]) }}{% endfor %}",
+        "{% for x in v if x recursive %}{{ loop.depth }}{{ loop.length }}{{ loop.nextitem }}"
+        "{% if loop.depth < 2 %}{{ loop(w) }}{% endif %}{{ loop.last }}{% else %}0{% endfor %}",
         "{% for x in v %}{{ loop.previtem }}{{ loop | map('first') | list }}{% endfor %}",
         "{% autoescape true %}{{ v }}{{ v ~ '<' }}{{ v | replace('b', '<') }}{% endautoescape %}",
         "{% macro m(a, b=1) %}{{ a }}{{ b }}{{ varargs }}{% endmacro %}{{ m(v, w, v) | upper }}",

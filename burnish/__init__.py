@@ -7,8 +7,8 @@ folder, ``build_report`` writes a run's page. Reading order of the code: ``types
 
 from __future__ import annotations
 
-import importlib
 import logging
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def __getattr__(name: str) -> Any:
     quick."""
     if name not in _HOMES:
         raise AttributeError(f"module 'burnish' has no attribute {name!r}")
-    value = vars(importlib.import_module(_HOMES[name]))[name]
+    value = pkgutil.resolve_name(f"{_HOMES[name]}:{name}")
     globals()[name] = value
     return value
 

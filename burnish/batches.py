@@ -35,7 +35,9 @@ def groups_to_batch(groups: Sequence[Group], ages: Mapping[int, int] | None = No
     counts = torch.tensor([sample.num_sampled_tokens for sample in samples])
     batch = _scored_rows([row for _, row in rows], [samples[i] for i, _ in rows])
     batch = _with_ages(batch, [row for _, row in rows], ages)
-    turns = _after_prompts([row for _, row in rows], "turns", np.int64, of_prompts=-1)
+    turns = _after_prompts(
+        [(row, row.turns) for _, row in rows], np.int64, name="turns", of_prompts=-1
+    )
     batch = replace(
         batch,
         num_sequences=len(samples),
@@ -50,10 +52,13 @@ def groups_to_batch(groups: Sequence[Group], ages: Mapping[int, int] | None = No
 
 def _scored_rows(rows: Sequence[TokenRow | Sample], samples: Sequence[Sample]) -> Batch:
     """Build a batch of rows, each with the group and the reward of its sample."""
-    logprobs = _after_prompts(rows, "sampler_logprobs", np.float32, of_prompts=0)
+    logprobs = _after_prompts(
+        [(row, row.sampler_logprobs) for row in rows], np.float32, name="sampler_logprobs"
+    )
+    masks = [(row, row.action_mask) for row in rows]
     batch = flat_batch(
         concatenated([ids for row in rows for ids in (row.prompt_ids, row.response_ids)], np.int64),
-        _after_prompts(rows, "action_mask", np.bool_, of_prompts=0),
+        _after_prompts(masks, np.bool_, name="action_mask"),
         lengths=[len(row.prompt_ids) + len(row.response_ids) for row in rows],
         prompt_lens=[len(row.prompt_ids) for row in rows],
         group_ids=[sample.group_id for sample in samples],
@@ -67,13 +72,18 @@ def _scored_rows(rows: Sequence[TokenRow | Sample], samples: Sequence[Sample]) -
 
 
 def _after_prompts(
-    rows: Sequence[TokenRow | Sample], name: str, dtype: Any, *, of_prompts: int
+    rows: Sequence[tuple[TokenRow | Sample, Sequence[Any]]],
+    dtype: Any,
+    *,
+    name: str,
+    of_prompts: int = 0,
 ) -> np.ndarray[Any, Any]:
-    """Return [M]: for each row ``of_prompts`` at its prompt tokens, then the column ``name``.
+    """Return [M]: for each (row, column) ``of_prompts`` at the prompt tokens of the row, then the
+    column, which errors call ``name``.
 
     Raises ValueError if the column of a row does not have one entry per response token."""
-    columns = [vars(row)[name] for row in rows]
-    lens = [(len(row.prompt_ids), len(row.response_ids)) for row in rows]
+    columns = [column for _, column in rows]
+    lens = [(len(row.prompt_ids), len(row.response_ids)) for row, _ in rows]
     for i, ((_, length), column) in enumerate(zip(lens, columns, strict=True)):
         if len(column) != length:
             raise ValueError(
@@ -120,7 +130,9 @@ def _with_ages(
     Raises ValueError for a version that is not in ``ages``."""
     if ages is None:
         return batch
-    flat = torch.from_numpy(_after_prompts(rows, "versions", np.int64, of_prompts=0))
+    flat = torch.from_numpy(
+        _after_prompts([(row, row.versions) for row in rows], np.int64, name="versions")
+    )
     sampled_by = flat[batch.action_mask]
     lowest = int(sampled_by.min()) if sampled_by.numel() else 0
     versions = sorted({int(i) + lowest for i in torch.bincount(sampled_by - lowest).nonzero()})

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -427,10 +427,9 @@ class Batch:
         return replace(self, **moved, host=self.host if same else self.on_host)
 
     def _arrays(self) -> Iterable[tuple[str, Tensor]]:
-        for f in fields(self):
-            value = getattr(self, f.name)  # house: ok reads its own dataclass fields by name
+        for name, value in vars(self).items():
             if isinstance(value, Tensor):
-                yield f.name, value
+                yield name, value
 
 
 _PER_ROW = frozenset(

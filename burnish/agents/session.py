@@ -338,10 +338,17 @@ class TrainingSession:
                 "rollout.n_samples_per_prompt",
             )
         sampling = self.policy.sampling
-        applied = {name: vars(sampling)[name] for name in ("temperature", "top_p", "top_k")}
-        requested = {name: vars(call)[name] for name in applied}
+        values = {
+            "temperature": (call.temperature, sampling.temperature),
+            "top_p": (call.top_p, sampling.top_p),
+            "top_k": (call.top_k, sampling.top_k),
+        }
         ignored = [*call.ignored]
-        ignored += [n for n, value in requested.items() if value not in (None, applied[n])]
+        ignored += [
+            name
+            for name, (requested, applied) in values.items()
+            if requested not in (None, applied)
+        ]
         ignored += ["seed"] * (call.seed is not None)
         ignored += ["tool_choice"] * (call.tool_choice == "required")
         ignored += ["chat_template_kwargs"] * bool(call.template_kwargs)

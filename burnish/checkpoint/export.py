@@ -172,8 +172,14 @@ def _read_engine(source: Path, base: str | None, *, trust: bool) -> tuple[str, M
         raise CheckpointError(
             f"{source / 'engine.json'} cannot be read ({error}); use another checkpoint"
         ) from error
-    fields = {"path", "gguf_file", "revision", "scratch", "lora"}
-    config = ModelConfig(**{name: vars(saved)[name] for name in fields}, trust_remote_code=trust)
+    config = ModelConfig(
+        path=saved.path,
+        gguf_file=saved.gguf_file,
+        revision=saved.revision,
+        scratch=saved.scratch,
+        lora=saved.lora,
+        trust_remote_code=trust,
+    )
     if base is not None:
         if config.lora is None:
             raise CheckpointError(

@@ -6,7 +6,7 @@ those kinds. The names below therefore load when first used."""
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def __getattr__(name: str) -> Any:
     """Import a name from its module at first use (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module 'burnish.config' has no attribute {name!r}")
-    value = vars(importlib.import_module(f"burnish.config.{_HOMES[name]}"))[name]
+    value = pkgutil.resolve_name(f"burnish.config.{_HOMES[name]}:{name}")
     globals()[name] = value
     return value
 

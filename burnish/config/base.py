@@ -130,7 +130,11 @@ class Node(BaseModel):
         """Return whether a field differs from its default. Unlike ``model_fields_set``, this
         survives a dump, which writes every field."""
         default = type(self).model_fields[field].get_default(call_default_factory=True)
-        return bool(vars(self)[field] != default)
+        return bool(self.value_of(field) != default)
+
+    def value_of(self, field: str) -> Any:
+        """Return the value of a field by its name."""
+        return dict(self)[field]
 
     def rules(self) -> Iterator[str]:
         """Yield one sentence for each broken rule between fields of this node (what, why, what to

@@ -62,7 +62,7 @@ class McpServerConfig(Node):
             yield f"url={self.url!r} must begin with http:// or https://"
         mine, other = ("command", "url") if self.command else ("url", "command")
         for name in ("token_env",) if self.command else ("env", "pass_env"):
-            if vars(self)[name]:
+            if self.value_of(name):
                 yield f"{name} has no effect with {mine}: it belongs to {other}; remove {name}"
         if not re.fullmatch(_PREFIX, self.prefix):
             yield f"prefix={self.prefix!r} may contain only letters, digits, '_', '-' and '.'"

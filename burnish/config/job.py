@@ -102,11 +102,11 @@ class JobConfig(Node):
         """Yield an error for each key that only acts in other jobs and differs from its default."""
         for dotted, reason in self.without_effect.items():
             name, _, key = dotted.partition(".")
-            node = vars(self)[name]
+            node = self.value_of(name)
             if node.is_own(key):
                 yield (
-                    f"{name}: {key}={vars(node)[key]} has no effect in the job {self.job}, because "
-                    f"{reason}; remove it"
+                    f"{name}: {key}={node.value_of(key)} has no effect in the job {self.job}, "
+                    f"because {reason}; remove it"
                 )
 
     def _launch_rules(self) -> Iterator[str]:
@@ -371,7 +371,7 @@ class SupervisedJob(TrainingJob):
             )
         sections = self.eval_sections
         times = ("eval_every_n_steps", "eval_every_n_epochs", "eval_delay_steps")
-        unused = [f"{name}={vars(self)[name]}" for name in times if self.is_own(name)]
+        unused = [f"{name}={self.value_of(name)}" for name in times if self.is_own(name)]
         if unused and not sections:
             yield (
                 f"{' and '.join(unused)} without eval_data: no row is evaluated; set eval_data or "

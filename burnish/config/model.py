@@ -227,7 +227,11 @@ class ModelConfig(Node):
     def with_absolute_paths(self) -> ModelConfig:
         """Return a copy with absolute paths of files that exist on this machine, for processes in
         another working directory. Hub names are unchanged."""
-        names = {n: vars(self)[n] for n in ("path", "tokenizer_path", "chat_template")}
+        names = {
+            "path": self.path,
+            "tokenizer_path": self.tokenizer_path,
+            "chat_template": self.chat_template,
+        }
         absolute = {
             n: os.path.abspath(v) for n, v in names.items() if v is not None and os.path.exists(v)
         }

@@ -254,7 +254,8 @@ class Trainer(Driver[Loop]):
         then = saved_settings(self.records_dir)
         changed = changed_settings(without_secret_values(then), public_recipe(self.config))
         changed.pop("run_dir", None)
-        keys = [key for key in ("max_steps", "max_epochs") if vars(self.config)[key] is not None]
+        limits = ("max_steps", "max_epochs")
+        keys = [key for key in limits if self.config.value_of(key) is not None]
         lengths = [f"{key}: {changed[key]}" for key in keys if key in changed]
         done = self.position.step
         if done >= total_steps:

@@ -57,7 +57,8 @@ class Tool:
         model = self.arguments.model_validate(dict(arguments))
         fields = self.arguments.model_fields
         passed = model.model_fields_set | self.without_default
-        return {str(fields[name].alias): vars(model)[name] for name in fields if name in passed}
+        values = dict(model)
+        return {str(fields[name].alias): values[name] for name in fields if name in passed}
 
 
 def make_tools(

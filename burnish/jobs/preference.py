@@ -302,9 +302,15 @@ def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) 
             weigh=policy if config.weight_pairs else None,
         )
 
-    options = {"divergence": config.f_divergence, "alpha": config.f_alpha}
-    options |= {name: vars(config)[name] for name in ("nll_coef", "ld_alpha", "weight_pairs")}
-    loss = preference_objective(config.loss, added=config.added_terms, **options)
+    loss = preference_objective(
+        config.loss,
+        added=config.added_terms,
+        divergence=config.f_divergence,
+        alpha=config.f_alpha,
+        nll_coef=config.nll_coef,
+        ld_alpha=config.ld_alpha,
+        weight_pairs=config.weight_pairs,
+    )
     return Supervised(
         stream=timed(stream, runtime.timeline, {"next": "data"}),
         usable=usable,

@@ -154,7 +154,7 @@ def _checked(
 
 def job_of(config: JobConfig) -> Job[Any, Any]:
     """Return the job for a config. Its module is imported here, on first use."""
-    job = vars(importlib.import_module(REGISTRY[config.job].module))["JOB"]
+    job = importlib.import_module(REGISTRY[config.job].module).JOB
     assert isinstance(job, Job)
     return job
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from burnish.config import dump_yaml
@@ -48,7 +48,8 @@ class PlanOptions:
 
 def check_probe_options(options: PlanOptions) -> None:
     """Raise PlanError if ``--probe`` is combined with an option that it would ignore."""
-    changed = [name for name, value in vars(options).items() if value != vars(PlanOptions())[name]]
+    defaults = asdict(PlanOptions())
+    changed = [name for name, value in asdict(options).items() if value != defaults[name]]
     if changed:
         names = ", ".join("--" + name.removeprefix("as_").replace("_", "-") for name in changed)
         raise PlanError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 
 from burnish.config.roles import TrainRole
 from burnish.config.train_engines import TrainEngineFacts
@@ -161,8 +161,7 @@ class TrainEngineProfile(ABC):
 def profile_class(engine: TrainEngineFacts, ranks: int = 1) -> type[TrainEngineProfile]:
     """Return the profile that an engine's options name. Only its module is imported. ``ranks``:
     ranks with different rows."""
-    module, _, name = engine.memory_profile(ranks=ranks).partition(":")
-    profile: type[TrainEngineProfile] = vars(import_module(module))[name]
+    profile: type[TrainEngineProfile] = resolve_name(engine.memory_profile(ranks=ranks))
     return profile
 
 

@@ -220,7 +220,7 @@ def _smallest(config: JobConfig, hardware: Hardware, assume: Sequence[str]) -> s
 def _ranks_of(config: JobConfig) -> dict[str, int]:
     """Return the numbers of ranks and workers that the recipe sets, by their keys."""
     names = (name for name in ClusterConfig.model_fields if name.endswith("_ranks"))
-    values = {name: vars(config.cluster)[name] for name in (*names, "rollout_workers")}
+    values = {name: config.cluster.value_of(name) for name in (*names, "rollout_workers")}
     return {name: ranks for name, ranks in values.items() if ranks is not None}
 
 

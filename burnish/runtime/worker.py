@@ -13,7 +13,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from operator import methodcaller
@@ -83,8 +83,8 @@ def to_tensor(array: Any) -> Tensor:
 
 def pack_share(share: Share) -> Packed:
     """Return a share as NumPy arrays over the memory of its batch, and numbers."""
-    values = {f.name: vars(share.batch)[f.name] for f in fields(share.batch)}
-    batch = {n: to_array(v) if isinstance(v, Tensor) else v for n, v in values.items()}
+    values = vars(share.batch).items()
+    batch = {n: to_array(v) if isinstance(v, Tensor) else v for n, v in values}
     return {"batch": batch, "passes": share.passes, "row_numbers": share.row_numbers}
 
 

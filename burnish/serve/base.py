@@ -43,6 +43,13 @@ class ListenOptions:
             yield f"port={self.port} must be between 0 and 65535"
 
 
+def _below_one(**values: int) -> Iterator[str]:
+    """Yield a problem for each value that is not positive."""
+    for name, value in values.items():
+        if value < 1:
+            yield f"{name}={value} must be at least 1"
+
+
 @dataclass(frozen=True)
 class ServeOptions(ListenOptions):
     """Settings of a reward model server. The defaults are those of ``burnish serve-reward``."""
@@ -74,9 +81,12 @@ class ServeOptions(ListenOptions):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        for name in ("max_batch_tokens", "max_items", "max_request_bytes", "max_queue"):
-            if vars(self)[name] < 1:
-                yield f"{name}={vars(self)[name]} must be at least 1"
+        yield from _below_one(
+            max_batch_tokens=self.max_batch_tokens,
+            max_items=self.max_items,
+            max_request_bytes=self.max_request_bytes,
+            max_queue=self.max_queue,
+        )
         if self.max_len is not None and not 1 <= self.max_len <= self.max_batch_tokens:
             yield (
                 f"max_len={self.max_len} must be between 1 and max_batch_tokens="
@@ -120,9 +130,11 @@ class ModelOptions(ListenOptions):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        for name in ("max_batch_size", "max_queue", "tensor_parallel_size"):
-            if vars(self)[name] < 1:
-                yield f"{name}={vars(self)[name]} must be at least 1"
+        yield from _below_one(
+            max_batch_size=self.max_batch_size,
+            max_queue=self.max_queue,
+            tensor_parallel_size=self.tensor_parallel_size,
+        )
         if self.max_len is not None and self.max_len < 2:
             yield f"max_len={self.max_len} must be at least 2: a prompt and a response token"
         share = self.gpu_memory_utilization

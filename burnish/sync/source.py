@@ -33,6 +33,12 @@ from burnish.sync.checksum import verify
 PREFETCH_BYTES = 4 << 20
 """Number of bytes yielded between two polls for the next bucket. A poll costs as much as copying a
 few hundred kB."""
+_DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+"""Names of formats in buckets."""
 
 
 class Checks(TypedDict, total=False):
@@ -253,14 +259,14 @@ class BucketTransfer:
 
 
 def _tensor_bytes(entry: BucketEntry, where: str = "") -> int:
-    dtype = vars(torch).get(entry.dtype)
-    if not isinstance(dtype, torch.dtype):
+    dtype = _DTYPES.get(entry.dtype)
+    if dtype is None:
         raise SyncError(f"{where}: weight {entry.name} has the unknown dtype {entry.dtype!r}")
     return math.prod(entry.shape) * dtype.itemsize
 
 
 def _as_tensor(data: Tensor, entry: BucketEntry) -> Tensor:
-    dtype: torch.dtype = vars(torch)[entry.dtype]
+    dtype = _DTYPES[entry.dtype]
     if not data.numel():  # an array of no bytes has no strides that could be viewed
         return data.new_empty(entry.shape, dtype=dtype)
     return data.view(dtype).view(entry.shape)

@@ -397,8 +397,15 @@ class BaseTrainEngine(ABC):
     def _no_grad_output(self, micro: Batch, name: str) -> Tensor:
         if name == "states":
             return self._states(micro)
-        result: Tensor = vars(self._outputs(micro, with_entropy=name == "entropy"))[name]
-        return result
+        outputs = self._outputs(micro, with_entropy=name == "entropy")
+        columns = {
+            "logprobs": outputs.logprobs,
+            "entropy": outputs.entropy,
+            "values": outputs.values,
+        }
+        column = columns[name]
+        assert column is not None, "the head of the model has this output"
+        return column
 
     # ---- stepping --------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, cast
 
 import torch
@@ -23,8 +23,7 @@ from burnish.train.spec import EngineSpec
 def engine_class(spec: EngineSpec, ranks: RankGroup = SINGLE) -> type[BaseTrainEngine]:
     """Return the class that ``spec.role.train.engine`` names. Only its module is imported."""
     path = spec.role.train.engine.implementation(grouped=ranks.group is not None)
-    module, _, name = path.partition(":")
-    engine: type[BaseTrainEngine] = vars(import_module(module))[name]
+    engine: type[BaseTrainEngine] = resolve_name(path)
     return engine
 
 

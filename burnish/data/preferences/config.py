@@ -86,7 +86,7 @@ class PreferenceDataConfig(DataConfig):
             if self.is_own(key):
                 rows = "pairs" if self.label_key is None else "single responses with a label"
                 yield (
-                    f"{key}={vars(self)[key]!r} has no effect, because the rows are {rows} "
+                    f"{key}={self.value_of(key)!r} has no effect, because the rows are {rows} "
                     f"(label_key={'null' if self.label_key is None else self.label_key}); remove "
                     "it, or change label_key"
                 )

@@ -45,6 +45,7 @@ from burnish.train.deepspeed.zero import (
     ds_config,
     forget_ended_groups,
     is_partitioned,
+    shards_of,
     zero_section,
 )
 from burnish.train.diagnose import BadTensor
@@ -151,11 +152,7 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
         dtype, masters = DTYPES[self.spec.role.precision.dtype], {}
         require_one_dtype(self.model, dtype, "train.engine.kind=deepspeed")
         for name, parameter in self.model.named_parameters():
-            held = (
-                [parameter, vars(parameter)["ds_tensor"]]
-                if is_partitioned(parameter)
-                else [parameter]
-            )
+            held = [parameter, *shards_of(parameter)]
             if parameter.requires_grad and dtype != torch.float32:
                 masters[name] = held[-1].detach().float()
             if is_partitioned(parameter):  # DeepSpeed places its shards
@@ -212,7 +209,7 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
         gradients. (DeepSpeed's own ``offload_states`` requires its fused Adam at stage 3 and an
         optimizer at every stage.)"""
         tensors = [*super()._held_tensors()]
-        tensors += [vars(p)["ds_tensor"] for p in self.model.parameters() if is_partitioned(p)]
+        tensors += [shard for p in self.model.parameters() for shard in shards_of(p)]
         return tensors if self.engine is None else [*tensors, *buffers_of(self.engine.optimizer)]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

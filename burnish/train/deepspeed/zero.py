@@ -386,6 +386,11 @@ def is_partitioned(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "ds_tensor")  # house: ok DeepSpeed's mark
 
 
+def shards_of(parameter: Any) -> list[Tensor]:
+    """Return this rank's shard of a parameter; empty if DeepSpeed stores it whole."""
+    return [parameter.ds_tensor] if is_partitioned(parameter) else []
+
+
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
     """Return the shape of the unsharded parameter."""
     slice_of: Any = parameter

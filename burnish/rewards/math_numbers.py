@@ -24,7 +24,7 @@ VULGAR = {
     "⅗": (3, 5), "⅘": (4, 5), "⅙": (1, 6), "⅚": (5, 6), "⅛": (1, 8), "⅜": (3, 8), "⅝": (5, 8),
     "⅞": (7, 8),
 }  # fmt: skip
-_NUMBER_WORDS = {
+NUMBER_WORDS = {
     word: str(value)
     for value, word in enumerate(
         _WORD.findall("zero one two three four five six seven eight nine ten eleven twelve")
@@ -140,7 +140,8 @@ def read_quantity(text: str) -> Quantity | None:
     if len(text) > _LONGEST:
         return None
     text = bare(text).rstrip(".,;: ").strip()
-    text = _NUMBER_WORDS.get(text.lower(), text)
+    minus, word = text[: text.startswith("-")], text.removeprefix("-").lower()
+    text = minus + NUMBER_WORDS[word] if word in NUMBER_WORDS else text
     if assigned := _ASSIGNED.match(text):
         text = text[assigned.end() :]
     for sign, (over, under) in VULGAR.items():

@@ -5,7 +5,8 @@ math-verify. Numbers, dates and words are handled here because math-verify parse
 6 * 0, ``1e5`` as 1, ``1 1/2`` as 1/2, a date as a difference and a word as the product of its
 letters.
 
-Reading order: :func:`last_answer` -> :func:`read_label` -> :func:`judge`; then ``math_numbers.py``.
+Reading order: :func:`last_answer` -> :func:`read_label` -> :func:`judge`; then
+``math_markup.py`` and ``math_numbers.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from decimal import Decimal
 from typing import Any, Literal, NamedTuple
 
 from burnish.errors import BurnishError
-from burnish.model_text import DOTALL, IGNORECASE, MULTILINE, Form, Match, Pattern
+from burnish.model_text import DOTALL, IGNORECASE, Form, Match, Pattern
+from burnish.rewards.math_markup import MARKS, with_signs, without_quotes
 from burnish.rewards.math_numbers import (
     BASED,
     LARGEST_EXPONENT,
@@ -90,17 +92,7 @@ _MATH_SIGN = Pattern(r"[=^_\\<>+*]")
 _WRAPPED = Form(r"\W*\\(?:text|mbox|textbf|mathrm)\s*\{")
 _ANYTHING = Pattern(rf"[\w\\{_SIGNS}]")
 _PERIOD = Pattern(r"(?<!\.)\.\s*$")
-_MARKUP = Pattern(r"[\"'`*{}]")
-_QUOTED = Pattern(
-    r"(?<![\w`)\]}])(?:(?P<ticks>``?)(?P<code>[^`\n]{1,80})(?P=ticks)(?!`)"
-    r"|\"(?P<double>[^\"\n]{1,80})\"(?!\w)|'(?P<single>[^'\n]{1,80})'(?!\w)"
-    r"|“(?P<curly>[^“”\n]{1,80})”)"
-)
-_NEGATIVE = Pattern(r"(?<![\w-])negative\s++(?=\.?\d|\\d?frac)", IGNORECASE)
-_MINUS = Pattern(
-    r"(?P<before>(?:^|[=:({]|\b(?:is|are|be|equals))\s*+)minus\s++(?=\.?\d|\\d?frac)",
-    IGNORECASE | MULTILINE,
-)
+_MARKUP = Pattern(rf"[{MARKS}*{{}}]")
 _PARENTHESES = Form(r"\(([^()]*)\)")
 _ARTICLE = Form(rf"(?:the|an?) (?=[\w{_SIGNS}])")
 _PI = Pattern(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
@@ -144,17 +136,6 @@ class Ask:
 def after_thoughts(response: str) -> str:
     """Return the response after its last ``</think>``, or all of it if there is none."""
     return response.rpartition("</think>")[2]
-
-
-def _without_quotes(text: str) -> str:
-    """Remove the marks around quoted text, in which math-verify finds no number, and write
-    "negative 7" and "is minus 7" as -7.
-
-    >>> _without_quotes("First 3, then `12`"), _without_quotes("f'(x) is minus 7")
-    ('First 3, then 12', "f'(x) is -7")
-    """
-    text = _QUOTED.sub(lambda match: next(part for part in match.groups()[::-1] if part), text)
-    return _MINUS.sub(r"\g<before>-", _NEGATIVE.sub("-", text))
 
 
 def last_answer(text: str) -> Answer | None:
@@ -264,7 +245,7 @@ def read_label(value: Any) -> Label:
         value = format(value, "f")
     if isinstance(value, int) and abs(value) >= 10**LARGEST_EXPONENT:
         raise LabelError(f"is a number with more than {LARGEST_EXPONENT} digits")
-    text = _answer_of_label(_without_quotes(str(value)))
+    text = _answer_of_label(with_signs(without_quotes(str(value))))
     if text in _NO_VALUE:
         raise LabelError(f"is {text!r}, which is a missing value; fill it in, or drop the row")
     return _understood(text)
@@ -341,7 +322,7 @@ def read_date(text: str) -> tuple[str, bool] | None:
 def judge(label: Label, response: str) -> bool | Ask:
     """Return whether the last answer of ``response`` equals ``label``, or an Ask if math-verify
     has to decide."""
-    text = _without_quotes(after_thoughts(response))
+    text = with_signs(without_quotes(after_thoughts(response)))
     answer = last_answer(text)
     if label.kind == "words":
         return _same_words(label.text, text, answer)

@@ -94,6 +94,35 @@ def numbers_are_their_values(draw: Draw) -> None:
     equal(math_reward().score(items), [float(same) for _, _, same in pairs], "scores")
 
 
+QUOTES = (
+    *("'", '"', "`", "``", "```", "‘ ’", "“ ”", "„ “", "« »", "‹ ›", "「 」", "『 』", "＂"),
+    *("$", "\\( \\)", ""),
+)
+EMPHASIS = ("", "", "_", "**", "__")
+SIGNS = ("", "", "-", "negative ", "minus ", "**negative** ", "Negative: ")
+AT = (
+    *("The answer is {}.", "The answer is {}", "Answer: {}", "I had 99, but it is {}", "x = {}"),
+    *("\\boxed{{{}}}", "#### {}", "<answer>{}</answer>", "**Answer:** {}\n\nI hope it helps."),
+)
+
+
+@relation
+def marks_around_numbers_are_no_part_of_them(draw: Draw) -> None:
+    """Quotation marks, emphasis and the delimiters of formulas around a number change no score, and
+    a sign in words before them is its sign. Exact."""
+    value = Fraction(draw.rng.randint(1, 500), draw.rng.choice([1, 1, 2, 4]))
+    text = draw.rng.choice([f"{value}", f"{float(value)}"])
+    for marks in draw.rng.sample([draw.rng.choice(QUOTES), draw.rng.choice(EMPHASIS)], 2):
+        before, _, after = marks.partition(" ")
+        text = f"{before}{text}{after or before}"
+    sign, at = draw.rng.choice(SIGNS), draw.rng.choice(AT)
+    response = at.format(sign + text)
+    draw.note(response=response)
+    minus = "-" if sign else ""
+    items = [_item(f"{one}{value}", response) for one in (minus, "" if minus else "-")]
+    equal(math_reward().score(items), [1.0, 0.0], "scores")
+
+
 # ---- code ----------------------------------------------------------------------------------------
 
 PROGRAMS = {

@@ -450,8 +450,56 @@ QUOTED = [
     ("negative 3.5", "The result is minus 3.5", True),
     ("6", "The answer is 6, minus 1 for fees", True),
     ("7", "Take the non-negative 7", True),
+    ("7", "Take the non-negative $7$", True),
+    *(
+        (label, f"The answer is {answer}.", passes)
+        for answer in (
+            *("negative $7$", r"negative \(7\)", "negative **7**", "negative: 7", "negative `7`"),
+            *(
+                "minus $7$",
+                "**minus** 7",
+                r"minus \(7\)",
+                "minus «7»",
+                r"negative \$7",
+                "negative (7)",
+            ),
+            *(r"\text{negative } 7", "negative seven", "negative _7_"),
+        )
+        for label, passes in (("-7", True), ("7", False))
+    ),
+    ("-1/2", r"\boxed{\text{minus } \frac{1}{2}}", True),
+    (r"-\sqrt{2}", r"It is negative $\sqrt{2}$", True),
+    (r"\sqrt{2}", r"It is negative $\sqrt{2}$", False),
+    ("-x-1", "The answer is negative $x+1$", True),
+    ("-7", "I had 99, but it is -$7$", True),
+    ("7", "I had 99, but it is -$7$", False),
+    ("3", "It is negative $-3$, so 3", True),
     ("6", "The answer is 10 minus 4, which is 6", False),
     ("4", "I don't take 3, it's 4", True),
+    *(
+        ("12", f"First 3, then {quoted}", True)
+        for quoted in (
+            *(
+                "‘12’",
+                "«12»",
+                "« 12 »",
+                "„12“",
+                "»12«",
+                "”12”",
+                "‹12›",
+                "「12」",
+                "『12』",
+                "＂12＂",
+            ),
+            *('"`12`"', "“‘12’”", "```12```", "``12''", "_`12`_", "*12*", "__12__", '**"12"**'),
+        )
+    ),
+    ("even", "The answer is ‘even’.", True),
+    ("odd", "The answer is ‘even’.", False),
+    ("12", "The result is 「12」", True),
+    ("5", "It's 4‘, no, 3 * 4 * 5 is too much: it’s 5", True),
+    ("60", "It is 3 *4* 5, that is 60", True),
+    ("10’000", "It is “10’000”", True),
     ("f'(x)+g'(x)", r"\boxed{f'(x)+g'(x)}", True),
 ]
 

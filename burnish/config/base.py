@@ -136,6 +136,12 @@ class Node(BaseModel):
         """Return the value of a field by its name."""
         return dict(self)[field]
 
+    @property
+    def user_code(self) -> list[tuple[str, str]]:
+        """(key, ``path/to/file.py:name`` or ``package.module:name``) of the user's code that this
+        node names."""
+        return []
+
     def rules(self) -> Iterator[str]:
         """Yield one sentence for each broken rule between fields of this node (what, why, what to
         do)."""
@@ -162,6 +168,14 @@ class Node(BaseModel):
     def paths_of(self, kind: type[N]) -> list[tuple[str, N]]:
         """Return (dotted path, node) of the nodes of class ``kind`` at and below this one."""
         return [(path, node) for path, node in self._nodes() if isinstance(node, kind)]
+
+    def all_user_code(self) -> list[tuple[str, str]]:
+        """Return (dotted key, name) of the user's code that this node and all below it name."""
+        return [
+            (f"{path}.{key}" if path else key, spec)
+            for path, node in self._nodes()
+            for key, spec in node.user_code
+        ]
 
     def _nodes(self, path: str = "") -> Iterator[tuple[str, Node]]:
         """Yield (dotted path, node) for this node and all below it."""

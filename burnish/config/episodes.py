@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -74,7 +75,7 @@ Lines = list[tuple[str, str, str]]
 """Lines (name, value, origin) of the launch table."""
 
 
-class EpisodesConfig(Node):
+class EpisodesConfig(Node, ABC):
     """Multi-turn rollouts: the policy responds, an environment or tools answer, and so on. Or an
     agent program calls the policy through a model API.
 
@@ -109,11 +110,6 @@ class EpisodesConfig(Node):
     (env_error, infra_error, timeout). More stop the run. Failed episodes are not trained on."""
 
     @property
-    def code(self) -> list[tuple[str, str]]:
-        """Return (key, ``file.py:name``) of the user's code."""
-        return []
-
-    @property
     def step_limits(self) -> dict[str, Any]:
         """Limits of the calls of an environment by name."""
         return {}
@@ -123,12 +119,12 @@ class EpisodesConfig(Node):
         """The limits in words."""
         return f"{self.timeout_s:g} s per episode"
 
+    @abstractmethod
     def workers_line(self) -> tuple[str, str, str]:
         """Return the line of the launch table about the processes of the user's code."""
-        raise NotImplementedError
 
     def rules(self) -> Iterator[str]:
-        for key, spec in self.code:
+        for key, spec in self.user_code:
             if problem := code_problem(spec):
                 yield f"{key}: {problem}"
 
@@ -177,7 +173,7 @@ class EnvironmentEpisodes(SteppedEpisodes):
     """Keyword arguments of the class."""
 
     @property
-    def code(self) -> list[tuple[str, str]]:
+    def user_code(self) -> list[tuple[str, str]]:
         return [("environment", self.environment)]
 
     def workers_line(self) -> tuple[str, str, str]:
@@ -204,7 +200,7 @@ class ToolEpisodes(SteppedEpisodes):
     """Maximum characters of a tool's result. Longer ones are cut."""
 
     @property
-    def code(self) -> list[tuple[str, str]]:
+    def user_code(self) -> list[tuple[str, str]]:
         return [("tools", tool) for tool in self.tools if tool != "python"]
 
     @property
@@ -281,7 +277,7 @@ class AgentEpisodes(ProgramEpisodes):
     """Worker processes. Each runs many episodes at once. In a sandbox every episode has its own."""
 
     @property
-    def code(self) -> list[tuple[str, str]]:
+    def user_code(self) -> list[tuple[str, str]]:
         return [("agent", self.agent)]
 
     def workers_line(self) -> tuple[str, str, str]:

@@ -85,6 +85,17 @@ def code_problem(spec: str) -> str | None:
     return f"{spec!r} is not of the form path/to/file.py:name or package.module:name{example}"
 
 
+def code_file(spec: str) -> str | None:
+    """Return the file in the name of Python code; None for a module.
+
+    >>> [code_file(s) for s in ("a.py:f", "trl:a.py:f", "openrlhf:a.py", "pkg.mod:f")]
+    ['a.py', 'a.py', 'a.py', None]
+    """
+    named = spec.removeprefix("trl:").removeprefix("openrlhf:")
+    file = named if named.endswith(".py") else named.rpartition(":")[0]
+    return file if file.endswith(".py") else None
+
+
 def models_of(node: Node, path: str = "") -> Iterator[tuple[str, ModelConfig]]:
     """Yield every model that a recipe names, with its key."""
     if isinstance(node, ModelConfig):

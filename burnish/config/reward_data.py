@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 
-class RewardData:
+class RewardData(ABC):
     """Facts of a kind of rows (``data.kind``). ``jobs/reward_model.py`` has its losses."""
 
     losses: ClassVar[tuple[str, ...]]
@@ -26,10 +27,10 @@ class RewardData:
         """Weights of the outputs if the recipe has none. None: it needs them."""
         return None
 
+    @abstractmethod
     def metrics(self, *, weighted: bool) -> Iterable[str]:
         """Return the names after ``eval/`` of the metrics of an evaluation. ``weighted``: the
         weights of the outputs are known."""
-        raise NotImplementedError
 
     def loss_problem(self, loss: str) -> str | None:
         """Return why ``loss``, which is none of ``losses``, cannot be used; None for the sentence

@@ -30,9 +30,6 @@ class _Reward(Node):
     runs_alone: ClassVar[bool] = True
     """False if it needs a server, a model or an episode, so that ``burnish check`` cannot call it
     on a row."""
-    is_user_code: ClassVar[bool] = False
-    """True if every run calls it on a row before it loads a model, because its code is the
-    user's."""
 
     name: str | None = None
     """Name in metrics and samples. None: derived from the kind."""
@@ -63,8 +60,6 @@ class FunctionReward(_Reward):
     list[float]``. ``metadata`` (batch: ``metadatas``) receives the row's other columns. The
     parameter names select the form."""
 
-    is_user_code: ClassVar[bool] = True
-
     kind: Literal["function"] = "function"
     function: str | None = None
     """``path/to/file.py:name`` or ``package.module:name``. None: a callable passed to
@@ -78,9 +73,14 @@ class FunctionReward(_Reward):
     def needs_callable(self) -> bool:
         return self.function is None
 
+    @property
+    def user_code(self) -> list[tuple[str, str]]:
+        return [] if self.function is None else [("function", self.function)]
+
     def rules(self) -> Iterator[str]:
-        if self.function is not None and (problem := code_problem(self.function)):
-            yield f"function: {problem}"
+        for key, spec in self.user_code:
+            if problem := code_problem(spec):
+                yield f"{key}: {problem}"
 
 
 class ModelReward(_Reward):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +28,7 @@ class Copies(NamedTuple):
     files: list[Path]
 
 
-class SourceSettings(Node):
+class SourceSettings(Node, ABC):
     """Keys of every source."""
 
     is_made: ClassVar[bool] = False
@@ -39,14 +40,14 @@ class SourceSettings(Node):
     """Relative probability of drawing from this source."""
 
     @property
+    @abstractmethod
     def place(self) -> str:
         """Path or name of the source in messages."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def source_name(self) -> str | None:
         """Name of the source in prompt ids and metrics; None if only its environment knows it."""
-        raise NotImplementedError
 
     @property
     def files(self) -> list[Path]:
@@ -243,6 +244,10 @@ class EnvironmentSource(SourceSettings):
     @property
     def place(self) -> str:
         return self.name or self.environment
+
+    @property
+    def user_code(self) -> list[tuple[str, str]]:
+        return [("environment", self.environment)] if ":" in self.environment else []
 
     @property
     def source_name(self) -> str | None:

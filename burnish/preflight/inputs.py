@@ -12,11 +12,9 @@ from functools import partial
 from pathlib import Path
 
 from burnish.config import ConfigError
-from burnish.config.episodes import EpisodesConfig
 from burnish.config.job import JobConfig
 from burnish.config.parallelism import parallel_degrees
 from burnish.config.paths import model_problems, models_of
-from burnish.config.rewards import FunctionReward
 from burnish.config.sources import SourceConfig
 from burnish.data.config import DataConfig
 from burnish.data.forms import form_of_row, in_columns
@@ -30,7 +28,6 @@ from burnish.models.paths import ModelError, check_path
 from burnish.observe.files import REPLAY_FILE
 from burnish.observe.trackers import check_trackers
 from burnish.preflight.families import check_families
-from burnish.rewards.errors import RewardError
 from burnish.small_files import read_small
 
 
@@ -79,7 +76,7 @@ def check_inputs(config: JobConfig, *, resumed: bool = False) -> None:
     """Raise one error for all unusable inputs: missing files, folders, functions and packages, and
     sources whose first row has no usable content.
 
-    Raises DataError, ModelError, RewardError or TrackerError if all problems are of that kind, and
+    Raises DataError, ModelError, LoadError or TrackerError if all problems are of that kind, and
     RunError for several kinds. A resumed run that writes rows is not checked, because it may be
     finished and need no input.
     """
@@ -124,9 +121,12 @@ def _checks(config: JobConfig, *, resumed: bool) -> Iterator[Callable[[], None]]
     yield partial(check_trackers, config)
     if resumed and config.writes_rows:
         return
+    errors = {key: _code_error(spec) for key, spec in config.all_user_code()}
+    broken = {key: error for key, error in errors.items() if error is not None}
+    yield from (partial(_raise, LoadError(f"{key}: {error}")) for key, error in broken.items())
     for data in config.nodes_of(DataConfig):
-        yield from (partial(_check_source, source, data) for source in data.sources)
-    yield from (partial(_check_code, *place) for place in _code_of(config))
+        sources = [s for s in data.sources if not any(_code_error(c) for _, c in s.user_code)]
+        yield from (partial(_check_source, source, data) for source in sources)
     # On a cluster, the other models are read by workers, which may have other folders.
     ray = config.cluster.runtime == "ray"
     problems = [p for p in model_problems(config) if not ray or p.startswith("model.")]
@@ -140,21 +140,13 @@ def _raise(error: BurnishError) -> None:
     raise error
 
 
-def _code_of(config: JobConfig) -> Iterator[tuple[str, str, type[BurnishError]]]:
-    """Yield (place, ``file.py:name``, class of its error) of the code that a recipe names."""
-    for reward in config.nodes_of(FunctionReward):
-        if reward.function is not None:
-            place = f"reward {(reward.name or reward.kind)!r}: function"
-            yield place, reward.function, RewardError
-    for key, episodes in config.paths_of(EpisodesConfig):
-        yield from ((f"{key}.{name}:", spec, LoadError) for name, spec in episodes.code)
-
-
-def _check_code(place: str, spec: str, kind: type[BurnishError]) -> None:
+def _code_error(spec: str) -> LoadError | None:
+    """Return the error of code that cannot be loaded, as far as it shows without running it."""
     try:
         check_file(spec.removeprefix("trl:"))
     except LoadError as error:
-        raise kind(f"{place} {error}") from error
+        return error
+    return None
 
 
 def _check_source(source: SourceConfig, data: DataConfig) -> None:

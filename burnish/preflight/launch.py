@@ -350,7 +350,7 @@ def _reward_problems(config: JobConfig, say: Say, *, only_user_code: bool = Fals
         elif episodes:
             say(f"{name}: not called, because its input is an episode; only its signature is read")
             yield from _failure(entry, None, policy)
-        elif entry.is_user_code or not only_user_code:
+        elif entry.user_code or not only_user_code:
             called.append((name, entry))
     if not called:
         return

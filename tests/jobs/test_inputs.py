@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,8 +28,6 @@ from burnish.models.load import load_tokenizer
 from burnish.models.paths import ModelError
 from burnish.preflight.inputs import check_inputs, recorded_run
 from burnish.preflight.launch import check_launch
-from burnish.rewards.build import build_rewards
-from burnish.rewards.errors import RewardError
 
 SHORT = {"generate_max_len": 2}
 PAIR = {"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3", "label": "2"}
@@ -109,14 +108,21 @@ def test_models_of_other_roles_are_checked_too(tmp_path: Path) -> None:
         check_inputs(load_config(recipe("distill", rows_file(tmp_path, PAIR), teacher=teacher)))
 
 
-def test_a_missing_file_of_a_reward_has_the_error_of_its_loader(tmp_path: Path) -> None:
-    rewards = [{"kind": "function", "function": f"{tmp_path}/reward.py:f", "name": "mine"}]
-    config = load_config(recipe("rl", rows_file(tmp_path, PAIR), rewards=rewards))
-    with pytest.raises(RewardError, match=r"reward 'mine': function .* there is no file") as caught:
+@pytest.mark.parametrize(
+    ("key", "override"),
+    [
+        ("rewards[0].function", "rewards=[{kind: function, name: mine, function: CODE}]"),
+        ("data.sources[0].environment", "data.sources=[{kind: environment, environment: CODE}]"),
+        ("rollout.episodes.environment", "rollout.episodes={environment: CODE, max_tokens: 4096}"),
+    ],
+)
+def test_a_missing_file_of_the_users_code_is_one_error_with_its_key(
+    key: str, override: str, tmp_path: Path
+) -> None:
+    override = override.replace("CODE", f"'{tmp_path}/code.py:f'")
+    config = load_config(recipe("rl", rows_file(tmp_path, PAIR)), [override])
+    with pytest.raises(LoadError, match=rf"^{re.escape(key)}: .* there is no file"):
         check_inputs(config)
-    with pytest.raises(RewardError) as loaded:
-        build_rewards(config.rewards)
-    assert str(caught.value) == str(loaded.value)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from typing import Any
 from burnish.config import JobConfig
 from burnish.config.changes import different_values, flat
 from burnish.config.model import ModelConfig
-from burnish.config.rewards import FunctionReward
+from burnish.config.paths import code_file
 from burnish.data.config import DataConfig
 from burnish.data.files import content_digest
 from burnish.models.digest import WEIGHT_SUFFIXES, file_ends_digest
@@ -74,11 +74,10 @@ def inputs_of(
                 key = f"{_dotted(place)}.{name}"
                 del recipe[key]
                 files |= _described(key, _model_files(Path(value)), reads=reads_contents)
-    for place, reward in config.paths_of(FunctionReward):
-        code = (reward.function or "").rpartition(":")[0]
-        if code.endswith(".py"):
-            key = f"{_dotted(place)}.function"
-            files |= _described(key, [Path(code)], reads=reads_contents)
+    for key, spec in config.all_user_code():
+        file = code_file(spec)
+        if file is not None:
+            files |= _described(_dotted(key), [Path(file)], reads=reads_contents)
     versions = _versions(recipe, reads_code=reads_contents)
     return {"versions": versions, "devices": {"device": device}, "recipe": recipe, "files": files}
 

@@ -57,7 +57,7 @@ class EvaluateConfig(InferenceJob):
 
     @property
     def scoring(self) -> Scoring:
-        return Scoring(self.rewards, self.episodes is not None)
+        return Scoring(self.rewards, self.episodes is not None, self.on_reward_failure)
 
     def section_limits(self, name: str) -> SectionLimits:
         return eval_limits(self.eval, self.model, new_tokens=self.row_lengths.rest)

@@ -265,5 +265,4 @@ def test_labels_that_the_rewards_cannot_use_are_found_in_every_row(
     assert "1 of 4" in str(caught.value) or f"the reward {kind}" in str(caught.value)
     with pytest.raises(DataError, match=r"bad\.jsonl:3"):
         burnish.run(load_config(tree(path)))
-    if job != "evaluate":
-        check({**tree(path), "on_reward_failure": {"then": "drop_group"}})
+    check({**tree(path), "on_reward_failure": {"then": "drop_group"}})

@@ -11,6 +11,7 @@ from pydantic import Field
 from burnish.config.eval_sets import eval_sections, with_sets
 from burnish.config.held_out import held_out_advice
 from burnish.config.job import SupervisedJob
+from burnish.config.model import HEAD_NAMES, LoraConfig
 from burnish.config.roles import TrainRole
 from burnish.data.kinds import RewardDataConfig, RewardRows, kind_with_loss
 
@@ -92,6 +93,7 @@ class RewardModelConfig(SupervisedJob):
             centered=bool(self.center_coef),
             weights=self.reward_weights,
         )
+        yield from _head_rules(self.model.lora)
         if self.is_own("huber_delta") and self.loss != "huber":
             yield f"huber_delta={self.huber_delta:g} has no effect without loss=huber; set it"
 
@@ -141,3 +143,19 @@ def reward_data_rules(
             "not have; remove it"
         )
     yield from data.model_rules(held_out, loss, weights)
+
+
+def _head_rules(lora: LoraConfig | None) -> Iterator[str]:
+    """Yield an error for each list of adapters that names the output projection."""
+    if lora is None or lora.path is not None:
+        return
+    for key, names in (
+        ("target_modules", lora.target_modules),
+        ("modules_to_save", lora.modules_to_save),
+    ):
+        for name in names if isinstance(names, tuple) else ():
+            if name in HEAD_NAMES:
+                yield (
+                    f"model.lora.{key} has {name}, but a reward model has its own head, which is "
+                    f"always trained, in place of the output projection; remove {name}"
+                )

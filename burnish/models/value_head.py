@@ -32,6 +32,7 @@ from burnish.models.load import (
     place,
     without_weights,
 )
+from burnish.models.lora_layers import has_adapters
 from burnish.models.paths import check_path
 from burnish.models.scalar_model import (
     ScalarModel,
@@ -111,13 +112,20 @@ def load_scalar_model(  # house: ok properties of the model and of its head
     )
     if pretrained_config is None:  # a GGUF file, or a model made from scratch
         require_scalar(network.config, describe(config))
+    body = network.get_decoder()
+    if has_adapters(network) and not has_adapters(body):
+        raise ModelError(
+            f"{describe(config)}: model.lora gives adapters to the output projection alone, which "
+            "a head replaces; name inner layers in model.lora.target_modules, or use all-linear "
+            "(for a critic: in critic.model.lora)"
+        )
     width = head_width(network)
     score = nn.Linear(width, num_outputs, bias=False)
     std = (width + 1) ** -0.5 if new_head == "random" else 0.0
     generator = torch.Generator().manual_seed(seed)
     nn.init.normal_(score.weight, std=std, generator=generator)
     score = score.to(device=device, dtype=DTYPES[dtype])
-    return ScalarModel(network.get_decoder(), score, network.config)
+    return ScalarModel(body, score, network.config)
 
 
 def _language_model(

@@ -127,6 +127,18 @@ def test_adapters_of_a_critic_depend_only_on_its_seed() -> None:
     assert torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
 
 
+@pytest.mark.parametrize("form", [{"target_modules": ".*lm_head"},
+                                  {"target_modules": ("lm_head",)}], ids=str)  # fmt: skip
+def test_adapters_that_a_head_replaces_are_no_adapters_of_a_scalar_model(form: Any) -> None:
+    scratch = ScratchConfig(hidden_size=32, tie_word_embeddings=False)
+    with pytest.raises(ModelError, match=r"output projection alone"):
+        load_scalar_model(ModelConfig(scratch=scratch, lora=LoraConfig(**form)), new_head="random")
+    more = LoraConfig(target_modules=("lm_head", "q_proj"))
+    model = load_scalar_model(ModelConfig(scratch=scratch, lora=more), new_head="random")
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained and all("q_proj" in name or name == "score.weight" for name in trained)
+
+
 def test_adapters_off_is_the_base_model_and_on_again_afterwards() -> None:
     model, base = adapted(), load_causal_lm(ModelConfig(scratch=ScratchConfig(hidden_size=32)))
     disturb(model)

@@ -9,7 +9,6 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed is an oracle of test
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["BURNISH_TESTS_PROCESS"] = str(os.getpid())  # whatever a test starts inherits it
 
-import gc
 import re
 import subprocess
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import fork_server
+import garbage
 import hypothesis
 import psutil
 import pytest
@@ -45,6 +45,7 @@ os.environ["WANDB_MODE"] = "offline"  # tests of trackers use no network
 os.environ["WANDB_ERROR_REPORTING"] = "false"
 
 torch.set_num_threads(1)
+garbage.keep_frozen()
 
 TINY = ModelConfig(scratch=ScratchConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2))
 LIVELY = ModelConfig(scratch=ScratchConfig(hidden_size=32, tie_word_embeddings=False))
@@ -293,18 +294,13 @@ def _run_together(
 
 @pytest.fixture(scope="module", autouse=True)
 def garbage_collector_skips_what_is_loaded() -> None:
-    """A full collection walks the million objects of torch, transformers and vLLM, 0.6 s each time;
-    several libraries ask for one whenever an engine starts or ends."""
-    gc.collect()
-    gc.freeze()
+    garbage.skip_loaded()
 
 
 @pytest.fixture
 def quick_vllm_starts() -> None:
-    """The same before a test that starts vLLM, which collects garbage five times per start and
-    undoes every freeze at its end."""
-    gc.collect()
-    gc.freeze()
+    """The same for what the last test imported, before a test that starts vLLM."""
+    garbage.skip_loaded()
 
 
 def _is_call_guard(process: psutil.Process) -> bool:

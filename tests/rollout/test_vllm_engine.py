@@ -4,7 +4,6 @@ stale weights that are made on purpose and must be found."""
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import random
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import garbage
 import numpy as np
 import psutil
 import pytest
@@ -81,7 +81,7 @@ def start(config: ModelConfig, **options: Any) -> VllmRolloutEngine:
     """An engine for one test. A process has at most one, so the shared one is closed."""
     while _kept:
         _kept.popitem()[1].close()
-    gc.freeze()  # vLLM collects garbage five times per start and undoes every freeze at its end
+    garbage.skip_loaded()
     dtype = options.pop("dtype", "fp32")
     model = load_causal_lm(config)
     return VllmRolloutEngine(

@@ -262,6 +262,8 @@ def _become(request: dict[str, Any], streams: list[int], unblocked: set[Any]) ->
     import signal
     import traceback
 
+    import garbage
+
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -281,6 +283,7 @@ def _become(request: dict[str, Any], streams: list[int], unblocked: set[Any]) ->
             sys.executable = os.environ[INTERPRETER]
         _apply_offline()
         _reseed()
+        garbage.keep_frozen()
         _run_words(request["words"])
         code = 0
     except SystemExit as end:

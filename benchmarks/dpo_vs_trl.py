@@ -73,7 +73,7 @@ def run_burnish(args: argparse.Namespace) -> None:
     import torch
 
     from burnish.config import PreferenceConfig, load_config
-    from burnish.driver.eval_times import EvalTimes
+    from burnish.driver.base import EvalTimes
     from burnish.jobs.preference import build_preference
     from burnish.steps.supervised import SupervisedLoop
 

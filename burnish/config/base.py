@@ -5,6 +5,7 @@ jobs, arithmetic, load; then schema, overrides, explain and docs, which inspect 
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
@@ -193,3 +194,10 @@ def _nodes_below(value: Any, path: str) -> Iterator[tuple[str, Node]]:
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from _nodes_below(item, f"{path}.{key}")
+
+
+def module_of(config: Node, name: str) -> Any:
+    """Return the module ``name`` in the folder of the class of ``config``, imported now. Configs
+    import neither torch nor the code of their kind."""
+    folder = type(config).__module__.rpartition(".")[0]
+    return importlib.import_module(f"{folder}.{name}")

@@ -29,9 +29,7 @@ from burnish.config.length import step_rules
 from burnish.config.model import ReferenceConfig, lora_advice, random_reference_advice
 from burnish.config.off_policy import max_kept_ids, off_policy_advice, off_policy_rules
 from burnish.config.passes import passes_lines, total_rows
-from burnish.config.ptx import PtxConfig, ptx_rules
 from burnish.config.reference_sync import reference_sync_advice, reference_sync_rules
-from burnish.config.reward_advantages import each_reward_rules, running_norm_advice
 from burnish.config.rewards import (
     RESERVED_NAMES,
     FailurePolicy,
@@ -39,7 +37,9 @@ from burnish.config.rewards import (
     RewardConfig,
     Scoring,
     ShapingConfig,
+    each_reward_rules,
     reward_names,
+    running_norm_advice,
     weigh_nothing,
 )
 from burnish.config.roles import (
@@ -57,7 +57,7 @@ from burnish.config.roles import (
 from burnish.config.rollout import EvalConfig, RolloutConfig, eval_advice
 from burnish.config.sync import LinkSync, SyncConfig, sync_rules
 from burnish.config.teacher import TeacherConfig, without_rewards
-from burnish.config.train import CriticConfig, RLTrainConfig, critic_rules
+from burnish.config.train import CriticConfig, PtxConfig, RLTrainConfig, critic_rules, ptx_rules
 from burnish.data.prompts.config import PromptDataConfig
 
 

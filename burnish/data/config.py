@@ -9,7 +9,8 @@ A kind is a folder. ``config.py``: a subclass of :class:`DataConfig`. ``encode.p
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
@@ -28,9 +29,34 @@ from burnish.config.forms import (
     Reading,
     form_of,
 )
-from burnish.config.overlong import Overlong, overlong_rules, shortenings
 from burnish.config.sources import SourceConfig
 from burnish.config.split_files import FilesError
+
+Overlong = Literal["error", "truncate_left", "truncate_right", "drop"]
+
+
+def shortenings(*, can_lose_start: bool, can_lose_end: bool) -> tuple[Overlong, ...]:
+    """Return the settings that handle a row over the limit without an error. ``can_lose_start``:
+    rows without their first tokens can be used; ``can_lose_end``: those without their last ones."""
+    starts: tuple[Overlong, ...] = ("truncate_left",) if can_lose_start else ()
+    ends: tuple[Overlong, ...] = ("truncate_right",) if can_lose_end else ()
+    return (*starts, *ends, "drop")
+
+
+def overlong_rules(overlong: Overlong, accepted: Sequence[Overlong]) -> Iterator[str]:
+    """Yield an error if rows would lose a side that they need. ``accepted``: :func:`shortenings` of
+    the data."""
+    if overlong == "error" or overlong in accepted:
+        return
+    lost = {
+        "truncate_right": "remove the end of a prompt or the labeled end of a row",
+        "truncate_left": "use prompts that differ from those in the output",
+    }
+    yield (
+        f"overlong={overlong} would {lost[overlong]}; use {' or '.join(accepted)}, or raise the "
+        "length limit"
+    )
+
 
 warnings.filterwarnings(  # DataConfig.validate hides a method that pydantic has deprecated
     "ignore", message='Field name "validate" in "DataConfig" shadows', category=UserWarning
@@ -242,3 +268,42 @@ class DataConfig(Node):
 def _mapped(reading: Reading) -> str:
     num = len(reading.columns)
     return f"{num} column{'s' * (num > 1)} mapped ({', '.join(reading.columns)})"
+
+
+class RewardData(ABC):
+    """Facts of a kind of rows from which a reward model learns (job ``rm``). Its losses are in
+    ``jobs/reward_model.py``."""
+
+    losses: ClassVar[tuple[str, ...]]
+    """Values of ``loss``; the first is the default."""
+    rows_per_unit: ClassVar[int] = 1
+    """Rows of one item: 2 for a pair."""
+    weighs_outputs: ClassVar[bool] = False
+    """True if the reward is a weighted sum of the model's outputs."""
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Names of the model's outputs. Empty: one output without a name, or unknown."""
+        return ()
+
+    @property
+    def default_weights(self) -> tuple[float, ...] | None:
+        """Weights of the outputs if the recipe has none. None: it needs them."""
+        return None
+
+    @abstractmethod
+    def metrics(self, *, weighted: bool) -> Iterable[str]:
+        """Return the names after ``eval/`` of the metrics of an evaluation. ``weighted``: the
+        weights of the outputs are known."""
+
+    def loss_problem(self, loss: str) -> str | None:
+        """Return why ``loss``, which is none of ``losses``, cannot be used; None for the sentence
+        that names the kind of its rows."""
+        return None
+
+    def model_rules(
+        self, held_out: Mapping[str, Any], loss: str | None, weights: Mapping[str, float] | None
+    ) -> Iterator[str]:
+        """Yield an error for each setting of the model that does not fit the rows. ``held_out``:
+        evaluation sections of the same kind by their place in the recipe."""
+        yield from ()

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.kinds import module_of
+from burnish.config.base import module_of
 from burnish.data.config import DataConfig
 from burnish.data.encoded import Encoder
 from burnish.data.sources import Source

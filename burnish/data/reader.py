@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Generic, TypeVar
 
-from burnish.config.kinds import module_of
+from burnish.config.base import module_of
 from burnish.data.base import Row
 from burnish.data.config import DataConfig
 from burnish.data.rows import column, content_column, prompt_column

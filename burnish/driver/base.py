@@ -2,13 +2,16 @@
 
 A job is one config file, one job file with its ``JOB``, and one line of ``config/registry.py``.
 Training jobs build a :class:`Loop`, which ``trainer.Trainer`` runs. ``generate`` and ``score`` use
-``rows_run.RowsRun``; ``evaluate`` has its own driver.
+``rows_run.RowsRun``; ``evaluate`` has its own driver. Drivers share the signals that stop a run,
+and loops the steps of evaluations and the save of engines.
 """
 
 from __future__ import annotations
 
 import gc
 import random
+import signal
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,7 +27,6 @@ from burnish.checkpoint.save import PendingSave
 from burnish.config import JobConfig
 from burnish.config.placement import PlacementGroupSpec, placement_groups
 from burnish.distributed.process_group import SINGLE
-from burnish.driver.eval_times import EvalTimes
 from burnish.driver.memory_monitor import MemoryMonitor
 from burnish.observe.metrics import MetricsLog
 from burnish.observe.progress import close_logging, setup_logging
@@ -32,6 +34,7 @@ from burnish.observe.public_recipe import recipe_secrets
 from burnish.observe.timeline import Timeline
 from burnish.observe.trackers import open_trackers
 from burnish.runtime.base import Runtime
+from burnish.train.base import TrainEngine
 
 Metrics = dict[str, float]
 Functions = Mapping[str, Callable[..., Any]]
@@ -231,3 +234,74 @@ def rare_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+@dataclass(frozen=True)
+class EvalTimes:
+    """Steps after which a run evaluates, in addition to the last step."""
+
+    every_n_steps: int = 0
+    """0: not by steps."""
+    delay_steps: int = 0
+    """No evaluation before this step; above 0 also none at step 0."""
+    rows_per_period: int = 0
+    """Rows between evaluations, for those by epochs. 0: not by epochs."""
+    rows_per_step: int = 1
+
+    def due(self, step: int) -> bool:
+        """Return whether an evaluation follows ``step``; 0 is the start of the run.
+
+        By epochs, it follows the step that draws the last row of a period.
+
+        >>> by_epoch = EvalTimes(rows_per_period=10, rows_per_step=4)
+        >>> [step for step in range(9) if by_epoch.due(step)]
+        [0, 3, 5, 8]
+        """
+        if step < self.delay_steps:
+            return False
+        if step == 0:
+            return True
+        if self.every_n_steps and step % self.every_n_steps == 0:
+            return True
+        rows, period = self.rows_per_step, self.rows_per_period
+        return bool(period) and step * rows // period > (step - 1) * rows // period
+
+
+def save_engines(
+    engines: Mapping[Path, TrainEngine], *, in_background: bool
+) -> Sequence[PendingSave]:
+    """Save each engine into its folder. If ``in_background`` is set, the returned saves may still
+    be running; otherwise the result is empty."""
+    if in_background:
+        return [engine.save_async(folder) for folder, engine in engines.items()]
+    for folder, engine in engines.items():
+        engine.save(folder)
+    return []
+
+
+class StopSignals:
+    """Context manager that stores the first signal in ``asked``. A second signal raises
+    KeyboardInterrupt. Handlers are installed only in the main thread."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """``say`` is called with the name of the first signal when it arrives."""
+        self.asked: int | None = None
+        self._say = say
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        if self.asked is not None:
+            raise KeyboardInterrupt
+        self.asked = number
+        self._say(signal.Signals(number).name)

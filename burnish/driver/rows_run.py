@@ -26,20 +26,20 @@ from burnish.driver.base import (
     Driver,
     Job,
     Metrics,
+    StopSignals,
     rare_garbage_collection,
     seed_everything,
 )
 from burnish.driver.errors import Interrupted, RunError
 from burnish.driver.memory_monitor import OOM_FILE, MemoryMonitor
 from burnish.driver.output_shards import OutputShards
-from burnish.driver.signals import StopSignals
 from burnish.models.digest import weights_digest
 from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import read_metrics
 from burnish.observe.progress import ProgressDisplay
 from burnish.observe.public_recipe import saved_settings, write_recipe
 from burnish.observe.samples import drop_samples_after, write_samples
-from burnish.rewards.errors import RewardError
+from burnish.rewards.interface import RewardError
 from burnish.types import Group
 
 log = logging.getLogger("burnish")

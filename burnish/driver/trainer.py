@@ -18,13 +18,12 @@ from burnish.checkpoint import CheckpointError
 from burnish.config.changes import changed_settings
 from burnish.config.job import TrainingJob
 from burnish.data.sources import DataError
-from burnish.driver.base import Driver, Loop, Metrics, rare_garbage_collection
+from burnish.driver.base import Driver, Loop, Metrics, StopSignals, rare_garbage_collection
 from burnish.driver.checkpointing import Checkpointing, PreStepState, RunPosition
 from burnish.driver.early_stopping import StopCounters
 from burnish.driver.errors import Interrupted, RunError, StoppedError
 from burnish.driver.memory_monitor import OOM_FILE, MemoryMonitor
 from burnish.driver.records import drop_records_after
-from burnish.driver.signals import StopSignals
 from burnish.observe.files import write_text
 from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import read_metrics

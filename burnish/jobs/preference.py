@@ -5,7 +5,7 @@ reference point."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,8 @@ from burnish.algorithms.pair_ratios import (
 )
 from burnish.algorithms.preference import mismatched_kl
 from burnish.algorithms.reduce import sum_by_row
+from burnish.checkpoint.save import CheckpointStore
+from burnish.checkpoint.state import load_state
 from burnish.config import PreferenceConfig
 from burnish.config.preference_losses import PreferenceLossConfig
 from burnish.data.batches import BatchStream, load_batch
@@ -35,7 +37,6 @@ from burnish.observe.timeline import timed
 from burnish.preflight.positions import eval_place, held_out_sets, within_positions
 from burnish.preflight.usable import usable_rows
 from burnish.runtime.base import Runtime
-from burnish.steps.kto_batches import KtoBatches, newest_checkpoint
 from burnish.steps.moving_reference import moving_reference
 from burnish.steps.no_signal import NoSignalMonitor, label_signal, pair_signal
 from burnish.steps.objectives import with_expert_balance
@@ -374,3 +375,44 @@ def _preference_engines(
 
 
 JOB = SupervisedTraining(PreferenceConfig, build_preference)
+
+
+@dataclass(frozen=True)
+class KtoBatches:
+    """Batches that a KTO run passes through its reference model: those of its remaining steps, and
+    the mismatched rows of each, from which the KL is estimated.
+
+    The order of the data depends only on the seed and on the position in the stream, so the rows of
+    all later steps are known before the first one. Each iteration reads the data again."""
+
+    open_stream: Callable[[], BatchStream]
+    """Return a new stream of single responses of the training data, at its beginning."""
+    batch_size_at: Callable[[int], int]
+    """Return the number of rows of an optimizer step; the first step is 1."""
+    total_steps: int
+    max_len: int
+    """Length limit of the training data."""
+    held_out: Sequence[tuple[Batch, int]] = ()
+    """Batches that are also measured, each with the length limit of its data."""
+    checkpoint: Path | None = None
+    """Checkpoint from which the run continues. None: from the first step."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch, max_len in self.held_out:
+            yield batch
+            yield mismatched_pairs(batch, max_len=max_len)
+        stream, done = self.open_stream(), 0
+        if self.checkpoint is not None:
+            stream.load_state_dict(load_state(self.checkpoint, "data"))
+            done = load_state(self.checkpoint, "session")["step"]
+        for step in range(done + 1, self.total_steps + 1):
+            batch = stream.next(self.batch_size_at(step))
+            yield batch
+            yield mismatched_pairs(batch, max_len=self.max_len)
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """Return the checkpoint from which the run in ``run_dir`` would continue; None if there is
+    none."""
+    store = CheckpointStore(run_dir / "checkpoints", keep_last=1, best_mode="max")
+    return store.latest(resumable=True)

@@ -16,9 +16,8 @@ from burnish.config.off_policy import records_sampling_mask
 from burnish.config.train import CriticConfig
 from burnish.data.batches import BatchStream
 from burnish.data.prompts.encode import PromptStream
-from burnish.driver.base import Functions, Job, Loop, Metrics, Usable, seed_everything
+from burnish.driver.base import EvalTimes, Functions, Job, Loop, Metrics, Usable, seed_everything
 from burnish.driver.errors import RunError
-from burnish.driver.eval_times import EvalTimes
 from burnish.driver.memory_monitor import MemoryMonitor
 from burnish.driver.records import Recorder
 from burnish.driver.trainer import Trainer
@@ -42,7 +41,6 @@ from burnish.jobs.evaluate import (
 )
 from burnish.observe.samples import write_samples
 from burnish.observe.timeline import SAMPLER, SCORING, Timeline, timed
-from burnish.preflight.first_weights import check_first_weights
 from burnish.preflight.positions import within_positions
 from burnish.preflight.sampling import vocab_size_of
 from burnish.preflight.usable import count_prompts, usable_prompts
@@ -51,10 +49,11 @@ from burnish.rollout.asynchronous.evaluation_lane import ServiceEngine
 from burnish.rollout.asynchronous.schedule import Limits
 from burnish.rollout.asynchronous.service import RolloutService
 from burnish.rollout.asynchronous.source import AsyncOptions, AsyncSource
-from burnish.rollout.base import RolloutEngine
+from burnish.rollout.base import RolloutEngine, Sampling
 from burnish.rollout.make import wait_for_engine
 from burnish.rollout.runner import GroupFilter, Runner
 from burnish.rollout.source import RolloutSource, SyncSource
+from burnish.rollout.weight_probe import NUM_SAMPLES, check_logprobs, probe_requests
 from burnish.runtime.base import Runtime
 from burnish.steps.moving_reference import moving_reference
 from burnish.steps.no_signal import NoSignalMonitor, warn_without_labels
@@ -64,6 +63,7 @@ from burnish.steps.rl import RL, RLState, rl_step
 from burnish.steps.teacher import Teacher, make_teacher
 from burnish.train.base import FrozenBase, HasLogprobs, Loss, TrainEngine
 from burnish.train.spec import EngineSpec
+from burnish.types import rows_to_batch
 
 log = logging.getLogger("burnish")
 
@@ -397,3 +397,34 @@ class RLJob(Job[RLConfig, Loop]):
 
 
 JOB = RLJob()
+
+
+def check_first_weights(
+    config: RLConfig, engine: RolloutEngine, policy: TrainEngine, runtime: Runtime
+) -> None:
+    """Raise StaleWeightsError if the log-probs of ``engine``, which has the weights of ``policy``,
+    are not those of ``policy``. The local engine computes with transformers and is not checked."""
+    rollout = config.rollout
+    if rollout.engine.uses_transformers:
+        return
+    size = min(len(runtime.tokenizer), vocab_size_of(config.model) or len(runtime.tokenizer))
+    limit = engine.max_len or config.data.prompt_max_len + config.row_lengths.rest
+    ranks = config.cluster.ranks("policy") or 1
+    requests = probe_requests(size, max_len=limit, num_samples=max(NUM_SAMPLES, ranks))
+    sampling = Sampling(requests[0].max_tokens or 1, rollout.temperature)
+    by_request = {c.request_id: c for c in engine.generate(requests, sampling)}
+    completions = [by_request[request.request_id] for request in requests]
+    if rollout.engine.sleeps:
+        engine.sleep()
+    length = len(requests[0].prompt_ids)
+    rows = [[*r.prompt_ids, *c.token_ids] for r, c in zip(requests, completions, strict=True)]
+    masks = [[i >= length for i in range(len(row))] for row in rows]
+    batch = rows_to_batch(rows, masks, prompt_lens=[length] * len(rows))
+    logprobs = policy.logprobs(batch)[batch.action_mask]
+    expected = logprobs.split([len(c.token_ids) for c in completions])
+    check_logprobs(
+        completions,
+        expected,
+        temperature=rollout.temperature,
+        dtypes=(config.precision.dtype, config.precision.sampler_dtype),
+    )

@@ -2,7 +2,7 @@
 network access.
 
 Reading order: :func:`build_report`, then report_catalog.py (which metrics are in which figure),
-report_figures.py (curves and the time split), report_memory.py, report_samples.py (the table's
+report_figures.py (curves and the time split), :func:`memory_table`, report_samples.py (the table's
 data), report.html.j2 with report.css and report.js. All text from models and data rows is embedded
 as JSON and displayed through ``textContent``. In addition, the page's content security policy
 blocks all requests and only runs scripts with a nonce, which data cannot predict.
@@ -10,8 +10,11 @@ blocks all requests and only runs scripts with a nonce, which data cannot predic
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import secrets
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -28,7 +31,7 @@ from burnish.errors import BurnishError
 from burnish.observe.errors import SavedRecipeError
 from burnish.observe.files import write_text
 from burnish.observe.metrics import METRICS_FILE, read_metrics
-from burnish.observe.progress import format_duration
+from burnish.observe.progress import LOG_FILE, format_duration
 from burnish.observe.public_recipe import public_yaml, read_recipe
 from burnish.observe.report_catalog import MORE, OMITTED_IF_ZERO, arrange
 from burnish.observe.report_figures import (
@@ -40,9 +43,8 @@ from burnish.observe.report_figures import (
     thin,
     time_splits,
 )
-from burnish.observe.report_memory import memory_table
 from burnish.observe.report_samples import embed_samples
-from burnish.observe.run_warnings import read_warnings
+from burnish.small_files import read_small
 
 REPORT_FILE = "report.html"
 CONFIG_FILE = "config.yaml"
@@ -341,3 +343,106 @@ def _with_nonce(fragment: str, nonce: str) -> str:
 
 def _asset(name: str) -> str:
     return resources.files("burnish.observe").joinpath(name).read_text(encoding="utf-8")
+
+
+MEMORY_JSON = "memory.json"
+"""File of the run with the bytes of every process and phase."""
+
+
+@dataclass(frozen=True)
+class MemoryTable:
+    """The memory table of the page."""
+
+    heads: tuple[str, ...]
+    """Headings of the number columns."""
+    rows: tuple[tuple[str, str, tuple[str, ...]], ...]
+    """(process, phase, numbers)."""
+    note: str
+
+
+def memory_table(run_dir: Path) -> MemoryTable | None:
+    """Return the table of a run; None if nothing was measured or the file cannot be read."""
+    file = run_dir / MEMORY_JSON
+    if not file.is_file():  # (a pipe would be waited for)
+        return None
+    try:
+        tree = json.loads(read_small(file))
+        lines = list(tree["lines"])
+        on_gpu = any(line["allocated"] is not None for line in lines)
+        columns = _GPU if on_gpu else _CPU
+        rows = tuple(
+            (_process(line), str(line["phase"]), tuple(_cell(line, c) for c in columns.values()))
+            for line in lines
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    note = "Maximum over all ranks."
+    if on_gpu:
+        note += " Planned: tensors. Allocated and reserved: peaks of torch's allocator."
+    return MemoryTable(tuple(columns), rows, note) if rows else None
+
+
+_GPU: Mapping[str, str | tuple[str, str]] = {
+    "Planned": "planned",
+    "Allocated": "allocated",
+    "Planned / allocated": ("planned", "allocated"),
+    "Reserved": "reserved",
+    "Host, planned": "host_planned",
+    "Host": "host",
+}
+_CPU: Mapping[str, str | tuple[str, str]] = {
+    "Planned": "host_planned",
+    "Measured": "host",
+    "Planned / measured": ("host_planned", "host"),
+}
+
+
+def _process(line: Mapping[str, Any]) -> str:
+    ranks = len(line["ranks"])
+    name = "this process" if line["role"] == "all" else str(line["role"])
+    return f"{name}, {ranks} ranks" if ranks > 1 else name
+
+
+def _cell(line: Mapping[str, Any], column: str | tuple[str, str]) -> str:
+    if isinstance(column, tuple):
+        above, below = (line[name] for name in column)
+        return f"{above / below:.2f}" if above and below else ""
+    value = line[column]
+    return "" if value is None else f"{value / 1e9:,.2f} GB"
+
+
+MAX_WARNINGS = 50
+"""Different warnings that a report shows."""
+_MAX_CHARS = 2000
+_LARGEST = 1 << 30
+"""Bytes of a log of any run; one line of a larger one may exhaust the memory."""
+_RECORD = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ([A-Z]+) +")
+"""Beginning of a record in run.log. Lines without it continue the record above."""
+
+
+def read_warnings(run_dir: Path) -> list[tuple[str, int]]:
+    """Return (text, number of times) of each different warning and error of a run, in the order of
+    the first. Empty if the run has no log."""
+    path = run_dir / LOG_FILE
+    if not path.is_file():
+        return []
+    if (size := path.stat().st_size) > _LARGEST:
+        return [(f"{LOG_FILE} has {size} bytes, so its warnings are omitted", 1)]
+    counts: Counter[str] = Counter()
+    lines: list[str] = []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if begin := _RECORD.match(line):
+                _count("".join(lines), counts)
+                important = begin[1] in ("WARNING", "ERROR", "CRITICAL")
+                lines = [line[begin.end() :]] if important else []
+            elif lines and len(lines) < MAX_WARNINGS:
+                lines.append(line)
+    _count("".join(lines), counts)
+    return list(counts.items())
+
+
+def _count(text: str, counts: Counter[str]) -> None:
+    text = text.strip()[:_MAX_CHARS]
+    if text and (text in counts or len(counts) < MAX_WARNINGS):
+        counts[text] += 1

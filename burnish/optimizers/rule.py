@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burnish.config.kinds import module_of
+from burnish.config.base import module_of
 from burnish.config.train import TrainConfig
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.distributed.tensor_parallel import TensorParallelPlan

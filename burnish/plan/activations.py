@@ -29,19 +29,66 @@ from burnish.config.model import Dtype, LoraConfig, PrecisionConfig
 from burnish.config.train import TrainConfig
 from burnish.errors import BurnishError
 from burnish.messages import library_text
+from burnish.models.attention import PackedPlan, plan_segments
 from burnish.models.auto_class import language_model_class
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES, choose_attention
-from burnish.models.logprobs import Head, token_logprobs
+from burnish.models.logprobs import CHUNK_TOKENS, Head, token_logprobs
 from burnish.models.lora import add_adapters
 from burnish.models.lora_layers import with_dropout
 from burnish.models.scalar_model import ScalarModel, head_width
+from burnish.models.sdpa import Kernels
 from burnish.models.units import layers_of
-from burnish.plan.passes import Pass, fake_plan
 from burnish.plan.shapes import ModelShape
 from burnish.plan.tracking import LiveBytes
 from burnish.train.forward import enable_checkpointing
 from burnish.train.optim import Optimizer
+from burnish.train.row_layout import Layout, RowSize, count_tokens, place_rows, segments_of
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One micro-batch through one model, with the options of its computation."""
+
+    rows: tuple[RowSize, ...]
+    layout: Layout = "packed"
+    dtype: Dtype = "fp32"
+    train: bool = True
+    """False: no gradient (log-probs, values)."""
+    accumulates: bool = False
+    """True if gradients of an earlier micro-batch exist."""
+    checkpointing: bool = False
+    with_entropy: bool = False
+    kept_ids: int = 0
+    """Ids per token over which log-probs are computed. 0: all."""
+    chunk_tokens: int = CHUNK_TOKENS["cpu"]
+    grad_accum_dtype: Dtype = "fp32"
+    lora: LoraConfig | None = None
+    states: bool = False
+    """True if the pass returns hidden states and runs no head."""
+    kernels: Kernels | None = None
+    """Attention kernels of the GPU. None: the pass runs on a CPU."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of computed tokens, including padding."""
+        return count_tokens(self.rows, self.layout)
+
+    @property
+    def actions(self) -> int:
+        """Number of tokens with a log-prob."""
+        return sum(r.length - max(r.prompt, 1) for r in self.rows)
+
+
+def fake_plan(work: Pass) -> PackedPlan | None:
+    """Return the attention plan of a pass; None for padded rows. Call it inside a
+    FakeTensorMode."""
+    if work.layout == "padded":
+        return None
+    positions = torch.zeros(work.tokens, dtype=torch.int64)
+    plan = plan_segments(segments_of(place_rows(work.rows, work.layout)), positions)
+    return replace(plan, kernels=work.kernels)
+
 
 log = logging.getLogger("burnish")
 

@@ -14,14 +14,15 @@ from dataclasses import replace
 from burnish.config.arithmetic import batch_table
 from burnish.config.job import JobConfig
 from burnish.config.placement import PlacementGroupSpec, placement_groups, total_text
-from burnish.config.roles import JobSpec
+from burnish.config.roles import JobSpec, RolloutRole
 from burnish.plan.hardware import Hardware
 from burnish.plan.memory_plan import PHASES, Peak, Plan, Row
 from burnish.plan.model_state import Item, total
 from burnish.plan.offload import HOW, together, without_offload
-from burnish.plan.role_base import RoleMemory, resolve_model
-from burnish.plan.roles import roles_memory
+from burnish.plan.role_base import Context, Items, RoleMemory, resolve_model
+from burnish.plan.rollout_role import rollout_role
 from burnish.plan.shapes import PlanError
+from burnish.plan.train_role import train_role
 
 log = logging.getLogger("burnish")
 
@@ -386,3 +387,32 @@ def _unknown_models(job: JobSpec) -> Iterable[str]:
                     f"the config of the {name} {model.path} is not on this machine: its size is "
                     "assumed to be the policy's"
                 )
+
+
+def roles_memory(
+    job: JobSpec, hardware: Hardware, assume: frozenset[str] = frozenset()
+) -> list[RoleMemory]:
+    """Return the memory of every role of the job."""
+    context = Context(job, hardware, assume)
+    memories: list[RoleMemory] = []
+    for role in job.roles:
+        if isinstance(role, RolloutRole):
+            memory = rollout_role(context, role)
+        else:
+            memory = train_role(context, role)
+        if job.inline and memories:  # one process, whose overhead is already counted
+            memory = replace(
+                memory, resident={p: _no_process(i) for p, i in memory.resident.items()}
+            )
+            if memory.offloaded is not None:
+                offloaded = {p: _no_process(i) for p, i in memory.offloaded.items()}
+                memory = replace(memory, offloaded=offloaded)
+        memories.append(memory)
+    return memories
+
+
+_PROCESS = ("CUDA context", "a Python process", "NCCL")
+
+
+def _no_process(items: Items) -> Items:
+    return tuple(i for i in items if i.name != "overhead" or not i.how.startswith(_PROCESS))

@@ -11,10 +11,9 @@ from burnish.config.train import TrainConfig
 from burnish.models.load import ModelError, require_support
 from burnish.models.support import row_limit, runs_own_code
 from burnish.plan import model_state
-from burnish.plan.activations import Peaks, TraceError, key_of, measure
+from burnish.plan.activations import Pass, Peaks, TraceError, key_of, measure
 from burnish.plan.hardware import Hardware
 from burnish.plan.model_state import SIZES, EngineSetup, Item
-from burnish.plan.passes import Pass
 from burnish.plan.shapes import AdapterError, ModelShape, PlanError, shape_of
 from burnish.train.row_layout import RowSize
 

@@ -7,16 +7,14 @@ tries."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from burnish.config.base import module_of
 from burnish.config.job import JobConfig
-from burnish.config.kinds import module_of
+from burnish.config.model import Dtype
 from burnish.config.roles import JobSpec, RolloutRole
 from burnish.plan.engine_profile import Suggestion
 from burnish.plan.hardware import Hardware
-from burnish.plan.kv_cache import (
-    Demand,
-)
 from burnish.plan.model_state import SIZES, EngineSetup, Item
 from burnish.plan.role_base import (
     Context,
@@ -125,3 +123,26 @@ def file_bytes(role: RolloutRole, shape: ModelShape) -> float:
     """Return the maximum size of a file of weights."""
     largest = max(weight.numel for unit in shape.units for weight in unit.base)
     return float(largest * SIZES[role.dtype] + FILE_BYTES)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Load of a rollout engine."""
+
+    sequences: int
+    """Number of responses of one generate call."""
+    prompt: int
+    """Longest prompt, in tokens."""
+    new_tokens: int
+    """Longest response, in tokens."""
+
+    @property
+    def longest(self) -> int:
+        """Longest prompt with its response, in tokens."""
+        return self.prompt + self.new_tokens
+
+
+def bytes_per_token(shape: ModelShape, dtype: Dtype) -> int:
+    """Return the bytes of keys and values of one token in all layers; 0 for models without
+    attention, whose state does not grow."""
+    return 2 * len(shape.layers) * shape.kv_heads * shape.head_dim * SIZES[dtype]

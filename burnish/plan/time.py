@@ -18,12 +18,11 @@ from burnish.config.roles import JobSpec, RolloutRole, RowLengths, TrainRole
 from burnish.config.sync import SyncConfig
 from burnish.plan.engine_profile import TrainEngineProfile, profile_of
 from burnish.plan.hardware import Hardware
-from burnish.plan.kv_cache import bytes_per_token
 from burnish.plan.model_state import SIZES, EngineSetup, total
 from burnish.plan.optimizer_state import step_work
 from burnish.plan.overlap import Overlap, Sides, overlap, seconds_text
 from burnish.plan.role_base import positions
-from burnish.plan.rollout_role import responses_at_once, rows_at_once
+from burnish.plan.rollout_role import bytes_per_token, responses_at_once, rows_at_once
 from burnish.plan.shapes import ModelShape, matrix_flops, shape_of
 from burnish.plan.train_role import setup_of
 

@@ -1,25 +1,30 @@
 """Memory of a role that trains or scores, on one rank: policy, reference, teacher, critic, reward
-model."""
+model, with the teacher's output projection in distillation, and with tensor-parallel parts."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
+
+import torch
 
 from burnish.config.arithmetic import BatchPlan
-from burnish.config.model import ModelConfig
+from burnish.config.model import LoraConfig, ModelConfig
 from burnish.config.offload import PHASE_OF
 from burnish.config.roles import JobSpec, TrainRole
+from burnish.models.auto_class import language_model_class
+from burnish.models.load import ModelError
 from burnish.models.logprobs import chunk_tokens
+from burnish.models.tensor_parallel import check_head_counts, shard_dims
 from burnish.plan import model_state
-from burnish.plan.activations import Peaks
-from burnish.plan.distill import teacher_head, with_teacher
+from burnish.plan.activations import Pass, Peaks
 from burnish.plan.engine_profile import TrainEngineProfile, profile_of
 from burnish.plan.memory_plan import PHASES
-from burnish.plan.model_state import EngineSetup, Item
+from burnish.plan.model_state import SIZES, EngineSetup, Item
 from burnish.plan.offload import with_offload
 from burnish.plan.optimizer_state import checkpoint_bytes
-from burnish.plan.passes import Pass
 from burnish.plan.role_base import (
     Context,
     Items,
@@ -32,8 +37,7 @@ from burnish.plan.role_base import (
     with_fragmentation,
     with_layout,
 )
-from burnish.plan.shapes import shape_of
-from burnish.plan.tensor_parallel import rank_shape
+from burnish.plan.shapes import ModelShape, PlanError, shape_from_config, shape_of
 from burnish.train.row_layout import Layout, RowSize, by_tokens, count_tokens
 
 
@@ -275,3 +279,92 @@ def _object_store(context: Context, setup: EngineSetup) -> dict[str, Items]:
         formula = f"staged weights, two versions of {size / 1e9:.3g} GB in Ray's object store"
         item = Item("parameters", 2 * size, formula, "host")
     return {phase: (item,) for phase in PHASES if phase != "load"}
+
+
+MORE_BUFFERS = {"forward_kl": 3, "reverse_kl": 3, "jsd": 4}
+"""Number of [chunk, vocab] fp32 buffers at the head's peak, in addition to those of plain
+log-probs. Counted in ``models/distill.py`` (``tests/models/test_distilled_logprobs.py``)."""
+
+
+def _sizes(teacher: ModelConfig, role: TrainRole) -> tuple[int, int]:
+    """Return (vocabulary, width) of the teacher's output projection."""
+    shape = shape_of(resolve_model(teacher, role.model))
+    return shape.vocab_size, shape.hidden_size
+
+
+def teacher_head(role: TrainRole) -> Items:
+    """Return the resident memory of the teacher's output projection; empty in other jobs."""
+    target = role.distillation
+    if target is None:
+        return ()
+    rows, width = _sizes(target.model, role)
+    size = SIZES[target.dtype]
+    formula = f"the teacher's output projection: {rows} x {width} x {size} B"
+    return (Item("parameters", float(rows * width * size), formula),)
+
+
+def with_teacher(role: TrainRole, peaks: Peaks, work: Pass) -> Peaks:
+    """Return the peaks of a student's pass, computed from those of the same pass without a
+    teacher."""
+    target = role.distillation
+    if target is None or not work.train:
+        return peaks
+    vocabulary, width = _sizes(target.model, role)
+    rows = min(work.chunk_tokens, work.actions)
+    more = MORE_BUFFERS[target.divergence] * 4.0 * rows * vocabulary
+    states = float(sum(r.length for r in work.rows) * width * SIZES[target.dtype])
+    extra = {stage: states + (more if stage in ("forward", "head") else 0) for stage in peaks.total}
+    return replace(
+        peaks,
+        total={stage: peak + extra[stage] for stage, peak in peaks.total.items()},
+        other={stage: peak + extra[stage] for stage, peak in peaks.other.items()},
+        output=peaks.output + more,
+    )
+
+
+SHARED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+"""Config fields that are divided by the number of ranks."""
+EXPERT_WIDTH = "moe_intermediate_size"
+"""The same, in the configs of mixtures that have it (others have experts of intermediate_size)."""
+
+
+def rank_shape(shape: ModelShape, parts: int, lora: LoraConfig | None) -> ModelShape | None:
+    """Return the shape of the model on each of ``parts`` ranks, as a model with a smaller config;
+    None if no config describes it.
+
+    A layer with a share of the heads and of the inner width is equal to a layer of a smaller
+    config, and is counted and traced like any other. A model whose part has another number of
+    parameters than ``models/tensor_parallel.py`` shards has no such config.
+
+    Raises PlanError if the model cannot be sharded among ``parts`` ranks."""
+    if parts == 1:
+        return shape
+    config = copy.deepcopy(shape.config)
+    text = config.get_text_config()
+    try:
+        check_head_counts(config, parts)
+        expected = _entries(shape, parts)
+    except ModelError as error:
+        raise PlanError(str(error)) from error
+    text.head_dim = shape.head_dim  # otherwise derived from the smaller number of heads
+    values = text.to_dict()
+    for name in (*SHARED, *([EXPERT_WIDTH] if EXPERT_WIDTH in values else [])):
+        value = values.get(name)
+        if value is None or value % parts:
+            return None
+        setattr(text, name, value // parts)
+    part = shape_from_config(
+        config, shape.name, shape.source, scalar=shape.scalar, outputs=shape.outputs, lora=lora
+    )
+    return part if part.parameters == expected else None
+
+
+def _entries(shape: ModelShape, parts: int) -> int:
+    """Return the number of entries on one rank, from the sharding plan of the model's layers."""
+    with torch.device("meta"):
+        network = language_model_class(shape.config).from_config(shape.config)
+        body: Any = network.get_decoder()
+    dims = shard_dims(body)
+    sizes = {name: parameter.numel() for name, parameter in body.named_parameters()}
+    less = sum(sizes[name] - sizes[name] // parts for name, dim in dims.items() if dim is not None)
+    return shape.parameters - less

@@ -24,6 +24,7 @@ from burnish.data.config import DataConfig
 from burnish.data.encoders import encoder_of
 from burnish.data.files import content_digest
 from burnish.data.forms import open_rows
+from burnish.data.reader import reader_of
 from burnish.data.sources import DataError, Source
 from burnish.data.stream import RowRef
 from burnish.data.streamed import StreamedRows, num_first
@@ -33,7 +34,6 @@ from burnish.models.load import load_tokenizer
 from burnish.preflight.positions import within_positions
 from burnish.preflight.row_scan import ERRORS, Found, Section, Span, quiet, scan
 from burnish.preflight.sampling import sampling_problems
-from burnish.preflight.shared_prompts import num_shared_prompts
 from burnish.rewards.base import RewardError, RewardSet
 from burnish.rewards.build import build_rewards
 from burnish.rewards.labels import label_readers
@@ -422,3 +422,30 @@ def _one_prompt(config: JobConfig) -> Prompt | None:
             continue
         return item if isinstance(item, Prompt) else item.group.prompt
     return None
+
+
+def num_shared_prompts(config: DataConfig, *, limit: int | None = None) -> int:
+    """Return the number of held-out rows of ``config`` whose prompt is also that of a training row.
+
+    ``limit``: the most training rows to compare, of each source. Rows without a readable prompt
+    are not compared.
+    """
+    held = list(_prompts(config.model_copy(update={"part": "held_out"})))
+    held_digests, shared = set(held), set[bytes]()
+    for prompt in _prompts(config.model_copy(update={"part": "train"}), limit=limit):
+        if prompt in held_digests:
+            shared.add(prompt)
+    return sum(prompt in shared for prompt in held)
+
+
+def _prompts(config: DataConfig, *, limit: int | None = None) -> Iterator[bytes]:
+    """Yield a digest of the prompt of each row."""
+    reader = reader_of(config)
+    for source in open_rows(config):
+        for i in range(len(source) if limit is None else min(limit, len(source))):
+            try:
+                prompt = reader.prompt(source[i])
+            except DataError:  # reported with the other unusable rows
+                continue
+            text = json.dumps(prompt, sort_keys=True, default=str)
+            yield hashlib.blake2b(text.encode(), digest_size=16).digest()

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from burnish.config import JobConfig
 from burnish.config.model import ModelConfig
 from burnish.config.rollout import EvalConfig, SamplingConfig
-from burnish.config.vllm_sampling import vllm_sampling_problems
+from burnish.config.vllm_arguments import vllm_sampling_problems
 from burnish.models.load import hf_config, load_tokenizer
 
 

@@ -21,13 +21,13 @@ import torch
 
 from burnish.algorithms.running import RunningMoments
 from burnish.config.rewards import RESERVED_NAMES, FailurePolicy, ShapingConfig
-from burnish.rewards.errors import RewardError as RewardError
 from burnish.rewards.interface import HasCounts as HasCounts
 from burnish.rewards.interface import HasLabelUse as HasLabelUse
 from burnish.rewards.interface import HasMeans as HasMeans
 from burnish.rewards.interface import HasTurnRewards as HasTurnRewards
 from burnish.rewards.interface import LateError, excerpt, named, what_to_do, without_drop
 from burnish.rewards.interface import Reward as Reward
+from burnish.rewards.interface import RewardError as RewardError
 from burnish.rewards.interface import RewardInput as RewardInput
 from burnish.rewards.interface import SampleError as SampleError
 from burnish.rewards.interface import describe as describe

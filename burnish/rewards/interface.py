@@ -6,8 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from burnish.rewards.errors import RewardError
+from burnish.errors import BurnishError
 from burnish.types import Prompt, Sample
+
+
+class RewardError(BurnishError, RuntimeError):
+    """A reward failed or cannot be created.
+
+    The message contains the reward's name, its source location, its result, and what to do.
+    """
+
 
 _RETURN_A_NUMBER = "return one finite number for each response (0.0 for a wrong answer)"
 

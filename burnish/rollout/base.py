@@ -181,7 +181,7 @@ class RolloutEngine(Protocol):
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Yield completions as they finish, in any order; ``n`` per request.
 
-        A loop over :meth:`submit` and :meth:`poll` (``rollout/generation.py``).
+        A loop over :meth:`submit` and :meth:`poll` (``rollout/base.py``).
         """
         ...
 
@@ -246,3 +246,48 @@ class StagedWeights:
     needs_idle: bool = False
     """True if ``load`` must be called while no request is open: the engine itself cannot finish
     running responses with the old weights (``in_flight: finish``)."""
+
+
+class TakesRequests(Protocol):
+    """The part of ``rollout.base.RolloutEngine`` that the loop needs."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None: ...
+
+    def poll(self) -> list[Completion]: ...
+
+    def cancel(self, request_ids: Iterable[str]) -> None: ...
+
+
+def generate(
+    engine: TakesRequests, requests: Sequence[Request], sampling: Sampling
+) -> Iterator[Completion]:
+    """Submit ``requests``, poll until all are complete, and yield completions as they finish.
+
+    Requests that are unfinished when the caller closes the iterator are canceled. Raises
+    RuntimeError if other requests are open, because their completions would be lost, or if the
+    requests are canceled meanwhile.
+    """
+    if engine.busy:
+        raise RuntimeError(
+            "generate needs a rollout engine without open requests, and this one has some: finish "
+            "or close the other generate first, or use submit and poll "
+            "(rollout/asynchronous/service.py shares an engine between threads)"
+        )
+    engine.submit(requests, sampling)
+    left = sum(request.n for request in requests)
+    try:
+        while left:
+            if not engine.busy:
+                raise RuntimeError(
+                    f"{left} samples of this generate were canceled (by cancel or close) before "
+                    "they were finished; take all completions first"
+                )
+            for completion in engine.poll():
+                left -= 1
+                yield completion
+    finally:
+        if left:
+            engine.cancel([request.request_id for request in requests])

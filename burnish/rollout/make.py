@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.kinds import module_of
+from burnish.config.base import module_of
 from burnish.config.model import Dtype
 from burnish.rollout.base import RolloutEngine
 from burnish.rollout.kinds import RolloutEngineConfig

@@ -26,8 +26,7 @@ from burnish.checkpoint.state import load_state, save_state
 from burnish.config import RLConfig
 from burnish.config.algorithm import AlgorithmConfig
 from burnish.config.rewards import reward_names
-from burnish.driver.base import Metrics
-from burnish.driver.saving import save_engines
+from burnish.driver.base import Metrics, save_engines
 from burnish.rollout.runner import Rollout
 from burnish.rollout.source import RolloutSource
 from burnish.steps.ages import age_metrics

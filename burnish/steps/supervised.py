@@ -14,10 +14,8 @@ from burnish.checkpoint.state import EXPORT_METADATA, load_state, save_state
 from burnish.config.eval_sets import eval_prefix
 from burnish.config.job import SupervisedJob
 from burnish.data.batches import BatchStream
-from burnish.driver.base import Functions, Job, Loop, Metrics, Usable
-from burnish.driver.eval_times import EvalTimes
+from burnish.driver.base import EvalTimes, Functions, Job, Loop, Metrics, Usable, save_engines
 from burnish.driver.memory_monitor import MemoryMonitor
-from burnish.driver.saving import save_engines
 from burnish.driver.trainer import Trainer
 from burnish.runtime.base import Runtime
 from burnish.steps.moving_reference import MovingReference, load_reference

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from burnish.config.model import Dtype
 from burnish.models.load import DTYPES
-from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
-from burnish.rollout.generation import generate
+from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling, generate
 from burnish.sync.base import (
     Abort,
     End,

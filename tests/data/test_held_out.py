@@ -20,8 +20,7 @@ from burnish.data.held_out import held_out_rows
 from burnish.data.sources import DataError
 from burnish.models.load import load_tokenizer
 from burnish.observe.metrics import read_metrics
-from burnish.preflight.launch import check_launch
-from burnish.preflight.shared_prompts import num_shared_prompts
+from burnish.preflight.launch import check_launch, num_shared_prompts
 from burnish.types import Batch
 
 MODEL = {"scratch": {"alphabet": "0123456789+=", "hidden_size": 32, "num_layers": 1}}

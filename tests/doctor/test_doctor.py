@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 
 from burnish.cli import app
 from burnish.doctor import command, known, selftest
-from burnish.doctor.facts import Facts, Gpu, driver_version, gather_facts
+from burnish.doctor.facts import Facts, Gpu, Links, driver_version, find_links, gather_facts
 from burnish.doctor.known import findings
-from burnish.doctor.links import Links, find_links
 from burnish.doctor.selftest import Outcome, names, run
 
 PLAIN = Facts(

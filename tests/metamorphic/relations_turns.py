@@ -23,7 +23,7 @@ from burnish.data.stream import RowRef
 from burnish.episodes.template import RendererError
 from burnish.rewards import remote, rows
 from burnish.rewards.base import RewardInput
-from burnish.rewards.steps import step_ends
+from burnish.rewards.model import step_ends
 from burnish.types import Group, Prompt, Sample
 
 

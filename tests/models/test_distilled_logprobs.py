@@ -12,8 +12,8 @@ from torch import Tensor
 from burnish.algorithms.distill import DIVERGENCES, SLOPES, forward_kl
 from burnish.models.distill import DistillOutputs, DistillTarget, distill_logprobs
 from burnish.models.logprobs import Head, token_logprobs
-from burnish.plan.distill import MORE_BUFFERS
 from burnish.plan.tracking import LiveBytes
+from burnish.plan.train_role import MORE_BUFFERS
 
 KINDS = ["forward_kl", "reverse_kl", "jsd"]
 OPTIONS = {"jsd": {"beta": 0.3}}

@@ -13,8 +13,7 @@ from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm
 from burnish.models.sdpa import Kernels
-from burnish.plan.activations import _trace, key_of, measure
-from burnish.plan.passes import Pass, fake_plan
+from burnish.plan.activations import Pass, _trace, fake_plan, key_of, measure
 from burnish.plan.shapes import shape_from_config, shape_of
 from burnish.plan.tracking import LiveBytes, num_bytes
 from burnish.train.batching import arrange

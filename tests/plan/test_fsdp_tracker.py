@@ -20,10 +20,9 @@ from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
 from burnish.distributed.process_group import RankGroup
 from burnish.models.load import load_causal_lm
-from burnish.plan.activations import key_of, measure
+from burnish.plan.activations import Pass, key_of, measure
 from burnish.plan.engine_profile import profile_of
 from burnish.plan.model_state import EngineSetup, Item, total
-from burnish.plan.passes import Pass
 from burnish.plan.shapes import shape_of
 from burnish.plan.train_role import _in_pass
 from burnish.train.fsdp.engine import ShardedTrainEngine

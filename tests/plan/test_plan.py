@@ -16,10 +16,10 @@ from burnish.plan.activations import TraceError
 from burnish.plan.command import PlanOptions, plan_text
 from burnish.plan.fit import fewer_ranks, fit
 from burnish.plan.hardware import load_tables, parse_cluster, this_machine
-from burnish.plan.kv_cache import Demand, bytes_per_token
 from burnish.plan.launch import DoesNotFitError, check_memory
 from burnish.plan.memory_plan import PHASES
 from burnish.plan.predict import make_plan
+from burnish.plan.rollout_role import Demand, bytes_per_token
 from burnish.plan.shapes import PlanError, shape_of
 from burnish.plan.split import splits
 from burnish.plan.time import estimate

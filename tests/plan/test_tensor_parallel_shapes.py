@@ -17,11 +17,10 @@ from burnish.config.train_engines import TorchEngine
 from burnish.distributed import tensor_parallel
 from burnish.distributed.process_group import RankGroup
 from burnish.models.load import load_causal_lm
-from burnish.plan.activations import key_of, measure
-from burnish.plan.passes import Pass
+from burnish.plan.activations import Pass, key_of, measure
 from burnish.plan.shapes import PlanError, shape_of
-from burnish.plan.tensor_parallel import rank_shape
 from burnish.plan.tracking import LiveBytes, num_bytes
+from burnish.plan.train_role import rank_shape
 from burnish.train.row_layout import RowSize
 from burnish.train.spec import EngineSpec
 from burnish.train.torch.engine import TorchTrainEngine

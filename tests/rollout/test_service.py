@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from burnish.rollout.asynchronous.service import RolloutService
-from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
-from burnish.rollout.generation import generate
+from burnish.rollout.base import Completion, Request, Sampling, VersionSpan, generate
 from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.rollout.requests import OpenRequests

@@ -37,7 +37,7 @@ from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.rollout.vllm.config import VllmEngine
 from burnish.rollout.vllm.engine import INSTALL, StaleWeightsError, VllmRolloutEngine
-from burnish.rollout.vllm.sleep import Sleep
+from burnish.rollout.vllm.process import Sleep
 from burnish.train.base import Loss
 from burnish.train.spec import EngineSpec
 from burnish.train.torch.engine import TorchTrainEngine

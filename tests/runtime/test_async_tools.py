@@ -19,8 +19,7 @@ from burnish.batches import groups_to_batch
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.models.load import load_causal_lm
 from burnish.observe.metrics import read_metrics
-from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
-from burnish.rollout.generation import generate
+from burnish.rollout.base import Completion, Request, Sampling, VersionSpan, generate
 from burnish.steps import rl as steps_of_rl
 from burnish.types import Batch, Group
 

@@ -12,7 +12,7 @@ import pytest
 
 import burnish
 from burnish.config import dump_yaml
-from burnish.observe.run_warnings import read_warnings
+from burnish.observe.report import read_warnings
 
 SHARED = "held-out rows have the prompt of a training row"
 

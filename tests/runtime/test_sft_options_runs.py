@@ -15,8 +15,8 @@ import burnish
 from burnish.config import JobConfig
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.models.load import ModelError, load_tokenizer
-from burnish.models.neftune import EmbeddingNoise
 from burnish.observe.metrics import read_metrics
+from burnish.train.forward import EmbeddingNoise
 
 MakeSFT = Callable[..., JobConfig]
 LENGTHS = torch.tensor([4, 4, 4, 4, 2, 2])

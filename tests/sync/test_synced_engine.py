@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config.model import LoraConfig, ModelConfig
 from burnish.models.load import load_causal_lm
-from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
-from burnish.rollout.generation import generate
+from burnish.rollout.base import Completion, Request, Sampling, VersionSpan, generate
 from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.sync.base import Abort, InvalidWeightsError, LinkError, SyncError

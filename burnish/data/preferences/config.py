@@ -9,9 +9,8 @@ from pydantic import Field
 
 from burnish.config.columns import columns_of, missing_columns
 from burnish.config.forms import Keys, Purpose
-from burnish.config.reward_data import RewardData
 from burnish.config.templates import template_rules
-from burnish.data.config import DataConfig
+from burnish.data.config import DataConfig, RewardData
 
 
 class PreferenceDataConfig(DataConfig):

@@ -10,9 +10,8 @@ from pydantic import Field
 
 from burnish.config.columns import missing_columns
 from burnish.config.forms import Keys
-from burnish.config.overlong import Overlong
 from burnish.config.templates import template_rules
-from burnish.data.config import DataConfig
+from burnish.data.config import DataConfig, Overlong
 
 
 class PromptDataConfig(DataConfig):

@@ -12,9 +12,8 @@ from pydantic import Field
 
 from burnish.config.columns import columns_of, finite_number, first_row, missing_columns
 from burnish.config.forms import Keys
-from burnish.config.reward_data import RewardData
 from burnish.config.templates import template_rules
-from burnish.data.config import DataConfig
+from burnish.data.config import DataConfig, RewardData
 
 ATTRIBUTES = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
 """Scores of HelpSteer; those that a row has are read together."""

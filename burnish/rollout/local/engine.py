@@ -37,8 +37,7 @@ from burnish.models.support import (
     row_limit,
     runs_own_code,
 )
-from burnish.rollout.base import Completion, Request, Sampling, SamplingError
-from burnish.rollout.generation import generate
+from burnish.rollout.base import Completion, Request, Sampling, SamplingError, generate
 from burnish.rollout.live_sample import LiveSample
 from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.model import LocalModel

@@ -12,12 +12,11 @@ from burnish.config.job import JobConfig
 from burnish.config.model import Dtype
 from burnish.config.roles import RolloutRole
 from burnish.config.train import TrainConfig
+from burnish.plan.activations import Pass
 from burnish.plan.engine_profile import Suggestion
 from burnish.plan.hardware import Hardware
-from burnish.plan.kv_cache import Demand, bytes_per_token
 from burnish.plan.memory_plan import PHASES
 from burnish.plan.model_state import EngineSetup, Item
-from burnish.plan.passes import Pass
 from burnish.plan.role_base import (
     Context,
     Items,
@@ -27,7 +26,7 @@ from burnish.plan.role_base import (
     uniform_rows,
     with_fragmentation,
 )
-from burnish.plan.rollout_role import episode_notes, own_weights, staged
+from burnish.plan.rollout_role import Demand, bytes_per_token, episode_notes, own_weights, staged
 from burnish.plan.shapes import ModelShape
 from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.running_batch import FIRST_ROOM

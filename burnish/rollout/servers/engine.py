@@ -32,8 +32,7 @@ from burnish import secret
 from burnish.config.model import Dtype
 from burnish.loop_thread import LoopThread
 from burnish.models.load import ModelError
-from burnish.rollout.base import Completion, Request, Sampling, SamplingError
-from burnish.rollout.generation import generate
+from burnish.rollout.base import Completion, Request, Sampling, SamplingError, generate
 from burnish.rollout.live_sample import LiveSample
 from burnish.rollout.requests import OpenRequests, StopRule, check_requests, end_tokens
 from burnish.rollout.servers.client import (

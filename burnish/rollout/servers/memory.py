@@ -8,11 +8,10 @@ from burnish.config.job import JobConfig
 from burnish.config.roles import RolloutRole
 from burnish.plan.engine_profile import Suggestion
 from burnish.plan.hardware import Hardware
-from burnish.plan.kv_cache import Demand
 from burnish.plan.memory_plan import PHASES
 from burnish.plan.model_state import SIZES, Item
 from burnish.plan.role_base import Context, Items, RoleMemory
-from burnish.plan.rollout_role import episode_notes, file_bytes
+from burnish.plan.rollout_role import Demand, episode_notes, file_bytes
 from burnish.plan.shapes import ModelShape
 from burnish.rollout.servers.config import VllmServers
 

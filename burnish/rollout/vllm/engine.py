@@ -32,8 +32,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from burnish.config.model import Dtype
 from burnish.messages import library_text
 from burnish.models.load import DTYPES, ModelError
-from burnish.rollout.base import Completion, Request, Sampling
-from burnish.rollout.generation import generate
+from burnish.rollout.base import Completion, Request, Sampling, generate
 from burnish.rollout.live_sample import LiveSample
 from burnish.rollout.requests import OpenRequests, StopRule, check_requests, end_tokens
 from burnish.rollout.vllm.config import VllmEngine
@@ -46,13 +45,13 @@ from burnish.rollout.vllm.model import (
     skeleton_of,
 )
 from burnish.rollout.vllm.process import (
+    Sleep,
     keeping_default_group,
     new_folder,
     process_kept,
     remove_traces,
 )
 from burnish.rollout.vllm.sampling import add_token, check_sampling, sampling_fields
-from burnish.rollout.vllm.sleep import Sleep
 from burnish.rollout.vllm.weights import (
     FILE_BYTES,
     WeightStream,

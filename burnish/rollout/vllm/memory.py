@@ -16,11 +16,10 @@ from burnish.config.placement import placement_groups
 from burnish.config.roles import RolloutRole
 from burnish.plan.engine_profile import Suggestion
 from burnish.plan.hardware import Hardware
-from burnish.plan.kv_cache import Demand, bytes_per_token
 from burnish.plan.memory_plan import PHASES
 from burnish.plan.model_state import SIZES, Item
 from burnish.plan.role_base import Context, Items, RoleMemory, overhead
-from burnish.plan.rollout_role import demand_of, episode_notes, file_bytes
+from burnish.plan.rollout_role import Demand, bytes_per_token, demand_of, episode_notes, file_bytes
 from burnish.plan.shapes import ModelShape
 from burnish.rollout.vllm.config import VllmEngine
 from burnish.rollout.vllm.engine import CPU_BLOCK

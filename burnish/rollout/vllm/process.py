@@ -1,4 +1,5 @@
-"""Save the process state that vLLM changes, and restore it. Nothing here imports vllm."""
+"""Save the process state that vLLM changes, and restore it; release its GPU memory for other
+processes. Nothing here imports vllm."""
 
 from __future__ import annotations
 
@@ -74,3 +75,29 @@ def keeping_default_group(*, keep: bool) -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group = end
+
+
+class Sleep:
+    """Releases and reallocates parts of the memory of ``llm``, vLLM's LLMEngine."""
+
+    def __init__(self, llm: Any, *, on_cpu: bool) -> None:
+        """Manage ``llm``. With ``on_cpu`` nothing is released, because vLLM has no sleep there."""
+        self._llm, self._on_cpu = llm, on_cpu
+        self._asleep: set[str] = set()
+
+    def begin(self, *, drop_weights: bool) -> bool:
+        """Free the cache, and move the weights to host memory or drop them.
+
+        Returns whether this changed anything.
+        """
+        if self._on_cpu or self._asleep:
+            return False
+        self._llm.sleep(2 if drop_weights else 1)
+        self._asleep = {"weights", "kv_cache"}
+        return True
+
+    def wake(self, *tags: str) -> None:
+        """Reallocate the memory of ``tags`` ("weights", "kv_cache") if it was freed."""
+        if tags_asleep := sorted(self._asleep.intersection(tags)):
+            self._llm.wake_up(tags_asleep)
+            self._asleep -= set(tags_asleep)

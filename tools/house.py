@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from imports import find_cycle, own_modules, private_names
+from imports import find_cycle, nodes, own_modules, parse, private_names
 
 MAX_FUNCTION_LINES = 80
 MAX_FILE_LINES = 500
@@ -43,7 +43,7 @@ _BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, as
 def check_file(path: Path, text: str) -> list[Finding]:
     """Return every broken rule of one file as (line, message), sorted. ``path`` is relative to the
     repository."""
-    tree = ast.parse(text, str(path))
+    tree = parse(text)
     marks = _exceptions(text)
     findings = [
         (line, "a house exception needs a reason") for line, why in marks.items() if not why
@@ -64,13 +64,13 @@ def check_file(path: Path, text: str) -> list[Finding]:
 
 def warn_sizes(text: str) -> list[Finding]:
     """Return the sizes of one file that ask for a second look, as (line, message), sorted."""
-    tree = ast.parse(text)
+    tree = parse(text)
     marks = _exceptions(text)
     findings = []
     num_lines = len(text.splitlines())
     if num_lines > MAX_FILE_LINES and not marks.get(1):
         findings.append((1, f"file has {num_lines} lines, over {MAX_FILE_LINES}"))
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, Function):
             signature = range(node.lineno, node.body[0].lineno + 1)
             if not any(marks.get(line) for line in signature):
@@ -80,7 +80,7 @@ def warn_sizes(text: str) -> list[Finding]:
 
 def _untyped_configs(tree: ast.Module) -> Iterator[Finding]:
     """Yield parameters, variables and fields named ``config`` of type ``Any``."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case (
                 ast.arg(arg="config", annotation=ast.Name(id="Any"))
@@ -91,12 +91,15 @@ def _untyped_configs(tree: ast.Module) -> Iterator[Finding]:
 
 def _exceptions(text: str) -> dict[int, str]:
     """Return line -> reason of every exception comment. Strings that look like one do not count."""
-    found = {}
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        match = _MARK.match(token.string) if token.type == tokenize.COMMENT else None
-        if match:
-            found[token.start[0]] = match[1].strip()
-    return found
+    comments = _comments(text) if _MARK.search(text) else []
+    matches = ((line, _MARK.match(comment)) for line, comment in comments)
+    return {line: match[1].strip() for line, match in matches if match}
+
+
+def _comments(text: str) -> list[tuple[int, str]]:
+    """Return the comments of a file as (line, comment)."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [(t.start[0], t.string) for t in tokens if t.type == tokenize.COMMENT]
 
 
 def _sizes(node: Function) -> Iterator[Finding]:
@@ -184,7 +187,7 @@ def _typed_and_keyword_only(node: Function) -> Iterator[Finding]:
 def _prose(tree: ast.Module) -> Iterator[Finding]:
     """Check that docstrings open with a verb or a noun, state conditions with "if", and use none of
     the listed words. Strings below fields count as docstrings, except for their opening."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if not isinstance(node, (Function, ast.ClassDef, ast.Module)):
             continue
         body = node.body[:1] if isinstance(node, Function) else node.body
@@ -202,16 +205,16 @@ def _prose(tree: ast.Module) -> Iterator[Finding]:
 
 
 def _words_of_comments(text: str) -> Iterator[Finding]:
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        for word in _REPLACED.findall(token.string) if token.type == tokenize.COMMENT else ():
-            yield token.start[0], f"{word!r} in a comment: use the technical word"
+    for line, comment in _comments(text) if _REPLACED.search(text) else ():
+        for word in _REPLACED.findall(comment):
+            yield line, f"{word!r} in a comment: use the technical word"
 
 
 def _searches(tree: ast.Module, path: Path, marks: dict[int, str]) -> Iterator[Finding]:
     """Check that modules that read text of a model search it with bounds."""
     if path.parts[1] not in READS_MODEL_TEXT:
         return
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if not isinstance(node, (ast.Import, ast.ImportFrom)):
             continue
         names = [alias.name for alias in node.names]
@@ -221,7 +224,7 @@ def _searches(tree: ast.Module, path: Path, marks: dict[int, str]) -> Iterator[F
 
 
 def _getattr(tree: ast.Module, marks: dict[int, str]) -> Iterator[Finding]:
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         called = (
             node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -20,8 +21,20 @@ def own_modules(root: Path) -> dict[str, ast.Module]:
         for path in sorted((root / folder).rglob("*.py")):
             parts = path.relative_to(base).with_suffix("").parts
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            modules[name] = ast.parse(path.read_text(encoding="utf-8"), str(path))
+            modules[name] = parse(path.read_text(encoding="utf-8"))
     return modules
+
+
+@lru_cache(maxsize=1)
+def parse(text: str) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(text)
+
+
+@lru_cache(maxsize=1)
+def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """Return all nodes of a tree."""
+    return tuple(ast.walk(tree))
 
 
 def find_cycle(modules: Mapping[str, ast.Module]) -> list[str]:
@@ -62,14 +75,14 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield (line, message) for every private name of another own module that is imported or read
     through the module."""
     aliases: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.ImportFrom) and _is_own(node.module):
             aliases |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
             private = [a.name for a in node.names if _is_private(a.name)]
             yield from ((node.lineno, f"{name} is private to {node.module}") for name in private)
         elif isinstance(node, ast.Import):
             aliases |= {a.asname: a.name for a in node.names if a.asname and _is_own(a.name)}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             source = aliases.get(node.value.id, "")
             if source and not _is_class(source) and _is_private(node.attr):

@@ -5,8 +5,10 @@ stale weights that are made on purpose and must be found."""
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
 import tempfile
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -683,29 +685,44 @@ def test_a_process_has_at_most_one_engine(loaded: VllmRolloutEngine) -> None:
 # ---- several processes -------------------------------------------------------------------------
 
 
-def traces() -> set[str]:
-    """Shared memory and temporary files of vLLM and of ours."""
-    folders = Path("/dev/shm"), Path(tempfile.gettempdir())
-    names = (path.name for folder in folders for path in folder.iterdir())
-    return {name for name in names if name.startswith(("vllm_dist", "burnish-"))}
+@pytest.fixture
+def traces(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[], list[str]]:
+    """``traces()``: shared memory and temporary files of ours and of the vLLM of this process."""
+    names = [f"-{os.getpid()}-"]
+
+    def remembered() -> uuid.UUID:
+        names.append((made := uuid.uuid4()).hex)
+        return made
+
+    folder = tmp_path_factory.mktemp("t")  # it stays: see remove_traces
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr("vllm.utils.network_utils.uuid4", remembered)
+    return lambda: [
+        path.name
+        for place in (Path("/dev/shm"), folder)
+        for path in place.iterdir()
+        if path.name.startswith(("vllm_dist", "burnish-"))
+        and any(name in path.name for name in names)
+    ]
 
 
-@pytest.mark.alone
 def test_two_processes_share_the_model_load_weights_and_end_cleanly(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, traces: Callable[[], list[str]]
 ) -> None:
     """Weights arrive in many files, one after the other."""
     monkeypatch.setattr(weights_side, "FILE_BYTES", 1000)
     while _kept:
         _kept.popitem()[1].close()
-    before = traces()
     config = config_of(tied=True, heads=4, kv=2)
     sizes = config.scratch.model_copy(update={"hidden_size": 128})
     config = ModelConfig(scratch=sizes)
     me = psutil.Process()
     with closing(start(config, tensor_parallel_size=2)) as engine:
         workers = [p for p in me.children(recursive=True) if "TP" in " ".join(p.cmdline())]
-        assert len(workers) == 2
+        assert len(workers) == 2 and any(name.startswith("vllm_dist") for name in traces())
         for seed in (1, 2):
             model = lively(ModelConfig(scratch=sizes.model_copy(update={"seed": seed})))
             engine.load_weights(seed, model.named_parameters())
@@ -724,7 +741,7 @@ def test_two_processes_share_the_model_load_weights_and_end_cleanly(
             engine.load_weights(3, missing)
         refused(engine, 2)
     _, alive = psutil.wait_procs(workers, timeout=60)
-    assert not alive and traces() == before
+    assert not alive and not traces()
     assert not torch.distributed.is_initialized()
 
 
@@ -737,7 +754,6 @@ def test_without_vllm_the_error_gives_the_install_command(monkeypatch: pytest.Mo
         start(config_of(tied=True))
 
 
-@pytest.mark.alone  # another vLLM's traces are not its own
 @pytest.mark.parametrize(
     ("sizes", "options", "told"),
     [
@@ -759,14 +775,14 @@ def test_a_model_that_vllm_cannot_run_is_refused_when_the_engine_is_created(
     sizes: dict[str, int],
     options: dict[str, int],
     told: str,
+    traces: Callable[[], list[str]],
 ) -> None:
     while _kept:
         _kept.popitem()[1].close()
-    before = traces()
     scratch = ScratchConfig(**{"hidden_size": 64, "num_kv_heads": 2, **sizes})
     with pytest.raises(ModelError, match=told):
         start(ModelConfig(scratch=scratch), **options)
-    assert traces() == before and not torch.distributed.is_initialized()
+    assert not traces() and not torch.distributed.is_initialized()
 
 
 def test_no_request_exceeds_the_engines_max_length(loaded: VllmRolloutEngine) -> None:

@@ -29,7 +29,7 @@ BASE = MATHS | {
         "shm",
     ),
     *("model_text", "special_tokens", "template_charges", "templates"),
-    *("tool_arguments", "user_calls", "vocabulary"),
+    *("schema_keywords", "tool_arguments", "user_calls", "vocabulary"),
 }
 LOOPS = BASE | {
     *(
@@ -74,7 +74,8 @@ ALLOWED: dict[str, set[str]] = {
     "templates": {"errors", "template_charges"},
     "special_tokens": {"templates"},
     "shm": set(),
-    "tool_arguments": {"errors"},
+    "schema_keywords": {"errors"},
+    "tool_arguments": {"errors", "schema_keywords"},
     "user_calls": {"errors"},
     "call_guard": set(),
     "vocabulary": set(),

@@ -37,7 +37,7 @@ from burnish.environments.mcp_connection import (
     reason_of,
 )
 from burnish.errors import BurnishError
-from burnish.tool_arguments import argument_problem, check_parameters
+from burnish.tool_arguments import argument_problem, without_draft
 
 T = TypeVar("T")
 
@@ -247,14 +247,12 @@ def _make_tool(server: str, config: McpServerConfig, tool: types.Tool) -> McpToo
             f"{label} has a name that calls cannot contain (letters, digits, '_', '-' and '.', at "
             f"most 128); {hint}"
         )
-    input_schema = dict(tool.input_schema)
     try:
-        check_parameters(input_schema)
+        parameters = {"properties": {}, **without_draft(tool.input_schema)}
     except Exception as error:
         raise EnvironmentSetupError(
             f"{label} has an invalid JSON schema ({reason_of(error)}); {hint}"
         ) from error
-    parameters = {"properties": {}, **{k: v for k, v in input_schema.items() if k != "$schema"}}
     schema = {
         "type": "function",
         "function": {

@@ -33,6 +33,7 @@ from burnish.rewards.base import RewardSet
 from burnish.rewards.episode import EpisodeReward
 from burnish.rollout.base import Request, Sampling
 from burnish.runtime.inline import InlineRuntime
+from burnish.tool_arguments import argument_problem
 from burnish.types import Prompt
 
 EPISODES: TypeAdapter[Any] = TypeAdapter(Episodes)
@@ -390,3 +391,28 @@ def test_a_reference_that_cannot_be_resolved_is_refused_at_the_start() -> None:
         mcp_servers._make_tool(
             "s", McpServerConfig(command=("x",)), mcp_types.Tool(name="t", input_schema=schema)
         )
+
+
+@pytest.mark.parametrize(
+    ("keywords", "is_shown"),
+    [
+        ({"items": [{"type": "number"}, {"type": "number"}], "minItems": 2}, False),
+        ({"dependencies": {"a": ["b"]}, "minItems": 2}, True),
+    ],
+)
+def test_a_tool_is_checked_by_the_draft_that_it_declares(keywords: Any, is_shown: bool) -> None:
+    declared = {"$schema": "http://json-schema.org/draft-07/schema#"}
+    schema = {"type": "object", "properties": {"x": keywords}}
+    tool = mcp_servers._make_tool(
+        "s",
+        McpServerConfig(command=("x",)),
+        mcp_types.Tool(name="t", input_schema=declared | schema),
+    )
+    parameters = tool.schema["function"]["parameters"]
+    assert parameters == (declared | schema if is_shown else schema)
+    for value in ([1, 2], {"a": 1, "b": 1}):
+        assert tool.validated({"x": value}) == {"x": value}
+    wrong = {"a": 1} if is_shown else [1, "a"]
+    with pytest.raises(ToolError):
+        tool.validated({"x": wrong})
+    assert argument_problem(parameters, {"x": wrong}) is not None

@@ -17,8 +17,8 @@ from burnish.episodes.formats import FORMATS, response_template
 from burnish.episodes.parsing import ParsedMessage, ResponseParser
 from burnish.episodes.probing import TOOLS
 from burnish.episodes.renderer import ChatRenderer
+from burnish.schema_keywords import UncheckableError
 from burnish.tool_arguments import (
-    UncheckableError,
     argument_problem,
     check_parameters,
 )

@@ -460,7 +460,6 @@ def test_types_of_arguments_are_read_behind_references_and_values() -> None:
             "values": {"enum": [1, "auto", None, True]},
             "constant": {"const": 2.5},
             "declared": {"type": ["string", "null"], "enum": ["1", None]},
-            "nowhere": {"$ref": "#/$defs/none"},
             "anything": {},
         },
     }
@@ -474,7 +473,23 @@ def test_types_of_arguments_are_read_behind_references_and_values() -> None:
         "constant": ["number"],
         "declared": ["string", "null"],
     }
-    assert argument_types(None) == argument_types({"properties": []}) == {}
+    for invalid in (None, {"properties": []}, {"properties": {"a": {"$ref": "#/$defs/none"}}}):
+        assert argument_types(invalid) == {}
+
+
+def test_types_are_those_of_the_draft() -> None:
+    integer, other = {"type": "integer"}, {"type": "string"}
+    addresses: dict[str, Any] = {
+        "$id": "http://tools.example/root",
+        "$defs": {"i": {"$id": "item"} | integer, "n": {"$anchor": "named"} | other},
+        "properties": {"a": {"$ref": "item"}, "b": {"$ref": "#named"}},
+    }
+    assert argument_types(addresses) == {"a": ["integer"], "b": ["string"]}
+    alone: dict[str, Any] = {"definitions": {"i": integer}}
+    alone["properties"] = {"a": {"$ref": "#/definitions/i", "type": "string"}}
+    assert argument_types(alone) == {"a": ["string", "integer"]}
+    draft_07 = {"$schema": "http://json-schema.org/draft-07/schema#"}
+    assert argument_types(draft_07 | alone) == {"a": ["integer"]}
 
 
 def test_text_arguments_get_the_types_behind_references() -> None:

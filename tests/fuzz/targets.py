@@ -37,8 +37,9 @@ from burnish.rewards.math_text import (
     read_label,
 )
 from burnish.rewards.remote_client import read_reply
+from burnish.schema_keywords import UncheckableError
 from burnish.templates import render_chat
-from burnish.tool_arguments import UncheckableError, argument_problem
+from burnish.tool_arguments import argument_problem
 
 Check = Callable[[Any], object]
 LONGEST = 40_000

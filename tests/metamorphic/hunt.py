@@ -34,6 +34,7 @@ from metamorphic import (  # noqa: E402, F401
     relations_rules,
     relations_serving,
     relations_templates,
+    relations_tools,
     relations_turns,
 )
 from metamorphic.base import CLOSERS, RELATIONS, Broken, check  # noqa: E402

@@ -15,6 +15,7 @@ import burnish.rewards.labels as labels
 import burnish.rewards.math_text as math_text
 import burnish.rewards.python_code as python_code
 from burnish.config.rewards import FailurePolicy
+from burnish.jobs import rl
 from burnish.rewards.base import RewardSet
 from burnish.rewards.rows import SampledRows
 
@@ -90,8 +91,15 @@ def formulas_have_no_sign(patch: Patch) -> None:
     patch.setattr(math_text, "with_signs", lambda text: text if "$" in text else own(text))
 
 
+def plain_sums_decide(patch: Patch) -> None:
+    """The filter compares the sums of scores that are not normalized."""
+    own = rl.GroupFilter
+    patch.setattr(rl, "GroupFilter", lambda config, each_reward: own(config))
+
+
 PLANTED = {
     "marks_around_numbers_are_no_part_of_them": (formulas_have_no_sign, tuple(range(60))),
+    "groups_that_differ_in_training_are_kept": (plain_sums_decide, tuple(range(60))),
     "numbers_are_their_values": (bases_are_ignored, tuple(range(12))),
     "code_surroundings": (the_first_block_is_the_code, tuple(range(12))),
     "code_passes_as_in_python": (errors_have_no_attributes, tuple(range(60))),

@@ -7,6 +7,8 @@ import threading
 import time
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from metamorphic.base import CLOSERS, Broken, Draw, equal, relation
@@ -26,6 +28,7 @@ from metamorphic.relations_rules import _item, math_reward
 from tokenizers import processors
 
 from burnish.config.rewards import FailurePolicy, PythonCodeReward, ShapingConfig
+from burnish.config.rollout import DynamicSampling
 from burnish.config.sandbox import UnsafeSubprocessSandbox
 from burnish.data.batches import load_batch
 from burnish.data.forms import open_rows
@@ -33,6 +36,7 @@ from burnish.data.preferences.config import PreferenceDataConfig
 from burnish.data.responses.config import ResponseDataConfig
 from burnish.data.responses.encode import ResponseEncoder
 from burnish.data.stream import RowRef
+from burnish.jobs import rl
 from burnish.rewards import python_code, rows
 from burnish.rewards.base import NoGroupLeftError, RewardError, RewardInput, RewardSet, SampleError
 from burnish.rewards.function import FunctionReward
@@ -277,6 +281,17 @@ def _bad(kind: str, released: threading.Event) -> Any:
     return {"none": None, "nan": float("nan"), "text": "1"}.get(kind, [1.0])
 
 
+def _group(number: int) -> Group:
+    """Two responses ``NUMBER.0`` and ``NUMBER.1``."""
+    items = [_item("1", f"{number}.{i}") for i in range(2)]
+    prompt = replace(items[0].prompt, id=f"q:{number}")
+    samples = [
+        replace(x.sample, prompt_id=prompt.id, sample_id=f"{prompt.id}/{i}", group_id=number)
+        for i, x in enumerate(items)
+    ]
+    return Group(group_id=number, prompt=prompt, samples=tuple(samples))
+
+
 @relation
 def failures_follow_their_policy(draw: Draw) -> None:
     """A function that fails for some responses stops the run, or drops their groups and changes no
@@ -288,15 +303,6 @@ def failures_follow_their_policy(draw: Draw) -> None:
 
     def score(response: str) -> Any:
         return _bad(kind, released) if response in bad else float(response)
-
-    def group(number: int) -> Group:
-        items = [_item("1", f"{number}.{i}") for i in range(2)]
-        prompt = replace(items[0].prompt, id=f"q:{number}")
-        samples = [
-            replace(x.sample, prompt_id=prompt.id, sample_id=f"{prompt.id}/{i}", group_id=number)
-            for i, x in enumerate(items)
-        ]
-        return Group(group_id=number, prompt=prompt, samples=tuple(samples))
 
     reward = FunctionReward(score, name="r", timeout_s=0.05 if kind == "hangs" else 30.0)
     rewards = RewardSet(
@@ -312,7 +318,7 @@ def failures_follow_their_policy(draw: Draw) -> None:
     try:
         kept = {
             g.group_id: [s.reward for s in g.samples]
-            for g in rewards.score([group(number) for number in range(4)]).groups
+            for g in rewards.score([_group(number) for number in range(4)]).groups
         }
     except (RewardError, NoGroupLeftError):
         equal(then == "drop_group" and len(lost) < 4, False, "the run is stopped")
@@ -324,6 +330,55 @@ def failures_follow_their_policy(draw: Draw) -> None:
     wanted = {n: [float(f"{n}.{i}") for i in range(2)] for n in range(4) if n not in lost}
     equal(kept, wanted, "rewards of the groups that are left")
     equal(then == "drop_group" or not lost, True, "the run continues")
+
+
+@relation
+def groups_that_differ_in_training_are_kept(draw: Draw) -> None:
+    """Dynamic sampling keeps every group whose trained rewards differ by more than 1e-6, the
+    rounding of normalized sums, and no other unless running statistics may make them differ."""
+    rng = draw.rng
+    entries = [
+        SimpleNamespace(
+            name=name,
+            weight=rng.choice([-1.0, 0.0, 0.5, 1.0]),
+            running_norm=rng.choice([None, None, "mean_std", "std"]),
+        )
+        for name in ("first", "second")
+    ]
+    scores = {
+        (entry.name, f"{number}.{i}"): rng.choice([0.0, 0.5, 1.0])
+        for entry in entries
+        for number in range(4)
+        for i in range(2)
+    }
+    draw.note(entries=entries, scores=scores)
+
+    def score(name: str, response: str) -> float:
+        return scores[name, response]
+
+    rewards = RewardSet(
+        [(FunctionReward(partial(score, e.name), name=e.name), e.weight) for e in entries],
+        on_failure=FailurePolicy(),
+        shaping=ShapingConfig(reward_clip=draw.one(clip=[None, 0.5])),
+        generate_max_len=4,
+        running={e.name: e.running_norm for e in entries if e.running_norm},
+    )
+    config: Any = SimpleNamespace(
+        rollout=SimpleNamespace(dynamic_sampling=DynamicSampling()),
+        algorithm=SimpleNamespace(advantage=SimpleNamespace(normalizes_each=False)),
+        rewards=entries,
+    )
+    group_filter = rl._group_filter(config)
+    assert group_filter is not None
+    measured = rewards.measure([_group(number) for number in range(4)])
+    kept = [group_filter.keeps(scored, rewards) for scored in measured]
+    is_plain = not any(entry.running_norm and entry.weight for entry in entries)
+    for is_kept, group in zip(kept, rewards.finish(measured).groups, strict=True):
+        first, second = (sample.reward for sample in group.samples)
+        differs = abs(first - second) > 1e-6
+        if differs or is_plain:
+            equal(is_kept, differs, f"kept, with rewards {first} and {second}")
+    rewards.close()
 
 
 # ---- reward models -------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from metamorphic import (
     relations_rules,
     relations_serving,
     relations_templates,
+    relations_tools,
     relations_turns,
 )
 from metamorphic.base import RELATIONS, check
@@ -48,6 +49,8 @@ OTHERS = {
     "damaged_folder": tuple(range(20)),
     "secrets_stay_in_the_recipe": tuple(range(12)),
     "limits_change_no_rendering": tuple(range(150)),
+    "schemas_mean_what_their_draft_says": tuple(range(60)),
+    "docstrings_lose_no_word": tuple(range(200)),
 }
 """Seeds of the others; without an entry: the first 24."""
 ALL = (
@@ -65,6 +68,7 @@ ALL = (
     relations_rules,
     relations_serving,
     relations_templates,
+    relations_tools,
     relations_turns,
 )
 

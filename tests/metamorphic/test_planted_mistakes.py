@@ -23,6 +23,7 @@ from metamorphic import (
     planted_rows,
     planted_serving,
     planted_templates,
+    planted_tools,
     planted_turns,
 )
 from metamorphic.base import RELATIONS, Broken, check
@@ -244,6 +245,7 @@ PLANTED: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
     **planted_plan.PLANTED,
     **planted_serving.PLANTED,
     **planted_templates.PLANTED,
+    **planted_tools.PLANTED,
     **planted_turns.PLANTED,
 }
 

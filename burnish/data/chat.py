@@ -14,17 +14,11 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from burnish.chat_message import REASONING, Message, roles_of, without_flags
+from burnish.data.left_out import REFUSED, Field, check_rendering
 from burnish.data.messages import as_messages, trained_flags
 from burnish.data.notices import note
 from burnish.data.pieces import check_embeddings, encode_piece, plain_ids
-from burnish.data.rendering import (
-    REFUSED,
-    Field,
-    Tools,
-    check_rendering,
-    habits_of,
-    render_text,
-)
+from burnish.data.rendering import Tools, habits_of, render_text
 from burnish.data.sources import DataError
 from burnish.data.turns import locate_turns
 from burnish.data.unread import note_flags
@@ -60,7 +54,7 @@ def encode_prompt(
 
     Messages, and strings with ``apply_chat_template``, are rendered by the chat template with
     ``tools`` and a generation prompt. Other strings are tokenized with the tokenizer's leading
-    special tokens. ``refused``: as in :func:`burnish.data.rendering.check_rendering`.
+    special tokens. ``refused``: as in :func:`burnish.data.left_out.check_rendering`.
 
     Raises DataError if ``prompt`` is neither a string nor messages, if the last message is the
     assistant's, or if ``system_prompt`` is set for a plain string.
@@ -111,7 +105,7 @@ def encode_conversation(
     before a trained turn are those that :func:`encode_prompt` returns for the same history, unless
     an earlier trained turn begins with characters that merge with the end of its prompt.
 
-    ``refused``: as in :func:`burnish.data.rendering.check_rendering`. Raises DataError if there is
+    ``refused``: as in :func:`burnish.data.left_out.check_rendering`. Raises DataError if there is
     no assistant turn to train on, or one that :func:`burnish.data.turns.locate_turns` refuses.
     """
     messages = as_messages(messages)

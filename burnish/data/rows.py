@@ -21,9 +21,9 @@ from burnish.data.chat import (
     response_text,
 )
 from burnish.data.config import DataConfig
+from burnish.data.left_out import REFUSED, check_rendering
 from burnish.data.messages import as_messages, as_tools, parsed, without_nulls
 from burnish.data.notices import note
-from burnish.data.rendering import REFUSED, check_rendering
 from burnish.data.sources import DataError, Row
 from burnish.special_tokens import special_tokens
 from burnish.vocabulary import num_tokens

@@ -18,8 +18,13 @@ from typing import TYPE_CHECKING
 
 from burnish.chat_message import REASONING, Message
 from burnish.data.notices import note
-from burnish.data.rendering import THINK, THINK_END, Habits, Tools, habits_of, render_text
+from burnish.data.rendering import Habits, Tools, habits_of, render_text
 from burnish.data.sources import DataError
+from burnish.data.thoughts import (
+    THINK,
+    THINK_END,
+    reasoning_block,
+)
 from burnish.special_tokens import special_tokens
 
 if TYPE_CHECKING:
@@ -87,20 +92,26 @@ def _last_turn(render: Render, messages: Sequence[Message], prompt: str, habits:
     end that the template writes.
 
     Templates that cut reasoning, or whose generation prompt opens it, render the answer alone. Then
-    the reasoning is added as the model would write it.
+    the reasoning is added as the model would write it. An empty block before the reasoning of the
+    text is removed.
     """
     full = render(messages, add_generation_prompt=False)
     reasoning, gap = _reasoning_of(messages[-1])
     cuts = habits.cuts_reasoning and bool(reasoning)
-    if full.startswith(prompt) and not cuts:
-        return full[len(prompt) :]
     opened = prompt.rstrip()
     head = opened.removesuffix(THINK)
-    if full.startswith(prompt):
+    if head != opened and REASONING[0] not in messages[-1]:
+        block = reasoning_block(full[len(head) :])
+        if block is not None and not block[0].strip():
+            cuts = cuts or _block(block[1], reasoning) is not None
+    if full.startswith(prompt) and not cuts:
+        return full[len(prompt) :]
+    if full.startswith(prompt) and head == opened:
         return f"{THINK}\n{_closing(full[len(prompt) :], reasoning, gap)}"
     if head != opened and full.startswith(head):
         answer = full[len(head) :]
-        if not reasoning and not _block(answer)[0].strip():
+        block = reasoning_block(answer)
+        if not reasoning and not (block and block[0].strip()):
             note(
                 "empty_reasoning",
                 f"the generation prompt opens reasoning ({THINK}), but the answer has none; it is "
@@ -121,34 +132,37 @@ def _closing(answer: str, reasoning: str, gap: str) -> str:
     prompt (Nemotron 3: the prompt ends with ``<think>\\n``, an answer begins with
     ``<think></think>``), which is not repeated.
     """
-    block, rest = _block(answer)
-    if rest is not None and reasoning.strip() in block:
-        lines = block.strip("\n")
-        return f"{lines}\n{THINK_END}{rest}"
-    if rest is not None and not block.strip():
-        answer = rest
+    block = _block(answer, reasoning)
+    if block is not None and reasoning.strip() in block[0]:
+        lines = block[0].strip("\n")
+        return f"{lines}\n{THINK_END}{block[1]}"
+    if block is not None and not block[0].strip():
+        answer = block[1]
+        if reasoning.strip() and _block(answer, reasoning):
+            return _closing(answer, reasoning, gap)
     return f"{reasoning}\n{THINK_END}{gap}{answer.lstrip()}"
 
 
-def _block(answer: str) -> tuple[str, str | None]:
-    """Return (reasoning, text behind it) of an answer that begins with a block of reasoning, else
-    an empty string and None."""
-    text = answer.lstrip()
-    if not text.startswith(THINK) or THINK_END not in text:
-        return "", None
-    block, _, rest = text.removeprefix(THINK).partition(THINK_END)
-    return block, rest
+def _block(answer: str, reasoning: str) -> tuple[str, str] | None:
+    """Return (reasoning, text behind it) of a rendered answer that begins with a block of
+    reasoning, or with ``reasoning`` in a block that is not opened."""
+    if block := reasoning_block(answer):
+        return block
+    head, end, rest = answer.partition(THINK_END)
+    is_unopened = bool(end and reasoning.strip()) and head.strip() == reasoning.strip()
+    return (head, rest) if is_unopened else None
 
 
 def _reasoning_of(message: Message) -> tuple[str, str]:
     """Return the reasoning of an answer, from its key or its text, and the white space after it."""
     if reasoning := message.get(REASONING[0]):
         return reasoning.strip("\n"), "\n\n"
-    head, end, answer = message["content"].rpartition(THINK_END)
-    if not end:
+    head, end, answer = message["content"].partition(THINK_END)
+    head = head.lstrip()
+    if not end or (THINK in head and not head.startswith(THINK)):
         return "", "\n\n"
     gap = answer[: len(answer) - len(answer.lstrip())]
-    return head.lstrip().removeprefix(THINK).strip("\n"), gap
+    return head.removeprefix(THINK).strip("\n"), gap
 
 
 class _Place:

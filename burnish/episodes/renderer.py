@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from burnish.chat_message import Message
 from burnish.compact import IntArray
 from burnish.data.chat import encode_prompt, response_text
+from burnish.data.left_out import REFUSED_IN_EPISODES, check_rendering
 from burnish.data.messages import as_messages
 from burnish.data.pieces import encode_piece
-from burnish.data.rendering import REFUSED_IN_EPISODES, check_rendering
 from burnish.data.sources import DataError
 from burnish.episodes.formats import FORMATS, FormatName, response_template
 from burnish.episodes.parsing import CallReading, ParsedMessage, ResponseParser

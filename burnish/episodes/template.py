@@ -17,7 +17,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from burnish.chat_message import Message
-from burnish.data.rendering import REFUSED_IN_EPISODES, check_rendering, render_text
+from burnish.data.left_out import REFUSED_IN_EPISODES, check_rendering
+from burnish.data.rendering import render_text
 from burnish.data.sources import DataError
 from burnish.episodes.formats import REASONING_TAGS, format_of
 from burnish.episodes.probing import CONVERSATIONS, TOOLS, ProbeConversation, assistant, call, user

@@ -19,9 +19,11 @@ from burnish.data.chat import (
     encode_conversation,
     encode_prompt,
 )
+from burnish.data.left_out import Field
 from burnish.data.pieces import encode_piece
-from burnish.data.rendering import THINK, THINK_END, Field, Tools
+from burnish.data.rendering import Tools
 from burnish.data.sources import DataError
+from burnish.data.thoughts import THINK, THINK_END
 from burnish.rewards.base import RewardError, RewardInput
 from burnish.special_tokens import special_tokens
 

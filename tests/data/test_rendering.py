@@ -13,11 +13,11 @@ from chat_templates import published_tokenizer
 from burnish.chat_message import canonical
 from burnish.data.batches import load_batch
 from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.left_out import check_rendering
 from burnish.data.notices import collecting
 from burnish.data.preferences.config import PreferenceDataConfig
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.prompts.encode import load_prompts
-from burnish.data.rendering import check_rendering
 from burnish.data.sources import DataError
 
 Jsonl = Callable[..., str]

@@ -177,6 +177,10 @@ _OPENS = (
 _KEY = "{{ '<think>' + (m.reasoning_content | default('')) + '</think>' }}"
 _TEXT = "{% if '<think>' not in m.content %}{{ '<think></think>' }}{% endif %}"
 _EMPTY = "{{ '<think></think>' }}"
+_MARKED = _TEXT.replace("not in m.content", "not in m.content and '</think>' not in m.content")
+_FILLED = "{{ '<think>\\n' + (m.reasoning_content | default('')) + '\\n</think>\\n\\n' }}"
+_BLANK = "{{ '<think>\\n\\n</think>\\n\\n' }}"
+_MENTION = "The </think> tag ends it."
 
 
 @pytest.mark.parametrize(
@@ -188,6 +192,19 @@ _EMPTY = "{{ '<think></think>' }}"
         (_TEXT, answer("<think>why</think>ans"), "why\n</think>ans<|im_end|>"),
         (_TEXT, answer("<think>\nwhy\n</think>\n\nans"), "why\n</think>\n\nans<|im_end|>"),
         (_EMPTY, answer("ans", reasoning_content="why"), "why\n</think>\n\nans<|im_end|>"),
+        (_EMPTY, answer("<think>\nwhy\n</think>\n\nans"), "why\n</think>\n\nans<|im_end|>"),
+        (_BLANK, answer("<think>why</think>ans"), "why\n</think>ans<|im_end|>"),
+        (_FILLED, answer("<think>\nwhy\n</think>\n\nans"), "why\n</think>\n\nans<|im_end|>"),
+        (_FILLED, answer("ans", reasoning_content="why"), "why\n</think>\n\nans<|im_end|>"),
+        (_FILLED, answer("ans"), "\n</think>\n\nans<|im_end|>"),
+        (
+            _FILLED,
+            answer(f"<think>why</think>{_MENTION}"),
+            f"why\n</think>\n\n{_MENTION}<|im_end|>",
+        ),
+        (_MARKED, answer(f"<think>why</think>{_MENTION}"), f"why\n</think>{_MENTION}<|im_end|>"),
+        (_MARKED, answer("why</think>ans"), "why\n</think>ans<|im_end|>"),
+        (_MARKED, answer(_MENTION), "The \n</think> tag ends it.<|im_end|>"),
         ("", answer("ans"), "\n</think>\n\nans<|im_end|>"),
         ("", answer("use <think>"), "\n</think>\n\nuse <think><|im_end|>"),
     ],
@@ -304,6 +321,40 @@ def test_pairs_may_differ_before_the_last_turn(jsonl: Jsonl) -> None:
     for begin in batch.offsets.tolist()[:-1]:
         assert batch.tokens.tolist()[begin : begin + len(prompt)] == prompt
         assert batch.action_mask.tolist()[begin + len(prompt)]
+
+
+CUTTING = ("qwen3", "qwq", "deepseek_r1")
+
+
+@pytest.mark.parametrize("family", CUTTING)
+@pytest.mark.parametrize(
+    "message",
+    [
+        answer(f"<think>\nwhy\n</think>\n\n{_MENTION}"),
+        answer(f"why</think>\n{_MENTION}"),
+        answer("Write <think>x</think> then."),
+        answer("a </think></think> b", reasoning_content="why"),
+    ],
+)
+def test_text_that_a_template_loses_at_a_mark_is_refused(
+    family: str, message: dict[str, Any]
+) -> None:
+    """These templates split a text at each mark, and drop what is between."""
+    for messages in ([user("q"), message], [user("q"), message, user("r"), answer("b")]):
+        if family == "qwen3" and "reasoning_content" in message:
+            continue  # Qwen3 splits no text if the reasoning has its key
+        with pytest.raises(DataError, match="leaves out text"):
+            encode_conversation(tokenizer_of(family), messages, only_last=True)
+
+
+def test_text_before_a_mark_counts_as_reasoning_and_a_notice_says_so() -> None:
+    for family in CUTTING:
+        with collecting() as notices:
+            assert "The" in trained(family, [user("q"), answer(_MENTION)])[0]
+        assert "reasoning_unopened" in notices
+    with collecting() as notices:
+        assert trained("chatml", [user("q"), answer(_MENTION)]) == [f"{_MENTION}<|im_end|>"]
+    assert not notices
 
 
 _text = st.text(st.sampled_from("ab <>/{}\n.:"), min_size=1, max_size=12).map(lambda t: t + "x")

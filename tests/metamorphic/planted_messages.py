@@ -8,8 +8,8 @@ import pytest
 
 import burnish.chat_message as chat_message
 import burnish.data.chat as chat
+import burnish.data.left_out as left_out
 import burnish.data.messages as messages
-import burnish.data.rendering as rendering
 import burnish.data.rows as data_rows
 import burnish.data.turns as turns
 
@@ -37,7 +37,7 @@ def nulls_of_parquet_are_kept(patch: Patch) -> None:
 
 def nothing_is_noticed(patch: Patch) -> None:
     """Names and reasoning that a template drops are not reported."""
-    patch.setattr(rendering, "note", lambda kind, text: None)
+    patch.setattr(left_out, "note", lambda kind, text: None)
 
 
 def turns_are_found_in_the_final_text(patch: Patch) -> None:
@@ -56,6 +56,11 @@ def all_tokens_of_an_answer_are_trained(patch: Patch) -> None:
     patch.setattr(chat, "_trained_length", lambda tokenizer, answer, message: len(answer))
 
 
+def marks_in_texts_are_not_rendered(patch: Patch) -> None:
+    """Lost text is searched for without the marks of reasoning in it."""
+    patch.setattr(left_out, "marked_parts", lambda message: ())
+
+
 PLANTED: dict[str, tuple[Any, tuple[int, ...]]] = {
     "content_forms": (the_last_part_wins, tuple(range(8))),
     "argument_forms": (arguments_stay_text, tuple(range(24))),
@@ -63,5 +68,9 @@ PLANTED: dict[str, tuple[Any, tuple[int, ...]]] = {
     "text_behind_end": (all_tokens_of_an_answer_are_trained, tuple(range(6))),
     "message_files": (nulls_of_parquet_are_kept, tuple(range(24))),
     "dropped_fields": (nothing_is_noticed, tuple(range(40))),
+    "answers_with_marks_are_trained_once": (
+        marks_in_texts_are_not_rendered,
+        tuple(range(120)),
+    ),
     "trained_prompt": (turns_are_found_in_the_final_text, tuple(range(12))),
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from chat_templates import PUBLISHED, published_tokenizer
+from chat_templates import PUBLISHED, published_tokenizer, trl_templates, trl_tokenizer
 from metamorphic.base import Broken, Draw, Refused, equal, relation
 from metamorphic.draw_text import text_of, write_rows
 from metamorphic.relations_data import rows_of
@@ -21,6 +21,7 @@ from burnish.data.chat import encode_conversation, encode_prompt
 from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.notices import collecting
 from burnish.data.sources import DataError
+from burnish.episodes.renderer import ChatRenderer
 
 Messages = list[dict[str, Any]]
 Row = dict[str, Any]
@@ -212,6 +213,59 @@ def dropped_fields(draw: Draw) -> None:
     kinds = {"name": {"name_ignored"}, "reasoning_content": {"reasoning_ignored"}}
     if not earlier and not kinds.get(field, set()) & set(notices):
         raise Broken(f"{field} of message {position} is neither in the row nor reported: {text}")
+
+
+_trl_tokenizer = cache(trl_tokenizer)
+MARKED = ("<think>", "</think>", "<think>", "</think>", "Use the ", " tag", "\n", "```\n", "a", "b")
+
+
+@cache
+def _reader(family: str) -> ChatRenderer:
+    """What reads the responses of the policy."""
+    tokenizer = _tokenizer(family) if family in PUBLISHED else _trl_tokenizer(family)
+    return ChatRenderer(tokenizer, history="template")
+
+
+def _squeezed(*texts: str) -> tuple[str, ...]:
+    return tuple("".join(text.split()) for text in texts)
+
+
+@relation
+def answers_with_marks_are_trained_once(draw: Draw) -> None:
+    """An answer that mentions marks of reasoning is trained as what a policy would have to sample:
+    read as a response, the trained tokens are the reasoning and the text of the answer. Or the row
+    is refused, or a notice says what is lost or what counts as reasoning. Exact, without white
+    space."""
+    family = draw.one(family=[*PUBLISHED, *trl_templates()])
+    tokenizer = _tokenizer(family) if family in PUBLISHED else _trl_tokenizer(family)
+    reasoning, text = (
+        "q" + "".join(draw.rng.choices(MARKED, k=draw.rng.randint(0, 5))) + "z" for _ in range(2)
+    )
+    reasoning = reasoning.replace("</think>", "").replace("<think>", "")
+    form = draw.one(form=["key", "text", "lines", "unopened", "none", "none"])
+    heads = {
+        "text": "<think>{}</think>",
+        "lines": "<think>\n{}\n</think>\n\n",
+        "unopened": "{}</think>",
+    }
+    answer = {"role": "assistant", "content": heads.get(form, "").format(reasoning) + text}
+    if form == "key":
+        answer["reasoning_content"] = reasoning
+    draw.note(answer=answer)
+    with collecting() as notices:
+        ids, mask = encode_conversation(tokenizer, [{"role": "user", "content": "Go."}, answer])
+    response = [i for i, is_trained in zip(ids, mask, strict=True) if is_trained]
+    message = _reader(family).parse(response, ()).message
+    read = _squeezed(str(message.get("reasoning_content", "")), str(message["content"]))
+    reasoning = "" if form == "none" or "reasoning_ignored" in notices else reasoning
+    allowed = [_squeezed(reasoning, text)]
+    if "reasoning_unopened" in notices:
+        head, _, rest = answer["content"].partition("</think>")
+        allowed += [_squeezed(head, rest), _squeezed("", answer["content"])]
+    elif form != "key":
+        allowed.append(_squeezed("", answer["content"]))  # the template knows no reasoning
+    if read not in allowed:
+        raise Broken(f"it is read as {read}, not {allowed}; notices: {sorted(notices)}")
 
 
 @relation

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import re
+from importlib.util import find_spec
 from pathlib import Path
 
 from chat_families import byte_bpe, sentencepiece_bpe
@@ -48,4 +50,30 @@ def published_tokenizer(family: str) -> PreTrainedTokenizerFast:
     begins = [token for token in special if token in ("<s>", "<bos>") or "begin" in token]
     if begins:
         tokenizer.bos_token = begins[0]
+    return tokenizer
+
+
+_SPECIAL = re.compile(r"<\|[^|<>'\"\s]+\|>|<｜[^｜]+｜>")
+
+
+def trl_templates() -> list[str]:
+    """Return the names of the templates with reasoning in the package trl; [] without it."""
+    trl = find_spec("trl")
+    files = Path(str(trl and trl.origin)).parent.glob("chat_templates/*.jinja")
+    return sorted(
+        file.stem
+        for file in files
+        if "</think>" in file.read_text(encoding="utf-8") and "_training" not in file.stem
+    )
+
+
+def trl_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """Return a small tokenizer with a template of the package trl."""
+    trl = find_spec("trl")
+    path = Path(str(trl and trl.origin)).parent / "chat_templates" / f"{name}.jinja"
+    template = path.read_text(encoding="utf-8")
+    special = tuple(sorted(set(_SPECIAL.findall(template))))
+    ends = ("<|im_end|>", "<｜end▁of▁sentence｜>", "<|user|>")
+    tokenizer = byte_bpe(special, eos=next(end for end in ends if end in special))
+    tokenizer.chat_template = template
     return tokenizer

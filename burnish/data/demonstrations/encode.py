@@ -16,9 +16,9 @@ from burnish.data.chat import (
 )
 from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.demonstrations.read import demonstration_key
+from burnish.data.left_out import check_rendering
 from burnish.data.messages import as_messages, trained_flags
 from burnish.data.notices import note
-from burnish.data.rendering import check_rendering
 from burnish.data.rows import (
     TokenRow,
     content_column,

@@ -1,0 +1,247 @@
+"""Detect parts of messages that a chat template does not render.
+
+Marks in place of texts and calls are rendered once for each sequence of message shapes. What is
+missing is refused, or recorded as a notice.
+
+Reading order: check_rendering, Field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
+
+from burnish.chat_message import REASONING, USUAL_ROLES, Message
+from burnish.data.notices import note
+from burnish.data.rendering import Habits, Tools, habits_of, render_text
+from burnish.data.sources import DataError
+from burnish.data.thoughts import THINK, THINK_END, end_of_reasoning, marked_parts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Field = Literal[
+    "content", "text with tool calls", "tool calls", "tools", "empty answer", "text at marks"
+]
+"""Part of a message whose loss changes the meaning of a conversation. ``empty answer``: a trained
+answer without text and tool calls. ``text at marks``: text of a message that mentions ``<think>``
+or ``</think>``."""
+
+REFUSED: frozenset[Field] = frozenset(
+    {"content", "text with tool calls", "tool calls", "empty answer", "text at marks"}
+)
+"""Fields that may not be left out of training data."""
+REFUSED_IN_EPISODES: frozenset[Field] = frozenset({"content"})
+"""Fields that may not be left out of a running episode. The policy may write text with tool
+calls, and a tool format may be described in the system prompt, with calls that the template does
+not render."""
+_Shape = tuple[str, bool, int, bool, tuple[str, ...]]
+_Sequence = tuple[str, tuple[_Shape, ...], bool]
+_LeftOut = tuple[tuple[Field, str], ...]
+_left_out: WeakKeyDictionary[PreTrainedTokenizerBase, dict[_Sequence, _LeftOut]] = (
+    WeakKeyDictionary()
+)
+_MOST_SEQUENCES = 4096  # cached sequences of shapes per tokenizer
+
+
+def check_rendering(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Tools = None,
+    *,
+    system_prompt: str | None = None,
+    refused: Collection[Field] = REFUSED,
+) -> None:
+    """Raise DataError if the chat template leaves out text or tool calls. Record a notice if it
+    leaves out tools, reasoning, names or ids of calls, and for unknown roles.
+
+    The check renders marks in place of the contents, once for each sequence of message shapes
+    (role and fields). ``refused``: the fields that are checked; messages of a running episode may
+    contain text that the policy wrote with tool calls, which many templates leave out.
+    """
+    for field, role in _fields_left_out(tokenizer, messages, tools):
+        if field == "tools":
+            note("tools_ignored", _TOOLS_IGNORED)
+        elif field in refused:
+            raise _left_out_error(field, role, system_prompt)
+        elif field == "text at marks":
+            note("text_at_marks_dropped", _TEXT_AT_MARKS)
+    _note_unknown_roles(str(tokenizer.chat_template), messages)
+    _note_ignored(habits_of(tokenizer, tools), messages, str(tokenizer.chat_template))
+
+
+def _left_out_error(field: Field, role: str, system_prompt: str | None) -> DataError:
+    if field == "tool calls":
+        return DataError(
+            f"the chat template leaves out the tool calls of the role {role!r}, so the model "
+            "would be trained on an answer without them. Set model.chat_template to a template "
+            "that renders tool calls, or write the calls as text into the content"
+        )
+    if field == "text with tool calls":
+        return DataError(
+            f"the chat template leaves out the text of a message of the role {role!r} that has "
+            "tool calls. Set model.chat_template to a template that renders both, or remove the "
+            "text"
+        )
+    if field == "text at marks":
+        return DataError(f"{_TEXT_AT_MARKS} (role {role!r})")
+    subject = f"messages of the role {role!r}"
+    if role == "system" and system_prompt is not None:
+        subject = "the system prompt (system_prompt)"
+    return DataError(
+        f"the chat template leaves out {subject}: it does not render that role, so the model would "
+        "never see the text. Set model.chat_template to a template that renders it, or put the "
+        "text into a user message"
+    )
+
+
+_TEXT_AT_MARKS = (
+    f"the chat template leaves out text of a message that mentions {THINK} or {THINK_END}: it "
+    "reads all text up to such a mark as reasoning. Write the marks in another way (`think`), set "
+    "model.chat_template to one that does not split texts, or drop the row (data.on_bad_row: "
+    "skip drops all such rows)"
+)
+_TOOLS_IGNORED = (
+    "the chat template does not render tools, so the model does not see those in the column "
+    "tools_key; set model.chat_template to one that does, or tools_key: null"
+)
+
+
+def _note_unknown_roles(template: str, messages: Sequence[Message]) -> None:
+    """Record a notice for a role that is neither a usual one nor named in the template: it is
+    rendered in a form that no training data of the model has."""
+    for role in {message["role"] for message in messages} - USUAL_ROLES:
+        if f"'{role}'" not in template and f'"{role}"' not in template:
+            note(
+                "unknown_role",
+                f"the chat template does not name the role {role!r}, but renders its messages, in "
+                "a form that the model does not know; rename the role to one of "
+                f"{', '.join(sorted(USUAL_ROLES))}",
+            )
+
+
+def _note_unopened(message: Message) -> None:
+    """Record a notice if text counts as reasoning because of the mark at its end."""
+    content = message.get("content")
+    if not isinstance(content, str) or content.lstrip().startswith(THINK):
+        return
+    if THINK_END in content and end_of_reasoning(message, marked_parts(message)):
+        note(
+            "reasoning_unopened",
+            f"an answer has {THINK_END} without {THINK} at its beginning, so the text before it "
+            f"counts as reasoning. Write {THINK} at the beginning if it is, else write the mark in "
+            "another way (`/think`)",
+        )
+
+
+def _note_ignored(habits: Habits, messages: Sequence[Message], template: str) -> None:
+    """Record notices for fields of the messages that the template does not render, and for blocks
+    of the template that have no effect."""
+    if habits.marks_others and any(message["role"] == "assistant" for message in messages):
+        note(
+            "generation_blocks_ignored",
+            "the chat template marks other texts than entire answers with {% generation %}, but "
+            "all answers are trained, each from its beginning to its end token; set "
+            "data.train_on_turns, or train: false in messages, to train some answers only",
+        )
+    splits = THINK_END in template
+    for message in messages:
+        if splits:
+            _note_unopened(message)
+        if len(message) == 2:
+            continue
+        if habits.ignores_reasoning_of(message):
+            note(
+                "reasoning_ignored",
+                "the chat template does not render reasoning, so the model does not learn it; set "
+                "model.chat_template to one that does, or write the reasoning into the content",
+            )
+        for key in ("name", "tool_call_id"):
+            if key in message and (message["role"], key) in habits.ignored:
+                note(
+                    f"{key}_ignored",
+                    f"the chat template does not render {key!r} of messages of the role "
+                    f"{message['role']!r}, so the model does not see it; set model.chat_template "
+                    "to one that does, if results or speakers cannot be told apart without it",
+                )
+
+
+def _fields_left_out(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools
+) -> _LeftOut:
+    """Return (field, role) of everything that is not rendered, from the cache if possible."""
+    known = _left_out.setdefault(tokenizer, {})
+    shapes = tuple(
+        (m["role"], _has_prose(m), len(m.get("tool_calls", ())), REASONING[0] in m, marked_parts(m))
+        for m in messages
+    )
+    key = (str(tokenizer.chat_template), shapes, bool(tools))
+    if key not in known:
+        if len(known) >= _MOST_SEQUENCES:
+            known.clear()
+        known[key] = _find_left_out(tokenizer, messages, tools)
+    return known[key]
+
+
+def _has_prose(message: Message) -> bool:
+    """Return whether the content is text that every template should render."""
+    content = message.get("content")
+    return isinstance(content, str) and bool(content.strip())
+
+
+def _find_left_out(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools
+) -> _LeftOut:
+    marked = [_marked(i, message) for i, message in enumerate(messages)]
+    prompts = messages[-1]["role"] != "assistant"
+    try:
+        text = render_text(tokenizer, marked, add_generation_prompt=prompts, tools=tools)
+        plain = text if not tools else render_text(tokenizer, marked, add_generation_prompt=prompts)
+    except DataError:  # the template inspects contents; rendering the row itself reports errors
+        return ()
+    left_out: list[tuple[Field, str]] = []
+    for i, message in enumerate(messages):
+        role, calls = str(message["role"]), message.get("tool_calls", ())
+        if (lost := _lost_text(i, message, text)) is not None:
+            left_out.append(("text with tool calls" if calls and lost == "content" else lost, role))
+        marks = [f"{mark}{i}x{k}end" for k in range(len(calls)) for mark in ("name", "value")]
+        if not all(mark in text for mark in marks):
+            left_out.append(("tool calls", role))
+    if tools and plain == text:
+        left_out.append(("tools", ""))
+    return tuple(left_out)
+
+
+def _lost_text(i: int, message: Message, text: str) -> Field | None:
+    """Return which text of a message is missing in the rendering of its marks, except for its
+    reasoning; None if all is there."""
+    if not _has_prose(message):
+        return None
+    parts = marked_parts(message)
+    answer = _content(i, parts, end_of_reasoning(message, parts)) if parts else _content(i, ("",))
+    if answer in text:
+        return None
+    is_split = bool(parts) and (message["role"] == "assistant" or f"marker{i}x" in text)
+    return "text at marks" if is_split else "content"
+
+
+def _content(i: int, parts: Sequence[str], begin: int = 0) -> str:
+    """Return marks in place of the texts between the marks of reasoning, from part ``begin``."""
+    return "".join(part or f"marker{i}x{k}end" for k, part in enumerate(parts) if k >= begin)
+
+
+def _marked(i: int, message: Message) -> dict[str, Any]:
+    """Return a message with marks in place of its content and its tool calls."""
+    marked = dict(message)
+    if _has_prose(message):
+        marked["content"] = _content(i, marked_parts(message) or ("",))
+    if "tool_calls" in message:
+        marked["tool_calls"] = [
+            {
+                **call,
+                "function": {"name": f"name{i}x{k}end", "arguments": {"key": f"value{i}x{k}end"}},
+            }
+            for k, call in enumerate(message["tool_calls"])
+        ]
+    return marked

@@ -62,12 +62,10 @@ _decoder = json.JSONDecoder(object_pairs_hook=json_object)
 def _deeper_than(value: Any, limit: int) -> bool:
     level = [value]
     for _ in range(limit + 1):
-        inside = [v.values() if isinstance(v, dict) else v for v in level if _is_nested(v)]
+        inside = [
+            v.values() if isinstance(v, dict) else v for v in level if isinstance(v, (dict, list))
+        ]
         if not inside:
             return False
         level = [item for items in inside for item in items]
     return True
-
-
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, (dict, list))

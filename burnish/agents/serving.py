@@ -221,7 +221,7 @@ class ServingBackend:
         if progress is None:
             completions = await self._sample(requests, sampling)
         else:
-            live = await self._responses(call, sampled)
+            live = Responses([await self._in_thread(self._reader, call, p) for p in sampled])
             requests = [
                 replace(request, on_tokens=live.listener(i)) for i, request in enumerate(requests)
             ]
@@ -253,10 +253,6 @@ class ServingBackend:
                 attempts[prompt.ids] += 1
                 requests.append(request)
         return requests
-
-    async def _responses(self, call: ModelCall, prompts: Sequence[_Prompt]) -> Responses:
-        """Return the readers of the responses to a call. ``prompts``: that of each response."""
-        return Responses([await self._in_thread(self._reader, call, prompt) for prompt in prompts])
 
     def _reader(self, call: ModelCall, prompt: _Prompt) -> Reader:
         if prompt.renderer is None:

@@ -227,7 +227,10 @@ def from_implicit_prompt(values: Values, config: DataConfig) -> Values:
         )
     new = _others(values, config, *keys)
     if not as_text:
-        turns = [[_stripped(turn) for turn in side] if all(texts) else side for side in turns]
+        turns = [
+            [{**turn, "content": turn["content"].strip()} for turn in side] if all(texts) else side
+            for side in turns
+        ]
         rest = [side[shared:] for side in turns]
         return new | {config.prompt_key: turns[0][:shared]} | dict(zip(keys, rest, strict=True))
     prompt = _as_transcript(turns[0][:shared]) + "\n\nAssistant:"
@@ -304,10 +307,6 @@ def transcript_turns(text: str, key: str = "text") -> Messages:
     if not any(turn["role"] == "assistant" for turn in turns):
         raise DataError(f"column {key!r}: the transcript has no Assistant turn: {text[:80]!r}")
     return turns
-
-
-def _stripped(turn: Mapping[str, Any]) -> dict[str, Any]:
-    return {**turn, "content": turn["content"].strip()}
 
 
 def _as_transcript(turns: Sequence[Mapping[str, Any]]) -> str:

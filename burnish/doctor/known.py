@@ -44,7 +44,7 @@ def own_requirements(facts: Facts) -> Iterator[Finding]:
     extras."""
     for extra, required in requirements().items():
         for requirement in required:
-            version = facts.version(_normal(requirement.name))
+            version = facts.version(requirement.name.lower().replace("_", "-").replace(".", "-"))
             if extra and (version is None or extra not in EXTRAS):
                 continue
             if version is None:
@@ -237,7 +237,3 @@ RULES: tuple[Rule, ...] = (
     few_open_files,
     no_sandbox,
 )
-
-
-def _normal(name: str) -> str:
-    return name.lower().replace("_", "-").replace(".", "-")

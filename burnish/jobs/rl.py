@@ -60,7 +60,7 @@ from burnish.steps.no_signal import NoSignalMonitor, warn_without_labels
 from burnish.steps.objectives import policy_objective, value_objective, with_expert_balance
 from burnish.steps.ptx import Ptx, ptx_objective
 from burnish.steps.rl import RL, RLState, rl_step
-from burnish.steps.teacher import Teacher, make_teacher
+from burnish.steps.teacher import make_teacher
 from burnish.train.base import FrozenBase, HasLogprobs, Loss, TrainEngine
 from burnish.train.spec import EngineSpec
 from burnish.types import rows_to_batch
@@ -210,6 +210,7 @@ def make_rl(
     kl = _kl_controller(config.algorithm.kl)
     critic, value_loss = _critic(config, specs.get("critic"), runtime)
     reference = _reference(config, specs.get("reference"), runtime, policy)
+    teacher = specs.get("teacher")
     return RL(
         config=config,
         source=source,
@@ -221,7 +222,7 @@ def make_rl(
         ),
         reference=reference,
         moving=moving_reference(config.reference, policy, reference, runtime.loop_ranks),
-        teacher=_teacher(config, specs.get("teacher"), runtime),
+        teacher=None if teacher is None else make_teacher(teacher, config.model, runtime),
         critic=critic,
         freeze_policy_steps=(config.critic or CriticConfig()).freeze_policy_steps,
         value_loss=value_loss,
@@ -303,10 +304,6 @@ def _policy_loss(config: RLConfig, kl: KlController) -> Loss:
         max_staleness=config.rollout.max_staleness,
     )
     return with_expert_balance(objective, config.train.moe_aux_loss_coef)
-
-
-def _teacher(config: RLConfig, spec: EngineSpec | None, runtime: Runtime) -> Teacher | None:
-    return None if spec is None else make_teacher(spec, config.model, runtime)
 
 
 def _critic(

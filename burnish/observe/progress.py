@@ -231,7 +231,7 @@ def setup_logging(run_dir: Path, *, hidden: Collection[str] = ()) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     to_file = _RunLogHandler(run_dir / LOG_FILE, encoding="utf-8", errors="replace")
     to_file.setFormatter(_WithoutSecrets("%(asctime)s %(levelname)-7s %(message)s", hidden))
-    for earlier in _early_handlers():
+    for earlier in [handler for handler in _log.handlers if isinstance(handler, _EarlyHandler)]:
         for record in earlier.buffer:
             to_file.handle(record)
         _log.removeHandler(earlier)
@@ -253,10 +253,6 @@ def keeping_early_records() -> Iterator[None]:
     finally:
         _log.removeHandler(records)
         _log.setLevel(level)
-
-
-def _early_handlers() -> list[_EarlyHandler]:
-    return [handler for handler in _log.handlers if isinstance(handler, _EarlyHandler)]
 
 
 def close_logging() -> None:

@@ -101,7 +101,9 @@ class UpdateRule:
         """Return the saved state of one master; empty before its first update."""
         held = self.optimizer.state.get(master, {})
         return {
-            kind: torch.as_tensor(held[key], dtype=None if _is_tensor(held[key]) else torch.float32)
+            kind: torch.as_tensor(
+                held[key], dtype=None if isinstance(held[key], Tensor) else torch.float32
+            )
             for kind, key in self.kinds.items()
             if key in held
         }
@@ -114,10 +116,6 @@ class UpdateRule:
             value = tensor.to(master.device, copy=True)
             state[self.kinds[kind]] = int(tensor) if counts else value
         self.optimizer.state[master] = {**state, **self._extra()}
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
 
 
 @dataclass(frozen=True)

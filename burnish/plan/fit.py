@@ -164,14 +164,13 @@ def candidates(config: JobConfig, hardware: Hardware) -> list[list[str]]:
     options = [rollout_settings(config, job, hardware)]
     if job.trained is not None and job.batch is not None:
         profile = profile_class(job.trained.train.engine, job.trained.ranks)
-        options += [profile.alternatives(job.trained), _checkpointing(job.trained)]
+        switched = str(not job.trained.train.gradient_checkpointing).lower()
+        options += [
+            profile.alternatives(job.trained),
+            [[], [f"train.gradient_checkpointing={switched}"]],
+        ]
         options.append(_micro_batches(job.trained, job.batch))
     return [[*itertools.chain(*chosen)] for chosen in itertools.product(*options)]
-
-
-def _checkpointing(role: TrainRole) -> list[list[str]]:
-    now = role.train.gradient_checkpointing
-    return [[], [f"train.gradient_checkpointing={str(not now).lower()}"]]
 
 
 def _micro_batches(role: TrainRole, plan: BatchPlan) -> list[list[str]]:

@@ -138,7 +138,7 @@ class Plan:
         parts = [
             f"plan of {self.job} on {self.hardware}",
             "\n".join(self.models),
-            _batch_text(self.batch),
+            "\n".join(f"{n:<30} {value:>8}  {origin}".rstrip() for n, value, origin in self.batch),
             _table(self.rows),
             _places_text(self.peaks),
             f"disk: {_gb(self.disk_per_checkpoint)} GB per checkpoint",
@@ -162,10 +162,6 @@ def _peak_text(peak: Peak) -> str:
         f"{peak.place}, {peak.where} memory: {_gb(peak.bytes)} of {_gb(peak.limit)} GB in "
         f"{peak.phase}; {_gb(abs(peak.margin))} GB ({abs(share):.0f}%) {state}"
     )
-
-
-def _batch_text(batch: Iterable[tuple[str, str, str]]) -> str:
-    return "\n".join(f"{n:<30} {value:>8}  {origin}".rstrip() for n, value, origin in batch)
 
 
 def _table(rows: Iterable[Row]) -> str:

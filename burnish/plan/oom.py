@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 
 from burnish.config.arithmetic import BatchPlan
 from burnish.config.job import JobConfig
@@ -54,15 +55,11 @@ def oom_text(config: JobConfig, failure: Failure, lines: Sequence[PlanVsActual])
                 *(f"  {note}" for note in notes),
             ]
         ),
-        "planned and measured memory so far:\n" + _indented(plan_vs_actual_text(lines)),
+        "planned and measured memory so far:\n" + indent(plan_vs_actual_text(lines), "  "),
         "suggested changes, cheapest first:\n" + "\n".join(_suggestion_lines(config, phase)),
         _resume_hint(config, failure),
     ]
     return "\n\n".join(parts)
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())
 
 
 def _resume_hint(config: JobConfig, failure: Failure) -> str:

@@ -252,7 +252,8 @@ def _host_peaks(
             for node in nodes
         ]
         worst = max(range(len(nodes)), key=lambda i: sizes[i])
-        name = "this machine" if both else "a node with " + _node_name(nodes[worst], roles)
+        workers = (f"{count} {role}" for role, count in nodes[worst].items())
+        name = "this machine" if both else "a node with " + "+".join(workers)
         peaks.append(Peak(name, "host", phase, sizes[worst], hardware.host_bytes))
     if not peaks:
         return []
@@ -279,10 +280,6 @@ def _nodes(placements: Sequence[PlacementGroupSpec], hardware: Hardware) -> list
             for role in placement.roles:
                 nodes[best][role] = nodes[best].get(role, 0) + placement.workers(role, count)
     return [node for node in nodes if node]
-
-
-def _node_name(node: dict[str, int], roles: dict[str, RoleMemory]) -> str:
-    return "+".join(f"{count} {role}" for role, count in node.items())
 
 
 def _on_node(

@@ -28,7 +28,7 @@ def check_families(config: JobConfig, *, download: bool) -> list[str]:
     for model in models_of(config.roles()):
         if model.scratch is not None:  # a Llama, covered by the tests
             continue
-        sampled = model == config.model and _samples_locally(config)
+        sampled = model == config.model and bool(config.nodes_of(LocalEngine))
         family = find_support(model, sampled=sampled, download=download)
         if family is None:
             continue
@@ -82,7 +82,3 @@ def _content(model: ModelConfig) -> list[bytes]:
     if model.trust_remote_code or model.gguf_file or not file.is_file():
         return []
     return [hashlib.sha256(read_small(file)).digest()]
-
-
-def _samples_locally(config: JobConfig) -> bool:
-    return bool(config.nodes_of(LocalEngine))

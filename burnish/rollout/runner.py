@@ -168,7 +168,12 @@ class Runner:
         missing = count - len(groups)
         if self.dynamic is not None:
             used = min(missing, len(rejected))
-            stats += _filter_stats(len(rejected), used)
+            stats += Stats(
+                sums={
+                    "rollout/groups_filtered": len(rejected) - used,
+                    "rollout/groups_kept_anyway": used,
+                }
+            )
             if used:
                 log.warning(
                     "rollout.dynamic_sampling: %d of %d groups have no signal after %d refills "
@@ -299,12 +304,6 @@ class Runner:
             return "failed"
         is_kept = self.dynamic is None or self.dynamic.keeps(measured, self.rewards)
         return "ready" if is_kept else "filtered"
-
-
-def _filter_stats(left_out: int, used: int) -> Stats:
-    return Stats(
-        sums={"rollout/groups_filtered": left_out - used, "rollout/groups_kept_anyway": used}
-    )
 
 
 def numbered(groups: Iterable[Group]) -> tuple[Group, ...]:

@@ -69,7 +69,9 @@ class SFTDataConfig(DataConfig):
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
-        yield from template_rules(self.prompt_template, self._files_with(self.response_key))
+        key = self.response_key
+        files = [path for path in self.files if key in (columns_of(path, [key]) or ())]
+        yield from template_rules(self.prompt_template, files)
         if self.train_on_prompt and self.train_on_turns == "last":
             yield (
                 "train_on_turns=last has no effect with train_on_prompt=true, which trains on all "
@@ -94,9 +96,6 @@ class SFTDataConfig(DataConfig):
             "text_key": self.text_key,
         }
         return {field: key for field, key in keys.items() if self.is_own(field)}
-
-    def _files_with(self, key: str) -> list[str]:
-        return [path for path in self.files if key in (columns_of(path, [key]) or ())]
 
     def _without_effect(self) -> Iterator[str]:
         """Yield an error for each setting that no row of the files uses, if the first rows of all

@@ -52,16 +52,16 @@ def act(calls: list[dict[str, object]], silence_s: float) -> None:
         return
     names = " or ".join(str(call["name"]) for call in calls)
     limit_s = max(float(str(call["limit_s"])) for call in calls)
-    what = f"{names} has blocked the process for {silence_s:.0f} s"
+    problem = f"{names} has blocked the process for {silence_s:.0f} s"
     if silence_s >= limit_s:
-        say(f"{what} (timeout_s: {limit_s:g}); ending it")
+        say(f"{problem} (timeout_s: {limit_s:g}); ending it")
         os.kill(os.getppid(), signal.SIGKILL)
         sys.exit(1)
     if not all(call.get("is_named") for call in calls):
         for call in calls:
             call["is_named"] = True
         say(
-            f"{what}: it holds Python's lock, as a backtracking regular expression does. The "
+            f"{problem}: it holds Python's lock, as a backtracking regular expression does. The "
             f"process is killed after {limit_s:g} s (timeout_s)"
         )
 

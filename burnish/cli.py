@@ -64,8 +64,8 @@ def main() -> None:
         exit_despite_abandoned_calls(code)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         typer.echo(f"burnish {__version__}")
         raise typer.Exit
 
@@ -103,8 +103,8 @@ def _add_job(job: str, entry: JobEntry) -> None:
         ray_address: RayAddress = None,
         force: Force = False,
     ) -> None:
-        given = on_ray(arguments, ray_address)
-        _run_job(job, given, dry_run, resume=resume, replay=replay, force=force)
+        overrides = on_ray(arguments, ray_address)
+        _run_job(job, overrides, dry_run, resume=resume, replay=replay, force=force)
 
     def in_one_go(
         arguments: Recipe = None,
@@ -157,7 +157,9 @@ def _run_job(
 def _dry_run_text(config: JobConfig) -> str:
     """Return the resolved recipe below the batch table as comments, so the output is a valid
     recipe."""
-    lines = [f"# {n:<30} {value:>8}  {how}".rstrip() for n, value, how in config.launch_table()]
+    lines = [
+        f"# {n:<30} {value:>8}  {origin}".rstrip() for n, value, origin in config.launch_table()
+    ]
     lines += [""] * bool(lines)
     placement = placement_text(config)
     lines += [f"# {line}" for line in placement.splitlines()] + [""] * bool(placement)
@@ -212,8 +214,8 @@ def doctor(
 
     if model is not None:
         raise typer.Exit(model_command(model, as_json=as_json, say=typer.echo))
-    wanted = DoctorOptions(as_json=as_json, self_test=self_test, calibrate=calibrate)
-    raise typer.Exit(doctor_command(__version__, wanted, say=typer.echo))
+    options = DoctorOptions(as_json=as_json, self_test=self_test, calibrate=calibrate)
+    raise typer.Exit(doctor_command(__version__, options, say=typer.echo))
 
 
 @app.command()

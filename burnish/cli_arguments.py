@@ -169,9 +169,9 @@ def split(
 def check_export(checkpoint: Path, out: Path) -> None:
     """Raise ConfigError for invalid folders, before heavy modules are imported."""
     if not checkpoint.is_dir():
-        what = "is a file, not a folder" if checkpoint.exists() else "does not exist"
+        problem = "is a file, not a folder" if checkpoint.exists() else "does not exist"
         raise ConfigError(
-            f"the checkpoint {checkpoint} {what}; give a run folder, or one of its "
+            f"the checkpoint {checkpoint} {problem}; give a run folder, or one of its "
             "checkpoints/step_* folders"
         )
     if out.exists() and not out.is_dir():
@@ -182,7 +182,7 @@ def check_push_options(
     push: str | None, *, private: bool, revision: str | None, message: str | None
 ) -> None:
     """Raise ConfigError if an option of a push is given without ``--push``."""
-    given = {"--private": private, "--revision": revision, "--commit-message": message}
-    used = [name for name, value in given.items() if value not in (None, False)]
+    options = {"--private": private, "--revision": revision, "--commit-message": message}
+    used = [name for name, value in options.items() if value not in (None, False)]
     if push is None and used:
         raise ConfigError(f"{used[0]} has no effect without --push OWNER/NAME; add it, or omit it")

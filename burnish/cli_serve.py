@@ -184,14 +184,14 @@ def chat(  # house: ok typer makes the options from the signature
     input."""
     from burnish.serve.chat import Chat, talk
 
-    wanted = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+    parameters = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
     if re.match(r"https?://", model):
         if engine != Engine.local or dtype is not None or device != "auto":
             raise ConfigError(
                 f"--engine, --dtype and --device are those of a model, but {model} is a server, "
                 "which has chosen its own; omit them"
             )
-        talk(Chat(model, token_env=token_env, system=system, parameters=wanted))
+        talk(Chat(model, token_env=token_env, system=system, parameters=parameters))
         return
     if token_env is not None:
         raise ConfigError("--token-env is the token of a server, but MODEL is no URL; omit it")
@@ -209,7 +209,7 @@ def chat(  # house: ok typer makes the options from the signature
         max_batch_size=1,
     )
     with sigterm_exits(), in_background(model, options, version=__version__) as url:
-        talk(Chat(url, system=system, parameters=wanted))
+        talk(Chat(url, system=system, parameters=parameters))
 
 
 def _check_served(model: str) -> None:

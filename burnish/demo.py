@@ -71,14 +71,14 @@ def _model_overrides(model: str) -> list[str]:
         return [f"model.path={path.parent}", f"model.gguf_file={path.name}"]
     if problem := folder_problem(model):
         raise ModelError(f"--model: {problem}")
-    found = [] if (path / "config.json").is_file() else sorted(path.glob("*.gguf"))
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
+    gguf_files = [] if (path / "config.json").is_file() else sorted(path.glob("*.gguf"))
+    if len(gguf_files) > 1:
+        names = ", ".join(file.name for file in gguf_files)
         raise ModelError(
             f"--model {model} has several GGUF files and no config.json; give one of them, such "
-            f"as --model {found[0]} (found: {names})"
+            f"as --model {gguf_files[0]} (found: {names})"
         )
-    return [f"model.path={model}", *(f"model.gguf_file={file.name}" for file in found)]
+    return [f"model.path={model}", *(f"model.gguf_file={file.name}" for file in gguf_files)]
 
 
 def run_demo(model: str | None, steps: int | None, seed: int, out: Path | None) -> Path:

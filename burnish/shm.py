@@ -26,8 +26,8 @@ def prefix(kind: str) -> str:
 
 def sweep(kind: str, *folders: Path) -> None:
     """Remove the files and folders of this kind whose owner process has ended."""
-    found = [path for folder in folders for path in folder.glob(f"burnish-{kind}-*")]
-    for left in [path for path in found if owner_has_ended(path.name)]:
+    leftovers = [path for folder in folders for path in folder.glob(f"burnish-{kind}-*")]
+    for left in [path for path in leftovers if owner_has_ended(path.name)]:
         if left.is_dir():
             shutil.rmtree(left, ignore_errors=True)
         else:

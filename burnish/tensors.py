@@ -44,15 +44,15 @@ def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
     exactly 0, because they are measured from the smallest entry, which leaves no rounding error of
     the mean. Computed in fp64, because squares of a spread of 1.8e19 overflow fp32. The result is
     fp32 or wider."""
-    wanted = at_least_fp32(x).dtype
+    dtype = at_least_fp32(x).dtype
     x = x.double()
     if x.numel() == 0:
-        return x.to(wanted)
+        return x.to(dtype)
     lowest = torch.where(mask, x, torch.inf).amin().detach()
     above = torch.where(mask, x - lowest, 0.0)
     count = mask.expand_as(x).sum().clamp(min=1)
     centered = torch.where(mask, above - above.sum() / count, 0.0)
-    return (centered * (centered.square().sum() / count).clamp(min=eps).rsqrt()).to(wanted)
+    return (centered * (centered.square().sum() / count).clamp(min=eps).rsqrt()).to(dtype)
 
 
 def pad_rows(flat: Tensor, offsets: Tensor, value: float = 0) -> Tensor:

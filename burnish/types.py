@@ -196,10 +196,10 @@ class Sample:
     ) -> Sample:
         """Return the sample with rewards. A seventh of the time of ``dataclasses.replace``, which
         would convert all columns again."""
-        made = object.__new__(type(self))
+        sample = object.__new__(type(self))
         new = {"reward": reward, "reward_parts": parts, "turn_rewards": turn_rewards}
-        vars(made).update(vars(self) | new)
-        return made
+        vars(sample).update(vars(self) | new)
+        return sample
 
     @property
     def rows(self) -> tuple[TokenRow, ...]:
@@ -524,20 +524,20 @@ class Stats:
         """Return the same numbers as Python floats, read from their device in one copy."""
         flat = [number for pair in self.means.values() for number in pair]
         flat += [*self.maxima.values(), *self.sums.values()]
-        found = iter(_floats(flat))
+        floats = iter(_floats(flat))
         return Stats(
-            means={name: (next(found), next(found)) for name in self.means},
-            maxima={name: next(found) for name in self.maxima},
-            sums={name: next(found) for name in self.sums},
+            means={name: (next(floats), next(floats)) for name in self.means},
+            maxima={name: next(floats) for name in self.maxima},
+            sums={name: next(floats) for name in self.sums},
         )
 
 
-def _larger(one: Number, other: Number) -> Number:
+def _larger(first: Number, second: Number) -> Number:
     """Return the maximum, or NaN if either is NaN. The result is a tensor if either input is, on
     the same device."""
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return torch.maximum(torch.as_tensor(one), torch.as_tensor(other))
-    return other if other > one or math.isnan(other) else one
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        return torch.maximum(torch.as_tensor(first), torch.as_tensor(second))
+    return second if second > first or math.isnan(second) else first
 
 
 def _floats(numbers: Sequence[Number]) -> list[float]:
@@ -547,12 +547,12 @@ def _floats(numbers: Sequence[Number]) -> list[float]:
     for i, number in enumerate(numbers):
         if isinstance(number, Tensor):
             devices.setdefault(number.device, []).append(i)
-    found = [0.0 if isinstance(x, Tensor) else float(x) for x in numbers]
+    floats = [0.0 if isinstance(x, Tensor) else float(x) for x in numbers]
     for places in devices.values():
         wide = [torch.as_tensor(numbers[i]).detach().double().reshape(()) for i in places]
         for i, value in zip(places, torch.stack(wide).tolist(), strict=True):
-            found[i] = value
-    return found
+            floats[i] = value
+    return floats
 
 
 def rows_to_batch(

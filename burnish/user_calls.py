@@ -78,8 +78,8 @@ class UserCalls:
         if isinstance(call.error, Exception):
             raise call.error
         if call.error is not None:
-            what = f"{type(call.error).__name__}: {call.error}".removesuffix(": ")
-            raise CallRaisedError(what) from call.error
+            reason = f"{type(call.error).__name__}: {call.error}".removesuffix(": ")
+            raise CallRaisedError(reason) from call.error
         return call.result  # type: ignore[no-any-return]
 
     def close(self) -> None:

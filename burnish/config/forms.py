@@ -66,7 +66,7 @@ class Keys:
     form: FormChoice
     prompt: str
     """Column of the prompt."""
-    own: bool
+    is_customized: bool
     """True if the recipe sets a column of the prompt or the demonstration, or a prompt template.
     Rows are then read by columns."""
     complete: tuple[tuple[str, ...], ...] = ()
@@ -94,7 +94,7 @@ def form_of(row: Mapping[str, Any], keys: Keys) -> Reading:
     The project's own columns take precedence. Raises FormError if the row has two forms, or if it
     lacks the columns of the form that the recipe sets.
 
-    >>> keys = Keys("demonstrations", "auto", "prompt", own=False)
+    >>> keys = Keys("demonstrations", "auto", "prompt", is_customized=False)
     >>> str(form_of({"instruction": "Add 1 and 2.", "input": "", "output": "3"}, keys))
     'Alpaca (instruction, input, output)'
     """
@@ -108,7 +108,7 @@ def form_of(row: Mapping[str, Any], keys: Keys) -> Reading:
     by_columns = _by_columns(row, keys)
     if "verl" in readings:  # only its label is nested
         return readings["verl"]
-    if keys.own:
+    if keys.is_customized:
         return Reading("columns")
     if by_columns is not None and by_columns.columns != ("text",):
         return by_columns

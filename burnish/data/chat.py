@@ -235,7 +235,7 @@ def _without_own_end(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Tools
 ) -> list[dict[str, Any]]:
     """Remove an end token at the end of an answer, if the template appends the same token."""
-    kept = list(messages)
+    shortened = list(messages)
     for turn, message in enumerate(messages):
         text = message["content"].rstrip() if message["role"] == "assistant" else ""
         end = _special_end(tokenizer, text) if text else ""
@@ -251,8 +251,8 @@ def _without_own_end(
                 f"an answer ends with {end!r}, which the chat template appends as well; it is kept "
                 "once. Remove it from the data",
             )
-            kept[turn] = bare
-    return kept
+            shortened[turn] = bare
+    return shortened
 
 
 def _encode_with_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -261,23 +261,23 @@ def _encode_with_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> list[i
     Its trailing token need not be ``eos_token``. If the text itself begins with the leading special
     tokens, they are kept once.
     """
-    own = plain_ids(tokenizer, text)
-    check_embeddings(tokenizer, own)
-    plain = own or plain_ids(tokenizer, "a")  # an empty text does not show the positions
-    ids = list(tokenizer(text if own else "a", verbose=False)["input_ids"])
+    text_ids = plain_ids(tokenizer, text)
+    check_embeddings(tokenizer, text_ids)
+    plain = text_ids or plain_ids(tokenizer, "a")  # an empty text does not show the positions
+    ids = list(tokenizer(text if text_ids else "a", verbose=False)["input_ids"])
     places = range(len(ids) - len(plain) + 1)
     begin = next((i for i in places if ids[i : i + len(plain)] == plain), None)
     if begin is None:  # special tokens change the tokenization of the text
         return ids
     prefix = ids[:begin]
-    if prefix and own[:begin] == prefix:
+    if prefix and text_ids[:begin] == prefix:
         note(
             "double_bos",
             f"the text begins with {tokenizer.decode(prefix)!r}, which the tokenizer prepends as "
             "well; it is kept once. Remove it from the data",
         )
-        return own
-    return prefix + own
+        return text_ids
+    return prefix + text_ids
 
 
 def _trained_length(

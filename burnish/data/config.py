@@ -158,7 +158,7 @@ class DataConfig(Node):
     @property
     def row_keys(self) -> Keys:
         """Columns that the form of a row depends on."""
-        return Keys("steps", self.form, self.prompt_key, own=True)
+        return Keys("steps", self.form, self.prompt_key, is_customized=True)
 
     @property
     def content_keys(self) -> Mapping[str, str]:
@@ -218,9 +218,9 @@ class DataConfig(Node):
         """Return lines (name, value, origin) of the batch table with the form of each file that is
         not read by columns, and of the sources."""
         return [line for source in self.sources for line in source.lines()] + [
-            ("data form", NAMES[found.form], f"{path}: {_mapped(found)}")
-            for path, found in self.readings()
-            if found.form != "columns"
+            ("data form", NAMES[reading.form], f"{path}: {_mapped(reading)}")
+            for path, reading in self.readings()
+            if reading.form != "columns"
         ]
 
     def _is_by_columns(self, path: str) -> bool:

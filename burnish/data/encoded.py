@@ -128,7 +128,7 @@ class EncodedStream(Generic[T]):
         before it in the same pass.
         """
         unit, counts = self._encoder.unit, {**self._counts, **self._notices.counts}
-        return {f"{unit}s_{what}": count for what, count in counts.items()} | {
+        return {f"{unit}s_{event}": count for event, count in counts.items()} | {
             "epoch": self._index.epoch
         }
 
@@ -192,7 +192,7 @@ class EncodedStream(Generic[T]):
         """Resume from ``state``. Raises DataError if it belongs to other sources."""
         self._index.load_state_dict(state["index"])
         counts = state["counts"]  # older states, and those of on_bad_row=fail, have no skipped
-        self._counts = {what: int(counts.get(what, 0)) for what in self._counts}
+        self._counts = {event: int(counts.get(event, 0)) for event in self._counts}
         self._notices.counts.clear()  # older states have none
         self._notices.counts.update({k: int(n) for k, n in state.get("notices", {}).items()})
         self._dropped_in_a_row = dict.fromkeys(self.sources, 0)
@@ -417,7 +417,7 @@ def _encoded(
     source: Source, ref: RowRef, encoder: Encoder[T], config: DataConfig, notices: Notices
 ) -> tuple[T, str]:
     """Return the item of row ``ref`` and the row's position."""
-    with collecting() as found:
+    with collecting() as notes:
         row = source[ref.row]
     try:
         with collecting() as more:
@@ -425,7 +425,7 @@ def _encoded(
             note_marks(row, config)
     except DataError as error:
         raise DataError(f"{row.where}: {error}") from error
-    notices.add(found | more, row.where)
+    notices.add(notes | more, row.where)
     return item, row.where
 
 
@@ -437,19 +437,19 @@ def _log_bad(bad: Sequence[str], section: str, unit: str) -> None:
         )
 
 
-def _all_bad(what: str, first: str) -> DataError:
+def _all_bad(section: str, first: str) -> DataError:
     return DataError(
-        f"every row of {what} is unusable or dropped, and on_bad_row=skip leaves no data. Correct "
-        f"the keys of the data section, or the rows; the last error: {first}"
+        f"every row of {section} is unusable or dropped, and on_bad_row=skip leaves no data. "
+        f"Correct the keys of the data section, or the rows; the last error: {first}"
     )
 
 
-def _all_dropped(what: str, encoder: Encoder[Any], config: DataConfig) -> DataError:
+def _all_dropped(section: str, encoder: Encoder[Any], config: DataConfig) -> DataError:
     shorter = [setting for setting in config.shortenings if setting != "drop"]
     truncates = config.overlong == "drop" and bool(shorter)
     other = f", or set overlong: {' or '.join(shorter)}" if truncates else ""
     return DataError(
-        f"every {encoder.unit} of {what} exceeds {encoder.limit_name}={encoder.limit} tokens and "
-        f"is dropped, so no data is left. Raise {encoder.limit_name} (if the model has enough "
+        f"every {encoder.unit} of {section} exceeds {encoder.limit_name}={encoder.limit} tokens "
+        f"and is dropped, so no data is left. Raise {encoder.limit_name} (if the model has enough "
         f"positions){other}"
     )

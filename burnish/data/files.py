@@ -242,12 +242,12 @@ def _reader_of(path: Path) -> Callable[[Path, str], Source]:
 
 def missing_file(path: Path) -> str:
     """Return an error message for a path that does not exist, with the nearest name."""
-    here = f"{path} does not exist (working directory: {Path.cwd()})"
+    problem = f"{path} does not exist (working directory: {Path.cwd()})"
     if not path.parent.is_dir():
-        return f"{here}, and neither does its folder {path.parent}; correct the path"
+        return f"{problem}, and neither does its folder {path.parent}; correct the path"
     siblings = [p.name for p in path.parent.iterdir()]
     near = nearest(path.name, siblings)
-    return here + (near or "; its folder has no file of a similar name. Correct the path")
+    return problem + (near or "; its folder has no file of a similar name. Correct the path")
 
 
 def _read_json(path: Path, name: str) -> Source:

@@ -100,8 +100,8 @@ def in_columns(row: Row, form: Form, config: DataConfig) -> Row:
     """
     if keys := [key for key in config.nested_keys if key not in row.values]:
         nested = {key: nested_value(row.values, key) for key in keys}
-        found = {key: value for key, value in nested.items() if value is not None}
-        row = replace(row, values={**row.values, **found}, original=row.columns)
+        filled = {key: value for key, value in nested.items() if value is not None}
+        row = replace(row, values={**row.values, **filled}, original=row.columns)
     if form == "columns":
         return row
     values = dict(without_nulls(row.values) if row.fills_nulls else row.values)
@@ -149,8 +149,8 @@ def from_alpaca(values: Values, config: DataConfig) -> Values:
     instruction = _text(values, INSTRUCTION)
     if not instruction.strip():
         raise DataError(f"column {INSTRUCTION!r} is empty; fill it, or remove the row")
-    given = next((key for key in INPUTS if values.get(key) is not None), None)
-    extra = "" if given is None else _text(values, given)
+    input_key = next((key for key in INPUTS if values.get(key) is not None), None)
+    extra = "" if input_key is None else _text(values, input_key)
     user = f"{instruction}\n\n{extra}" if extra.strip() else instruction
     before = _alpaca_turns(values)
     prompt: Any = user
@@ -205,8 +205,8 @@ def from_implicit_prompt(values: Values, config: DataConfig) -> Values:
     continue with the assistant.
     """
     keys = config.pair_keys
-    given = [parsed(_filled(values, key)) for key in keys]
-    texts = [is_transcript(value) for value in given]
+    sides = [parsed(_filled(values, key)) for key in keys]
+    texts = [is_transcript(value) for value in sides]
     if any(texts) != all(texts):
         raise DataError(
             f"one of the columns {keys[0]!r} and {keys[1]!r} is a transcript (Human: ...), the "
@@ -215,7 +215,7 @@ def from_implicit_prompt(values: Values, config: DataConfig) -> Values:
     as_text = all(texts) and not config.apply_chat_template
     turns = [
         transcript_turns(value, key) if text else _list_turns(value, key)
-        for value, key, text in zip(given, keys, texts, strict=True)
+        for value, key, text in zip(sides, keys, texts, strict=True)
     ]
     shared = _shared_turns(turns[0], turns[1], keys)
     rest = [side[shared:] for side in turns]
@@ -327,8 +327,8 @@ def _list_turns(value: Any, key: str) -> Messages:
 def _shared_turns(chosen: Messages, rejected: Messages, keys: Sequence[str]) -> int:
     """Return the number of messages of the common prompt."""
     same = 0
-    for one, other in zip(chosen, rejected, strict=False):
-        if one != other:
+    for turn, other in zip(chosen, rejected, strict=False):
+        if turn != other:
             break
         same += 1
     for shared in range(min(same, len(chosen) - 1, len(rejected) - 1), 0, -1):

@@ -78,17 +78,17 @@ def parsed(value: Any) -> Any:
     if not isinstance(value, str) or not _LOOKS_LIKE_MESSAGES.match(value):
         return value
     try:
-        found = json_value(value)
+        content = json_value(value)
     except ValueError as error:
         raise DataError(
             f"the text {value[:60]!r} begins like a list of chat messages but is not JSON "
             f"({error}); write the messages as a list, or as JSON text (json.dumps, not str)"
         ) from error
-    turns = isinstance(found, list) and all(
+    turns = isinstance(content, list) and all(
         isinstance(turn, dict) and ("role" in turn or {"from", "value"} <= set(turn))
-        for turn in found
+        for turn in content
     )
-    return found if turns else value
+    return content if turns else value
 
 
 def without_nulls(value: Any) -> Any:

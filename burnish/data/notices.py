@@ -14,25 +14,25 @@ from contextvars import ContextVar
 
 _log = logging.getLogger("burnish")
 
-_found: ContextVar[dict[str, str] | None] = ContextVar("found", default=None)
+_notes: ContextVar[dict[str, str] | None] = ContextVar("notes", default=None)
 
 
 def note(kind: str, text: str) -> None:
     """Record a note on the row that is being encoded. ``kind`` is the note's name in counts."""
-    found = _found.get()
-    if found is not None:
-        found.setdefault(kind, text)
+    notes = _notes.get()
+    if notes is not None:
+        notes.setdefault(kind, text)
 
 
 @contextmanager
 def collecting() -> Iterator[dict[str, str]]:
     """Collect the notes of one row: kind -> text."""
-    found: dict[str, str] = {}
-    token = _found.set(found)
+    notes: dict[str, str] = {}
+    token = _notes.set(notes)
     try:
-        yield found
+        yield notes
     finally:
-        _found.reset(token)
+        _notes.reset(token)
 
 
 class Notices:
@@ -41,17 +41,17 @@ class Notices:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
-    def add(self, found: Mapping[str, str], where: str) -> None:
+    def add(self, notes: Mapping[str, str], where: str) -> None:
         """Count the notes of the row at ``where``, and log each kind that is new."""
-        for kind, text in found.items():
+        for kind, text in notes.items():
             if not self.counts[kind]:
                 _log.warning("%s: %s (logged once; such rows are counted)", where, text)
             self.counts[kind] += 1
 
     def join(self, others: PostponedNotices) -> None:
         """Count notices that were postponed."""
-        for found, where in others.rows:
-            self.add(found, where)
+        for notes, where in others.rows:
+            self.add(notes, where)
 
     def log_totals(self, unit: str) -> None:
         """Log the number of rows of each kind that has more than one."""
@@ -68,5 +68,5 @@ class PostponedNotices(Notices):
         self.rows: list[tuple[Mapping[str, str], str]] = []
         """Notes and position of each row."""
 
-    def add(self, found: Mapping[str, str], where: str) -> None:
-        self.rows.append((found, where))
+    def add(self, notes: Mapping[str, str], where: str) -> None:
+        self.rows.append((notes, where))

@@ -53,12 +53,12 @@ class RepeatedPrompts:
             if choice == "strip" or (choice == "auto" and self._all_repeat(source))
         }
 
-    def strip(self, source: str, given: Exchange) -> Exchange:
+    def strip(self, source: str, exchange: Exchange) -> Exchange:
         """Remove the prompt from the beginning of the response, if its source repeats prompts."""
-        prompt, response = given.prompt, given.response
-        if source not in self._sources or given.response_ids or not is_text(prompt, response):
-            return given
-        return replace(given, response=response.removeprefix(prompt))
+        prompt, response = exchange.prompt, exchange.response
+        if source not in self._sources or exchange.response_ids or not is_text(prompt, response):
+            return exchange
+        return replace(exchange, response=response.removeprefix(prompt))
 
     def _all_repeat(self, source: Source) -> bool:
         num = num_first(source, _LOOKED_AT)

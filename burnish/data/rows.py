@@ -305,7 +305,7 @@ def without_end(tokenizer: PreTrainedTokenizerBase, row: TokenRow) -> TokenRow:
 
 def encode_exchange(
     tokenizer: PreTrainedTokenizerBase,
-    given: Exchange,
+    exchange: Exchange,
     config: DataConfig,
     *,
     as_chat: bool = False,
@@ -319,39 +319,39 @@ def encode_exchange(
     the sampled ones, if the row has them. ``only_last``: of several assistant messages, train only
     on the last. Raises DataError if the row cannot be encoded.
     """
-    prompt, response = given.prompt, given.response
+    prompt, response = exchange.prompt, exchange.response
     as_chat = as_chat or config.apply_chat_template or not is_text(prompt, response)
-    sampled = _sampled(tokenizer, given, config, as_chat=as_chat)
+    sampled = _sampled(tokenizer, exchange, config, as_chat=as_chat)
     if isinstance(response, str):  # an empty one that was sampled is meant
-        check_text(tokenizer, response, refuse=not given.may_be_empty and sampled is None)
+        check_text(tokenizer, response, refuse=not exchange.may_be_empty and sampled is None)
     if sampled is not None:
         return sampled
     if not as_chat:
-        text, prompt_ids = encode_prompt(tokenizer, prompt, system_prompt=given.system)
+        text, prompt_ids = encode_prompt(tokenizer, prompt, system_prompt=exchange.system)
         note_unused_template(tokenizer, prompt_ids, config)
         encoded = token_row(*encode_completion(tokenizer, prompt_ids, response, prompt=text))
     else:
-        encoded = _encode_messages(tokenizer, given, only_last=only_last)
-    return without_end(tokenizer, encoded) if given.is_cut else encoded
+        encoded = _encode_messages(tokenizer, exchange, only_last=only_last)
+    return without_end(tokenizer, encoded) if exchange.is_cut else encoded
 
 
 def _encode_messages(
-    tokenizer: PreTrainedTokenizerBase, given: Exchange, *, only_last: bool
+    tokenizer: PreTrainedTokenizerBase, exchange: Exchange, *, only_last: bool
 ) -> TokenRow:
     """Encode a prompt and a response, rendered by the chat template."""
-    own = as_messages(given.prompt)
-    check_prompt(own)
-    answer = _answer(given.response, own)
-    before = as_messages(own, system_prompt=given.system)
-    check_rendering(tokenizer, before, given.tools, system_prompt=given.system)
+    row_messages = as_messages(exchange.prompt)
+    check_prompt(row_messages)
+    answer = _answer(exchange.response, row_messages)
+    before = as_messages(row_messages, system_prompt=exchange.system)
+    check_rendering(tokenizer, before, exchange.tools, system_prompt=exchange.system)
     return token_row(
         *encode_conversation(
             tokenizer,
             [*before, *answer],
             trained_from=len(before),
             only_last=only_last,
-            tools=given.tools,
-            refused=REFUSED - {"empty answer"} if given.may_be_empty else REFUSED,
+            tools=exchange.tools,
+            refused=REFUSED - {"empty answer"} if exchange.may_be_empty else REFUSED,
         )
     )
 
@@ -408,7 +408,7 @@ def is_text(*values: Any) -> bool:
 
 def _sampled(
     tokenizer: PreTrainedTokenizerBase,
-    given: Exchange,
+    exchange: Exchange,
     config: DataConfig,
     *,
     as_chat: bool,
@@ -418,19 +418,19 @@ def _sampled(
     Return None if there are no sampled ids, or if they do not decode to ``given.response`` (ids of
     another tokenizer, or an edited text).
     """
-    ids = given.response_ids
-    if ids is None or not isinstance(given.response, str):
+    ids = exchange.response_ids
+    if ids is None or not isinstance(exchange.response, str):
         return None
     _, prompt_ids = encode_prompt(
         tokenizer,
-        given.prompt,
-        system_prompt=given.system,
+        exchange.prompt,
+        system_prompt=exchange.system,
         apply_chat_template=as_chat,
-        tools=given.tools,
+        tools=exchange.tools,
     )
     if min(ids) >= 0 and max(ids) < num_tokens(tokenizer):
         alone = str(tokenizer.decode(list(ids), skip_special_tokens=True))
-        if given.response in (alone, response_text(tokenizer, prompt_ids, ids)):
+        if exchange.response in (alone, response_text(tokenizer, prompt_ids, ids)):
             return token_row([*prompt_ids, *ids], [False] * len(prompt_ids) + [True] * len(ids))
     note("other_tokens", _OTHER_TOKENS)
     return None

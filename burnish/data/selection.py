@@ -96,10 +96,10 @@ def best(samples: Sequence[Sample], *, min_reward: float | None = None) -> Sampl
     DROPS)."""
     if not samples:
         return "prompts_truncated"
-    found = max(samples, key=lambda s: s.reward)
-    if min_reward is not None and found.reward < min_reward - ROUNDING:
+    highest = max(samples, key=lambda s: s.reward)
+    if min_reward is not None and highest.reward < min_reward - ROUNDING:
         return "prompts_below_min_reward"
-    return found
+    return highest
 
 
 def best_and_worst(
@@ -165,8 +165,8 @@ class _Writer:
 
     def reward_conditioned(self, sample: Sample) -> DataRow:
         """Return the row of one response, with its reward stated in the prompt."""
-        own = self.generation_prompts[sample.prompt_id].unconditioned
-        return self._row(sample, with_reward(own, self.template, sample.reward), tokens=False)
+        prompt = self.generation_prompts[sample.prompt_id].unconditioned
+        return self._row(sample, with_reward(prompt, self.template, sample.reward), tokens=False)
 
     def pair(self, chosen: Sample, rejected: Sample) -> DataRow:
         """Return the row of a chosen and a rejected response."""

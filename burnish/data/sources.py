@@ -122,14 +122,14 @@ def _check_folder(config: HubSource) -> None:
 def _choose_split(saved: Any, config: HubSource) -> Any:
     """Return the configured split of a ``load_from_disk`` result (dict of splits or one split)."""
     if isinstance(saved, dict):
-        wanted = config.split or _SPLIT
-        if wanted not in saved:
+        split_name = config.split or _SPLIT
+        if split_name not in saved:
             splits = [str(split) for split in saved]
             raise DataError(
-                f"{config.path} has no split {wanted!r}; it has "
-                f"{', '.join(splits)}{nearest(wanted, splits)}"
+                f"{config.path} has no split {split_name!r}; it has "
+                f"{', '.join(splits)}{nearest(split_name, splits)}"
             )
-        return saved[wanted]
+        return saved[split_name]
     split = str(saved.split or _SPLIT)
     if config.split not in (None, split):
         raise DataError(

@@ -61,8 +61,8 @@ def write_parquet(
         rows = list(read())
         columns |= dict.fromkeys(name for row in rows for name in row)
         for name in dict.fromkeys(name for row in rows for name in row):
-            found = _type_of([row.get(name) for row in rows])
-            merged = _merged(types[name], found) if name in types else found
+            column_type = _type_of([row.get(name) for row in rows])
+            merged = _merged(types[name], column_type) if name in types else column_type
             if merged is None:
                 as_text.add(name)
             else:
@@ -78,9 +78,9 @@ def write_parquet(
     schema = pa.schema([(name, types[name]) for name in columns])
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
         for read in parts:
-            kept = [{n: _cell(row.get(n), n in as_text) for n in columns} for row in read()]
-            if kept:
-                writer.write_table(pa.Table.from_pylist(kept, schema=schema))
+            cells = [{n: _cell(row.get(n), n in as_text) for n in columns} for row in read()]
+            if cells:
+                writer.write_table(pa.Table.from_pylist(cells, schema=schema))
 
 
 def _cell(value: Any, as_text: bool) -> Any:
@@ -103,20 +103,21 @@ def _valid_text(value: Any) -> Any:
 def _type_of(values: Sequence[Any]) -> pa.DataType | None:
     """Return the common type of all values, or None if there is none or Parquet cannot store it."""
     try:
-        found = pa.array([_valid_text(value) for value in values]).type
-        pq.write_table(pa.table({"c": pa.array([], type=found)}), io.BytesIO())
+        common = pa.array([_valid_text(value) for value in values]).type
+        pq.write_table(pa.table({"c": pa.array([], type=common)}), io.BytesIO())
     except (pa.ArrowException, OverflowError):
         return None
-    return found
+    return common
 
 
-def _merged(one: pa.DataType, other: pa.DataType | None) -> pa.DataType | None:
-    if other is None:
+def _merged(first: pa.DataType, second: pa.DataType | None) -> pa.DataType | None:
+    if second is None:
         return None
     try:
         return (
             pa.unify_schemas(
-                [pa.schema([("c", one)]), pa.schema([("c", other)])], promote_options="permissive"
+                [pa.schema([("c", first)]), pa.schema([("c", second)])],
+                promote_options="permissive",
             )
             .field("c")
             .type

@@ -50,8 +50,8 @@ def engine_specs(
 
 def log_disabled_noise(model: ModelConfig, role: Role) -> None:
     """Log any dropout and router noise in the model's own config that is disabled for training."""
-    found = hf_config(model)
-    noise = {} if found is None else noise_of(found)
+    model_config = hf_config(model)
+    noise = {} if model_config is None else noise_of(model_config)
     if noise:
         log.info(
             "%s %s: training passes ignore %s of the model's config, so that probability ratios "

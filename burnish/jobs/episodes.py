@@ -132,8 +132,8 @@ def environment_spec(config: EnvironmentEpisodes | ToolEpisodes) -> EnvironmentS
     if isinstance(config, EnvironmentEpisodes):
         adapter, _, name = config.environment.partition(":")
         if adapter == "trl":
-            given = {"factory": absolute_path(name), **config.options}
-            return EnvironmentSpec(TRL_ENVIRONMENT, given, config.python)
+            arguments = {"factory": absolute_path(name), **config.options}
+            return EnvironmentSpec(TRL_ENVIRONMENT, arguments, config.python)
         return EnvironmentSpec(config.environment, config.options, config.python)
     options: dict[str, Any] = {
         "tools": [absolute_path(tool) for tool in config.tools],
@@ -194,10 +194,12 @@ def make_runner(
     """Return the runner of a recipe: one response per prompt, or episodes. Its sampling is
     timed."""
     engine = timed(engine, timeline, {"generate": options.phase})
-    given = {"num_samples": options.num_samples, "seed": options.seed}
+    per_prompt = {"num_samples": options.num_samples, "seed": options.seed}
     if episode_pool is None:
-        return Runner(engine, rewards, sampling, **given, dynamic=options.dynamic)
+        return Runner(engine, rewards, sampling, **per_prompt, dynamic=options.dynamic)
     episode_pool = timed(episode_pool, timeline, {"run": options.phase})
     ends = {*sampling.stop_token_ids, *episode_pool.renderer.stop_token_ids}
     sampling = replace(sampling, stop_token_ids=tuple(sorted(ends)))
-    return EpisodeRunner(engine, rewards, sampling, episode_pool, **given, dynamic=options.dynamic)
+    return EpisodeRunner(
+        engine, rewards, sampling, episode_pool, **per_prompt, dynamic=options.dynamic
+    )

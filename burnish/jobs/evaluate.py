@@ -157,17 +157,17 @@ def held_out_prompts(
     """Load the prompts of an evaluation by the name of their set; empty if there is no evaluation.
     ``new_tokens``: response length if the evaluation sets none. ``in_episodes``: the prompts start
     episodes."""
-    found: dict[str, Sequence[Prompt]] = {}
+    prompts: dict[str, Sequence[Prompt]] = {}
     if config is None:
-        return found
+        return prompts
     new_tokens = config.generate_max_len or new_tokens
     for key, data in config.sections.items():
         limited = within_positions(data, job.model, new_tokens=new_tokens, field=key)
         name = key.removeprefix("eval.sets.") if key != "eval.data" else ""
-        found[name] = load_prompts(
+        prompts[name] = load_prompts(
             limited, tokenizer, limit=config.num_prompts, section=key, in_episodes=in_episodes
         )
-    return found
+    return prompts
 
 
 def longest_row(config: EvalConfig | None, new_tokens: int) -> int:
@@ -247,7 +247,7 @@ def _build(
     plain = SamplingConfig(generate_max_len=config.eval.generate_max_len)
     sampling = eval_sampling(config.eval, plain)
     rewards = eval_rewards(scores, config.on_reward_failure, sampling)
-    warn_without_labels([prompt for one in held_out.values() for prompt in one], rewards)
+    warn_without_labels([prompt for prompts in held_out.values() for prompt in prompts], rewards)
     runner = make_runner(
         engine,
         timed(rewards, runtime.timeline, {"score_samples": "reward"}),

@@ -92,18 +92,18 @@ def _pair_objective(terms: Terms, options: PairOptions) -> Loss:
             reference = _sums(batch.ref_logprobs, batch, options.ld_alpha)[0]
         sides = Sides(policy, reference, counts, batch.pair_terms)
         losses = torch.stack([weight * loss(sides) for loss, weight in losses_of]).sum(0)
-        found = Stats()
+        pair_weights = Stats()
         if options.weight_pairs:
             assert batch.pair_terms is not None, "weights of pairs require collision entropies"
             weights = likelihood_weights(plain / counts, batch.pair_terms.to(plain.device))
             losses = losses * weights
-            found = Stats(means={"pair_weight": (weights.sum(), weights.numel())})
+            pair_weights = Stats(means={"pair_weight": (weights.sum(), weights.numel())})
         nll = -(plain / counts)[0::2]
         num_pairs = batch.num_sequences / batch.rows_per_unit
         total = losses + options.nll_coef * nll if options.nll_coef else losses
         loss = total.sum() / num_pairs
         rewards = beta * (policy - reference) / (counts if by_mean else 1)
-        stats = _pair_stats(rewards.detach(), plain.detach(), nll.detach()) + found
+        stats = _pair_stats(rewards.detach(), plain.detach(), nll.detach()) + pair_weights
         return loss, stats + Stats(sums={"loss": loss.detach()})
 
     return objective
@@ -133,11 +133,11 @@ def _pair_loss(config: PreferenceLossConfig, options: PairOptions) -> Callable[[
             return function(policy[0::2], policy[1::2])
         if config.ranks_pairs:
             assert matched is not None, "AOT requires matched log-ratios"
-            here = matched.to(policy.device)
+            matched_ratios = matched.to(policy.device)
             if config.kind == "aot":
-                return function(policy[0::2] - policy[1::2], here[0::2])
+                return function(policy[0::2] - policy[1::2], matched_ratios[0::2])
             ratios = policy - reference
-            return function(ratios[0::2], ratios[1::2], here[0::2], here[1::2])
+            return function(ratios[0::2], ratios[1::2], matched_ratios[0::2], matched_ratios[1::2])
         if options.divergence != "reverse_kl":
             policy = divergence_scores(
                 policy - reference, divergence=options.divergence, alpha=options.alpha
@@ -344,9 +344,10 @@ def _preference_engines(
     spans = {"forward_backward": "train", "optim_step": "optim"}
     spans["entropies"] = "logprobs"
     spans["logprobs"] = "logprobs" if in_every_step else "eval"
-    own, separate = specs["policy"], specs.get("reference")
-    own = replace(own, entropy_order=2) if config.weight_pairs else own
-    of, dtype = config.model if separate is None else separate.role.model, config.precision.dtype
+    policy_spec, reference_spec = specs["policy"], specs.get("reference")
+    policy_spec = replace(policy_spec, entropy_order=2) if config.weight_pairs else policy_spec
+    of = config.model if reference_spec is None else reference_spec.role.model
+    dtype = config.precision.dtype
     kept_in, begun = run_dir / REFERENCE_FILE, any((run_dir / "checkpoints").glob("step_*"))
     cached = None
     if rows is not None:
@@ -356,12 +357,14 @@ def _preference_engines(
     reference: HasLogprobs | None = cached
     policy: TrainEngine | None = None
     if cached is not None or not config.needs_reference:
-        return reference, runtime.language_model(own, spans)
-    if separate is None:
-        policy = runtime.language_model(own, spans)
+        return reference, runtime.language_model(policy_spec, spans)
+    if reference_spec is None:
+        policy = runtime.language_model(policy_spec, spans)
         reference = FrozenBase(policy)
     else:
-        reference = runtime.language_model(separate, {"logprobs": "reference", "mix": "reference"})
+        reference = runtime.language_model(
+            reference_spec, {"logprobs": "reference", "mix": "reference"}
+        )
     if rows is not None:
         log.info("computing the log-probs of the reference before the first step")
         at_once = None if kto else 2 * config.batch_plan().train_batch_size
@@ -371,7 +374,7 @@ def _preference_engines(
             save_cache(cache, kept_in, model=of, dtype=dtype)
         runtime.release(reference)
         reference = cache
-    return reference, policy or runtime.language_model(own, spans)
+    return reference, policy or runtime.language_model(policy_spec, spans)
 
 
 JOB = SupervisedTraining(PreferenceConfig, build_preference)

@@ -110,10 +110,10 @@ def measure_steps(engine: TrainEngine, batch: Batch) -> Stats:
     _, stats = process_objective()(Outputs(values=values), batch)
     rows, probs = batch.row_ids[mask], values[mask].sigmoid()
     scores: dict[str, float] = {}
-    for how in AGGREGATIONS:
-        found = aggregate_steps(probs, rows, num_rows=batch.num_rows, how=how)
-        scores[f"score_{how}_mean"] = float(found.mean())
-        scores[f"score_{how}_std"] = float(found.std()) if batch.num_rows > 1 else 0.0
+    for aggregation in AGGREGATIONS:
+        solutions = aggregate_steps(probs, rows, num_rows=batch.num_rows, how=aggregation)
+        scores[f"score_{aggregation}_mean"] = float(solutions.mean())
+        scores[f"score_{aggregation}_std"] = float(solutions.std()) if batch.num_rows > 1 else 0.0
     return stats + Stats(maxima=scores)
 
 

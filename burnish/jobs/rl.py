@@ -168,7 +168,9 @@ def _build(
         shaping=config.shaping,
         running=_running(config, scores),
     )
-    warn_without_labels([prompt for one in held_out.values() for prompt in one], rewards)
+    warn_without_labels(
+        [prompt for held_out_set in held_out.values() for prompt in held_out_set], rewards
+    )
     runner = _runner(config, rollout, rewards, episode_pool, runtime.timeline)
     source, eval_engine = _source(config, prompts, runner, policy, runtime)
     check_first_weights(config, eval_engine, policy, runtime)
@@ -311,11 +313,11 @@ def _critic(
 ) -> tuple[TrainEngine | None, Loss | None]:
     if spec is None:
         return None, None
-    own = config.critic or CriticConfig()
-    if own.model is not None:
-        log_disabled_noise(own.model, "critic")
+    critic_config = config.critic or CriticConfig()
+    if critic_config.model is not None:
+        log_disabled_noise(critic_config.model, "critic")
     critic = runtime.scalar_model(spec, seed=config.seed)
-    return critic, value_objective(value_clip=own.value_clip)
+    return critic, value_objective(value_clip=critic_config.value_clip)
 
 
 def _running(config: RLConfig, scores: WeightedRewards) -> dict[str, Literal["mean_std", "std"]]:
@@ -343,8 +345,8 @@ def _specs(config: RLConfig) -> dict[str, EngineSpec]:
     specs = engine_specs(
         config, total_steps=config.num_steps * updates, temperature=config.rollout.temperature
     )
-    own = (config.num_steps - frozen) * updates
-    return specs | {"policy": replace(specs["policy"], total_steps=own)}
+    policy_updates = (config.num_steps - frozen) * updates
+    return specs | {"policy": replace(specs["policy"], total_steps=policy_updates)}
 
 
 def _reference(

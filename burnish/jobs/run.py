@@ -162,13 +162,13 @@ def job_of(config: JobConfig) -> Job[Any, Any]:
 def _recording_of(resume: Path | str | None, replay: Path | str | None) -> Path | None:
     """Return the run whose recorded rollouts a run trains from; None if it samples. Raises RunError
     if ``resume`` is not a replay and ``replay`` is given."""
-    own = None if resume is None else recorded_run(Path(resume))
-    if resume is not None and replay is not None and own is None:
+    recording = None if resume is None else recorded_run(Path(resume))
+    if resume is not None and replay is not None and recording is None:
         raise RunError(
             f"--resume {resume}: that run samples its groups and cannot continue with those of "
             "--replay; omit --replay, or omit --resume to start a replay in a new folder"
         )
-    return own if replay is None else Path(replay)
+    return recording if replay is None else Path(replay)
 
 
 def _replay_job(recorded: Path, config: JobConfig) -> Job[Any, Any]:
@@ -226,11 +226,11 @@ def _runtime(
 ) -> Runtime:
     tokenizer = load_tokenizer(config.model)
     if launched is not None and config.training is None:  # each rank has other rows
-        own = InlineRuntime(
+        inline = InlineRuntime(
             tokenizer, precision=config.precision, device=launched.device, timeline=timeline
         )
-        own.loop_ranks = launched.group
-        return own
+        inline.loop_ranks = launched.group
+        return inline
     if launched is not None:
         return SpmdRuntime(
             tokenizer,

@@ -72,22 +72,22 @@ class Scoring:
     def step(self, number: int) -> StepRows:
         """Score one slice. If a reward fails on a row, the row is kept with null as its reward."""
         size = self.config.batch_size
-        given = self.responses.take((number - 1) * size, size)
+        responses = self.responses.take((number - 1) * size, size)
         try:
-            scored = self.rewards.score([item.group for item in given])
+            scored = self.rewards.score([item.group for item in responses])
         except NoGroupLeftError as error:
             log.warning("step %d: %s", number, error)
             scored = RewardedGroups((), (), error.stats)
         samples = {group.prompt.id: group.samples[0] for group in scored.groups}
         rows = []
-        for item in given:
+        for item in responses:
             sample = samples.get(item.group.prompt.id)
             reward = None if sample is None else sample.reward
             rewards = None if sample is None else dict(sample.reward_parts)
             rows.append({**item.columns, "reward": reward, "rewards": rewards})
-        lost = len(given) - len(samples)
+        lost = len(responses) - len(samples)
         metrics = scored.stats.floats()
-        done = (number - 1) * size + len(given)
+        done = (number - 1) * size + len(responses)
         metrics |= {"score/rows_done": float(done), "score/rows_total": float(len(self.responses))}
         dropped = {FAILED: lost} if lost else {}
         return StepRows(rows, scored.groups, metrics, dropped, sums_of(scored.groups))

@@ -65,24 +65,27 @@ def serve(model: str, options: ModelOptions, *, version: str) -> None:
     or one that other machines can reach without a token; CheckpointError or ModelError for a model
     that cannot be loaded.
     """
-    with sigterm_exits(), model_server(model, options, version=version) as made:
-        ready = f"serving {made.name} at {made.url}"
-        run_until_signal(made.server, made.listener, ready)
+    with sigterm_exits(), model_server(model, options, version=version) as running:
+        ready = f"serving {running.name} at {running.url}"
+        run_until_signal(running.server, running.listener, ready)
 
 
 @contextmanager
 def in_background(model: str, options: ModelOptions, *, version: str) -> Iterator[str]:
     """Serve a language model in a thread during the ``with`` block. Yield its base URL. Raises as
     :func:`serve` does."""
-    with model_server(model, options, version=version) as made:
+    with model_server(model, options, version=version) as running:
         thread = threading.Thread(
-            target=made.server.run, args=([made.listener],), name="burnish-server", daemon=True
+            target=running.server.run,
+            args=([running.listener],),
+            name="burnish-server",
+            daemon=True,
         )
         thread.start()
         try:
-            yield made.url
+            yield running.url
         finally:
-            made.server.should_exit = True
+            running.server.should_exit = True
             thread.join()
 
 
@@ -93,11 +96,11 @@ def model_server(model: str, options: ModelOptions, *, version: str) -> Iterator
     check_extra()
     token = token_of(options)
     _check_engine(options)
-    given = Path(model)
-    is_run = (given / "checkpoints").is_dir()
-    is_checkpoint = is_run or (given / "manifest.json").is_file()
+    place = Path(model)
+    is_run = (place / "checkpoints").is_dir()
+    is_checkpoint = is_run or (place / "manifest.json").is_file()
     if not is_checkpoint:
-        _check_format(given)
+        _check_format(place)
         check_path(ModelConfig(path=model))
     from burnish.agents.app import AgentApp
     from burnish.serve.guard import RequestGuard, ServerLimits, make_server
@@ -109,8 +112,8 @@ def model_server(model: str, options: ModelOptions, *, version: str) -> Iterator
         path = model
         if is_checkpoint:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="burnish-serve-"))
-            path = _exported(given, Path(folder), options)
-        name = given.resolve().name if given.is_dir() else model
+            path = _exported(place, Path(folder), options)
+        name = place.resolve().name if place.is_dir() else model
         backend = stack.enter_context(_backend(path, (name, model), options))
 
         def health() -> Mapping[str, Any]:
@@ -128,14 +131,13 @@ def model_server(model: str, options: ModelOptions, *, version: str) -> Iterator
 
 def _check_format(path: Path) -> None:
     """Raise ServeError for a GGUF file, or a folder whose only weights are GGUF files."""
-    is_gguf = path.suffix == ".gguf" and path.is_file()
-    found = [path] if is_gguf else sorted(path.glob("*.gguf"))
-    if not found or list(path.glob("*.safetensors")):
+    files = [path] if path.suffix == ".gguf" and path.is_file() else sorted(path.glob("*.gguf"))
+    if not files or list(path.glob("*.safetensors")):
         return
     raise ServeError(
-        f"{path} has its weights as GGUF ({found[0].name}), which burnish serve does not read; "
+        f"{path} has its weights as GGUF ({files[0].name}), which burnish serve does not read; "
         "convert them to safetensors (transformers: AutoModelForCausalLM.from_pretrained(FOLDER, "
-        f"gguf_file={found[0].name!r}).save_pretrained(OUT), and the same with AutoTokenizer) and "
+        f"gguf_file={files[0].name!r}).save_pretrained(OUT), and the same with AutoTokenizer) and "
         "serve that folder"
     )
 
@@ -180,11 +182,11 @@ def _backend(path: str, names: tuple[str, str], options: ModelOptions) -> Iterat
     tokenizer = load_tokenizer(model)
 
     def make_renderer(variables: Mapping[str, Any]) -> ChatRenderer:
-        wanted = model.model_copy(update={"chat_template_kwargs": dict(variables)})
-        if problems := list(wanted.rules()):
+        variant = model.model_copy(update={"chat_template_kwargs": dict(variables)})
+        if problems := list(variant.rules()):
             raise ConfigError("; ".join(problems))
         # Every call is rendered in full, so the template may rewrite earlier turns.
-        return ChatRenderer(load_tokenizer(wanted), history="template")
+        return ChatRenderer(load_tokenizer(variant), history="template")
 
     renderers = Renderers(make_renderer)
     if renderers.problem is not None:

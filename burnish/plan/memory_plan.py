@@ -207,9 +207,11 @@ def _details(rows: Iterable[Row]) -> str:
         key = (row.role, row.where, row.item, row.bytes, row.how)
         phases.setdefault(key, []).append(row.phase)
     lines = ["calculation:"]
-    for (role, where, item, size, formula), found in phases.items():
+    for (role, where, item, size, formula), phases_of_item in phases.items():
         when = (
-            ", ".join(dict.fromkeys(found)) if len(set(found)) < 4 else f"{len(set(found))} phases"
+            ", ".join(dict.fromkeys(phases_of_item))
+            if len(set(phases_of_item)) < 4
+            else f"{len(set(phases_of_item))} phases"
         )
         lines.append(f"  {role}, {where}, {item}: {_gb(size, 3)} GB = {formula} ({when})")
     return "\n".join(lines)

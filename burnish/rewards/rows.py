@@ -57,8 +57,8 @@ def _answer_of(item: RewardInput) -> _Answer:
     pair, ended = sample.last_response, not sample.is_cut
     if episode is None:
         message: dict[str, Any] = {"role": "assistant", "content": sample.text}
-        said = (prompt.text, prompt.messages, prompt.tools, message)
-        return _Answer(pair, sample.text, ended, *said)
+        conversation = (prompt.text, prompt.messages, prompt.tools, message)
+        return _Answer(pair, sample.text, ended, *conversation)
     messages = episode.messages_before(len(episode.turns) - 1)
     message = dict(episode.turns[-1].message)
     if message.get("content", "").strip() == sample.text.strip():  # parsing strips white space

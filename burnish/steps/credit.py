@@ -217,10 +217,10 @@ class _Timeline:
 
     def flat(self, rectangle: Tensor) -> Tensor:
         """Return [M] from [S, T], 0 for tokens that are not in the rectangle."""
-        found = unpad_rows(rectangle, self.offsets)
+        tokens = unpad_rows(rectangle, self.offsets)
         if self.order is None:
-            return found
-        return found.new_zeros(self.num_tokens).index_copy(0, self.order, found)
+            return tokens
+        return tokens.new_zeros(self.num_tokens).index_copy(0, self.order, tokens)
 
 
 def _check_size(batch: Batch) -> Batch:
@@ -228,8 +228,8 @@ def _check_size(batch: Batch) -> Batch:
     finite."""
     assert batch.rewards is not None
     largest = _largest(batch.rewards)
-    found = max(_largest(x) for x in (batch.advantages, batch.returns) if x is not None)
-    if largest == math.inf or (largest > MAX_REWARD and found > MAX_REWARD):
+    largest_target = max(_largest(x) for x in (batch.advantages, batch.returns) if x is not None)
+    if largest == math.inf or (largest > MAX_REWARD and largest_target > MAX_REWARD):
         raise RewardError(
             f"the largest absolute reward of this rollout is {largest:.3g}; above "
             f"{MAX_REWARD:.0e} losses and gradients overflow (the largest fp32 value is 3.4e38); "

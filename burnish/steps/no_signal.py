@@ -35,7 +35,7 @@ class Finding:
     num_units: int
     num_empty: int
     """Number of units without signal."""
-    what: str = ""
+    description: str = ""
     """Description of a unit without signal, in the plural: ``pairs with identical
     responses``."""
     why: str = ""
@@ -101,12 +101,12 @@ class NoSignalMonitor:
         if self._said:
             log.warning(
                 "%d of %d steps of this run had no learning signal (%d %s in total)",
-                *(self._steps, self._seen, self._units, self._last.what),
+                *(self._steps, self._seen, self._units, self._last.description),
             )
 
 
 def _description(finding: Finding) -> str:
-    return f"{finding.num_empty} of {finding.num_units} {finding.what}: {finding.why}"
+    return f"{finding.num_empty} of {finding.num_units} {finding.description}: {finding.why}"
 
 
 # ---- signal of a step ----------------------------------------------------------------------------
@@ -121,20 +121,24 @@ def reward_signal(
     advantage = config.advantage
     if not advantage.uses_rewards:
         return None
-    kept = [group for group in groups if group.samples]
-    own = [[sample.reward for sample in group.samples] for group in kept]
+    sampled = [group for group in groups if group.samples]
+    rewards_of = [[sample.reward for sample in group.samples] for group in sampled]
     by_group = advantage.compares_groups
-    units = own if by_group else [[reward for unit in own for reward in unit]]
+    units = rewards_of if by_group else [[reward for unit in rewards_of for reward in unit]]
     # A single sample has no baseline: its return is the signal.
     empty = [unit for unit in units if len(unit) > 1 and _equal_in_fp32(unit)]
     if advantage.normalizes_each:
-        alike = [_equal_parts(group, rewards.weighted_names) for group in kept]
-        empty = [unit for unit, same in zip(own, alike, strict=True) if same and len(unit) > 1]
-    what = "groups whose rewards are all equal" if by_group else "steps whose rewards are all equal"
+        alike = [_equal_parts(group, rewards.weighted_names) for group in sampled]
+        empty = [
+            unit for unit, same in zip(rewards_of, alike, strict=True) if same and len(unit) > 1
+        ]
+    empty_units = (
+        "groups whose rewards are all equal" if by_group else "steps whose rewards are all equal"
+    )
     by_turn = not by_group and any(any(s.turn_rewards) for g in groups for s in g.samples)
     if not empty or by_turn:
-        return Finding(len(units), 0, what)
-    return Finding(len(units), len(empty), what, _why_equal(empty, groups, rewards))
+        return Finding(len(units), 0, empty_units)
+    return Finding(len(units), len(empty), empty_units, _why_equal(empty, groups, rewards))
 
 
 def _equal_in_fp32(rewards: Sequence[float]) -> bool:

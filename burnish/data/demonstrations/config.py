@@ -59,12 +59,19 @@ class SFTDataConfig(DataConfig):
     @property
     def row_keys(self) -> Keys:
         """Columns that the form of a row depends on."""
-        own = self.prompt_template is not None or self.is_own("prompt_key")
-        own = own or bool(self._named_keys())
+        is_customized = (
+            self.prompt_template is not None
+            or self.is_own("prompt_key")
+            or bool(self._named_keys())
+        )
         exchange = (self.prompt_key, self.response_key)
         complete = ((self.messages_key,), exchange, (self.text_key,))
         return Keys(
-            "demonstrations", self.form, self.prompt_key, own or bool(self._named_keys()), complete
+            "demonstrations",
+            self.form,
+            self.prompt_key,
+            is_customized,
+            complete,
         )
 
     def rules(self) -> Iterator[str]:

@@ -89,21 +89,21 @@ class SFTEncoder:
             return self._encode_text(row.values[kind])
         if kind == config.response_key:
             prompt = prompt_column(row, config.prompt_key, config.prompt_template)
-            given = exchange(
+            row_exchange = exchange(
                 *(row, prompt, config),
                 key=kind,
                 field="response_key",
                 use_tokens=config.use_tokens,
             )
-            encoded = encode_exchange(tokenizer, given, config, only_last=self._only_last)
+            encoded = encode_exchange(tokenizer, row_exchange, config, only_last=self._only_last)
             return replace(encoded, answers=encoded.mask)
-        given = content_column(row, kind, "messages_key")
-        if isinstance(given, str):
+        content = content_column(row, kind, "messages_key")
+        if isinstance(content, str):
             raise DataError(
                 f"column {kind!r} (messages_key) holds a string, not a list of messages"
             )
-        system = system_of(row, config, given)
-        messages = as_messages(given, system_prompt=system)
+        system = system_of(row, config, content)
+        messages = as_messages(content, system_prompt=system)
         tools = tools_column(row, config)
         check_rendering(tokenizer, messages, tools, system_prompt=system)
         if config.train_on_prompt and not all(trained_flags(messages)):

@@ -56,15 +56,19 @@ class PreferenceDataConfig(DataConfig):
     def row_keys(self) -> Keys:
         """Columns that the form of a row depends on."""
         purpose: Purpose = "pairs" if self.label_key is None else "labeled"
-        own = self.prompt_template is not None or self.is_own("prompt_key")
+        is_customized = self.prompt_template is not None or self.is_own("prompt_key")
         pair = (self.chosen_key, self.rejected_key)
         complete: tuple[tuple[str, ...], ...] = ((self.prompt_key,),)
         if self.label_key is not None:
-            own = own or self.is_own("response_key")
+            is_customized = is_customized or self.is_own("response_key")
             return Keys(
-                purpose, self.form, self.prompt_key, own, (complete[0] + (self.response_key,),)
+                purpose,
+                self.form,
+                self.prompt_key,
+                is_customized,
+                (complete[0] + (self.response_key,),),
             )
-        return Keys(purpose, self.form, self.prompt_key, own, complete, pair)
+        return Keys(purpose, self.form, self.prompt_key, is_customized, complete, pair)
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
@@ -74,13 +78,13 @@ class PreferenceDataConfig(DataConfig):
                 f"chosen_key and rejected_key are both {self.chosen_key!r}; a pair needs two "
                 "columns; set one of them to another column"
             )
-        wanted = {
+        columns = {
             "prompt_key": self.prompt_key if self.prompt_template is None else None,
             "margin_key": self.margin_key,
             "label_key": self.label_key,
             "response_key": self.response_key if self.label_key is not None else None,
         }
-        yield from missing_columns(self.files, wanted)
+        yield from missing_columns(self.files, columns)
         for key in ("response_key",) if self.label_key is None else ("chosen_key", "rejected_key"):
             if self.is_own(key):
                 rows = "pairs" if self.label_key is None else "single responses with a label"
@@ -93,8 +97,8 @@ class PreferenceDataConfig(DataConfig):
     def missing_pairs(self, name: str) -> Iterator[str]:
         """Yield an error for each file without the columns of pairs, for readers that accept only
         pairs. ``name``: the data's key in the recipe."""
-        wanted = {f"{name}.chosen_key": self.chosen_key, f"{name}.rejected_key": self.rejected_key}
-        yield from missing_columns(self.files, wanted)
+        columns = {f"{name}.chosen_key": self.chosen_key, f"{name}.rejected_key": self.rejected_key}
+        yield from missing_columns(self.files, columns)
 
     def files_without_pairs(self) -> Iterator[str]:
         """Yield the paths of file sources that exist and have no two responses in a row."""

@@ -185,13 +185,13 @@ def _responses(
 def _desirable_label(value: Any, config: PreferenceDataConfig) -> bool:
     if isinstance(value, float) and value.is_integer():  # of a column with empty cells
         value = int(value)
-    found = DESIRABLE_LABELS.get(str(value).strip().lower())
-    if found is None:
+    label = DESIRABLE_LABELS.get(str(value).strip().lower())
+    if label is None:
         raise DataError(
             f"column {config.label_key!r} (label_key) contains {value!r}; use true or 1 for a "
             "desirable response, false or 0 for an undesirable one"
         )
-    return found
+    return label
 
 
 def _check_shared_prompt(chosen: TokenRow, rejected: TokenRow) -> None:

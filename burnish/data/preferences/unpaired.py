@@ -60,9 +60,9 @@ def mismatched_pairs(batch: Batch, *, max_len: int) -> Batch:
     for j, prompt in zip(_of_the_next_prompt(prompts), prompts, strict=True):
         response = tokens[cuts[j] : ends[j]]
         excess = len(prompt) + len(response) - max_len
-        kept = prompt[min(max(0, excess), len(prompt) - 1) :]
-        rows.append([*kept, *response])
-        masks.append([False] * len(kept) + mask[cuts[j] : ends[j]])
+        prompt_end = prompt[min(max(0, excess), len(prompt) - 1) :]
+        rows.append([*prompt_end, *response])
+        masks.append([False] * len(prompt_end) + mask[cuts[j] : ends[j]])
     return rows_to_batch(rows, masks, prompt_lens=[0] * len(rows))
 
 
@@ -77,8 +77,8 @@ def _of_the_next_prompt(prompts: Sequence[tuple[int, ...]]) -> list[int]:
         runs[0] = runs.pop() + runs[0]
     if len(runs) == 1:
         return list(range(len(prompts)))
-    found = [0] * len(prompts)
+    partners = [0] * len(prompts)
     for run, following in zip(runs, runs[1:] + runs[:1], strict=True):
         for place, row in enumerate(run):
-            found[row] = following[place % len(following)]
-    return found
+            partners[row] = following[place % len(following)]
+    return partners

@@ -39,16 +39,16 @@ class PromptDataConfig(DataConfig):
     @property
     def row_keys(self) -> Keys:
         """Columns that the form of a row depends on."""
-        own = self.prompt_template is not None or self.is_own("prompt_key")
-        return Keys("prompts", self.form, self.prompt_key, own, ((self.prompt_key,),))
+        is_customized = self.prompt_template is not None or self.is_own("prompt_key")
+        return Keys("prompts", self.form, self.prompt_key, is_customized, ((self.prompt_key,),))
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
-        wanted = {"prompt_key": self.prompt_key if self.prompt_template is None else None}
+        columns = {"prompt_key": self.prompt_key if self.prompt_template is None else None}
         if self.label_pattern is not None:
             yield from _pattern_rules(self.label_pattern)
-            wanted["label_key"] = self.label_key
-        yield from missing_columns(self.files, wanted)
+            columns["label_key"] = self.label_key
+        yield from missing_columns(self.files, columns)
         yield from template_rules(self.prompt_template, self.files)
 
 

@@ -149,16 +149,16 @@ def label_of(row: Row, config: PromptDataConfig) -> Any:
         return value
     pattern = Pattern(config.label_pattern, is_own=False)
     try:
-        found = pattern.finditer("" if value is None else str(value))
+        matches = pattern.finditer("" if value is None else str(value))
     except ModelTextError as error:
         raise DataError(f"column {config.label_key!r} (label_key): {error}") from error
-    if not found or found[-1][1] is None:
+    if not matches or matches[-1][1] is None:
         raise DataError(
             f"column {config.label_key!r} (label_key) contains {repr(value)[-80:]}, in which "
             f"label_pattern={config.label_pattern!r} finds no label; correct the pattern, or "
             "remove the row"
         )
-    return found[-1][1].strip()
+    return matches[-1][1].strip()
 
 
 def check_label_key(config: PromptDataConfig, sources: Iterable[Source]) -> None:

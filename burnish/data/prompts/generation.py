@@ -27,7 +27,7 @@ OWN_COLUMNS = frozenset(
     {
         *("prompt_id", "sample", "prompt", "response", "finish_reason", "reward", "rewards"),
         *("prompt_tokens", "response_tokens", "label", "margin"),
-        *(f"{side}{what}" for side in ("chosen", "rejected") for what in ("", "_tokens")),
+        *(f"{side}{suffix}" for side in ("chosen", "rejected") for suffix in ("", "_tokens")),
         *(f"{side}_{what}" for side in ("chosen", "rejected") for what in ("reward", "rewards")),
         *(f"{side}_finish_reason" for side in ("chosen", "rejected")),
         "messages",
@@ -152,11 +152,11 @@ class _GenerationPromptEncoder:
 
     def encode(self, row: Row, ref: RowRef) -> GenerationPrompt:
         config, condition = self._config, self._condition
-        given = prompt_column(row, config.prompt_key, config.prompt_template)
-        plain = isinstance(given, str) and not config.apply_chat_template
-        content = given
+        row_prompt = prompt_column(row, config.prompt_key, config.prompt_template)
+        plain = isinstance(row_prompt, str) and not config.apply_chat_template
+        content = row_prompt
         if not plain:
-            content = as_messages(given, system_prompt=system_of(row, config, given))
+            content = as_messages(row_prompt, system_prompt=system_of(row, config, row_prompt))
         unconditioned = content
         if condition is not None:  # even if only rows state a reward: errors precede sampling
             stated = with_reward(content, condition.template, condition.wanted_reward or 0.0)

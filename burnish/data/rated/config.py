@@ -47,12 +47,12 @@ def targets_of(row: Mapping[str, Any]) -> list[Target]:
     ['scores (score)', 'classes (label)']
     """
     attributes = tuple(name for name in ATTRIBUTES if _is_number(row.get(name)))
-    found = [Target("scores", attributes)] if attributes else []
-    found += [Target("scores", (name,)) for name in SCORES if _is_number(row.get(name))]
+    targets = [Target("scores", attributes)] if attributes else []
+    targets += [Target("scores", (name,)) for name in SCORES if _is_number(row.get(name))]
     if _is_number(row.get("label")):
-        found.append(Target("scores", ("label",)))
-    found += [Target("classes", (name,)) for name in LABELS if _is_class(row.get(name))]
-    return found
+        targets.append(Target("scores", ("label",)))
+    targets += [Target("classes", (name,)) for name in LABELS if _is_class(row.get(name))]
+    return targets
 
 
 def recognized_kind(data: Mapping[str, Any]) -> str:
@@ -72,19 +72,19 @@ def recognized_kind(data: Mapping[str, Any]) -> str:
         answers = (data.get("response_key", "response"), *_ANSWERS)
         if "chosen" in row or not any(row.get(name) is not None for name in answers):
             return "pairs"
-        found = targets_of(row)
-        if len({target.kind for target in found}) > 1:
-            raise ValueError(f"{path}: {_several(found)}")
-        return found[0].kind if found else "pairs"
+        targets = targets_of(row)
+        if len({target.kind for target in targets}) > 1:
+            raise ValueError(f"{path}: {_several(targets)}")
+        return targets[0].kind if targets else "pairs"
     return "pairs"
 
 
-def _several(found: list[Target]) -> str:
+def _several(targets: list[Target]) -> str:
     settings = dict.fromkeys(
-        f"kind={t.kind} and {_KEY[t.kind]}={_value(t)} for {_MEANING[t.kind]}" for t in found
+        f"kind={t.kind} and {_KEY[t.kind]}={_value(t)} for {_MEANING[t.kind]}" for t in targets
     )
     return (
-        f"the rows have several readings: {' or '.join(map(str, found))}; set "
+        f"the rows have several readings: {' or '.join(map(str, targets))}; set "
         f"{', or '.join(settings)}"
     )
 
@@ -124,10 +124,10 @@ class RatedDataConfig(DataConfig, RewardData):
     @property
     def row_keys(self) -> Keys:
         """Columns that the form of a row depends on."""
-        own = self.prompt_template is not None or self.is_own("prompt_key")
-        own = own or self.is_own("response_key")
+        is_customized = self.prompt_template is not None or self.is_own("prompt_key")
+        is_customized = is_customized or self.is_own("response_key")
         complete = ((self.prompt_key, self.response_key),)
-        return Keys("responses", self.form, self.prompt_key, own, complete)
+        return Keys("responses", self.form, self.prompt_key, is_customized, complete)
 
     @property
     @abstractmethod
@@ -155,8 +155,8 @@ class RatedDataConfig(DataConfig, RewardData):
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns of the target; empty if they are neither set nor recognized."""
-        found = self._found()
-        return self.own_columns or (found[0].columns if len(found) == 1 else ())
+        targets = self._found()
+        return self.own_columns or (targets[0].columns if len(targets) == 1 else ())
 
     def form_lines(self) -> list[tuple[str, str, str]]:
         """Return lines (name, value, origin) of the batch table: the form of each file, and the
@@ -166,17 +166,17 @@ class RatedDataConfig(DataConfig, RewardData):
             self.names
         )
         name = f"{self.kind_of_rows} ({_MEANING[self.kind_of_rows]})"
-        own = [("data form", name, f"{path}: {mapped}") for path in self.all_files]
-        return [*super().form_lines(), *own]
+        lines = [("data form", name, f"{path}: {mapped}") for path in self.all_files]
+        return [*super().form_lines(), *lines]
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
         yield from template_rules(self.prompt_template, self.files)
-        wanted = {
+        columns = {
             "prompt_key": self.prompt_key if self.prompt_template is None else None,
             "response_key": self.response_key,
         }
-        yield from missing_columns(self.files, wanted)
+        yield from missing_columns(self.files, columns)
         yield from self._target_rules()
 
     def metrics(self, *, weighted: bool) -> Iterator[str]:
@@ -197,15 +197,15 @@ class RatedDataConfig(DataConfig, RewardData):
 
     def _target_rules(self) -> Iterator[str]:
         key = _KEY[self.kind_of_rows]
-        found = self._found()
+        targets = self._found()
         for column in self.own_columns:
             yield from missing_columns(self.all_files, {key: column})
         if self.own_columns:
             return
-        if len(found) > 1:
-            yield _several(found)
+        if len(targets) > 1:
+            yield _several(targets)
             return
-        if not found:
+        if not targets:
             known = (*ATTRIBUTES, *SCORES) if self.kind_of_rows == "scores" else LABELS
             have = next((columns_of(p) for p in self.all_files if columns_of(p)), None)
             listed = "" if have is None else f" (its columns are {', '.join(have)})"
@@ -215,7 +215,7 @@ class RatedDataConfig(DataConfig, RewardData):
                 + ("label" if key == "label_key" else "score, or a list of columns")
             )
             return
-        for column in found[0].columns:
+        for column in targets[0].columns:
             yield from missing_columns(self.all_files, {key: column})
 
     def _found(self) -> list[Target]:

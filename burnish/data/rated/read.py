@@ -50,19 +50,19 @@ def _class(value: Any, key: str, config: ClassesDataConfig) -> int:
         value = int(value)
     text = str(value).strip()
     if config.classes is None:
-        found = PASS_LABELS.get(text.lower())
+        number = PASS_LABELS.get(text.lower())
         known = "true or false, 1 or 0, pass or fail, yes or no, good or bad; set data.classes for "
         known += "other classes"
     else:
         names = config.names
         numbered = any(map(_is_integer, names))
-        found = names.index(text) if text in names else None
-        if found is None and not numbered and type(value) is int and 0 <= value < len(names):
-            found = value
+        number = names.index(text) if text in names else None
+        if number is None and not numbered and type(value) is int and 0 <= value < len(names):
+            number = value
         known = f"one of data.classes: {', '.join(names)}" + ("" if numbered else ", or an index")
-    if found is None:
+    if number is None:
         raise DataError(f"column {key!r} (label_key) contains {value!r}; a label is {known}")
-    return found
+    return number
 
 
 def _is_integer(name: str) -> bool:

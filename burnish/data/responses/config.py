@@ -28,13 +28,13 @@ class ResponseDataConfig(PromptDataConfig):
     @property
     def row_keys(self) -> Keys:
         """Columns that the form of a row depends on."""
-        own = super().row_keys.own or self.is_own("response_key")
+        is_customized = super().row_keys.is_customized or self.is_own("response_key")
         complete = ((self.prompt_key, self.response_key),)
-        return Keys("responses", self.form, self.prompt_key, own, complete)
+        return Keys("responses", self.form, self.prompt_key, is_customized, complete)
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
-        wanted: dict[str, str | None] = {"response_key": self.response_key}
+        columns: dict[str, str | None] = {"response_key": self.response_key}
         if self.is_own("finish_reason_key"):
-            wanted["finish_reason_key"] = self.finish_reason_key
-        yield from missing_columns(self.files, wanted)
+            columns["finish_reason_key"] = self.finish_reason_key
+        yield from missing_columns(self.files, columns)

@@ -145,15 +145,15 @@ class ResponseEncoder:
     def _metadata(self, prompt: Prompt, *, in_episode: bool) -> dict[str, Any]:
         """Return the columns that a reward received when the response was sampled."""
         written = COLUMNS_OF_EPISODES if in_episode else OWN_COLUMNS
-        own = written | {self._config.response_key, self._config.finish_reason_key}
-        return {key: value for key, value in prompt.metadata.items() if key not in own}
+        hidden = written | {self._config.response_key, self._config.finish_reason_key}
+        return {key: value for key, value in prompt.metadata.items() if key not in hidden}
 
     def _response_ids(self, row: Row, prompt: Prompt, text: str, *, ended: bool) -> tuple[int, ...]:
         """Return the sampled ids if the row has them and they decode to ``text``; else the tokens
         of ``text``."""
-        head, given = prompt.token_ids, row.values.get(f"{self._config.response_key}_tokens")
-        if isinstance(given, (list, tuple)) and all(type(i) is int for i in given):
-            ids = tuple(given)
+        head, row_ids = prompt.token_ids, row.values.get(f"{self._config.response_key}_tokens")
+        if isinstance(row_ids, (list, tuple)) and all(type(i) is int for i in row_ids):
+            ids = tuple(row_ids)
             in_vocabulary = not ids or 0 <= min(ids) <= max(ids) < num_tokens(self._tokenizer)
             if in_vocabulary and response_text(self._tokenizer, head, ids) == text:
                 return ids

@@ -50,12 +50,12 @@ class StepsDataConfig(DataConfig, RewardData):
             yield (
                 f"steps_key and labels_key are both {self.labels_key!r}; set two different columns"
             )
-        wanted = {
+        columns = {
             "prompt_key": self.prompt_key if self.prompt_template is None else None,
             "labels_key": self.labels_key,
             "steps_key": self.steps_key,
         }
-        yield from missing_columns(self.files, wanted)
+        yield from missing_columns(self.files, columns)
 
     def metrics(self, *, weighted: bool) -> Iterable[str]:
         yield from ("loss", "step_accuracy", "good_step_accuracy", "bad_step_accuracy", "row_exact")

@@ -102,12 +102,12 @@ class ZeroAdamW(torch.optim.AdamW):
 
     def __init__(self, model: nn.Module, spec: EngineSpec) -> None:
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        own = spec.role.train.optimizer
+        settings = spec.role.train.optimizer
         self.hidden: dict[str, bool] = {}
         """Parameters that Muon trains -> whether their rows are two matrices."""
-        if isinstance(own, Muon):
+        if isinstance(settings, Muon):
             shapes = {n: shape_of(p) for n, p in trained.items()}
-            self.hidden = hidden_matrices(model, shapes, own)
+            self.hidden = hidden_matrices(model, shapes, settings)
         self.muon: ZeroMuon | None = None
         """Set after DeepSpeed has made the flat shards."""
         rest = [p for n, p in trained.items() if n not in self.hidden]
@@ -175,10 +175,10 @@ class ZeroMuon:
     ) -> None:
         """``adamw``: its state has the momentum of each flat shard. ``device``: that of the
         iterations."""
-        own = spec.role.train.optimizer
-        assert isinstance(own, Muon)
+        muon = spec.role.train.optimizer
+        assert isinstance(muon, Muon)
         self._state, lr = adamw.state, spec.role.lr or spec.role.train.lr
-        self._lr_ratio = (own.matrix_lr or lr) / lr
+        self._lr_ratio = (muon.matrix_lr or lr) / lr
         held = [s for s in shards.all if s.name in adamw.hidden]
         counts = [[s.numel for s in held]]
         if not shards.replicated:
@@ -193,7 +193,7 @@ class ZeroMuon:
                 view, shard.shape, adamw.hidden[shard.name], counts=tuple(c[i] for c in counts)
             )
             self._flats.setdefault(id(flat), []).append((shard, matrix))
-        settings = muon_settings(own, weight_decay=spec.role.train.weight_decay)
+        settings = muon_settings(muon, weight_decay=spec.role.train.weight_decay)
         every = [matrix for part in self._flats.values() for _, matrix in part]
         self._muon = MuonOptimizer(every, settings, device=device)
         self._muon.shards = SINGLE if shards.replicated else shards.ranks

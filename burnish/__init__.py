@@ -8,7 +8,6 @@ folder, ``build_report`` writes a run's page. Reading order of the code: ``types
 from __future__ import annotations
 
 import logging
-import pkgutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,7 +47,9 @@ def __getattr__(name: str) -> Any:
     quick."""
     if name not in _HOMES:
         raise AttributeError(f"module 'burnish' has no attribute {name!r}")
-    value = pkgutil.resolve_name(f"{_HOMES[name]}:{name}")
+    from pkgutil import resolve_name
+
+    value = resolve_name(f"{_HOMES[name]}:{name}")
     globals()[name] = value
     return value
 

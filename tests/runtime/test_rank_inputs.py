@@ -129,3 +129,31 @@ def test_versions_are_compared_first_and_ranks_of_a_host_share_a_line(
     assert line.endswith("; and 5 more")
     assert fixes.startswith("Install the same versions on every node")
     assert "Start all ranks on nodes with the same devices" in fixes
+
+
+@pytest.mark.parametrize(
+    ("key", "override"),
+    [
+        ("rewards.0.function", "rewards=[{kind: function, function: 'CODE:f'}]"),
+        ("rewards.0.function", "rewards=[{kind: function, function: 'openrlhf:CODE'}]"),
+        (
+            "eval.data.sources.0.environment",
+            "eval.data.sources=[{kind: environment, environment: 'CODE:f'}]",
+        ),
+        ("episodes.environment", "episodes={environment: 'CODE:f', max_tokens: 4096}"),
+    ],
+)
+def test_the_users_code_of_every_kind_is_compared(key: str, override: str, tmp_path: Path) -> None:
+    disk, code = node(tmp_path / "n"), tmp_path / "code.py"
+    tree: dict[str, Any] = {
+        "job": "evaluate",
+        "model": {"path": str(disk / "model")},
+        "eval": {"data": {"sources": [str(disk / "data")]}, "generate_max_len": 4},
+    }
+    config = load_config(tree, [override.replace("CODE", str(code))])
+    inputs = []
+    for number in (1, 2):
+        code.write_text(f"f = {number}\n")
+        inputs.append(inputs_of(config, resumed=False, device="cpu"))
+    message = different_inputs(inputs, ["n1", "n2"])
+    assert message is not None and f"{key}, file code.py, content is sha256 " in message

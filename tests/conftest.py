@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed is an oracle of tests
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.update(RAY_prestart_worker_first_driver="0")  # no test has tasks for such workers
 os.environ["BURNISH_TESTS_PROCESS"] = str(os.getpid())  # whatever a test starts inherits it
 
 import re

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import httpx
 import openai
 import pytest
@@ -315,7 +316,7 @@ def start(folder: Path) -> Iterator[Any]:
     processes: list[Any] = []
 
     def started(*options: object) -> tuple[Any, str]:
-        command = [sys.executable, "-m", "burnish", "serve", *map(str, options)]
+        command = [fork_server.interpreter(), "-m", "burnish", "serve", *map(str, options)]
         process = subprocess.Popen(
             command,
             cwd=ROOT,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+import fork_server
 import pytest
 
 from burnish.rollout.base import Request
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def benchmark(*args: str) -> str:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "scaling.py"), *args],
+        [fork_server.interpreter(), str(ROOT / "benchmarks" / "scaling.py"), *args],
         capture_output=True, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import fork_server
 import psutil
 import pytest
 
@@ -220,12 +219,13 @@ def test_a_ray_that_a_run_started_ends_with_its_killed_controller(
     recipe: Recipe, children: Any
 ) -> None:
     """All but two agents of Ray's own, which try to report its end for a minute or two."""
-    before = set(glob.glob("/dev/shm/*"))
+    before, older = set(glob.glob("/dev/shm/*")), set(_processes_of_ray())
     config = recipe("grpo", "max_steps=500", "cluster.runtime=ray", "cluster.policy_ranks=2")
-    process = children.start(config, environment={fork_server.ADDRESS: ""})
+    process = children.start(config)
     _wait_for_lines(Path(config.run_dir), 2, process)
-    below = psutil.Process(process.pid).children(recursive=True)
-    assert sum("ray::TrainWorker" in " ".join(p.cmdline()) for p in below) == 2
+    workers = set(_processes_of_ray()) - older
+    below = [*workers, *psutil.Process(process.pid).children(recursive=True)]
+    assert sum("ray::TrainWorker" in " ".join(p.cmdline()) for p in workers) == 2
     agents = [p for p in below if "Agent" in " ".join(p.cmdline())]
     process.kill()
     process.join()
@@ -236,6 +236,14 @@ def test_a_ray_that_a_run_started_ends_with_its_killed_controller(
     assert not alive
     mine = {p for p in set(glob.glob("/dev/shm/*")) - before if str(process.pid) in p}
     assert not mine
+
+
+def _processes_of_ray() -> Iterator[psutil.Process]:
+    """Workers, which are forks of the server of this process, and agents."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::"):
+                yield process
 
 
 def _wait_for_lines(run_dir: Path, count: int, process: Any) -> None:

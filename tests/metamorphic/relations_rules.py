@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -269,13 +270,16 @@ def dumped_config(draw: Draw) -> None:
     equal(again, config, "the config that was read again")
 
 
+cached_table = cache(fields_table)
+
+
 @relation
 def override_is_file(draw: Draw) -> None:
     """``key=TEXT`` on the command line gives the same config as the same text in the file, quoted
     as YAML has it, for every text field; and as ``key: VALUE`` in the file for every other field.
     Exact; a value that one of them refuses is refused by both."""
     recipe = draw.one(recipe=RECIPES)
-    fields = fields_table(yaml.safe_load(recipe.read_text(encoding="utf-8"))["job"])
+    fields = cached_table(yaml.safe_load(recipe.read_text(encoding="utf-8"))["job"])
     for _ in range(5):
         field = draw.rng.choice(fields)
         keys = ["0" if key == "N" else key for key in field.path.split(".")]

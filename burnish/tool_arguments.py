@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import jsonschema
 from jsonschema.exceptions import SchemaError, ValidationError, best_match
-from jsonschema.validators import extend
+from jsonschema.validators import extend, validator_for
 from jsonschema_specifications import REGISTRY
 from referencing import Registry, Specification
-from referencing import jsonschema as specifications
 from referencing.exceptions import Unresolvable
+from referencing.jsonschema import specification_with
 
 from burnish.schema_keywords import BUDGET, UncheckableError, limited_keywords
 
@@ -86,9 +85,9 @@ _URIS = {
 
 @lru_cache
 def _draft(name: str) -> _Draft:
-    short = name.lstrip("0").replace("-", "")
-    specification = vars(specifications)[f"DRAFT{short}"]
-    original = vars(jsonschema)[f"Draft{short}Validator"]
+    uri = f"{_URIS[name]}schema"
+    specification: Specification[Any] = specification_with(uri)
+    original = validator_for({"$schema": uri})
     keywords = limited_keywords(original.VALIDATORS, specification)
     uris = [uri for uri in REGISTRY if uri.startswith(_URIS[name])]
     registry: Registry[Any] = Registry().with_resources(

@@ -120,7 +120,7 @@ OTHER_VALUES = {
     "apo": "Use apo_zero if chosen responses are better than the model's own, else apo_down.",
     "sft": "TRL's sft is nll_coef here, the weight of the chosen response's likelihood.",
     "js_divergence": "TRL's js_divergence is js here.",
-    "alpha_divergence": "TRL's alpha_divergence is alpha here; f_alpha is 1 - its coefficient.",
+    "alpha_divergence": "TRL's alpha_divergence is {kind: alpha, alpha: 1 - its coefficient} here.",
     "keep_start": "TRL's keep_start is truncate_right here.",
     "keep_end": "TRL's keep_end is truncate_left here.",
 }

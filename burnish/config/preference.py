@@ -11,11 +11,17 @@ from pydantic import Field, TypeAdapter
 from burnish.config.arithmetic import (
     BatchError,
 )
+from burnish.config.base import OlderKeys, switched_by
 from burnish.config.eval_sets import eval_sections, with_sets
 from burnish.config.held_out import held_out_advice
 from burnish.config.job import SupervisedJob
 from burnish.config.model import ReferenceConfig, lora_advice, random_reference_advice
-from burnish.config.preference_losses import DpoLoss, PreferenceLossConfig
+from burnish.config.preference_losses import (
+    DivergenceConfig,
+    DpoLoss,
+    FDivergence,
+    PreferenceLossConfig,
+)
 from burnish.config.reference_sync import reference_sync_advice, reference_sync_rules
 from burnish.config.roles import ForwardPass, TrainRole
 from burnish.data.preferences.config import PreferenceDataConfig
@@ -69,6 +75,10 @@ class PreferenceConfig(SupervisedJob):
     simpo and orpo refuse ``reference``. kto counts single responses in ``train_batch_size`` (a pair
     is two), and refuses ``drop_last: false``."""
 
+    older_keys = (
+        OlderKeys("f_divergence", "f_divergence", switched_by("kind"), {"f_alpha": ("alpha", 0.5)}),
+    )
+
     job: Literal["preference"] = "preference"
     """Job of the recipe."""
     data: PreferenceDataConfig
@@ -85,11 +95,9 @@ class PreferenceConfig(SupervisedJob):
     added_losses: dict[AddedKind, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Weights of further losses that are added to ``loss``, which has weight 1 (MPO), such as
     ``{bco_pair: 0.25}``. They have the beta of ``loss``."""
-    f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
+    f_divergence: DivergenceConfig = FDivergence()
     """Divergence from the reference; its derivative f'(policy / reference) replaces the log-ratio
-    (arXiv 2309.16240). reverse_kl: DPO's own. js: Jensen-Shannon."""
-    f_alpha: float = Field(0.5, gt=0, lt=1)
-    """Order of ``f_divergence: alpha``, between 0 (reverse_kl) and 1 (forward_kl)."""
+    (arXiv 2309.16240): a kind, or a mapping."""
     ld_alpha: float = Field(1.0, ge=0, le=1)
     """Weight of the log-probs of tokens beyond the shorter response's length (LD-DPO, arXiv
     2409.06411). 1: all tokens count alike."""
@@ -221,18 +229,13 @@ class PreferenceConfig(SupervisedJob):
                 "remove it, or divide the other weights by the weight that it should have"
             )
         other = [kind for kind in kinds if kind not in OF_THE_GAP]
-        if self.f_divergence != "reverse_kl" and (other or by_mean):
+        if self.f_divergence.kind != "reverse_kl" and (other or by_mean):
             yield (
-                f"f_divergence={self.f_divergence} with loss={other[0] if other else kinds[0]}"
+                f"f_divergence={self.f_divergence.kind} with loss={other[0] if other else kinds[0]}"
                 + (": it" if other else " and mean_logprobs: it")
                 + " replaces the difference of two log-ratios of entire responses, which only "
                 f"{', '.join(OF_THE_GAP)} have (without mean_logprobs); use one of them, or "
                 "f_divergence=reverse_kl"
-            )
-        if self.is_own("f_alpha") and self.f_divergence != "alpha":
-            yield (
-                f"f_alpha={self.f_alpha:g} has no effect with f_divergence={self.f_divergence}; "
-                "remove it, or use f_divergence=alpha"
             )
         if self.weight_pairs and (self.loss.ranks_pairs or not is_paired):
             yield (

@@ -162,6 +162,31 @@ class KtoLoss(_Loss):
     """Weight of undesirable responses."""
 
 
+class FDivergence(Node):
+    """A divergence without settings. reverse_kl: DPO's own. js: Jensen-Shannon."""
+
+    short_key = "kind"
+    alpha: ClassVar[float] = 0.5
+
+    kind: Literal["reverse_kl", "forward_kl", "js"] = "reverse_kl"
+
+
+class AlphaDivergence(Node):
+    """The alpha-divergence."""
+
+    short_key = "kind"
+
+    kind: Literal["alpha"]
+    alpha: float = Field(0.5, gt=0, lt=1)
+    """Order, between 0 (reverse_kl) and 1 (forward_kl)."""
+
+
+DivergenceConfig = Annotated[
+    Annotated[FDivergence | AlphaDivergence, Field(discriminator="kind")],
+    BeforeValidator(name_to_node),
+]
+
+
 PreferenceLossConfig = Annotated[
     Annotated[
         DpoLoss

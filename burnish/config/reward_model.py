@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from burnish.config.algorithm import name_to_node
+from burnish.config.base import Node, OlderKeys, switched_by
 from burnish.config.eval_sets import eval_sections, with_sets
 from burnish.config.held_out import held_out_advice
 from burnish.config.job import SupervisedJob
@@ -15,7 +17,29 @@ from burnish.config.model import HEAD_NAMES, LoraConfig
 from burnish.config.roles import TrainRole
 from burnish.data.kinds import RewardDataConfig, RewardRows, kind_with_loss
 
-RewardLoss = Literal["bradley_terry", "log_exp", "process", "mse", "huber", "cross_entropy"]
+
+class RewardLoss(Node):
+    """A loss without settings."""
+
+    short_key = "kind"
+
+    kind: Literal["bradley_terry", "log_exp", "process", "mse", "cross_entropy"]
+
+
+class HuberLoss(Node):
+    """Squared error of a score, linear beyond ``delta``."""
+
+    short_key = "kind"
+
+    kind: Literal["huber"]
+    delta: float = Field(1.0, gt=0)
+    """Error above which the loss is linear."""
+
+
+RewardLossConfig = Annotated[
+    Annotated[RewardLoss | HuberLoss, Field(discriminator="kind")],
+    BeforeValidator(name_to_node),
+]
 
 
 class RewardModelConfig(SupervisedJob):
@@ -25,6 +49,8 @@ class RewardModelConfig(SupervisedJob):
 
     Only pairs take ``center_coef``, and each kind of rows its own losses. Pairs refuse
     ``label_key``, and ``margin_key`` with the loss ``log_exp``."""
+
+    older_keys = (OlderKeys("loss", "loss", switched_by("kind"), {"huber_delta": ("delta", 1.0)}),)
 
     job: Literal["rm"] = "rm"
     """Job of the recipe."""
@@ -36,13 +62,11 @@ class RewardModelConfig(SupervisedJob):
     deviation of its scores in their config."""
     eval_sets: dict[str, RewardDataConfig] = Field(default_factory=dict)
     """Further held-out data by name, with metrics ``eval/NAME/...``. Needs eval_data."""
-    loss: RewardLoss | None = None
+    loss: RewardLossConfig | None = None
     """bradley_terry: -log sigmoid(difference - margin). log_exp: log(1 + exp(-difference)), the
     same without margins. process: cross-entropy of step labels. mse, huber: squared error of
-    scores, or linear beyond ``huber_delta``. cross_entropy: of the classes (pass or fail: binary).
+    scores, or linear beyond ``loss.delta``. cross_entropy: of the classes (pass or fail: binary).
     None: bradley_terry for pairs, process for steps, mse for scores, cross_entropy for classes."""
-    huber_delta: float = Field(1.0, gt=0)
-    """Error of a score above which the loss ``huber`` is linear."""
     reward_weights: dict[str, float] | None = None
     """Weight of each output in the reward, by attribute or class (others: 0); written to exports.
     The reward is the weighted sum of the scores or class logits. None: the mean of the scores;
@@ -89,13 +113,11 @@ class RewardModelConfig(SupervisedJob):
         yield from reward_data_rules(
             self.data,
             eval_sections(self.eval_data, self.eval_sets, keys=("eval_data", "eval_sets")),
-            loss=self.loss,
+            loss=None if self.loss is None else self.loss.kind,
             centered=bool(self.center_coef),
             weights=self.reward_weights,
         )
         yield from _head_rules(self.model.lora)
-        if self.is_own("huber_delta") and self.loss != "huber":
-            yield f"huber_delta={self.huber_delta:g} has no effect without loss=huber; set it"
 
     def advice(self) -> Iterator[str]:
         yield from super().advice()
@@ -113,7 +135,7 @@ def reward_data_rules(
     data: RewardRows,
     held_out: Mapping[str, RewardRows],
     *,
-    loss: RewardLoss | None,
+    loss: str | None,
     centered: bool,
     weights: Mapping[str, float] | None,
 ) -> Iterator[str]:

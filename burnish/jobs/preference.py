@@ -306,8 +306,8 @@ def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) 
     loss = preference_objective(
         config.loss,
         added=config.added_terms,
-        divergence=config.f_divergence,
-        alpha=config.f_alpha,
+        divergence=config.f_divergence.kind,
+        alpha=config.f_divergence.alpha,
         nll_coef=config.nll_coef,
         ld_alpha=config.ld_alpha,
         weight_pairs=config.weight_pairs,

@@ -83,7 +83,8 @@ def build_reward_model(config: RewardModelConfig, runtime: Runtime, run_dir: Pat
 
 
 def _pair_objective(config: RewardModelConfig) -> Loss:
-    return reward_model_objective(config.loss or "bradley_terry", center_coef=config.center_coef)
+    kind = "bradley_terry" if config.loss is None else config.loss.kind
+    return reward_model_objective(kind, center_coef=config.center_coef)
 
 
 def measure_pairs(engine: TrainEngine, batch: Batch) -> Stats:

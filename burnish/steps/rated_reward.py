@@ -17,6 +17,7 @@ from burnish.algorithms.rated import (
     squared_error,
 )
 from burnish.config import RewardModelConfig
+from burnish.config.reward_model import HuberLoss
 from burnish.data.rated.config import ClassesDataConfig, class_names
 from burnish.tensors import upload
 from burnish.train.base import Loss, Outputs, TrainEngine
@@ -96,7 +97,8 @@ def _class_names(config: RewardModelConfig) -> tuple[str, ...]:
 
 
 def _scores_loss(config: RewardModelConfig) -> RowLoss:
-    return partial(huber, delta=config.huber_delta) if config.loss == "huber" else squared_error
+    loss = config.loss
+    return partial(huber, delta=loss.delta) if isinstance(loss, HuberLoss) else squared_error
 
 
 def _objective(row_loss: RowLoss, row_stats: Callable[[Tensor, Tensor], Stats]) -> Loss:

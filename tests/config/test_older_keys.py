@@ -27,6 +27,15 @@ RL: dict[str, Any] = {
     "reference": {},
     "cluster": {"runtime": "ray", "layout": "separate"},
 }
+DATA: dict[str, Any] = {"sources": ["rows.jsonl"]}
+OTHER_JOBS: dict[str, dict[str, Any]] = {
+    "preference": {"job": "preference", "model": {"scratch": {}}, "data": DATA,
+                   "train": {"train_batch_size": 8}},
+    "rm": {"job": "rm", "model": {"scratch": {}},
+           "data": DATA | {"kind": "scores", "score_keys": ["score"]},
+           "train": {"train_batch_size": 8}},
+}  # fmt: skip
+"""Recipes of jobs that have older keys on their own level."""
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rollout": (
         {"max_staleness": 3, "run_ahead": 2, "oversample": 1.5, "in_flight": "finish"},
@@ -65,17 +74,27 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"quantization": "nf4", "double_quantization": False},
         {"quantization": {"kind": "nf4", "double": False}},
     ),
+    "preference": (
+        {"f_divergence": "alpha", "f_alpha": 0.3},
+        {"f_divergence": {"kind": "alpha", "alpha": 0.3}},
+    ),
+    "rm": (
+        {"loss": "huber", "huber_delta": 2.0},
+        {"loss": {"kind": "huber", "delta": 2.0}},
+    ),
     "data.sources.0": (
         {"kind": "dataset", "path": "x", "streaming": True, "shuffle_buffer": 7},
         {"kind": "dataset", "path": "x", "streaming": {"shuffle_buffer": 7}},
     ),
 }  # fmt: skip
-"""Section -> keys of the older form, and the same settings in the present form."""
+"""Section or job -> keys of the older form, and the same settings in the present form."""
 
 
 def recipe(section: str, keys: dict[str, Any]) -> dict[str, Any]:
-    """A copy of RL with keys of one section."""
-    tree: dict[str, Any] = yaml.safe_load(yaml.safe_dump(RL))
+    """A copy of the recipe of ``section`` with keys of that section."""
+    tree: dict[str, Any] = yaml.safe_load(yaml.safe_dump(OTHER_JOBS.get(section, RL)))
+    if section in OTHER_JOBS:
+        return tree | keys
     if section == "data.sources.0":
         tree["data"]["sources"] = [keys]
         return tree
@@ -110,13 +129,14 @@ def test_an_older_form_is_the_present_one_with_a_notice(
     with caplog.at_level(logging.WARNING, "burnish"):
         assert load_config(recipe(section, older)) == expected
     (notice,) = [r.getMessage() for r in caplog.records if "older form" in r.getMessage()]
-    prefix = section.replace("data.sources.0", "data.sources.0")
+    prefix = "" if section in OTHER_JOBS else f"{section}."
     assert all(
-        f"{prefix}.{key} -> " in notice for key in set(older) - set(present) - {"export_lora"}
+        f"{prefix}{key} -> " in notice for key in set(older) - set(present) - {"export_lora"}
     )
     if section != "data.sources.0":
-        overrides = [f"{section}.{key}={value}" for key, value in older.items()]
-        assert load_config(RL, overrides) == expected
+        overrides = [f"{prefix}{key}={value}" for key, value in older.items()]
+        assert load_config(recipe(section, {}), overrides) == expected
+        assert load_config(recipe(section, {}), overrides[::-1]) == expected
 
 
 def test_saved_recipes_with_the_older_defaults_are_read_without_sections(

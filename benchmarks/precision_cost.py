@@ -213,7 +213,7 @@ def make_engine(dtype: str, model: str, *, micro: int | None, device: str) -> An
     from burnish.train.spec import EngineSpec
 
     config = ModelConfig.model_validate(model_source(model))
-    scale = {"initial_scale_power": FIRST_SCALE_POWER} if dtype == "fp16" else {}
+    scale = {"fp16": {"initial_scale_power": FIRST_SCALE_POWER}} if dtype == "fp16" else {}
     precision = PrecisionConfig.model_validate({"dtype": dtype, **scale})
     runtime = InlineRuntime(
         load_tokenizer(config), precision=precision, device=device, timeline=Timeline()

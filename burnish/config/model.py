@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from burnish.config.adapters import adapter_settings
-from burnish.config.base import Node, OlderKeys, PathText, switched_by
+from burnish.config.base import Node, OlderKeys, PathText, on_off, switched_by
 
 TEMPLATE_INPUTS = frozenset(
     ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
@@ -333,21 +333,21 @@ class ReferenceConfig(Node):
 Dtype = Literal["fp32", "bf16", "fp16"]
 
 
-class PrecisionConfig(Node):
-    """Number formats of the trainer and of the rollout engine, and loss scaling (fp16 only)."""
+_DYNAMIC = (
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "min_loss_scale",
+    "consecutive_hysteresis",
+)
 
-    dtype: Dtype = "fp32"
-    """Compute format of the trainer. Master weights, Adam's moments and the update are always
-    fp32."""
-    rollout_dtype: Dtype | None = None
-    """Compute format of the rollout engine. None: ``dtype``, with shared weights instead of a
-    copy."""
-    grad_accum_dtype: Dtype = "fp32"
-    """Format of gradient accumulation: fp32, or ``dtype`` (2 bytes per parameter less between
-    steps, but small gradients are lost in large sums)."""
+
+class Fp16Config(Node):
+    """Loss scaling. The keys are DeepSpeed's."""
+
     loss_scale: float | None = Field(None, ge=0, le=2.0**120)
-    """fp16: factor on the loss before backward, divided out of the gradients. 0 or None: dynamic.
-    Other values: constant."""
+    """Factor on the loss before backward, divided out of the gradients. 0 or None: dynamic. Other
+    values: constant."""
     initial_scale_power: int = Field(16, ge=0, le=120)
     """Initial dynamic loss scale, as a power of 2."""
     loss_scale_window: int = Field(1000, ge=1)
@@ -361,28 +361,8 @@ class PrecisionConfig(Node):
     consecutive_hysteresis: bool = False
     """Reset the overflow count at every clean step, not when the scale grows."""
 
-    @property
-    def sampler_dtype(self) -> Dtype:
-        """Return the compute format of the rollout engine."""
-        return self.rollout_dtype or self.dtype
-
     def rules(self) -> Iterator[str]:
-        if self.dtype != "fp16":
-            for name in ("loss_scale", *_DYNAMIC):
-                if self._is_set(name):
-                    yield (
-                        f"{name} has no effect with dtype={self.dtype}, which needs no loss "
-                        "scaling (its smallest numbers are as small as fp32's); remove it (on a "
-                        f"command line: precision.{name}={self._default(name)}), or use "
-                        "dtype=fp16"
-                    )
-        if self.grad_accum_dtype not in ("fp32", self.dtype):
-            yield (
-                f"grad_accum_dtype={self.grad_accum_dtype} with dtype={self.dtype}: gradients "
-                f"are accumulated in fp32 or in the compute format; use fp32 or {self.dtype}"
-            )
-        dynamic = self.dtype == "fp16" and not self.loss_scale
-        if dynamic and self.min_loss_scale > 2.0**self.initial_scale_power:
+        if not self.loss_scale and self.min_loss_scale > 2.0**self.initial_scale_power:
             yield (
                 f"min_loss_scale={self.min_loss_scale:g} is above the initial loss scale, "
                 f"2^{self.initial_scale_power} = {2.0**self.initial_scale_power:g}; lower it, or "
@@ -390,44 +370,78 @@ class PrecisionConfig(Node):
             )
 
     def advice(self) -> Iterator[str]:
-        if self.dtype == "fp16" and self.loss_scale:
-            if math.frexp(self.loss_scale)[0] != 0.5:
-                below = 2.0 ** (math.frexp(self.loss_scale)[1] - 1)
+        if not self.loss_scale:
+            return
+        if math.frexp(self.loss_scale)[0] != 0.5:
+            below = 2.0 ** (math.frexp(self.loss_scale)[1] - 1)
+            yield (
+                f"loss_scale={self.loss_scale:g} is not a power of two, so scaling rounds "
+                f"every gradient; use {below:g} or {2 * below:g}"
+            )
+        for name in _DYNAMIC:
+            if self.is_own(name):
                 yield (
-                    f"loss_scale={self.loss_scale:g} is not a power of two, so scaling rounds "
-                    f"every gradient; use {below:g} or {2 * below:g}"
+                    f"{name} applies only to a dynamic loss scale, but "
+                    f"loss_scale={self.loss_scale:g} is constant; remove one of the two"
                 )
-            for name in _DYNAMIC:
-                if self._is_set(name):
-                    yield (
-                        f"{name} applies only to a dynamic loss scale, but "
-                        f"loss_scale={self.loss_scale:g} is constant; remove one of the two"
-                    )
+
+
+class PrecisionConfig(Node):
+    """Number formats of the trainer and of the rollout engine, and loss scaling."""
+
+    older_keys = (
+        OlderKeys(
+            "fp16",
+            "fp16",
+            on_off,
+            {
+                "loss_scale": ("loss_scale", None),
+                "initial_scale_power": ("initial_scale_power", 16),
+                "loss_scale_window": ("loss_scale_window", 1000),
+                "hysteresis": ("hysteresis", 2),
+                "min_loss_scale": ("min_loss_scale", 1.0),
+                "consecutive_hysteresis": ("consecutive_hysteresis", False),
+            },
+        ),
+    )
+
+    dtype: Dtype = "fp32"
+    """Compute format of the trainer. Master weights, Adam's moments and the update are always
+    fp32."""
+    rollout_dtype: Dtype | None = None
+    """Compute format of the rollout engine. None: ``dtype``, with shared weights instead of a
+    copy."""
+    grad_accum_dtype: Dtype = "fp32"
+    """Format of gradient accumulation: fp32, or ``dtype`` (2 bytes per parameter less between
+    steps, but small gradients are lost in large sums)."""
+    fp16: Fp16Config = Fp16Config()
+    """Loss scaling of ``dtype: fp16``."""
+
+    @property
+    def sampler_dtype(self) -> Dtype:
+        """Return the compute format of the rollout engine."""
+        return self.rollout_dtype or self.dtype
+
+    def rules(self) -> Iterator[str]:
+        if self.dtype != "fp16" and self.is_own("fp16"):
+            yield (
+                f"fp16 has no effect with dtype={self.dtype}, which needs no loss scaling (its "
+                "smallest numbers are as small as fp32's); remove it (on a command line: "
+                "'precision.fp16={}'), or use dtype=fp16"
+            )
+        if self.grad_accum_dtype not in ("fp32", self.dtype):
+            yield (
+                f"grad_accum_dtype={self.grad_accum_dtype} with dtype={self.dtype}: gradients "
+                f"are accumulated in fp32 or in the compute format; use fp32 or {self.dtype}"
+            )
 
     def overrides_for(self, dtype: Dtype) -> str:
         """Return the command-line overrides that continue in ``dtype``, which has no loss
         scaling."""
-        scaling = [n for n in ("loss_scale", *_DYNAMIC) if self._is_set(n)]
-        undone = [f"precision.{name}={self._default(name)}" for name in scaling]
+        undone = ["'precision.fp16={}'"] if self.is_own("fp16") else []
         if self.grad_accum_dtype == self.dtype:
             undone.append("precision.grad_accum_dtype=fp32")
         return " ".join([f"precision.dtype={dtype}", *undone])
-
-    def _is_set(self, name: str) -> bool:
-        return bool(self.model_dump()[name] != type(self).model_fields[name].default)
-
-    def _default(self, name: str) -> str:
-        default = type(self).model_fields[name].default
-        return "null" if default is None else str(default).lower()
-
-
-_DYNAMIC = (
-    "initial_scale_power",
-    "loss_scale_window",
-    "hysteresis",
-    "min_loss_scale",
-    "consecutive_hysteresis",
-)
 
 
 def random_reference_advice(subject: str) -> str:

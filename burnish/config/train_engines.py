@@ -322,10 +322,10 @@ class DeepSpeedEngine(Node, TrainEngineFacts):
                 f"then accumulates gradients only in {precision.dtype}; use zero_stage=1 (the "
                 f"same memory on one rank), or precision.grad_accum_dtype={precision.dtype}"
             )
-        if precision.dtype == "fp16" and precision.min_loss_scale % 1:
+        if precision.dtype == "fp16" and precision.fp16.min_loss_scale % 1:
             yield (
-                f"precision.min_loss_scale={precision.min_loss_scale:g}: DeepSpeed accepts only "
-                "whole numbers; use 1 or more"
+                f"precision.fp16.min_loss_scale={precision.fp16.min_loss_scale:g}: DeepSpeed "
+                "accepts only whole numbers; use 1 or more"
             )
 
     def rules(self) -> Iterator[str]:

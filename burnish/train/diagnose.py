@@ -98,14 +98,14 @@ def stop_reason(
     if stats.at_floor:
         return (
             f"the gradient of the {role} overflows although the loss scale is at its minimum "
-            f"(precision.min_loss_scale={stats.loss_scale:g})",
+            f"(precision.fp16.min_loss_scale={stats.loss_scale:g})",
             f"{precision.overrides_for('bf16')}, a lower learning rate, or a smaller "
             "train.max_grad_norm",
         )
     if not stats.skipped or skips < limit:
         return None
     hint = "a lower learning rate, or check the data and rewards of these rows"
-    if precision.loss_scale:
+    if precision.fp16.loss_scale:
         hint += f"; or a loss_scale below {stats.loss_scale:g}, or 0 for a dynamic one"
     if precision.dtype == "fp16":
         largest = torch.finfo(torch.float16).max

@@ -145,12 +145,13 @@ def make_loss_scaler(config: PrecisionConfig) -> LossScaler:
     """Return the scaler that a recipe selects; a constant 1 for every dtype except fp16."""
     if config.dtype != "fp16":
         return StaticLossScaler()
-    if config.loss_scale:
-        return StaticLossScaler(config.loss_scale)
+    scaling = config.fp16
+    if scaling.loss_scale:
+        return StaticLossScaler(scaling.loss_scale)
     return DynamicLossScaler(
-        initial_scale_power=config.initial_scale_power,
-        loss_scale_window=config.loss_scale_window,
-        hysteresis=config.hysteresis,
-        min_loss_scale=config.min_loss_scale,
-        consecutive_hysteresis=config.consecutive_hysteresis,
+        initial_scale_power=scaling.initial_scale_power,
+        loss_scale_window=scaling.loss_scale_window,
+        hysteresis=scaling.hysteresis,
+        min_loss_scale=scaling.min_loss_scale,
+        consecutive_hysteresis=scaling.consecutive_hysteresis,
     )

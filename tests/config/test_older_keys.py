@@ -74,6 +74,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"quantization": "nf4", "double_quantization": False},
         {"quantization": {"kind": "nf4", "double": False}},
     ),
+    "precision": (
+        {"dtype": "fp16", "loss_scale": 64, "min_loss_scale": 2.0, "initial_scale_power": 8,
+         "loss_scale_window": 9, "hysteresis": 3, "consecutive_hysteresis": True},
+        {"dtype": "fp16",
+         "fp16": {"loss_scale": 64, "min_loss_scale": 2.0, "initial_scale_power": 8,
+                  "loss_scale_window": 9, "hysteresis": 3, "consecutive_hysteresis": True}},
+    ),
     "preference": (
         {"f_divergence": "alpha", "f_alpha": 0.3},
         {"f_divergence": {"kind": "alpha", "alpha": 0.3}},
@@ -116,7 +123,7 @@ def test_every_class_with_older_keys_has_a_case() -> None:
     moved = [older for cls in seen for older in cls.older_keys]
     keys = {key for older, _ in CASES.values() for key in older}
     left = {key for older in moved for key in (older.switch, *older.keys)} - keys
-    assert left <= {"partial", "lr_power", "higher_is_better"}
+    assert left <= {"partial", "lr_power", "higher_is_better", "fp16"}
 
 
 @pytest.mark.parametrize("section", CASES)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.config.model import PrecisionConfig
+from burnish.config.model import Fp16Config, PrecisionConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.local.config import LocalEngine
@@ -37,7 +37,7 @@ Wanted, MODEL, nll, overflowing = pools.Wanted, pools.MODEL, pools.nll, pools.ov
 # Adam divides by the root of the second moment, so fp32 sums in another order move a weight by up
 # to some thousandths of a step of 1e-3; a wrong gradient moves it by whole steps.
 WEIGHTS = 5e-6
-FP16 = PrecisionConfig(dtype="fp16", initial_scale_power=8, hysteresis=1)
+FP16 = PrecisionConfig(dtype="fp16", fp16=Fp16Config(initial_scale_power=8, hysteresis=1))
 
 
 def weights(engine: TrainEngine) -> dict[str, Tensor]:
@@ -229,7 +229,7 @@ def test_the_loss_scale_follows_the_scaler_of_burnish(
     make: Make, refused: Refused, ragged_batch: Batch
 ) -> None:
     options: dict[str, Any] = {"initial_scale_power": 10, "hysteresis": 2, "loss_scale_window": 3}
-    wanted = Wanted(precision=PrecisionConfig(dtype="fp16", **options), lr=1e-4)
+    wanted = Wanted(precision=PrecisionConfig(dtype="fp16", fp16=Fp16Config(**options)), lr=1e-4)
     if refused(make, wanted):
         return
     engine, scaler = make(wanted), DynamicLossScaler(**options)

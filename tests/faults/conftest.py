@@ -61,7 +61,7 @@ GAE: dict[str, Any] = {
 }
 # 2^24 overflows at first, so the loss scale moves down, and up again after 2 clean steps.
 FP16: dict[str, Any] = {
-    "precision": {"dtype": "fp16", "initial_scale_power": 24, "loss_scale_window": 2},
+    "precision": {"dtype": "fp16", "fp16": {"initial_scale_power": 24, "loss_scale_window": 2}},
 }
 
 

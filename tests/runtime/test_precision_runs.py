@@ -108,7 +108,7 @@ def test_supervised_jobs_run_in_half_precision(
 
 
 def test_a_run_whose_scale_is_far_too_high_finds_it(rl: MakeConfig, reward: Reward) -> None:
-    config = rl("precision.dtype=fp16", "precision.initial_scale_power=40", "max_steps=30")
+    config = rl("precision.dtype=fp16", "precision.fp16.initial_scale_power=40", "max_steps=30")
     lines = read_metrics(burnish.run(config, rewards=reward).run_dir)
     skipped = [line["train/skipped_steps"] for line in lines]
     assert 3 < sum(skipped) < 29 and skipped[-1] == 0
@@ -121,9 +121,9 @@ def test_a_loss_scale_that_grows_trains_as_one_that_stays(
 ) -> None:
     """8 steps: the scale doubles after 3 clean steps and after every 2 more. Both scales are powers
     of two, so only gradients that are subnormal in fp16 are rounded differently."""
-    grows = ["initial_scale_power=10", "loss_scale_window=2"]
+    grows = ["fp16.initial_scale_power=10", "fp16.loss_scale_window=2"]
     lines, masters = {}, {}
-    for name, options in (("grows", grows), ("stays", ["loss_scale=1024"])):
+    for name, options in (("grows", grows), ("stays", ["fp16.loss_scale=1024"])):
         precision = [f"precision.{option}" for option in ("dtype=fp16", *options)]
         config = supervised("sft", *precision, f"run_dir={supervised('sft').run_dir}-{name}")
         run_dir = burnish.run(config).run_dir
@@ -141,7 +141,7 @@ def test_a_loss_scale_that_grows_trains_as_one_that_stays(
 
 def stopping(rl: MakeConfig, *more: str) -> JobConfig:
     """Every step overflows: a constant scale of 2^60."""
-    scale = f"precision.loss_scale={2.0**60}"
+    scale = f"precision.fp16.loss_scale={2.0**60}"
     return rl("precision.dtype=fp16", scale, "train.max_consecutive_skips=3", "max_steps=9", *more)
 
 
@@ -153,7 +153,7 @@ def test_a_run_that_only_skips_stops_with_a_checkpoint_and_says_where_it_begins(
         burnish.run(config, rewards=reward)
     said, run_dir = str(caught.value), Path(config.run_dir)
     assert said.startswith("stopped at step 3 of 9: 3 consecutive steps of the policy")
-    assert "First bad tensor: " in said and "precision.dtype=bf16 precision.loss_scale=null" in said
+    assert "First bad tensor: " in said and "precision.dtype=bf16 'precision.fp16={}'" in said
     assert f"--resume {run_dir}" in said
     assert _newest(run_dir).name.endswith("3")
     assert "First bad tensor" in (run_dir / "stopped.txt").read_text(encoding="utf-8")
@@ -177,8 +177,8 @@ def test_a_stopped_run_goes_on_with_other_settings(rl: MakeConfig, reward: Rewar
 def test_a_run_at_the_floor_of_its_loss_scale_stops(rl: MakeConfig, reward: Reward) -> None:
     config = rl(
         "precision.dtype=fp16",
-        "precision.initial_scale_power=50",
-        f"precision.min_loss_scale={2.0**49}",
+        "precision.fp16.initial_scale_power=50",
+        f"precision.fp16.min_loss_scale={2.0**49}",
         "max_steps=9",
     )
     with pytest.raises(StoppedError, match=r"stopped at step 3 of 9: .*at its minimum"):
@@ -283,8 +283,8 @@ def test_the_way_out_that_a_stopped_run_names_works_on_the_command_line(
     """The floor was raised in the recipe, so bf16 alone would be refused."""
     config = rl(
         "precision.dtype=fp16",
-        "precision.initial_scale_power=50",
-        f"precision.min_loss_scale={2.0**49}",
+        "precision.fp16.initial_scale_power=50",
+        f"precision.fp16.min_loss_scale={2.0**49}",
         "max_steps=5",
         reward_file(tmp_path),
     )
@@ -366,12 +366,16 @@ def test_a_run_that_mostly_skipped_says_so_at_its_end(
     ("overrides", "said"),
     [
         (
-            ["precision.dtype=fp16", "precision.loss_scale=1000"],
+            ["precision.dtype=fp16", "precision.fp16.loss_scale=1000"],
             "loss_scale=1000 is not a power of two, so scaling rounds every gradient; use 512 or "
             "1024",
         ),
         (
-            ["precision.dtype=fp16", "precision.loss_scale=128", "precision.hysteresis=3"],
+            [
+                "precision.dtype=fp16",
+                "precision.fp16.loss_scale=128",
+                "precision.fp16.hysteresis=3",
+            ],
             "hysteresis applies only to a dynamic loss scale",
         ),
         (
@@ -410,9 +414,9 @@ def test_precision_that_is_rarely_meant_is_warned_of_at_load_and_in_the_log(  # 
         [],
         ["precision.dtype=bf16"],
         ["precision.dtype=fp16"],
-        ["precision.dtype=fp16", "precision.loss_scale=0"],
-        ["precision.dtype=fp16", "precision.loss_scale=1024"],
-        ["precision.dtype=fp16", "precision.loss_scale=0.5"],
+        ["precision.dtype=fp16", "precision.fp16.loss_scale=0"],
+        ["precision.dtype=fp16", "precision.fp16.loss_scale=1024"],
+        ["precision.dtype=fp16", "precision.fp16.loss_scale=0.5"],
         ["precision.dtype=bf16", "precision.rollout_dtype=bf16"],
     ],
 )

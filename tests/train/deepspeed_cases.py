@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.model import Fp16Config, LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.distributed.process_group import SINGLE, RankGroup
@@ -50,7 +50,7 @@ STEPS, SCHEDULED_STEPS = 2, 5
 if the learning rate has a warmup of three."""
 HALF = {
     "bf16": PrecisionConfig(dtype="bf16"),
-    "fp16": PrecisionConfig(dtype="fp16", initial_scale_power=8),
+    "fp16": PrecisionConfig(dtype="fp16", fp16=Fp16Config(initial_scale_power=8)),
 }
 
 

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from burnish.config.model import ModelConfig, PrecisionConfig
+from burnish.config.model import Fp16Config, ModelConfig, PrecisionConfig
 from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.distributed.process_group import SINGLE, RankGroup
@@ -73,7 +73,9 @@ PATTERN = [int(c) for c in "0001000011010000001110100000000111111000000"]
 
 def trace(ranks: RankGroup, stage: int, name: str) -> list[float]:
     """The loss scale of every step of the pattern."""
-    precision = PrecisionConfig(dtype="fp16", initial_scale_power=10, **SCALERS[name])
+    precision = PrecisionConfig(
+        dtype="fp16", fp16=Fp16Config(initial_scale_power=10, **SCALERS[name])
+    )
     engine = make(Case("", stage, precision=precision), ranks)
     batch, scales = ragged().select([0, 3, 4]), []
     for bad in PATTERN:
@@ -109,7 +111,9 @@ SKIP_CASES = [
     *[Case("fp32", stage) for stage in (0, 3)],
     *[Case("bf16", stage, precision=HALF["bf16"]) for stage in (1, 2)],
     *[Case("fp16", stage, precision=HALF["fp16"]) for stage in (1, 3)],
-    Case("fp16 constant", 2, precision=PrecisionConfig(dtype="fp16", loss_scale=64)),
+    Case(
+        "fp16 constant", 2, precision=PrecisionConfig(dtype="fp16", fp16=Fp16Config(loss_scale=64))
+    ),
     Case("fp32 offload", 2, engine={"adam_offload": True}),
     Case("fp16 offload", 3, engine={"adam_offload": True}, precision=HALF["fp16"]),
 ]
@@ -150,7 +154,7 @@ def bad_weight(ranks: RankGroup) -> dict[str, Any]:
 
 
 def nan_parts(ranks: RankGroup, folder: Path) -> dict[str, Any]:
-    floor = PrecisionConfig(dtype="fp16", initial_scale_power=1, hysteresis=2)
+    floor = PrecisionConfig(dtype="fp16", fp16=Fp16Config(initial_scale_power=1, hysteresis=2))
     short = {"max_consecutive_skips": 2}
     return {
         "traces": {f"{s} {n}": trace(ranks, s, n) for s, n in enumerate(SCALERS, 1)},

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import burnish.models.tensor_files as tensor_files
-from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig
+from burnish.config.model import Fp16Config, LoraConfig, ModelConfig, PrecisionConfig
 from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
@@ -109,7 +109,8 @@ def precisions(ranks: RankGroup) -> dict[str, Any]:
 def real_overflow(ranks: RankGroup) -> dict[str, Any]:
     """fp16 with a scale that is too high at first: the trace of scales and skips."""
     precision = PrecisionConfig(
-        dtype="fp16", initial_scale_power=24, hysteresis=2, loss_scale_window=3
+        dtype="fp16",
+        fp16=Fp16Config(initial_scale_power=24, hysteresis=2, loss_scale_window=3),
     )
     engine = make_engine(ranks, Case(), precision=precision)
     steps = []
@@ -143,7 +144,8 @@ def stop(ranks: RankGroup) -> dict[str, Any]:
 def gradient_overflow(ranks: RankGroup) -> dict[str, Any]:
     """fp16 at the floor of its scale, with a loss so large that gradients are not finite."""
     precision = PrecisionConfig(
-        dtype="fp16", initial_scale_power=20, min_loss_scale=2.0**20, hysteresis=1
+        dtype="fp16",
+        fp16=Fp16Config(initial_scale_power=20, min_loss_scale=2.0**20, hysteresis=1),
     )
     engine = make_engine(ranks, Case(), precision=precision)
     before = state_hash(engine)

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 import burnish.train.fsdp.sharded_state
 import burnish.train.torch.engine
-from burnish.config.model import ModelConfig
+from burnish.config.model import Fp16Config, ModelConfig
 from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
@@ -185,7 +185,8 @@ def overflow(ranks: RankGroup, engine: dict[str, Any]) -> dict[str, Any]:
     """fp16 with a scale that is too high at first: the trace of scales and skips; and the ranks'
     final weights."""
     precision = two_ranks.PrecisionConfig(
-        dtype="fp16", initial_scale_power=21, hysteresis=2, loss_scale_window=3
+        dtype="fp16",
+        fp16=Fp16Config(initial_scale_power=21, hysteresis=2, loss_scale_window=3),
     )
     made = cases.make_engine(ranks, Case(engine=engine), precision=precision)
     steps = []

@@ -221,7 +221,7 @@ def test_an_overflow_at_the_floor_stops_and_names_the_first_bad_tensor(bad: Repo
     for stage in ("1", "2", "3"):
         found = bad.found["floor"][stage]
         assert found["at_floor"] and not found["after"], "the engine can be used afterwards"
-        assert "loss scale is at its minimum (precision.min_loss_scale=1)" in found["message"]
+        assert "loss scale is at its minimum (precision.fp16.min_loss_scale=1)" in found["message"]
         assert "at the output of lm_head" in found["message"]
 
 
@@ -444,7 +444,7 @@ def test_a_rank_count_different_from_the_process_group_is_refused() -> None:
     [
         (0, {"dtype": "fp16"}, "ignores hysteresis and the minimum"),
         (0, {"dtype": "bf16"}, "accumulates gradients only in bf16"),
-        (2, {"dtype": "fp16", "min_loss_scale": 0.5}, "only whole numbers"),
+        (2, {"dtype": "fp16", "fp16": {"min_loss_scale": 0.5}}, "only whole numbers"),
     ],
 )
 def test_formats_that_a_stage_does_not_support_are_refused(

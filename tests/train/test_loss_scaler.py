@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.config.model import PrecisionConfig
+from burnish.config.model import Fp16Config, PrecisionConfig
 from burnish.train.loss_scaler import (
     DynamicLossScaler,
     LossScaleFloorError,
@@ -158,9 +158,9 @@ def test_a_static_scale_is_constant_over_overflows() -> None:
         ({"dtype": "fp32"}, StaticLossScaler, 1.0),
         ({"dtype": "bf16"}, StaticLossScaler, 1.0),
         ({"dtype": "fp16"}, DynamicLossScaler, 65536.0),
-        ({"dtype": "fp16", "loss_scale": 0}, DynamicLossScaler, 65536.0),
-        ({"dtype": "fp16", "initial_scale_power": 8}, DynamicLossScaler, 256.0),
-        ({"dtype": "fp16", "loss_scale": 512}, StaticLossScaler, 512.0),
+        ({"dtype": "fp16", "fp16": {"loss_scale": 0}}, DynamicLossScaler, 65536.0),
+        ({"dtype": "fp16", "fp16": {"initial_scale_power": 8}}, DynamicLossScaler, 256.0),
+        ({"dtype": "fp16", "fp16": {"loss_scale": 512}}, StaticLossScaler, 512.0),
     ],
 )
 def test_the_recipe_decides_the_kind(options: dict[str, object], kind: type, scale: float) -> None:
@@ -172,11 +172,13 @@ def test_the_recipe_decides_the_kind(options: dict[str, object], kind: type, sca
 def test_every_setting_of_the_recipe_reaches_the_scaler() -> None:
     config = PrecisionConfig(
         dtype="fp16",
-        initial_scale_power=5,
-        loss_scale_window=7,
-        hysteresis=3,
-        min_loss_scale=0.5,
-        consecutive_hysteresis=True,
+        fp16=Fp16Config(
+            initial_scale_power=5,
+            loss_scale_window=7,
+            hysteresis=3,
+            min_loss_scale=0.5,
+            consecutive_hysteresis=True,
+        ),
     )
     scaler = make_loss_scaler(config)
     assert isinstance(scaler, DynamicLossScaler)

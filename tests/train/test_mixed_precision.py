@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from burnish.config.model import Dtype, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config import load_config
+from burnish.config.model import Dtype, Fp16Config, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.load import DTYPES, ModelError, load_causal_lm
@@ -31,7 +33,7 @@ StateOf = Callable[[TorchTrainEngine], dict[str, Tensor]]
 
 
 def fp16(**options: object) -> PrecisionConfig:
-    return PrecisionConfig(dtype="fp16", **options)
+    return PrecisionConfig(dtype="fp16", fp16=Fp16Config(**options))
 
 
 def times(factor: float) -> Loss:
@@ -474,10 +476,12 @@ def test_a_model_that_fp16_cannot_hold_is_refused_at_once(
 
 def test_the_hint_at_the_floor_resets_every_scaling_key() -> None:
     config = fp16(loss_scale=0, min_loss_scale=0.5, consecutive_hysteresis=True)
-    assert config.overrides_for("bf16") == (
-        "precision.dtype=bf16 precision.loss_scale=null precision.min_loss_scale=1.0 "
-        "precision.consecutive_hysteresis=false"
-    )
+    recipe = {
+        **{"job": "sft", "model": {"scratch": {}}, "data": {"sources": ["x.jsonl"]}},
+        **{"train": {"train_batch_size": 4}, "precision": config.model_dump()},
+    }
+    hint = shlex.split(config.overrides_for("bf16"))
+    assert load_config(recipe, hint).precision == PrecisionConfig(dtype="bf16")
 
 
 def test_a_diagnosis_that_fails_does_not_hide_the_stop(

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.model import Fp16Config, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.distributed.process_group import SINGLE, RankGroup
@@ -143,9 +143,11 @@ def state_hash(engine: TorchTrainEngine) -> str:
 PRECISIONS = {
     "fp32": PrecisionConfig(),
     "bf16": PrecisionConfig(dtype="bf16"),
-    "fp16": PrecisionConfig(dtype="fp16", hysteresis=1, initial_scale_power=10),
+    "fp16": PrecisionConfig(dtype="fp16", fp16=Fp16Config(hysteresis=1, initial_scale_power=10)),
     "fp16 sums": PrecisionConfig(
-        dtype="fp16", grad_accum_dtype="fp16", hysteresis=1, initial_scale_power=10
+        dtype="fp16",
+        grad_accum_dtype="fp16",
+        fp16=Fp16Config(hysteresis=1, initial_scale_power=10),
     ),
 }
 

@@ -78,15 +78,13 @@ def zero_section(engine: DeepSpeedEngine, *, on_gpu: bool) -> dict[str, Any]:
 def _precision_section(precision: PrecisionConfig) -> dict[str, Any]:
     if precision.dtype != "fp16":
         return {"bf16": {"enabled": True}} if precision.dtype == "bf16" else {}
+    scaling = precision.fp16
     return {
         "fp16": {
+            **scaling.model_dump(),
             "enabled": True,
-            "loss_scale": precision.loss_scale or 0,
-            "initial_scale_power": precision.initial_scale_power,
-            "loss_scale_window": precision.loss_scale_window,
-            "hysteresis": precision.hysteresis,
-            "min_loss_scale": int(precision.min_loss_scale),
-            "consecutive_hysteresis": precision.consecutive_hysteresis,
+            "loss_scale": scaling.loss_scale or 0,
+            "min_loss_scale": int(scaling.min_loss_scale),
         }
     }
 

@@ -427,7 +427,7 @@ class PrecisionConfig(Node):
             yield (
                 f"fp16 has no effect with dtype={self.dtype}, which needs no loss scaling (its "
                 "smallest numbers are as small as fp32's); remove it (on a command line: "
-                "'precision.fp16={}'), or use dtype=fp16"
+                "precision.fp16={}), or use dtype=fp16"
             )
         if self.grad_accum_dtype not in ("fp32", self.dtype):
             yield (
@@ -438,7 +438,7 @@ class PrecisionConfig(Node):
     def overrides_for(self, dtype: Dtype) -> str:
         """Return the command-line overrides that continue in ``dtype``, which has no loss
         scaling."""
-        undone = ["'precision.fp16={}'"] if self.is_own("fp16") else []
+        undone = ["precision.fp16={}"] if self.is_own("fp16") else []
         if self.grad_accum_dtype == self.dtype:
             undone.append("precision.grad_accum_dtype=fp32")
         return " ".join([f"precision.dtype={dtype}", *undone])

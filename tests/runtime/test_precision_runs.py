@@ -153,7 +153,7 @@ def test_a_run_that_only_skips_stops_with_a_checkpoint_and_says_where_it_begins(
         burnish.run(config, rewards=reward)
     said, run_dir = str(caught.value), Path(config.run_dir)
     assert said.startswith("stopped at step 3 of 9: 3 consecutive steps of the policy")
-    assert "First bad tensor: " in said and "precision.dtype=bf16 'precision.fp16={}'" in said
+    assert "First bad tensor: " in said and "precision.dtype=bf16 precision.fp16={}" in said
     assert f"--resume {run_dir}" in said
     assert _newest(run_dir).name.endswith("3")
     assert "First bad tensor" in (run_dir / "stopped.txt").read_text(encoding="utf-8")

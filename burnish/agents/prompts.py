@@ -131,6 +131,7 @@ class Prompts:
             sampled,
             messages[num_known:],
             tools,
+            ended=parent.completion.finish_reason == "stop",
             max_tokens=self._max_tokens,
         )
         thoughts = (*parent.prompt.thoughts, *thoughts_of([parent.parsed.message]))

@@ -329,12 +329,14 @@ class ServingBackend:
                 call.shown_tools,
                 prompt_ids=prompt.ids,
                 stops=call.stop,
+                ended=completion.finish_reason == "stop",
                 calls="read" if call.shown_tools else "text",
             )
         parts: tuple[TokenPart, ...] = ()
         if call.logprobs:
             read = self._codec.text_parts if renderer is None else renderer.message_parts
-            parts = await self._in_thread(read, prompt.ids, ids, call.stop)
+            options = {} if renderer is None else {"ended": completion.finish_reason == "stop"}
+            parts = await self._in_thread(read, prompt.ids, ids, call.stop, **options)
         return make_choice(call, completion, parsed, parts)
 
     async def _in_thread(self, function: Callable[..., T], *args: Any, **options: Any) -> T:

@@ -252,9 +252,12 @@ class TrainingSession:
     ) -> tuple[TokenPart, ...]:
         if not call.logprobs:
             return ()
-        renderer = self.policy.renderer
-        read = renderer.message_parts if call.prompt is None else renderer.text_parts
-        return await self.policy.in_renderer(read, prompt, completion.token_ids, call.stop)
+        renderer, read = self.policy.renderer, self.policy.in_renderer
+        ids = completion.token_ids
+        if call.prompt is not None:
+            return await read(renderer.text_parts, prompt, ids, call.stop)
+        ended = completion.finish_reason == "stop"
+        return await read(renderer.message_parts, prompt, ids, call.stop, ended=ended)
 
     async def _sample(self, call: ModelCall, place: Arrival) -> Recorded:
         prompt: Prompt | None = None
@@ -319,6 +322,7 @@ class TrainingSession:
                 call.shown_tools,
                 prompt_ids=prompt,
                 stops=call.stop,
+                ended=completion.finish_reason == "stop",
                 calls="check" if call.shown_tools else "text",
             )
             return parsed, ""

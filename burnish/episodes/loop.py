@@ -289,7 +289,11 @@ class _EpisodeState:
 
     async def _parse(self, prompt: Ids, completion: Completion) -> tuple[Message, str | None]:
         parsed = await self.policy.in_renderer(
-            self.policy.renderer.parse, completion.token_ids, self.tools, prompt_ids=prompt
+            self.policy.renderer.parse,
+            completion.token_ids,
+            self.tools,
+            prompt_ids=prompt,
+            ended=completion.finish_reason == "stop",
         )
         return parsed.message, parsed.problem
 
@@ -300,7 +304,12 @@ class _EpisodeState:
         if renderer.history == "template":
             return await self._render(self._messages())
         return await self.policy.in_renderer(
-            renderer.bridge, prompt, completion.token_ids, messages, self.tools
+            renderer.bridge,
+            prompt,
+            completion.token_ids,
+            messages,
+            self.tools,
+            ended=completion.finish_reason == "stop",
         )
 
     def _messages(self) -> list[Message]:

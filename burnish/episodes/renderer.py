@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import inspect
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -36,6 +36,7 @@ from burnish.episodes.streaming import (
 )
 from burnish.episodes.template import ChatTemplate, RendererError, Tools, literal_parts
 from burnish.episodes.token_texts import TokenPart, token_parts
+from burnish.special_tokens import special_tokens
 from burnish.tool_arguments import check_parameters
 from burnish.types import Ids
 from burnish.vocabulary import num_tokens
@@ -157,7 +158,7 @@ class ChatRenderer(TextCodec):
         stop, closing = self._template.end_tokens()
         self.stop_token_ids: frozenset[int] = stop
         """Tokens that end a turn of the policy, at which sampling must stop."""
-        self._closing_ids = closing
+        self._closing_ids, self._hidden = closing, special_tokens(tokenizer).keys()
         self.history: History = "keep"
         """How the next prompt is made. Always "keep" for append-only templates."""
         if not self.append_only:
@@ -224,11 +225,12 @@ class ChatRenderer(TextCodec):
         new_messages: Sequence[Message],
         tools: Tools = (),
         *,
+        ended: bool = False,
         max_tokens: int | None = None,
     ) -> Ids:
         """Return the next prompt: ``prompt_ids``, ``sampled_ids``, the rest of the closing tokens,
-        and the ids of ``new_messages`` with the generation prompt. ``max_tokens``: more are of no
-        use.
+        and the ids of ``new_messages`` with the generation prompt. ``ended``: as in :meth:`parse`.
+        ``max_tokens``: more are of no use.
 
         If ``sampled_ids`` was cut by the length limit, the closing tokens are part of what is
         appended. Tool results without ``tool_call_id`` or ``name`` get those of the calls in
@@ -244,7 +246,8 @@ class ChatRenderer(TextCodec):
             )
         try:
             _check_length(_given_text(new_messages), max_tokens)
-            new = self._identified(new_messages, sampled_ids, tools, prompt_ids)
+            answer = partial(self.parse, sampled_ids, tools, prompt_ids=prompt_ids, ended=ended)
+            new = _identified(new_messages, answer)
             continuation = self._template.continuation(
                 self._template.marked(new, follow=True), tools
             )
@@ -267,31 +270,39 @@ class ChatRenderer(TextCodec):
         *,
         prompt_ids: Sequence[int] = (),
         stops: Sequence[str] = (),
+        ended: bool = False,
         calls: CallReading = "check",
     ) -> ParsedMessage:
         """Return the assistant message in ``sampled_ids``, up to the first of ``stops``. Raises
         nothing.
 
         ``prompt_ids``: the prompt it answers. It makes ids of calls unique within the episode, and
-        the first token of a response decode as a continuation. ``calls``: see ``CallReading``.
+        the first token of a response decode as a continuation. ``ended``: True if the last token
+        ended the response (``finish_reason`` is ``stop``). A special token is then no part of the
+        message: models also end with tokens that their template does not write. ``calls``: see
+        ``CallReading``.
         """
         salt = blake2b(array("q", [len(prompt_ids), *prompt_ids, *sampled_ids]).tobytes())
-        text, end = self._decode(sampled_ids, prompt_ids)
-        text, stop = before_stop(text, stops)
+        text, end, stop = self._message_text(sampled_ids, prompt_ids, stops, ended=ended)
         parsed = self._parser.parse(
             text,
             tools,
-            end="" if stop is not None else end,
+            end=end,
             salt=salt.digest(),
             calls=calls,
         )
         return replace(parsed, stop=stop) if stop is not None else parsed
 
     def message_parts(
-        self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], stops: Sequence[str] = ()
+        self,
+        prompt_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        stops: Sequence[str] = (),
+        *,
+        ended: bool = False,
     ) -> tuple[TokenPart, ...]:
         """Return the part of each token of a message: of the text that :meth:`parse` reads."""
-        text, _ = before_stop(self._decode(sampled_ids, prompt_ids)[0], stops)
+        text, _, _ = self._message_text(sampled_ids, prompt_ids, stops, ended=ended)
         return token_parts(
             self._tokenizer, prompt_ids, sampled_ids, text, skip_special_tokens=False
         )
@@ -315,47 +326,34 @@ class ChatRenderer(TextCodec):
                 raise RendererError(f"the messages cannot be read: {error}") from error
         return ids
 
-    def _decode(self, sampled_ids: Sequence[int], prompt_ids: Sequence[int]) -> tuple[str, str]:
+    def _message_text(
+        self,
+        sampled_ids: Sequence[int],
+        prompt_ids: Sequence[int],
+        stops: Sequence[str],
+        *,
+        ended: bool,
+    ) -> tuple[str, str, str | None]:
+        """Return (text of a response up to the first stop string, without its end token and with
+        other special tokens; text of the end token, empty if there is none; that stop string)."""
+        text, end = self._decode(sampled_ids, prompt_ids, ended=ended)
+        is_written = bool(end) and sampled_ids[-1] in self._closing_ids
+        before, stop = before_stop(text if is_written else text + end, stops)
+        return (text, end, None) if stop is None else (before, "", stop)
+
+    def _decode(
+        self, sampled_ids: Sequence[int], prompt_ids: Sequence[int], *, ended: bool
+    ) -> tuple[str, str]:
         """Return (text of a response without its end token, with other special tokens; text of the
         end token, empty if there is none)."""
         ids = list(sampled_ids)
         end = ""
-        if ids and ids[-1] in self._closing_ids:
+        if ids and (ids[-1] in self._closing_ids or (ended and ids[-1] in self._hidden)):
             end = str(self._tokenizer.convert_ids_to_tokens(ids.pop()))
         before = list(prompt_ids)[-CONTEXT:]
         head, both = (str(self._tokenizer.decode(part)) for part in (before, before + ids))
         text = both[len(head) :] if both.startswith(head) else str(self._tokenizer.decode(ids))
         return text, end
-
-    def _identified(
-        self,
-        messages: Sequence[Message],
-        sampled: Sequence[int],
-        tools: Tools,
-        prompt: Sequence[int],
-    ) -> list[dict[str, Any]]:
-        """Return the messages, each tool result with the id and the name of its call."""
-        if not messages:
-            raise RendererError("there are no new messages, so there is nothing to answer")
-        identified = as_messages(list(messages))
-        if any(message.get("role") == "assistant" for message in identified):
-            raise RendererError(
-                "the new messages contain an assistant message, but only the policy writes those; "
-                "return user, system or tool messages"
-            )
-        results = [message for message in identified if message.get("role") == "tool"]
-        if all(message.get("tool_call_id") and message.get("name") for message in results):
-            return identified
-        calls = self.parse(sampled, tools, prompt_ids=prompt).message.get("tool_calls", [])
-        by_id = {call_["id"]: call_ for call_ in calls}
-        for number, message in enumerate(results):
-            position = calls[number] if number < len(calls) else None
-            answered = by_id.get(str(message.get("tool_call_id")), position)
-            if answered is None:
-                answered = call("tool", {}, f"call{number:05d}")
-            message["tool_call_id"] = message.get("tool_call_id") or answered["id"]
-            message["name"] = message.get("name") or answered["function"]["name"]
-        return identified
 
     def _chosen(self, history: History | None) -> History:
         if history is None:
@@ -437,3 +435,30 @@ def _check_tools(tools: Tools) -> None:
                 f"{str(error).partition(chr(10))[0]}; a `$ref` must refer to `$defs` in the same "
                 "parameters"
             ) from error
+
+
+def _identified(
+    messages: Sequence[Message], answer: Callable[[], ParsedMessage]
+) -> list[dict[str, Any]]:
+    """Return the messages, each tool result with the id and the name of its call in ``answer``."""
+    if not messages:
+        raise RendererError("there are no new messages, so there is nothing to answer")
+    identified = as_messages(list(messages))
+    if any(message.get("role") == "assistant" for message in identified):
+        raise RendererError(
+            "the new messages contain an assistant message, but only the policy writes those; "
+            "return user, system or tool messages"
+        )
+    results = [message for message in identified if message.get("role") == "tool"]
+    if all(message.get("tool_call_id") and message.get("name") for message in results):
+        return identified
+    calls = answer().message.get("tool_calls", [])
+    by_id = {call_["id"]: call_ for call_ in calls}
+    for number, message in enumerate(results):
+        position = calls[number] if number < len(calls) else None
+        answered = by_id.get(str(message.get("tool_call_id")), position)
+        if answered is None:
+            answered = call("tool", {}, f"call{number:05d}")
+        message["tool_call_id"] = message.get("tool_call_id") or answered["id"]
+        message["name"] = message.get("name") or answered["function"]["name"]
+    return identified

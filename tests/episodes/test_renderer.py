@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.data.sources import DataError
+from burnish.episodes.parsing import ParsedMessage
 from burnish.episodes.probing import (
     CONVERSATIONS,
     TOOLS,
@@ -256,6 +257,44 @@ def test_the_end_token_of_the_last_turn_counts_as_the_end_of_an_earlier_turn() -
     assert tail == "<|start|>user<|message|>And?<|end|><|start|>assistant"
     stops = tokenizer.convert_ids_to_tokens(sorted(renderer.stop_token_ids))
     assert sorted(stops) == ["<|call|>", "<|return|>"]  # <|end|> also ends reasoning
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("conversation", CONVERSATIONS, ids=lambda c: c.name)
+def test_an_end_token_of_the_model_is_no_part_of_the_message(
+    family: str, conversation: ProbeConversation
+) -> None:
+    """A generation config has further end tokens, such as Qwen's ``<|endoftext|>``."""
+    _, tokenizer = renderer_of(family, history="keep")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|another|>"]})
+    renderer = ChatRenderer(tokenizer, history="keep", today=TODAY)
+    another = len(tokenizer) - 1
+    if conversation.name in renderer.rejected:
+        return
+    messages, tools = conversation.messages, conversation.tools
+    turn = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    prompt = renderer.render(messages[:turn], tools)
+    sampled = turn_ids(renderer, messages[: turn + 1], tools, prompt)
+    if tokenizer.convert_ids_to_tokens(sampled[-1]) == "<|call|>":
+        return  # it is part of the call
+    if sampled[-1] not in renderer.stop_token_ids:
+        sampled += (0,)
+    usual = renderer.parse(sampled, tools, prompt_ids=prompt, ended=True)
+    other = (*sampled[:-1], another)
+    parsed = renderer.parse(other, tools, prompt_ids=prompt, ended=True)
+    assert without_ids(parsed) == without_ids(usual)
+    parts = renderer.message_parts(prompt, other, ended=True)
+    assert parts[-1].text == "" and len(parts) == len(other)
+    cut = renderer.parse(other, tools, prompt_ids=prompt)
+    assert "<|another|>" in str(cut.message) or cut.problem
+    stopped = renderer.parse(other, tools, prompt_ids=prompt, ended=True, stops=["<|another|>"])
+    assert stopped.stop == "<|another|>"
+
+
+def without_ids(parsed: ParsedMessage) -> tuple[Any, str | None]:
+    """The message without the ids of its calls, and the problem."""
+    calls = [call["function"] for call in parsed.message.get("tool_calls", [])]
+    return {**parsed.message, "tool_calls": calls}, parsed.problem
 
 
 @pytest.mark.parametrize("tools", [(), TOOLS], ids=["plain", "tools"])

@@ -24,6 +24,7 @@ from burnish.episodes.template import RendererError
 from burnish.rewards import remote, rows
 from burnish.rewards.base import RewardInput
 from burnish.rewards.model import step_ends
+from burnish.special_tokens import special_tokens
 from burnish.types import Group, Prompt, Sample
 
 
@@ -38,11 +39,14 @@ def draw_player(draw: Draw) -> Player:
         raise Refused(str(error)) from error
 
 
-def draw_turn(draw: Draw) -> Scripted:
-    """A response of plain text, which may be cut, and may end without the end token."""
+def draw_turn(draw: Draw, tokenizer: Tok) -> Scripted:
+    """A response of plain text, which may be cut, and may end without the end token, or with
+    another special token (an end token of the model that the template does not write)."""
     text = text_of(draw, plain=draw.rng.random() < 0.7) + draw.rng.choice(["", "\nb", " "])
-    end = draw.one(end=["stop", "stop", "length", "stop string"])
+    end = draw.one(end=["stop", "stop", "length", "stop string", "another end"])
     turn = Scripted(text, finish="length" if end == "length" else "stop")
+    if end == "another end":
+        return replace(turn, end=draw.rng.choice(sorted(special_tokens(tokenizer))))
     return replace(turn, has_end=end != "stop string")
 
 
@@ -51,7 +55,8 @@ def one_turn_is_a_single_response(draw: Draw) -> None:
     """Rewards read an episode of one turn as the same tokens and texts as the single response:
     reward models and process reward models with and without the policy's tokens, and servers.
     Exact."""
-    player, turn = draw_player(draw), draw_turn(draw)
+    player = draw_player(draw)
+    turn = draw_turn(draw, player.tokenizer)
     start = conversation_of(draw, answered=False)
     reward = _reward_tokenizer(draw, player.tokenizer)
     draw.note(start=start, turn=turn, template=player.tokenizer.chat_template)
@@ -65,7 +70,11 @@ def one_turn_is_a_single_response(draw: Draw) -> None:
     if samples[0].prompt_ids != episode.prompt_ids:
         raise Refused("the prompt of episodes is rendered in another way")
     assert episode.episode is not None
-    if episode.episode.turns[0].message["content"].strip() != episode.text.strip():
+    content = episode.episode.turns[0].message["content"].strip()
+    if content != episode.text.strip():
+        usual = player.episode(start, [replace(turn, end=None)], status=status, prompt=prompt)
+        assert usual.episode is not None
+        equal(content, usual.episode.turns[0].message["content"].strip(), "text before the end")
         raise Refused("the response has reasoning or special tokens")
     items = [RewardInput(prompt, sample) for sample in samples]
     for continues in (False, True):

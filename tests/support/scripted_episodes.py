@@ -29,6 +29,8 @@ class Scripted:
     """Messages of a call that does not continue the turn before it."""
     has_end: bool = True
     """False: a stop string ended the response, not the end token."""
+    end: int | None = None
+    """Token that ends the response. None: that of the template."""
 
 
 @dataclass
@@ -51,7 +53,8 @@ class Player:
         """Return the sampled ids of a turn."""
         ids = encode_piece(self.tokenizer, turn.text, after=list(prompt[-1:]))
         ended = turn.finish == "stop" and turn.has_end
-        return (*ids, self.end) if ended else tuple(ids)
+        end = self.end if turn.end is None else turn.end
+        return (*ids, end) if ended else tuple(ids)
 
     def single(self, prompt: Prompt, turn: Scripted) -> Sample:
         """Return a turn as the single response to a prompt."""
@@ -91,10 +94,14 @@ class Player:
             elif number:
                 before = calls[-1]
                 ids = self.renderer.bridge(
-                    before.prompt_ids, before.completion.token_ids, turns[number - 1].answer
+                    before.prompt_ids,
+                    before.completion.token_ids,
+                    turns[number - 1].answer,
+                    ended=before.completion.finish_reason == "stop",
                 )
             sampled = self.ids(turn, ids)
-            message = self.renderer.parse(sampled, prompt_ids=ids).message
+            ended = turn.finish == "stop"
+            message = self.renderer.parse(sampled, prompt_ids=ids, ended=ended).message
             calls.append(EngineCall(ids, self._completion(sampled, turn.finish)))
             records.append(
                 Turn(

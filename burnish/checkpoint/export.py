@@ -31,11 +31,12 @@ from transformers import (
 from burnish.checkpoint.errors import CheckpointError
 from burnish.checkpoint.manifest import verify
 from burnish.checkpoint.save import CheckpointStore
-from burnish.checkpoint.state import EXPORT_METADATA, load_state
+from burnish.checkpoint.state import EXPORT_METADATA, load_state, saved_weights
 from burnish.checkpoint.untrusted import check_files, check_sizes, copy_tokenizer, reading
 from burnish.config.model import Dtype, ModelConfig
 from burnish.models.auto_class import language_model_class
 from burnish.models.buffers import BUFFERS, load_buffers, persistent_buffers, replace_buffers
+from burnish.models.digest import present_weights_digest, weights_changed
 from burnish.models.islands import cast_parameters, fp32_names
 from burnish.models.load import DTYPES, ModelError, describe, load_causal_lm
 from burnish.models.lora import ADAPTER_FILE, adapter_tensors, peft_config
@@ -102,6 +103,7 @@ def export(  # house: ok options of one command
         _check_adapter(config, saved_role)
     torch_dtype = DTYPES[dtype or "fp32"]
     if config.lora is not None:  # the checkpoint only contains the adapter, and the base's path
+        _check_base(source, config, is_chosen=base is not None)
         network = _adapted_model(config, computes_in, outputs=outputs)
         with reading(source):
             _load_weights(network, weights, source)
@@ -188,6 +190,24 @@ def _read_engine(source: Path, base: str | None, *, trust: bool) -> tuple[str, M
             )
         config = ModelConfig(path=base, lora=config.lora, trust_remote_code=trust)
     return role, config, state.get("dtype", "fp32")
+
+
+def _check_base(source: Path, config: ModelConfig, *, is_chosen: bool) -> None:
+    """Raise CheckpointError if the base has other weights than that of the run; log a warning if
+    the user chose it (``is_chosen``)."""
+    if not (source.parent / "session.json").is_file():
+        return
+    then = saved_weights(source.parent).get(source.name, {})
+    now = present_weights_digest(config.without_adapter_path())
+    if not weights_changed(then.get("digest"), now):
+        return
+    change = f"the weights in {describe(config)} are not those that the adapters of {source} were"
+    if not is_chosen:
+        raise CheckpointError(
+            f"{change} trained on: they changed since the run was started. Restore them, or give "
+            "the folder of the original base to burnish export with --base DIR"
+        )
+    log.warning("%s trained on (%s)", change, then.get("model"))
 
 
 def _adapted_model(

@@ -39,6 +39,10 @@ _LARGEST_STATE = 16 << 30
 """Bytes of the JSON of a state: recorded rollouts contain their texts."""
 logger = logging.getLogger("burnish")
 
+WeightsRecord = dict[str, dict[str, str]]
+"""Role -> ``model`` (folder or hub name) and ``digest`` (``models/digest.py``) of weights that a
+checkpoint does not contain."""
+
 UNFITTING = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 """Errors of readers of a loaded state that has other keys, types or sizes than they wrote."""
 
@@ -110,6 +114,19 @@ def load_state(folder: Path, name: str) -> dict[str, Any]:
             f"{path} contains a {type(state).__name__} instead of a dict: use another checkpoint"
         )
     return state
+
+
+def saved_weights(checkpoint: Path) -> WeightsRecord:
+    """Return the entry ``weights`` of a checkpoint's session. Empty if an earlier version wrote it.
+    Raises CheckpointError if the session is missing or corrupted."""
+    record = load_state(checkpoint, "session").get("weights", {})
+    entries = record.values() if isinstance(record, dict) else [None]
+    if not all(isinstance(entry, dict) for entry in entries):
+        raise CheckpointError(
+            f"{checkpoint / 'session.json'} is corrupted (its weights are no mapping of mappings): "
+            "use another checkpoint"
+        )
+    return dict(record)
 
 
 def capture_rng() -> dict[str, Any]:

@@ -199,6 +199,15 @@ class TrainRole(RoleSpec):
         )
 
     @property
+    def model_read_on_resume(self) -> ModelConfig | None:
+        """Model whose weights a resumed run reads again, because checkpoints do not contain them:
+        the base of adapters, or a frozen model. None: checkpoints, or the cache of the reference's
+        log-probs, replace all of its weights."""
+        if self.trainable:
+            return None if self.model.lora is None else self.model.without_adapter_path()
+        return None if self.is_saved or self.precomputed_reference else self.model
+
+    @property
     def data_parallel_size(self) -> int:
         """Number of groups of ranks that compute different rows."""
         return max(1, self.ranks // self.train.engine.ranks_per_row)

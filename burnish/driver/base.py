@@ -135,6 +135,8 @@ class Driver(ABC, Generic[L]):
         self.config, self.run_dir, self.memory_monitor = config, run_dir, memory_monitor
         self.records_dir = run_dir
         """Folder for metrics, logs and samples: the run folder, except on ranks other than 0."""
+        self.read = config
+        """The recipe without inputs that the run does not read (a replay)."""
         self.ranks = SINGLE
         """Ranks that run this loop (``runtime.loop_ranks``)."""
         self.timeline = Timeline(peaks=memory_monitor.peaks)

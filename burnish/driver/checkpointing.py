@@ -12,7 +12,14 @@ from typing import Any, NoReturn, TypeVar
 
 from burnish.checkpoint import CheckpointError, CheckpointStore, PendingCheckpoint
 from burnish.checkpoint.save import PendingSave
-from burnish.checkpoint.state import UNFITTING, capture_rng, load_state, restore_rng, save_state
+from burnish.checkpoint.state import (
+    UNFITTING,
+    WeightsRecord,
+    capture_rng,
+    load_state,
+    restore_rng,
+    save_state,
+)
 from burnish.config.job import TrainingJob
 from burnish.config.train import better
 from burnish.distributed.process_group import SINGLE, OtherRankError, RankGroup
@@ -66,11 +73,15 @@ class Checkpointing:
         timeline: Timeline,
         *,
         best_metric: str,
+        weights: Callable[[Path | None], WeightsRecord] = lambda checkpoint: {},
         ranks: RankGroup = SINGLE,
     ) -> None:
-        """``best_metric``: default if the recipe names none. ``ranks``: the ranks that run the
-        loop. All of them call the methods; rank 0 decides and owns the folders."""
+        """``best_metric``: default if the recipe names none. ``weights``: compares the weights that
+        a checkpoint (None: the start of a run) does not contain, and returns their record.
+        ``ranks``: the ranks that run the loop. All of them call the methods; rank 0 decides and
+        owns the folders."""
         self.ranks = ranks
+        self._weights_after, self._weights = weights, WeightsRecord()
         self.config, self.timeline = config.checkpoint, timeline
         self.best_metric = config.checkpoint.best_metric or best_metric
         self.best_mode = config.checkpoint.best_mode or better(self.best_metric) or "max"
@@ -118,6 +129,7 @@ class Checkpointing:
             state.save_position(folder, position)
             counts = {"step": run.step, "evaluated_step": run.evaluated_step, "last": run.last}
             counts["stop_counters"] = run.stop_counters.state_dict()
+            counts |= {"weights": self._weights} if self._weights else {}
             rng = capture_rng() if before is None else before.rng
             save_state(folder, "session", counts | {"rng": rng})
             return pending
@@ -189,8 +201,8 @@ class Checkpointing:
     def restore(self, state: State, run: RunPosition) -> Path | None:
         """Restore ``state`` and ``run`` from the newest valid checkpoint and return its folder.
         Return None if there is no checkpoint and no step was done. Raises RunError if no checkpoint
-        is valid, if the valid ones contain only weights, if none exists after a step was done, or
-        if the checkpoint does not fit the recipe."""
+        is valid, if the valid ones contain only weights, if none exists after a step was done, if
+        weights that it does not contain changed, or if it does not fit the recipe."""
         newest, exist, reduced = self.ranks.from_first(
             lambda: (
                 self.store.latest(resumable=True),
@@ -216,6 +228,7 @@ class Checkpointing:
                 f"{self.store.folder} contains no checkpoint to restore after the failure at step "
                 f"{run.step}; start a new run"
             )
+        self._weights = self.ranks.from_first(lambda: self._weights_after(newest))
         if newest is None:
             self.saved_step = -1
             return None

@@ -33,7 +33,7 @@ from burnish.driver.base import (
 from burnish.driver.errors import Interrupted, RunError
 from burnish.driver.memory_monitor import OOM_FILE, MemoryMonitor
 from burnish.driver.output_shards import OutputShards
-from burnish.models.digest import weights_digest
+from burnish.models.digest import weights_changed, weights_digest
 from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import read_metrics
 from burnish.observe.progress import ProgressDisplay
@@ -245,25 +245,25 @@ class RowsRun(Driver[RowsLoop]):
         state = self.files.state()
         scorers = [role.model for role in self.config.roles() if role.kind == "reward"]
         weights = weights_digest([*self.loop.models, *scorers])
-        mine = {**self.loop.identity, "weights": weights}
+        identity = self.loop.identity
         if state is None and self.files.path(1).exists():
             raise RunError(
                 f"{self.run_dir} contains rows but no {self.files.state_file.name}; start a new run"
             )
-        if state is not None and state.get("weights") != mine["weights"]:
+        if state is not None and weights_changed(state.get("weights"), weights):
             raise RunError(
                 f"the run {self.run_dir} was started with other weights than the model folders "
                 "contain now, so its output would mix rows of two models; restore the weights, or "
                 "start a new run"
             )
-        if state is not None and {name: state.get(name) for name in mine} != mine:
+        if state is not None and {name: state.get(name) for name in identity} != identity:
             raise RunError(
                 f"the run {self.run_dir} was started with {state.get('prompts')} prompts, and the "
-                f"data now contains {mine['prompts']}, or different ones; rows would be repeated, "
-                "missing, or have another label. Restore the data and the tokenizer, or start a "
-                "new run"
+                f"data now contains {identity['prompts']}, or different ones; rows would be "
+                "repeated, missing, or have another label. Restore the data and the tokenizer, or "
+                "start a new run"
             )
-        return mine
+        return {**identity, "weights": weights}
 
     def _restore(self) -> None:
         """Find the completed steps, and truncate metrics and samples to them."""

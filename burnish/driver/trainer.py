@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,6 +25,7 @@ from burnish.driver.early_stopping import StopCounters
 from burnish.driver.errors import Interrupted, RunError, StoppedError
 from burnish.driver.memory_monitor import OOM_FILE, MemoryMonitor
 from burnish.driver.records import drop_records_after
+from burnish.driver.weight_digests import weights_record
 from burnish.observe.files import write_text
 from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import read_metrics
@@ -45,6 +47,7 @@ class Trainer(Driver[Loop]):
     """Driver of a training loop."""
 
     config: TrainingJob
+    read: TrainingJob
 
     def __init__(self, config: TrainingJob, run_dir: Path, memory_monitor: MemoryMonitor) -> None:
         super().__init__(config, run_dir, memory_monitor)
@@ -73,6 +76,7 @@ class Trainer(Driver[Loop]):
             self.run_dir,
             self.timeline,
             best_metric=loop.best_metric,
+            weights=partial(weights_record, self.read, self.run_dir),
             ranks=self.ranks,
         )
         self._open_records(loop)

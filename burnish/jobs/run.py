@@ -21,6 +21,7 @@ from burnish.driver.data_digests import check_same_rows
 from burnish.driver.errors import RunError, StoppedError
 from burnish.driver.memory_monitor import MemoryMonitor
 from burnish.driver.run_dir import prepare_run_dir
+from burnish.driver.weight_digests import check_weights_of_run
 from burnish.models.load import load_tokenizer
 from burnish.observe.progress import keeping_early_records
 from burnish.observe.timeline import Timeline
@@ -111,7 +112,7 @@ def run_checked(
                 job.driver(config, run_dir, memory_monitor) as driver,
                 nullcontext() if launched is None else launched.monitor.reported(),
             ):
-                driver.records_dir = records
+                driver.records_dir, driver.read = records, read
                 runtime = _runtime(config, job.placements(config), driver.timeline, launched)
                 stack.callback(runtime.close)
                 driver.attach(runtime)
@@ -149,6 +150,8 @@ def _checked(
     check_before_run(read, resumed=resumed)
     if read.training is not None:
         check_same_rows(read.training, run_dir, resumed=resumed, force=force)
+        if resumed:
+            check_weights_of_run(read.training, run_dir)
     return plan
 
 

@@ -3,42 +3,106 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from huggingface_hub import try_to_load_from_cache
+
 from burnish.config.model import ModelConfig
+from burnish.config.paths import looks_local
+from burnish.models.paths import ModelError
+from burnish.small_files import read_small
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt")
 """Suffixes of weight files."""
+_FORM = "2:"
+"""Start of a digest. Digests of earlier versions have none and are not comparable."""
 _ENDS_BYTES = 1 << 22
+_NUM_SAMPLES = 64
+_SAMPLE_BYTES = 1 << 14
 
 
 def weights_digest(models: Sequence[ModelConfig]) -> str:
-    """Return a digest of the weight files in the models' local folders.
+    """Return a digest of the weight files of models and of their adapters (``lora.path``).
 
-    It covers name, size, and the first and last 4 MiB of each file, so it detects other weights
-    under the same path without reading all of them.
+    It covers name, size, and parts of each file (:func:`file_parts_digest`), so it detects other
+    weights under the same path without reading all of them. The place of a folder has no influence.
+    Raises ModelError if a file cannot be read.
     """
     digest = hashlib.sha256()
-    for path in (Path(model.path) for model in models if model.path is not None):
-        files = path.glob("*") if path.is_dir() else ()
-        for file in sorted(file for file in files if file.suffix in WEIGHT_SUFFIXES):
+    for file in (file for model in models for file in weight_paths(model)):
+        try:
             digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-            for part in _ends(file):
+            for part in _parts(file):
                 digest.update(part)
-    return digest.hexdigest()
+        except OSError as error:
+            raise ModelError(
+                f"the weights {file} cannot be read ({error.strerror}); make the file readable for "
+                "this user"
+            ) from error
+    return f"{_FORM}{digest.hexdigest()}"
 
 
-def file_ends_digest(file: Path) -> str:
-    """Return a digest of the first and last 4 MiB of a file."""
+def present_weights_digest(model: ModelConfig) -> str | None:
+    """Return the digest of one model; None if its weights are not on this machine."""
+    return weights_digest([model]) if weight_paths(model) else None
+
+
+def weights_changed(then: object, now: str | None) -> bool:
+    """Return whether a stored digest is of other weights than ``now``. A digest of an earlier
+    version, and weights that are not on this machine, are not compared."""
+    is_comparable = isinstance(then, str) and then.startswith(_FORM) and now is not None
+    return is_comparable and then != now
+
+
+def weight_paths(model: ModelConfig) -> list[Path]:
+    """Return the weight files that are read for a model and its adapter: those of a local folder,
+    or of a hub model that is completely in the cache. Empty if there are none."""
+    folder = None if model.path is None else _folder(model.path, model.revision)
+    paths: list[Path] = []
+    if folder is not None and model.gguf_file is not None:
+        paths = [folder / model.gguf_file]
+    elif folder is not None:
+        paths = sorted(folder.glob("*.safetensors"))
+    if model.lora is not None and model.lora.path is not None:
+        paths += sorted(Path(model.lora.path).glob("*.safetensors"))
+    return [path for path in paths if path.is_file()]
+
+
+def _folder(name: str, revision: str | None) -> Path | None:
+    """Return the folder of a model: a local one, or a complete snapshot in the hub's cache."""
+    if Path(name).is_dir():
+        return Path(name)
+    if looks_local(name):
+        return None
+    config = try_to_load_from_cache(name, "config.json", revision=revision or "main")
+    if not isinstance(config, str):
+        return None
+    folder = Path(config).parent
+    index = folder / "model.safetensors.index.json"
+    try:
+        shards = json.loads(read_small(index))["weight_map"].values() if index.is_file() else ()
+        return folder if all((folder / str(shard)).is_file() for shard in shards) else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None  # a damaged download, which the loader repairs or refuses
+
+
+def file_parts_digest(file: Path) -> str:
+    """Return a digest of the first and last 4 MiB of a file, and of 64 samples of 16 KiB at equal
+    distances."""
     digest = hashlib.sha256()
-    for part in _ends(file):
+    for part in _parts(file):
         digest.update(part)
     return digest.hexdigest()
 
 
-def _ends(file: Path) -> Iterator[bytes]:
+def _parts(file: Path) -> Iterator[bytes]:
+    size = file.stat().st_size
     with file.open("rb") as opened:
         yield opened.read(_ENDS_BYTES)
-        opened.seek(max(0, file.stat().st_size - _ENDS_BYTES))
+        opened.seek(max(0, size - _ENDS_BYTES))
         yield opened.read(_ENDS_BYTES)
+        for number in range(_NUM_SAMPLES if size > 2 * _ENDS_BYTES else 0):
+            opened.seek(size * number // _NUM_SAMPLES)
+            yield opened.read(_SAMPLE_BYTES)

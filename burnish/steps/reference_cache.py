@@ -23,7 +23,7 @@ from torch import Tensor
 from burnish.config.model import ModelConfig
 from burnish.driver.errors import RunError
 from burnish.driver.run_dir import REFERENCE_FILE
-from burnish.models.digest import weights_digest
+from burnish.models.digest import weights_changed, weights_digest
 from burnish.models.load import describe
 from burnish.train.base import HasLogprobs
 from burnish.types import Batch
@@ -155,7 +155,8 @@ def load(  # house: ok the identity of the cache
     (``by_batch``), or lacks rows of ``batches``.
 
     The same applies if the model's folder now contains other weights, unless the run has ``begun``:
-    it then keeps its original reference and logs a warning.
+    it then keeps its original reference and logs a warning. Raises RunError if such a run would
+    compute log-probs again.
     """
     if not path.is_file():
         return None
@@ -164,7 +165,7 @@ def load(  # house: ok the identity of the cache
         keys, offsets, logprobs = (file.get_tensor(n) for n in ("keys", "offsets", "logprobs"))
     rows = [bytes(key.tolist()) for key in keys]
     cache = CachedReference(rows, offsets, logprobs, by_batch=by_batch)
-    other_weights = metadata.get("weights") != weights_digest([model])
+    other_weights = weights_changed(metadata.get("weights"), weights_digest([model]))
     why = None
     if metadata.get("model") != _as_json(model):
         why = "was computed with another model"
@@ -188,6 +189,12 @@ def load(  # house: ok the identity of the cache
                 *(describe(model), path),
             )
         return cache
+    if other_weights and begun and metadata.get("model") == _as_json(model):
+        raise RunError(
+            f"{path} {why}, so the reference log-probs must be computed again, but the weights in "
+            f"{describe(model)} changed after the start of this run; restore the weights, or what "
+            "changed in the recipe or the data, or start a new run"
+        )
     log.warning("%s %s; the reference log-probs are computed again", path, why)
     return None
 

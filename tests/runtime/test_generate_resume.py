@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from older_runs import save_with_older_keys
+from safetensors.torch import save_file
 
 import burnish
 from burnish.config import JobConfig, load_config
+from burnish.config.model import LoraConfig, ModelConfig
 from burnish.driver.errors import RunError
 from burnish.driver.rows_run import check_same_recipe, may_change
 from burnish.models.load import load_causal_lm, load_tokenizer
+from burnish.models.lora import ADAPTER_FILE, adapter_tensors, peft_config
 from burnish.observe.metrics import read_metrics
 from burnish.observe.public_recipe import write_recipe
 from burnish.observe.samples import read_samples
@@ -257,19 +261,39 @@ def test_data_that_changed_under_a_run_is_refused(
         burnish.run(config, rewards=reward, resume=run_dir)
 
 
-def test_weights_that_changed_under_a_run_are_refused(
-    generate: MakeConfig, reward: Reward, tmp_path: Path, rows_of: RowsOf
-) -> None:
-    plain = generate().model
+def _write_adapter(model: ModelConfig, folder: Path, seed: int) -> None:
+    """Write an adapter with random weights, of the same names and sizes for every seed."""
+    adapted = load_causal_lm(model.model_copy(update={"lora": LoraConfig(lora_rank=2)}))
+    torch.manual_seed(seed)
+    peft_config(LoraConfig(lora_rank=2), adapted).save_pretrained(str(folder))
+    tensors = {
+        f"base_model.model.{n}": torch.randn_like(t) for n, t in adapter_tensors(adapted).items()
+    }
+    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
 
-    def write(seed: int) -> None:
+
+@pytest.mark.parametrize("part", ["base", "adapter"])
+def test_weights_that_changed_under_a_run_are_refused(
+    generate: MakeConfig, reward: Reward, tmp_path: Path, rows_of: RowsOf, part: str
+) -> None:
+    plain, base, adapter = generate().model, tmp_path / "model", tmp_path / "adapter"
+
+    def write_base(seed: int) -> None:
         scratch = plain.scratch.model_copy(update={"seed": seed})  # type: ignore[union-attr]
         model = plain.model_copy(update={"scratch": scratch})
-        load_causal_lm(model, dtype="fp32", device="cpu").save_pretrained(tmp_path / "model")
-        load_tokenizer(model).save_pretrained(tmp_path / "model")
+        load_causal_lm(model, dtype="fp32", device="cpu").save_pretrained(base)
+        load_tokenizer(model).save_pretrained(base)
 
-    write(0)
-    config, run_dir = _half_done(generate, f"model={{path: '{tmp_path / 'model'}'}}")
+    def write(seed: int) -> None:
+        if part == "base":
+            write_base(seed)
+        else:
+            _write_adapter(plain, adapter, seed)
+
+    write_base(0)
+    _write_adapter(plain, adapter, 0)
+    lora = f", lora: {{path: '{adapter}'}}" if part == "adapter" else ""
+    config, run_dir = _half_done(generate, f"model={{path: '{base}'{lora}}}")
     write(1)
     with pytest.raises(RunError, match="started with other weights"):
         burnish.run(config, rewards=reward, resume=run_dir)

@@ -8,6 +8,8 @@ from threading import RLock
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from burnish.distributed.process_group import CollectiveTimeoutError
+from burnish.models.digest import present_weights_digest, weights_changed
+from burnish.models.load import ModelError, describe
 from burnish.oom import is_out_of_memory
 from burnish.runtime.base import WorkerLostError
 from burnish.runtime.limits import Limits
@@ -63,6 +65,9 @@ class WorkerGroup:
         self.workers: list[Any] = []
         self.mixed = False
         """True once other weights were mixed into those of a frozen model (``mix``)."""
+        self._model = spec.role.model_read_on_resume
+        """Model whose weights must be those of the first start after a restart."""
+        self._digest = None if self._model is None else present_weights_digest(self._model)
         self._complete = False
         self._calling = RLock()
         self.restart()
@@ -70,12 +75,23 @@ class WorkerGroup:
     @_alone
     def restart(self) -> None:
         """Start workers that connect and load the model, repeatedly if some are lost. Raises
-        ClusterError once ``max_restarts`` is exceeded."""
+        ClusterError once ``max_restarts`` is exceeded, and ModelError if the model's folder now
+        contains other weights."""
         while not self._complete:
+            self._check_weights()
             try:
                 self._start()
             except WorkerLostError as lost:
                 self.cluster.count_restart(str(lost))
+
+    def _check_weights(self) -> None:
+        now = None if self._model is None else present_weights_digest(self._model)
+        if self._model is not None and weights_changed(self._digest, now):
+            raise ModelError(
+                f"the weights in {describe(self._model)} changed during the run, and the workers "
+                f"of the {self.name} are lost, so new ones would load another model; restore the "
+                "weights and resume the run with --resume"
+            )
 
     def _start(self) -> None:
         self.end()

@@ -24,7 +24,7 @@ from burnish.config.model import ModelConfig
 from burnish.config.paths import code_file
 from burnish.data.config import DataConfig
 from burnish.data.files import content_digest
-from burnish.models.digest import WEIGHT_SUFFIXES, file_ends_digest
+from burnish.models.digest import WEIGHT_SUFFIXES, file_parts_digest
 
 Inputs = dict[str, dict[str, Any]]
 """Group (a key of :data:`_FIXES`) -> name -> value. Keys that end in :data:`_DIGEST` have a digest,
@@ -95,7 +95,7 @@ def _model_files(place: Path) -> list[Path]:
 
 def _described(key: str, paths: Sequence[Path], *, reads: bool) -> dict[str, Any]:
     """Return the sizes and digests of files, by their names below their common folder. Of a weight
-    file, only both ends are read."""
+    file, only parts are read."""
     common = os.path.commonpath([path.absolute().parent for path in paths]) if paths else ""
     described: dict[str, Any] = {}
     for path in paths:
@@ -105,7 +105,7 @@ def _described(key: str, paths: Sequence[Path], *, reads: bool) -> dict[str, Any
         digest = None
         if reads and exists:
             weights = path.suffix in WEIGHT_SUFFIXES
-            digest = file_ends_digest(path) if weights else content_digest(path).hex()
+            digest = file_parts_digest(path) if weights else content_digest(path).hex()
         described[f"{name}, {_DIGEST}"] = digest
     return described
 

@@ -10,7 +10,8 @@ outside :func:`render_chat` have no budget and are unchanged.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
 from functools import cache, update_wrapper
@@ -58,6 +59,7 @@ MAX_WORK = 100_000_000
 call 5 times :data:`STEP`. Spending all of it takes a few seconds."""
 
 _today: ContextVar[datetime | None] = ContextVar("today", default=None)
+_run_date: list[datetime | None] = [None]
 _SCALARS = frozenset({bool, int, float, type(None)})
 _UNBOUNDED = frozenset({"translate"})
 _PADDING = frozenset({"center", "expandtabs", "ljust", "rjust", "to_bytes", "zfill"})
@@ -71,7 +73,7 @@ def render_chat(
     **options: Any,
 ) -> str:
     """Return the text of ``tokenizer.apply_chat_template``. ``today``: date for templates that
-    write one; None is now.
+    write one; None is :func:`current_date`.
 
     Raises jinja2.TemplateError as that method does, and TemplateLimitError if the template is too
     large or exceeds its budget.
@@ -126,7 +128,26 @@ def variables(template: str) -> set[str]:
 
 def _strftime_now(pattern: str) -> str:
     """Replace the function of the same name that transformers gives to templates."""
-    return (_today.get() or datetime.now()).strftime(pattern)
+    return (_today.get() or current_date()).strftime(pattern)
+
+
+def current_date() -> datetime:
+    """Return the date that chat templates write: that of the run in this process, else now."""
+    return _run_date[0] or datetime.now()
+
+
+@contextmanager
+def date_of_run() -> Iterator[Callable[[datetime], None]]:
+    """Yield a function that sets the date of the run in this process, in all threads, until the end
+    of the block. A run that is resumed, or continues after midnight, renders the same prompts."""
+
+    def fix(date: datetime) -> None:
+        _run_date[0] = date
+
+    try:
+        yield fix
+    finally:
+        _run_date[0] = None
 
 
 def _check_text(name: str, text: str | bytes, given: Sequence[Any]) -> None:

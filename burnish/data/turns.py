@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,6 +25,7 @@ from burnish.data.thoughts import (
     reasoning_block,
 )
 from burnish.special_tokens import special_tokens
+from burnish.templates import current_date
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,7 +68,7 @@ def locate_turns(
     ``train_on_turns``, for messages. Raises DataError if the prompt that generation
     renders for a turn is not a beginning of the text, because training would not match generation.
     """
-    render = partial(render_text, tokenizer, tools=tools, today=datetime.now())
+    render = partial(render_text, tokenizer, tools=tools, today=current_date())
     last = trained[-1]
     prompt = render(messages[:last], add_generation_prompt=True)
     habits = habits_of(tokenizer, tools)

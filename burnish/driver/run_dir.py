@@ -6,6 +6,7 @@ import getpass
 import os
 import stat
 import time
+from datetime import datetime
 from pathlib import Path
 
 from burnish.config.job import JobConfig
@@ -13,17 +14,20 @@ from burnish.config.registry import REGISTRY
 from burnish.driver.data_digests import DIGESTS_FILE
 from burnish.driver.errors import RunError
 from burnish.driver.memory_monitor import OOM_FILE
-from burnish.observe.files import REPLAY_FILE
+from burnish.observe.files import REPLAY_FILE, write_text
 from burnish.observe.metrics import METRICS_FILE
 from burnish.observe.public_recipe import read_recipe
 from burnish.observe.tensorboard import TENSORBOARD_DIR
 from burnish.observe.wandb import STATE_FILE, WANDB_DIR
 from burnish.plan.launch import PLAN_FILE
 from burnish.plan.plan_vs_actual import MEMORY_FILE, MEMORY_JSON
+from burnish.small_files import read_small
 
 REFERENCE_FILE = "reference_logprobs.safetensors"
 """File of the reference log-prob cache (``steps/reference_cache.py``), written before the policy is
 loaded."""
+DATE_FILE = "date.txt"
+"""File with the time at which the run began."""
 
 
 def prepare_run_dir(config: JobConfig, resume: Path | None) -> Path:
@@ -73,6 +77,25 @@ def prepare_run_dir(config: JobConfig, resume: Path | None) -> Path:
     return run_dir
 
 
+def date_of(run_dir: Path, *, resumed: bool) -> datetime:
+    """Return the time at which the run began. A new run, and one that is resumed without a record
+    of it, gets the present time, which is recorded in its folder.
+
+    Chat templates write this date, so that a resumed run has the same prompts."""
+    path = run_dir / DATE_FILE
+    if not resumed or not path.exists():
+        now = datetime.now().replace(microsecond=0)
+        write_text(path, f"{now.isoformat()}\n")
+        return now
+    try:
+        return datetime.fromisoformat(read_small(path).decode().strip())
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"{path} does not contain a date ({error}); write the day on which the run began in "
+            "it, such as 2026-01-31, or remove it to continue with today's date"
+        ) from error
+
+
 def _check_writable(run_dir: Path) -> None:
     if not os.access(run_dir, os.W_OK | os.X_OK):
         raise RunError(
@@ -103,7 +126,7 @@ def _holds_something(folder: Path) -> bool:
     names = {path.name for path in folder.iterdir()}
     metrics = folder / METRICS_FILE
     failed_at_start = metrics.is_file() and metrics.stat().st_size == 0
-    left = {PLAN_FILE, OOM_FILE, DIGESTS_FILE, REFERENCE_FILE, f".{REFERENCE_FILE}.part"}
+    left = {DATE_FILE, PLAN_FILE, OOM_FILE, DIGESTS_FILE, REFERENCE_FILE, f".{REFERENCE_FILE}.part"}
     if failed_at_start:
         left |= {METRICS_FILE, "config.yaml", "run.log", "timeline.json", REPLAY_FILE}
         left |= {MEMORY_FILE, MEMORY_JSON, TENSORBOARD_DIR, WANDB_DIR, STATE_FILE}

@@ -37,6 +37,7 @@ from burnish.episodes.streaming import (
 from burnish.episodes.template import ChatTemplate, RendererError, Tools, literal_parts
 from burnish.episodes.token_texts import TokenPart, token_parts
 from burnish.special_tokens import special_tokens
+from burnish.templates import current_date
 from burnish.tool_arguments import check_parameters
 from burnish.types import Ids
 from burnish.vocabulary import num_tokens
@@ -123,7 +124,8 @@ class ChatRenderer(TextCodec):
     tool calls.
 
     ``today``: date for templates that write one. It is fixed at creation, so that prompts of one
-    episode agree across midnight.
+    episode agree across midnight. None: that of the run. ``follows_clock``: every rendering has its
+    own date, as on a server.
 
     Special tokens in tool results, and in other messages after a turn of the policy, become
     ordinary text, so that they cannot end a turn.
@@ -142,6 +144,7 @@ class ChatRenderer(TextCodec):
         history: History | None = None,
         tool_format: FormatName | Mapping[str, Any] | None = None,
         today: datetime | None = None,
+        follows_clock: bool = False,
     ) -> None:
         if history not in (None, *get_args(History)):
             raise RendererError(
@@ -151,7 +154,9 @@ class ChatRenderer(TextCodec):
         _check_transformers(tokenizer)
         super().__init__(tokenizer)
         self._own_format = tool_format is not None
-        self._template = ChatTemplate(tokenizer, today=today or datetime.now())
+        self._template = ChatTemplate(
+            tokenizer, today=None if follows_clock else today or current_date()
+        )
         self.differences, self.rejected = self._template.probe()
         """First difference of every probe conversation in which the template rewrites history, and
         probe conversation -> why the template cannot render it."""

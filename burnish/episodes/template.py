@@ -102,10 +102,10 @@ class Continuation:
 class ChatTemplate:
     """Text of conversations, rendered with a tokenizer's chat template.
 
-    ``today``: date for templates that write one.
+    ``today``: date for templates that write one. None: the date of each call.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, today: datetime) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, today: datetime | None) -> None:
         self._tokenizer = tokenizer
         self._today = today
         self._special = _special_tokens(tokenizer)

@@ -20,7 +20,7 @@ from burnish.driver.base import Job, seed_everything
 from burnish.driver.data_digests import check_same_rows
 from burnish.driver.errors import RunError, StoppedError
 from burnish.driver.memory_monitor import MemoryMonitor
-from burnish.driver.run_dir import prepare_run_dir
+from burnish.driver.run_dir import date_of, prepare_run_dir
 from burnish.driver.weight_digests import check_weights_of_run
 from burnish.models.load import load_tokenizer
 from burnish.observe.progress import keeping_early_records
@@ -35,6 +35,7 @@ from burnish.runtime.base import Runtime
 from burnish.runtime.inline import InlineRuntime
 from burnish.runtime.ray.runtime import RayRuntime
 from burnish.runtime.spmd.runtime import Ranks, SpmdRuntime, connected, records_folder
+from burnish.templates import date_of_run
 
 log = logging.getLogger("burnish")
 
@@ -95,9 +96,10 @@ def run_checked(
     if functions and not job.takes_rewards:
         raise RunError(f"the job {config.job} takes no rewards; remove rewards")
     read = config if replayed is None else config.inputs_of_replay()
-    with connected(config, resumed=resumed) as launched:
+    with connected(config, resumed=resumed) as launched, date_of_run() as fix_date:
         ranks = SINGLE if launched is None else launched.group
         run_dir = ranks.from_first(lambda: _folder(config, resume))
+        fix_date(ranks.from_first(lambda: date_of(run_dir, resumed=resumed)))
         done = job.prepare(config, run_dir, resumed=resumed)
         if done is not None:
             return _finished(run_dir, done, ranks)

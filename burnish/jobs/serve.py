@@ -186,7 +186,7 @@ def _backend(path: str, names: tuple[str, str], options: ModelOptions) -> Iterat
         if problems := list(variant.rules()):
             raise ConfigError("; ".join(problems))
         # Every call is rendered in full, so the template may rewrite earlier turns.
-        return ChatRenderer(load_tokenizer(variant), history="template")
+        return ChatRenderer(load_tokenizer(variant), history="template", follows_clock=True)
 
     renderers = Renderers(make_renderer)
     if renderers.problem is not None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,31 @@ def test_a_stopped_and_resumed_run_writes_the_bytes_of_one_that_went_through(
     assert read_samples(run_dir) == read_samples(whole.run_dir)
     totals = {k: v for k, v in whole.metrics.items() if k.startswith("total/")}
     assert totals == {k: v for k, v in again.metrics.items() if k.startswith("total/")}
+
+
+class _Tomorrow(datetime):
+    @classmethod
+    def now(cls, tz: Any = None) -> datetime:
+        return datetime.now(tz) + timedelta(days=1)
+
+
+def test_a_run_keeps_the_date_of_its_start(
+    generate: MakeConfig, reward: Reward, rows_of: RowsOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama 3's template writes the date into every prompt."""
+    template = "{{ strftime_now('%d') }}{{ messages[0].content }}"
+    options = [f"model.chat_template={json.dumps(template)}", "data.apply_chat_template=true"]
+    whole = burnish.run(generate(*options, name="whole"), rewards=reward)
+    config, run_dir = _half_done(generate, *options)
+    monkeypatch.setattr("burnish.templates.datetime", _Tomorrow)
+    monkeypatch.setattr("burnish.driver.run_dir.datetime", _Tomorrow)
+    burnish.run(config, rewards=reward, resume=run_dir)
+    assert rows_of(run_dir) == rows_of(whole.run_dir)
+    next_day = burnish.run(generate(*options, name="next"), rewards=reward)
+    assert rows_of(next_day.run_dir) != rows_of(whole.run_dir)
+    (run_dir / "date.txt").write_text("yesterday")
+    with pytest.raises(RunError, match=r"date\.txt"):
+        burnish.run(config, rewards=reward, resume=run_dir)
 
 
 class _Crash(Exception):

@@ -49,8 +49,8 @@ class ResponseParser:
 
     ``prefix``: text after which responses begin (the end of the prompt). A reasoning block that the
     prompt opens is recognized by it. ``tool_format``: one of ``formats.FORMATS``; None if
-    ``template`` is the tokenizer's own or the template reads no calls. ``is_own``: ``template`` is
-    the tokenizer's own.
+    ``template`` is the tokenizer's own or the template reads no calls. ``ends``: if ``template`` is
+    the tokenizer's own, the texts of the tokens that end a turn.
 
     Text is read from left to right. Calls before the first one that is malformed or incomplete are
     calls; that one and everything after it is content.
@@ -63,14 +63,14 @@ class ResponseParser:
         *,
         tool_format: ToolFormat | None = None,
         prefix: str = "",
-        is_own: bool = False,
+        ends: Sequence[str] | None = None,
     ) -> None:
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
         self._tokenizer = tokenizer
         self._format = tool_format
         self._prefix = prefix
-        self._shortens = is_own
+        self._shortens, self._ends = ends is not None, ends or ()
         full = _adapted(template)
         fields = full["fields"]
         others = {name: field for name, field in fields.items() if name != CALLS}
@@ -108,14 +108,15 @@ class ResponseParser:
             text = without_long_spaces(text)
         if calls == "text":
             return ParsedMessage(_message(self._fields(text, with_calls=False)), None)
-        regions = list(self._regions.scan(text, end))
+        regions, end = self._scanned(text, end)
         spans = [region for region in regions if region.field == CALLS]
         stray = self._stray(text, regions)
         if stray is not None:
             spans = [span for span in spans if span.begin < stray]
         if len(spans) > MAX_CALLS:
             return self._refused(text, len(spans))
-        values, fields, error = self._values(text[:stray], spans, tools)
+        closing = end if stray is None and regions and regions[-1].needs_end else ""
+        values, fields, error = self._values(text[:stray] + closing, spans, tools)
         if (num_values := sum(map(len, values))) > MAX_CALLS:  # one list may contain all calls
             return self._refused(text, num_values)
         reader = CallReader(tools if calls == "check" else None, salt, num_values)
@@ -135,6 +136,21 @@ class ResponseParser:
         problems = reader.problems or list(self._unread(message["content"], text, regions))
         problem = self._with_example("; ".join(problems)) if problems else None
         return ParsedMessage(message, problem)
+
+    def _scanned(self, text: str, end: str) -> tuple[list[Region], str]:
+        """Return (regions of a response, text of the end token that closes them).
+
+        Patterns of the tokenizer's own template may require an end token. Any other that ended the
+        response counts as that one, and so does the end of JSON.
+        """
+        regions = list(self._regions.scan(text, end))
+        is_open = bool(regions) and regions[-1].field == CALLS and not regions[-1].is_closed
+        if is_open and (end or self._is_json):
+            for other in self._ends:
+                closed = list(self._regions.scan(text, other))
+                if closed[-1].needs_end:
+                    return closed, other
+        return regions, end
 
     def _refused(self, text: str, num_calls: int) -> ParsedMessage:
         """Return a message with too many calls: they are content."""
@@ -323,6 +339,8 @@ class Region:
     end: int
     is_closed: bool
     """False if the response ends before the delimiter that closes it, or if there is none."""
+    needs_end: bool
+    """True if the delimiter that closes it contains the end token."""
 
 
 class RegionScanner:
@@ -360,6 +378,7 @@ class RegionScanner:
                 (match.end() - shift, min(body_end - shift, limit)),
                 min(after - shift, limit),
                 closing is not None,
+                closing is not None and after - shift > limit,
             )
             if closing is None or after <= match.start():
                 return

@@ -377,7 +377,10 @@ class ChatRenderer(TextCodec):
         if tool_format is None and isinstance(own_template, Mapping):
             tool_format = own_template
         if isinstance(tool_format, Mapping):
-            return ResponseParser(self._tokenizer, tool_format, prefix=opened, is_own=True)
+            ends = [
+                str(t) for t in self._tokenizer.convert_ids_to_tokens(sorted(self._closing_ids))
+            ]
+            return ResponseParser(self._tokenizer, tool_format, prefix=opened, ends=ends)
         if tool_format is not None and tool_format not in FORMATS:
             raise RendererError(
                 f"tool_format is {tool_format!r}; known are {', '.join(FORMATS)}, or give a "

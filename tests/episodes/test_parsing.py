@@ -310,7 +310,7 @@ def test_a_call_with_the_same_argument_twice_is_malformed_in_every_format(form: 
         template = {"defaults": {"role": "assistant"}, "fields": {"tool_calls": call}}
         template["start_anchor"] = "\0"
         _, tokenizer = RENDERERS["chatml"]
-        return ResponseParser(tokenizer, template, is_own=True).parse(text, tools, end="<|im_end|>")
+        return ResponseParser(tokenizer, template, ends=()).parse(text, tools, end="<|im_end|>")
 
     found = read(TWICE[form])
     assert functions(found) == []
@@ -379,6 +379,43 @@ def test_the_tokenizers_own_response_template_comes_first() -> None:
     broken = renderer.parse(tokenizer("CALL {;")["input_ids"], TOOLS)
     assert broken.message == assistant("CALL {;")
     assert broken.problem is not None and broken.problem.startswith("the tool call is malformed")
+
+
+WITH_END = {
+    "start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r'\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*',
+            "close_pattern": r"\}<\|eot_id\|>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close_pattern": r"<\|eot_id\|>\s*"},
+    },
+}
+"""TRL's response template for Llama 3.1: a call closes with the end token."""
+
+
+@pytest.mark.parametrize("end", ["<|eot_id|>", "<|end_of_text|>", ""])
+def test_an_end_token_may_be_a_part_of_the_call(end: str) -> None:
+    """Also one that the template does not write, and without any, if the JSON is complete."""
+    tokenizer = chat_tokenizer("llama3")
+    tokenizer.response_template = WITH_END
+    renderer = ChatRenderer(tokenizer)
+    right = '{"name": "look_up", "parameters": {"key": "a b", "limit": 2}}'
+
+    def read(text: str) -> ParsedMessage:
+        ids = tokenizer(text + end, add_special_tokens=False)["input_ids"]
+        return renderer.parse(ids, TOOLS, ended=bool(end))
+
+    found = read("So. " + right)
+    assert found.problem is None and functions(found) == [LOOK_UP]
+    assert found.message["content"] == "So."
+    for wrong in (right[:-1], right[:-2], right + "}", right + " ok"):
+        broken = read(wrong)
+        assert broken.problem and broken.message == assistant(wrong)
+    assert read("So.").message == assistant("So.")
 
 
 @pytest.mark.parametrize("name", FORMATS)

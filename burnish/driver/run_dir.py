@@ -1,4 +1,5 @@
-"""Create the folder of a run, or reject it if it contains something else."""
+"""Create and lock the folder of a run, or reject it if it contains something else or another run
+writes to it."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import getpass
 import os
 import stat
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from burnish.config.registry import REGISTRY
 from burnish.driver.data_digests import DIGESTS_FILE
 from burnish.driver.errors import RunError
 from burnish.driver.memory_monitor import OOM_FILE
+from burnish.driver.run_lock import LOCK_FILE, WAIT_S, RunLock, in_use, lock_run_dir
 from burnish.observe.files import REPLAY_FILE, write_text
 from burnish.observe.metrics import METRICS_FILE
 from burnish.observe.public_recipe import read_recipe
@@ -30,42 +34,84 @@ DATE_FILE = "date.txt"
 """File with the time at which the run began."""
 
 
-def prepare_run_dir(config: JobConfig, resume: Path | None) -> Path:
-    """Return the run folder, and create it if it is new.
+@contextmanager
+def locked_run_dir(config: JobConfig, resume: Path | None) -> Iterator[Path]:
+    """Yield the run folder, which no other run can enter until the end of the block. Create it if
+    it is new.
 
-    Raises RunError if the folder contains another run and nothing is resumed, or if the run to
-    resume does not exist or belongs to another job. Raises RunError if the folder cannot be created
-    or written.
+    Raises RunError if another run writes to the folder, if the folder contains another run and
+    nothing is resumed, or if the run to resume does not exist or belongs to another job. Raises
+    RunError if the folder cannot be created or written.
     """
-    if resume is not None:
-        saved = resume / "config.yaml"
-        if not saved.is_file():
-            raise RunError(
-                f"--resume {resume}: there is no config.yaml, so this is not a run folder"
-            )
-        job = read_recipe(resume)[1].get("job")
-        if job != config.job:
-            raise RunError(
-                f"--resume {resume}: this is a run of the job {job!r}, but the recipe is for "
-                f"{config.job!r}; resume it with 'burnish {job} --resume {resume}', or omit "
-                "--resume to start a new run"
-            )
-        _check_writable(resume)
-        _check_kinds(resume)
-        return resume
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    run_dir = Path(config.run_dir.replace("{job}", config.job).replace("{time}", stamp))
+    run_dir, lock = _new_folder(config) if resume is None else _resumed_folder(config, resume)
+    try:
+        yield run_dir
+    finally:
+        lock.release()
+
+
+def _resumed_folder(config: JobConfig, resume: Path) -> tuple[Path, RunLock]:
+    if not (resume / "config.yaml").is_file():
+        raise RunError(f"--resume {resume}: there is no config.yaml, so this is not a run folder")
+    job = read_recipe(resume)[1].get("job")
+    if job != config.job:
+        raise RunError(
+            f"--resume {resume}: this is a run of the job {job!r}, but the recipe is for "
+            f"{config.job!r}; resume it with 'burnish {job} --resume {resume}', or omit "
+            "--resume to start a new run"
+        )
+    _check_writable(resume)
+    _check_kinds(resume)
+    lock = lock_run_dir(resume, wait_s=WAIT_S)
+    if lock is None:
+        raise in_use(resume, resumed=True)
+    return resume, lock
+
+
+def _new_folder(config: JobConfig) -> tuple[Path, RunLock]:
+    """Create and lock the folder. If ``{time}`` is in its path and another run has the folder of
+    this second, append the next free number to the time."""
     if not config.run_dir.strip():
         raise RunError("run_dir is empty; give the path of a new folder, such as run_dir=runs/one")
+    stamp, is_timed = time.strftime("%Y%m%d-%H%M%S"), "{time}" in config.run_dir
+    template = config.run_dir.replace("{job}", config.job)
+    number = 1
+    while True:
+        run_dir = Path(template.replace("{time}", stamp if number == 1 else f"{stamp}-{number}"))
+        lock = _lock_new(config, run_dir, wait_s=0 if is_timed else WAIT_S)
+        if isinstance(lock, RunLock):
+            return run_dir, lock
+        if not is_timed:
+            raise lock
+        number += 1
+
+
+def _lock_new(config: JobConfig, run_dir: Path, *, wait_s: float) -> RunLock | RunError:
+    """Create and lock a folder. Return the error if another run has it, or if it is not empty."""
+    if run_dir.is_dir() and not (run_dir / LOCK_FILE).exists() and _holds_something(run_dir):
+        return _not_empty(config, run_dir)
+    _create(run_dir)
+    lock = lock_run_dir(run_dir, wait_s=wait_s)
+    if lock is None:
+        return in_use(run_dir, resumed=False)
+    if _holds_something(run_dir):
+        lock.release()
+        return _not_empty(config, run_dir)
+    return lock
+
+
+def _not_empty(config: JobConfig, run_dir: Path) -> RunError:
+    resumable = REGISTRY[config.job].resumable
+    or_resume = f"resume that run with --resume {run_dir}, or " if resumable else ""
+    return RunError(
+        f"the run folder {run_dir} is not empty; {or_resume}choose another folder with "
+        "run_dir=... ({time} in it is replaced by the current time)"
+    )
+
+
+def _create(run_dir: Path) -> None:
     if run_dir.exists() and not run_dir.is_dir():
         raise RunError(f"the run folder {run_dir} is a file; choose another path with run_dir=...")
-    if run_dir.exists() and _holds_something(run_dir):
-        resumable = REGISTRY[config.job].resumable
-        or_resume = f"resume that run with --resume {run_dir}, or " if resumable else ""
-        raise RunError(
-            f"the run folder {run_dir} is not empty; {or_resume}choose another folder with "
-            "run_dir=... ({time} in it is replaced by the current time)"
-        )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -74,7 +120,6 @@ def prepare_run_dir(config: JobConfig, resume: Path | None) -> Path:
             "with run_dir=..."
         ) from error
     _check_writable(run_dir)
-    return run_dir
 
 
 def date_of(run_dir: Path, *, resumed: bool) -> datetime:
@@ -126,7 +171,8 @@ def _holds_something(folder: Path) -> bool:
     names = {path.name for path in folder.iterdir()}
     metrics = folder / METRICS_FILE
     failed_at_start = metrics.is_file() and metrics.stat().st_size == 0
-    left = {DATE_FILE, PLAN_FILE, OOM_FILE, DIGESTS_FILE, REFERENCE_FILE, f".{REFERENCE_FILE}.part"}
+    left = {LOCK_FILE, DATE_FILE, PLAN_FILE, OOM_FILE, DIGESTS_FILE}
+    left |= {REFERENCE_FILE, f".{REFERENCE_FILE}.part"}
     if failed_at_start:
         left |= {METRICS_FILE, "config.yaml", "run.log", "timeline.json", REPLAY_FILE}
         left |= {MEMORY_FILE, MEMORY_JSON, TENSORBOARD_DIR, WANDB_DIR, STATE_FILE}

@@ -20,7 +20,7 @@ from burnish.driver.base import Job, seed_everything
 from burnish.driver.data_digests import check_same_rows
 from burnish.driver.errors import RunError, StoppedError
 from burnish.driver.memory_monitor import MemoryMonitor
-from burnish.driver.run_dir import date_of, prepare_run_dir
+from burnish.driver.run_dir import date_of, locked_run_dir
 from burnish.driver.weight_digests import check_weights_of_run
 from burnish.models.load import load_tokenizer
 from burnish.observe.progress import keeping_early_records
@@ -96,9 +96,13 @@ def run_checked(
     if functions and not job.takes_rewards:
         raise RunError(f"the job {config.job} takes no rewards; remove rewards")
     read = config if replayed is None else config.inputs_of_replay()
-    with connected(config, resumed=resumed) as launched, date_of_run() as fix_date:
+    with (
+        connected(config, resumed=resumed) as launched,
+        date_of_run() as fix_date,
+        ExitStack() as lock,
+    ):
         ranks = SINGLE if launched is None else launched.group
-        run_dir = ranks.from_first(lambda: _folder(config, resume))
+        run_dir = ranks.from_first(lambda: _folder(config, resume, lock))
         fix_date(ranks.from_first(lambda: date_of(run_dir, resumed=resumed)))
         done = job.prepare(config, run_dir, resumed=resumed)
         if done is not None:
@@ -126,9 +130,11 @@ def run_checked(
     return RunResult(run_dir, metrics)
 
 
-def _folder(config: JobConfig, resume: Path | str | None) -> Path:
-    """Create the run folder, or check that of the run to resume. Return its path."""
-    run_dir = prepare_run_dir(config, Path(resume) if resume is not None else None)
+def _folder(config: JobConfig, resume: Path | str | None, lock: ExitStack) -> Path:
+    """Create the run folder, or check that of the run to resume. Keep it locked until ``lock``
+    ends. Return its path."""
+    resume = None if resume is None else Path(resume)
+    run_dir = lock.enter_context(locked_run_dir(config, resume))
     if config.training is not None:
         check_export_folder(config.training, run_dir)
     return run_dir

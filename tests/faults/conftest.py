@@ -112,8 +112,8 @@ class Children:
     """Runs jobs in processes of their own."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(fork_server.PRELOADED))
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(list(fork_server.PRELOADED))
 
     def start(
         self,
@@ -123,7 +123,7 @@ class Children:
         environment: Mapping[str, str] | None = None,
     ) -> Any:
         """A started process that runs ``config``."""
-        process = self._context.Process(target=_run, args=(config, resume, environment or {}))
+        process = self.context.Process(target=_run, args=(config, resume, environment or {}))
         process.start()
         return process
 

@@ -40,8 +40,8 @@ _LARGEST_STATE = 16 << 30
 logger = logging.getLogger("burnish")
 
 WeightsRecord = dict[str, dict[str, str]]
-"""Role -> ``model`` (folder or hub name) and ``digest`` (``models/digest.py``) of weights that a
-checkpoint does not contain."""
+"""Role, or ``tokenizer`` -> ``model`` (folder or hub name) and ``digest`` (``models/digest.py``) of
+files that a resumed run reads again."""
 
 UNFITTING = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 """Errors of readers of a loaded state that has other keys, types or sizes than they wrote."""

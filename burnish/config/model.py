@@ -242,6 +242,13 @@ class ModelConfig(Node):
             )
         return self.model_copy(update=absolute)
 
+    @property
+    def template_file(self) -> Path | None:
+        """File of the chat template; None if ``chat_template`` is the template itself or unset."""
+        text = self.chat_template
+        is_path = text is not None and len(text) < 256 and Path(text).is_file()
+        return Path(text) if text is not None and is_path else None
+
     def without_adapter_path(self) -> ModelConfig:
         """Return a copy without ``lora.path``, for checkpoints, which contain the adapter. Its
         settings are kept."""

@@ -1,11 +1,13 @@
 """Digests of the weights that a training run reads from their folders again when it resumes: the
 base of adapters, a reference, a teacher, reward models. Each checkpoint contains those of the
 run's start (entry ``weights`` of its session), by which a resumed run notices that weights were
-replaced.
+replaced. A changed tokenizer is only a warning: the start folder of a full fine-tuning, which
+usually contains it, may be replaced.
 """
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from burnish.checkpoint import CheckpointError, CheckpointStore
@@ -14,8 +16,17 @@ from burnish.config.job import TrainingJob
 from burnish.config.model import ModelConfig
 from burnish.config.roles import TrainRole
 from burnish.driver.errors import RunError
-from burnish.models.digest import present_weights_digest, weights_changed
+from burnish.models.digest import (
+    present_tokenizer_digest,
+    present_weights_digest,
+    weights_changed,
+)
 from burnish.models.load import describe
+
+log = logging.getLogger("burnish")
+
+TOKENIZER = "tokenizer"
+"""Entry of the tokenizer and the chat template, next to those of roles."""
 
 
 def check_weights_of_run(config: TrainingJob, run_dir: Path) -> None:
@@ -39,7 +50,25 @@ def weights_record(config: TrainingJob, run_dir: Path, checkpoint: Path | None) 
     on this machine. Raises RunError as :func:`check_weights_of_run` does.
     """
     saved = {} if checkpoint is None else saved_weights(checkpoint)
-    return saved | _compared(config, run_dir, saved)
+    return saved | _compared(config, run_dir, saved) | _compared_tokenizer(config.model, saved)
+
+
+def _compared_tokenizer(model: ModelConfig, saved: WeightsRecord) -> WeightsRecord:
+    """Return the entry of the tokenizer. Log a warning if its files differ from those in ``saved``,
+    unless the recipe names others."""
+    digest = present_tokenizer_digest(model)
+    if digest is None:
+        return {}
+    files = (model.tokenizer_path or model.path, model.template_file)
+    entry = {"model": ", ".join(str(file) for file in files if file), "digest": digest}
+    then = saved.get(TOKENIZER, {})
+    if then.get("model") == entry["model"] and weights_changed(then.get("digest"), digest):
+        log.warning(
+            "the files of the tokenizer or chat template in %s changed since this run was started, "
+            "so rows may have other tokens than before; restore the files if this is not intended",
+            entry["model"],
+        )
+    return {TOKENIZER: entry}
 
 
 def _compared(config: TrainingJob, run_dir: Path, saved: WeightsRecord) -> WeightsRecord:

@@ -1,4 +1,4 @@
-"""Digest of a model's weight files, to detect that weights were replaced."""
+"""Digests of a model's weight and tokenizer files, to detect that they were replaced."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from burnish.small_files import read_small
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt")
 """Suffixes of weight files."""
+_TOKENIZER_FILES = (
+    *("tokenizer*.json", "tokenizer*.model", "spiece.model", "sentencepiece*.model", "vocab.*"),
+    *("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.*"),
+)
 _FORM = "2:"
 """Start of a digest. Digests of earlier versions have none and are not comparable."""
 _ENDS_BYTES = 1 << 22
@@ -30,18 +34,7 @@ def weights_digest(models: Sequence[ModelConfig]) -> str:
     weights under the same path without reading all of them. The place of a folder has no influence.
     Raises ModelError if a file cannot be read.
     """
-    digest = hashlib.sha256()
-    for file in (file for model in models for file in weight_paths(model)):
-        try:
-            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-            for part in _parts(file):
-                digest.update(part)
-        except OSError as error:
-            raise ModelError(
-                f"the weights {file} cannot be read ({error.strerror}); make the file readable for "
-                "this user"
-            ) from error
-    return f"{_FORM}{digest.hexdigest()}"
+    return _digest([file for model in models for file in weight_paths(model)])
 
 
 def present_weights_digest(model: ModelConfig) -> str | None:
@@ -50,8 +43,8 @@ def present_weights_digest(model: ModelConfig) -> str | None:
 
 
 def weights_changed(then: object, now: str | None) -> bool:
-    """Return whether a stored digest is of other weights than ``now``. A digest of an earlier
-    version, and weights that are not on this machine, are not compared."""
+    """Return whether a stored digest is of other files than ``now``. A digest of an earlier
+    version, and files that are not on this machine (None), are not compared."""
     is_comparable = isinstance(then, str) and then.startswith(_FORM) and now is not None
     return is_comparable and then != now
 
@@ -68,6 +61,24 @@ def weight_paths(model: ModelConfig) -> list[Path]:
     if model.lora is not None and model.lora.path is not None:
         paths += sorted(Path(model.lora.path).glob("*.safetensors"))
     return [path for path in paths if path.is_file()]
+
+
+def present_tokenizer_digest(model: ModelConfig) -> str | None:
+    """Return a digest of the files of the tokenizer and the chat template; None if none of them is
+    on this machine. Raises ModelError if a file cannot be read."""
+    name, revision = model.tokenizer_path, None
+    if name is None:
+        name, revision = model.path, model.revision
+    folder = None if name is None else _folder(name, revision)
+    paths: list[Path] = []
+    if folder is not None and model.gguf_file is not None and model.tokenizer_path is None:
+        paths = [folder / model.gguf_file]
+    elif folder is not None:
+        paths = sorted({path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)})
+    if model.template_file is not None:
+        paths.append(model.template_file)
+    files = [path for path in paths if path.is_file()]
+    return _digest(files) if files else None
 
 
 def _folder(name: str, revision: str | None) -> Path | None:
@@ -88,6 +99,21 @@ def _folder(name: str, revision: str | None) -> Path | None:
         return None  # a damaged download, which the loader repairs or refuses
 
 
+def _digest(files: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        try:
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+            for part in _parts(file):
+                digest.update(part)
+        except OSError as error:
+            raise ModelError(
+                f"the file {file} of a model cannot be read ({error.strerror}); make it readable "
+                "for this user"
+            ) from error
+    return f"{_FORM}{digest.hexdigest()}"
+
+
 def file_parts_digest(file: Path) -> str:
     """Return a digest of the first and last 4 MiB of a file, and of 64 samples of 16 KiB at equal
     distances."""
@@ -98,6 +124,10 @@ def file_parts_digest(file: Path) -> str:
 
 
 def _parts(file: Path) -> Iterator[bytes]:
+    """Yield the bytes that a digest covers: parts of a weight file, and all of another one."""
+    if file.suffix not in WEIGHT_SUFFIXES:
+        yield file.read_bytes()
+        return
     size = file.stat().st_size
     with file.open("rb") as opened:
         yield opened.read(_ENDS_BYTES)

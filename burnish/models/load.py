@@ -266,15 +266,14 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     else:
         tokenizer = _tokenizer_from_pretrained(config)
     if config.chat_template is not None:
-        template = Path(config.chat_template)
-        is_file = len(config.chat_template) < 256 and template.is_file()
-        if not is_file and "{" not in config.chat_template:
+        file = config.template_file
+        if file is None and "{" not in config.chat_template:
             raise ModelError(
                 f"model.chat_template={config.chat_template!r} is not a file (working directory: "
                 f"{Path.cwd()}) and not a Jinja template either (it contains no braces); give the "
                 "path of a template file, or the template itself"
             )
-        tokenizer.chat_template = template.read_text() if is_file else config.chat_template
+        tokenizer.chat_template = config.chat_template if file is None else file.read_text()
     if config.chat_template_kwargs:
         _set_template_defaults(tokenizer, config)
     if config.eos_token is not None:

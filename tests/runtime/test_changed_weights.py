@@ -236,6 +236,29 @@ def test_the_export_at_the_end_of_a_run_needs_the_base_of_its_start(
         burnish.run(config, rewards=replaces)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "own.jinja", None])
+def test_a_changed_tokenizer_or_chat_template_is_a_warning(
+    make: MakeConfig,
+    folders: dict[str, str],
+    caplog: pytest.LogCaptureFixture,
+    name: str | None,
+) -> None:
+    folder, own = Path(folders["policy"]), Path(folders["policy"]) / "own.jinja"
+    for file in (folder / "chat_template.jinja", own):
+        file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    keys: dict[str, Any] = {"model": {"path": "$policy"}}
+    if name == "own.jinja":
+        keys["model"]["chat_template"] = str(own)
+    run_dir = start(make("sft", keys))
+    if name is not None:
+        (folder / name).write_text((folder / name).read_text() + "\n")
+    for steps, is_warned in ((2, name is not None), (3, False)):
+        caplog.clear()
+        start(make("sft", keys, steps), resume=run_dir)
+        warnings = [r for r in caplog.records if "tokenizer or chat template" in r.getMessage()]
+        assert bool(warnings) is is_warned
+
+
 def test_a_lost_worker_group_does_not_load_replaced_weights(
     folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,7 +290,7 @@ def test_a_run_of_an_earlier_version_is_not_compared(
     run_dir = start(make("distill", keys))
     (checkpoint,) = CheckpointStore(run_dir / "checkpoints", keep_last=1, best_mode="max").all()
     session = load_state(checkpoint, "session")
-    assert session.pop("weights").keys() == {"teacher"}
+    assert session.pop("weights").keys() == {"teacher", "tokenizer"}
     save_state(checkpoint, "session", session)
     write_manifest(checkpoint, extra=read_manifest(checkpoint).extra, step=1)
     replace_weights(folders["other"])

@@ -137,6 +137,12 @@ class ResponseParser:
         problem = self._with_example("; ".join(problems)) if problems else None
         return ParsedMessage(message, problem)
 
+    def is_delimiter(self, text: str) -> bool:
+        """Return whether a delimiter of a field is in ``text``."""
+        fields = self._loaded[True].fields.values()
+        patterns = [p for field in fields for p in (field.open_re, field.close_re) if p is not None]
+        return any(match[0] for pattern in patterns for match in pattern.finditer(text))
+
     def _scanned(self, text: str, end: str) -> tuple[list[Region], str]:
         """Return (regions of a response, text of the end token that closes them).
 

@@ -24,6 +24,7 @@ from burnish.data.messages import as_messages
 from burnish.data.pieces import encode_piece
 from burnish.data.sources import DataError
 from burnish.episodes.formats import FORMATS, FormatName, response_template
+from burnish.episodes.framing import FrameHold
 from burnish.episodes.parsing import CallReading, ParsedMessage, ResponseParser
 from burnish.episodes.probing import call
 from burnish.episodes.streaming import (
@@ -171,6 +172,7 @@ class ChatRenderer(TextCodec):
         self.reads_tool_calls = True
         """Set if :meth:`parse` finds tool calls."""
         self._parser = self._response_parser(tool_format)
+        self._framing = self._template.framing(self._parser.is_delimiter)
 
     @property
     def append_only(self) -> bool:
@@ -261,7 +263,9 @@ class ChatRenderer(TextCodec):
         _check_length(len(continuation.rest), max_tokens)
         before = IntArray(prompt_ids) + IntArray(sampled_ids)
         if not sampled_ids or sampled_ids[-1] not in self._closing_ids:
-            text = continuation.before_end + continuation.end + continuation.rest
+            tail = self._decode(sampled_ids[-CONTEXT:], prompt_ids, ended=ended)
+            missing = self._framing.missing(continuation.before_end, *tail)
+            text = missing + continuation.end + continuation.rest
             return before + IntArray(self._encode(text, after=before[-1:]))
         added = self._encode(continuation.end + continuation.rest, after=before[-1:])
         if continuation.end or added[:1] == [sampled_ids[-1]]:
@@ -290,7 +294,7 @@ class ChatRenderer(TextCodec):
         salt = blake2b(array("q", [len(prompt_ids), *prompt_ids, *sampled_ids]).tobytes())
         text, end, stop = self._message_text(sampled_ids, prompt_ids, stops, ended=ended)
         parsed = self._parser.parse(
-            text,
+            text[slice(*self._framing.span(text))],
             tools,
             end=end,
             salt=salt.digest(),
@@ -308,8 +312,14 @@ class ChatRenderer(TextCodec):
     ) -> tuple[TokenPart, ...]:
         """Return the part of each token of a message: of the text that :meth:`parse` reads."""
         text, _, _ = self._message_text(sampled_ids, prompt_ids, stops, ended=ended)
+        begin, end = self._framing.span(text)
         return token_parts(
-            self._tokenizer, prompt_ids, sampled_ids, text, skip_special_tokens=False
+            self._tokenizer,
+            prompt_ids,
+            sampled_ids,
+            text[:end],
+            begin=begin,
+            skip_special_tokens=False,
         )
 
     def stream(
@@ -319,7 +329,7 @@ class ChatRenderer(TextCodec):
         what :meth:`parse` returns, with tools if ``has_tools``."""
         text = TokenText(self._tokenizer, prompt_ids, skip_special_tokens=False)
         message = self._parser.stream(with_calls=has_tools)
-        return MessageStream(text, StopHold(stops), message)
+        return MessageStream(text, StopHold(stops), FrameHold(self._framing), message)
 
     def _encode(self, text: str, *, after: Sequence[int] = ()) -> list[int]:
         ids: list[int] = []

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from burnish.episodes.framing import FrameHold
 from burnish.model_text import Form, Pattern
 
 if TYPE_CHECKING:
@@ -241,11 +242,12 @@ class MessageStream:
 
     text: TokenText
     hold: StopHold
+    frame: FrameHold
     message: MessageText
 
     def feed(self, tokens: Sequence[int]) -> tuple[str, str]:
         """Return the (reasoning, content) that more tokens make certain."""
-        return self.message.feed(self.hold.feed(self.text.feed(tokens)))
+        return self.message.feed(self.frame.feed(self.hold.feed(self.text.feed(tokens))))
 
 
 class _Content:

@@ -9,7 +9,7 @@ Reading order: ChatTemplate.continuation, ChatTemplate.probe.
 from __future__ import annotations
 
 import re  # house: ok it escapes special tokens
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -21,6 +21,7 @@ from burnish.data.left_out import REFUSED_IN_EPISODES, check_rendering
 from burnish.data.rendering import render_text
 from burnish.data.sources import DataError
 from burnish.episodes.formats import REASONING_TAGS, format_of
+from burnish.episodes.framing import Framing
 from burnish.episodes.probing import CONVERSATIONS, TOOLS, ProbeConversation, assistant, call, user
 from burnish.episodes.token_texts import common_length
 from burnish.errors import BurnishError
@@ -251,6 +252,40 @@ class ChatTemplate:
             for tokens in (stop or {str(self._tokenizer.eos_token or "")} - {""}, close)
         )
         return frozenset(stop_ids), frozenset(stop_ids | close_ids)
+
+    def framing(self, is_delimiter: Callable[[str], bool]) -> Framing:
+        """Return the texts with special tokens around an answer inside its turn.
+
+        ``is_delimiter``: whether a text tells the parser of responses where a field is. (gpt-oss
+        writes the channel before an answer.)
+        """
+        openings: set[str] = set()
+        closings: set[str] = set()
+        question, answer = [user("Go.")], assistant(_MARK)
+        for tools in (TOOLS, ()):
+            try:
+                continuation = self.continuation([user("Go on.")], tools)
+                prompt = self.text(question, tools, generate=True)
+                before, _, after = self.text([*question, answer], tools, generate=False).rpartition(
+                    _MARK
+                )
+            except (DataError, RendererError):
+                continue
+            openings |= {before.removeprefix(prompt)} if before.startswith(prompt) else set()
+            last = self._special.finditer(after)[-1:]
+            for closing in (continuation.before_end, *(after[: end.start()] for end in last)):
+                closings |= {closing[: part.end()] for part in self._special.finditer(closing)}
+        openings, closings = (
+            {
+                text.strip()
+                for text in texts
+                if self._special.search(text) and not is_delimiter(text)
+            }
+            for texts in (openings, closings)
+        )
+        return Framing(
+            *(tuple(sorted(texts, key=lambda t: (-len(t), t))) for texts in (openings, closings))
+        )
 
     def marked(self, messages: Sequence[Message], *, follow: bool = False) -> list[dict[str, Any]]:
         """Return the messages with marks around special tokens in tool results, and in messages

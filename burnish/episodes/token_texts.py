@@ -40,18 +40,20 @@ def token_parts(
     ids: Sequence[int],
     text: str,
     *,
+    begin: int = 0,
     skip_special_tokens: bool,
 ) -> tuple[TokenPart, ...]:
     """Return the part of each token of a response. Their texts joined are ``text``: the text of the
-    response, or a beginning of it. ``prompt_ids``: the tokens before the response."""
+    response, or a beginning of it, from ``begin`` on. ``prompt_ids``: the tokens before the
+    response."""
     if not ids:
         return ()
     places = _Places(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
     for token in ids:
         places.add(token)
-    ends = [min(end, len(text)) for end in places.ends]
+    ends = [min(max(end, begin), len(text)) for end in places.ends]
     ends[-1] = len(text)
-    texts = [text[begin:end] for begin, end in pairwise([0, *ends])]
+    texts = [text[start:end] for start, end in pairwise([begin, *ends])]
     pieces = tokenizer.convert_ids_to_tokens(list(ids))
     return tuple(_with_bytes(texts, [_bytes_of(str(piece)) for piece in pieces]))
 

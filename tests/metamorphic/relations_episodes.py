@@ -309,9 +309,9 @@ def tool_results_have_one_text(draw: Draw) -> None:
 # ---- answers -------------------------------------------------------------------------------------
 
 TAGS = ("<think>", "</think>", " ", "\n", "a", "Use the ", " tag", "`", "<th", "<", "漢字", "```\n")
-FORMS = ("after reasoning", "always", "opened", "xml", "harmony")
-"""When the template writes a block of reasoning: only with reasoning, always, always with its
-opening tag in the prompt, never. Harmony has channels."""
+FORMS = ("after reasoning", "framed", "always", "opened", "xml", "harmony")
+"""When the template writes a block of reasoning: only with reasoning, the same between special
+tokens, always, always with its opening tag in the prompt, never. Harmony has channels."""
 
 
 def tokenizer_of(form: str) -> Any:
@@ -319,6 +319,13 @@ def tokenizer_of(form: str) -> Any:
     from chat_families import chat_tokenizer
 
     tokenizer = chat_tokenizer(form if form in ("xml", "harmony") else "chatml")
+    if form == "framed":
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|open|>", "<|close|>"]})
+        before, call_end, rest = tokenizer.chat_template.partition(
+            "{% endfor %}<|im_end|>\n{% elif"
+        )
+        template = before.replace("{% if m.reasoning", "<|open|>{% if m.reasoning")
+        tokenizer.chat_template = template + call_end.replace("<|im", "<|close|><|im") + rest
     if form in ("always", "opened"):
         body = tokenizer.chat_template.replace("{% if m.reasoning_content %}<think>", "<think>")
         head, block, rest = body.partition("{{ m.reasoning_content }}\n</think>\n\n")
@@ -337,7 +344,7 @@ def draw_answer(draw: Draw, form: str) -> dict[str, Any]:
     answer: dict[str, Any] = {"role": "assistant", "content": texts[0]}
     if form != "xml" and draw.rng.random() < 0.6:
         answer["reasoning_content"] = "I " + texts[1].replace("</think>", "")
-    elif form == "after reasoning":
+    elif form in ("after reasoning", "framed"):
         answer["content"] = f"So {texts[0]}"
     if form != "harmony" and draw.rng.random() < 0.5:
         answer["tool_calls"] = [call("look_up", {"key": texts[2]}, "probe0000")]

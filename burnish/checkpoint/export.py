@@ -201,7 +201,9 @@ def _check_base(source: Path, config: ModelConfig, *, is_chosen: bool) -> None:
     now = present_weights_digest(config.without_adapter_path())
     if not weights_changed(then.get("digest"), now):
         return
-    change = f"the weights in {describe(config)} are not those that the adapters of {source} were"
+    change = (
+        f"weights or config of {describe(config)} are not those that the adapters of {source} were"
+    )
     if not is_chosen:
         raise CheckpointError(
             f"{change} trained on: they changed since the run was started. Restore them, or give "

@@ -252,9 +252,9 @@ class RowsRun(Driver[RowsLoop]):
             )
         if state is not None and weights_changed(state.get("weights"), weights):
             raise RunError(
-                f"the run {self.run_dir} was started with other weights than the model folders "
-                "contain now, so its output would mix rows of two models; restore the weights, or "
-                "start a new run"
+                f"the run {self.run_dir} was started with other weights or configs than the "
+                "model folders contain now, so its output would mix rows of two models; restore "
+                "them, or start a new run"
             )
         if state is not None and {name: state.get(name) for name in identity} != identity:
             raise RunError(

@@ -99,9 +99,10 @@ def _changed_message(config: TrainingJob, run_dir: Path, roles: list[TrainRole])
     if config.trained.name in [role.name for role in roles]:
         export += " --base FOLDER_OF_THE_ORIGINAL_BASE"
     return (
-        f"the weights of these models changed since the run {run_dir} was started: {listed}. "
+        f"the weights or configs of these models changed since the run {run_dir} was started: "
+        f"{listed}. "
         "Checkpoints do not contain them, so a resumed run would continue with other models. "
-        f"Restore the weights, or export the trained model ({export}) and start a new run with "
+        f"Restore them, or export the trained model ({export}) and start a new run with "
         "model.path=DIR"
     )
 

@@ -28,7 +28,8 @@ _SAMPLE_BYTES = 1 << 14
 
 
 def weights_digest(models: Sequence[ModelConfig]) -> str:
-    """Return a digest of the weight files of models and of their adapters (``lora.path``).
+    """Return a digest of the weight files of models and of their adapters (``lora.path``), and of
+    the configs next to them.
 
     It covers name, size, and parts of each file (:func:`file_parts_digest`), so it detects other
     weights under the same path without reading all of them. The place of a folder has no influence.
@@ -50,17 +51,23 @@ def weights_changed(then: object, now: str | None) -> bool:
 
 
 def weight_paths(model: ModelConfig) -> list[Path]:
-    """Return the weight files that are read for a model and its adapter: those of a local folder,
-    or of a hub model that is completely in the cache. Empty if there are none."""
+    """Return the weight files that are read for a model and its adapter, and their configs: those
+    of a local folder, or of a hub model that is completely in the cache. Empty if there are no
+    weights."""
     folder = None if model.path is None else _folder(model.path, model.revision)
     paths: list[Path] = []
     if folder is not None and model.gguf_file is not None:
         paths = [folder / model.gguf_file]
     elif folder is not None:
-        paths = sorted(folder.glob("*.safetensors"))
+        paths = _with_config(folder, "config.json")
     if model.lora is not None and model.lora.path is not None:
-        paths += sorted(Path(model.lora.path).glob("*.safetensors"))
+        paths += _with_config(Path(model.lora.path), "adapter_config.json")
     return [path for path in paths if path.is_file()]
+
+
+def _with_config(folder: Path, config: str) -> list[Path]:
+    paths = sorted(folder.glob("*.safetensors"))
+    return [*paths, folder / config] if paths else []
 
 
 def present_tokenizer_digest(model: ModelConfig) -> str | None:

@@ -57,6 +57,8 @@ def overwrite(file: Path, start: int, end: int) -> None:
         ("gguf", "a.gguf", (0, 1), True),
         ("gguf", "b.gguf", (0, 1), False),
         ("gguf", SHARDS[0], (0, 1), False),
+        ("shards", "config.json", (0, 1), True),
+        ("gguf", "config.json", (0, 1), False),
     ],
 )
 def test_the_digest_covers_the_files_that_are_read_and_not_their_place(

@@ -11,3 +11,7 @@ class SavedRecipeError(BurnishError, ValueError):
 
 class TrackerError(BurnishError, RuntimeError):
     """A tracker of the recipe cannot be used. The message contains a fix."""
+
+
+class RemovedError(BurnishError, RuntimeError):
+    """The folder of a run was removed while the run wrote to it."""

@@ -12,11 +12,13 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from burnish.observe.errors import RemovedError
 from burnish.observe.files import write_text
 from burnish.observe.tracker import Trackers
 from burnish.small_files import read_small
@@ -48,8 +50,15 @@ class MetricsLog:
 
         NaN and infinity are written as null. Lone surrogates in names, which come from servers and
         recipes, are escaped: no file and no tracker takes them, and one such name would cost all
-        numbers of its step. Raises ValueError if a metric is named ``step`` or ``time``.
+        numbers of its step. Raises ValueError if a metric is named ``step`` or ``time``. Raises
+        RemovedError if the file was removed: another run may have the folder now.
         """
+        if not self._is_in_place():
+            raise RemovedError(
+                f"{self._path} was removed or replaced while this run wrote to it, so the run "
+                "ends here and does not write to a folder that another run may have now; start it "
+                "again with another run_dir"
+            )
         taken = {"step", "time"} & set(metrics)
         if taken:
             raise ValueError(
@@ -63,6 +72,12 @@ class MetricsLog:
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         self._trackers.log(int(step), numbers)
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except FileNotFoundError:
+            return False
 
     def rewind(self, step: int) -> None:
         """Remove all lines after ``step``, atomically, to resume from its checkpoint.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import time
@@ -16,6 +17,7 @@ import pytest
 import burnish
 from burnish.config import JobConfig, load_config
 from burnish.driver.errors import RunError
+from burnish.observe.errors import RemovedError
 from burnish.observe.metrics import read_metrics
 
 Recipe = Callable[..., JobConfig]
@@ -95,6 +97,31 @@ def test_a_start_or_resume_in_the_folder_of_a_running_run_is_refused_and_changes
     assert {path.name for path in run_dir.iterdir()} == {
         path.name for path in Path(alone.run_dir).iterdir()
     }
+
+
+@pytest.mark.parametrize("job", ["rl", "generate"])
+def test_a_run_whose_folder_was_removed_ends_and_leaves_the_next_run_there_alone(
+    job: str, recipe: Recipe, measured: Measured, tmp_path: Path
+) -> None:
+    config = _job(job, recipe)
+    alone = config.model_copy(update={"run_dir": str(tmp_path / "alone")})
+    burnish.run(alone, rewards=_digits)
+    run_dir = Path(config.run_dir)
+    removed = False
+
+    def score(response: str) -> float:
+        nonlocal removed
+        if not removed and (run_dir / "metrics.jsonl").exists() and read_metrics(run_dir):
+            removed = True
+            shutil.rmtree(run_dir)
+            burnish.run(config, rewards=_digits)
+        return _digits(response) / 2
+
+    with pytest.raises(RemovedError):
+        burnish.run(config, rewards=score)
+    assert measured(run_dir) == measured(Path(alone.run_dir))
+    names = [{path.name for path in folder.rglob("*")} for folder in (run_dir, tmp_path / "alone")]
+    assert names[0] == names[1]
 
 
 def _run_at_once(config: JobConfig, barrier: Any, folders: Any) -> None:

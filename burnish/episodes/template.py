@@ -329,11 +329,12 @@ class ChatTemplate:
             return None
         return format_of(turn) if _MARK in turn else None
 
-    def reasoning_markers(self) -> tuple[str, str] | None:
-        """Return the texts before and after reasoning, if the template mentions them."""
-        templates = self._tokenizer.chat_template
-        source = str(templates) + self.generation_prompt
-        return next((tags for tags in REASONING_TAGS if tags[1] in source), None)
+    def reasoning_markers(self) -> tuple[str, str]:
+        """Return the texts before and after reasoning: those that the template mentions, else the
+        usual ones. Models also reason if their template writes no reasoning."""
+        source = f"{self._tokenizer.chat_template}{self.generation_prompt}"
+        mentioned = (tags for i in (1, 0) for tags in REASONING_TAGS if tags[i] in source)
+        return next(mentioned, REASONING_TAGS[0])
 
 
 def literal_parts(text: str) -> list[tuple[str, bool]]:

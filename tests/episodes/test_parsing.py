@@ -128,6 +128,35 @@ def test_reasoning_that_the_prompt_opens_is_recognized(header: str) -> None:
     assert found.message == assistant("4", reasoning_content="Two.")
 
 
+@pytest.mark.parametrize(
+    ("source", "opened"),
+    [
+        ("", ""),
+        ("", "<think>\n"),
+        ("", "[THINK]"),
+        ("{# </think> #}", ""),
+        ("{# [/THINK] #}", "[THINK]"),
+    ],
+)
+def test_reasoning_does_not_depend_on_the_source_of_the_template(source: str, opened: str) -> None:
+    """Templates that write earlier answers as they are mention no closing tag."""
+    tokenizer = chat_tokenizer("xml")
+    template = tokenizer.chat_template.removesuffix("{% endif %}")
+    tokenizer.chat_template = f"{source}{template}{opened}{{% endif %}}"
+    renderer = ChatRenderer(tokenizer, history="keep")
+    begin, end = ("[THINK]", "[/THINK]") if opened == "[THINK]" else ("<think>", "</think>")
+    written = "" if opened else f"\n{begin}"
+    text = f"{written}Two.\n{end}\n\n4 {begin}x{end} " + WELL_FORMED["xml"]
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    found = renderer.parse(ids, TOOLS)
+    assert found.message["reasoning_content"] == "Two." and functions(found) == [LOOK_UP]
+    assert found.message["content"] == f"4 {begin}x{end}"
+    reasoning, content = renderer.stream(()).feed(ids)
+    assert reasoning.strip() == "Two." and content.strip() == f"4 {begin}x{end}"
+    plain = renderer.parse(tokenizer(f"{end}a{begin}", add_special_tokens=False)["input_ids"])
+    assert plain.message["content"] == ("a" if opened else f"{end}a") + begin
+
+
 OWN_TAGS = {
     "start_anchor": "<|im_start|>assistant\n",
     "fields": {

@@ -344,7 +344,7 @@ def draw_answer(draw: Draw, form: str) -> dict[str, Any]:
     answer: dict[str, Any] = {"role": "assistant", "content": texts[0]}
     if form != "xml" and draw.rng.random() < 0.6:
         answer["reasoning_content"] = "I " + texts[1].replace("</think>", "")
-    elif form in ("after reasoning", "framed"):
+    elif form in ("after reasoning", "framed", "xml"):
         answer["content"] = f"So {texts[0]}"
     if form != "harmony" and draw.rng.random() < 0.5:
         answer["tool_calls"] = [call("look_up", {"key": texts[2]}, "probe0000")]

@@ -24,6 +24,7 @@ EndTokens = int | Sequence[int] | None
 _special: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[str, dict[int, str]]] = (
     WeakKeyDictionary()
 )
+_configured: WeakKeyDictionary[PreTrainedTokenizerBase, frozenset[int]] = WeakKeyDictionary()
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, str]:
@@ -112,10 +113,18 @@ def _after_mark(tokenizer: PreTrainedTokenizerBase, answer: dict[str, Any]) -> l
     return list(tokenizer(tail, add_special_tokens=False)["input_ids"]) if mark else []
 
 
-def end_token_ids(tokenizer: PreTrainedTokenizerBase, configured: EndTokens) -> set[int]:
-    """Return the tokens that end a response: the tokenizer's end token, and those of a generation
-    config (``configured``)."""
+def set_configured_ends(tokenizer: PreTrainedTokenizerBase, configured: EndTokens) -> None:
+    """Record the end tokens in the generation config of the model that ``tokenizer`` is used with
+    (Qwen: ``<|im_end|>`` and ``<|endoftext|>``). The tokenizer does not name them."""
+    ids = [configured] if isinstance(configured, int) else configured or ()
+    _configured[tokenizer] = frozenset(i for i in ids if isinstance(i, int) and i >= 0)
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase, configured: EndTokens = None) -> set[int]:
+    """Return the tokens that end a response: the tokenizer's end token, and those of the model's
+    generation config (``configured``, or as recorded by :func:`set_configured_ends`)."""
     ends = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    ends |= _configured.get(tokenizer, frozenset())
     return ends | ({configured} if isinstance(configured, int) else set(configured or ()))
 
 

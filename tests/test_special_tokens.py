@@ -7,21 +7,33 @@ from typing import Any
 
 import pytest
 from chat_families import CHATML, FAMILIES, byte_bpe, chat_tokenizer, sentencepiece_bpe
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from gguf import GGUFWriter
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from burnish.checkpoint.export import export
 from burnish.checkpoint.save import CheckpointStore
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
-from burnish.data.chat import encode_conversation
+from burnish.data.chat import encode_completion, encode_conversation
+from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.demonstrations.encode import SFTEncoder
+from burnish.data.notices import collecting
+from burnish.data.sources import Row
+from burnish.data.stream import RowRef
 from burnish.episodes.renderer import ChatRenderer, RendererError
-from burnish.models.load import add_end_tokens, load_causal_lm, load_tokenizer
+from burnish.models.end_tokens import add_end_tokens
+from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.rollout.base import Sampling
 from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import make_engine as make_local_engine
 from burnish.rollout.requests import StopRule
-from burnish.special_tokens import padding_id, special_tokens, turn_end_ids
+from burnish.special_tokens import end_token_ids, padding_id, special_tokens, turn_end_ids
 from burnish.train.spec import EngineSpec
 from burnish.train.torch.engine import TorchTrainEngine
 
@@ -173,3 +185,68 @@ def test_padding_ends_no_row(name: str) -> None:
     ends = {last_trained(tokenizer, turn) for turn in turns_of(name)} | {tokenizer.eos_token_id}
     pad = padding_id(tokenizer, None)
     assert pad is not None and pad not in ends
+
+
+@pytest.fixture
+def second_end(tmp_path: Path) -> tuple[Path, PreTrainedTokenizerFast]:
+    """A folder with a tokenizer and a config, and its tokenizer: ChatML, which also has
+    ``<|endoftext|>`` and ``<|extra|>``."""
+    special = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|extra|>")
+    tokenizer = byte_bpe(special, eos="<|im_end|>")
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(tmp_path / "model")
+    ends = [tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")]
+    LlamaConfig(vocab_size=len(tokenizer), eos_token_id=ends).save_pretrained(tmp_path / "model")
+    return tmp_path / "model", tokenizer
+
+
+def trained_text(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool]) -> str:
+    return str(tokenizer.decode([i for i, trained in zip(ids, mask, strict=True) if trained]))
+
+
+@pytest.mark.parametrize("home", ["config", "generation config", "another tokenizer", "gguf"])
+def test_rows_end_at_all_end_tokens_of_the_model(
+    home: str, second_end: tuple[Path, PreTrainedTokenizerFast], tmp_path: Path
+) -> None:
+    """The tokens at which sampling stops: of the model's files, not of the tokenizer's folder."""
+    folder, own = second_end
+    path, end, options = folder, "<|endoftext|>", {}
+    if home != "config":
+        own_end = own.convert_tokens_to_ids("<|extra|>")
+        GenerationConfig(eos_token_id=[own_end]).save_pretrained(folder)
+        end = "<|extra|>"
+    if home == "another tokenizer":
+        own.save_pretrained(tmp_path / "tokenizer")
+        GenerationConfig(eos_token_id=0).save_pretrained(tmp_path / "tokenizer")
+        options = {"tokenizer_path": str(tmp_path / "tokenizer")}
+    if home == "gguf":
+        path = tmp_path / "gguf"
+        path.mkdir()
+        writer = GGUFWriter(path / "m.gguf", "llama")
+        writer.add_eos_token_id(own.convert_tokens_to_ids("<|extra|>"))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        options = {"tokenizer_path": str(folder), "gguf_file": "m.gguf"}
+    tokenizer = load_tokenizer(ModelConfig(path=str(path), **options))
+    assert end_token_ids(tokenizer) >= {own.convert_tokens_to_ids(t) for t in (end, "<|im_end|>")}
+    for text, trained in (("A", "A<|im_end|>"), (f"A{end}B", f"A{end}"), (f"A{end}", f"A{end}")):
+        turn = {"role": "assistant", "content": text}
+        with collecting() as notices:
+            row = encode_conversation(tokenizer, [USER, turn])
+        assert trained_text(tokenizer, *row) == trained
+        assert ("text_after_end" in notices) is (text != "A")
+        with collecting() as notices:
+            row = encode_completion(tokenizer, [1], text)
+        assert trained_text(tokenizer, *row) == trained
+        assert ("text_after_end" in notices) is (text != "A")
+    assert padding_id(tokenizer, None) not in end_token_ids(tokenizer)
+
+
+def test_documents_contain_end_tokens(second_end: tuple[Path, PreTrainedTokenizerFast]) -> None:
+    """A text is no answer: end tokens separate its documents."""
+    tokenizer = load_tokenizer(ModelConfig(path=str(second_end[0])))
+    encoder = SFTEncoder(SFTDataConfig(sources=("rows.jsonl",)), tokenizer)
+    row = encoder.encode(Row({"text": "A<|endoftext|>B"}, "rows.jsonl:1"), RowRef("rows", 0, 0))
+    text = trained_text(tokenizer, list(row.ids), list(row.mask))
+    assert text == "<|endoftext|>B<|im_end|>"  # nothing predicts the first token

@@ -9,7 +9,7 @@ merge characters across the boundary. Training tokens would then differ from gen
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -201,10 +201,10 @@ def encode_completion(
     piece = encode_piece(tokenizer, response, after=after, before=prompt or "")
     if add_eos and piece[-1:] != [tokenizer.eos_token_id]:
         piece.append(tokenizer.eos_token_id)
-    trained = len(piece)
-    if tokenizer.eos_token_id in piece[:-1]:
-        trained = piece.index(int(tokenizer.eos_token_id)) + 1
-        _note_text_after_end(str(tokenizer.eos_token))
+    ends = _ends_of(tokenizer)
+    trained = next((i + 1 for i, token in enumerate(piece) if token in ends), len(piece))
+    if trained < len(piece):
+        _note_text_after_end(ends[piece[trained - 1]])
     mask = [True] * trained + [False] * (len(piece) - trained)
     return [*prompt_ids, *piece], [False] * len(prompt_ids) + mask
 
@@ -286,14 +286,16 @@ def _trained_length(
     """Return the number of tokens of an assistant piece up to and including its end token. Without
     an end token, all tokens count.
 
-    Text behind an end token that ``message`` contains is not trained, because sampling stops at
+    What follows an end token that ``message`` contains is not trained, because sampling stops at
     the token.
     """
-    inner = _end_inside(tokenizer, message)
-    if inner is not None:
-        _note_text_after_end(inner)
-        ends = _ends_of(tokenizer)
-        return next((i + 1 for i, token in enumerate(answer) if token in ends), len(answer))
+    ends = _ends_of(tokenizer)
+    if _has_end(ends, message):
+        first = next((i for i, token in enumerate(answer) if token in ends), len(answer))
+        if str(tokenizer.decode(list(answer[first + 1 :]))).strip():
+            _note_text_after_end(ends[answer[first]])
+        if first < len(answer):
+            return first + 1
     length = turn_length(tokenizer, answer)
     if length is not None:
         return length
@@ -311,29 +313,27 @@ _ends: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[str, dict[int, str]]] = 
 
 
 def _ends_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Return id -> text of the tokens at which the sampling of a turn stops."""
-    template = str(tokenizer.chat_template)
+    """Return id -> text of the special tokens at which the sampling of a turn stops."""
+    key = f"{sorted(end_token_ids(tokenizer))} {tokenizer.chat_template}"
     known = _ends.get(tokenizer)
-    if known is None or known[0] != template:
-        ids = end_token_ids(tokenizer, None) | turn_end_ids(tokenizer)
-        known = (template, {i: str(tokenizer.convert_ids_to_tokens(i)) for i in ids})
+    if known is None or known[0] != key:
+        ids = end_token_ids(tokenizer) | turn_end_ids(tokenizer)
+        special = special_tokens(tokenizer)
+        known = (key, {i: special[i] for i in ids if i in special})
         _ends[tokenizer] = known
     return known[1]
 
 
-def _end_inside(tokenizer: PreTrainedTokenizerBase, message: Message) -> str | None:
-    """Return an end token that text or tool calls of an answer follow; None if there is none."""
+def _has_end(ends: Mapping[int, str], message: Message) -> bool:
+    """Return whether an answer contains the text of an end token."""
     calls = json.dumps(message["tool_calls"], **_AS_TEXT) if "tool_calls" in message else ""
     text = f"{message.get(REASONING[0], '')}{message['content']}{calls}"
-    for end in _ends_of(tokenizer).values():
-        if text.partition(end)[2].strip():
-            return end
-    return None
+    return any(end in text for end in ends.values() if end)
 
 
 def _note_text_after_end(end: str) -> None:
     note(
         "text_after_end",
-        f"an answer contains the end token {end!r} before its end, and the text behind it is not "
+        f"an answer contains the end token {end!r} before its end, and what follows it is not "
         "trained, because sampling stops at the token; remove the token from the data",
     )

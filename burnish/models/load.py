@@ -20,7 +20,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils.hub import cached_file
 
 from burnish.config.explain import nearest
 from burnish.config.model import TEMPLATE_INPUTS, Dtype, LoraConfig, ModelConfig
@@ -33,6 +32,7 @@ from burnish.models.auto_class import is_composite, language_model_class
 from burnish.models.checks import check_head, check_weights
 from burnish.models.composite import check_class, other_model
 from burnish.models.empty import empty_model
+from burnish.models.end_tokens import configured_end_tokens, gguf_entry
 from burnish.models.family import ModelSupport
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.islands import cast_parameters
@@ -51,8 +51,8 @@ from burnish.models.untrusted import (
     unloadable,
 )
 from burnish.oom import is_out_of_memory
-from burnish.special_tokens import end_token_ids, special_tokens, turn_end_ids
-from burnish.templates import TemplateLimitError, variables, with_defaults
+from burnish.special_tokens import set_configured_ends, special_tokens
+from burnish.templates import variables, with_defaults
 from burnish.vocabulary import set_embeddings
 
 log = logging.getLogger("burnish")
@@ -221,20 +221,6 @@ def inject_adapters(model: Any, config: ModelConfig) -> None:
         raise ModelError(f"{describe(config)}: {error}") from error
 
 
-def add_end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make the tokenizer's end token and the chat template's end-of-turn tokens end tokens of the
-    model: its sampling stops at them, and its exports contain them."""
-    config = model.generation_config
-    if config is None:
-        return
-    try:
-        turn_ends = turn_end_ids(tokenizer)
-    except TemplateLimitError as error:
-        raise ModelError(f"the chat template: {error}; use another model.chat_template") from error
-    ends = sorted(end_token_ids(tokenizer, config.eos_token_id) | turn_ends)
-    config.eos_token_id = ends if len(ends) > 1 else ends[0]
-
-
 def place(
     model: Any, *, dtype: Dtype, device: torch.device | str, lora: LoraConfig | None = None
 ) -> Any:
@@ -254,7 +240,8 @@ def place(
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer; ``model.chat_template`` replaces its chat template if set, in
-    which ``model.chat_template_kwargs`` are defaults.
+    which ``model.chat_template_kwargs`` are defaults. :mod:`burnish.special_tokens` then knows the
+    end tokens of the model.
 
     If it has no pad token, the end-of-sequence token is used. Raises ModelError if there is no
     tokenizer, if it has no end-of-sequence token, or if the template does not read one of
@@ -286,7 +273,9 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    _check_vocabulary(tokenizer, config)
+    pretrained_config = hf_config(config)
+    _check_vocabulary(tokenizer, config, pretrained_config)
+    set_configured_ends(tokenizer, configured_end_tokens(config, pretrained_config))
     return cast(PreTrainedTokenizerBase, tokenizer)
 
 
@@ -327,12 +316,13 @@ def _set_template_defaults(tokenizer: Any, config: ModelConfig) -> None:
     tokenizer.chat_template = texts if isinstance(template, dict) else texts["default"]
 
 
-def _check_vocabulary(tokenizer: Any, config: ModelConfig) -> None:
+def _check_vocabulary(
+    tokenizer: Any, config: ModelConfig, pretrained_config: PretrainedConfig | None
+) -> None:
     """Log a warning if tokens have no embedding; raise ModelError if the end token is one of them.
 
     More embeddings than tokens are normal, because vocabularies are padded.
     """
-    pretrained_config = hf_config(config)
     size = (
         pretrained_config.get_text_config().to_dict().get("vocab_size")
         if pretrained_config is not None
@@ -482,19 +472,9 @@ _SPLIT_DIGITS = frozenset({"smollm"})
 
 
 def _restore_digit_splitting(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
-    from gguf import GGUFReader
     from tokenizers import pre_tokenizers
 
-    if not file.is_file():
-        cached = cached_file(
-            str(file.parent), file.name, _raise_exceptions_for_missing_entries=False
-        )
-        if cached is None:
-            log.warning("%s: its pre-tokenizer is unknown; digits may be split differently", file)
-            return
-        file = Path(cached)
-    entry = GGUFReader(str(file)).get_field("tokenizer.ggml.pre")
-    if entry is None or entry.contents() not in _SPLIT_DIGITS:
+    if gguf_entry(file, "tokenizer.ggml.pre") not in _SPLIT_DIGITS:
         return
     backend = tokenizer.backend_tokenizer
     digits = pre_tokenizers.Digits(individual_digits=True)

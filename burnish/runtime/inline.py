@@ -18,8 +18,9 @@ from burnish.config.sync import LinkSync, SyncConfig
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.environments.process import start_process
 from burnish.environments.worker_set import Worker
+from burnish.models.end_tokens import add_end_tokens
 from burnish.models.gpu import set_up_gpu
-from burnish.models.load import add_end_tokens, describe, load_causal_lm, resolve_device
+from burnish.models.load import describe, load_causal_lm, resolve_device
 from burnish.models.lora_layers import merged_weights
 from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed

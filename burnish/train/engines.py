@@ -12,7 +12,8 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from burnish.config.model import Dtype
 from burnish.distributed.process_group import SINGLE, RankGroup
-from burnish.models.load import add_end_tokens, load_causal_lm
+from burnish.models.end_tokens import add_end_tokens
+from burnish.models.load import load_causal_lm
 from burnish.models.lora import adapted_ends
 from burnish.models.paths import ModelError
 from burnish.models.value_head import NewHead, load_scalar_model

@@ -20,7 +20,7 @@ def only_named_tokens_end_a_turn(patch: Patch) -> None:
     def named(tokenizer: Any) -> frozenset[int]:
         return own(tokenizer) & set(tokenizer.all_special_ids)
 
-    patch.setattr("burnish.models.load.turn_end_ids", named)
+    patch.setattr("burnish.models.end_tokens.turn_end_ids", named)
 
 
 def heads_are_exported_rounded(patch: Patch) -> None:

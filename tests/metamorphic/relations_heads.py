@@ -15,7 +15,7 @@ from burnish.config.model import LoraConfig, ModelConfig
 from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.data.chat import encode_conversation
-from burnish.models.load import add_end_tokens
+from burnish.models.end_tokens import add_end_tokens
 from burnish.models.value_head import load_scalar_model
 from burnish.rewards.model import load_reward_engine, score_rows
 from burnish.rollout.base import Sampling

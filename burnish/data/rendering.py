@@ -27,6 +27,7 @@ from burnish.data.sources import DataError
 from burnish.data.thoughts import (
     THINK,
     THINK_END,
+    prompt_block,
     reasoning_block,
     with_reasoning_key,
 )
@@ -110,6 +111,8 @@ class Habits:
     empty_block: bool = False
     """Reasoning inside the text of an answer follows an empty block, which is filled from the key
     (Qwen3.8)."""
+    opens_reasoning: bool = False
+    """The generation prompt opens reasoning, which is added to the rendered answer."""
     bare_tools: bool = False
     """Tools are rendered only as ``{"name", "parameters"}`` without OpenAI's wrapper."""
     marks_others: bool = False
@@ -117,7 +120,7 @@ class Habits:
 
     def ignores_reasoning_of(self, message: Message) -> bool:
         """Return whether the message has reasoning that the template never renders."""
-        ignores = self.reasoning_key is None and not self.cuts_reasoning
+        ignores = self.reasoning_key is None and not (self.cuts_reasoning or self.opens_reasoning)
         return ignores and REASONING[0] in message
 
     def adapted(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -158,6 +161,7 @@ def habits_of(tokenizer: PreTrainedTokenizerBase, tools: Tools = None) -> Habits
             reasoning_key=probe.reasoning_key(),
             cuts_reasoning=probe.cuts_reasoning(),
             empty_block=probe.empty_block(),
+            opens_reasoning=probe.opens_reasoning(),
             ignored=frozenset(probe.ignored(json_arguments, without_content)),
             bare_tools=bool(tools) and probe.bare_tools(),
             marks_others=probe.marks_others(),
@@ -234,6 +238,12 @@ class _Probe:
         filled = self._text({"role": "assistant", "content": _ANSWER, key: _THOUGHT}) or ""
         text = self._text({"role": "assistant", "content": _THOUGHT_AS_TEXT}) or ""
         return text.count(THINK_END) > filled.count(THINK_END) > 0
+
+    def opens_reasoning(self) -> bool:
+        """Return whether the generation prompt ends in a block of reasoning."""
+        return prompt_block(self._conversation({"role": "user", "content": "Go."}) or "")[1] == (
+            "opened"
+        )
 
     def ignored(self, json_arguments: bool, without_content: bool) -> list[tuple[str, str]]:
         """Return (role, key) of the names and ids that do not change the rendering."""

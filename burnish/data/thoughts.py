@@ -5,6 +5,9 @@ The first ``</think>`` ends the block. Marks after it, or in the middle of a tex
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 from burnish.chat_message import REASONING, Message
 
 THINK, THINK_END = "<think>", "</think>"
@@ -25,6 +28,97 @@ def reasoning_block(text: str) -> tuple[str, str] | None:
     return block, rest
 
 
+@dataclass(frozen=True)
+class Thought:
+    """Reasoning of an answer, and the text behind it."""
+
+    reasoning: str
+    gap: str
+    """White space between the end of the reasoning and the text."""
+    text: str
+    """Text of the answer, without white space around it."""
+
+    @classmethod
+    def of(cls, message: Message) -> Thought:
+        """Return the reasoning of an answer, from its key or from the beginning of its text."""
+        content = message["content"]
+        if reasoning := message.get(REASONING[0]):
+            return cls(reasoning.strip("\n"), "\n\n", content.strip())
+        head, end, text = content.partition(THINK_END)
+        head = head.lstrip()
+        if not end or (THINK in head and not head.startswith(THINK)):
+            return cls("", "\n\n", content.strip())
+        gap = text[: len(text) - len(text.lstrip())]
+        return cls(head.removeprefix(THINK).strip("\n"), gap, text.strip())
+
+
+def prompt_block(prompt: str) -> tuple[str, Literal["opened", "closed", "none"]]:
+    """Return a prompt without the block of reasoning that it ends with, and the state of the block.
+
+    >>> prompt_block("A:<think>\\n"), prompt_block("A:<think></think>"), prompt_block("A:</think>")
+    (('A:', 'opened'), ('A:', 'closed'), ('A:', 'closed'))
+    """
+    text = prompt.rstrip()
+    if text.endswith(THINK):
+        return text.removesuffix(THINK), "opened"
+    if not text.endswith(THINK_END):
+        return prompt, "none"
+    head = text.removesuffix(THINK_END)
+    opened = head.rstrip()
+    return opened.removesuffix(THINK) if opened.endswith(THINK) else head, "closed"
+
+
+@dataclass(frozen=True)
+class RenderedAnswer:
+    """An answer as a chat template renders it, in parts."""
+
+    reasoning: str | None
+    """Reasoning in its block, without line breaks around it. None: there is none."""
+    is_closed: bool
+    """The template writes the end of a block, which may be empty or not opened."""
+    is_line: bool
+    """The end of the block follows a line break."""
+    gap: str
+    """White space between the end of the block and the text."""
+    text: str
+    """The text, and what the template writes behind it."""
+
+
+def split_rendered(rendered: str, thought: Thought, *, rewrites: bool) -> RenderedAnswer:
+    """Split the rendering of an answer whose reasoning and text are ``thought``.
+
+    Marks before the reasoning or the text are the template's: of a block that it opens or closes
+    once more, or of an empty one. ``rewrites``: the template reads the reasoning from its key, so
+    that another text in the block is the reasoning, rewritten.
+    """
+    reasoning, rest = thought.reasoning.strip(), rendered
+    is_closed = is_line = is_open = False
+    block: str | None = None
+    while block is None:
+        begin = rest.lstrip()
+        space = rest[: len(rest) - len(begin)]
+        behind = begin[len(reasoning) :]
+        if reasoning and begin.startswith(reasoning) and behind.lstrip().startswith(THINK_END):
+            end = behind.index(THINK_END)
+            block, rest = space + reasoning + behind[:end], behind[end + len(THINK_END) :]
+            is_closed, is_line = True, "\n" in behind[:end]
+        elif thought.text and begin.startswith(thought.text):
+            break
+        elif begin.startswith(THINK):
+            is_open, rest = True, begin.removeprefix(THINK)
+        elif begin.startswith(THINK_END):
+            is_closed, is_line, is_open = True, "\n" in space, False
+            rest = begin.removeprefix(THINK_END)
+        elif rewrites and reasoning and is_open and THINK_END in begin:
+            block, _, rest = rest.partition(THINK_END)
+            is_closed, is_line = True, block.endswith("\n")
+        else:
+            break
+    text = rest.lstrip()
+    gap = rest[: len(rest) - len(text)]
+    return RenderedAnswer(block and block.strip("\n"), is_closed, is_line, gap, text)
+
+
 def with_reasoning_key(message: Message) -> Message:
     """Return an answer with its reasoning in the key, instead of at the beginning of its text."""
     is_answer = message["role"] == "assistant" and REASONING[0] not in message
@@ -32,6 +126,13 @@ def with_reasoning_key(message: Message) -> Message:
     if block is None:
         return message
     return {**message, REASONING[0]: block[0].strip(), "content": block[1].lstrip()}
+
+
+def without_empty_block(message: Message) -> Message:
+    """Return an answer without an empty block of reasoning at the beginning of its text."""
+    head, end, text = message["content"].partition(THINK_END)
+    is_empty = bool(end) and not head.strip().removeprefix(THINK).strip()
+    return {**message, "content": text.lstrip()} if is_empty else message
 
 
 def marked_parts(message: Message) -> tuple[str, ...]:

@@ -13,16 +13,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from burnish.chat_message import REASONING, Message
+from burnish.chat_message import Message
 from burnish.data.notices import note
 from burnish.data.rendering import Habits, Tools, habits_of, render_text
 from burnish.data.sources import DataError
 from burnish.data.thoughts import (
     THINK,
     THINK_END,
-    reasoning_block,
+    RenderedAnswer,
+    Thought,
+    prompt_block,
+    split_rendered,
+    without_empty_block,
 )
 from burnish.special_tokens import special_tokens
 from burnish.templates import current_date
@@ -37,8 +41,11 @@ _ONE_ANSWER = (
     "set model.chat_template to one that only appends"
 )
 _CLOSED = (
-    "The generation prompt closes reasoning, but the answer has some: remove it, or the variable "
-    "of model.chat_template_kwargs that closes it. "
+    "the generation prompt closes reasoning, but the last trained answer has some, which the model "
+    "could not write there. Let the prompt open reasoning (in model.chat_template_kwargs, set a "
+    "variable of the template, such as thinking: true or enable_thinking: true, or remove the one "
+    f"that closes it), or remove the reasoning. Text before a {THINK_END} counts as reasoning; if "
+    "it is a mention, write it in another way (`/think`)"
 )
 _AS_TEXT = (
     "Set model.chat_template to one that only appends, or give the rendered prompt and the "
@@ -91,78 +98,65 @@ def _last_turn(render: Render, messages: Sequence[Message], prompt: str, habits:
     """Return the text that generation would produce after ``prompt``: the last message, with the
     end that the template writes.
 
-    Templates that cut reasoning, or whose generation prompt opens it, render the answer alone. Then
-    the reasoning is added as the model would write it. An empty block before the reasoning of the
-    text is removed.
+    It continues the block of reasoning that the prompt has opened, or follows the one that it has
+    closed. Templates that cut reasoning, or whose generation prompt opens it, render the answer
+    alone or in a block of its own. Then the reasoning is added as the model would write it.
     """
+    thought = Thought.of(messages[-1])
+    head, state = _prompt_block(render, messages[:-1], prompt)
+    if state == "closed":
+        if thought.reasoning.strip() and not habits.ignores_reasoning_of(messages[-1]):
+            raise DataError(_CLOSED)
+        messages = [*messages[:-1], without_empty_block(messages[-1])]
     full = render(messages, add_generation_prompt=False)
-    reasoning, gap = _reasoning_of(messages[-1])
-    cuts = habits.cuts_reasoning and bool(reasoning)
-    opened = prompt.rstrip()
-    head = opened.removesuffix(THINK)
-    if head != opened and REASONING[0] not in messages[-1]:
-        block = reasoning_block(full[len(head) :])
-        if block is not None and not block[0].strip():
-            cuts = cuts or _block(block[1], reasoning) is not None
-    if full.startswith(prompt) and not cuts:
+    if not full.startswith(prompt if state == "none" else head):
+        raise _moved(prompt, full, "the last trained answer", _AS_TEXT)
+    rendered = split_rendered(full[len(head) :], thought, rewrites=habits.reasoning_key is not None)
+    if state == "closed":
+        alone = full[len(prompt) :] if full.startswith(prompt) else ""
+        return alone if alone.lstrip() == rendered.text else rendered.text
+    if state == "opened":
+        return _closing(full, prompt, thought, rendered)
+    if not (habits.cuts_reasoning and thought.reasoning) or rendered.reasoning is not None:
         return full[len(prompt) :]
-    if full.startswith(prompt) and head == opened:
-        return f"{THINK}\n{_closing(full[len(prompt) :], reasoning, gap)}"
-    if head != opened and full.startswith(head):
-        answer = full[len(head) :]
-        block = reasoning_block(answer)
-        if not reasoning and not (block and block[0].strip()):
-            note(
-                "empty_reasoning",
-                f"the generation prompt opens reasoning ({THINK}), but the answer has none; it is "
-                "trained with an empty one. Set model.chat_template to one that does not open "
-                "reasoning, if the model should answer at once",
-            )
-        line = "" if prompt.endswith("\n") else "\n"
-        return f"{line}{_closing(answer, reasoning, gap)}"
-    closed = bool(reasoning) and opened.endswith(THINK_END)
-    advice = f"{_CLOSED if closed else ''}{_AS_TEXT}"
-    raise _moved(prompt, full, "the last trained answer", advice)
+    return f"{THINK}\n{thought.reasoning}\n{THINK_END}{thought.gap}{rendered.text}"
 
 
-def _closing(answer: str, reasoning: str, gap: str) -> str:
+def _prompt_block(
+    render: Render, messages: Sequence[Message], prompt: str
+) -> tuple[str, Literal["opened", "closed", "none"]]:
+    """Return :func:`prompt_block` of a prompt, unless the mark at its end is a message's text."""
+    head, state = prompt_block(prompt)
+    content = str(messages[-1].get("content") or "").rstrip()
+    if state != "none" and content.endswith((THINK, THINK_END)):
+        before = render(messages, add_generation_prompt=False)
+        if prompt.rstrip() == before.rstrip():
+            return prompt, "none"
+    return head, state
+
+
+def _closing(full: str, prompt: str, thought: Thought, rendered: RenderedAnswer) -> str:
     """Return the reasoning, its end and the answer, for a prompt that opens reasoning.
 
-    ``answer``: rendered text. It may begin with a block of reasoning in another form than the
-    prompt (Nemotron 3: the prompt ends with ``<think>\\n``, an answer begins with
-    ``<think></think>``), which is not repeated.
+    The rendered text may begin with a block of another form than the prompt (Nemotron 3: the prompt
+    ends with ``<think>\\n``, an answer begins with ``<think></think>``), with an end alone
+    (DeepSeek-V3.1), or be the answer alone.
     """
-    block = _block(answer, reasoning)
-    if block is not None and reasoning.strip() in block[0]:
-        lines = block[0].strip("\n")
-        return f"{lines}\n{THINK_END}{block[1]}"
-    if block is not None and not block[0].strip():
-        answer = block[1]
-        if reasoning.strip() and _block(answer, reasoning):
-            return _closing(answer, reasoning, gap)
-    return f"{reasoning}\n{THINK_END}{gap}{answer.lstrip()}"
-
-
-def _block(answer: str, reasoning: str) -> tuple[str, str] | None:
-    """Return (reasoning, text behind it) of a rendered answer that begins with a block of
-    reasoning, or with ``reasoning`` in a block that is not opened."""
-    if block := reasoning_block(answer):
-        return block
-    head, end, rest = answer.partition(THINK_END)
-    is_unopened = bool(end and reasoning.strip()) and head.strip() == reasoning.strip()
-    return (head, rest) if is_unopened else None
-
-
-def _reasoning_of(message: Message) -> tuple[str, str]:
-    """Return the reasoning of an answer, from its key or its text, and the white space after it."""
-    if reasoning := message.get(REASONING[0]):
-        return reasoning.strip("\n"), "\n\n"
-    head, end, answer = message["content"].partition(THINK_END)
-    head = head.lstrip()
-    if not end or (THINK in head and not head.startswith(THINK)):
-        return "", "\n\n"
-    gap = answer[: len(answer) - len(answer.lstrip())]
-    return head.removeprefix(THINK).strip("\n"), gap
+    if not thought.reasoning and not rendered.reasoning:
+        note(
+            "empty_reasoning",
+            f"the generation prompt opens reasoning ({THINK}), but the answer has none; it is "
+            "trained with an empty one. Set model.chat_template to one that does not open "
+            "reasoning, if the model should answer at once",
+        )
+    written, end, _ = full[len(prompt) :].partition(THINK_END)
+    if full.startswith(prompt) and end and written.strip() == thought.reasoning.strip():
+        return full[len(prompt) :]
+    reasoning = thought.reasoning if rendered.reasoning is None else rendered.reasoning
+    gap = rendered.gap if rendered.is_closed else thought.gap
+    line = "\n" if prompt.endswith("\n") or rendered.is_line or not rendered.is_closed else ""
+    begin = "" if prompt.endswith("\n") else line
+    return f"{begin}{reasoning}{line}{THINK_END}{gap}{rendered.text}"
 
 
 class _Place:
@@ -189,11 +183,17 @@ class _Place:
         prompt = self._render(messages[:turn], add_generation_prompt=True)
         if not text.startswith(prompt):
             raise _moved(prompt, text, f"message {turn}", self._advice)
+        place = self._span(turn, len(prompt))
+        _check_block(prompt, text[place.begin : place.end], turn, self._advice)
+        return place
+
+    def _span(self, turn: int, begin: int) -> Turn:
+        messages, text = self._messages, self._text
         alone = self._render(messages[: turn + 1], add_generation_prompt=False)
-        if text.startswith(alone) and len(alone) > len(prompt):
-            return Turn(len(prompt), len(alone))
+        if text.startswith(alone) and len(alone) > begin:
+            return Turn(begin, len(alone))
         end = self._end_token(alone)
-        region = text[len(prompt) : self._next(turn)]
+        region = text[begin : self._next(turn)]
         length = region.find(end) if end else -1
         if length < 0:
             raise DataError(
@@ -201,7 +201,7 @@ class _Place:
                 f"{alone[-_SHOWN:]!r} at the end if it is the last message, and "
                 f"{region[-_SHOWN:]!r} if more follow. {self._advice}"
             )
-        return Turn(len(prompt), len(prompt) + length + len(end))
+        return Turn(begin, begin + length + len(end))
 
     def _end_token(self, alone: str) -> str:
         """Return the special token at the end of a text, or an empty string."""
@@ -223,9 +223,24 @@ class _Place:
         return len(head)
 
 
+def _check_block(prompt: str, answer: str, turn: int, advice: str) -> None:
+    """Raise DataError if an earlier turn does not continue the block of reasoning that its prompt
+    has opened, or begins another one."""
+    state, begin = prompt_block(prompt)[1], answer.lstrip()
+    if state == "none" or (state == "closed" and not begin.startswith((THINK, THINK_END))):
+        return
+    if state == "opened" and THINK_END in answer and not begin.startswith(THINK):
+        return
+    raise DataError(
+        f"the chat template renders message {turn} as {begin[:_SHOWN]!r} after a prompt that ends "
+        f"with {prompt[-_SHOWN:]!r}: a block of reasoning would be opened or closed twice, or "
+        f"never. {advice}"
+    )
+
+
 def _note_lost_reasoning(message: Message, turn: str, choice: str) -> None:
-    reasoning, _ = _reasoning_of(message)
-    if reasoning.strip() and reasoning.strip() not in turn:
+    reasoning = Thought.of(message).reasoning.strip()
+    if reasoning not in turn:
         note(
             "reasoning_dropped",
             "the chat template removes the reasoning of an earlier answer that is trained, so the "

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from chat_families import chat_tokenizer
-from chat_templates import PUBLISHED, published_tokenizer
+from chat_templates import PUBLISHED, REASONING_FORMS, published_tokenizer, reasoning_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
@@ -169,7 +169,7 @@ def test_reasoning_is_trained_if_the_generation_prompt_does_not_open_it() -> Non
     assert text == "<think>\nwhy\n</think>\n\n4<｜end▁of▁sentence｜>"
 
 
-_OPENS = (
+_PROMPTED = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
     "BLOCK{% endif %}{{ m.content }}{{ '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
@@ -191,7 +191,7 @@ _MENTION = "The </think> tag ends it."
         (_TEXT, answer("ans"), "\n</think>ans<|im_end|>"),
         (_TEXT, answer("<think>why</think>ans"), "why\n</think>ans<|im_end|>"),
         (_TEXT, answer("<think>\nwhy\n</think>\n\nans"), "why\n</think>\n\nans<|im_end|>"),
-        (_EMPTY, answer("ans", reasoning_content="why"), "why\n</think>\n\nans<|im_end|>"),
+        (_EMPTY, answer("ans", reasoning_content="why"), "why\n</think>ans<|im_end|>"),
         (_EMPTY, answer("<think>\nwhy\n</think>\n\nans"), "why\n</think>\n\nans<|im_end|>"),
         (_BLANK, answer("<think>why</think>ans"), "why\n</think>ans<|im_end|>"),
         (_FILLED, answer("<think>\nwhy\n</think>\n\nans"), "why\n</think>\n\nans<|im_end|>"),
@@ -213,10 +213,90 @@ def test_reasoning_is_trained_once_if_the_answer_has_a_block_in_another_form(
     block: str, message: dict[str, Any], expected: str
 ) -> None:
     tokenizer = published_tokenizer("qwen3")
-    tokenizer.chat_template = _OPENS.replace("BLOCK", block)
+    tokenizer.chat_template = _PROMPTED.replace("BLOCK", block)
     text, turns = locate_turns(tokenizer, [user("q"), message], [1])
     assert text[: turns[0].begin].endswith("<|im_start|>assistant\n<think>\n")
     assert text[turns[0].begin :].rstrip("\n") == expected
+
+
+_WHY = [
+    answer("ans", reasoning_content="why"),
+    answer("<think>\nwhy\n</think>\n\nans"),
+    answer("<think>why</think>ans"),
+]
+_BLANK_WHY = [
+    answer("ans"),
+    answer("ans", reasoning_content=""),
+    answer("<think>\n\n</think>\n\nans"),
+    answer("<think></think>ans"),
+]
+_NEVER_OPENS = ("closed in the prompt alone", "closed in all answers")
+_READS_NO_KEY = (*_NEVER_OPENS, "last answer after the prompt")
+_GAPS = {"bare end, key": "", "block in the last answer": "\n"}
+
+
+@pytest.mark.parametrize("form", REASONING_FORMS)
+@pytest.mark.parametrize("history", [[], [answer("Before."), user("And?")]], ids=["one", "two"])
+def test_an_answer_continues_the_reasoning_of_its_prompt(form: str, history: Messages) -> None:
+    """With reasoning in the prompt: it is closed once, after the reasoning. With closed reasoning:
+    the answer alone, and reasoning is refused."""
+    opens = reasoning_tokenizer(form, thinking=True)
+    closes = reasoning_tokenizer(form, thinking=False)
+    start = [user("q"), *history]
+
+    def row(tokenizer: PreTrainedTokenizerFast, message: dict[str, Any]) -> str:
+        check_prompts(tokenizer, [*start, message], [len(start)], only_last=True)
+        ids, mask = encode_conversation(tokenizer, [*start, message], only_last=True)
+        return str(tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]))
+
+    if form not in _NEVER_OPENS:
+        for message in (*_WHY, *_BLANK_WHY):
+            expected = "why" if message in _WHY else ""
+            with collecting() as notices:
+                head, end, rest = row(opens, message).partition("</think>")
+            assert (head.strip(), rest.strip()) == (expected, "ans<|im_end|>") and end
+            assert "\n" not in head or "bare" not in form
+            assert rest.startswith(_GAPS.get(form, "")) and "reasoning_ignored" not in notices
+            assert ("empty_reasoning" in notices) is (not expected)
+    if form == "block in the last answer":
+        return  # its prompt always opens reasoning
+    for message in _BLANK_WHY:
+        assert row(closes, message) == "ans<|im_end|>"
+    for message in _WHY:
+        if form in _READS_NO_KEY and "reasoning_content" in message:
+            with collecting() as notices:
+                assert row(closes, message) == "ans<|im_end|>"
+            assert "reasoning_ignored" in notices
+            continue
+        with pytest.raises(DataError, match=r"closes reasoning.*thinking: true"):
+            row(closes, message)
+
+
+def test_earlier_answers_that_leave_the_reasoning_of_their_prompt_open_are_refused() -> None:
+    tokenizer = published_tokenizer("chatml")
+    tokenizer.chat_template = _PROMPTED.replace("BLOCK", "{{ '<think>\\n' }}")
+    with pytest.raises(DataError, match=r"message 1.*train: false"):
+        encode_conversation(tokenizer, TURNS)
+    closed = [TURNS[0], answer("why</think>4"), user("3+3?"), answer("so</think>6")]
+    ids, mask = encode_conversation(tokenizer, closed)
+    runs = groupby(zip(ids, mask, strict=True), lambda pair: pair[1])
+    texts = [tokenizer.decode([i for i, _ in run]) for is_trained, run in runs if is_trained]
+    assert texts == ["why</think>4<|im_end|>", "so</think>6<|im_end|>"]
+    ids, mask = encode_conversation(tokenizer, TURNS, only_last=True)
+    text = tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
+    assert text == "\n</think>\n\n6<|im_end|>"
+
+
+def test_a_mark_at_the_end_of_a_question_opens_and_closes_nothing() -> None:
+    tokenizer = published_tokenizer("chatml")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}"
+        "{% endfor %}"
+    )
+    for mark in ("<think>", "</think>"):
+        for message in (answer("ans"), answer("<think>why</think>ans")):
+            text, turns = locate_turns(tokenizer, [user(f"Use {mark}"), message], [1])
+            assert text[turns[0].begin :] == f"{message['content']}<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -301,7 +381,9 @@ def test_templates_that_render_earlier_turns_otherwise_are_refused_or_trained_as
         tokenizer = published_tokenizer("qwen3")
         tokenizer.chat_template = with_defaults(tokenizer.chat_template, {"enable_thinking": False})
     if expected is None:
-        with pytest.raises(DataError, match=r"cannot be located|would not match generation"):
+        with pytest.raises(
+            DataError, match=r"cannot be located|not match generation|closes reasoning"
+        ):
             encode_conversation(tokenizer, messages, **options)
         return
     ids, mask = encode_conversation(tokenizer, messages, **options)

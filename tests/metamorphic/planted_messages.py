@@ -61,6 +61,11 @@ def marks_in_texts_are_not_rendered(patch: Patch) -> None:
     patch.setattr(left_out, "marked_parts", lambda message: ())
 
 
+def rendered_answers_are_trained_as_they_are(patch: Patch) -> None:
+    """The blocks of prompts are ignored."""
+    patch.setattr(turns, "prompt_block", lambda prompt: (prompt, "none"))
+
+
 PLANTED: dict[str, tuple[Any, tuple[int, ...]]] = {
     "content_forms": (the_last_part_wins, tuple(range(8))),
     "argument_forms": (arguments_stay_text, tuple(range(24))),
@@ -71,6 +76,10 @@ PLANTED: dict[str, tuple[Any, tuple[int, ...]]] = {
     "answers_with_marks_are_trained_once": (
         marks_in_texts_are_not_rendered,
         tuple(range(120)),
+    ),
+    "answers_continue_the_block_of_their_prompt": (
+        rendered_answers_are_trained_as_they_are,
+        tuple(range(60)),
     ),
     "trained_prompt": (turns_are_found_in_the_final_text, tuple(range(12))),
 }

@@ -11,7 +11,14 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from chat_templates import PUBLISHED, published_tokenizer, trl_templates, trl_tokenizer
+from chat_templates import (
+    PUBLISHED,
+    REASONING_FORMS,
+    published_tokenizer,
+    reasoning_tokenizer,
+    trl_templates,
+    trl_tokenizer,
+)
 from metamorphic.base import Broken, Draw, Refused, equal, relation
 from metamorphic.draw_text import text_of, write_rows
 from metamorphic.relations_data import rows_of
@@ -22,6 +29,8 @@ from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.notices import collecting
 from burnish.data.sources import DataError
 from burnish.episodes.renderer import ChatRenderer
+from burnish.special_tokens import set_configured_ends
+from burnish.templates import variables, with_defaults
 
 Messages = list[dict[str, Any]]
 Row = dict[str, Any]
@@ -143,20 +152,25 @@ def tool_forms(draw: Draw) -> None:
 @relation
 def text_behind_end(draw: Draw) -> None:
     """An end token and text after the last answer leave the trained tokens as they are, and are
-    counted. Exact."""
+    counted. A second end token of the model takes the place of the first. Exact."""
     family = draw.one(family=[f for f in PUBLISHED if f not in ("deepseek_r1", "qwq")])
-    tokenizer = _tokenizer(family)
-    end = "<end_of_turn>" if family == "gemma" else PUBLISHED[family][1]
+    tokenizer = published_tokenizer(family)
+    end = last = "<end_of_turn>" if family == "gemma" else PUBLISHED[family][1]
+    if draw.one(second=[False, True]):
+        last = draw.one(last=[token for token in PUBLISHED[family][0] if token != end])
+        set_configured_ends(tokenizer, [int(tokenizer.convert_tokens_to_ids(last))])
     messages = _conversation(draw, calls=False)[-2:]
     answer = {"role": "assistant", "content": messages[-1]["content"]}
-    longer = {**answer, "content": f"{answer['content']}{end}{_text(draw)}"}
+    longer = {**answer, "content": f"{answer['content']}{last}{_text(draw)}"}
     trained = []
     for content in (answer, longer):
         with collecting() as notices:
             ids, mask = encode_conversation(tokenizer, [messages[0], content])
         trained.append([i for i, is_trained in zip(ids, mask, strict=True) if is_trained])
         equal("text_after_end" in notices, content is longer, "the notice")
-    equal(trained[1], trained[0], "the trained tokens")
+    ends = [int(tokenizer.convert_tokens_to_ids(token)) for token in (end, last)]
+    equal(trained[0][-1], ends[0], "the last trained token")
+    equal(trained[1], [*trained[0][:-1], ends[1]], "the trained tokens")
 
 
 @relation
@@ -266,6 +280,74 @@ def answers_with_marks_are_trained_once(draw: Draw) -> None:
         allowed.append(_squeezed("", answer["content"]))  # the template knows no reasoning
     if read not in allowed:
         raise Broken(f"it is read as {read}, not {allowed}; notices: {sorted(notices)}")
+
+
+@cache
+def _thinking(family: str, options: str) -> tuple[Any, ChatRenderer]:
+    """A tokenizer whose template has ``options`` as defaults, and what reads its responses."""
+    values = json.loads(options)
+    if family in REASONING_FORMS:
+        tokenizer = reasoning_tokenizer(family, **values)
+    else:
+        tokenizer = published_tokenizer(family) if family in PUBLISHED else trl_tokenizer(family)
+        tokenizer.chat_template = with_defaults(tokenizer.chat_template, values)
+    return tokenizer, ChatRenderer(tokenizer, history="template")
+
+
+@cache
+def _options_of(family: str) -> list[dict[str, bool]]:
+    """Values of the variables about reasoning that a template reads, one at a time."""
+    if family in REASONING_FORMS:
+        return [{"thinking": True}, {"thinking": False}]
+    tokenizer = _tokenizer(family) if family in PUBLISHED else _trl_tokenizer(family)
+    names = sorted(name for name in variables(tokenizer.chat_template) if "thinking" in name)
+    return [{}, *({name: value} for name in names for value in (True, False))]
+
+
+_BLOCKS = ("{}", "<think>{}</think>", "<think>\n{}\n</think>\n\n")
+
+
+@relation
+def answers_continue_the_block_of_their_prompt(draw: Draw) -> None:
+    """A trained answer closes the block of reasoning that its prompt opens, once, and opens none if
+    the prompt closes it. Read as a response to this prompt, it is the message, whose words are
+    trained once. Or the row is refused, or a notice says that the reasoning is not rendered. For
+    each option of a template about reasoning, with a conversation before. Exact, without white
+    space."""
+    templates = ["qwen3", "qwq", "deepseek_r1", *trl_templates()]
+    family = draw.rng.choice([draw.rng.choice(templates), draw.rng.choice(REASONING_FORMS)])
+    options = draw.rng.choice(_options_of(family))
+    draw.note(family=family, options=options)
+    tokenizer, reader = _thinking(family, json.dumps(options))
+    reasoning, text, earlier = ("".join(draw.rng.choices("abq \n", k=6)) + "z" for _ in range(3))
+    reasoning = f"why{reasoning}" * draw.rng.randint(0, 1)
+    text = f"ans{text}"
+    form = draw.one(form=["none", "key", *_BLOCKS[1:]])
+    reasoning = "" if form == "none" else reasoning
+    answer = {"role": "assistant", "content": text}
+    if form == "key":
+        answer["reasoning_content"] = reasoning
+    elif form != "none":
+        answer["content"] = form.format(reasoning) + text
+    start = [{"role": "user", "content": "Go."}]
+    if draw.rng.random() < 0.4:
+        start += [{"role": "assistant", "content": earlier}, {"role": "user", "content": "On."}]
+    draw.note(answer=answer, start=start)
+    with collecting() as notices:
+        ids, mask = encode_conversation(tokenizer, [*start, answer], only_last=True)
+    begin, end = mask.index(True), len(mask) - mask[::-1].index(True)
+    prompt, trained = (str(tokenizer.decode(part)) for part in (ids[:begin], ids[begin:end]))
+    reasoning = "" if "reasoning_ignored" in notices else reasoning
+    message = reader.parse(ids[begin:end], (), prompt_ids=ids[:begin]).message
+    read = _squeezed(str(message.get("reasoning_content", "")), str(message["content"]))
+    equal(read, _squeezed(reasoning, text), f"the message read from {trained!r}")
+    for word, times in (("ans", 1), ("why", int(bool(reasoning)))):
+        equal(trained.count(word), times, f"times that {word!r} is in {trained!r}")
+    marks = tuple(trained.count(mark) for mark in ("<think>", "</think>"))
+    if prompt.rstrip().endswith("<think>"):
+        equal(marks, (0, 1), f"the marks in {trained!r}")
+    elif prompt.rstrip().endswith("</think>"):
+        equal(marks, (0, 0), f"the marks in {trained!r}")
 
 
 @relation

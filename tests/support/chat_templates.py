@@ -11,6 +11,8 @@ from pathlib import Path
 from chat_families import byte_bpe, sentencepiece_bpe
 from transformers import PreTrainedTokenizerFast
 
+from burnish.templates import with_defaults
+
 TEMPLATES = Path(__file__).parent / "templates"
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 PUBLISHED: dict[str, tuple[tuple[str, ...], str]] = {
@@ -50,6 +52,60 @@ def published_tokenizer(family: str) -> PreTrainedTokenizerFast:
     begins = [token for token in special if token in ("<s>", "<bos>") or "begin" in token]
     if begins:
         tokenizer.bos_token = begins[0]
+    return tokenizer
+
+
+_TURNS = (
+    "{% set on = ON %}{% set off = OFF %}{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{% if m.role == 'assistant' %}ANSWER{% else %}{{ m.content }}{% endif %}"
+    "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\\n' }}{{ on if thinking else off }}{% endif %}"
+)
+_ALONE = "{{ m.content.split('</think>')[-1].strip() }}"
+_KEY = (
+    "{% set parts = m.content.split('</think>') %}"
+    "{% set r = m.reasoning_content or (parts[0].split('<think>')[-1] if parts[1:] else '') %}"
+    "{% set c = parts[-1].strip() %}"
+)
+_OPEN, _CLOSED = "'<think>\\n'", "'<think>\\n\\n</think>\\n\\n'"
+_REASONING: dict[str, tuple[str, str, str]] = {
+    "bare end": (
+        *("'<think>'", "'</think>'"),
+        "{{ '</think>' + (m.content.split('</think>', 1)[-1]) }}",
+    ),
+    "bare end, key": (
+        *("'<think>'", "'</think>'"),
+        _KEY + "{{ ('<think>' + r.strip() if r else '') + '</think>' + c }}",
+    ),
+    "last answer after the prompt": (
+        *(_OPEN, "'<think></think>'"),
+        "{% if loop.last %}{{ (on if thinking else off) + m.content.strip() }}"
+        "{% else %}" + _ALONE + "{% endif %}",
+    ),
+    "closed in the prompt alone": ("''", _CLOSED, "{{ m.content }}"),
+    "opened in the prompt alone": (_OPEN, _CLOSED, _ALONE),
+    "closed in all answers": ("''", _CLOSED, "{{ (on if thinking else off) + m.content }}"),
+    "block in the last answer": (
+        *(_OPEN, "''"),
+        _KEY + "{{ (on + r.strip() + '\\n</think>\\n' if loop.last else '') + c }}",
+    ),
+    "block if there is reasoning": (
+        *(_OPEN, _CLOSED),
+        _KEY + "{{ (on + r.strip() + '\\n</think>\\n\\n' if loop.last and r else '') + c }}",
+    ),
+}
+"""Form of a published template -> (end of its prompt with reasoning, and without; an answer):
+DeepSeek-V3.1, GLM-4.7, Nemotron Nano v2, Hunyuan, QwQ, SmolLM3, Step-3.5, MiniMax-M2."""
+REASONING_FORMS = tuple(_REASONING)
+
+
+def reasoning_tokenizer(form: str, *, thinking: bool) -> PreTrainedTokenizerFast:
+    """Return a small tokenizer with a template that opens or closes reasoning in its prompt."""
+    on, off, answer = _REASONING[form]
+    tokenizer = byte_bpe(_CHATML_TOKENS, eos="<|im_end|>")
+    template = _TURNS.replace("ON", on).replace("OFF", off).replace("ANSWER", answer)
+    tokenizer.chat_template = with_defaults(template, {"thinking": thinking})
     return tokenizer
 
 

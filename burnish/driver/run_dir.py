@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from burnish.config.job import JobConfig
@@ -168,7 +169,7 @@ def _check_kinds(run_dir: Path) -> None:
 def _holds_something(folder: Path) -> bool:
     """Return whether the folder contains more than the files of a run that was rejected, or that
     failed before its first measurement."""
-    names = {path.name for path in folder.iterdir()}
+    names = {p.name for p in folder.iterdir() if not fnmatchcase(p.name, ".*.tmp")}
     metrics = folder / METRICS_FILE
     failed_at_start = metrics.is_file() and metrics.stat().st_size == 0
     left = {LOCK_FILE, DATE_FILE, PLAN_FILE, OOM_FILE, DIGESTS_FILE}

@@ -43,6 +43,7 @@ _OPTIONS = {
 }
 """Words about recipes in messages -> words about servers."""
 _SHOWN, _BEFORE = 60, 20  # characters of a text shown after and before a difference
+_MOST_SHAPES = 4096  # cached sequences of roles
 _BEGIN, _END = "\U000f0000", "\U000f0001"  # private-use characters around literal text
 _LITERAL = Pattern(f"{_BEGIN}([^{_BEGIN}{_END}]*){_END}|[{_BEGIN}{_END}]")
 
@@ -110,6 +111,8 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._today = today
         self._special = _special_tokens(tokenizer)
+        self._moved: dict[tuple[Any, ...], str | None] = {}
+        """Shape of new messages -> the role of the first one that does not follow an answer."""
 
     def text(self, messages: Sequence[Message], tools: Tools, *, generate: bool) -> str:
         """Return the text of a conversation, with the generation prompt if ``generate``. Raises
@@ -125,8 +128,8 @@ class ChatTemplate:
     def continuation(self, new: Sequence[Message], tools: Tools) -> Continuation:
         """Return the text that the template writes between a turn and the answer to ``new``.
 
-        Raises RendererError if the placeholder answer is not in the rendering, DataError if the
-        template rejects the messages.
+        Raises RendererError if the placeholder answer is not in the rendering or a new message is
+        rendered before it, DataError if the template rejects the messages.
         """
         text = repr(new)
         mark = next(m for m in (_MARK + "z" * i for i in range(len(text) + 1)) if m not in text)
@@ -144,6 +147,7 @@ class ChatTemplate:
                     "turn"
                 )
             if mark in head and mark in full:
+                self._check_places(answer, mark, new, tools)
                 after_head, after_full = head.rpartition(mark)[2], full.rpartition(mark)[2]
                 return self._split(after_head, after_full, is_call=bool(results))
         raise RendererError(
@@ -151,6 +155,36 @@ class ChatTemplate:
             "is missing from the text), so a conversation cannot be extended. Set "
             "model.chat_template to one that renders all messages"
         )
+
+    def _check_places(
+        self, answer: Message, mark: str, new: Sequence[Message], tools: Tools
+    ) -> None:
+        """Raise RendererError if the template does not render the text of a new message after the
+        answer before it. It is rendered once for each sequence of roles, with marks as texts."""
+        has_text = [bool(str(m.get("content") or "").strip()) for m in new]
+        roles = tuple((str(m["role"]), has) for m, has in zip(new, has_text, strict=True))
+        shape = (roles, bool(answer["content"]), bool(tools))
+        if shape not in self._moved:
+            if len(self._moved) >= _MOST_SHAPES:
+                self._moved.clear()
+            texts = [f"qznew{i}zq" * has for i, has in enumerate(has_text)]
+            marked = [{**m, "content": t} if t else m for m, t in zip(new, texts, strict=True)]
+            try:
+                full = self.text([user("Go."), answer, *marked], tools, generate=True)
+            except DataError:  # the template inspects contents
+                full = mark + "".join(texts)
+            after = full.rpartition(mark)[2]
+            moved = (
+                role for (role, _), text in zip(roles, texts, strict=True) if text not in after
+            )
+            self._moved[shape] = next(moved, None)
+        if (role := self._moved[shape]) is not None:
+            raise RendererError(
+                f"the chat template writes a message of the role {role!r} that follows an answer "
+                "somewhere else (at the beginning of the conversation, for example), but a prompt "
+                "is only extended at its end, so the model would never see the text. Put the text "
+                "into a user message"
+            )
 
     def _split(self, after_head: str, after_full: str, *, is_call: bool) -> Continuation:
         """Split the text after an answer at its end token.

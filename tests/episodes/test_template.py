@@ -155,6 +155,38 @@ def test_history_template_renders_and_does_not_extend() -> None:
     assert appending.history == "keep"
 
 
+@pytest.mark.parametrize("tools", [(), TOOLS], ids=["plain", "tools"])
+@pytest.mark.parametrize(
+    "start", [[user("Hi.")], [{"role": "system", "content": "A"}, user("Hi.")]]
+)
+@pytest.mark.parametrize("before", [[], [user("So?")], [result("12", "look_up", "probe0000")]])
+def test_a_new_message_that_the_template_moves_is_refused(
+    before: list[Any], start: list[Any], tools: Any
+) -> None:
+    """DeepSeek writes all system messages at the beginning, where the prompt is not extended. The
+    way out is a user message."""
+    tokenizer = chat_tokenizer("chatml")
+    gathered = "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+    loop = "{% for m in messages if m.role != 'system' %}"
+    tokenizer.chat_template = gathered + tokenizer.chat_template.replace(
+        "{% for m in messages %}", loop
+    )
+    renderer = ChatRenderer(tokenizer, history="keep")
+    prompt, sampled = renderer.render(start, tools), encoded(tokenizer, "x<|im_end|>")
+
+    def following(role: str, text: str = "RULE 77") -> str:
+        new = [*before, {"role": role, "content": text}]
+        return tokenizer.decode(renderer.bridge(prompt, sampled, new, tools)[len(prompt) :])
+
+    for _ in range(2):  # the second time from the cache
+        with pytest.raises(RendererError, match=r"role 'system' that follows .* a user message"):
+            following("system")
+        assert "RULE 77" in following("user")
+    assert following("system", " ")
+    shown = renderer.render([*start, assistant("x"), {"role": "system", "content": "RULE 77"}])
+    assert "RULE 77" in tokenizer.decode(shown)
+
+
 @pytest.mark.parametrize(
     ("new", "reason"),
     [

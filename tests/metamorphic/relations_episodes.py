@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from metamorphic.base import Broken, Draw, equal, relation
+from metamorphic.base import Broken, Draw, Refused, equal, relation
 
 from burnish.agents.calls import ModelCall
 from burnish.agents.session import TrainingSession
@@ -30,7 +30,7 @@ from burnish.environments.pool import EpisodeFailedError
 from burnish.environments.results import ToolResultError, as_text
 from burnish.episodes.loop import EngineCall, EpisodeLimits, EpisodeResult, Policy, Task
 from burnish.episodes.probing import TOOLS, call
-from burnish.episodes.renderer import ChatRenderer
+from burnish.episodes.renderer import ChatRenderer, RendererError
 from burnish.episodes.runner import FAILED, EpisodeRunner, episode_sample
 from burnish.jobs.evaluate import Evaluator
 from burnish.rewards.base import RewardSet
@@ -384,3 +384,39 @@ def rendered_answers_are_read_back(draw: Draw) -> None:
 def _stripped(answer: dict[str, Any]) -> dict[str, Any]:
     texts = {key: value.strip() for key, value in answer.items() if isinstance(value, str)}
     return {**answer, **texts}
+
+
+GATHERED = "{% for m in messages if m.role == 'system' %}{{ m.content }}\n{% endfor %}"
+"""Beginning of a template that writes all system messages first, as DeepSeek's do."""
+
+
+@relation
+def new_messages_are_in_the_next_prompt(draw: Draw) -> None:
+    """What is appended to a turn contains the texts of all messages that follow it, in their order.
+    Exact."""
+    from chat_families import FAMILIES, chat_tokenizer
+
+    tokenizer = chat_tokenizer(draw.one(family=sorted(FAMILIES)))
+    if draw.one(gathers=[True, False]):
+        others = "{% for m in messages if m.role != 'system' %}"
+        template = tokenizer.chat_template.replace("{% for m in messages %}", others)
+        tokenizer.chat_template = GATHERED + template
+    roles = draw.one(roles=[draw.rng.choices(("user", "system", "tool"), k=n) for n in (1, 2, 3)])
+    texts = [f"{draw.rng.choice(['the', 'Ein', '漢字'])} w{i}w" for i in range(len(roles))]
+    new = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    renderer = ChatRenderer(tokenizer, history="keep")
+    sampled = (
+        *tokenizer("So.", add_special_tokens=False)["input_ids"],
+        min(renderer.stop_token_ids),
+    )
+    prompt = renderer.render([{"role": "user", "content": "Go."}])
+    try:
+        following = renderer.bridge(prompt, sampled, new)
+    except RendererError as error:
+        if set(roles) == {"user"}:
+            raise Broken(f"user messages are refused: {error}") from error
+        raise Refused(str(error)) from error
+    appended = tokenizer.decode(list(following)[len(prompt) + len(sampled) :])
+    equal([text for text in texts if text in appended], texts, "texts of the new messages")
+    places = [appended.index(text) for text in texts]
+    equal(sorted(places), places, "order of the new messages")

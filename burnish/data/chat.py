@@ -18,7 +18,7 @@ from burnish.data.left_out import REFUSED, Field, check_rendering
 from burnish.data.messages import as_messages, trained_flags
 from burnish.data.notices import note
 from burnish.data.pieces import check_embeddings, encode_piece, plain_ids
-from burnish.data.rendering import Tools, habits_of, render_text
+from burnish.data.rendering import Tools, habits_of, render_text, with_reasoning_once
 from burnish.data.sources import DataError
 from burnish.data.turns import locate_turns
 from burnish.data.unread import note_flags
@@ -62,6 +62,7 @@ def encode_prompt(
     if not isinstance(prompt, str) or apply_chat_template:
         messages = as_messages(prompt, system_prompt=system_prompt)
         check_prompt(messages)
+        messages = with_reasoning_once(tokenizer, messages, tools)
         check_rendering(tokenizer, messages, tools, system_prompt=system_prompt, refused=refused)
         text = render_text(tokenizer, messages, add_generation_prompt=True, tools=tools)
         return text, encode_piece(tokenizer, text)
@@ -129,6 +130,7 @@ def encode_conversation(
         )
     note_flags(messages, learned)
     bare = [without_flags(message) for message in messages]
+    bare = with_reasoning_once(tokenizer, bare, tools)
     check_rendering(tokenizer, bare, tools, refused=refused)
     bare = _without_own_end(tokenizer, bare, tools)
     answers = [bare[turn] for turn in learned]
@@ -201,9 +203,9 @@ def encode_completion(
     piece = encode_piece(tokenizer, response, after=after, before=prompt or "")
     if add_eos and piece[-1:] != [tokenizer.eos_token_id]:
         piece.append(tokenizer.eos_token_id)
-    ends = _ends_of(tokenizer)
-    trained = next((i + 1 for i, token in enumerate(piece) if token in ends), len(piece))
-    if trained < len(piece):
+    trained, ends = len(piece), _ends_of(tokenizer)
+    if not ends.keys().isdisjoint(piece[:-1]):
+        trained = next(i + 1 for i, token in enumerate(piece) if token in ends)
         _note_text_after_end(ends[piece[trained - 1]])
     mask = [True] * trained + [False] * (len(piece) - trained)
     return [*prompt_ids, *piece], [False] * len(prompt_ids) + mask

@@ -23,12 +23,14 @@ from weakref import WeakKeyDictionary
 from jinja2 import TemplateError
 
 from burnish.chat_message import REASONING, Message, roles_of
+from burnish.data.notices import note
 from burnish.data.sources import DataError
 from burnish.data.thoughts import (
     THINK,
     THINK_END,
     prompt_block,
     reasoning_block,
+    text_behind_repeated,
     with_reasoning_key,
 )
 from burnish.templates import render_chat
@@ -123,6 +125,21 @@ class Habits:
         ignores = self.reasoning_key is None and not (self.cuts_reasoning or self.opens_reasoning)
         return ignores and REASONING[0] in message
 
+    def with_reasoning_once(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message without its reasoning in the text, or under its key, if both are the
+        same: in the place that the template does not render."""
+        text = text_behind_repeated(message)
+        if text is None:
+            return message
+        note(
+            "double_reasoning",
+            f"a message has the same reasoning under `{REASONING[0]}` and in its text; it is kept "
+            "once. Remove one from the data",
+        )
+        if self.ignores_reasoning_of(message):
+            return {key: value for key, value in message.items() if key != REASONING[0]}
+        return {**message, "content": text}
+
     def adapted(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the messages in the form that the template reads."""
         moves = self.reasoning_key not in (None, REASONING[0])
@@ -182,6 +199,16 @@ _TOOLS: Tools = (
         },
     },
 )
+
+
+def with_reasoning_once(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Tools
+) -> list[dict[str, Any]]:
+    """Return the messages, with reasoning under its key and in the text kept once."""
+    if not any(REASONING[0] in message for message in messages):
+        return messages
+    habits = habits_of(tokenizer, tools)
+    return [habits.with_reasoning_once(message) for message in messages]
 
 
 class _Probe:

@@ -128,6 +128,13 @@ def with_reasoning_key(message: Message) -> Message:
     return {**message, REASONING[0]: block[0].strip(), "content": block[1].lstrip()}
 
 
+def text_behind_repeated(message: Message) -> str | None:
+    """Return the text behind a block that repeats the reasoning under its key; None without one."""
+    reasoning = message.get(REASONING[0], "").strip()
+    block = reasoning_block(message.get("content") or "") if reasoning else None
+    return block[1].lstrip() if block is not None and block[0].strip() == reasoning else None
+
+
 def without_empty_block(message: Message) -> Message:
     """Return an answer without an empty block of reasoning at the beginning of its text."""
     head, end, text = message["content"].partition(THINK_END)

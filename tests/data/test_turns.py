@@ -272,6 +272,20 @@ def test_an_answer_continues_the_reasoning_of_its_prompt(form: str, history: Mes
             row(closes, message)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwq", "chatml", *REASONING_FORMS])
+def test_reasoning_under_its_key_and_in_the_text_is_trained_once(family: str) -> None:
+    is_form = family in REASONING_FORMS
+    tokenizer = reasoning_tokenizer(family, thinking=True) if is_form else tokenizer_of(family)
+    texts = []
+    for message in (_WHY[1], {**_WHY[1], "reasoning_content": "why"}):
+        with collecting() as notices:
+            ids, mask = encode_conversation(tokenizer, [user("q"), message])
+        text = tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
+        texts.append("".join(text.split()))
+    assert texts[0].count("why") == 1 and texts[1] == texts[0]
+    assert "double_reasoning" in notices and "reasoning_ignored" not in notices
+
+
 def test_earlier_answers_that_leave_the_reasoning_of_their_prompt_open_are_refused() -> None:
     tokenizer = published_tokenizer("chatml")
     tokenizer.chat_template = _PROMPTED.replace("BLOCK", "{{ '<think>\\n' }}")

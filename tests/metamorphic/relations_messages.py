@@ -305,6 +305,7 @@ def _options_of(family: str) -> list[dict[str, bool]]:
 
 
 _BLOCKS = ("{}", "<think>{}</think>", "<think>\n{}\n</think>\n\n")
+"""Reasoning under its key, and in the text."""
 
 
 @relation
@@ -322,13 +323,13 @@ def answers_continue_the_block_of_their_prompt(draw: Draw) -> None:
     reasoning, text, earlier = ("".join(draw.rng.choices("abq \n", k=6)) + "z" for _ in range(3))
     reasoning = f"why{reasoning}" * draw.rng.randint(0, 1)
     text = f"ans{text}"
-    form = draw.one(form=["none", "key", *_BLOCKS[1:]])
+    form = draw.one(form=["none", *_BLOCKS, *_BLOCKS[1:]])
     reasoning = "" if form == "none" else reasoning
     answer = {"role": "assistant", "content": text}
-    if form == "key":
-        answer["reasoning_content"] = reasoning
-    elif form != "none":
+    if form in _BLOCKS[1:]:
         answer["content"] = form.format(reasoning) + text
+    if form == "{}" or (reasoning and draw.one(both=[False, False, True])):
+        answer["reasoning_content"] = reasoning
     start = [{"role": "user", "content": "Go."}]
     if draw.rng.random() < 0.4:
         start += [{"role": "assistant", "content": earlier}, {"role": "user", "content": "On."}]

@@ -363,12 +363,12 @@ class ChatTemplate:
             return None
         return format_of(turn) if _MARK in turn else None
 
-    def reasoning_markers(self) -> tuple[str, str]:
-        """Return the texts before and after reasoning: those that the template mentions, else the
-        usual ones. Models also reason if their template writes no reasoning."""
+    def reasoning_markers(self) -> tuple[str, str] | None:
+        """Return the texts before and after reasoning that the template or its generation prompt
+        mentions. None: a block of reasoning is text, which later prompts and rows keep."""
         source = f"{self._tokenizer.chat_template}{self.generation_prompt}"
         mentioned = (tags for i in (1, 0) for tags in REASONING_TAGS if tags[i] in source)
-        return next(mentioned, REASONING_TAGS[0])
+        return next(mentioned, None)
 
 
 def literal_parts(text: str) -> list[tuple[str, bool]]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from chat_families import FAMILIES, chat_tokenizer
+from chat_families import FAMILIES, chat_tokenizer, renderer_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -131,14 +131,15 @@ def test_reasoning_that_the_prompt_opens_is_recognized(header: str) -> None:
 @pytest.mark.parametrize(
     ("source", "opened"),
     [
-        ("", ""),
         ("", "<think>\n"),
         ("", "[THINK]"),
         ("{# </think> #}", ""),
         ("{# [/THINK] #}", "[THINK]"),
     ],
 )
-def test_reasoning_does_not_depend_on_the_source_of_the_template(source: str, opened: str) -> None:
+def test_the_template_or_the_prompt_decides_whether_a_block_is_reasoning(
+    source: str, opened: str
+) -> None:
     """Templates that write earlier answers as they are mention no closing tag."""
     tokenizer = chat_tokenizer("xml")
     template = tokenizer.chat_template.removesuffix("{% endif %}")
@@ -155,6 +156,12 @@ def test_reasoning_does_not_depend_on_the_source_of_the_template(source: str, op
     assert reasoning.strip() == "Two." and content.strip() == f"4 {begin}x{end}"
     plain = renderer.parse(tokenizer(f"{end}a{begin}", add_special_tokens=False)["input_ids"])
     assert plain.message["content"] == ("a" if opened else f"{end}a") + begin
+
+
+def test_a_block_is_text_if_the_template_could_not_write_it_again() -> None:
+    renderer, tokenizer = renderer_of("xml")
+    ids = tokenizer("<think>\nTwo.\n</think>\n\n4", add_special_tokens=False)["input_ids"]
+    assert renderer.parse(ids).message == assistant("<think>\nTwo.\n</think>\n\n4")
 
 
 OWN_TAGS = {

@@ -347,7 +347,7 @@ def _selected(value: Any) -> Any:
         have = f"{' and '.join(kinds)} are" if kinds else "none is"
         raise ValueError(f"needs exactly one of {', '.join(_KINDS)}, and {have} set; set one")
     kind = kinds[0] if kinds else value["kind"]
-    if kind not in _KINDS:
+    if kind not in list(_KINDS):  # (it may be unhashable)
         return value
     fields = _KINDS[kind].model_fields
     unset = {(key, "None") for key in keys} | {

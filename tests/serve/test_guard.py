@@ -180,6 +180,9 @@ class Characters:
         self.given.append(text)
         return self._own(text, **options)
 
+    def __len__(self) -> int:
+        return len(self._own)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
 

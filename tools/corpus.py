@@ -5,6 +5,11 @@ structure changed nothing else.
     python tools/corpus.py compare build/before               # later, in the changed checkout
     python tools/corpus.py compare build/before --parts plans runs     # 4 minutes
 
+A run of the tests for another reason can record the recipes on the way:
+
+    export BURNISH_CORPUS_CALLS=build/calls PYTHONPATH=tools PYTEST_ADDOPTS="-p corpus"
+    make test && python tools/corpus.py compare build/before --parts configs --calls build/calls
+
 A corpus is a folder with one JSON file per part. Each part maps a case to its result:
 
 ``configs``: every recipe that a test of the suite loads -> the resolved YAML, or the sorted lines
@@ -69,7 +74,10 @@ def main(argv: Sequence[str]) -> int:
     count = 0
     for name in options.parts:
         before = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-        after = PARTS[name](folder, before)
+        if name == "configs" and options.calls is not None:
+            after = read_calls(options.calls)
+        else:
+            after = PARTS[name](folder, before)
         if name == "configs":
             before = {case: reread(outcome) for case, outcome in before.items()}
         common = sorted(before.keys() & after.keys())
@@ -126,11 +134,16 @@ def configs(_folder: Path, _before: Part | None) -> Part:
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )
         print(result.stdout.strip().rpartition("\n")[2], flush=True)
-        part: Part = {}
-        for file in sorted(Path(calls).iterdir()):
-            for line in file.read_text(encoding="utf-8").splitlines():
-                case, outcome = json.loads(line)
-                part[case] = outcome
+        return read_calls(Path(calls))
+
+
+def read_calls(folder: Path) -> Part:
+    """Return the recipes and results that test processes recorded in ``folder``."""
+    part: Part = {}
+    for file in sorted(folder.iterdir()):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            case, outcome = json.loads(line)
+            part[case] = outcome
     return part
 
 
@@ -188,7 +201,7 @@ def _install(folder: Path) -> None:
 
 
 if _CALLS in os.environ:  # a plugin of pytest
-    _install(Path(os.environ[_CALLS]))
+    _install(Path(os.environ[_CALLS]).resolve())
 
 
 # --- plans
@@ -294,6 +307,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("action", choices=["record", "compare"])
     parser.add_argument("folder", type=Path, help="folder of the corpus")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--calls", type=Path, help="recorded calls of a run of the tests")
     parser.add_argument("--lines", type=int, default=40, help="differences to print per part")
     return parser
 

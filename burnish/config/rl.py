@@ -171,6 +171,7 @@ class RLConfig(TrainingJob):
             if self.algorithm.reduces_over_samples
             else 1,
             with_entropy=True,
+            entropy_gradient=self.algorithm.entropy_coef > 0,
             kept_ids=max_kept_ids(self.algorithm, self.rollout),
             dropout=False,
             offload="policy" in self.cluster.offload_between_phases,

@@ -144,6 +144,8 @@ class TrainRole(RoleSpec):
     """Rows per forward pass of a reward model. None: micro-batches of the job."""
     with_entropy: bool = False
     """True if training passes measure the policy's entropy."""
+    entropy_gradient: bool = False
+    """True if the loss contains the entropy."""
     kept_ids: int = 0
     """Maximum ids per token of a recorded sampling mask. 0: log-probs are over all tokens."""
     offload: bool = False

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burnish.models.logprobs import Head, HeadGradients, grad_logits
+from burnish.models.logprobs import Head, HeadGradients, grad_logits_
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 
@@ -136,9 +136,9 @@ class _DistillLogprobs(torch.autograd.Function):
             capped = logits if work.head.scaling.softcap is not None else None
             grad = torch.zeros_like(logits)
             if of_logprobs is not None:
-                log_p = logits - log_norm[rows, None]
-                grad = grad_logits(log_p, work.targets[rows], of_logprobs[rows])
-                del log_p
+                probabilities = (logits - log_norm[rows, None]).exp_()
+                grad = grad_logits_(probabilities, work.targets[rows], of_logprobs[rows])
+                del probabilities
             if of_divergence is not None:
                 log_p = work.log_p(logits)
                 del logits

@@ -59,6 +59,8 @@ class Pass:
     """True if gradients of an earlier micro-batch exist."""
     checkpointing: bool = False
     with_entropy: bool = False
+    entropy_gradient: bool = False
+    """True if the loss contains the entropy."""
     kept_ids: int = 0
     """Ids per token over which log-probs are computed. 0: all."""
     chunk_tokens: int = CHUNK_TOKENS["cpu"]
@@ -355,6 +357,8 @@ class _Trace:
         del hidden
         if not work.train:
             return
+        if work.with_entropy and not work.entropy_gradient:
+            result = result[:1]
         loss = sum(((x.exp() * batch[2]).sum() for x in result), torch.zeros(()))
         self.live.stage("head")
         loss.backward()

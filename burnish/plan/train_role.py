@@ -231,6 +231,7 @@ def _passes(
             accumulates=share > len(rows),
             checkpointing=train.gradient_checkpointing,
             with_entropy=role.with_entropy,
+            entropy_gradient=role.entropy_gradient,
         )
     return passes
 
@@ -281,7 +282,7 @@ def _object_store(context: Context, setup: EngineSetup) -> dict[str, Items]:
     return {phase: (item,) for phase in PHASES if phase != "load"}
 
 
-MORE_BUFFERS = {"forward_kl": 3, "reverse_kl": 3, "jsd": 4}
+MORE_BUFFERS = {"forward_kl": 4, "reverse_kl": 5, "jsd": 5}
 """Number of [chunk, vocab] fp32 buffers at the head's peak, in addition to those of plain
 log-probs. Counted in ``models/distill.py`` (``tests/models/test_distilled_logprobs.py``)."""
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from burnish.models.logprobs import Head, chunk_tokens, token_logprobs
+from burnish.plan.tracking import LiveBytes
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 10, 64])
@@ -71,6 +72,50 @@ def test_at_most_one_chunk_of_logits_exists(monkeypatch: pytest.MonkeyPatch) -> 
     )
     logprobs.sum().backward()
     assert made == [4, 4, 2, 4, 4], "four rows at a time; the last two are kept for backward"
+
+
+@pytest.mark.parametrize(
+    ("with_entropy", "in_loss", "forward", "backward"),
+    [(False, False, 1.3, 1.6), (True, False, 2.3, 1.6), (True, True, 2.3, 4.6)],
+)
+def test_number_of_chunk_buffers(
+    with_entropy: bool, in_loss: bool, forward: float, backward: float
+) -> None:
+    """Most live bytes, in [chunk, vocab] fp32 buffers; the weight's gradient is a quarter of one.
+    Entropies that are measured and not in the loss cost no buffer in backward."""
+    hidden, weight = torch.randn(256, 8, requires_grad=True), torch.randn(4096, 8)
+    weight.requires_grad_()
+    with LiveBytes() as live:
+        logprobs, entropy = token_logprobs(
+            hidden,
+            torch.zeros(256, dtype=torch.int64),
+            Head(weight, chunk_tokens=32),
+            with_entropy=with_entropy,
+        )
+        loss = logprobs.sum()
+        if in_loss:
+            assert entropy is not None
+            loss = loss + entropy.sum()
+        live.stage("backward")
+        loss.backward()
+    unit = 4 * 32 * 4096
+    assert live.peaks["start"][0] < forward * unit
+    assert live.peaks["backward"][0] < backward * unit
+
+
+def test_only_entropies_in_the_loss() -> None:
+    """The log-probs have no gradient then."""
+    hidden, weight = torch.randn(5, 8).double(), torch.randn(30, 8).double()
+    exact, ours = hidden.clone().requires_grad_(), hidden.float().requires_grad_()
+    log_p = (exact @ weight.T).log_softmax(-1)
+    (log_p.exp() * log_p).sum().backward()
+    entropy = token_logprobs(
+        ours, torch.zeros(5, dtype=torch.int64), Head(weight.float()), with_entropy=True
+    )[1]
+    assert entropy is not None and ours.grad is None
+    (-entropy).sum().backward()
+    assert ours.grad is not None and exact.grad is not None
+    torch.testing.assert_close(ours.grad.double(), exact.grad, atol=2e-5, rtol=1e-5)
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:

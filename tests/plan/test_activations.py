@@ -70,7 +70,11 @@ def measured(config, work, passes):
         base = num_bytes(own)
         assert live.now == base
         engine.forward_backward(
-            batch, lambda o, b: ((o.logprobs.exp().sum() + o.entropy.sum()), Stats())
+            batch,
+            lambda o, b: (
+                o.logprobs.exp().sum() + (o.entropy.sum() if work.entropy_gradient else 0.0),
+                Stats(),
+            ),
         )
     return live.peak - base
 
@@ -91,6 +95,8 @@ GRID = [
     dict(hidden=64, layers=6, count=4, length=128, passes=2),
     dict(hidden=64, layers=6, count=4, length=128, passes=2, dtype="bf16", checkpointing=True),
     dict(hidden=64, layers=6, count=4, length=128, chunk_tokens=64),
+    dict(hidden=64, layers=6, count=4, length=128, chunk_tokens=64, entropy_gradient=False),
+    dict(hidden=64, layers=2, count=2, length=128, dtype="bf16", entropy_gradient=False),
     dict(hidden=64, layers=6, count=4, length=128, kept_ids=800, chunk_tokens=64),
     dict(hidden=64, layers=6, count=4, length=128, lora=LoraConfig(lora_rank=8)),
     dict(
@@ -114,7 +120,7 @@ def case(hidden, layers, count, length, passes=1, **more):
         rows=rows_of(count, length, length // 2),
         with_entropy=True,
         accumulates=passes > 1,
-        **more,
+        **{"entropy_gradient": True} | more,
     )
     tied = lora is None or not (lora.modules_to_save or "lm_head" in lora.target_modules)
     return model(hidden, layers, tied=tied, lora=lora), work, passes

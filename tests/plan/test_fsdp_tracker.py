@@ -99,6 +99,7 @@ def settings(hidden: int, layers: int, **more: Any) -> tuple[EngineSpec, Pass]:
         dtype=dtype,
         checkpointing=checkpointing,
         with_entropy=True,
+        entropy_gradient=True,
         lora=lora,
     )
     return replace(spec, temperature=0.5), work

@@ -64,7 +64,12 @@ def test_tensor_parallel_part_matches_the_engine(
     assert found == part.parameters + part.adapters
     rows = tuple(RowSize(128 - i % 2, 64, 0) for i in range(4))
     work = Pass(
-        rows=rows, checkpointing=checkpointing, with_entropy=True, lora=lora, layout="packed"
+        rows=rows,
+        checkpointing=checkpointing,
+        with_entropy=True,
+        entropy_gradient=True,
+        lora=lora,
+        layout="packed",
     )
     predicted = measure(key_of(part), work).peak
     batch = rows_to_batch(

@@ -1,13 +1,14 @@
 """Comparison of tool arguments with JSON schemas, in a bounded number of steps.
 
 A schema is read as the draft that its ``$schema`` names, or without one as draft 2020-12. If it is
-not valid in that draft, it is read as the newest one in which it is.
+not valid in that draft, it is read as the newest one in which it is. A schema inside of it that
+names another draft is refused if that draft would read it in another way.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -44,6 +45,7 @@ _NAMED = (
 class _Draft:
     """A draft of JSON Schema."""
 
+    name: str
     specification: Specification[Any]
     validator: Any
     """Validator of ``jsonschema`` whose steps are counted."""
@@ -95,15 +97,20 @@ def _draft(name: str) -> _Draft:
     )
     validator: Any = extend(original, keywords)
     validator.META_SCHEMA = _plain_schema(dict(original.META_SCHEMA))
-    return _Draft(specification, validator, registry, name in ("07", "06", "04"))
+    return _Draft(name, specification, validator, registry, name in ("07", "06", "04"))
 
 
 def _drafts(schema: Any) -> Iterator[_Draft]:
     """Yield the drafts as which a schema may be read, the declared one first."""
     declared = schema.get("$schema") if isinstance(schema, dict) else None
-    address = _address(declared) if isinstance(declared, str) else None
-    names = sorted(_NAMES, key=lambda name: _address(f"{_URIS[name]}schema") != address)
-    return map(_draft, names)
+    draft = _named_draft(declared) if isinstance(declared, str) else None
+    return map(_draft, sorted(_NAMES, key=lambda name: draft is None or name != draft.name))
+
+
+def _named_draft(uri: str) -> _Draft | None:
+    """Return the draft that a ``$schema`` names; None if it is unknown."""
+    names = [n for n in _NAMES if _address(f"{_URIS[n]}schema") == _address(uri)]
+    return _draft(names[0]) if names else None
 
 
 def _address(uri: str) -> str:
@@ -135,6 +142,25 @@ def _plain_value(key: str, value: Any) -> Any:
     return _plain_schema(value)
 
 
+def _with_drafts(declared: Any, draft: _Draft) -> Iterator[tuple[Mapping[str, Any], _Draft]]:
+    """Yield each schema inside of ``declared``, whose own draft is ``draft``, with the draft that
+    the nearest ``$schema`` around it names."""
+    waiting: list[tuple[Any, _Draft]] = [(declared, draft)]
+    while waiting:
+        schema, draft = waiting.pop()
+        if isinstance(schema, list):
+            waiting += [(item, draft) for item in schema]
+        if not isinstance(schema, dict):
+            continue
+        if schema is not declared and isinstance(schema.get("$schema"), str):
+            draft = _named_draft(schema["$schema"]) or draft
+        yield schema, draft
+        for key, value in schema.items():
+            is_by_name = key in _NAMED and isinstance(value, dict)
+            values = value.values() if is_by_name else [value]
+            waiting += [(inner, draft) for inner in values if key not in _DATA]
+
+
 # ---- schemas -----------------------------------------------------------------------------------
 
 
@@ -159,6 +185,7 @@ class _Schema:
             errors.append(error)
         else:
             raise SchemaError.create_from(errors[0])
+        self._check_inner_drafts(declared)
         BUDGET.reset(MAX_SCHEMA_STEPS)
         self._check_references()
         self.problem({})  # a reference to itself
@@ -180,6 +207,20 @@ class _Schema:
             waiting += resource.subresources()
             if isinstance(resource.contents, dict):
                 yield resource.contents
+
+    def _check_inner_drafts(self, declared: Any) -> None:
+        """Raise UncheckableError if a schema inside of ``declared`` names a draft that reads it in
+        another way."""
+        by_draft: dict[_Draft, list[Mapping[str, Any]]] = {}
+        for keywords, draft in _with_drafts(declared, self.draft):
+            by_draft.setdefault(draft, []).append(keywords)
+        for draft, parts in by_draft.items():
+            if not _read_alike(parts, self.draft, draft):
+                raise UncheckableError(
+                    f"a schema inside of it declares draft {draft.name}, which reads it in another "
+                    f"way than draft {self.draft.name} of the whole; write both in one draft, or "
+                    "remove the inner $schema"
+                )
 
     def _check_references(self) -> None:
         """Raise Unresolvable if a reference of the schema, or of one that it refers to, names no
@@ -250,19 +291,18 @@ def without_draft(parameters: Mapping[str, Any]) -> dict[str, Any]:
         other = _schema_of(json.dumps(plain, sort_keys=True)).draft
     except (SchemaError, Unresolvable, UncheckableError):
         return dict(parameters)
-    return plain if _read_alike(schema, other) else dict(parameters)
+    is_alike = _read_alike(list(schema.keywords()), schema.draft, other)
+    return plain if is_alike else dict(parameters)
 
 
-def _read_alike(schema: _Schema, other: _Draft) -> bool:
-    """Return whether another draft reads a schema in the same way."""
-    draft = schema.draft
+def _read_alike(schemas: Sequence[Mapping[str, Any]], draft: _Draft, other: _Draft) -> bool:
+    """Return whether two drafts read schemas in the same way."""
     if draft is other:
         return True
     if _draft("04") in (draft, other):  # 1.0 is no integer there
         return False
     differing = draft.validator.VALIDATORS.keys() ^ other.validator.VALIDATORS.keys()
     differing |= {"minContains", "maxContains"}
-    schemas = list(schema.keywords())
     has_references = any("$ref" in keywords for keywords in schemas)
     differing |= {"$id", "$anchor"} if has_references else set()
     if draft.ref_is_alone != other.ref_is_alone:

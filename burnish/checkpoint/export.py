@@ -33,7 +33,9 @@ from burnish.checkpoint.manifest import verify
 from burnish.checkpoint.save import CheckpointStore
 from burnish.checkpoint.state import EXPORT_METADATA, load_state, saved_weights
 from burnish.checkpoint.untrusted import check_files, check_sizes, copy_tokenizer, reading
+from burnish.config.base import LOCK_FILE, lock_of
 from burnish.config.model import Dtype, ModelConfig
+from burnish.file_lock import holder_and_ways_out, lock_file
 from burnish.models.auto_class import language_model_class
 from burnish.models.buffers import BUFFERS, load_buffers, persistent_buffers, replace_buffers
 from burnish.models.digest import present_weights_digest, weights_changed
@@ -83,16 +85,64 @@ def export(  # house: ok options of one command
 
     Raises CheckpointError if the checkpoint or its model does not exist, if it is corrupted or
     contains symbolic links to the outside, if it needs code without ``trust_remote_code``, or if
-    ``out`` is not empty.
+    ``out`` is not empty or another process writes it.
     """
-    folder, target = _checkpoint_folder(Path(checkpoint)), Path(out)
+    with _locked(Path(out)):
+        return _export(
+            Path(checkpoint),
+            Path(out),
+            model=model,
+            dtype=dtype,
+            lora=lora,
+            max_shard_size=max_shard_size,
+            base=base,
+            trust_remote_code=trust_remote_code,
+        )
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Lock the folder of an export. Raises CheckpointError if another process has its lock."""
+    path = lock_of(target)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = lock_file(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"the export folder {target} cannot be written, because {path} cannot: "
+            f"{error.strerror}; choose another one"
+        ) from error
+    if lock is None:
+        holder, stop, gone = holder_and_ways_out(path)
+        raise CheckpointError(
+            f"another process writes the export folder {target} (lock file {path}): {holder}; wait "
+            f"until it ends, {stop}, or choose another folder{gone}"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _export(  # house: ok options of one command
+    checkpoint: Path,
+    target: Path,
+    *,
+    model: str,
+    dtype: Dtype | None,
+    lora: LoraForm,
+    max_shard_size: str,
+    base: str | None,
+    trust_remote_code: bool,
+) -> Path:
+    folder = _checkpoint_folder(checkpoint)
     role, dash, kind = model.partition("-")
     if dash and kind != "ema":
         raise CheckpointError(
             f"model={model!r} cannot be exported; use {role} or {role}-ema (its moving average)"
         )
     source = _engine_folder(folder, role)
-    if target.exists() and any(target.iterdir()):
+    if target.exists() and any(path.name != LOCK_FILE for path in target.iterdir()):
         raise CheckpointError(f"the export folder {target} is not empty; choose a new one")
     with reading(source):
         weights = _weights(source, kind or "master")

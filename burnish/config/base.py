@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
@@ -19,6 +20,19 @@ _NUMBERS = (int, float, int | None, float | None)
 
 PathText = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path or a name; ``~`` is expanded to the home folder."""
+
+
+LOCK_FILE = ".lock"
+"""Lock file in a folder that one process writes."""
+
+
+def lock_of(output: Path) -> Path:
+    """Return the lock file of an output file or folder: next to it, since it may not exist yet; in
+    an existing folder if only that is writable (a mounted one)."""
+    output = output.resolve()
+    if output.is_dir() and not os.access(output.parent, os.W_OK):
+        return output / LOCK_FILE
+    return output.with_name(f".{output.name}.lock")
 
 
 def absolute_program(program: str) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import ClassVar
 
-from burnish.config.base import PathText
+from burnish.config.base import PathText, lock_of
 from burnish.config.job import JobConfig
 from burnish.config.model import new_adapter_rules
 from burnish.config.observe import ObserveConfig
@@ -82,6 +82,13 @@ class RowsJob(InferenceJob):
     replaced."""
     observe: ObserveConfig = ObserveConfig()
     """Other files and progress output of the run."""
+
+    def output_in(self, run_dir: Path) -> Path:
+        """Return the path of the output file."""
+        return Path(self.output.replace("{run_dir}", str(run_dir)))
+
+    def output_locks(self, run_dir: Path) -> dict[str, Path]:
+        return {"output": lock_of(self.output_in(run_dir))}
 
     def rules(self) -> Iterator[str]:
         yield from new_adapter_rules(self.model, self.job)

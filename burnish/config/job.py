@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field, ValidationInfo, model_validator
 
 from burnish.config.arithmetic import BatchError, BatchPlan, batch_table, derive_batch
-from burnish.config.base import Node, PathText
+from burnish.config.base import Node, PathText, lock_of
 from burnish.config.best_metric import best_metric_advice, named_metric_rules
 from burnish.config.cluster import ClusterConfig, ClusterRole
 from burnish.config.early_stopping import EarlyStoppingConfig, early_stopping_rules
@@ -129,6 +130,10 @@ class JobConfig(Node):
         """Rewards of the job's responses."""
         return Scoring()
 
+    def output_locks(self, run_dir: Path) -> dict[str, Path]:
+        """Return the lock files of what a run writes at paths of the recipe, by key."""
+        return {}
+
     def section_limits(self, name: str) -> SectionLimits:
         """Return the limits of the rows of the data section ``name``."""
         return SectionLimits((self.model,))
@@ -190,6 +195,10 @@ class TrainingJob(JobConfig):
     @property
     def training(self) -> TrainingJob:
         return self
+
+    def output_locks(self, run_dir: Path) -> dict[str, Path]:
+        export = self.checkpoint.export_folder(run_dir)
+        return {} if export is None else {"checkpoint.export_at_end": lock_of(export)}
 
     @property
     def named_metrics(self) -> dict[str, str | None]:

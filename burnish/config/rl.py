@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -222,6 +223,10 @@ class RLConfig(TrainingJob):
         return (
             bool(self.algorithm.kl.init_kl_coef) and self.model.lora is not None and model is None
         )
+
+    def output_locks(self, run_dir: Path) -> dict[str, Path]:
+        lock = self.sync.lock
+        return super().output_locks(run_dir) | ({} if lock is None else {"sync.folder": lock})
 
     def inputs_of_replay(self) -> RLConfig:
         """Return a config without prompts, rewards and held-out data."""

@@ -47,9 +47,9 @@ class DynamicSampling(Node):
     """Replace groups without a learning signal with groups of new prompts in the same step (DAPO,
     arXiv 2503.14476): all scores equal up to rounding (after ``shaping.reward_clip``, before
     penalties; with ``normalize_each`` or a ``running_norm``: every reward with a weight equal,
-    whatever the sums), or out of bounds. ``reward/mean``, ``reward/<name>`` and
-    ``reward/equal_groups_frac`` cover all sampled groups; ``reward/trained_mean`` and
-    ``reward/std`` the trained ones."""
+    whatever the sums; with ``per_turn``: those of every turn, too), or out of bounds.
+    ``reward/mean``, ``reward/<name>`` and ``reward/equal_groups_frac`` cover all sampled groups;
+    ``reward/trained_mean`` and ``reward/std`` the trained ones."""
 
     above: float | None = None
     """Drop groups whose mean score (plain weighted sum) is not above this. None: no bound."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
-from burnish.config.base import Node, PathText
+from burnish.config.base import Node, PathText, lock_of
 
 RayStore = Literal["object_store", "disk"]
 
@@ -20,6 +21,11 @@ class _Sync(Node):
     def ray_store(self) -> RayStore | None:
         """Store from which the workers of a Ray cluster read the weights at any time. None: they
         connect to the trainer, and both sides take part in the transfer."""
+        return None
+
+    @property
+    def lock(self) -> Path | None:
+        """Lock file of the folder that the trainer writes; None if there is none."""
         return None
 
     def with_absolute_paths(self) -> Self:
@@ -70,6 +76,10 @@ class DiskSync(_Sending):
     @property
     def ray_store(self) -> RayStore:
         return "disk"
+
+    @property
+    def lock(self) -> Path | None:
+        return lock_of(Path(self.folder))
 
     def with_absolute_paths(self) -> Self:
         """Return the same settings with an absolute folder."""

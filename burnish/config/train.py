@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -272,6 +273,11 @@ class CheckpointConfig(Node):
     """Direction in which ``best_metric`` improves. None: by name, and logged (min: losses,
     kl, nll, lengths, truncated and skipped shares, mismatches, times; max: rewards, pass@k,
     accuracies, margins). Required for other metrics."""
+
+    def export_folder(self, run_dir: Path) -> Path | None:
+        """Return the folder of the export at the end of a run; None if there is none."""
+        options = self.export_at_end
+        return None if options is None else Path(options.path.replace("{run_dir}", str(run_dir)))
 
     def rules(self) -> Iterator[str]:
         name = self.best_metric

@@ -28,7 +28,7 @@ def check_same_rows(config: TrainingJob, run_dir: Path, *, resumed: bool, force:
     compared."""
     now, file = _digests(config), run_dir / DIGESTS_FILE
     if resumed and file.is_file():
-        then = _saved(file)
+        then = saved_digests(file)
         changed = [source for source in then if source in now and then[source] != now[source]]
         change = f"the rows of {', '.join(changed)} changed since the run {run_dir} was started"
         if changed and not force:
@@ -42,7 +42,7 @@ def check_same_rows(config: TrainingJob, run_dir: Path, *, resumed: bool, force:
     write_text(file, json.dumps(now, indent=1) + "\n")
 
 
-def _saved(file: Path) -> dict[str, Any]:
+def saved_digests(file: Path) -> dict[str, Any]:
     """Return the digests of an earlier start. Raises RunError."""
     try:
         saved = json.loads(read_small(file))
@@ -50,7 +50,7 @@ def _saved(file: Path) -> dict[str, Any]:
             raise TypeError("it is not a JSON object")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise RunError(
-            f"{file} cannot be read ({error}), so rows that changed would not be noticed; remove "
+            f"{file} cannot be read ({error}), so changes would not be noticed; remove "
             "it to resume without this comparison"
         ) from error
     return saved

@@ -33,7 +33,11 @@ from burnish.driver.base import (
 from burnish.driver.errors import Interrupted, RunError
 from burnish.driver.memory_monitor import OOM_FILE, MemoryMonitor
 from burnish.driver.output_shards import OutputShards
-from burnish.models.digest import weights_changed, weights_digest
+from burnish.models.digest import (
+    present_tokenizer_digest,
+    weights_changed,
+    weights_digest,
+)
 from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import read_metrics
 from burnish.observe.progress import ProgressDisplay
@@ -119,27 +123,15 @@ class RowsLoop(Closable, Protocol):
         ...
 
 
-def output_path(config: RowsJob, run_dir: Path) -> Path:
-    """Return the path of the output file."""
-    return Path(config.output.replace("{run_dir}", str(run_dir)))
-
-
 def check_output(config: RowsJob, run_dir: Path, *, resumed: bool) -> None:
-    """Raise RunError if the output already exists, or if its folder cannot be created. A resumed
-    run ignores an existing file here and compares it when it writes the output."""
-    output = output_path(config, run_dir)
+    """Raise RunError if the output already exists. A resumed run ignores an existing file here and
+    compares it when it writes the output."""
+    output = config.output_in(run_dir)
     if output.is_dir() or (output.exists() and not resumed):
         raise RunError(
             f"the output {output} already exists and is never overwritten; move it away, or choose "
             "another path with output=..."
         )
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(
-            f"the folder of the output {output} cannot be created: {error}; choose another path "
-            "with output=..."
-        ) from error
 
 
 def finished(config: RowsJob, run_dir: Path) -> Metrics | None:
@@ -243,8 +235,9 @@ class RowsRun(Driver[RowsLoop]):
         """Return the state that identifies the run's input and weights. Raises RunError if the run
         was started with other input or other weights."""
         state = self.files.state()
-        scorers = [role.model for role in self.config.roles() if role.kind == "reward"]
-        weights = weights_digest([*self.loop.models, *scorers])
+        roles = [role for role in self.config.roles() if role.kind == "reward"]
+        weights = weights_digest([*self.loop.models, *(role.model for role in roles)])
+        tokenizers = {role.name: present_tokenizer_digest(role.model) for role in roles}
         identity = self.loop.identity
         if state is None and self.files.path(1).exists():
             raise RunError(
@@ -256,6 +249,14 @@ class RowsRun(Driver[RowsLoop]):
                 "model folders contain now, so its output would mix rows of two models; restore "
                 "them, or start a new run"
             )
+        stored = (state or {}).get("tokenizers", {})
+        changed = [n for n, now in tokenizers.items() if weights_changed(stored.get(n), now)]
+        if changed:
+            raise RunError(
+                f"the run {self.run_dir} was started with another tokenizer or chat template of "
+                f"{', '.join(changed)} than the model folders contain now, so its output would mix "
+                "scores of two kinds; restore the files, or start a new run"
+            )
         if state is not None and {name: state.get(name) for name in identity} != identity:
             raise RunError(
                 f"the run {self.run_dir} was started with {state.get('prompts')} prompts, and the "
@@ -263,7 +264,7 @@ class RowsRun(Driver[RowsLoop]):
                 "repeated, missing, or have another label. Restore the data and the tokenizer, or "
                 "start a new run"
             )
-        return {**identity, "weights": weights}
+        return {**identity, "weights": weights, "tokenizers": tokenizers}
 
     def _restore(self) -> None:
         """Find the completed steps, and truncate metrics and samples to them."""
@@ -318,7 +319,7 @@ class RowsRun(Driver[RowsLoop]):
     def _finish(self) -> Metrics:
         """Write the output and print a summary that accounts for every prompt."""
         totals = self.files.totals() | dict(self.loop.totals())
-        output = output_path(self.config, self.run_dir)
+        output = self.config.output_in(self.run_dir)
         with self.timeline.span("write"):
             self.files.publish(output)
         state = self.files.state() or {}

@@ -13,12 +13,15 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from burnish.config.base import LOCK_FILE
 from burnish.config.job import JobConfig
 from burnish.config.registry import REGISTRY
+from burnish.driver.code_digests import CODE_FILE
 from burnish.driver.data_digests import DIGESTS_FILE
 from burnish.driver.errors import RunError
 from burnish.driver.memory_monitor import OOM_FILE
-from burnish.driver.run_lock import LOCK_FILE, WAIT_S, RunLock, in_use, lock_run_dir
+from burnish.driver.run_lock import in_use, lock_run_dir
+from burnish.file_lock import WAIT_S, FileLock
 from burnish.observe.files import REPLAY_FILE, write_text
 from burnish.observe.metrics import METRICS_FILE
 from burnish.observe.public_recipe import read_recipe
@@ -51,7 +54,7 @@ def locked_run_dir(config: JobConfig, resume: Path | None) -> Iterator[Path]:
         lock.release()
 
 
-def _resumed_folder(config: JobConfig, resume: Path) -> tuple[Path, RunLock]:
+def _resumed_folder(config: JobConfig, resume: Path) -> tuple[Path, FileLock]:
     if not (resume / "config.yaml").is_file():
         raise RunError(f"--resume {resume}: there is no config.yaml, so this is not a run folder")
     job = read_recipe(resume)[1].get("job")
@@ -69,7 +72,7 @@ def _resumed_folder(config: JobConfig, resume: Path) -> tuple[Path, RunLock]:
     return resume, lock
 
 
-def _new_folder(config: JobConfig) -> tuple[Path, RunLock]:
+def _new_folder(config: JobConfig) -> tuple[Path, FileLock]:
     """Create and lock the folder. If ``{time}`` is in its path and another run has the folder of
     this second, append the next free number to the time."""
     if not config.run_dir.strip():
@@ -80,14 +83,14 @@ def _new_folder(config: JobConfig) -> tuple[Path, RunLock]:
     while True:
         run_dir = Path(template.replace("{time}", stamp if number == 1 else f"{stamp}-{number}"))
         lock = _lock_new(config, run_dir, wait_s=0 if is_timed else WAIT_S)
-        if isinstance(lock, RunLock):
+        if isinstance(lock, FileLock):
             return run_dir, lock
         if not is_timed:
             raise lock
         number += 1
 
 
-def _lock_new(config: JobConfig, run_dir: Path, *, wait_s: float) -> RunLock | RunError:
+def _lock_new(config: JobConfig, run_dir: Path, *, wait_s: float) -> FileLock | RunError:
     """Create and lock a folder. Return the error if another run has it, or if it is not empty."""
     if run_dir.is_dir() and not (run_dir / LOCK_FILE).exists() and _holds_something(run_dir):
         return _not_empty(config, run_dir)
@@ -169,10 +172,11 @@ def _check_kinds(run_dir: Path) -> None:
 def _holds_something(folder: Path) -> bool:
     """Return whether the folder contains more than the files of a run that was rejected, or that
     failed before its first measurement."""
-    names = {p.name for p in folder.iterdir() if not fnmatchcase(p.name, ".*.tmp")}
+    hidden = (".*.tmp", ".*.lock")
+    names = {p.name for p in folder.iterdir() if not any(fnmatchcase(p.name, h) for h in hidden)}
     metrics = folder / METRICS_FILE
     failed_at_start = metrics.is_file() and metrics.stat().st_size == 0
-    left = {LOCK_FILE, DATE_FILE, PLAN_FILE, OOM_FILE, DIGESTS_FILE}
+    left = {LOCK_FILE, DATE_FILE, PLAN_FILE, OOM_FILE, DIGESTS_FILE, CODE_FILE}
     left |= {REFERENCE_FILE, f".{REFERENCE_FILE}.part"}
     if failed_at_start:
         left |= {METRICS_FILE, "config.yaml", "run.log", "timeline.json", REPLAY_FILE}

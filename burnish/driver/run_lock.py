@@ -1,165 +1,69 @@
-"""One writer per run folder: the process that writes a folder holds the lock on a file in it.
+"""One writer per run folder, and per output of a run elsewhere.
 
-    run_dir/.lock    while a run writes: its process, host and start
-
-The kernel releases the lock when that process ends, also on SIGKILL, so a file that is left behind
-has no effect. A child that outlives the process does not keep the lock: an exec closes the
-descriptor (PEP 446), and a fork without exec closes it here.
+run_dir/.lock            while a run writes: its process, host and start
+FOLDER/.rows.jsonl.lock  the same for FOLDER/rows.jsonl, an output elsewhere
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import logging
-import os
-import re
-import socket
-import stat
-import time
-from contextlib import suppress
-from datetime import UTC, datetime
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from burnish.config.base import LOCK_FILE
 from burnish.driver.errors import RunError
-
-log = logging.getLogger("burnish")
-
-LOCK_FILE = ".lock"
-WAIT_S = 1.0
-"""Time for which a lock is tried: a process that was just killed needs a moment to release its."""
-_POLL_S = 0.02
-_HOLDER = re.compile(r"process (\d{1,10}) on host ([\w.:-]{1,253}) since ([\w.:+-]{1,40})\n")
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Errors of a file system without locks."""
+from burnish.file_lock import FileLock, holder_and_ways_out, lock_file
 
 
-class RunLock:
-    """The lock on one run folder, until :meth:`release` or the end of this process."""
-
-    def __init__(self, path: Path, flags: int) -> None:
-        """Open the file without waiting for its lock."""
-        flags |= os.O_NOFOLLOW | os.O_NONBLOCK
-        self._path, self._descriptor = path, os.open(path, flags, 0o666)
-        self._is_held = False
-        _open_locks.add(self)
-
-    def acquire(self) -> bool:
-        """Lock the file. Return False if another run has the lock, or if the path no longer leads
-        to the open file: its holder removed it at the end, or a user removed the folder."""
-        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file")
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            log.warning(
-                "the file system of %s has no locks (%s): start or resume no other run in this "
-                "folder until this run ends, since it would not be refused",
-                self._path.parent,
-                error.strerror,
-            )
-        self._is_held = self._is_in_place()
-        return self._is_held
-
-    def write_holder(self) -> None:
-        """Write into the file which process has the lock, for the message to others."""
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        text = f"process {os.getpid()} on host {socket.gethostname()} since {since}\n"
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, text.encode(), 0)
-
-    def release(self) -> None:
-        """Remove the file and close it, which releases the lock. No effect in a fork."""
-        if self not in _open_locks:
-            return
-        with suppress(OSError):  # a file that stays has no effect
-            if self._is_held and self._is_in_place():
-                self._path.unlink()
-        self.close()
-
-    def close(self) -> None:
-        """Close the file. A process that was forked from this one keeps its lock."""
-        _open_locks.discard(self)
-        os.close(self._descriptor)
-
-    def _is_in_place(self) -> bool:
-        try:
-            return os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path))
-        except FileNotFoundError:
-            return False
-
-
-_open_locks: set[RunLock] = set()
-
-
-def _close_in_fork() -> None:
-    for lock in list(_open_locks):
-        lock.close()
-
-
-os.register_at_fork(after_in_child=_close_in_fork)
-
-
-def lock_run_dir(run_dir: Path, *, wait_s: float) -> RunLock | None:
+def lock_run_dir(run_dir: Path, *, wait_s: float) -> FileLock | None:
     """Return the lock on a folder; None if another run still has it after ``wait_s``.
 
     Raises RunError if its file cannot be written.
     """
-    deadline = time.monotonic() + wait_s
     try:
-        while (lock := _try_lock(run_dir / LOCK_FILE)) is None and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        return lock_file(run_dir / LOCK_FILE, wait_s=wait_s)
     except OSError as error:
         raise RunError(
             f"the run folder {run_dir} cannot be locked by its file {LOCK_FILE}: {error.strerror}; "
             "correct this, or choose another folder with run_dir=..."
         ) from error
-    return lock
-
-
-def _try_lock(path: Path) -> RunLock | None:
-    try:
-        lock, is_writable = RunLock(path, os.O_RDWR | os.O_CREAT), True
-    except PermissionError:
-        if not path.exists():
-            raise
-        lock, is_writable = RunLock(path, os.O_RDONLY), False
-    try:
-        if lock.acquire():
-            if is_writable:
-                lock.write_holder()
-                return lock
-            path.unlink()  # left behind, of a copy or another user: the next try creates the file
-    except BaseException:
-        lock.release()
-        raise
-    lock.close()
-    return None
 
 
 def in_use(run_dir: Path, *, resumed: bool) -> RunError:
     """Return the error for a folder whose lock another run has."""
-    text, holder = "", None
-    with suppress(OSError):  # that run has just ended
-        with (run_dir / LOCK_FILE).open("rb") as file:
-            text = file.read(512).decode(errors="replace")
-        holder = _HOLDER.fullmatch(text)
-    name, stop, gone = "another process has it", "stop that process", ""
-    if holder is not None:
-        pid, host, since = holder.groups()
-        name = f"process {pid} on host {host} has had it since {since}"
-        stop = f"stop that process (kill {pid})"
-        if host != socket.gethostname():
-            gone = (
-                f"; if {host} is down and the file system keeps its lock, remove "
-                f"{run_dir / LOCK_FILE}"
-            )
+    holder, stop, gone = holder_and_ways_out(run_dir / LOCK_FILE)
     other = ", then resume" if resumed else ", or choose another folder with run_dir=..."
     return RunError(
-        f"the run folder {run_dir} is in use by a run: {name}; wait until it ends, or {stop}"
+        f"the run folder {run_dir} is in use by a run: {holder}; wait until it ends, or {stop}"
         f"{other}{gone}"
     )
+
+
+@contextmanager
+def locked_outputs(locks: Mapping[str, Path]) -> Iterator[None]:
+    """Lock what a run writes outside of its folder until the end of the block. ``locks``: the lock
+    files by the keys of the recipe. The folders that contain them are created.
+
+    Raises RunError if another process has a lock, or if a file cannot be written.
+    """
+    with ExitStack() as held:
+        for key, path in locks.items():
+            held.callback(_locked_output(key, path).release)
+        yield
+
+
+def _locked_output(key: str, path: Path) -> FileLock:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = lock_file(path)
+    except OSError as error:
+        raise RunError(
+            f"{key}: {path} cannot be written: {error.strerror}; choose another path with {key}=..."
+        ) from error
+    if lock is None:
+        holder, stop, gone = holder_and_ways_out(path)
+        raise RunError(
+            f"{key}: another run writes there (lock file {path}): {holder}; wait until it ends, "
+            f"{stop}, or choose another path with {key}=...{gone}"
+        )
+    return lock

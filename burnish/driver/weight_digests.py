@@ -1,13 +1,14 @@
 """Digests of the weights that a training run reads from their folders again when it resumes: the
 base of adapters, a reference, a teacher, reward models. Each checkpoint contains those of the
 run's start (entry ``weights`` of its session), by which a resumed run notices that weights were
-replaced. A changed tokenizer is only a warning: the start folder of a full fine-tuning, which
-usually contains it, may be replaced.
+replaced. The config of a trained model is compared too, since weights mean something else with
+another one. A changed tokenizer is only a warning.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from burnish.checkpoint import CheckpointError, CheckpointStore
@@ -17,6 +18,7 @@ from burnish.config.model import ModelConfig
 from burnish.config.roles import TrainRole
 from burnish.driver.errors import RunError
 from burnish.models.digest import (
+    present_config_digest,
     present_tokenizer_digest,
     present_weights_digest,
     weights_changed,
@@ -50,25 +52,31 @@ def weights_record(config: TrainingJob, run_dir: Path, checkpoint: Path | None) 
     on this machine. Raises RunError as :func:`check_weights_of_run` does.
     """
     saved = {} if checkpoint is None else saved_weights(checkpoint)
-    return saved | _compared(config, run_dir, saved) | _compared_tokenizer(config.model, saved)
+    return saved | _compared(config, run_dir, saved) | _compared_tokenizers(config, saved)
 
 
-def _compared_tokenizer(model: ModelConfig, saved: WeightsRecord) -> WeightsRecord:
-    """Return the entry of the tokenizer. Log a warning if its files differ from those in ``saved``,
-    unless the recipe names others."""
-    digest = present_tokenizer_digest(model)
-    if digest is None:
-        return {}
-    files = (model.tokenizer_path or model.path, model.template_file)
-    entry = {"model": ", ".join(str(file) for file in files if file), "digest": digest}
-    then = saved.get(TOKENIZER, {})
-    if then.get("model") == entry["model"] and weights_changed(then.get("digest"), digest):
-        log.warning(
-            "the files of the tokenizer or chat template in %s changed since this run was started, "
-            "so rows may have other tokens than before; restore the files if this is not intended",
-            entry["model"],
-        )
-    return {TOKENIZER: entry}
+def _compared_tokenizers(config: TrainingJob, saved: WeightsRecord) -> WeightsRecord:
+    """Return the entries of the tokenizers of the policy and of reward models, which have their
+    own. Log a warning if files differ from those in ``saved``, unless the recipe names others."""
+    scorers = [role for role in config.resolve().train_roles if role.kind == "reward"]
+    models = {TOKENIZER: config.model}
+    models |= {f"{r.name} {TOKENIZER}": r.model for r in scorers if r.model is not config.model}
+    now: WeightsRecord = {}
+    for name, model in models.items():
+        digest = present_tokenizer_digest(model)
+        if digest is None:
+            continue
+        files = (model.tokenizer_path or model.path, model.template_file)
+        entry = {"model": ", ".join(str(file) for file in files if file), "digest": digest}
+        then, now[name] = saved.get(name, {}), entry
+        if then.get("model") == entry["model"] and weights_changed(then.get("digest"), digest):
+            log.warning(
+                "the files of the tokenizer or chat template in %s changed since this run was "
+                "started, so rows may have other tokens than before; restore the files if this is "
+                "not intended",
+                entry["model"],
+            )
+    return now
 
 
 def _compared(config: TrainingJob, run_dir: Path, saved: WeightsRecord) -> WeightsRecord:
@@ -76,32 +84,40 @@ def _compared(config: TrainingJob, run_dir: Path, saved: WeightsRecord) -> Weigh
     from those in ``saved``, unless the recipe names another model for a frozen role, which the run
     logs as a changed setting."""
     now: WeightsRecord = {}
-    changed: list[TrainRole] = []
+    changed: dict[str, str] = {}
+    """Name of the entry -> its title and place, for the message."""
     for role in config.resolve().train_roles:
-        model = role.model_read_on_resume
-        digest = None if model is None else present_weights_digest(model)
-        if model is None or digest is None:
-            continue
-        entry = {"model": _source(model), "digest": digest}
-        then, now[role.name] = saved.get(role.name, {}), entry
         is_of_policy = role.trainable or role.model is config.model
-        is_same_model = is_of_policy or then.get("model") == entry["model"]
-        if is_same_model and weights_changed(then.get("digest"), digest):
-            changed.append(role)
+        for name, title, model, digest in _digests(role, config):
+            now[name] = {"model": _source(model), "digest": digest}
+            then = saved.get(name, {})
+            is_same_model = is_of_policy or then.get("model") == now[name]["model"]
+            if is_same_model and weights_changed(then.get("digest"), digest):
+                changed[name] = f"{title} in {_source(model)}"
     if changed:
         raise RunError(_changed_message(config, run_dir, changed))
     return now
 
 
-def _changed_message(config: TrainingJob, run_dir: Path, roles: list[TrainRole]) -> str:
-    listed = "; ".join(f"{_title(role, config)} in {_source(role.model)}" for role in roles)
+def _digests(role: TrainRole, config: TrainingJob) -> Iterator[tuple[str, str, ModelConfig, str]]:
+    """Yield (name, title, model, digest) of what a role reads again and is on this machine: the
+    weights that checkpoints do not contain, and the config of a trained model."""
+    model = role.model_read_on_resume
+    digest = None if model is None else present_weights_digest(model)
+    if model is not None and digest is not None:
+        yield role.name, _title(role, config), model, digest
+    if role.trainable and (digest := present_config_digest(role.model)) is not None:
+        yield f"{role.name} config", f"the config of the {role.name}", role.model, digest
+
+
+def _changed_message(config: TrainingJob, run_dir: Path, changed: Mapping[str, str]) -> str:
     export = f"burnish export {run_dir} --model {config.trained.kind} --out DIR"
-    if config.trained.name in [role.name for role in roles]:
+    if config.trained.name in changed:
         export += " --base FOLDER_OF_THE_ORIGINAL_BASE"
     return (
         f"the weights or configs of these models changed since the run {run_dir} was started: "
-        f"{listed}. "
-        "Checkpoints do not contain them, so a resumed run would continue with other models. "
+        f"{'; '.join(changed.values())}. "
+        "They are read from there again, so a resumed run would continue with other models. "
         f"Restore them, or export the trained model ({export}) and start a new run with "
         "model.path=DIR"
     )

@@ -17,10 +17,12 @@ from burnish.config.placement import PlacementGroupSpec
 from burnish.config.registry import REGISTRY
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.driver.base import Job, seed_everything
+from burnish.driver.code_digests import record_user_code
 from burnish.driver.data_digests import check_same_rows
 from burnish.driver.errors import RunError, StoppedError
 from burnish.driver.memory_monitor import MemoryMonitor
 from burnish.driver.run_dir import date_of, locked_run_dir
+from burnish.driver.run_lock import locked_outputs
 from burnish.driver.weight_digests import check_weights_of_run
 from burnish.models.load import load_tokenizer
 from burnish.observe.progress import keeping_early_records
@@ -135,6 +137,7 @@ def _folder(config: JobConfig, resume: Path | str | None, lock: ExitStack) -> Pa
     ends. Return its path."""
     resume = None if resume is None else Path(resume)
     run_dir = lock.enter_context(locked_run_dir(config, resume))
+    lock.enter_context(locked_outputs(config.output_locks(run_dir)))
     if config.training is not None:
         check_export_folder(config.training, run_dir)
     return run_dir
@@ -156,6 +159,7 @@ def _checked(
     ``read``, the config of the inputs. Return the plan."""
     plan = check_memory(config, run_dir, force=force)
     check_before_run(read, resumed=resumed)
+    record_user_code(read, run_dir, resumed=resumed)
     if read.training is not None:
         check_same_rows(read.training, run_dir, resumed=resumed, force=force)
         if resumed:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
@@ -86,6 +87,41 @@ def present_tokenizer_digest(model: ModelConfig) -> str | None:
         paths.append(model.template_file)
     files = [path for path in paths if path.is_file()]
     return _digest(files) if files else None
+
+
+def present_config_digest(model: ModelConfig) -> str | None:
+    """Return a digest of what a run reads from a model's ``config.json`` and
+    ``generation_config.json`` whatever weights it has: settings of the architecture, and the end
+    tokens. None if there is no config on this machine. Raises ModelError if a file cannot be
+    read."""
+    folder = None if model.path is None else _folder(model.path, model.revision)
+    if folder is None or not (folder / "config.json").is_file():
+        return None
+    ends = _json(folder / "generation_config.json").get("eos_token_id")
+    settings = {"config": _settings(_json(folder / "config.json")), "eos_token_id": ends}
+    text = json.dumps(settings, sort_keys=True)
+    return f"{_FORM}{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+_NO_SETTINGS = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "architectures")
+"""Keys of a ``config.json`` that do not change what a model computes from given weights."""
+
+
+def _settings(content: Any) -> Any:
+    if not isinstance(content, dict):
+        return content
+    return {key: _settings(value) for key, value in content.items() if key not in _NO_SETTINGS}
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """Return the object in a file; {} if the file does not exist. Raises ModelError."""
+    try:
+        content = json.loads(read_small(file)) if file.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"the file {file} of a model cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"the file {file} of a model is not a JSON object")
+    return content
 
 
 def _folder(name: str, revision: str | None) -> Path | None:

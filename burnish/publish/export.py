@@ -15,6 +15,7 @@ from pathlib import Path
 
 from burnish.checkpoint import CheckpointError
 from burnish.checkpoint.export import export
+from burnish.config.base import LOCK_FILE
 from burnish.config.job import TrainingJob
 from burnish.driver.errors import RunError
 from burnish.observe.files import write_text
@@ -26,18 +27,12 @@ RECORD = "export.json"
 """File in the run folder with the folder that the run exported to."""
 
 
-def export_folder(config: TrainingJob, run_dir: Path) -> Path | None:
-    """Return the folder of the export at the end of a run; None if there is none."""
-    options = config.checkpoint.export_at_end
-    return None if options is None else Path(options.path.replace("{run_dir}", str(run_dir)))
-
-
 def check_export_folder(config: TrainingJob, run_dir: Path) -> None:
     """Raise RunError if the export would replace files that this run did not write."""
-    folder = export_folder(config, run_dir)
+    folder = config.checkpoint.export_folder(run_dir)
     if folder is None or not folder.exists() or _own(folder, run_dir):
         return
-    if folder.is_dir() and not any(folder.iterdir()):
+    if folder.is_dir() and all(path.name == LOCK_FILE for path in folder.iterdir()):
         return
     raise RunError(
         f"checkpoint.export_at_end: {folder} exists and was not written by this run; use a new "
@@ -53,7 +48,7 @@ def export_at_end(config: TrainingJob, run_dir: Path) -> None:
     that this run wrote before is replaced. Raises RunError, with the command that repeats the
     export, if it fails; the run itself is complete.
     """
-    options, folder = config.checkpoint.export_at_end, export_folder(config, run_dir)
+    options, folder = config.checkpoint.export_at_end, config.checkpoint.export_folder(run_dir)
     if options is None or folder is None:
         return
     check_export_folder(config, run_dir)

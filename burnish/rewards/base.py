@@ -224,6 +224,11 @@ class RewardSet:
             )
         return RewardedGroups(tuple(rewarded), tuple(dropped), self._stats(rewarded, len(dropped)))
 
+    def turn_rewards(self, group: Group) -> list[tuple[float, ...]]:
+        """Return the weighted rewards of the turns of each sample of a group that did not fail.
+        Empty tuples if no reward is credited turn by turn."""
+        return [self._turn_rewards(RewardInput(group.prompt, sample)) for sample in group.samples]
+
     def _turn_rewards(self, item: RewardInput) -> tuple[float, ...]:
         """Return the weighted rewards of an episode's turns that are credited turn by turn. Empty
         if there are none."""

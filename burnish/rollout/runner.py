@@ -14,6 +14,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 from burnish.compact import BoolRuns
 from burnish.config.rollout import DynamicSampling
@@ -82,15 +83,16 @@ class GroupFilter:
         """Return whether a group that has scores is kept.
 
         It is if its weighted sums differ after clipping and before penalties (with
-        ``each_reward``: if any weighted reward differs), and if the mean of the plain sums is
-        between ``above`` and ``below``.
+        ``each_reward``: if any weighted reward differs; with rewards of turns: also if those of any
+        turn differ), and if the mean of the plain sums is between ``above`` and ``below``.
         """
         assert measured.scores is not None
         totals = rewards.totals(measured)
         compared = [[rewards.clipped(total) for total in totals]]
         if self.each_reward:
             compared = [list(measured.scores[name]) for name in rewards.weighted_names]
-        if all(map(all_equal, compared)):
+        of_turns = zip_longest(*rewards.turn_rewards(measured.group), fillvalue=0.0)
+        if all(map(all_equal, (*compared, *of_turns))):
             return False
         mean, config = sum(totals) / len(totals), self.config
         above_min = config.above is None or mean > config.above

@@ -26,6 +26,47 @@ def argument(schema: Any, draft: str | None = None, **more: Any) -> dict[str, An
     return {**declared, "type": "object", "properties": {"x": schema}, **more}
 
 
+TUPLE_07 = {"$schema": D07, "items": [{"type": "number"}], "additionalItems": False}
+PLAIN_07 = {"$schema": D07, "type": "array", "items": {"type": "number"}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        argument({"$schema": D2020, "prefixItems": [{"type": "null"}]}, D07),
+        argument({"$schema": D07, "$ref": "#/$defs/i", "type": "null"}) | {"$defs": {"i": {}}},
+        argument({"$schema": D04, "type": "integer"}),
+        argument({"$id": "http://a.b/c", "$schema": D07, "dependencies": {"a": ["b"]}}, D2020),
+        argument({"anyOf": [{"allOf": [{"$schema": D07, "minContains": 1}]}]}),
+    ],
+)
+def test_an_inner_draft_that_reads_its_schema_in_another_way_is_refused(schema: Any) -> None:
+    with pytest.raises(UncheckableError, match="inner"):
+        check_parameters(schema)
+
+
+@pytest.mark.parametrize("inner", [TUPLE_07, {**TUPLE_07, "$id": "http://a.b/inner"}])
+@pytest.mark.parametrize("outer", [D2020, D2019, None])
+def test_an_inner_draft_decides_if_the_outer_one_has_no_such_form(inner: Any, outer: Any) -> None:
+    """Draft 2020-12 has no list of ``items``, so all is read as 2019-09, which agrees with 07."""
+    schema = argument({"anyOf": [inner, {"type": "null"}]}, outer)
+    assert argument_problem(schema, {"x": [1]}) is None
+    assert argument_problem(schema, {"x": ["a"]}) and argument_problem(schema, {"x": [1, 2]})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        argument(PLAIN_07),
+        argument({"$schema": "https://example.com/other", "items": {"type": "number"}}),
+        argument({"const": [1], "default": TUPLE_07}),
+        argument({"type": "array"}, properties={"x": {}, "$schema": {"const": D07}}),
+    ],
+)
+def test_an_inner_draft_that_reads_its_schema_alike_is_accepted(schema: Any) -> None:
+    assert argument_problem(schema, {"x": [1]}) is None
+
+
 @pytest.mark.parametrize(
     ("schema", "valid", "wrong"),
     [

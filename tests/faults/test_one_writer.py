@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 import burnish
+from burnish.checkpoint import CheckpointError
 from burnish.config import JobConfig, load_config
 from burnish.driver.errors import RunError
+from burnish.driver.run_lock import locked_outputs
 from burnish.observe.errors import RemovedError
 from burnish.observe.metrics import read_metrics
 
@@ -97,6 +99,78 @@ def test_a_start_or_resume_in_the_folder_of_a_running_run_is_refused_and_changes
     assert {path.name for path in run_dir.iterdir()} == {
         path.name for path in Path(alone.run_dir).iterdir()
     }
+
+
+def _with_output(job: str, recipe: Recipe, folder: Path) -> tuple[JobConfig, str, Path]:
+    """A run whose output is outside of its folder; the key that names it; the output."""
+    tree = _job(job, recipe).model_dump(mode="json", exclude_unset=True)
+    if job == "rl":
+        output = folder / "out" / "model"
+        tree["checkpoint"] = {"export_at_end": str(output)}
+        return load_config(tree), "checkpoint.export_at_end", output
+    output = folder / "out" / "rows.jsonl"
+    return load_config(tree | {"output": str(output)}), "output", output
+
+
+@pytest.mark.parametrize("job", ["rl", "generate", "score"])
+def test_the_output_of_a_running_run_is_refused_to_a_run_in_another_folder(
+    job: str, recipe: Recipe, tmp_path: Path
+) -> None:
+    config, key, output = _with_output(job, recipe, tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    second, _, _ = _with_output(job, recipe, tmp_path / "link")
+    second = second.model_copy(update={"run_dir": str(tmp_path / "second")})
+    refusals: list[str] = []
+    calls: list[str] = []
+
+    def score(response: str) -> float:
+        if not refusals:
+            with pytest.raises(RunError) as caught:
+                burnish.run(second, rewards=lambda response: calls.append(response) or 0.0)
+            refusals.append(str(caught.value))
+        return _digits(response)
+
+    burnish.run(config, rewards=score)
+    assert calls == []
+    (text,) = refusals
+    assert text.startswith(f"{key}: ")
+    assert f"process {os.getpid()} on host {socket.gethostname()}" in text
+    assert [path.name for path in output.parent.iterdir()] == [output.name]
+    with pytest.raises(RunError, match="exists"):  # not written again
+        burnish.run(second, rewards=_digits)
+
+
+def test_an_export_beside_a_run_that_will_write_the_folder_is_refused(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    finished = recipe("grpo", "max_steps=1", name="finished")
+    burnish.run(finished)
+    config, _, output = _with_output("rl", recipe, tmp_path)
+    refusals: list[str] = []
+
+    def score(response: str) -> float:
+        if not refusals:
+            with pytest.raises(CheckpointError) as caught:
+                burnish.export(Path(finished.run_dir), output)
+            refusals.append(str(caught.value))
+        return _digits(response)
+
+    burnish.run(config, rewards=score)
+    assert str(output) in refusals[0] and f"process {os.getpid()} on host" in refusals[0]
+    with pytest.raises(CheckpointError, match="not empty"):
+        burnish.export(Path(finished.run_dir), output)
+
+
+def test_a_transfer_folder_has_one_trainer(recipe: Recipe, tmp_path: Path) -> None:
+    """On Ray, workers of one run would load the weights of the other."""
+    sync, run_dir = {"kind": "disk", "folder": str(tmp_path / "weights")}, tmp_path / "run"
+    tree = recipe("grpo").model_dump(mode="json", exclude_unset=True)
+    config = load_config(tree | {"sync": sync, "cluster": {"runtime": "ray"}})
+    with locked_outputs(config.output_locks(run_dir)):
+        with pytest.raises(RunError, match=r"^sync\.folder: "):
+            with locked_outputs(config.output_locks(tmp_path / "other")):
+                pass
+    assert list((tmp_path).glob("**/*.lock")) == []
 
 
 @pytest.mark.parametrize("job", ["rl", "generate"])

@@ -32,6 +32,7 @@ from metamorphic import (  # noqa: E402, F401
     relations_rewards,
     relations_rows,
     relations_rules,
+    relations_runs,
     relations_serving,
     relations_templates,
     relations_tools,

@@ -3,6 +3,7 @@ adapters, and for adapters of batch inference."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -100,7 +101,7 @@ def reward(response: str) -> float:
 
 
 def start(config: JobConfig, resume: Path | None = None) -> Path:
-    has_function = any(entry.kind == "function" for entry in config.scoring.rewards)
+    has_function = any(entry.needs_callable for entry in config.scoring.rewards)
     return burnish.run(config, rewards=reward if has_function else None, resume=resume).run_dir
 
 
@@ -127,6 +128,96 @@ READ_AGAIN: dict[str, tuple[str, dict[str, Any], str]] = {
         "reward",
     ),
 }
+
+
+def _set_key(file: Path, key: str, value: Any) -> None:
+    content = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(content | {key: value}))
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value", "is_refused"),
+    [
+        ("config.json", "rms_norm_eps", 0.5, True),
+        ("config.json", "rope_parameters", {"rope_type": "default", "rope_theta": 7.0}, True),
+        ("config.json", "transformers_version", "0.0.0", False),
+        ("generation_config.json", "eos_token_id", [1, 2], True),
+        ("generation_config.json", "temperature", 0.5, False),
+    ],
+)
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_a_changed_config_of_a_trained_model_is_refused_if_it_changes_results(
+    make: MakeConfig,
+    folders: dict[str, str],
+    role: str,
+    file: str,
+    key: str,
+    value: Any,
+    is_refused: bool,
+) -> None:
+    critic = {"critic": {"model": {"path": "$other"}}, "algorithm": PPO}
+    keys = critic | {"rewards": [{"kind": "function"}]}
+    folder = Path(folders["policy" if role == "policy" else "other"])
+    run_dir = start(make("rl", keys))
+    _set_key(folder / file, key, value)
+    if not is_refused:
+        start(make("rl", keys, 2), resume=run_dir)
+        return
+    with pytest.raises(RunError) as refused:
+        start(make("rl", keys, 2), resume=run_dir)
+    assert f"the config of the {role} in {folder}" in str(refused.value)
+
+
+CODE = "def score(response):\n    return float('1' in response)\n"
+ENVIRONMENT = """
+class Once:
+    def reset(self, task, seed):
+        return {"messages": [{"role": "user", "content": "1+1="}]}
+
+    def step(self, message):
+        return {"rewards": {"x": 1.0}, "done": True}
+"""
+CODE_KEYS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "reward": lambda file: {
+        "rewards": [{"kind": "function", "name": "x", "function": f"{file}:score"}]
+    },
+    "module": lambda file: {
+        "rewards": [{"kind": "function", "name": "x", "function": f"{file.stem}:score"}]
+    },
+    "environment": lambda file: {"environment": f"{file}:Once", "history": "keep"},
+}
+
+
+@pytest.mark.parametrize("kind", CODE_KEYS)
+def test_changed_code_is_used_on_resume_and_named(
+    make: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+) -> None:
+    file, keys = tmp_path / "changed_code.py", CODE_KEYS[kind](tmp_path / "changed_code.py")
+    file.write_text(CODE + ENVIRONMENT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if kind == "environment":
+        template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        keys = {
+            "model": {"scratch": SCRATCH, "chat_template": template},
+            "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2}
+            | {"generate_max_len": 4, "episodes": keys | {"max_tokens": 32}},
+        }
+    run_dir = start(make("rl", keys))
+    assert [len(c) for c in json.loads((run_dir / "code_digests.json").read_text()).values()] == [1]
+    start(make("rl", keys, 2), resume=run_dir)
+    assert str(file) not in caplog.text
+    file.write_text("# corrected\n" + CODE + ENVIRONMENT)
+    start(make("rl", keys, 3), resume=run_dir)
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert sum(str(file) in warning for warning in warnings) == 1
+    start(make("rl", keys, 4), resume=run_dir)  # it is not new any more
+    assert sum(str(file) in r.getMessage() for r in caplog.records) == 1
+    ((name, contents),) = json.loads((run_dir / "code_digests.json").read_text()).items()
+    assert name == str(file) and len({content["sha256"] for content in contents}) == 2
 
 
 @pytest.mark.parametrize("case", READ_AGAIN)

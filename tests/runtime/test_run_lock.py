@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from burnish.config.base import LOCK_FILE
 from burnish.driver.errors import RunError
-from burnish.driver.run_lock import LOCK_FILE, RunLock, in_use, lock_run_dir
+from burnish.driver.run_lock import in_use, lock_run_dir
+from burnish.file_lock import FileLock
 
 
-def _lock(folder: Path) -> RunLock:
+def _lock(folder: Path) -> FileLock:
     lock = lock_run_dir(folder, wait_s=0.1)
     assert lock is not None
     return lock

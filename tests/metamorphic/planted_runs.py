@@ -1,0 +1,41 @@
+"""Mistakes for the relations of runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import burnish.config.inference as inference
+import burnish.config.job as job
+import burnish.driver.code_digests as code_digests
+from burnish.rewards.base import RewardSet
+
+Patch = pytest.MonkeyPatch
+
+
+def each_spelling_has_a_lock(patch: Patch) -> None:
+    """The name of the lock contains the path as the recipe spells it."""
+
+    def lock_of(output: Path) -> Path:
+        return output.with_name(f".{hash(str(output))}.lock")
+
+    for module in (inference, job):
+        patch.setattr(module, "lock_of", lock_of)
+
+
+def sizes_are_compared(patch: Patch) -> None:
+    """Code is compared by its size in thousands of characters."""
+    patch.setattr(code_digests, "_digest", lambda path: str(path.stat().st_size // 1000))
+
+
+def totals_decide(patch: Patch) -> None:
+    """The filter looks at no turn."""
+    patch.setattr(RewardSet, "turn_rewards", lambda self, group: [])
+
+
+PLANTED = {
+    "an_output_has_one_writer": (each_spelling_has_a_lock, tuple(range(60))),
+    "changed_code_is_named": (sizes_are_compared, tuple(range(12))),
+    "turns_that_differ_are_kept": (totals_decide, tuple(range(60))),
+}

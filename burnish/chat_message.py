@@ -1,9 +1,9 @@
 """The canonical form of a chat message. Every reader of messages produces it.
 
 Keys of a message: ``role``, ``content`` (always a string), ``reasoning_content``, ``tool_calls``,
-``name``, ``tool_call_id``, and the flags in :data:`TRAIN_FLAGS`. A key without a value is absent.
-Other keys are passed on unchanged. A tool call is ``{"id": ..., "type": "function", "function":
-{"name": ..., "arguments": {...}}}``, whose arguments are an object.
+``name``, ``tool_call_id``, the flags in :data:`TRAIN_FLAGS`, and ``finish_reason``. A key without a
+value is absent. Other keys are passed on unchanged. A tool call is ``{"id": ..., "type":
+"function", "function": {"name": ..., "arguments": {...}}}``, whose arguments are an object.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ Message = Mapping[str, Any]
 
 TRAIN_FLAGS = ("train", "weight", "loss", "loss_mask")
 """Keys of a message that state whether it is trained on: true or false, 1 or 0."""
+
+FINISH = "finish_reason"
+"""Key of a message: why it ended."""
+CUT_REASONS = ("length", "max_tokens", "content_filter", "aborted")
+"""Reasons for the end of a response that its model did not end."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of the reasoning of an answer. The first one is the canonical key."""
@@ -153,8 +158,19 @@ def trained_flag(message: Message) -> bool:
 
 
 def without_flags(message: Message) -> dict[str, Any]:
-    """Return the message without the keys in :data:`TRAIN_FLAGS`."""
-    return {key: value for key, value in message.items() if key not in TRAIN_FLAGS}
+    """Return the message without the keys in :data:`TRAIN_FLAGS` and its reason to end."""
+    return {k: value for k, value in message.items() if k not in TRAIN_FLAGS and k != FINISH}
+
+
+def is_cut(message: Message) -> bool:
+    """Return whether the message ends at a limit, not where the model ended it."""
+    return message.get(FINISH) in CUT_REASONS
+
+
+def with_cut_end(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return a conversation whose last answer was cut."""
+    last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
+    return [{**m, FINISH: CUT_REASONS[0]} if i == last else dict(m) for i, m in enumerate(messages)]
 
 
 def is_blank(message: Message) -> bool:

@@ -29,7 +29,7 @@ BASE = MATHS | {
         "secret",
         "shm",
     ),
-    *("model_text", "special_tokens", "template_charges", "templates"),
+    *("model_text", "reasoning_tags", "special_tokens", "template_charges", "templates"),
     *("schema_keywords", "tool_arguments", "user_calls", "vocabulary"),
 }
 LOOPS = BASE | {
@@ -70,6 +70,7 @@ ALLOWED: dict[str, set[str]] = {
     "loop_thread": set(),
     "messages": set(),
     "model_text": {"errors"},
+    "reasoning_tags": set(),
     "oom": set(),
     "secret": set(),
     "template_charges": {"errors"},

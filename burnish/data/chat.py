@@ -13,12 +13,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from burnish.chat_message import REASONING, Message, roles_of, without_flags
+from burnish.chat_message import REASONING, Message, is_cut, roles_of, without_flags
 from burnish.data.left_out import REFUSED, Field, check_rendering
 from burnish.data.messages import as_messages, trained_flags
 from burnish.data.notices import note
 from burnish.data.pieces import check_embeddings, encode_piece, plain_ids
-from burnish.data.rendering import Tools, habits_of, render_text, with_reasoning_once
+from burnish.data.rendering import Habits, Tools, habits_of, render_text, with_reasoning_once
 from burnish.data.sources import DataError
 from burnish.data.turns import locate_turns
 from burnish.data.unread import note_flags
@@ -99,7 +99,9 @@ def encode_conversation(
     for the tokens that the assistant writes in the trained turns.
 
     Messages with ``train: false`` or ``weight: 0`` are not trained on. ``only_last``: train only on
-    the last assistant message.
+    the last assistant message. A last message that was cut (``finish_reason``) is trained as far as
+    the model wrote it: without an end token, and without the end of its reasoning if it has no
+    text.
 
     The mask includes the end token of an assistant turn, but no template text after it (usually a
     newline). Turns before message ``trained_from`` count as prompt (0: a demonstration). The ids
@@ -129,13 +131,16 @@ def encode_conversation(
             "the row"
         )
     note_flags(messages, learned)
+    cut = learned[-1] if is_cut(messages[learned[-1]]) else None
     bare = [without_flags(message) for message in messages]
     bare = with_reasoning_once(tokenizer, bare, tools)
     check_rendering(tokenizer, bare, tools, refused=refused)
     bare = _without_own_end(tokenizer, bare, tools)
     answers = [bare[turn] for turn in learned]
-    _check_answers(tokenizer, answers, tools, refuse="empty answer" in refused)
-    text, located = locate_turns(tokenizer, bare, learned, tools, may_choose=not trained_from)
+    _check_answers(tokenizer, answers, tools, refused)
+    text, located = locate_turns(
+        *(tokenizer, bare, learned, tools), is_cut=cut is not None, may_choose=not trained_from
+    )
     ids: list[int] = []
     mask: list[bool] = []
     done = 0  # number of characters of `text` tokenized so far
@@ -143,24 +148,49 @@ def encode_conversation(
         before, head = text[:done], text[: turn.begin]
         ids += encode_piece(tokenizer, text[done : turn.begin], after=ids[-1:], before=before)
         answer = encode_piece(tokenizer, text[turn.begin : turn.end], after=ids[-1:], before=head)
-        trained = _trained_length(tokenizer, answer, bare[number])
+        trained = _trained_length(tokenizer, answer, bare[number], is_cut=number == cut)
         mask += [False] * (len(ids) - len(mask)) + [True] * trained
         ids += answer
         mask += [False] * (len(ids) - len(mask))
         done = turn.end
+    if cut is not None:
+        note_cut()
     return ids, mask
 
 
+def note_cut() -> None:
+    """Record a notice for a trained response that was cut."""
+    note("cut", "the response was cut (finish_reason), so it is trained without an end token")
+
+
 def _check_answers(
-    tokenizer: PreTrainedTokenizerBase, answers: Sequence[Message], tools: Tools, *, refuse: bool
+    tokenizer: PreTrainedTokenizerBase,
+    answers: Sequence[Message],
+    tools: Tools,
+    refused: Collection[Field],
 ) -> None:
-    """Refuse or count answers of which the template renders no text and no tool calls."""
+    """Refuse or count answers of which the template renders no text and no tool calls, and refuse
+    reasoning that would end before its end."""
     for answer in answers:
+        if REASONING[0] in answer and "end of reasoning" in refused:
+            _check_reasoning(answer, habits_of(tokenizer, tools))
         if answer["content"].strip() or answer.get("tool_calls"):
             continue
         blank = not str(answer.get(REASONING[0], "")).strip()
         if blank or habits_of(tokenizer, tools).ignores_reasoning_of(answer):
-            empty_answer(refuse=refuse)
+            empty_answer(refuse="empty answer" in refused)
+
+
+def _check_reasoning(answer: Message, habits: Habits) -> None:
+    """Raise DataError if the reasoning under its key contains the tag that ends it."""
+    end = habits.tags.end
+    if end in str(answer[REASONING[0]]) and not habits.ignores_reasoning_of(answer):
+        raise DataError(
+            f"the reasoning of a trained answer (`{REASONING[0]}`) contains {end}, which would end "
+            "it there: the model would learn to write the rest as its answer. Remove the tags if "
+            "they are around the reasoning, write a mention in another way (`/think`), or move the "
+            "text behind the tag into the content"
+        )
 
 
 def check_text(tokenizer: PreTrainedTokenizerBase, text: str, *, refuse: bool) -> None:
@@ -283,10 +313,10 @@ def _encode_with_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> list[i
 
 
 def _trained_length(
-    tokenizer: PreTrainedTokenizerBase, answer: Sequence[int], message: Message
+    tokenizer: PreTrainedTokenizerBase, answer: Sequence[int], message: Message, *, is_cut: bool
 ) -> int:
     """Return the number of tokens of an assistant piece up to and including its end token. Without
-    an end token, all tokens count.
+    an end token, all tokens count. ``is_cut``: those before it.
 
     What follows an end token that ``message`` contains is not trained, because sampling stops at
     the token.
@@ -298,15 +328,38 @@ def _trained_length(
             _note_text_after_end(ends[answer[first]])
         if first < len(answer):
             return first + 1
+    if is_cut and "tool_calls" not in message:
+        return len(answer)
     length = turn_length(tokenizer, answer)
     if length is not None:
-        return length
+        _check_behind(tokenizer, answer[length:], message)
+        return length - is_cut
     note(
         "no_end_token",
         "the chat template appends no end token to the assistant's turn, so the model does not "
         "learn to stop; set model.chat_template to one that does",
     )
     return len(answer)
+
+
+def _check_behind(
+    tokenizer: PreTrainedTokenizerBase, behind: Sequence[int], message: Message
+) -> None:
+    """Raise DataError if a part of an answer is behind its end token."""
+    text = str(tokenizer.decode(list(behind))).strip() if behind else ""
+    if not text:
+        return
+    names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+    part = next(
+        (part for part in (message["content"].strip(), *names) if part and part in text), ""
+    )
+    if part:
+        raise DataError(
+            f"the chat template writes a part of an answer ({part[:60]!r}) behind its end token, "
+            "as a turn of its own, so the model would never learn it. Remove the text of an answer "
+            "with tool calls, set train: false on it, or set model.chat_template to one that "
+            "writes both in one turn"
+        )
 
 
 _AS_TEXT: dict[str, Any] = {"ensure_ascii": False, "default": str}

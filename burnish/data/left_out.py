@@ -16,20 +16,30 @@ from burnish.chat_message import REASONING, USUAL_ROLES, Message
 from burnish.data.notices import note
 from burnish.data.rendering import Habits, Tools, habits_of, render_text
 from burnish.data.sources import DataError
-from burnish.data.thoughts import THINK, THINK_END, end_of_reasoning, marked_parts
+from burnish.data.thoughts import end_of_reasoning, marked_parts
+from burnish.reasoning_tags import Tags
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Field = Literal[
-    "content", "text with tool calls", "tool calls", "tools", "empty answer", "text at marks"
+    "content",
+    "text with tool calls",
+    "tool calls",
+    "tools",
+    "empty answer",
+    "text at marks",
+    "end of reasoning",
 ]
 """Part of a message whose loss changes the meaning of a conversation. ``empty answer``: a trained
 answer without text and tool calls. ``text at marks``: text of a message that mentions ``<think>``
-or ``</think>``."""
+or ``</think>``. ``end of reasoning``: reasoning of a trained answer behind a closing tag in it."""
 
 REFUSED: frozenset[Field] = frozenset(
-    {"content", "text with tool calls", "tool calls", "empty answer", "text at marks"}
+    {
+        *("content", "text with tool calls", "tool calls", "empty answer", "text at marks"),
+        "end of reasoning",
+    }
 )
 """Fields that may not be left out of training data."""
 REFUSED_IN_EPISODES: frozenset[Field] = frozenset({"content"})
@@ -60,18 +70,19 @@ def check_rendering(
     (role and fields). ``refused``: the fields that are checked; messages of a running episode may
     contain text that the policy wrote with tool calls, which many templates leave out.
     """
-    for field, role in _fields_left_out(tokenizer, messages, tools):
+    habits = habits_of(tokenizer, tools)
+    for field, role in _fields_left_out(tokenizer, messages, tools, habits.tags):
         if field == "tools":
             note("tools_ignored", _TOOLS_IGNORED)
         elif field in refused:
-            raise _left_out_error(field, role, system_prompt)
+            raise _left_out_error(field, role, system_prompt, habits.tags)
         elif field == "text at marks":
-            note("text_at_marks_dropped", _TEXT_AT_MARKS)
+            note("text_at_marks_dropped", _text_at_marks(habits.tags))
     _note_unknown_roles(str(tokenizer.chat_template), messages)
-    _note_ignored(habits_of(tokenizer, tools), messages, str(tokenizer.chat_template))
+    _note_ignored(habits, messages, str(tokenizer.chat_template))
 
 
-def _left_out_error(field: Field, role: str, system_prompt: str | None) -> DataError:
+def _left_out_error(field: Field, role: str, system_prompt: str | None, tags: Tags) -> DataError:
     if field == "tool calls":
         return DataError(
             f"the chat template leaves out the tool calls of the role {role!r}, so the model "
@@ -85,7 +96,7 @@ def _left_out_error(field: Field, role: str, system_prompt: str | None) -> DataE
             "text"
         )
     if field == "text at marks":
-        return DataError(f"{_TEXT_AT_MARKS} (role {role!r})")
+        return DataError(f"{_text_at_marks(tags)} (role {role!r})")
     subject = f"messages of the role {role!r}"
     if role == "system" and system_prompt is not None:
         subject = "the system prompt (system_prompt)"
@@ -96,12 +107,15 @@ def _left_out_error(field: Field, role: str, system_prompt: str | None) -> DataE
     )
 
 
-_TEXT_AT_MARKS = (
-    f"the chat template leaves out text of a message that mentions {THINK} or {THINK_END}: it "
-    "reads all text up to such a mark as reasoning. Write the marks in another way (`think`), set "
-    "model.chat_template to one that does not split texts, or drop the row (data.on_bad_row: "
-    "skip drops all such rows)"
-)
+def _text_at_marks(tags: Tags) -> str:
+    return (
+        f"the chat template leaves out text of a message that mentions {tags.begin} or {tags.end}: "
+        "it reads all text up to such a mark as reasoning. Write the marks in another way "
+        "(`think`), set model.chat_template to one that does not split texts, or drop the row "
+        "(data.on_bad_row: skip drops all such rows)"
+    )
+
+
 _TOOLS_IGNORED = (
     "the chat template does not render tools, so the model does not see those in the column "
     "tools_key; set model.chat_template to one that does, or tools_key: null"
@@ -121,17 +135,17 @@ def _note_unknown_roles(template: str, messages: Sequence[Message]) -> None:
             )
 
 
-def _note_unopened(message: Message) -> None:
+def _note_unopened(message: Message, tags: Tags) -> None:
     """Record a notice if text counts as reasoning because of the mark at its end."""
     content = message.get("content")
-    if not isinstance(content, str) or content.lstrip().startswith(THINK):
+    if not isinstance(content, str) or content.lstrip().startswith(tags.begin):
         return
-    if THINK_END in content and end_of_reasoning(message, marked_parts(message)):
+    if tags.end in content and end_of_reasoning(message, marked_parts(message, tags), tags):
         note(
             "reasoning_unopened",
-            f"an answer has {THINK_END} without {THINK} at its beginning, so the text before it "
-            f"counts as reasoning. Write {THINK} at the beginning if it is, else write the mark in "
-            "another way (`/think`)",
+            f"an answer has {tags.end} without {tags.begin} at its beginning, so the text before "
+            f"it counts as reasoning. Write {tags.begin} at the beginning if it is, else write the "
+            "mark in another way (`/think`)",
         )
 
 
@@ -145,10 +159,10 @@ def _note_ignored(habits: Habits, messages: Sequence[Message], template: str) ->
             "all answers are trained, each from its beginning to its end token; set "
             "data.train_on_turns, or train: false in messages, to train some answers only",
         )
-    splits = THINK_END in template
+    splits = habits.tags.end in template
     for message in messages:
         if splits:
-            _note_unopened(message)
+            _note_unopened(message, habits.tags)
         if len(message) == 2:
             continue
         if habits.ignores_reasoning_of(message):
@@ -168,19 +182,22 @@ def _note_ignored(habits: Habits, messages: Sequence[Message], template: str) ->
 
 
 def _fields_left_out(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools, tags: Tags
 ) -> _LeftOut:
     """Return (field, role) of everything that is not rendered, from the cache if possible."""
     known = _left_out.setdefault(tokenizer, {})
     shapes = tuple(
-        (m["role"], _has_prose(m), len(m.get("tool_calls", ())), REASONING[0] in m, marked_parts(m))
+        (
+            *(m["role"], _has_prose(m), len(m.get("tool_calls", ())), REASONING[0] in m),
+            marked_parts(m, tags),
+        )
         for m in messages
     )
     key = (str(tokenizer.chat_template), shapes, bool(tools))
     if key not in known:
         if len(known) >= _MOST_SEQUENCES:
             known.clear()
-        known[key] = _find_left_out(tokenizer, messages, tools)
+        known[key] = _find_left_out(tokenizer, messages, tools, tags)
     return known[key]
 
 
@@ -191,9 +208,9 @@ def _has_prose(message: Message) -> bool:
 
 
 def _find_left_out(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools, tags: Tags
 ) -> _LeftOut:
-    marked = [_marked(i, message) for i, message in enumerate(messages)]
+    marked = [_marked(i, message, tags) for i, message in enumerate(messages)]
     prompts = messages[-1]["role"] != "assistant"
     try:
         text = render_text(tokenizer, marked, add_generation_prompt=prompts, tools=tools)
@@ -203,7 +220,7 @@ def _find_left_out(
     left_out: list[tuple[Field, str]] = []
     for i, message in enumerate(messages):
         role, calls = str(message["role"]), message.get("tool_calls", ())
-        if (lost := _lost_text(i, message, text)) is not None:
+        if (lost := _lost_text(i, message, text, tags)) is not None:
             left_out.append(("text with tool calls" if calls and lost == "content" else lost, role))
         marks = [f"{mark}{i}x{k}end" for k in range(len(calls)) for mark in ("name", "value")]
         if not all(mark in text for mark in marks):
@@ -213,13 +230,14 @@ def _find_left_out(
     return tuple(left_out)
 
 
-def _lost_text(i: int, message: Message, text: str) -> Field | None:
+def _lost_text(i: int, message: Message, text: str, tags: Tags) -> Field | None:
     """Return which text of a message is missing in the rendering of its marks, except for its
     reasoning; None if all is there."""
     if not _has_prose(message):
         return None
-    parts = marked_parts(message)
-    answer = _content(i, parts, end_of_reasoning(message, parts)) if parts else _content(i, ("",))
+    parts = marked_parts(message, tags)
+    begin = end_of_reasoning(message, parts, tags) if parts else 0
+    answer = _content(i, parts or ("",), begin)
     if answer in text:
         return None
     is_split = bool(parts) and (message["role"] == "assistant" or f"marker{i}x" in text)
@@ -231,11 +249,11 @@ def _content(i: int, parts: Sequence[str], begin: int = 0) -> str:
     return "".join(part or f"marker{i}x{k}end" for k, part in enumerate(parts) if k >= begin)
 
 
-def _marked(i: int, message: Message) -> dict[str, Any]:
+def _marked(i: int, message: Message, tags: Tags) -> dict[str, Any]:
     """Return a message with marks in place of its content and its tool calls."""
     marked = dict(message)
     if _has_prose(message):
-        marked["content"] = _content(i, marked_parts(message) or ("",))
+        marked["content"] = _content(i, marked_parts(message, tags) or ("",))
     if "tool_calls" in message:
         marked["tool_calls"] = [
             {

@@ -25,14 +25,8 @@ from jinja2 import TemplateError
 from burnish.chat_message import REASONING, Message, roles_of
 from burnish.data.notices import note
 from burnish.data.sources import DataError
-from burnish.data.thoughts import (
-    THINK,
-    THINK_END,
-    prompt_block,
-    reasoning_block,
-    text_behind_repeated,
-    with_reasoning_key,
-)
+from burnish.data.thoughts import text_behind_repeated, with_reasoning_key
+from burnish.reasoning_tags import REASONING_TAGS, THINK, Tags
 from burnish.templates import render_chat
 
 if TYPE_CHECKING:
@@ -66,7 +60,11 @@ def _has_forms(message: Message) -> bool:
     """Return whether templates read a message in different forms."""
     if "tool_calls" in message or REASONING[0] in message:
         return True
-    return message["role"] == "assistant" and bool(reasoning_block(message.get("content") or ""))
+    content = message.get("content") or ""
+    return message["role"] == "assistant" and content.lstrip().startswith(_BEGINS)
+
+
+_BEGINS = tuple(tags.begin for tags in REASONING_TAGS)
 
 
 def _render(
@@ -117,6 +115,8 @@ class Habits:
     """The generation prompt opens reasoning, which is added to the rendered answer."""
     bare_tools: bool = False
     """Tools are rendered only as ``{"name", "parameters"}`` without OpenAI's wrapper."""
+    tags: Tags = THINK
+    """Tags around reasoning: those of the template, else ``<think>``."""
     marks_others: bool = False
     """Blocks ``{% generation %}`` of the template are not the answers, each from its beginning."""
 
@@ -128,7 +128,7 @@ class Habits:
     def with_reasoning_once(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message without its reasoning in the text, or under its key, if both are the
         same: in the place that the template does not render."""
-        text = text_behind_repeated(message)
+        text = text_behind_repeated(message, self.tags)
         if text is None:
             return message
         note(
@@ -148,7 +148,7 @@ class Habits:
         return [self._adapted(message) for message in messages]
 
     def _adapted(self, message: Message) -> Message:
-        adapted = dict(with_reasoning_key(message) if self.empty_block else message)
+        adapted = dict(with_reasoning_key(message, self.tags) if self.empty_block else message)
         if calls := message.get("tool_calls"):
             if self.json_arguments:
                 adapted["tool_calls"] = [_with_json_arguments(call) for call in calls]
@@ -170,7 +170,8 @@ def habits_of(tokenizer: PreTrainedTokenizerBase, tools: Tools = None) -> Habits
     known = _habits.setdefault(tokenizer, {})
     key = (str(tokenizer.chat_template), bool(tools))
     if key not in known:
-        probe = _Probe(tokenizer, _TOOLS if tools else None)
+        tags = tags_of(tokenizer) or THINK
+        probe = _Probe(tokenizer, _TOOLS if tools else None, tags)
         json_arguments, without_content = probe.form_of_calls()
         known[key] = Habits(
             json_arguments=json_arguments,
@@ -181,14 +182,28 @@ def habits_of(tokenizer: PreTrainedTokenizerBase, tools: Tools = None) -> Habits
             opens_reasoning=probe.opens_reasoning(),
             ignored=frozenset(probe.ignored(json_arguments, without_content)),
             bare_tools=bool(tools) and probe.bare_tools(),
+            tags=tags,
             marks_others=probe.marks_others(),
         )
     return known[key]
 
 
+_tags: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[str, Tags | None]] = WeakKeyDictionary()
+
+
+def tags_of(tokenizer: PreTrainedTokenizerBase) -> Tags | None:
+    """Return the tags of reasoning of the tokenizer's chat template: those that it writes around
+    reasoning or in the generation prompt, else those that its source mentions. None: it has none,
+    so that a block of reasoning is text."""
+    template = str(tokenizer.chat_template)
+    known = _tags.get(tokenizer)
+    if known is None or known[0] != template:
+        known = _tags[tokenizer] = (template, _Probe(tokenizer, None).tags())
+    return known[1]
+
+
 _GENERATION = re.compile(r"\{%(-?)\s*(end|)generation\s*(-?)%\}")
 _ANSWER, _THOUGHT = "qzanswerzq", "qzthoughtzq"
-_THOUGHT_AS_TEXT = f"{THINK}\n{_THOUGHT}\n{THINK_END}\n\n{_ANSWER}"
 _TOOLS: Tools = (
     {
         "type": "function",
@@ -214,8 +229,11 @@ def with_reasoning_once(
 class _Probe:
     """Renders short conversations with marks in their fields."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Tools) -> None:
-        self._tokenizer, self._tools = tokenizer, tools
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, tools: Tools, tags: Tags = THINK
+    ) -> None:
+        self._tokenizer, self._tools, self._tags = tokenizer, tools, tags
+        self._thought_as_text = f"{tags.begin}\n{_THOUGHT}\n{tags.end}\n\n{_ANSWER}"
 
     def _text(self, *messages: Message) -> str | None:
         """Return the text of a question and the messages, or None if the template rejects it."""
@@ -253,8 +271,8 @@ class _Probe:
         return None
 
     def cuts_reasoning(self) -> bool:
-        """Return whether the text before ``</think>`` is missing in the last answer."""
-        text = self._text({"role": "assistant", "content": _THOUGHT_AS_TEXT}) or ""
+        """Return whether the text before the closing tag is missing in the last answer."""
+        text = self._text({"role": "assistant", "content": self._thought_as_text}) or ""
         return _ANSWER in text and _THOUGHT not in text
 
     def empty_block(self) -> bool:
@@ -263,14 +281,31 @@ class _Probe:
         if key is None:
             return False
         filled = self._text({"role": "assistant", "content": _ANSWER, key: _THOUGHT}) or ""
-        text = self._text({"role": "assistant", "content": _THOUGHT_AS_TEXT}) or ""
-        return text.count(THINK_END) > filled.count(THINK_END) > 0
+        text = self._text({"role": "assistant", "content": self._thought_as_text}) or ""
+        end = self._tags.end
+        return text.count(end) > filled.count(end) > 0
 
     def opens_reasoning(self) -> bool:
         """Return whether the generation prompt ends in a block of reasoning."""
-        return prompt_block(self._conversation({"role": "user", "content": "Go."}) or "")[1] == (
-            "opened"
+        prompt = self._conversation({"role": "user", "content": "Go."}) or ""
+        return self._tags.of_prompt(prompt)[1] == "opened"
+
+    def tags(self) -> Tags | None:
+        """Return the tags of reasoning, see :func:`tags_of`."""
+        if self._tokenizer.chat_template is None:
+            return None
+        key = self.reasoning_key()
+        answer = {"role": "assistant", "content": _ANSWER, key or "": _THOUGHT}
+        written, mark, _ = (self._text(answer) or "").partition(_THOUGHT)
+        prompt = (self._conversation({"role": "user", "content": "Go."}) or "").rpartition("Go.")
+        source = str(self._tokenizer.chat_template)
+        evidence = (
+            *(tags for tags in REASONING_TAGS if mark and written.rstrip().endswith(tags.begin)),
+            *(tags for tags in REASONING_TAGS if tags.begin in prompt[2]),
+            *(tags for tags in REASONING_TAGS if tags.end in source and not tags.is_word),
+            *(tags for tags in REASONING_TAGS if tags.begin in source and not tags.is_word),
         )
+        return next(iter(evidence), None)
 
     def ignored(self, json_arguments: bool, without_content: bool) -> list[tuple[str, str]]:
         """Return (role, key) of the names and ids that do not change the rendering."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from burnish.chat_message import MessageError, text_of
+from burnish.chat_message import CUT_REASONS, MessageError, text_of, with_cut_end
 from burnish.config.explain import nearest
 from burnish.config.forms import SYSTEMS, unread_form
 from burnish.config.templates import TemplateError, fields_of
@@ -18,6 +18,7 @@ from burnish.data.chat import (
     encode_completion,
     encode_conversation,
     encode_prompt,
+    note_cut,
     response_text,
 )
 from burnish.data.config import DataConfig
@@ -282,25 +283,21 @@ def exchange(
     )
 
 
-_CUT = ("length", "max_tokens", "content_filter", "aborted")
-"""Reasons for the end of a response that its model did not end."""
-
-
 def is_cut(row: Row, key: str) -> bool:
     """Return whether the column ``key_finish_reason`` or ``finish_reason`` says that the response
     in column ``key`` was cut."""
     values = row.values
-    return values.get(f"{key}_finish_reason", values.get("finish_reason")) in _CUT
+    return values.get(f"{key}_finish_reason", values.get("finish_reason")) in CUT_REASONS
 
 
-def without_end(tokenizer: PreTrainedTokenizerBase, row: TokenRow) -> TokenRow:
+def _without_end(tokenizer: PreTrainedTokenizerBase, row: TokenRow) -> TokenRow:
     """Return the tokens of a response that was cut: without the end token and what follows it, so
     that a model does not learn to stop in mid-sentence."""
     end = len(row.mask) - row.mask[::-1].index(True) if any(row.mask) else 0
     if not end or row.ids[end - 1] not in special_tokens(tokenizer):
         return row
-    note("cut", "the response was cut (finish_reason), so it is trained without an end token")
-    return replace(row, ids=row.ids[: end - 1], mask=row.mask[: end - 1])
+    note_cut()
+    return token_row(row.ids[: end - 1], row.mask[: end - 1])
 
 
 def encode_exchange(
@@ -330,9 +327,8 @@ def encode_exchange(
         text, prompt_ids = encode_prompt(tokenizer, prompt, system_prompt=exchange.system)
         note_unused_template(tokenizer, prompt_ids, config)
         encoded = token_row(*encode_completion(tokenizer, prompt_ids, response, prompt=text))
-    else:
-        encoded = _encode_messages(tokenizer, exchange, only_last=only_last)
-    return without_end(tokenizer, encoded) if exchange.is_cut else encoded
+        return _without_end(tokenizer, encoded) if exchange.is_cut else encoded
+    return _encode_messages(tokenizer, exchange, only_last=only_last)
 
 
 def _encode_messages(
@@ -347,7 +343,7 @@ def _encode_messages(
     return token_row(
         *encode_conversation(
             tokenizer,
-            [*before, *answer],
+            [*before, *(with_cut_end(answer) if exchange.is_cut else answer)],
             trained_from=len(before),
             only_last=only_last,
             tools=exchange.tools,

@@ -1,31 +1,17 @@
 """Reasoning in the text of an answer: the block ``<think>...</think>`` at its beginning.
 
-The first ``</think>`` ends the block. Marks after it, or in the middle of a text, are text.
+The first ``</think>`` ends the block. Marks after it, or in the middle of a text, are text. Each
+model family has tags of its own (:mod:`burnish.reasoning_tags`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from burnish.chat_message import REASONING, Message
+from burnish.reasoning_tags import Tags
 
-THINK, THINK_END = "<think>", "</think>"
-"""Markers of reasoning inside the text of an answer."""
 _MOST_PARTS = 16
-
-
-def reasoning_block(text: str) -> tuple[str, str] | None:
-    """Return (reasoning, text behind it) of an answer that begins with a block of reasoning.
-
-    >>> reasoning_block("<think>why</think>4 </think>"), reasoning_block("4 <think>why</think>")
-    (('why', '4 </think>'), None)
-    """
-    begin = text.lstrip()
-    if not begin.startswith(THINK) or THINK_END not in begin:
-        return None
-    block, _, rest = begin.removeprefix(THINK).partition(THINK_END)
-    return block, rest
 
 
 @dataclass(frozen=True)
@@ -39,33 +25,17 @@ class Thought:
     """Text of the answer, without white space around it."""
 
     @classmethod
-    def of(cls, message: Message) -> Thought:
+    def of(cls, message: Message, tags: Tags) -> Thought:
         """Return the reasoning of an answer, from its key or from the beginning of its text."""
         content = message["content"]
         if reasoning := message.get(REASONING[0]):
             return cls(reasoning.strip("\n"), "\n\n", content.strip())
-        head, end, text = content.partition(THINK_END)
+        head, end, text = content.partition(tags.end)
         head = head.lstrip()
-        if not end or (THINK in head and not head.startswith(THINK)):
+        if not end or (tags.begin in head and not head.startswith(tags.begin)):
             return cls("", "\n\n", content.strip())
         gap = text[: len(text) - len(text.lstrip())]
-        return cls(head.removeprefix(THINK).strip("\n"), gap, text.strip())
-
-
-def prompt_block(prompt: str) -> tuple[str, Literal["opened", "closed", "none"]]:
-    """Return a prompt without the block of reasoning that it ends with, and the state of the block.
-
-    >>> prompt_block("A:<think>\\n"), prompt_block("A:<think></think>"), prompt_block("A:</think>")
-    (('A:', 'opened'), ('A:', 'closed'), ('A:', 'closed'))
-    """
-    text = prompt.rstrip()
-    if text.endswith(THINK):
-        return text.removesuffix(THINK), "opened"
-    if not text.endswith(THINK_END):
-        return prompt, "none"
-    head = text.removesuffix(THINK_END)
-    opened = head.rstrip()
-    return opened.removesuffix(THINK) if opened.endswith(THINK) else head, "closed"
+        return cls(head.removeprefix(tags.begin).strip("\n"), gap, text.strip())
 
 
 @dataclass(frozen=True)
@@ -84,7 +54,9 @@ class RenderedAnswer:
     """The text, and what the template writes behind it."""
 
 
-def split_rendered(rendered: str, thought: Thought, *, rewrites: bool) -> RenderedAnswer:
+def split_rendered(
+    rendered: str, thought: Thought, tags: Tags, *, rewrites: bool
+) -> RenderedAnswer:
     """Split the rendering of an answer whose reasoning and text are ``thought``.
 
     Marks before the reasoning or the text are the template's: of a block that it opens or closes
@@ -98,19 +70,19 @@ def split_rendered(rendered: str, thought: Thought, *, rewrites: bool) -> Render
         begin = rest.lstrip()
         space = rest[: len(rest) - len(begin)]
         behind = begin[len(reasoning) :]
-        if reasoning and begin.startswith(reasoning) and behind.lstrip().startswith(THINK_END):
-            end = behind.index(THINK_END)
-            block, rest = space + reasoning + behind[:end], behind[end + len(THINK_END) :]
+        if reasoning and begin.startswith(reasoning) and behind.lstrip().startswith(tags.end):
+            end = behind.index(tags.end)
+            block, rest = space + reasoning + behind[:end], behind[end + len(tags.end) :]
             is_closed, is_line = True, "\n" in behind[:end]
         elif thought.text and begin.startswith(thought.text):
             break
-        elif begin.startswith(THINK):
-            is_open, rest = True, begin.removeprefix(THINK)
-        elif begin.startswith(THINK_END):
+        elif begin.startswith(tags.begin):
+            is_open, rest = True, begin.removeprefix(tags.begin)
+        elif begin.startswith(tags.end):
             is_closed, is_line, is_open = True, "\n" in space, False
-            rest = begin.removeprefix(THINK_END)
-        elif rewrites and reasoning and is_open and THINK_END in begin:
-            block, _, rest = rest.partition(THINK_END)
+            rest = begin.removeprefix(tags.end)
+        elif rewrites and reasoning and is_open and tags.end in begin:
+            block, _, rest = rest.partition(tags.end)
             is_closed, is_line = True, block.endswith("\n")
         else:
             break
@@ -119,51 +91,52 @@ def split_rendered(rendered: str, thought: Thought, *, rewrites: bool) -> Render
     return RenderedAnswer(block and block.strip("\n"), is_closed, is_line, gap, text)
 
 
-def with_reasoning_key(message: Message) -> Message:
+def with_reasoning_key(message: Message, tags: Tags) -> Message:
     """Return an answer with its reasoning in the key, instead of at the beginning of its text."""
     is_answer = message["role"] == "assistant" and REASONING[0] not in message
-    block = reasoning_block(message.get("content") or "") if is_answer else None
+    block = tags.block(message.get("content") or "") if is_answer else None
     if block is None:
         return message
     return {**message, REASONING[0]: block[0].strip(), "content": block[1].lstrip()}
 
 
-def text_behind_repeated(message: Message) -> str | None:
+def text_behind_repeated(message: Message, tags: Tags) -> str | None:
     """Return the text behind a block that repeats the reasoning under its key; None without one."""
     reasoning = message.get(REASONING[0], "").strip()
-    block = reasoning_block(message.get("content") or "") if reasoning else None
+    block = tags.block(message.get("content") or "") if reasoning else None
     return block[1].lstrip() if block is not None and block[0].strip() == reasoning else None
 
 
-def without_empty_block(message: Message) -> Message:
+def without_empty_block(message: Message, tags: Tags) -> Message:
     """Return an answer without an empty block of reasoning at the beginning of its text."""
-    head, end, text = message["content"].partition(THINK_END)
-    is_empty = bool(end) and not head.strip().removeprefix(THINK).strip()
+    head, end, text = message["content"].partition(tags.end)
+    is_empty = bool(end) and not head.strip().removeprefix(tags.begin).strip()
     return {**message, "content": text.lstrip()} if is_empty else message
 
 
-def marked_parts(message: Message) -> tuple[str, ...]:
+def marked_parts(message: Message, tags: Tags) -> tuple[str, ...]:
     """Return the marks of reasoning in the text of a message, with an empty string for each text
     before, between and after them. Without marks: (). Of many parts: the first and the last.
 
-    >>> marked_parts({"role": "assistant", "content": "<think>why</think>4"})
+    >>> from burnish.reasoning_tags import THINK
+    >>> marked_parts({"role": "assistant", "content": "<think>why</think>4"}, THINK)
     ('<think>', '', '</think>', '')
     """
     content = message.get("content")
-    if not isinstance(content, str) or "think>" not in content:
+    if not isinstance(content, str) or not (tags.begin in content or tags.end in content):
         return ()
     parts: list[str] = []
-    for i, ended in enumerate(content.split(THINK_END)):
-        parts += [THINK_END] if i else []
-        for k, text in enumerate(ended.split(THINK)):
-            parts += [THINK] if k else []
+    for i, ended in enumerate(content.split(tags.end)):
+        parts += [tags.end] if i else []
+        for k, text in enumerate(ended.split(tags.begin)):
+            parts += [tags.begin] if k else []
             parts += [""] if text and not text.isspace() else []
     half = _MOST_PARTS // 2
     parts = parts if len(parts) <= _MOST_PARTS else parts[:half] + parts[-half:]
     return tuple(parts) if any(parts) else ()
 
 
-def end_of_reasoning(message: Message, parts: tuple[str, ...]) -> int:
+def end_of_reasoning(message: Message, parts: tuple[str, ...], tags: Tags) -> int:
     """Return the number of :func:`marked_parts` that are reasoning, its marks included.
 
     Reasoning is a block at the beginning, also one that is not closed. Without reasoning in its
@@ -172,9 +145,9 @@ def end_of_reasoning(message: Message, parts: tuple[str, ...]) -> int:
     """
     if message["role"] != "assistant" or not parts:
         return 0
-    opens = parts[0] == THINK
-    if THINK_END not in parts:
+    opens = parts[0] == tags.begin
+    if tags.end not in parts:
         return len(parts) if opens else 0
-    end = parts.index(THINK_END) + 1
-    is_unopened = REASONING[0] not in message and THINK not in parts[:end]
+    end = parts.index(tags.end) + 1
+    is_unopened = REASONING[0] not in message and tags.begin not in parts[:end]
     return end if opens or is_unopened else 0

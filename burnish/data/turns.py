@@ -15,26 +15,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from burnish.chat_message import Message
+from burnish.chat_message import REASONING, Message
 from burnish.data.notices import note
 from burnish.data.rendering import Habits, Tools, habits_of, render_text
 from burnish.data.sources import DataError
 from burnish.data.thoughts import (
-    THINK,
-    THINK_END,
     RenderedAnswer,
     Thought,
-    prompt_block,
     split_rendered,
     without_empty_block,
 )
+from burnish.reasoning_tags import Tags
 from burnish.special_tokens import special_tokens
 from burnish.templates import current_date
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MARK = "qzplacezq"
+_MARK, _TEXT = "qzplacezq", "qztextzq"
 _SHOWN = 40  # characters of a text in an error
 _ONE_ANSWER = (
     "train: false on the earlier answers, or split the conversation into one row per answer, or "
@@ -44,8 +42,9 @@ _CLOSED = (
     "the generation prompt closes reasoning, but the last trained answer has some, which the model "
     "could not write there. Let the prompt open reasoning (in model.chat_template_kwargs, set a "
     "variable of the template, such as thinking: true or enable_thinking: true, or remove the one "
-    f"that closes it), or remove the reasoning. Text before a {THINK_END} counts as reasoning; if "
-    "it is a mention, write it in another way (`/think`)"
+    "that closes it; in the messages, remove a word that does, such as /no_think), or remove the "
+    "reasoning. Text before a closing tag (</think>) counts as reasoning; if it is a mention, "
+    "write it in another way (`/think`)"
 )
 _AS_TEXT = (
     "Set model.chat_template to one that only appends, or give the rendered prompt and the "
@@ -67,11 +66,13 @@ def locate_turns(
     trained: Sequence[int],
     tools: Tools = None,
     *,
+    is_cut: bool = False,
     may_choose: bool = False,
 ) -> tuple[str, list[Turn]]:
     """Return the text up to the last trained turn, and the trained turns in it.
 
-    ``trained``: indices of messages, in order. ``may_choose``: the data has the option
+    ``trained``: indices of messages, in order. ``is_cut``: the last one ends where a limit cut it,
+    without an end. ``may_choose``: the data has the option
     ``train_on_turns``, for messages. Raises DataError if the prompt that generation
     renders for a turn is not a beginning of the text, because training would not match generation.
     """
@@ -79,15 +80,21 @@ def locate_turns(
     last = trained[-1]
     prompt = render(messages[:last], add_generation_prompt=True)
     habits = habits_of(tokenizer, tools)
-    turn = _last_turn(render, messages[: last + 1], prompt, habits)
+    of_turn = _cut_turn if is_cut else _last_turn
+    turn = of_turn(render, messages[: last + 1], prompt, habits)
     choice = "Set data.train_on_turns: last, or set " if may_choose else "Set "
-    place = _Place(tokenizer, render, messages[:last], prompt, choice + _ONE_ANSWER)
+    advice = choice + _ONE_ANSWER
+    place = _Place(tokenizer, render, messages[:last], prompt, advice)
     turns = [place.of(number) for number in trained[:-1]]
+    for number, earlier in zip(trained, turns, strict=False):
+        answer = prompt[earlier.begin : earlier.end]
+        _check_block(prompt[: earlier.begin], answer, number, habits.tags, advice)
     turns.append(Turn(len(prompt), len(prompt) + len(turn)))
     text = prompt + turn
     for number, located in zip(trained, turns, strict=True):
         if not habits.ignores_reasoning_of(messages[number]):
-            _note_lost_reasoning(messages[number], text[located.begin : located.end], choice)
+            thought = Thought.of(messages[number], habits.tags)
+            _note_lost_reasoning(thought, text[located.begin : located.end], choice)
     return text, turns
 
 
@@ -102,61 +109,109 @@ def _last_turn(render: Render, messages: Sequence[Message], prompt: str, habits:
     closed. Templates that cut reasoning, or whose generation prompt opens it, render the answer
     alone or in a block of its own. Then the reasoning is added as the model would write it.
     """
-    thought = Thought.of(messages[-1])
-    head, state = _prompt_block(render, messages[:-1], prompt)
+    tags = habits.tags
+    thought = Thought.of(messages[-1], tags)
+    head, state = _prompt_block(render, messages[:-1], prompt, tags)
     if state == "closed":
         if thought.reasoning.strip() and not habits.ignores_reasoning_of(messages[-1]):
             raise DataError(_CLOSED)
-        messages = [*messages[:-1], without_empty_block(messages[-1])]
+        messages = [*messages[:-1], without_empty_block(messages[-1], tags)]
     full = render(messages, add_generation_prompt=False)
     if not full.startswith(prompt if state == "none" else head):
         raise _moved(prompt, full, "the last trained answer", _AS_TEXT)
-    rendered = split_rendered(full[len(head) :], thought, rewrites=habits.reasoning_key is not None)
+    rewrites = habits.reasoning_key is not None
+    rendered = split_rendered(full[len(head) :], thought, tags, rewrites=rewrites)
     if state == "closed":
         alone = full[len(prompt) :] if full.startswith(prompt) else ""
         return alone if alone.lstrip() == rendered.text else rendered.text
     if state == "opened":
-        return _closing(full, prompt, thought, rendered)
+        return _closing(
+            full[len(prompt) :] if full.startswith(prompt) else None,
+            prompt,
+            thought,
+            rendered,
+            tags,
+        )
     if not (habits.cuts_reasoning and thought.reasoning) or rendered.reasoning is not None:
         return full[len(prompt) :]
-    return f"{THINK}\n{thought.reasoning}\n{THINK_END}{thought.gap}{rendered.text}"
+    return f"{tags.begin}\n{thought.reasoning}\n{tags.end}{thought.gap}{rendered.text}"
+
+
+def _cut_turn(render: Render, messages: Sequence[Message], prompt: str, habits: Habits) -> str:
+    """Return what the model wrote after ``prompt`` of an answer that a limit cut: its reasoning or
+    its text, without what the template writes behind it.
+
+    A mark at the end of the answer shows the place at which the rendering is cut. The end of tool
+    calls has none; their end token is left out by the caller.
+    """
+    answer, tags = messages[-1], habits.tags
+    if answer.get("tool_calls"):
+        return _last_turn(render, messages, prompt, habits)
+    content, reasoning = answer["content"], answer.get(REASONING[0], "")
+    state = _prompt_block(render, messages[:-1], prompt, tags)[1]
+    if (
+        state == "opened"
+        and not reasoning
+        and tags.end not in content
+        and tags.begin not in content
+    ):
+        return content
+    reads = state != "none" or habits.reasoning_key is not None or habits.cuts_reasoning
+    if reads and not reasoning and tags.is_cut(content):
+        reasoning, content = content.lstrip().removeprefix(tags.begin).lstrip("\n"), ""
+    if reads and reasoning and not content.strip():
+        marked = {**answer, REASONING[0]: reasoning + _MARK, "content": _TEXT}
+    else:
+        marked = {**answer, "content": content + _MARK}
+    turn, mark, _ = _last_turn(render, [*messages[:-1], marked], prompt, habits).rpartition(_MARK)
+    if not mark:
+        raise DataError(
+            "an answer that was cut (finish_reason) cannot be located, because the chat template "
+            "changes its text. Drop the row, or set model.chat_template to one that writes texts "
+            "as they are"
+        )
+    return turn
 
 
 def _prompt_block(
-    render: Render, messages: Sequence[Message], prompt: str
+    render: Render, messages: Sequence[Message], prompt: str, tags: Tags
 ) -> tuple[str, Literal["opened", "closed", "none"]]:
-    """Return :func:`prompt_block` of a prompt, unless the mark at its end is a message's text."""
-    head, state = prompt_block(prompt)
+    """Return the block at the end of a prompt (:meth:`Tags.of_prompt`), unless the mark at its end
+    is a message's text."""
+    head, state = tags.of_prompt(prompt)
     content = str(messages[-1].get("content") or "").rstrip()
-    if state != "none" and content.endswith((THINK, THINK_END)):
+    if state != "none" and content.endswith((tags.begin, tags.end)):
         before = render(messages, add_generation_prompt=False)
         if prompt.rstrip() == before.rstrip():
             return prompt, "none"
     return head, state
 
 
-def _closing(full: str, prompt: str, thought: Thought, rendered: RenderedAnswer) -> str:
+def _closing(
+    turn: str | None, prompt: str, thought: Thought, rendered: RenderedAnswer, tags: Tags
+) -> str:
     """Return the reasoning, its end and the answer, for a prompt that opens reasoning.
 
     The rendered text may begin with a block of another form than the prompt (Nemotron 3: the prompt
     ends with ``<think>\\n``, an answer begins with ``<think></think>``), with an end alone
-    (DeepSeek-V3.1), or be the answer alone.
+    (DeepSeek-V3.1), or be the answer alone. ``turn``: the rendered text behind the prompt, if it
+    begins with the prompt.
     """
     if not thought.reasoning and not rendered.reasoning:
         note(
             "empty_reasoning",
-            f"the generation prompt opens reasoning ({THINK}), but the answer has none; it is "
+            f"the generation prompt opens reasoning ({tags.begin}), but the answer has none; it is "
             "trained with an empty one. Set model.chat_template to one that does not open "
             "reasoning, if the model should answer at once",
         )
-    written, end, _ = full[len(prompt) :].partition(THINK_END)
-    if full.startswith(prompt) and end and written.strip() == thought.reasoning.strip():
-        return full[len(prompt) :]
+    written, end, _ = (turn or "").partition(tags.end)
+    if turn is not None and end and written.strip() == thought.reasoning.strip():
+        return turn
     reasoning = thought.reasoning if rendered.reasoning is None else rendered.reasoning
     gap = rendered.gap if rendered.is_closed else thought.gap
     line = "\n" if prompt.endswith("\n") or rendered.is_line or not rendered.is_closed else ""
     begin = "" if prompt.endswith("\n") else line
-    return f"{begin}{reasoning}{line}{THINK_END}{gap}{rendered.text}"
+    return f"{begin}{reasoning}{line}{tags.end}{gap}{rendered.text}"
 
 
 class _Place:
@@ -183,9 +238,7 @@ class _Place:
         prompt = self._render(messages[:turn], add_generation_prompt=True)
         if not text.startswith(prompt):
             raise _moved(prompt, text, f"message {turn}", self._advice)
-        place = self._span(turn, len(prompt))
-        _check_block(prompt, text[place.begin : place.end], turn, self._advice)
-        return place
+        return self._span(turn, len(prompt))
 
     def _span(self, turn: int, begin: int) -> Turn:
         messages, text = self._messages, self._text
@@ -223,13 +276,13 @@ class _Place:
         return len(head)
 
 
-def _check_block(prompt: str, answer: str, turn: int, advice: str) -> None:
+def _check_block(prompt: str, answer: str, turn: int, tags: Tags, advice: str) -> None:
     """Raise DataError if an earlier turn does not continue the block of reasoning that its prompt
     has opened, or begins another one."""
-    state, begin = prompt_block(prompt)[1], answer.lstrip()
-    if state == "none" or (state == "closed" and not begin.startswith((THINK, THINK_END))):
+    state, begin = tags.of_prompt(prompt)[1], answer.lstrip()
+    if state == "none" or (state == "closed" and not begin.startswith((tags.begin, tags.end))):
         return
-    if state == "opened" and THINK_END in answer and not begin.startswith(THINK):
+    if state == "opened" and tags.end in answer and not begin.startswith(tags.begin):
         return
     raise DataError(
         f"the chat template renders message {turn} as {begin[:_SHOWN]!r} after a prompt that ends "
@@ -238,9 +291,8 @@ def _check_block(prompt: str, answer: str, turn: int, advice: str) -> None:
     )
 
 
-def _note_lost_reasoning(message: Message, turn: str, choice: str) -> None:
-    reasoning = Thought.of(message).reasoning.strip()
-    if reasoning not in turn:
+def _note_lost_reasoning(thought: Thought, turn: str, choice: str) -> None:
+    if thought.reasoning.strip() not in turn:
         note(
             "reasoning_dropped",
             "the chat template removes the reasoning of an earlier answer that is trained, so the "

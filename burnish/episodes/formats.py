@@ -15,6 +15,7 @@ from typing import Any
 
 from burnish.config.episodes import FormatName as FormatName
 from burnish.model_text import DOTALL, Pattern
+from burnish.reasoning_tags import Tags
 
 _LAX_JSON: dict[str, Any] = {"content": "json", "content_args": {"allow_non_json": True}}
 _NAMED = {"function": {"name": "{name}", "arguments": "{content}"}}
@@ -29,8 +30,6 @@ _GLM_PARAMETER = Pattern(
     r"<arg_value>(?P<value>(?:(?!<arg_key>).)*?)</arg_value>",
     DOTALL,
 )
-REASONING_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-"""Texts before and after reasoning, of the families without channels."""
 _HARMONY_START = r"(?:<\|start\|>assistant)?"
 _HARMONY_CHANNEL = r"<\|channel\|>(?:commentary|analysis)"
 _HARMONY_TO = r" ?to=functions\.(?P<name>[\w.\-]+)"
@@ -187,17 +186,14 @@ def format_of(turn: str) -> str | None:
     return "llama3_json" if bare.startswith(('{"name"', '{"type"')) else None
 
 
-def response_template(
-    tool_format: ToolFormat | None, *, reasoning: tuple[str, str] | None
-) -> dict[str, Any]:
-    """Return a response template. ``reasoning``: the texts before and after it, if any. A prefix of
-    the response is text of the prompt from the beginning of the reasoning on."""
+def response_template(tool_format: ToolFormat | None, *, reasoning: Tags | None) -> dict[str, Any]:
+    """Return a response template. ``reasoning``: its tags, if any. A prefix of the response is
+    text of the prompt from the beginning of the reasoning on."""
     fields: dict[str, Any] = {}
     if reasoning is not None:
-        begin, end = reasoning
         fields["reasoning_content"] = {
-            "open": begin,
-            "close": end,
+            "open": reasoning.begin,
+            "close": reasoning.end,
             "content": "text",
             "repeats": True,
             "join": "\n",

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from burnish.chat_message import Message
-from burnish.episodes.formats import REASONING_TAGS, ToolFormat
+from burnish.episodes.formats import ToolFormat
 from burnish.episodes.repeated_keys import repeated_key
 from burnish.episodes.streaming import REASONING, MessageText, without_long_spaces
 from burnish.episodes.tool_calls import MAX_CALLS, CallReader, read_call
+from burnish.reasoning_tags import REASONING_TAGS
 from burnish.tool_arguments import argument_problem as argument_problem
 from burnish.tool_arguments import argument_types
 
@@ -300,13 +301,13 @@ def _adapted(template: Mapping[str, Any]) -> dict[str, Any]:
     copy = deepcopy(dict(template))
     fields = copy["fields"]
     has_channels = bool({"open", "open_pattern"} & set(fields.get("content", {})))
-    tags = {begin for begin, _ in REASONING_TAGS}
+    begins = {tags.begin for tags in REASONING_TAGS}
     for name, entry in fields.items():
         if entry.get("content") == "json":
             entry["content_args"] = {**entry.get("content_args", {}), "allow_non_json": True}
         opening = entry.get("open", ())
         literals = [opening] if isinstance(opening, str) else list(opening)
-        if name in REASONING and tags & set(literals) and not has_channels:
+        if name in REASONING and begins & set(literals) and not has_channels:
             del entry["open"]
             entry["open_pattern"] = rf"\A\s*+(?:{'|'.join(map(re.escape, literals))})"
     return copy

@@ -27,6 +27,7 @@ from burnish.episodes.formats import FORMATS, FormatName, response_template
 from burnish.episodes.framing import FrameHold
 from burnish.episodes.parsing import CallReading, ParsedMessage, ResponseParser
 from burnish.episodes.probing import call
+from burnish.episodes.prompt_parsers import PromptParsers
 from burnish.episodes.streaming import (
     CONTEXT,
     MessageStream,
@@ -37,6 +38,7 @@ from burnish.episodes.streaming import (
 )
 from burnish.episodes.template import ChatTemplate, RendererError, Tools, literal_parts
 from burnish.episodes.token_texts import TokenPart, token_parts
+from burnish.reasoning_tags import THINK
 from burnish.special_tokens import special_tokens
 from burnish.templates import current_date
 from burnish.tool_arguments import check_parameters
@@ -50,6 +52,8 @@ History = Literal["keep", "template"]
 """keep: what was sampled stays in the prompt. template: every turn renders all messages again."""
 
 
+_PROMPT_END = 48
+"""Tokens at the end of a prompt that include its generation prompt."""
 _TOKEN_CHARS = 32
 """Characters of a token beyond which a text is certainly too long: many times the usual number."""
 
@@ -171,8 +175,8 @@ class ChatRenderer(TextCodec):
             self.history = self._chosen(history)
         self.reads_tool_calls = True
         """Set if :meth:`parse` finds tool calls."""
-        self._parser = self._response_parser(tool_format)
-        self._framing = self._template.framing(self._parser.is_delimiter)
+        self._parsers = self._response_parsers(tool_format)
+        self._framing = self._template.framing(self._parsers.usual.is_delimiter)
 
     @property
     def append_only(self) -> bool:
@@ -293,7 +297,7 @@ class ChatRenderer(TextCodec):
         """
         salt = blake2b(array("q", [len(prompt_ids), *prompt_ids, *sampled_ids]).tobytes())
         text, end, stop = self._message_text(sampled_ids, prompt_ids, stops, ended=ended)
-        parsed = self._parser.parse(
+        parsed = self._parser_of(prompt_ids).parse(
             text[slice(*self._framing.span(text))],
             tools,
             end=end,
@@ -328,7 +332,7 @@ class ChatRenderer(TextCodec):
         """Return a reader of a response that is being sampled. What it returns is a beginning of
         what :meth:`parse` returns, with tools if ``has_tools``."""
         text = TokenText(self._tokenizer, prompt_ids, skip_special_tokens=False)
-        message = self._parser.stream(with_calls=has_tools)
+        message = self._parser_of(prompt_ids).stream(with_calls=has_tools)
         return MessageStream(text, StopHold(stops), FrameHold(self._framing), message)
 
     def _encode(self, text: str, *, after: Sequence[int] = ()) -> list[int]:
@@ -381,16 +385,22 @@ class ChatRenderer(TextCodec):
             )
         return history
 
-    def _response_parser(self, tool_format: str | Mapping[str, Any] | None) -> ResponseParser:
-        opened = self._template.generation_prompt
+    def _parser_of(self, prompt_ids: Sequence[int]) -> ResponseParser:
+        if not prompt_ids:
+            return self._parsers.usual
+        return self._parsers.after(self.decode(prompt_ids[-_PROMPT_END:]))
+
+    def _response_parsers(self, tool_format: str | Mapping[str, Any] | None) -> PromptParsers:
         own_template = vars(self._tokenizer).get("response_template")
         if tool_format is None and isinstance(own_template, Mapping):
             tool_format = own_template
+        tags = self._template.tags()
+        ends = [str(t) for t in self._tokenizer.convert_ids_to_tokens(sorted(self._closing_ids))]
+        parsers = partial(PromptParsers, generation_prompt=self._template.generation_prompt)
+        parsers = partial(parsers, tags=tags or THINK, turn_ends=ends)
         if isinstance(tool_format, Mapping):
-            ends = [
-                str(t) for t in self._tokenizer.convert_ids_to_tokens(sorted(self._closing_ids))
-            ]
-            return ResponseParser(self._tokenizer, tool_format, prefix=opened, ends=ends)
+            make = partial(ResponseParser, self._tokenizer, tool_format, ends=ends)
+            return parsers(make, keeps_head=True)
         if tool_format is not None and tool_format not in FORMATS:
             raise RendererError(
                 f"tool_format is {tool_format!r}; known are {', '.join(FORMATS)}, or give a "
@@ -398,12 +408,10 @@ class ChatRenderer(TextCodec):
             )
         name = tool_format or self._template.call_format()
         self.reads_tool_calls = name is not None
-        reasoning = None if name == "harmony" else self._template.reasoning_markers()
-        begin = opened.find(reasoning[0]) if reasoning else -1
-        prefix = opened[begin:] if begin >= 0 else ""
         call_format = FORMATS[name] if name else None
-        template = response_template(call_format, reasoning=reasoning)
-        return ResponseParser(self._tokenizer, template, tool_format=call_format, prefix=prefix)
+        template = response_template(call_format, reasoning=None if name == "harmony" else tags)
+        make = partial(ResponseParser, self._tokenizer, template, tool_format=call_format)
+        return parsers(make, keeps_head=False)
 
 
 def _check_transformers(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.chat_message import Message
 from burnish.data.left_out import REFUSED_IN_EPISODES, check_rendering
-from burnish.data.rendering import render_text
+from burnish.data.rendering import render_text, tags_of
 from burnish.data.sources import DataError
-from burnish.episodes.formats import REASONING_TAGS, format_of
+from burnish.episodes.formats import format_of
 from burnish.episodes.framing import Framing
 from burnish.episodes.probing import CONVERSATIONS, TOOLS, ProbeConversation, assistant, call, user
 from burnish.episodes.token_texts import common_length
 from burnish.errors import BurnishError
 from burnish.model_text import Pattern
+from burnish.reasoning_tags import Tags
 from burnish.special_tokens import special_tokens
 
 if TYPE_CHECKING:
@@ -363,12 +364,10 @@ class ChatTemplate:
             return None
         return format_of(turn) if _MARK in turn else None
 
-    def reasoning_markers(self) -> tuple[str, str] | None:
-        """Return the texts before and after reasoning that the template or its generation prompt
-        mentions. None: a block of reasoning is text, which later prompts and rows keep."""
-        source = f"{self._tokenizer.chat_template}{self.generation_prompt}"
-        mentioned = (tags for i in (1, 0) for tags in REASONING_TAGS if tags[i] in source)
-        return next(mentioned, None)
+    def tags(self) -> Tags | None:
+        """Return the tags of reasoning of the template. None: a block of reasoning is text, which
+        later prompts and rows keep."""
+        return tags_of(self._tokenizer)
 
 
 def literal_parts(text: str) -> list[tuple[str, bool]]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from burnish.errors import BurnishError
 from burnish.model_text import Form
+from burnish.reasoning_tags import after_reasoning
 
 FORMS = (
     "a list of asserts, a list of {input, output}, {inputs, outputs}, {inputs, outputs, fn_name}, "
@@ -52,7 +53,7 @@ class TestsError(BurnishError, ValueError):
 
 def read_code(response: str, which: Literal["last_block", "all"]) -> str | None:
     """Return the code in a response, or None if there is none."""
-    text = response.rpartition("</think>")[2]
+    text = after_reasoning(response)
     if which == "all":
         return text if text.strip() else None
     blocks = [body for language, body in _blocks(text) if language.lower() in _PYTHON]

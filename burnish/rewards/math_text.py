@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from burnish.errors import BurnishError
 from burnish.model_text import DOTALL, IGNORECASE, Form, Match, Pattern
+from burnish.reasoning_tags import after_reasoning
 from burnish.rewards.math_markup import MARKS, with_signs, without_quotes
 from burnish.rewards.math_numbers import (
     BASED,
@@ -131,11 +132,6 @@ class Ask:
 
     label: str
     response: str
-
-
-def after_thoughts(response: str) -> str:
-    """Return the response after its last ``</think>``, or all of it if there is none."""
-    return response.rpartition("</think>")[2]
 
 
 def last_answer(text: str) -> Answer | None:
@@ -322,7 +318,7 @@ def read_date(text: str) -> tuple[str, bool] | None:
 def judge(label: Label, response: str) -> bool | Ask:
     """Return whether the last answer of ``response`` equals ``label``, or an Ask if math-verify
     has to decide."""
-    text = with_signs(without_quotes(after_thoughts(response)))
+    text = with_signs(without_quotes(after_reasoning(response)))
     answer = last_answer(text)
     if label.kind == "words":
         return _same_words(label.text, text, answer)

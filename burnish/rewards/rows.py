@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from burnish.chat_message import with_cut_end
 from burnish.data.chat import (
     encode_completion,
     encode_conversation,
@@ -23,7 +24,7 @@ from burnish.data.left_out import Field
 from burnish.data.pieces import encode_piece
 from burnish.data.rendering import Tools
 from burnish.data.sources import DataError
-from burnish.data.thoughts import THINK, THINK_END
+from burnish.reasoning_tags import REASONING_TAGS
 from burnish.rewards.base import RewardError, RewardInput
 from burnish.special_tokens import special_tokens
 
@@ -285,16 +286,12 @@ class RowEncoder:
 
         Reasoning that was cut follows the generation prompt as it is: a template would write it as
         the answer."""
-        may_continue = self.continues or (not ended and THINK_END not in text)
-        if may_continue:
+        if self.continues or (not ended and any(tags.is_cut(text) for tags in REASONING_TAGS)):
             rendered, head = encode_prompt(
                 self.tokenizer, messages, tools=tools, refused=_WRITTEN_BY_THE_POLICY
             )
-            if self.continues or THINK in text or rendered.rstrip().endswith(THINK):
-                ids, _ = encode_completion(
-                    self.tokenizer, head, text, prompt=rendered, add_eos=ended
-                )
-                return head, ids[len(head) :]
+            ids, _ = encode_completion(self.tokenizer, head, text, prompt=rendered, add_eos=ended)
+            return head, ids[len(head) :]
         answer = message or {"role": "assistant", "content": text}
         return self._encoded([*messages, answer], tools=tools, ended=ended)
 
@@ -316,15 +313,15 @@ class RowEncoder:
         """Return (ids before the last message, ids of that message, which is the assistant's)."""
         ids, mask = encode_conversation(
             self.tokenizer,
-            messages,
+            messages if ended else with_cut_end(messages),
             trained_from=len(messages) - 1,
             tools=list(tools) if tools else None,
             refused=_WRITTEN_BY_THE_POLICY,
         )
+        if not any(mask):  # it was cut before its first token
+            return ids, []
         begin = mask.index(True)
         end = len(mask) - mask[::-1].index(True)
-        if not ended and ids[end - 1] in special_tokens(self.tokenizer):
-            end -= 1
         return ids[:begin], ids[begin:end]
 
     def _warn_markup(self) -> None:

@@ -17,6 +17,7 @@ from burnish.episodes.formats import FORMATS, response_template
 from burnish.episodes.parsing import ParsedMessage, ResponseParser
 from burnish.episodes.probing import TOOLS
 from burnish.episodes.renderer import ChatRenderer
+from burnish.reasoning_tags import THINK
 from burnish.schema_keywords import UncheckableError
 from burnish.tool_arguments import (
     argument_problem,
@@ -89,7 +90,7 @@ CASES = [(name, *reply) for name in FORMATS for reply in replies(name)]
 
 
 def parser(name: str) -> ResponseParser:
-    reasoning = None if name == "harmony" else ("<think>", "</think>")
+    reasoning = None if name == "harmony" else THINK
     template = response_template(FORMATS[name], reasoning=reasoning)
     return ResponseParser(TOKENIZER, template, tool_format=FORMATS[name])
 

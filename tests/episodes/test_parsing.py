@@ -16,6 +16,7 @@ from burnish.episodes.formats import FORMATS, format_of, response_template
 from burnish.episodes.parsing import ParsedMessage, ResponseParser, argument_problem
 from burnish.episodes.probing import TOOLS, assistant, call, user
 from burnish.episodes.renderer import ChatRenderer, RendererError
+from burnish.reasoning_tags import THINK
 from burnish.tool_arguments import argument_types
 
 RENDERERS = {
@@ -472,9 +473,7 @@ def test_a_response_that_repeats_itself_is_parsed_in_time(name: str, text: str) 
     """About 60,000 characters, each in less than 1 s. Quadratic patterns took 117 s for 188,000
     characters of parameters (xml) and 46 s for 100,000 spaces (harmony)."""
     _, tokenizer = RENDERERS["chatml"]
-    template = response_template(
-        FORMATS[name], reasoning=None if name == "harmony" else ("<think>", "</think>")
-    )
+    template = response_template(FORMATS[name], reasoning=None if name == "harmony" else THINK)
     begin = time.process_time()
     ResponseParser(tokenizer, template, tool_format=FORMATS[name]).parse(text, TOOLS)
     assert time.process_time() - begin < 5
@@ -610,9 +609,7 @@ MARKS = st.sampled_from(
 
 @given(pieces=st.lists(MARKS | st.text(max_size=5), max_size=20), name=st.sampled_from([*FORMATS]))
 def test_no_response_raises(pieces: list[str], name: str) -> None:
-    template = response_template(
-        FORMATS[name], reasoning=None if name == "harmony" else ("<think>", "</think>")
-    )
+    template = response_template(FORMATS[name], reasoning=None if name == "harmony" else THINK)
     _, tokenizer = RENDERERS["chatml"]
     parser = ResponseParser(tokenizer, template, tool_format=FORMATS[name])
     found = parser.parse("".join(pieces), TOOLS)

@@ -26,11 +26,11 @@ from burnish.episodes.parsing import ResponseParser
 from burnish.episodes.probing import TOOLS
 from burnish.errors import BurnishError
 from burnish.models.tensor_files import TensorFiles
+from burnish.reasoning_tags import THINK, after_reasoning
 from burnish.rewards.code_tests import TestsError, read_code, read_tests
 from burnish.rewards.math_numbers import read_quantity
 from burnish.rewards.math_text import (
     LabelError,
-    after_thoughts,
     judge,
     last_answer,
     read_date,
@@ -166,7 +166,7 @@ def _tokenizer() -> Any:
 @lru_cache
 def _parser(name: str) -> ResponseParser:
     tool_format = FORMATS[name]
-    template = response_template(tool_format, reasoning=("<think>", "</think>"))
+    template = response_template(tool_format, reasoning=THINK)
     return ResponseParser(_tokenizer(), template, tool_format=tool_format)
 
 
@@ -189,7 +189,7 @@ def _labels() -> list[Any]:
 
 def read_answer(text: str) -> None:
     """Compare a response with each kind of label."""
-    last_answer(after_thoughts(text))
+    last_answer(after_reasoning(text))
     for label in _labels():
         judge(label, text)
 

@@ -12,6 +12,7 @@ import burnish.data.left_out as left_out
 import burnish.data.messages as messages
 import burnish.data.rows as data_rows
 import burnish.data.turns as turns
+from burnish.reasoning_tags import Tags
 
 Patch = pytest.MonkeyPatch
 
@@ -53,17 +54,22 @@ def tools_stay_as_they_are(patch: Patch) -> None:
 
 def all_tokens_of_an_answer_are_trained(patch: Patch) -> None:
     """Text behind an end token is trained."""
-    patch.setattr(chat, "_trained_length", lambda tokenizer, answer, message: len(answer))
+    patch.setattr(chat, "_trained_length", lambda tokenizer, answer, *_, **__: len(answer))
 
 
 def marks_in_texts_are_not_rendered(patch: Patch) -> None:
     """Lost text is searched for without the marks of reasoning in it."""
-    patch.setattr(left_out, "marked_parts", lambda message: ())
+    patch.setattr(left_out, "marked_parts", lambda *_: ())
 
 
 def rendered_answers_are_trained_as_they_are(patch: Patch) -> None:
     """The blocks of prompts are ignored."""
-    patch.setattr(turns, "prompt_block", lambda prompt: (prompt, "none"))
+    patch.setattr(Tags, "of_prompt", lambda self, prompt: (prompt, "none"))
+
+
+def cut_answers_are_whole(patch: Patch) -> None:
+    """A response that was cut is rendered as if it had ended."""
+    patch.setattr(turns, "_cut_turn", turns._last_turn)
 
 
 PLANTED: dict[str, tuple[Any, tuple[int, ...]]] = {
@@ -81,5 +87,6 @@ PLANTED: dict[str, tuple[Any, tuple[int, ...]]] = {
         rendered_answers_are_trained_as_they_are,
         tuple(range(60)),
     ),
+    "cut_answers_are_trained_as_written": (cut_answers_are_whole, tuple(range(12))),
     "trained_prompt": (turns_are_found_in_the_final_text, tuple(range(12))),
 }

@@ -23,12 +23,15 @@ from metamorphic.base import Broken, Draw, Refused, equal, relation
 from metamorphic.draw_text import text_of, write_rows
 from metamorphic.relations_data import rows_of
 
+from burnish.chat_message import is_blank
 from burnish.data.batches import load_batch
 from burnish.data.chat import encode_conversation, encode_prompt
 from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.notices import collecting
+from burnish.data.pieces import plain_ids
 from burnish.data.sources import DataError
 from burnish.episodes.renderer import ChatRenderer
+from burnish.reasoning_tags import REASONING_TAGS, THINK
 from burnish.special_tokens import set_configured_ends
 from burnish.templates import variables, with_defaults
 
@@ -349,6 +352,52 @@ def answers_continue_the_block_of_their_prompt(draw: Draw) -> None:
         equal(marks, (0, 1), f"the marks in {trained!r}")
     elif prompt.rstrip().endswith("</think>"):
         equal(marks, (0, 0), f"the marks in {trained!r}")
+
+
+@cache
+def _tagged(form: str, number: int) -> tuple[Any, ChatRenderer]:
+    """As :func:`_thinking`, with the tags of another family."""
+    tokenizer, tags = reasoning_tokenizer(form, thinking=True), REASONING_TAGS[number]
+    template = str(tokenizer.chat_template).replace("<think>", tags.begin)
+    tokenizer.chat_template = template.replace("</think>", tags.end)
+    return tokenizer, ChatRenderer(tokenizer, history="template")
+
+
+@relation
+def cut_answers_are_trained_as_written(draw: Draw) -> None:
+    """The beginning of a trained answer, read as a response that a limit cut, is trained as these
+    characters, without an end. Or it is refused, or has no message that says where it was cut.
+    Exact, without white space."""
+    if draw.one(other=[False, True]):
+        number = draw.one(tags=range(len(REASONING_TAGS)))
+        tokenizer, reader = _tagged(draw.one(form=REASONING_FORMS), number)
+        tags = REASONING_TAGS[number]
+    else:
+        family = draw.one(family=["qwen3", "qwq", "deepseek_r1", *trl_templates()])
+        options = draw.rng.choice(_options_of(family))
+        tokenizer, reader = _thinking(family, json.dumps(options))
+        tags = THINK
+    reasoning, text = ("".join(draw.rng.choices("abq \n", k=6)) + "z" for _ in range(2))
+    answer = {"role": "assistant", "content": f"ans{text}"}
+    if draw.one(reasons=[True, True, False]):
+        answer["reasoning_content"] = f"why{reasoning}"
+    question = {"role": "user", "content": "Go."}
+    ids, mask = encode_conversation(tokenizer, [question, answer])
+    begin, end = mask.index(True), len(mask) - mask[::-1].index(True)
+    prompt, written = (str(tokenizer.decode(part)) for part in (ids[:begin], ids[begin:end]))
+    written = written[: written.index(f"ans{text}".strip()) + len(f"ans{text}".strip())]
+    written = written[: draw.one(length=range(1, len(written) + 1))]
+    sampled = plain_ids(tokenizer, written)
+    message = reader.parse(sampled, (), prompt_ids=ids[:begin]).message
+    draw.note(answer=answer, prompt=prompt, written=written, message=message)
+    is_closed = tags.end in written and not (message["content"] and "reasoning_content" in message)
+    is_closed &= prompt.rstrip().endswith(tags.begin) or not message["content"]
+    if is_closed or is_blank(message) or tags.begin.startswith(written.strip()):
+        raise Refused("the message does not say where it was cut")
+    row = [question, {**message, "finish_reason": "length"}]
+    ids, mask = encode_conversation(tokenizer, row)
+    trained = str(tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on]))
+    equal(_squeezed(trained), _squeezed(written), "the trained text")
 
 
 @relation

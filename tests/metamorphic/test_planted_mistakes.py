@@ -66,7 +66,9 @@ def answers_are_texts_of_their_own(patch: Patch) -> None:
 
 def end_token_not_trained(patch: Patch) -> None:
     """Answers are trained without their last token."""
-    patch.setattr(chat, "_trained_length", lambda tokenizer, answer: max(1, len(answer) - 2))
+    patch.setattr(
+        chat, "_trained_length", lambda tokenizer, answer, *_, **__: max(1, len(answer) - 2)
+    )
 
 
 def pairs_keep_the_rest_of_the_template(patch: Patch) -> None:
@@ -210,7 +212,7 @@ def overrides_are_yaml(patch: Patch) -> None:
 
 def thoughts_count(patch: Patch) -> None:
     """The answer is looked for in the thoughts, too."""
-    patch.setattr(math_text, "after_thoughts", lambda response: response.partition("</think>")[0])
+    patch.setattr(math_text, "after_reasoning", lambda response: response.partition("</think>")[0])
 
 
 PLANTED: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
+from burnish.chat_message import with_cut_end
 from burnish.data.chat import (
     check_text,
     check_tokenizer,
@@ -30,7 +31,6 @@ from burnish.data.rows import (
     system_of,
     token_row,
     tools_column,
-    without_end,
 )
 from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import RowRef
@@ -115,11 +115,11 @@ class SFTEncoder:
             note_flags(messages, range(len(messages)))
         else:
             note_other_roles(messages)
+        if is_cut(row, kind):
+            messages = with_cut_end(messages)
         encoded = token_row(
             *encode_conversation(tokenizer, messages, only_last=self._only_last, tools=tools)
         )
-        if is_cut(row, kind):
-            encoded = without_end(tokenizer, encoded)
         return replace(encoded, answers=encoded.mask)
 
     def _encode_text(self, text: str) -> TokenRow:

@@ -1,0 +1,88 @@
+"""Tags around the reasoning of a model: one table of the texts that model families write.
+
+Which of them a model uses is found from its chat template
+(:func:`burnish.data.rendering.tags_of`). Channels (gpt-oss) are no tags.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Tags:
+    """The texts before and after a block of reasoning."""
+
+    begin: str
+    end: str
+    is_word: bool = False
+    """The tags are usual words of instructions. A template that only mentions them, without writing
+    them around reasoning, describes the content of answers."""
+
+    def block(self, text: str) -> tuple[str, str] | None:
+        """Return (reasoning, text behind it) of an answer that begins with a block of reasoning.
+
+        >>> THINK.block("<think>why</think>4 </think>"), THINK.block("4 <think>why</think>")
+        (('why', '4 </think>'), None)
+        """
+        begin = text.lstrip()
+        if not begin.startswith(self.begin) or self.end not in begin:
+            return None
+        block, _, rest = begin.removeprefix(self.begin).partition(self.end)
+        return block, rest
+
+    def of_prompt(self, prompt: str) -> tuple[str, Literal["opened", "closed", "none"]]:
+        """Return a prompt without the block that it ends with, and the state of the block.
+
+        >>> THINK.of_prompt("A:<think>\\n"), THINK.of_prompt("A:<think></think>")
+        (('A:', 'opened'), ('A:', 'closed'))
+        >>> THINK.of_prompt("A:</think>")
+        ('A:', 'closed')
+        """
+        text = prompt.rstrip()
+        if text.endswith(self.begin):
+            return text.removesuffix(self.begin), "opened"
+        if not text.endswith(self.end):
+            return prompt, "none"
+        head = text.removesuffix(self.end)
+        opened = head.rstrip()
+        return opened.removesuffix(self.begin) if opened.endswith(self.begin) else head, "closed"
+
+    def is_cut(self, text: str) -> bool:
+        """Return whether a response ends inside the block that it begins with."""
+        return text.lstrip().startswith(self.begin) and self.end not in text
+
+
+THINK = Tags("<think>", "</think>")
+REASONING_TAGS = (
+    THINK,
+    Tags("[THINK]", "[/THINK]"),  # Magistral
+    Tags("<seed:think>", "</seed:think>"),  # Seed-OSS
+    Tags("\u25c1think\u25b7", "\u25c1/think\u25b7"),  # Kimi-VL, Kimi K1.5
+    Tags("<longcat_think>", "</longcat_think>"),  # LongCat
+    Tags("<mm:think>", "</mm:think>"),  # MiniMax M3
+    Tags("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A Reasoning
+    Tags("<|channel>thought", "<channel|>"),  # Gemma 4
+    Tags("<unused94>thought", "<unused95>"),  # MedGemma
+    Tags("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
+    Tags("[unused16]", "[unused17]"),  # openPangu
+    Tags("<|begin_of_thought|>", "<|end_of_thought|>"),  # Sky-T1, OpenThinker
+    Tags("<thought>", "</thought>", is_word=True),  # EXAONE Deep
+    Tags("<reasoning>", "</reasoning>", is_word=True),  # Reka Flash 3
+    Tags("<thinking>", "</thinking>", is_word=True),
+)
+"""The tags of model families without channels."""
+
+
+def after_reasoning(response: str) -> str:
+    """Return the response after its last closing tag, or all of it if there is none. Tags that are
+    words count in a response that begins with one.
+
+    >>> after_reasoning("<think>7</think>4"), after_reasoning("[THINK]7[/THINK]4")
+    ('4', '4')
+    """
+    begin = response.lstrip()
+    read = (t for t in REASONING_TAGS if not t.is_word or begin.startswith(t.begin))
+    place, length = max((response.rfind(tags.end), len(tags.end)) for tags in read)
+    return response[place + length :] if place >= 0 else response

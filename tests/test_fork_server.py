@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -116,3 +117,21 @@ def test_a_killed_process_ends_its_command_and_a_killed_command_its_process(
         while forked.is_running() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not forked.is_running()
+
+
+def test_a_ray_worker_gets_the_words_and_variables_that_ray_gives_it(tmp_path: Path) -> None:
+    setup = pytest.importorskip("ray._private.workers").__path__[0]
+    printing = "import json, os, sys; print(json.dumps([sys.argv, os.environ['A']]))"
+    (tmp_path / "worker.py").write_text(printing)
+    context = {
+        "env_vars": {"A": "${HOME}/a b$PATH${NOT_SET}"},
+        "py_executable": f"{sys.executable} -S -E",
+    }
+    words = [str(tmp_path / "worker.py"), "--token=x y", "$HOME", "--language=PYTHON"]
+    words.append(f"--serialized-runtime-env-context={json.dumps(context)}")
+    ours = Path(fork_server.__file__).with_name("ray_setup_worker.py")
+    found = [
+        subprocess.run([sys.executable, str(script), *words], capture_output=True, check=True)
+        for script in (ours, Path(setup, "setup_worker.py"))
+    ]
+    assert found[0].stdout == found[1].stdout and b"$HOME" in found[0].stdout

@@ -338,9 +338,14 @@ def _reseed() -> None:
 
 
 def runtime_env_hook(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
-    """Have Ray start its workers by :func:`run` (``RAY_RUNTIME_ENV_HOOK`` names this function)."""
+    """Have Ray start its workers by :func:`run`, and skip the import of Ray that comes before
+    (``RAY_RUNTIME_ENV_HOOK`` names this function, which Ray calls before it starts a node)."""
     if not os.environ.get(ADDRESS):
         return runtime_env or {}
+    from ray._private import ray_constants
+
+    setup = os.path.join(os.path.dirname(os.path.abspath(__file__)), "ray_setup_worker.py")
+    ray_constants.SETUP_WORKER_FILENAME = setup
     return {**(runtime_env or {}), "py_executable": " ".join(command())}
 
 

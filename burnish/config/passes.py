@@ -77,6 +77,8 @@ def passes_lines(
     over = f"{steps} step{'s' * (steps > 1)}{more}"
     sizes = source_sizes(data) or []
     items = [size * total // sum(sizes) for size in sizes]
+    if total % sum(sizes or [1]):  # rows are left out, and which sources have them is not counted
+        items = []
     origin = ""
     if len(items) > 1:
         each = zip(data.sources, items, strict=True)
@@ -85,6 +87,8 @@ def passes_lines(
         over += f": {_evenly(drawn, total)}"
     elif items:
         over += f": {_by_weight(data, items, drawn)}"
+    else:
+        over += ": by weight"
     lines = [("rows of data (N)", str(total), origin), ("rows drawn", str(drawn), over)]
     return lines if counted or not data.may_lose_rows else [*lines, NOT_COUNTED]
 

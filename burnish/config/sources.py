@@ -37,7 +37,8 @@ class SourceSettings(Node, ABC):
     """False if only an environment makes the prompts of the rows."""
 
     weight: float = Field(1.0, gt=0)
-    """Relative probability of drawing from this source."""
+    """Relative probability that a row comes from this source. Rows that are left out (``overlong``,
+    ``on_bad_row``) do not count: another row of the source replaces each."""
 
     @property
     @abstractmethod

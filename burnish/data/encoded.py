@@ -161,6 +161,7 @@ class EncodedStream(Generic[T]):
         self._ahead = None
         self._notices.join(row.notices)
         if row.fitted.item is None:
+            self._index.leave_out()
             self._count_dropped(row.fitted)
             return None
         self._dropped_in_a_row[row.ref.source] = 0

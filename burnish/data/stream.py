@@ -93,6 +93,8 @@ class IndexStream:
         self._seed = seed % 2**64  # numpy takes no negative seeds
         self._shuffle = shuffle
         self._draws = 0
+        self._left_out = 0
+        """Number of draws whose row was left out."""
         self._epochs = [0] * len(sizes)
         self._positions = [0] * len(sizes)
         self._ended_pass = False
@@ -130,7 +132,7 @@ class IndexStream:
         self._ended_pass = False
         if self._joint:
             return self._next_of_all()
-        source = self._source_of(self._draws)
+        source = self._source_of(self._draws - self._left_out)
         if source in self._blocks:
             return self._next_streamed(source)
         epoch, position = self._epochs[source], self._positions[source]
@@ -141,6 +143,11 @@ class IndexStream:
         if self._positions[source] == self._sizes[source]:
             self._end_pass(source)
         return RowRef(self._names[source], row, epoch)
+
+    def leave_out(self) -> None:
+        """Leave out the row of the last draw: the next one takes a row of the same source instead,
+        so that ``weights`` hold for the rows that are used."""
+        self._left_out += 1
 
     def _next_streamed(self, source: int) -> RowRef:
         """Return the next row of the current block."""
@@ -183,6 +190,7 @@ class IndexStream:
             "shuffle": self._shuffle,
             "mix": "size" if self._joint else "weight",
             "draws": self._draws,
+            "left_out": self._left_out,
             "sources": {
                 name: {"size": size, "epoch": epoch, "position": position} | self._more(source)
                 for source, (name, (size, epoch, position)) in enumerate(
@@ -199,6 +207,7 @@ class IndexStream:
         """
         self._check_same_data(state)
         self._draws = int(state["draws"])
+        self._left_out = int(state.get("left_out", 0))  # older states have none
         self._epochs = [int(state["sources"][name]["epoch"]) for name in self._names]
         self._positions = [int(state["sources"][name]["position"]) for name in self._names]
         for source, blocks in self._blocks.items():

@@ -43,6 +43,7 @@ import builtins
 import contextlib
 import copy
 import ctypes
+import enum
 import importlib
 import io
 import itertools
@@ -93,6 +94,10 @@ COPIED: dict[str, Any] = {
 AS_JSON = frozenset((bool, str, float))
 SMALL = 1 << 63
 """Integers below it, and above its negative, are JSON numbers."""
+ENUM_MODULES = frozenset(
+    ("calendar", "http", "inspect", "plistlib", "pstats", "re", "signal", "socket", "ssl", "uuid")
+)
+"""Modules of the standard library whose enums have the same members on both sides."""
 PLAIN = frozenset((int, tuple, frozenset, bytes, complex))
 """Classes whose objects are plain data that cannot change."""
 SINGLE = {"Ellipsis": ..., "NotImplemented": NotImplemented}
@@ -721,6 +726,10 @@ class Codec:
             return value
         if kind in CONTAINERS:
             return {"shared": self.share(value)}
+        if isinstance(kind, enum.EnumMeta) and is_library_enum(kind):
+            name = str(value.name) if value.name in kind.__members__ else None
+            value_of = None if name is not None else int(value.value)
+            return {"member": [kind.__module__, kind.__name__, name, value_of]}
         if kind not in PLAIN and self.is_reference(value):
             return self.refer(value)
         return self.encode_plain(value)
@@ -894,6 +903,8 @@ class Codec:
             return {"mappingproxy": self.encode(dict(value))}
         if type(value) is slice:
             return {"slice": [self.encode(v) for v in (value.start, value.stop, value.step)]}
+        if type(value) is memoryview and (buffer := buffer_of(value)) is not None:
+            return {"memoryview": [self.encode(buffer), value.format]}
         if type(value) is Decimal:
             return {"Decimal": str(value)}
         if type(value) is Fraction:
@@ -927,7 +938,12 @@ class Codec:
         if kind == "namedtuple":
             return self.row(str(content[0]), tuple(content[1]), content[2])
         if kind in COPIED:
-            return COPIED[kind](*[self.decode(part) for part in content])
+            parts = [self.decode(part) for part in content]
+            if kind in ("datetime", "time"):
+                return COPIED[kind](*parts[:-1], fold=parts[-1])
+            return COPIED[kind](*parts)
+        if kind == "member":
+            return member_of(*content)
         if kind == "mappingproxy":
             return types.MappingProxyType(self.decode(content))
         if kind == "view":
@@ -937,6 +953,8 @@ class Codec:
         if kind == "written":
             module = importlib.import_module(WRITTEN[content[0]])
             return vars(module)[content[0]](str(content[1]))
+        if kind == "memoryview":
+            return memoryview(self.decode(content[0])).cast("B").cast(str(content[1]))
         if kind == "single":
             return SINGLE[content]
         if kind == "dict":
@@ -966,22 +984,22 @@ def fields_of(kind: type) -> tuple[str, ...] | None:
 DAY, CLOCK = ("year", "month", "day"), ("hour", "minute", "second", "microsecond")
 PARTS_OF_TIME: dict[type, tuple[str, ...]] = {
     date: DAY,
-    time: (*CLOCK, "tzinfo"),
-    datetime: (*DAY, *CLOCK, "tzinfo"),
+    time: (*CLOCK, "tzinfo", "fold"),
+    datetime: (*DAY, *CLOCK, "tzinfo", "fold"),
     range: ("start", "stop", "step"),
     timedelta: ("days", "seconds", "microseconds"),
 }
 
 
 def parts_of(value: Any) -> Any:
-    """Return the arguments that make an object of COPIED, or None if there are none, as for times
-    with a zone of another class than ``timezone``."""
+    """Return the arguments that make an object of COPIED (of times, the last one is ``fold``), or
+    None if there are none, as for times with a zone of another class than ``timezone``."""
     if isinstance(value, timezone):
         return value.__getinitargs__()  # type: ignore[attr-defined]
     if isinstance(value, (datetime, time)):
         zone = type(value.tzinfo)
         is_copied = zone in (type(None), timezone) or WRITTEN.get(zone.__name__) == "zoneinfo"
-        if not is_copied or value.fold:
+        if not is_copied:
             return None
     return operator.attrgetter(*PARTS_OF_TIME[type(value)])(value)
 
@@ -1001,6 +1019,38 @@ WRITTEN = {
     },
 }
 """Classes whose objects are copied as their text, and their modules."""
+
+
+def buffer_of(view: memoryview) -> bytes | bytearray | None:
+    """Return the data of a view: a copy of bytes, which cannot change, or the bytearray that is
+    viewed as it is. None for parts of one, for several dimensions, and for other objects."""
+    try:
+        data = view.obj
+        if view.ndim != 1 or not view.c_contiguous:
+            return None
+    except ValueError:  # it was released
+        return None
+    if type(data) is bytes:
+        return bytes(view)
+    is_whole = type(data) is bytearray and view.nbytes == len(data) and not view.readonly
+    return data if is_whole else None
+
+
+def is_library_enum(kind: type) -> bool:
+    """Return whether a class is an enum of ENUM_MODULES, not another one with the same name."""
+    module = sys.modules.get(kind.__module__) if kind.__module__ in ENUM_MODULES else None
+    return module is not None and vars(module).get(kind.__name__) is kind
+
+
+def member_of(module: str, kind: str, name: str | None, value: int | None) -> Any:
+    """Return the member of an enum of ENUM_MODULES by its name; of combined flags, by the value.
+    Raises ValueError if there is none."""
+    if module not in ENUM_MODULES:
+        raise ValueError("not an enum of the standard library")
+    found = vars(importlib.import_module(module)).get(kind)
+    if not isinstance(found, enum.EnumMeta):
+        raise ValueError("not an enum")
+    return found(value) if name is None else found.__members__[name]
 
 
 def is_written(kind: type) -> bool:
@@ -1118,8 +1168,11 @@ def fill_deque(container: Any, parts: list[Any]) -> None:
 
 def fill_bytes(container: Any, parts: list[Any]) -> None:
     """Fill an array or a bytearray."""
+    if type(container) is bytearray:
+        container[:] = parts[-1]  # (of the same size, also if there is a memoryview of it)
+        return
     del container[:]
-    (container.extend if type(container) is bytearray else container.frombytes)(parts[-1])
+    container.frombytes(parts[-1])
 
 
 def fill_wrapper(container: Any, parts: list[Any]) -> None:

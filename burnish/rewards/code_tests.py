@@ -33,7 +33,6 @@ PATCHABLE = (
 """Targets of ``unittest.mock.patch`` that reach the code."""
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 _UNSENDABLE = {
-    "memoryview": "a memoryview",
     "logging.getLogger": "a logger",
     "logging.Logger": "a logger",
     **{
@@ -171,7 +170,7 @@ def _foreign(text: str) -> str | None:
     """Return the part of tests that cannot reach the code in its process, or None: a patch of
     anything but its streams, a class that derives from one of the code, and an argument such as a
     lock. (The judge finds other arguments that cannot be sent when the tests run.)"""
-    modules = ("patch", "class ", "threading", "logging", "memoryview")
+    modules = ("patch", "class ", "threading", "logging")
     if not any(module in text for module in modules):
         return None
     try:

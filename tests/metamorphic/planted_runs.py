@@ -9,6 +9,7 @@ import pytest
 import burnish.config.inference as inference
 import burnish.config.job as job
 import burnish.driver.code_digests as code_digests
+from burnish.data.stream import IndexStream
 from burnish.rewards.base import RewardSet
 
 Patch = pytest.MonkeyPatch
@@ -34,7 +35,13 @@ def totals_decide(patch: Patch) -> None:
     patch.setattr(RewardSet, "turn_rewards", lambda self, group: [])
 
 
+def left_out_rows_are_draws(patch: Patch) -> None:
+    """The source is drawn again after a row that is left out."""
+    patch.setattr(IndexStream, "leave_out", lambda self: None)
+
+
 PLANTED = {
+    "weights_hold_for_used_rows": (left_out_rows_are_draws, tuple(range(6))),
     "an_output_has_one_writer": (each_spelling_has_a_lock, tuple(range(60))),
     "changed_code_is_named": (sizes_are_compared, tuple(range(12))),
     "turns_that_differ_are_kept": (totals_decide, tuple(range(60))),

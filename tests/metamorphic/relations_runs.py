@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,13 @@ from metamorphic.relations_rewards import _group
 from burnish.config import JobConfig, load_config
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.config.rollout import DynamicSampling
+from burnish.config.sources import FileSource
+from burnish.data.prompts.config import PromptDataConfig
+from burnish.data.prompts.encode import PromptStream
 from burnish.driver.code_digests import record_user_code
 from burnish.driver.errors import RunError
 from burnish.driver.run_lock import locked_outputs
+from burnish.models.load import load_tokenizer
 from burnish.rewards.base import RewardSet
 from burnish.rewards.episode import EpisodeReward
 from burnish.rollout.runner import GroupFilter
@@ -123,3 +128,37 @@ def turns_that_differ_are_kept(draw: Draw) -> None:
     totals = [min(2 * sum(rewards), clip or 100.0) for rewards in turns]
     padded = [[*rewards, 0.0, 0.0, 0.0][:3] for rewards in turns]
     equal(is_kept, totals[0] != totals[1] or (per_turn and padded[0] != padded[1]), "kept")
+
+
+@relation
+def weights_hold_for_used_rows(draw: Draw) -> None:
+    """The source of each row that is used does not depend on which rows are left out, and every
+    usable row of a source is used once per pass. Exact, also after a resume."""
+    rng = draw.rng
+    names = ("first", "second", "third")[: rng.randint(2, 3)]
+    sources = []
+    for name in names:
+        count = rng.randint(2, 8)
+        usable = rng.sample(range(count), rng.randint(1, count))
+        rows = [{"prompt": f"{i}" if i in usable else "1" * 30} for i in range(count)]
+        path = draw.folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        weight = rng.choice([0.5, 1.0, 3.0])
+        sources.append(FileSource(path=str(path), name=name, weight=weight))
+        draw.note(**{name: (weight, sorted(usable), count)})
+    seed, tokenizer = rng.randrange(100), load_tokenizer(load_config(_TREE).model)
+    used = {}
+    for overlong, limit in (("drop", 10), ("error", 40)):
+        config = PromptDataConfig(sources=tuple(sources), prompt_max_len=limit, overlong=overlong)
+        stream = PromptStream(config, tokenizer, seed=seed)
+        prompts = list(stream.next(rng.randint(1, 20)))
+        state = json.loads(json.dumps(stream.state_dict()))
+        stream = PromptStream(config, tokenizer, seed=seed)
+        stream.load_state_dict(state)
+        used[overlong] = [p.id for p in (*prompts, *stream.next(60 - len(prompts)))]
+    by_source = {key: [id.partition(":")[0] for id in ids] for key, ids in used.items()}
+    equal(by_source["drop"], by_source["error"], "sources")
+    equal(len(set(used["drop"])), 60, "different rows and passes")
+
+
+_TREE = {"job": "score", "model": MODEL, "data": SOURCES, "rewards": [{"kind": "math"}]}

@@ -335,6 +335,12 @@ FORGED_MESSAGES = {
     "a key that changes": "m['contents'] = [[9, 'dict', [{'shared': 9}, 1]]]",
     "a function": "m['value'] = {'builtin': 'eval'}",
     "a module": "m['value'] = {'written': ['os', 'x']}",
+    "an enum of another module": "m['value'] = {'member': ['ast', 'AST', 'x', None]}",
+    "no enum": "m['value'] = {'member': ['signal', 'signal', None, 2]}",
+    "no member": "m['value'] = {'member': ['http', 'HTTPStatus', '__class__', None]}",
+    "no buffer": "m['value'] = {'memoryview': [21, 'B']}",
+    "no format": "m['value'] = {'memoryview': [{'bytes': '00'}, 'Z']}",
+    "no time": "m['value'] = {'time': [{'list': []}]}",
     "an open class": "m['value'] = {'alias': [21, {'tuple': []}]}",
 }
 
@@ -401,7 +407,6 @@ def test_annotations_are_evaluated_by_the_code(scores: Scores) -> None:
         ("import threading\nassert f(threading.Lock())", "passes a threading.Lock"),
         ("from threading import Lock as L\nlock = L()\nassert f.g(1).h(x=lock)", "threading.Lock"),
         ("import logging\nlog = logging.getLogger()\nassert f(log)", "passes a logger"),
-        ("def check(candidate):\n    assert candidate(memoryview(b'x'))", "passes a memoryview"),
         ("from solution import B\nclass A(B): pass\nassert A().f(7) == 21", "derives from B"),
     ],
 )

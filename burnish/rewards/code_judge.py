@@ -954,7 +954,8 @@ class Codec:
             module = importlib.import_module(WRITTEN[content[0]])
             return vars(module)[content[0]](str(content[1]))
         if kind == "memoryview":
-            return memoryview(self.decode(content[0])).cast("B").cast(str(content[1]))
+            view: Any = memoryview(self.decode(content[0]))
+            return view if content[1] == "B" else view.cast(content[1])
         if kind == "single":
             return SINGLE[content]
         if kind == "dict":
@@ -1025,8 +1026,9 @@ def buffer_of(view: memoryview) -> bytes | bytearray | None:
     """Return the data of a view: a copy of bytes, which cannot change, or the bytearray that is
     viewed as it is. None for parts of one, for several dimensions, and for other objects."""
     try:
-        data = view.obj
-        if view.ndim != 1 or not view.c_contiguous:
+        data: Any = view.obj
+        is_flat = view.ndim == 1 and view.c_contiguous
+        if not is_flat or (view.format != "B" and not view.nbytes):  # (which cannot be cast)
             return None
     except ValueError:  # it was released
         return None

@@ -31,6 +31,11 @@ class Framing:
         opening = next((o for o in self.openings if text.startswith(o, spaces)), "")
         return spaces + len(opening) if opening else 0
 
+    def without_opening(self, content: str) -> str:
+        """Return the content of a message that follows a block of reasoning, without its
+        opening."""
+        return content[self._begin(content) :].lstrip() if self.openings else content
+
     def missing(self, closing: str, text: str, end: str) -> str:
         """Return the part of ``closing`` that a response lacks. ``text``, ``end``: the response
         without its end token, and that token, which may be a part of ``closing``."""
@@ -61,10 +66,13 @@ class FrameHold:
     """The text of a response that is being sampled, without the framing of its answer. Text that
     may be framing is held back."""
 
-    def __init__(self, framing: Framing) -> None:
-        self._framing = framing
+    def __init__(self, framing: Framing, *, strips: bool = False) -> None:
+        """``strips``: without white space at the beginning."""
+        self._framing, self._strips = framing, strips
         self._held = ""
         self._has_begun = not framing.openings
+        self.has_opening = False
+        """True once an opening was removed."""
 
     def feed(self, text: str) -> str:
         """Return the text that more text makes certain."""
@@ -73,8 +81,13 @@ class FrameHold:
             self._held = text
             if self._framing.begins(text):
                 return ""
+            begin = self._framing.span(text)[0]
+            self.has_opening |= begin > 0
+            text = text[begin:].lstrip() if self._strips else text[begin:]
+            if self._strips and not text:  # white space behind the opening
+                self._framing, self._held = Framing(), ""
+                return ""
             self._has_begun = True
-            text = text[self._framing.span(text)[0] :]
         end = self._framing.certain(text)
         self._held = text[end:]
         return text[:end]

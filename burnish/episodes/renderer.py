@@ -24,7 +24,7 @@ from burnish.data.messages import as_messages
 from burnish.data.pieces import encode_piece
 from burnish.data.sources import DataError
 from burnish.episodes.formats import FORMATS, FormatName, response_template
-from burnish.episodes.framing import FrameHold
+from burnish.episodes.framing import FrameHold, Framing
 from burnish.episodes.parsing import CallReading, ParsedMessage, ResponseParser
 from burnish.episodes.probing import call
 from burnish.episodes.prompt_parsers import PromptParsers
@@ -297,13 +297,17 @@ class ChatRenderer(TextCodec):
         """
         salt = blake2b(array("q", [len(prompt_ids), *prompt_ids, *sampled_ids]).tobytes())
         text, end, stop = self._message_text(sampled_ids, prompt_ids, stops, ended=ended)
+        begin, end_of_text = self._framing.span(text)
         parsed = self._parser_of(prompt_ids).parse(
-            text[slice(*self._framing.span(text))],
+            text[begin:end_of_text],
             tools,
             end=end,
             salt=salt.digest(),
             calls=calls,
         )
+        if not begin and self._framing.openings:
+            content = self._framing.without_opening(parsed.message["content"])
+            parsed = replace(parsed, message={**parsed.message, "content": content})
         return replace(parsed, stop=stop) if stop is not None else parsed
 
     def message_parts(
@@ -333,7 +337,8 @@ class ChatRenderer(TextCodec):
         what :meth:`parse` returns, with tools if ``has_tools``."""
         text = TokenText(self._tokenizer, prompt_ids, skip_special_tokens=False)
         message = self._parser_of(prompt_ids).stream(with_calls=has_tools)
-        return MessageStream(text, StopHold(stops), FrameHold(self._framing), message)
+        opening = FrameHold(Framing(self._framing.openings), strips=True)
+        return MessageStream(text, StopHold(stops), FrameHold(self._framing), message, opening)
 
     def _encode(self, text: str, *, after: Sequence[int] = ()) -> list[int]:
         ids: list[int] = []

@@ -244,10 +244,16 @@ class MessageStream:
     hold: StopHold
     frame: FrameHold
     message: MessageText
+    content: FrameHold
+    """The content behind a block of reasoning, whose opening follows the block."""
 
     def feed(self, tokens: Sequence[int]) -> tuple[str, str]:
         """Return the (reasoning, content) that more tokens make certain."""
-        return self.message.feed(self.frame.feed(self.hold.feed(self.text.feed(tokens))))
+        text = self.frame.feed(self.hold.feed(self.text.feed(tokens)))
+        reasoning, content = self.message.feed(text)
+        if content and not self.frame.has_opening:
+            content = self.content.feed(content)
+        return reasoning, content
 
 
 class _Content:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from chat_families import byte_bpe
 from chat_templates import REASONING_FORMS, published_tokenizer, reasoning_tokenizer
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from burnish.data.chat import encode_conversation
@@ -83,6 +84,19 @@ def test_the_tags_of_every_family_are_read_and_trained(tags: Tags) -> None:
     assert read_code(f"{tags.begin}{code.format(7)}{tags.end}{code.format(4)}", "all") == (
         code.format(4)
     )
+
+
+@pytest.mark.parametrize("space", ["", "\n"])
+def test_the_opening_of_an_answer_behind_its_reasoning_is_no_content(space: str) -> None:
+    """Command A Reasoning writes <|START_RESPONSE|> behind the block of reasoning."""
+    tags = REASONING_TAGS[6]
+    tokenizer = tokenizer_of(tags, answer=_BY_KEY.replace("{{ m.content", "<|open|>{{ m.content"))
+    tokenizer.add_tokens([AddedToken("<|open|>", special=True, normalized=False)])
+    for reasoning in ("why", ""):
+        response = f"{tags.begin}{reasoning}{tags.end}{space}<|open|>{space}ans <|open|>"
+        assert read(tokenizer, response) == (reasoning, "ans <|open|>")
+    assert read(tokenizer, f"<|open|>{space}ans <|open|>") == ("", "ans <|open|>")
+    assert read(tokenizer, f"{tags.begin}why{tags.end}ans") == ("why", "ans")
 
 
 def test_tags_that_a_template_only_describes_are_text() -> None:

@@ -90,11 +90,10 @@ class EvaluateConfig(InferenceJob):
                 "eval.generate_max_len is not set, and this job has no rollout to inherit it "
                 "from; set it"
             )
-        if self.cluster.runtime == "spmd" and self.engine.kind == "vllm":
+        if self.cluster.runtime == "spmd" and self.engine.not_spmd is not None:
             yield (
                 f"engine.kind={self.engine.kind} on the ranks of a launcher "
-                "(cluster.runtime=spmd): vLLM forms process groups of its own from the same "
-                "environment variables; use "
+                f"(cluster.runtime=spmd): {self.engine.not_spmd}; use "
                 "engine.kind=local, or cluster.runtime=ray with cluster.rollout_workers"
             )
         if self.cluster.runtime == "spmd" and self.episodes is not None:

@@ -53,32 +53,34 @@ def placement_rules(cluster: ClusterConfig, roles: Sequence[Role]) -> Iterator[s
 def _server_rules(
     cluster: ClusterConfig, rollout: RolloutRole, roles: Sequence[Role]
 ) -> Iterator[str]:
-    """Yield an error for each setting that a run with vLLM servers cannot have."""
+    """Yield an error for each setting that a run with running servers cannot have."""
+    kind = rollout.engine.kind
     if cluster.runtime == "spmd":
         yield (
-            f"{rollout.key}: kind=vllm_server on the ranks of a launcher (cluster.runtime=spmd): "
-            "each rank would load weights into the same servers; start one process without the "
+            f"{rollout.key}: kind={kind} on the ranks of a launcher (cluster.runtime=spmd): each "
+            "rank would load weights into the same servers; start one process without the "
             "launcher, with cluster.runtime=ray for several ranks, or with cluster.runtime=inline"
         )
     if cluster.runtime != "ray":
         return
     if not placed(cluster, roles):
         yield (
-            f"{rollout.key}: kind=vllm_server with cluster.runtime=ray: the servers sample, and "
-            "this job has no other model, so Ray would start no worker; use cluster.runtime=inline"
+            f"{rollout.key}: kind={kind} with cluster.runtime=ray: the servers sample, and this "
+            "job has no other model, so Ray would start no worker; use cluster.runtime=inline"
         )
     if cluster.rollout_workers is not None:
         yield (
             f"cluster: rollout_workers={cluster.rollout_workers} with {rollout.key}.kind="
-            "vllm_server: the servers sample, and Ray starts no rollout workers; remove "
+            f"{kind}: the servers sample, and Ray starts no rollout workers; remove "
             f"rollout_workers, and list all servers in {rollout.key}.urls"
         )
     syncs = [role.sync for role in roles if isinstance(role, TrainRole) and role.sync is not None]
-    for kind in (sync.kind for sync in syncs if sync.kind in ("collective", "ipc", "disk")):
+    for transfer in (sync.kind for sync in syncs if sync.kind in ("collective", "ipc", "disk")):
         yield (
-            f"sync: kind={kind} transfers weights to rollout workers, and with {rollout.key}.kind="
-            "vllm_server there are none: the controller reads the weights from Ray's object store "
-            "and writes files for the servers; remove sync.kind, or use sync.kind=object_store"
+            f"sync: kind={transfer} transfers weights to rollout workers, and with "
+            f"{rollout.key}.kind={kind} there are none: the controller reads the weights from "
+            "Ray's object store and writes files for the servers; remove sync.kind, or use "
+            "sync.kind=object_store"
         )
 
 

@@ -39,7 +39,7 @@ class TrainConfig(ScheduleConfig):
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate."""
     optimizer: OptimizerConfig = AdamW()
-    """Optimizer: a kind (adamw, muon, adamw_8bit, paged_adamw_8bit, adafactor), or a mapping."""
+    """Optimizer: a kind, such as ``muon``, or a mapping with the kind and its settings."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay, on matrices only (not on norms and biases)."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
@@ -100,12 +100,24 @@ def optimizer_rules(train: TrainConfig) -> Iterator[str]:
     """Yield an error for each setting that the optimizer does not use, and if the engine cannot run
     it."""
     optimizer = train.optimizer
-    problem = optimizer.engine_problem(train.engine)
+    problem = optimizer.engine_problem(train.engine) or _update_problem(train)
     if problem is not None:
         yield problem
     for name in () if optimizer.uses_adam_settings else ("adam_betas", "adam_eps"):
         if train.is_own(name):
             yield f"{name} has no effect with optimizer.kind={optimizer.kind}; remove it"
+
+
+def _update_problem(train: TrainConfig) -> str | None:
+    """Return why an engine that makes the updates itself cannot run the optimizer, or None."""
+    kind, own_updates = train.optimizer.kind, train.engine.own_updates
+    if own_updates is None or kind in own_updates:
+        return None
+    return (
+        f"optimizer.kind={kind} with engine.kind={train.engine.kind}: this engine makes the "
+        f"updates itself, and only those of {' and '.join(own_updates)}; use engine.kind=torch, or "
+        f"optimizer.kind={own_updates[0]}"
+    )
 
 
 def on_oom_problem(train: TrainConfig) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -20,6 +20,10 @@ from burnish.config.model import PrecisionConfig
 class TrainEngineFacts(ABC):
     """Facts about a train engine that follow from its options. The defaults are those of
     replicas."""
+
+    own_updates: ClassVar[tuple[str, ...] | None] = None
+    """Kinds of optimizers whose updates the engine's own code makes, so that it runs no others.
+    None: it runs the rules of every kind (``optimizers/rule.py``)."""
 
     @property
     def ranks_per_row(self) -> int:
@@ -245,6 +249,8 @@ class DeepSpeedEngine(Node, TrainEngineFacts):
     """Stage 3: weights with fewer entries than this are not sharded."""
     reduce_bucket_size: int = Field(50_000_000, ge=1)
     """Gradient entries per communication; buffers of this size are allocated."""
+
+    own_updates: ClassVar[tuple[str, ...] | None] = ("adamw", "muon")
 
     @property
     def tensor_parallel_size(self) -> int:

@@ -201,7 +201,7 @@ def _device_peaks(
 def _phases(roles: Sequence[RoleMemory]) -> list[str]:
     """Return the phases in which one of the roles computes."""
     working = {phase for r in roles for phase in r.passing}
-    if any(r.pool == "vllm" for r in roles):
+    if not all(r.keeps_peak for r in roles):
         working |= {"load", "rollout", "sync"}
     return [phase for phase in PHASES if phase in working]
 
@@ -214,7 +214,7 @@ def _in_place(roles: Sequence[RoleMemory], phase: str, *, keeps: bool) -> tuple[
     alone = len(pools) == 1 or not keeps
     parts = {}
     for name, members in pools.items():
-        if alone or name == "vllm":
+        if alone or not all(m.keeps_peak for m in members):
             parts[name] = _held(members, phase)
         elif phase == "load":
             parts[name] = _held(members, "load")

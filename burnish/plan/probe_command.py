@@ -233,7 +233,7 @@ def _measurements(
         plan, counted = plans[phase], values["tensors"] is not None
         measured = values["tensors"] if counted else values["host"]
         expected = plan.tensors if counted else plan.tensors + plan.overhead
-        factors[phase] = measured / expected
+        factors[phase] = measured / expected if expected else 1.0  # nothing to correct
         name = f"{phase} *" if some and not counted else phase
         say(
             f"  {name:<17}{_gb(expected):>9}{_gb(measured):>10}{factors[phase]:>12.2f}"

@@ -37,6 +37,9 @@ class RoleMemory:
     """Phase -> host memory of the first rank only."""
     phase: str = ""
     """Phase of the role's kind (``config/offload.py``)."""
+    keeps_peak: bool = True
+    """True if the allocator of its process keeps the memory of the largest phase in later ones.
+    False: the process holds the memory of ``resident`` in each phase, and no more."""
     offloaded: Mapping[str, Items] | None = None
     """``resident`` while roles of other phases compute, if the role is then in host memory. None:
     it stays on the device."""

@@ -26,6 +26,10 @@ class RolloutEngineSettings(Node, ABC):
     keeps_cache_on_update: ClassVar[bool] = True
     """True if responses can continue with the cache of older weights (``in_flight: continue``)."""
 
+    not_spmd: ClassVar[str | None] = None
+    """Reason why ranks of a launcher (``cluster.runtime=spmd``) cannot each have an engine; None:
+    they can."""
+
     @property
     @abstractmethod
     def slots(self) -> int:

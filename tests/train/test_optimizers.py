@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ from transformers.optimization import Adafactor
 
 from burnish.config.model import PrecisionConfig
 from burnish.config.schedule import PolynomialLr
-from burnish.config.train import TrainConfig
+from burnish.config.train import TrainConfig, optimizer_rules
+from burnish.optimizers.config import Optimizer
 from burnish.optimizers.muon.config import Muon
 from burnish.optimizers.muon.rule import hidden_matrices
 from burnish.optimizers.muon.update import COEFFICIENTS, orthogonalize
@@ -187,6 +188,25 @@ def test_settings_without_effect_and_engines_that_cannot_are_refused(
 ) -> None:
     (said,) = TrainConfig(**train).broken_rules()
     assert problem in said
+
+
+class NewOptimizer(Optimizer):
+    """An optimizer without code for DeepSpeed, and without a rule of its own about engines."""
+
+    kind: Literal["new"] = "new"
+
+
+@pytest.mark.parametrize(
+    ("engine", "optimizer", "refused"),
+    [("torch", "new", False), ("deepspeed", "new", True), ("deepspeed", "muon", False)],
+)
+def test_an_engine_with_updates_of_its_own_refuses_other_optimizers(
+    engine: str, optimizer: str, refused: bool
+) -> None:
+    """DeepSpeed would train with AdamW in their place."""
+    settings = {"new": NewOptimizer(), "muon": Muon()}[optimizer]
+    train = TrainConfig(engine=engine).model_copy(update={"optimizer": settings})
+    assert bool(list(optimizer_rules(train))) == refused
 
 
 def test_schedules_with_a_stable_phase_and_with_a_power() -> None:

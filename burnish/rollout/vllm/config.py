@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -44,6 +44,10 @@ class VllmEngine(RolloutEngineSettings):
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's ``EngineArgs``, such as ``{max_num_batched_tokens: 16384}``.
     Refused: those that a key of Burnish sets, or that change samples or weights."""
+
+    not_spmd: ClassVar[str | None] = (
+        "vLLM forms process groups of its own from the same environment variables"
+    )
 
     def rules(self) -> Iterator[str]:
         yield from problems(self.engine_args, path="engine_args")

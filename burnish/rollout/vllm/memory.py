@@ -31,7 +31,7 @@ def role_memory(
     """Return the memory on one rank, by phase."""
     dtype = role.dtype
     common: dict[str, Any] = {"role": role.name, "ranks": role.ranks, "pool": "vllm"}
-    common["phase"] = "rollout"
+    common |= {"phase": "rollout", "keeps_peak": False}
     size = shape.parameters * SIZES[dtype]
     model = Item("parameters", size, "model read by the worker", "host")
     reads = () if role.of_policy else (model,)

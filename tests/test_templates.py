@@ -223,8 +223,8 @@ VALUES: dict[str, Callable[[], Any]] = {
     "values": lambda: {"b": 1, "a": [2]}.values(),
     "namespace": lambda: Namespace(x=1),
     "cycler": lambda: Cycler(1, 2),
-    "long text": lambda: "a b\n" * 300,
-    "long list": lambda: list(range(300)),
+    "long text": lambda: "a b\n" * 80,
+    "long list": lambda: list(range(220, 300)),
     "deep list": lambda: reduce(lambda inner, _: [inner], range(50), [1]),
 }  # fmt: skip
 ARGUMENTS: dict[str, Sequence[tuple[tuple[Any, ...], dict[str, Any]]]] = {

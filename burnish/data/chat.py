@@ -233,7 +233,7 @@ def encode_completion(
     piece = encode_piece(tokenizer, response, after=after, before=prompt or "")
     if add_eos and piece[-1:] != [tokenizer.eos_token_id]:
         piece.append(tokenizer.eos_token_id)
-    trained, ends = len(piece), _ends_of(tokenizer)
+    trained, ends = len(piece), end_texts(tokenizer)
     if not ends.keys().isdisjoint(piece[:-1]):
         trained = next(i + 1 for i, token in enumerate(piece) if token in ends)
         _note_text_after_end(ends[piece[trained - 1]])
@@ -321,7 +321,7 @@ def _trained_length(
     What follows an end token that ``message`` contains is not trained, because sampling stops at
     the token.
     """
-    ends = _ends_of(tokenizer)
+    ends = end_texts(tokenizer)
     if _has_end(ends, message):
         first = next((i for i, token in enumerate(answer) if token in ends), len(answer))
         if str(tokenizer.decode(list(answer[first + 1 :]))).strip():
@@ -367,7 +367,7 @@ _AS_TEXT: dict[str, Any] = {"ensure_ascii": False, "default": str}
 _ends: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[str, dict[int, str]]] = WeakKeyDictionary()
 
 
-def _ends_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+def end_texts(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     """Return id -> text of the special tokens at which the sampling of a turn stops."""
     key = f"{sorted(end_token_ids(tokenizer))} {tokenizer.chat_template}"
     known = _ends.get(tokenizer)

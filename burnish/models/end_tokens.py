@@ -23,15 +23,21 @@ from burnish.templates import TemplateLimitError
 def add_end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Make the tokenizer's end token and the chat template's end-of-turn tokens end tokens of the
     model: its sampling stops at them, and its exports contain them."""
-    config = model.generation_config
-    if config is None:
-        return
+    if model.generation_config is not None:
+        model.generation_config = with_end_tokens(model.generation_config, tokenizer)
+
+
+def with_end_tokens(
+    config: GenerationConfig, tokenizer: PreTrainedTokenizerBase
+) -> GenerationConfig:
+    """Return ``config`` with all tokens that end a response of a model with this tokenizer."""
     try:
         turn_ends = turn_end_ids(tokenizer)
     except TemplateLimitError as error:
         raise ModelError(f"the chat template: {error}; use another model.chat_template") from error
     ends = sorted(end_token_ids(tokenizer, config.eos_token_id) | turn_ends)
-    config.eos_token_id = ends if len(ends) > 1 else ends[0]
+    config.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+    return config
 
 
 def configured_end_tokens(model: ModelConfig, config: PretrainedConfig | None) -> EndTokens:

@@ -19,6 +19,7 @@ from burnish.data.chat import (
     encode_completion,
     encode_conversation,
     encode_prompt,
+    end_texts,
 )
 from burnish.data.left_out import Field
 from burnish.data.pieces import encode_piece
@@ -160,6 +161,7 @@ class SampledRows:
         self._rows, self._tokenizer = rows, rows.tokenizer
         self._forms: dict[tuple[str, bool], _Form] = {}
         self._markers = frozenset(_MARKER.findall(str(self._tokenizer.chat_template or "")))
+        self._ends = end_texts(self._tokenizer).keys()
         ids, plain = encode_prompt(self._tokenizer, _TEXT)[1], encode_piece(self._tokenizer, _TEXT)
         self._leading = ids[: len(ids) - len(plain)]
 
@@ -176,6 +178,8 @@ class SampledRows:
             return answer.sampled
 
     def _is_as_sampled(self, answer: _Answer) -> bool:
+        if not self._ends.isdisjoint(answer.sampled[1][:-1]):
+            return False  # its text has an end token, behind which nothing is trained
         without_template = self._tokenizer.chat_template is None
         end = self._tokenizer.eos_token_id
         if answer.messages is None:  # special tokens of a text are tokens of its row as well
@@ -269,8 +273,9 @@ class RowEncoder:
             self._check_has_text(answer)
             self._warn_markup()
         head, ids = encode_text(self.tokenizer, str(answer.prompt), text, ended=ended)
-        end = self.tokenizer.eos_token_id
-        return head, ids[: ids.index(end) + 1] if end in ids else ids
+        ends = end_texts(self.tokenizer)
+        first = next((i for i, token in enumerate(ids) if token in ends), len(ids))
+        return head, ids[: first + 1]
 
     def of_messages(
         self,

@@ -27,18 +27,19 @@ from collections.abc import (
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import ModelConfig
 from burnish.distributed.process_group import RankGroup
 from burnish.models.buffers import BUFFERS
 from burnish.models.composite import copy_processor
+from burnish.models.end_tokens import with_end_tokens
 from burnish.models.tensor_files import TensorFiles, tensor_sets
 from burnish.small_files import read_small
 from burnish.train.spec import EngineSpec
@@ -354,9 +355,13 @@ def write_description(
     hf = folder / "hf"
     engine.model.config.save_pretrained(hf)  # type: ignore[union-attr, operator]
     copy_processor(engine.model.config, engine.spec.role.model, hf)  # type: ignore[arg-type]
-    if not engine.scalar:  # has further end-of-response tokens
-        settings = engine.model.generation_config.to_json_string()  # type: ignore[union-attr, operator]
-        (hf / "generation_config.json").write_text(settings)
+    generation = None  # has further end-of-response tokens, which config.json may lack
+    if not engine.scalar:
+        generation = cast(GenerationConfig, engine.model.generation_config)
+    elif engine.tokenizer is not None:
+        generation = with_end_tokens(GenerationConfig(), engine.tokenizer)
+    if generation is not None:
+        (hf / "generation_config.json").write_text(generation.to_json_string())
     if engine.tokenizer is not None:
         engine.tokenizer.save_pretrained(hf)
     (folder / "engine.json").write_text(text)

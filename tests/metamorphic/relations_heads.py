@@ -15,12 +15,12 @@ from burnish.config.model import LoraConfig, ModelConfig
 from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.data.chat import encode_conversation
-from burnish.models.end_tokens import add_end_tokens
+from burnish.models.end_tokens import add_end_tokens, configured_end_tokens
 from burnish.models.value_head import load_scalar_model
 from burnish.rewards.model import load_reward_engine, score_rows
 from burnish.rollout.base import Sampling
 from burnish.rollout.requests import StopRule, end_tokens
-from burnish.special_tokens import special_tokens
+from burnish.special_tokens import end_token_ids, set_configured_ends, special_tokens
 from burnish.train.base import Outputs
 from burnish.train.engines import make_engine
 from burnish.train.spec import EngineSpec
@@ -55,14 +55,15 @@ def trained_end_is_a_stop(draw: Draw) -> None:
 
 @relation
 def exported_reward_model(draw: Draw) -> None:
-    """A reward model that was trained for a step has the same scores after its export, loaded as a
-    reward, with full weights and with merged adapters.
+    """A reward model that was trained for a step has the same scores and end tokens after its
+    export, loaded as a reward, with full weights and with merged adapters.
 
     1e-5 of the largest score, at least of 1: the same operations in rows of another layout; 1e-4
     with adapters, whose product is added to the weights in another order."""
     model = model_of(draw)
     lora = LoraConfig(lora_rank=2) if draw.one(lora=[False, False, True]) else None
     config = model.config.model_copy(update={"lora": lora})
+    set_configured_ends(model.tokenizer, draw.one(configured=[None, [3, 4]]))
     outputs = draw.one(outputs=[1, 1, 2])
     scalar = load_scalar_model(config, new_head="random", seed=3, num_outputs=outputs)
     spec = EngineSpec(
@@ -77,6 +78,10 @@ def exported_reward_model(draw: Draw) -> None:
     store = CheckpointStore(draw.folder / "checkpoints", keep_last=1, best_mode="max")
     saved = store.save(1, lambda folder: engine.save(folder / "reward"))
     again = ModelConfig(path=str(export(saved, draw.folder / "reward", model="reward")))
+    ends = configured_end_tokens(again, None)
+    missing = end_token_ids(model.tokenizer) - set([ends] if isinstance(ends, int) else ends or ())
+    if missing:
+        raise Broken(f"the exported reward model has lost the end tokens {missing}")
     if outputs > 1:
         network = load_scalar_model(again, new_head="random", num_outputs=outputs)
         found = torch.tensor(score_rows(make_engine(network, spec), rows))

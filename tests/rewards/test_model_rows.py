@@ -22,6 +22,7 @@ from burnish.rewards.model import load_model_reward
 from burnish.rewards.rows import RowEncoder, SampledRows, encode_text
 from burnish.serve.base import ServeOptions
 from burnish.serve.scorer import TextScorer
+from burnish.special_tokens import set_configured_ends
 from burnish.transcript import Episode, Turn
 from burnish.types import Group
 
@@ -91,6 +92,33 @@ def test_a_row_is_scored_as_it_was_trained_on(
     assert own.eos_token_id not in expected[0][-1:] and expected[1][-1] == own.eos_token_id
     cut_off = encode(_item(make_group, prompt, "about ab", finish="length"))
     assert (list(cut_off[0]), list(cut_off[1])) == (expected[0], expected[1][:-1])
+
+
+@pytest.mark.parametrize("prompt", ["what is a?", [{"role": "user", "content": "a?"}]])
+@pytest.mark.parametrize("text", ["about<end>ab", "about<end>", "about</s>ab", "<end>"])
+def test_what_follows_an_end_token_of_the_model_is_not_scored(
+    prompt: Any, text: str, own: PreTrainedTokenizerFast, make_group: MakeGroup, tmp_path: Path
+) -> None:
+    """As it is not trained. ``<end>`` is named in the model's generation config alone."""
+    own.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    set_configured_ends(own, [2, own.convert_tokens_to_ids("<end>")])
+    expected = _training_row(tmp_path, own, prompt, text)
+    item = _item(make_group, prompt, text)
+    head = own(item.prompt.text, add_special_tokens=False)["input_ids"]
+    ids = [*own(text, add_special_tokens=False)["input_ids"], own.eos_token_id]
+    sample = replace(
+        item.sample,
+        prompt_ids=tuple(head),
+        response_ids=tuple(ids),
+        sampler_logprobs=(0.0,) * len(ids),
+        action_mask=(True,) * len(ids),
+        versions=(0,) * len(ids),
+    )
+    for encode in (RowEncoder(own, "rm"), SampledRows(RowEncoder(own, "rm"))):
+        row = encode(replace(item, sample=sample))
+        assert (list(row[0]), list(row[1])) == expected
+        end = "</s>" if "</s>" in text else "<end>"
+        assert own.convert_ids_to_tokens(row[1][-1]) == end
 
 
 def test_a_conversation_without_a_template_is_the_policys_text_and_this_is_logged_once(

@@ -76,6 +76,8 @@ class DataConfig(Node):
     """Key of the length limit of rows."""
     is_trained: ClassVar[bool] = True
     """False if no loss is computed on the tokens of rows."""
+    reads_in_order: ClassVar[bool] = False
+    """True if a job reads all rows once, in their order."""
     has_reader: ClassVar[bool] = False
     """True if the folder has a file ``read.py`` with a class ``Reader``, in place of
     ``data/reader.py``."""
@@ -251,7 +253,12 @@ class DataConfig(Node):
         yield from self._files_rules()
         yield from self._form_rules()
         weighted = [source.weight for source in self.sources if source.weight != 1.0]
-        if self.mix == "size" and weighted:
+        if self.reads_in_order and weighted:
+            yield (
+                f"weight={weighted[0]:g} of a source has no effect, because all rows are read in "
+                "their order; remove it"
+            )
+        elif self.mix == "size" and weighted:
             yield (
                 "mix=size draws all rows equally often, but a source has "
                 f"weight={weighted[0]:g}; remove the weights, or use mix=weight"

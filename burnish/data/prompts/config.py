@@ -56,6 +56,7 @@ class GenerationDataConfig(PromptDataConfig):
     """Prompts that are copied to the output."""
 
     can_lose_start: ClassVar[bool] = False
+    reads_in_order: ClassVar[bool] = True
 
     overlong: Overlong = "error"
     """Prompt over the length limit: stop with an error, or drop it (counted). The output contains

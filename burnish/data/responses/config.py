@@ -14,6 +14,7 @@ class ResponseDataConfig(PromptDataConfig):
     """Prompts with a response each, such as the rows written by ``generate``."""
 
     can_lose_start: ClassVar[bool] = False
+    reads_in_order: ClassVar[bool] = True
 
     response_key: str = "response"
     """Column with the response, a string."""

@@ -517,11 +517,11 @@ def _score_stats(source: Path) -> dict[str, Any]:
 def _without_stats(session: dict[str, Any]) -> tuple[str, str]:
     """Return (why there are no statistics, what to do)."""
     if session.get("evaluated_step", -1) < 0:
-        return "the run had not evaluated any held-out rows by then", "train it with eval_data"
+        return "the run had not evaluated any held-out rows by then", "train it with eval.data"
     return (
         f"held-out rows were not evaluated at step {session['step']} of the run",
         "save at steps that are evaluated (checkpoint.every_n_steps a multiple of "
-        "eval_every_n_steps) or export the run's last checkpoint",
+        "eval.every_n_steps) or export the run's last checkpoint",
     )
 
 

@@ -44,12 +44,12 @@ Section = dict[str, Any] | None
 
 
 class OlderKeys(NamedTuple):
-    """Keys of a node that earlier versions had in place of one section: they have an effect only
-    together with ``switch``."""
+    """Keys of a node that earlier versions had in place of one section."""
 
     section: str
     switch: str
-    """Older key that enabled the others. Its name may be that of the section."""
+    """Older key that enabled the others. Its name may be that of the section. Empty: there was
+    none, and each of them begins the section."""
     begin: Callable[[Any], Section]
     """Return the section for a value of ``switch``; None if that value disabled the others."""
     keys: Mapping[str, tuple[str, Any]]
@@ -63,7 +63,8 @@ class OlderKeys(NamedTuple):
         refused as unknown."""
         renamed = self.switch != self.section
         keys = [key for key in self.keys if key in tree]
-        switched = self.switch in tree and (renamed or not isinstance(tree[self.switch], dict))
+        switched = bool(self.switch) and self.switch in tree
+        switched = switched and (renamed or not isinstance(tree[self.switch], dict))
         if not keys and not (switched and renamed):
             return
         present = tree.get(self.section)
@@ -84,8 +85,10 @@ class OlderKeys(NamedTuple):
                 yield key, f"{self.section}.{name}"
         if is_off:
             tree[self.section] = None
-        elif section or begun is not None or isinstance(present, dict):
+        elif section or begun is not None or (self.switch and isinstance(present, dict)):
             tree[self.section] = section
+        elif isinstance(present, dict):
+            del tree[self.section]
 
 
 def switched_by(key: str, *off: Any) -> Callable[[Any], Section]:
@@ -125,7 +128,11 @@ class Node(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_mapping(cls, data: Any) -> Any:
+    def _read(cls, data: Any) -> Any:
+        return cls.as_mapping(data)
+
+    @classmethod
+    def as_mapping(cls, data: Any) -> Any:
         """Expand a plain value to the mapping that it abbreviates. Convert booleans in numeric
         fields to text, so that ``lr: true`` is refused instead of read as 1. Move older
         keys, which also saved engines have."""

@@ -17,15 +17,14 @@ def named_metric_rules(
     named: Mapping[str, str | None],
     evaluated: Collection[str],
     *,
-    eval_key: str,
     names: Collection[str] = (),
     prefixes: tuple[str, ...] = (),
 ) -> Iterator[str]:
     """Yield an error for each metric of ``named`` (key -> metric) that a job does not write.
 
-    ``evaluated``: names after ``eval/`` of the metrics of an evaluation; empty if ``eval_key``, the
-    key that enables it, is not set. ``names``: other metrics. ``prefixes``: beginnings of other
-    metrics whose names a recipe does not determine.
+    ``evaluated``: names after ``eval/`` of the metrics of an evaluation; empty if there is none.
+    ``names``: other metrics. ``prefixes``: beginnings of other metrics whose names a recipe does
+    not determine.
     """
     open_ended = (*PREFIXES, *prefixes)
     known = [*(f"eval/{name}" for name in sorted(evaluated)), *sorted(names)]
@@ -35,8 +34,7 @@ def named_metric_rules(
             continue
         if metric.startswith("eval/") and not evaluated:
             yield (
-                f"{key}={metric} is measured by {eval_key}, which is not set; set {eval_key}, or "
-                "another metric"
+                f"{key}={metric} is measured by eval, which is not set; set eval, or another metric"
             )
             continue
         yield (

@@ -8,9 +8,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from burnish.config.eval_sets import with_sets
+from burnish.config.eval_section import with_sets
 from burnish.config.job import SupervisedJob
 from burnish.config.roles import DistillTarget, SectionLimits, TrainRole
+from burnish.config.sft import SFTEval
 from burnish.config.teacher import DistillLossConfig, ForwardKlLoss, TeacherConfig
 from burnish.data.demonstrations.config import SFTDataConfig
 
@@ -24,10 +25,8 @@ class DistillConfig(SupervisedJob):
     data: SFTDataConfig
     """Rows, as for ``sft``. The models are compared on their responses (``train_on_prompt``: on all
     tokens), which the teacher usually generated."""
-    eval_data: SFTDataConfig | None = None
-    """Held-out rows. None: no evaluation."""
-    eval_sets: dict[str, SFTDataConfig] = Field(default_factory=dict)
-    """Further held-out data by name, with metrics ``eval/NAME/...``. Needs eval_data."""
+    eval: SFTEval | None = None
+    """Held-out evaluation. None: none."""
     teacher: TeacherConfig
     """Model to learn from."""
     loss: DistillLossConfig = ForwardKlLoss()
@@ -45,10 +44,15 @@ class DistillConfig(SupervisedJob):
         return self.data
 
     @property
+    def evaluation(self) -> SFTEval | None:
+        """Held-out evaluation; None if there is none."""
+        return self.eval
+
+    @property
     def eval_metrics(self) -> frozenset[str]:
         """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
         names = ("loss", "divergence", "teacher_kl", "nll", "agreement")
-        return frozenset() if self.eval_data is None else with_sets(names, self.eval_sets)
+        return frozenset() if self.eval is None else with_sets(names, self.eval.sets)
 
     def section_limits(self, name: str) -> SectionLimits:
         return SectionLimits((self.model, self.teacher.model))

@@ -83,14 +83,13 @@ class EarlyStoppingConfig(Node):
 
 
 def early_stopping_rules(
-    config: EarlyStoppingConfig | None, *, eval_every: int | None, eval_key: str, measures_kl: bool
+    config: EarlyStoppingConfig | None, *, eval_every: int | None, measures_kl: bool
 ) -> Iterator[str]:
     """Yield an error if a job measures the metric of early stopping too rarely, or no KL.
 
     ``eval_every``: steps between evaluations, 0 if only the first and the last step have one; None
     if there is no evaluation, which :func:`burnish.config.best_metric.named_metric_rules` reports.
-    ``eval_key``: the key that sets it. ``measures_kl``: true if the job measures the KL to the
-    reference.
+    ``measures_kl``: true if the job measures the KL to the reference.
     """
     if config is None:
         return
@@ -98,8 +97,8 @@ def early_stopping_rules(
     if metric.startswith("eval/") and eval_every == 0:
         yield (
             f"early_stopping.metric={metric} is measured only at step 0 and at the end, because "
-            f"{eval_key}=0, so it can never stop the run; set {eval_key} to the number of steps "
-            "between evaluations"
+            "eval.every_n_steps=0, so it can never stop the run; set eval.every_n_steps to the "
+            "number of steps between evaluations"
         )
     if metric.startswith(_UNSUITABLE) or metric.endswith(("tokens_per_s", "loss_spike")):
         yield (

@@ -3,86 +3,65 @@ the rules of both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from burnish.config.base import Node
+from burnish.config.eval_section import EvalSection
 from burnish.config.passes import num_held_out, source_sizes
 from burnish.config.sources import SourceConfig
 from burnish.config.split_files import FilesError
 from burnish.data.config import DataConfig
 
-EVAL_SECTIONS = ("eval_data", "eval_sets.", "eval.")
+EVAL_SECTIONS = ("eval.data", "eval.sets.")
 
 
-def with_evaluation_sections(tree: Any, first: Sequence[str], sets: Sequence[str]) -> Any:
-    """Return the tree of a recipe with the evaluation section of ``data.held_out`` at ``first``,
-    and the keys of ``data`` in all evaluation sections. ``sets``: place of the mapping of further
-    sections."""
-    return with_held_out_section(with_data_keys(tree, first, sets), first)
-
-
-def with_held_out_section(tree: Any, path: Sequence[str]) -> Any:
-    """Return the tree of a recipe with the evaluation section of ``data.held_out`` at ``path``: the
-    keys of ``data``, replaced by those that the recipe sets at ``path``.
-
-    The tree is returned unchanged if nothing is held out, or if ``path`` has sources of its own.
-    """
-    if not isinstance(tree, dict):
-        return tree
-    data = _as_dict(tree.get("data"))
-    if data.get("held_out") is None:
-        return tree
-    *outer, last = path
-    parent = tree if not outer else _as_dict(tree.get(outer[0]))
-    section = parent.get(last)
-    keys = _as_dict(section)
-    if section is not None and not isinstance(section, dict):
-        return tree
-    if "sources" in keys and keys.get("part") != "held_out":
-        return tree
-    same = {"sources": data.get("sources"), "held_out": data["held_out"], "part": "held_out"}
-    parent = {**parent, last: {**data, **keys, **same}}
-    return parent if not outer else {**tree, outer[0]: parent}
-
-
-def with_data_keys(tree: Any, first: Sequence[str], sets: Sequence[str]) -> Any:
-    """Return the tree of a recipe whose evaluation sections at ``first`` and in the mapping at
-    ``sets`` have the keys of ``data`` that they do not set, except for its sources and its split.
-
-    A section of another ``kind`` is not changed.
-    """
+def with_evaluation_sections(tree: Any) -> Any:
+    """Return the tree of a recipe with the keys of ``data`` in all evaluation sections, and with
+    ``eval.data`` if rows are held out."""
     if not isinstance(tree, dict) or not (data := _as_dict(tree.get("data"))):
         return tree
-    keys = {key: value for key, value in data.items() if key not in _OWN_KEYS}
+    section = tree.get("eval")
+    if section is not None and not isinstance(section, dict):
+        return tree
+    section = section or {}
+    filled = {}
+    if section.get("data") is not None:
+        filled["data"] = _with_data_keys(section["data"], data)
+    if isinstance(sets := section.get("sets"), dict):
+        filled["sets"] = {name: _with_data_keys(keys, data) for name, keys in sets.items()}
+    section = _with_held_out({**section, **filled}, data)
+    return {**tree, "eval": section} if section else tree
 
-    def filled(section: Any) -> Any:
-        is_own = not isinstance(section, dict) or "sources" not in section
-        if is_own or section.get("kind", data.get("kind")) != data.get("kind"):
-            return section
-        return {**keys, **section}
 
-    def all_filled(named: Any) -> Any:
-        return {n: filled(s) for n, s in named.items()} if isinstance(named, dict) else named
-
-    return _replaced(_replaced(tree, first, filled), sets, all_filled)
+def _with_data_keys(section: Any, data: dict[str, Any]) -> Any:
+    """Return an evaluation section with the keys of ``data`` that it does not set, except for its
+    sources and its split. A section of another ``kind`` is not changed."""
+    is_own = not isinstance(section, dict) or "sources" not in section
+    if is_own or section.get("kind", data.get("kind")) != data.get("kind"):
+        return section
+    return {**{key: value for key, value in data.items() if key not in _OWN_KEYS}, **section}
 
 
 _OWN_KEYS = ("sources", "held_out", "part")
 """Keys of a data section that say which rows it has."""
 
 
-def _replaced(tree: dict[str, Any], path: Sequence[str], change: Callable[[Any], Any]) -> Any:
-    """Return the tree with ``change`` applied to the value at ``path``, if there is one."""
-    key, *rest = path
-    if tree.get(key) is None:
-        return tree
-    if not rest:
-        return {**tree, key: change(tree[key])}
-    inner = tree[key]
-    return {**tree, key: _replaced(inner, rest, change)} if isinstance(inner, dict) else tree
+def _with_held_out(section: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    """Return the section ``eval`` with the rows that ``data`` holds out: the keys of ``data``,
+    replaced by those that the recipe sets in ``eval.data``.
+
+    It is returned unchanged if nothing is held out, or if ``eval.data`` has sources of its own."""
+    first = section.get("data")
+    keys = _as_dict(first)
+    if data.get("held_out") is None or (first is not None and not isinstance(first, dict)):
+        return section
+    if "sources" in keys and keys.get("part") != "held_out":
+        return section
+    same = {"sources": data.get("sources"), "held_out": data["held_out"], "part": "held_out"}
+    return {**section, "data": {**data, **keys, **same}}
 
 
 def _as_dict(value: Any) -> dict[str, Any]:
@@ -118,8 +97,7 @@ def held_out_rules(sections: Iterable[tuple[str, DataConfig]], *, trains: bool) 
     for name, data in by_name.items():
         if not name.startswith(EVAL_SECTIONS):
             continue
-        first = name in ("eval_data", "eval.data")
-        if first and train.held_out is not None and data.part == "train":
+        if name == "eval.data" and train.held_out is not None and data.part == "train":
             yield (
                 f"data.held_out={train.held_out:g} and {name}.sources both give rows for "
                 f"evaluation; remove data.held_out, or the sources of {name}"
@@ -147,7 +125,8 @@ def _same_split(name: str, data: DataConfig, train: DataConfig) -> Iterator[str]
     if train.held_out is None:
         yield (
             f"{name}.part=held_out, but data.held_out is not set, so training would see the "
-            f"same rows; set data.held_out={data.held_out or 0.05:g}, or remove {name}"
+            f"same rows; set data.held_out={data.held_out or 0.05:g}, or remove "
+            f"{name.removesuffix('.data')}"
         )
         return
     for source, trained in shared:
@@ -264,17 +243,17 @@ def empty_part(held_out: float, sizes: Sequence[int]) -> str | None:
     return None
 
 
-def held_out_advice(data: DataConfig, held_out: DataConfig | None, name: str) -> Iterator[str]:
-    """Yield one sentence if evaluation prompts are built differently from training prompts and the
-    recipe does not set this explicitly. ``name``: the held-out data's key in the recipe."""
-    if held_out is None:
-        return
-    now, then = data.model_dump(), held_out.model_dump()
-    for key in ("system_prompt", "prompt_template", "apply_chat_template"):
-        set_here = key in data.model_fields_set and key in then
-        if set_here and key not in held_out.model_fields_set and now[key] != then[key]:
-            yield (
-                f"data.{key} is set but {name}.{key} is not, so evaluation would use another "
-                f"prompt than training; set {name}.{key} to the same value (or to null, if this "
-                "is intended)"
-            )
+def held_out_advice(data: DataConfig, evaluation: EvalSection[DataConfig] | None) -> Iterator[str]:
+    """Yield one sentence for each held-out set whose prompts are built differently from those of
+    training, if the recipe does not set this explicitly."""
+    now = data.model_dump()
+    for name, held_out in ({} if evaluation is None else evaluation.sections).items():
+        then = held_out.model_dump()
+        for key in ("system_prompt", "prompt_template", "apply_chat_template"):
+            set_here = key in data.model_fields_set and key in then
+            if set_here and key not in held_out.model_fields_set and now[key] != then[key]:
+                yield (
+                    f"data.{key} is set but {name}.{key} is not, so evaluation would use another "
+                    f"prompt than training; set {name}.{key} to the same value (or to null, if "
+                    "this is intended)"
+                )

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 from pydantic import Field, ValidationInfo, model_validator
 
 from burnish.config.arithmetic import BatchError, BatchPlan, batch_table, derive_batch
-from burnish.config.base import Node, PathText, lock_of
+from burnish.config.base import Node, OlderKeys, PathText, lock_of
 from burnish.config.best_metric import best_metric_advice, named_metric_rules
 from burnish.config.cluster import ClusterConfig, ClusterRole
 from burnish.config.early_stopping import EarlyStoppingConfig, early_stopping_rules
-from burnish.config.eval_sets import eval_set_rules
+from burnish.config.eval_section import OLDER_EVAL_KEYS, SupervisedEval
 from burnish.config.held_out import held_out_rules, split_rules, with_evaluation_sections
 from burnish.config.length import supervised_rules, table_rules
 from burnish.config.model import ModelConfig, PrecisionConfig
@@ -192,6 +192,11 @@ class TrainingJob(JobConfig):
     early_stopping: EarlyStoppingConfig | None = None
     """End of the run before its last step, by a metric or the KL. None: never."""
 
+    @classmethod
+    def as_mapping(cls, data: Any) -> Any:
+        """Also complete the section ``eval`` with the keys of ``data``."""
+        return with_evaluation_sections(super().as_mapping(data))
+
     @property
     def training(self) -> TrainingJob:
         return self
@@ -258,6 +263,8 @@ class SupervisedJob(TrainingJob):
         "observe.record_rollouts": "it samples no responses",
     }
 
+    older_keys: ClassVar[tuple[OlderKeys, ...]] = (OLDER_EVAL_KEYS,)
+
     train: TrainConfig
     """Batches, optimizer, schedule."""
     max_epochs: int | None = Field(None, ge=1)
@@ -269,33 +276,20 @@ class SupervisedJob(TrainingJob):
     sources need ``data.mix: size``."""
     max_steps: int | None = Field(None, ge=1)
     """Number of optimizer steps; with ``max_epochs`` the smaller of both. None: by epochs."""
-    eval_every_n_steps: int = Field(0, ge=0)
-    """Evaluate on ``eval_data`` every this many steps, and at step 0 and the end. 0: only then."""
-    eval_every_n_epochs: int = Field(0, ge=0)
-    """Evaluate on ``eval_data`` every this many passes over the training data. 0: by
-    ``eval_every_n_steps``."""
-    eval_delay_steps: int = Field(0, ge=0)
-    """Do not evaluate before this step. Above 0: also not at step 0."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _held_out_section(cls, tree: Any) -> Any:
-        return with_evaluation_sections(tree, ("eval_data",), ("eval_sets",))
 
     def batch_plan(self) -> BatchPlan:
         """Return the batch sizes after derivation. Raises BatchError."""
         return derived_batch(self.train, self.cluster)
 
     @property
-    def eval_sections(self) -> dict[str, DataConfig]:
-        """Evaluation sections by their place in the recipe."""
-        named = self.paths_of(DataConfig)
-        return {name: data for name, data in named if name.startswith(("eval_data", "eval_sets."))}
-
-    @property
     @abstractmethod
     def rows(self) -> DataConfig:
         """Training data."""
+
+    @property
+    @abstractmethod
+    def evaluation(self) -> SupervisedEval[DataConfig] | None:
+        """Held-out evaluation; None if there is none."""
 
     def roles(self) -> tuple[TrainRole, ...]:
         return (self.trained_role("policy"),)
@@ -335,7 +329,8 @@ class SupervisedJob(TrainingJob):
     @property
     def counts_rows(self) -> bool:
         """Return whether the steps, or the times of evaluations, depend on the number of rows."""
-        return self.max_steps is None or self.max_epochs is not None or self.eval_every_n_epochs > 0
+        by_epochs = self.evaluation is not None and self.evaluation.every_n_epochs > 0
+        return self.max_steps is None or self.max_epochs is not None or by_epochs
 
     def batch_size_at(self, step: int, num_rows: int | None) -> int:
         """Return the number of rows that optimizer step ``step`` (from 1) takes of data with
@@ -366,31 +361,16 @@ class SupervisedJob(TrainingJob):
             max_epochs=self.max_epochs,
             drop_last=self.drop_last,
         )
-        yield from named_metric_rules(self.named_metrics, self.eval_metrics, eval_key="eval_data")
-        if self.eval_every_n_epochs and self.eval_every_n_steps:
+        yield from named_metric_rules(self.named_metrics, self.eval_metrics)
+        times = self.evaluation
+        if times is not None and times.every_n_epochs and self.rows.streamed:
             yield (
-                f"eval_every_n_epochs={self.eval_every_n_epochs} and eval_every_n_steps="
-                f"{self.eval_every_n_steps} are two intervals of one evaluation; remove one of them"
+                f"eval.every_n_epochs={times.every_n_epochs} with streamed rows, whose number is "
+                "unknown; use eval.every_n_steps"
             )
-        if self.eval_every_n_epochs and self.rows.streamed:
-            yield (
-                f"eval_every_n_epochs={self.eval_every_n_epochs} with streamed rows, whose number "
-                "is unknown; use eval_every_n_steps"
-            )
-        sections = self.eval_sections
-        times = ("eval_every_n_steps", "eval_every_n_epochs", "eval_delay_steps")
-        unused = [f"{name}={self.value_of(name)}" for name in times if self.is_own(name)]
-        if unused and not sections:
-            yield (
-                f"{' and '.join(unused)} without eval_data: no row is evaluated; set eval_data or "
-                "data.held_out, or remove it"
-            )
-        sets = {n.removeprefix("eval_sets."): d for n, d in sections.items() if n != "eval_data"}
-        yield from eval_set_rules(sections.get("eval_data"), sets, keys=("eval_data", "eval_sets"))
         yield from early_stopping_rules(
             self.early_stopping,
-            eval_every=self.eval_every_n_steps or self.eval_every_n_epochs if sections else None,
-            eval_key="eval_every_n_steps",
+            eval_every=None if times is None else times.every_n_steps or times.every_n_epochs,
             measures_kl=False,
         )
         if not self.drop_last and self.max_steps is not None and self.max_epochs is None:
@@ -405,7 +385,8 @@ class SupervisedJob(TrainingJob):
             )
 
     def advice(self) -> Iterator[str]:
-        yield from best_metric_advice(self.checkpoint, self.eval_every_n_steps)
+        if self.evaluation is not None:
+            yield from best_metric_advice(self.checkpoint, self.evaluation.every_n_steps)
 
 
 def derived_batch(train: TrainConfig, cluster: ClusterConfig) -> BatchPlan:

@@ -52,6 +52,33 @@ def type_below(annotation: Any, key: str) -> Any:
     return value_of(annotation)
 
 
+def present_value(tree: Mapping[str, Any], annotation: Any, key: str) -> Any:
+    """Return the value of a key of the mapping ``tree`` of type ``annotation``, also of an older
+    key whose value was moved; None if it is not set."""
+    if key in tree:
+        return tree[key]
+    for cls in nodes_in(annotation):
+        for older in cls.older_keys:
+            section = tree.get(older.section)
+            if key in older.keys and isinstance(section, dict):
+                return section.get(older.keys[key][0])
+    return None
+
+
+def present_path(path: str, cls: type[Node]) -> str:
+    """Return the dotted path below ``cls`` with the present name of its first key.
+
+    >>> from burnish.config import SFTConfig
+    >>> present_path("eval_sets.math", SFTConfig), present_path("data", SFTConfig)
+    ('eval.sets.math', 'data')
+    """
+    first, dot, rest = path.partition(".")
+    for older in cls.older_keys:
+        if first in older.keys:
+            return f"{older.section}.{older.keys[first][0]}{dot}{rest}"
+    return path
+
+
 def notice(moved: Sequence[MovedKey]) -> str:
     """Return a sentence that names the present keys."""
     pairs = ", ".join(dict.fromkeys(f"{key.older} -> {key.present}" for key in moved))

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from burnish.config.base import Node, on_off
-from burnish.config.older import type_below
+from burnish.config.older import present_value, type_below
 from burnish.config.schema import is_list, item_of, kinds_of, nodes_in
 from burnish.config.yaml_text import field_value
 from burnish.errors import BurnishError
@@ -30,8 +30,8 @@ def apply_override(tree: dict[str, Any], override: str, cls: type[Node]) -> None
     annotation: Any = cls
     for i, key in enumerate(keys[:-1]):
         slot = _slot(node, key, path=".".join(keys[:i]), override=override)
+        child = node[slot] if isinstance(node, list) else present_value(node, annotation, key)
         annotation = _below(annotation, key, in_list=isinstance(node, list))
-        child = node[slot] if isinstance(node, list) else node.get(slot)
         path = ".".join(keys[: i + 1])
         node[slot] = _opened(child, annotation, path=path, override=override)
         node = node[slot]

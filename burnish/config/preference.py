@@ -12,7 +12,7 @@ from burnish.config.arithmetic import (
     BatchError,
 )
 from burnish.config.base import OlderKeys, switched_by
-from burnish.config.eval_sets import eval_sections, with_sets
+from burnish.config.eval_section import OLDER_EVAL_KEYS, SupervisedEval, with_sets
 from burnish.config.held_out import held_out_advice
 from burnish.config.job import SupervisedJob
 from burnish.config.model import ReferenceConfig, lora_advice, random_reference_advice
@@ -69,6 +69,10 @@ OF_THE_GAP = ("dpo", "cdpo", "robust", "hinge", "exo_pair", "discopop")
 """Losses of the difference of two log-ratios, with any divergence from the reference."""
 
 
+class PreferenceEval(SupervisedEval[PreferenceDataConfig]):
+    """Evaluation on held-out preferences of the same form."""
+
+
 class PreferenceConfig(SupervisedJob):
     """``burnish preference``: a policy from preferences, without rollouts (DPO and its family).
 
@@ -76,6 +80,7 @@ class PreferenceConfig(SupervisedJob):
     is two), and refuses ``drop_last: false``."""
 
     older_keys = (
+        OLDER_EVAL_KEYS,
         OlderKeys("f_divergence", "f_divergence", switched_by("kind"), {"f_alpha": ("alpha", 0.5)}),
     )
 
@@ -83,10 +88,8 @@ class PreferenceConfig(SupervisedJob):
     """Job of the recipe."""
     data: PreferenceDataConfig
     """Pairs; for kto also single labeled responses (``label_key``)."""
-    eval_data: PreferenceDataConfig | None = None
-    """Held-out data of the same form. None: no evaluation."""
-    eval_sets: dict[str, PreferenceDataConfig] = Field(default_factory=dict)
-    """Further held-out data by name, with metrics ``eval/NAME/...``. Needs eval_data."""
+    eval: PreferenceEval | None = None
+    """Held-out evaluation. None: none."""
     loss: PreferenceLossConfig = DpoLoss()
     """Loss: a kind, or a mapping."""
     nll_coef: float = Field(0.0, ge=0)
@@ -112,12 +115,17 @@ class PreferenceConfig(SupervisedJob):
         return self.data
 
     @property
+    def evaluation(self) -> PreferenceEval | None:
+        """Held-out evaluation; None if there is none."""
+        return self.eval
+
+    @property
     def eval_metrics(self) -> frozenset[str]:
         """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
-        if self.eval_data is None:
+        if self.eval is None:
             return frozenset()
         names = PAIR_METRICS if self.loss.is_paired else KTO_METRICS
-        return with_sets(names, self.eval_sets)
+        return with_sets(names, self.eval.sets)
 
     @property
     def rows_per_item(self) -> int:
@@ -252,8 +260,7 @@ class PreferenceConfig(SupervisedJob):
 
     def advice(self) -> Iterator[str]:
         yield from super().advice()
-        for name, data in self.eval_sections.items():
-            yield from held_out_advice(self.data, data, name)
+        yield from held_out_advice(self.data, self.eval)
         has_model = self.reference is not None and self.reference.model is not None
         if self.needs_reference and not has_model and self.model.scratch is not None:
             yield random_reference_advice(f"loss={self.loss.kind}")
@@ -262,8 +269,7 @@ class PreferenceConfig(SupervisedJob):
 
     def _sections(self) -> dict[str, PreferenceDataConfig]:
         """Return all data sections by their place in the recipe."""
-        keys = ("eval_data", "eval_sets")
-        return {"data": self.data, **eval_sections(self.eval_data, self.eval_sets, keys=keys)}
+        return {"data": self.data, **({} if self.eval is None else self.eval.sections)}
 
     def _kto_rules(self) -> Iterator[str]:
         if not self.drop_last:
@@ -274,7 +280,7 @@ class PreferenceConfig(SupervisedJob):
         limits = {d.max_len for name, d in self._sections().items() if name != "data"}
         if len(limits) > 1:
             yield (
-                f"eval_data and eval_sets with loss=kto have max_len {sorted(limits)}: the KL "
+                f"eval.data and eval.sets with loss=kto have max_len {sorted(limits)}: the KL "
                 "estimate of all sets uses one limit; set the same max_len"
             )
         for name, data in self._sections().items():

@@ -15,7 +15,7 @@ from burnish.config.base import Node
 from burnish.config.docs import TABLE_HEAD, default_text, field_text, key_row, own_text, table_row
 from burnish.config.job import JobConfig
 from burnish.config.registry import JOBS
-from burnish.config.schema import kinds_of, nodes_in, type_words
+from burnish.config.schema import has_variable, kinds_of, nodes_in, type_words
 
 _INTRO = """# Configuration
 
@@ -88,7 +88,12 @@ def sections() -> Page:
             if all(heir in variants.get(cls, ()) for heir in heirs):
                 page[base] = _node_section(cls, uses, variants)
             else:
-                page[base] = _common_section(base, next(iter(uses.get(heirs[0], {"": []}))))
+                path = next(iter(uses.get(heirs[0], {"": []})))
+                section = _common_section(base, path)
+                if section in page.values():  # that of a more general base
+                    names_of = dict.fromkeys(job for heir in heirs for job in uses[heir][path])
+                    section = section._replace(title=f"`{path}` ({', '.join(names_of)})")
+                page[base] = section
         job = names.get(cls)
         page[cls] = Section(job, "") if job else _node_section(cls, uses, variants)
     return page
@@ -195,6 +200,8 @@ def _rows(cls: type[Node], page: Page) -> list[str]:
 def _is_elsewhere(name: str, cls: type[Node], page: Page) -> bool:
     """Return whether a key is printed for a base, or is replaced in every section that includes
     it."""
+    if has_variable(cls.model_fields[name].annotation):
+        return True
     row = _row(name, cls.model_fields[name], page)
     bases = [b for b in reversed(cls.__mro__[1:]) if b in page]
     inherited = [b.model_fields[name] for b in bases if name in b.model_fields]

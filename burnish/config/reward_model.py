@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from burnish.config.algorithm import name_to_node
 from burnish.config.base import Node, OlderKeys, switched_by
-from burnish.config.eval_sets import eval_sections, with_sets
+from burnish.config.eval_section import OLDER_EVAL_KEYS, SupervisedEval, with_sets
 from burnish.config.held_out import held_out_advice
 from burnish.config.job import SupervisedJob
 from burnish.config.model import HEAD_NAMES, LoraConfig
@@ -42,6 +42,10 @@ RewardLossConfig = Annotated[
 ]
 
 
+class RewardEval(SupervisedEval[RewardDataConfig]):
+    """Evaluation on held-out rows of the same kind."""
+
+
 class RewardModelConfig(SupervisedJob):
     """``burnish rm``: a reward model from preference pairs (Bradley-Terry), a process reward model
     from solutions with a label on every step, or a regression or classification from single
@@ -50,18 +54,19 @@ class RewardModelConfig(SupervisedJob):
     Only pairs take ``center_coef``, and each kind of rows its own losses. Pairs refuse
     ``label_key``, and ``margin_key`` with the loss ``log_exp``."""
 
-    older_keys = (OlderKeys("loss", "loss", switched_by("kind"), {"huber_delta": ("delta", 1.0)}),)
+    older_keys = (
+        OLDER_EVAL_KEYS,
+        OlderKeys("loss", "loss", switched_by("kind"), {"huber_delta": ("delta", 1.0)}),
+    )
 
     job: Literal["rm"] = "rm"
     """Job of the recipe."""
     data: RewardDataConfig
     """Pairs, or with ``kind: steps`` step-labeled solutions, with ``kind: scores`` or ``classes``
     single responses. None: pairs, unless the first row of a file shows scores or a class."""
-    eval_data: RewardDataConfig | None = None
-    """Held-out data of the same kind. None: no evaluation. Exports contain the mean and standard
-    deviation of its scores in their config."""
-    eval_sets: dict[str, RewardDataConfig] = Field(default_factory=dict)
-    """Further held-out data by name, with metrics ``eval/NAME/...``. Needs eval_data."""
+    eval: RewardEval | None = None
+    """Held-out evaluation. None: none. Exports contain the mean and standard deviation of the
+    scores of ``eval.data`` in their config."""
     loss: RewardLossConfig | None = None
     """bradley_terry: -log sigmoid(difference - margin). log_exp: log(1 + exp(-difference)), the
     same without margins. process: cross-entropy of step labels. mse, huber: squared error of
@@ -81,12 +86,17 @@ class RewardModelConfig(SupervisedJob):
         return self.data
 
     @property
+    def evaluation(self) -> RewardEval | None:
+        """Held-out evaluation; None if there is none."""
+        return self.eval
+
+    @property
     def eval_metrics(self) -> frozenset[str]:
         """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
-        if self.eval_data is None:
+        if self.eval is None:
             return frozenset()
         metrics = self.data.metrics(weighted=self.weight_of_outputs is not None)
-        return with_sets(metrics, self.eval_sets)
+        return with_sets(metrics, self.eval.sets)
 
     @property
     def weight_of_outputs(self) -> tuple[float, ...] | None:
@@ -112,7 +122,7 @@ class RewardModelConfig(SupervisedJob):
         yield from super().rules()
         yield from reward_data_rules(
             self.data,
-            eval_sections(self.eval_data, self.eval_sets, keys=("eval_data", "eval_sets")),
+            {} if self.eval is None else self.eval.sections,
             loss=None if self.loss is None else self.loss.kind,
             centered=bool(self.center_coef),
             weights=self.reward_weights,
@@ -121,8 +131,7 @@ class RewardModelConfig(SupervisedJob):
 
     def advice(self) -> Iterator[str]:
         yield from super().advice()
-        for name, data in self.eval_sections.items():
-            yield from held_out_advice(self.data, data, name)
+        yield from held_out_advice(self.data, self.eval)
         if self.data.output_names and self.weight_of_outputs is None:
             yield (
                 "reward_weights is not set, so a reward needs output_weights to use this "

@@ -96,7 +96,7 @@ class ModelReward(_Reward):
     """Rows per forward pass."""
     normalize: bool = False
     """Use (score - mean) / std with ``reward_mean`` and ``reward_std`` of the model's config
-    (process reward models: ``process_reward_stats``), from ``burnish rm`` with ``eval_data`` and
+    (process reward models: ``process_reward_stats``), from ``burnish rm`` with ``eval.data`` and
     ``burnish export``."""
     output_weights: dict[str, float] | None = None
     """Reward of a classifier with several outputs: their weighted sum, by name (``id2label``), such

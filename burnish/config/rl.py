@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -24,7 +24,6 @@ from burnish.config.asynchronous import asynchronous_advice, asynchronous_rules
 from burnish.config.best_metric import best_metric_advice, named_metric_rules
 from burnish.config.early_stopping import early_stopping_rules
 from burnish.config.episodes import episode_data_rules, episode_rules, episodes_lines
-from burnish.config.held_out import with_evaluation_sections
 from burnish.config.job import TrainingJob, derived_batch, training_rules
 from burnish.config.length import step_rules
 from burnish.config.model import ReferenceConfig, lora_advice, random_reference_advice
@@ -116,11 +115,6 @@ class RLConfig(TrainingJob):
     """Held-out evaluation. None: none."""
 
     _no_rewards = model_validator(mode="before")(without_rewards)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _held_out_section(cls, tree: Any) -> Any:
-        return with_evaluation_sections(tree, ("eval", "data"), ("eval", "sets"))
 
     def roles(self) -> tuple[Role, ...]:
         policy, rollout = self._policy(), self._rollout()
@@ -354,14 +348,12 @@ class RLConfig(TrainingJob):
         yield from named_metric_rules(
             self.named_metrics,
             self.eval_metrics,
-            eval_key="eval",
             names=reward_metrics,
             prefixes=tuple(prefixes),
         )
         yield from early_stopping_rules(
             self.early_stopping,
             eval_every=None if self.eval is None else self.eval.every_n_steps,
-            eval_key="eval.every_n_steps",
             measures_kl=bool(self.algorithm.kl.init_kl_coef),
         )
 

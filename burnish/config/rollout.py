@@ -10,7 +10,7 @@ from pydantic import Field
 
 from burnish.config.base import Node, OlderKeys, switched_by
 from burnish.config.episodes import Episodes
-from burnish.config.eval_sets import eval_sections, eval_set_rules, with_sets
+from burnish.config.eval_section import EvalSection, with_sets
 from burnish.config.held_out import held_out_advice
 from burnish.config.rewards import RewardConfig
 from burnish.data.prompts.config import PromptDataConfig
@@ -202,20 +202,11 @@ class RolloutConfig(PromptsRollout):
 _EVAL_METRICS = ("reward", "response_len", "prompts", "failed_frac")
 
 
-class EvalConfig(Node):
-    """Held-out evaluation: pass@1 and pass@k."""
+class EvalConfig(EvalSection[PromptDataConfig]):
+    """Held-out evaluation: pass@1 and pass@k. All sets are measured with the same options."""
 
-    data: PromptDataConfig
-    """Held-out prompts. Read once, in order."""
-    sets: dict[str, PromptDataConfig] = Field(default_factory=dict)
-    """Further held-out prompts by name, with metrics ``eval/NAME/...``. All sets of an evaluation
-    are measured with the same weights and sampling options."""
     num_prompts: int | None = Field(None, ge=1)
     """Number of prompts of each set, from the start of its data. None: all."""
-    every_n_steps: int = Field(0, ge=0)
-    """Steps between evaluations. 0: evaluate only at step 0 and at the end, as every run does."""
-    delay_steps: int = Field(0, ge=0)
-    """Do not evaluate before this step. Above 0: also not at step 0."""
     n_samples_per_prompt: int = Field(1, ge=1)
     """Samples per prompt."""
     pass_k: tuple[int, ...] = (1,)
@@ -237,11 +228,6 @@ class EvalConfig(Node):
     it is done. Both measure exactly the weights of the step."""
 
     @property
-    def sections(self) -> dict[str, PromptDataConfig]:
-        """Data sections by their place in the recipe."""
-        return eval_sections(self.data, self.sets, keys=("eval.data", "eval.sets"))
-
-    @property
     def prompt_max_len(self) -> int:
         """Maximum prompt tokens of all sets."""
         return max(data.prompt_max_len for data in self.sections.values())
@@ -254,7 +240,7 @@ class EvalConfig(Node):
         return with_sets({*passes, *parts, *_EVAL_METRICS}, self.sets)
 
     def rules(self) -> Iterator[str]:
-        yield from eval_set_rules(self.data, self.sets, keys=("data", "sets"))
+        yield from super().rules()
         for k in self.pass_k:
             if not 1 <= k <= self.n_samples_per_prompt:
                 yield (
@@ -273,8 +259,7 @@ def eval_advice(
 ) -> Iterator[str]:
     """Yield one sentence for each setting of an evaluation during training that is rarely intended.
     ``data``: training prompts."""
-    for name, section in config.sections.items():
-        yield from held_out_advice(data, section, name)
+    yield from held_out_advice(data, config)
     yield from pass_advice(config, rewards)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 import typing
-from typing import Any
+from typing import Any, TypeVar
 
 from burnish.config.base import Node
 
@@ -38,6 +38,11 @@ def kinds_of(node: type[Node]) -> tuple[str, ...]:
     """Return the values of ``kind`` that select this node; empty if it is not a variant."""
     field = node.model_fields.get("kind")
     return () if field is None else tuple(typing.get_args(field.annotation))
+
+
+def has_variable(annotation: Any) -> bool:
+    """Return whether an annotation has a type variable, which subclasses of its node replace."""
+    return isinstance(annotation, TypeVar) or any(map(has_variable, typing.get_args(annotation)))
 
 
 def is_list(annotation: Any) -> bool:

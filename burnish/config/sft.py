@@ -7,10 +7,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from burnish.config.eval_sets import with_sets
+from burnish.config.eval_section import SupervisedEval, with_sets
 from burnish.config.held_out import held_out_advice
 from burnish.config.job import SupervisedJob
 from burnish.data.demonstrations.config import SFTDataConfig
+
+
+class SFTEval(SupervisedEval[SFTDataConfig]):
+    """Evaluation on held-out rows."""
 
 
 class SFTConfig(SupervisedJob):
@@ -20,10 +24,8 @@ class SFTConfig(SupervisedJob):
     """Job of the recipe."""
     data: SFTDataConfig
     """Demonstrations."""
-    eval_data: SFTDataConfig | None = None
-    """Held-out demonstrations. None: no evaluation."""
-    eval_sets: dict[str, SFTDataConfig] = Field(default_factory=dict)
-    """Further held-out data by name, with metrics ``eval/NAME/...``. Needs eval_data."""
+    eval: SFTEval | None = None
+    """Held-out evaluation. None: none."""
 
     loss: Literal["nll", "dft"] = "nll"
     """nll: negative log-likelihood. dft: the same times each token's probability (dynamic
@@ -38,9 +40,14 @@ class SFTConfig(SupervisedJob):
         return self.data
 
     @property
+    def evaluation(self) -> SFTEval | None:
+        """Held-out evaluation; None if there is none."""
+        return self.eval
+
+    @property
     def eval_metrics(self) -> frozenset[str]:
         """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
-        return frozenset() if self.eval_data is None else with_sets({"loss"}, self.eval_sets)
+        return frozenset() if self.eval is None else with_sets({"loss"}, self.eval.sets)
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
@@ -54,5 +61,4 @@ class SFTConfig(SupervisedJob):
 
     def advice(self) -> Iterator[str]:
         yield from super().advice()
-        for name, data in self.eval_sections.items():
-            yield from held_out_advice(self.data, data, name)
+        yield from held_out_advice(self.data, self.eval)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.job import TrainingJob
+from burnish.config.older import present_path
 from burnish.data.config import DataConfig
 from burnish.data.files import content_digest
 from burnish.driver.errors import RunError
@@ -28,7 +29,7 @@ def check_same_rows(config: TrainingJob, run_dir: Path, *, resumed: bool, force:
     compared."""
     now, file = _digests(config), run_dir / DIGESTS_FILE
     if resumed and file.is_file():
-        then = saved_digests(file)
+        then = _in_present_sections(saved_digests(file), type(config))
         changed = [source for source in then if source in now and then[source] != now[source]]
         change = f"the rows of {', '.join(changed)} changed since the run {run_dir} was started"
         if changed and not force:
@@ -54,6 +55,15 @@ def saved_digests(file: Path) -> dict[str, Any]:
             "it to resume without this comparison"
         ) from error
     return saved
+
+
+def _in_present_sections(saved: dict[str, Any], job: type[TrainingJob]) -> dict[str, Any]:
+    """Return digests of an earlier start with the present names of their sections."""
+    sections = {source: source.partition(" ")[0] for source in saved}
+    return {
+        present_path(section, job) + source.removeprefix(section): saved[source]
+        for source, section in sections.items()
+    }
 
 
 def _digests(config: TrainingJob) -> dict[str, str]:

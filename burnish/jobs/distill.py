@@ -24,11 +24,12 @@ from torch import Tensor
 from burnish.algorithms.distill import DIVERGENCES, SLOPES, distill_loss, forward_kl
 from burnish.algorithms.reduce import reduce
 from burnish.config import DistillConfig
+from burnish.config.eval_section import eval_place
 from burnish.data.batches import BatchStream, load_batch
 from burnish.jobs.build import engine_specs
 from burnish.models.teacher import DistillTargetSpec
 from burnish.observe.timeline import timed
-from burnish.preflight.positions import eval_place, held_out_sets, within_positions
+from burnish.preflight.positions import held_out_sets, within_positions
 from burnish.preflight.usable import usable_rows
 from burnish.runtime.base import Runtime
 from burnish.steps.objectives import with_expert_balance
@@ -90,7 +91,7 @@ def build_distill(config: DistillConfig, runtime: Runtime, run_dir: Path) -> Sup
     """Return the components of a distillation run."""
     data = within_positions(config.data, config.model)
     data = within_positions(data, config.teacher.model)
-    others = held_out_sets(config.eval_data, config.eval_sets, config.model, config.teacher.model)
+    others = held_out_sets(config.eval, config.model, config.teacher.model)
     held_out = {
         name: load_batch(rows, runtime.tokenizer, section=eval_place(name))
         for name, rows in others.items()

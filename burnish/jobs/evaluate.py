@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config import EvaluateConfig, JobConfig
-from burnish.config.eval_sets import eval_prefix
+from burnish.config.eval_section import eval_place, eval_prefix
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.config.rollout import EvalConfig, SamplingConfig
 from burnish.data.prompts.encode import load_prompts
@@ -161,9 +161,9 @@ def held_out_prompts(
     if config is None:
         return prompts
     new_tokens = config.generate_max_len or new_tokens
-    for key, data in config.sections.items():
+    for name, data in config.by_name.items():
+        key = eval_place(name)
         limited = within_positions(data, job.model, new_tokens=new_tokens, field=key)
-        name = key.removeprefix("eval.sets.") if key != "eval.data" else ""
         prompts[name] = load_prompts(
             limited, tokenizer, limit=config.num_prompts, section=key, in_episodes=in_episodes
         )

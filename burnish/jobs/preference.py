@@ -27,6 +27,7 @@ from burnish.algorithms.reduce import sum_by_row
 from burnish.checkpoint.save import CheckpointStore
 from burnish.checkpoint.state import load_state
 from burnish.config import PreferenceConfig
+from burnish.config.eval_section import eval_place
 from burnish.config.preference_losses import PreferenceLossConfig
 from burnish.data.batches import BatchStream, load_batch
 from burnish.data.preferences.config import PreferenceDataConfig
@@ -34,7 +35,7 @@ from burnish.data.preferences.unpaired import SplitPairsStream, load_unpaired, m
 from burnish.driver.run_dir import REFERENCE_FILE
 from burnish.jobs.build import engine_specs, log_disabled_noise
 from burnish.observe.timeline import timed
-from burnish.preflight.positions import eval_place, held_out_sets, within_positions
+from burnish.preflight.positions import held_out_sets, within_positions
 from burnish.preflight.usable import usable_rows
 from burnish.runtime.base import Runtime
 from burnish.steps.moving_reference import moving_reference
@@ -264,7 +265,7 @@ def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) 
     """Return the components of a preference run."""
     kto = not config.loss.is_paired
     data = within_positions(config.data, config.model)
-    others = held_out_sets(config.eval_data, config.eval_sets, config.model)
+    others = held_out_sets(config.eval, config.model)
     load = load_unpaired if kto else load_batch
     held_out = {
         name: load(rows, runtime.tokenizer, section=eval_place(name))

@@ -14,11 +14,12 @@ import torch
 from burnish.algorithms import PREFERENCE_LOSSES
 from burnish.algorithms.process import AGGREGATIONS, aggregate_steps
 from burnish.config import RewardModelConfig
+from burnish.config.eval_section import eval_place
 from burnish.data.batches import BatchStream, load_batch
 from burnish.data.steps.config import StepsDataConfig
 from burnish.jobs.build import engine_specs
 from burnish.observe.timeline import timed
-from burnish.preflight.positions import eval_place, held_out_sets, within_positions
+from burnish.preflight.positions import held_out_sets, within_positions
 from burnish.preflight.usable import usable_rows
 from burnish.runtime.base import Runtime
 from burnish.steps.no_signal import Finding, NoSignalMonitor, pair_signal
@@ -63,7 +64,7 @@ def build_reward_model(config: RewardModelConfig, runtime: Runtime, run_dir: Pat
     total = config.steps_for(usable.num_rows)
     spans = {"forward_backward": "train", "optim_step": "optim", "values": "eval"}
     spec = engine_specs(config, total_steps=total)["reward"]
-    held_out = held_out_sets(config.eval_data, config.eval_sets, config.model)
+    held_out = held_out_sets(config.eval, config.model)
     return Supervised(
         stream=timed(stream, runtime.timeline, {"next": "data"}),
         usable=usable,

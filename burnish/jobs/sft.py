@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from burnish.config import SFTConfig
+from burnish.config.eval_section import eval_place
 from burnish.data.batches import BatchStream, load_batch
 from burnish.jobs.build import engine_specs
 from burnish.observe.timeline import timed
-from burnish.preflight.positions import eval_place, held_out_sets, within_positions
+from burnish.preflight.positions import held_out_sets, within_positions
 from burnish.preflight.usable import usable_rows
 from burnish.runtime.base import Runtime
 from burnish.steps.no_signal import NoSignalMonitor
@@ -26,7 +27,7 @@ from burnish.types import Batch, Stats
 def build_sft(config: SFTConfig, runtime: Runtime, run_dir: Path) -> Supervised:
     """Return the components of an SFT run."""
     data = within_positions(config.data, config.model)
-    others = held_out_sets(config.eval_data, config.eval_sets, config.model)
+    others = held_out_sets(config.eval, config.model)
     held_out = {
         name: load_batch(rows, runtime.tokenizer, section=eval_place(name))
         for name, rows in others.items()

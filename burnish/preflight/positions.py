@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import TypeVar
 
+from burnish.config.eval_section import EvalSection, eval_place
 from burnish.config.model import ModelConfig
 from burnish.data.config import DataConfig
 from burnish.models.load import ModelError, describe, num_positions
@@ -38,18 +38,10 @@ def within_positions(
     return data.model_copy(update={data.length_key: limit - new_tokens})
 
 
-def eval_place(name: str) -> str:
-    """Return the place of an evaluation set in the recipe. The name of ``eval_data`` is empty."""
-    return f"eval_sets.{name}" if name else "eval_data"
-
-
-def held_out_sets(
-    eval_data: Data | None, eval_sets: Mapping[str, Data], *models: ModelConfig
-) -> dict[str, Data]:
+def held_out_sets(evaluation: EvalSection[Data] | None, *models: ModelConfig) -> dict[str, Data]:
     """Return the evaluation sets by name, with their length limits within the positions of all
-    ``models``. The name of ``eval_data`` is empty."""
-    sections = {} if eval_data is None else {"": eval_data}
-    sections |= eval_sets
+    ``models``. The name of ``eval.data`` is empty."""
+    sections = {} if evaluation is None else evaluation.by_name
     for model in models:
         for name, data in sections.items():
             sections[name] = within_positions(data, model, field=eval_place(name))

@@ -219,7 +219,7 @@ def _scale(
     if mean is None or not std:
         raise ModelError(
             f"{describe(model)} has no {names} in its config (found {mean} and {std}), which "
-            "normalize=true needs; train it with burnish rm and eval_data and export it, write the "
+            "normalize=true needs; train it with burnish rm and eval.data and export it, write the "
             "two numbers into its config.json, or remove normalize"
         )
     return float(mean), float(std)

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 
 from burnish.checkpoint.save import PendingSave
 from burnish.checkpoint.state import EXPORT_METADATA, load_state, save_state
-from burnish.config.eval_sets import eval_prefix
+from burnish.config.eval_section import SupervisedEval, eval_prefix
 from burnish.config.job import SupervisedJob
 from burnish.data.batches import BatchStream
+from burnish.data.config import DataConfig
 from burnish.driver.base import EvalTimes, Functions, Job, Loop, Metrics, Usable, save_engines
 from burnish.driver.memory_monitor import MemoryMonitor
 from burnish.driver.trainer import Trainer
@@ -40,7 +41,7 @@ class Supervised:
     measure: Callable[[TrainEngine, Batch], Stats]
     """Measure held-out rows, without gradient."""
     eval_batches: Mapping[str, Batch] = field(default_factory=dict)
-    """Held-out rows by the name of their set. The name of ``eval_data`` is empty."""
+    """Held-out rows by the name of their set. The name of ``eval.data`` is empty."""
     prepare: Callable[[Batch], Batch] = lambda batch: batch
     """Add the fields that a batch needs for its update (preferences: the reference's log-probs)."""
     moving: MovingReference | None = None
@@ -149,10 +150,18 @@ class SupervisedTraining(Job[S, Loop]):
 
     def build(self, config: S, runtime: Runtime, *, run_dir: Path, functions: Functions) -> Loop:
         run = self.build_parts(config, runtime, run_dir)
-        times = EvalTimes(
-            every_n_steps=config.eval_every_n_steps,
-            delay_steps=config.eval_delay_steps,
-            rows_per_period=config.eval_every_n_epochs * (run.usable.num_rows or 0),
-            rows_per_step=config.batch_plan().train_batch_size,
-        )
-        return SupervisedLoop(run, times)
+        size = config.batch_plan().train_batch_size
+        return SupervisedLoop(run, _eval_times(config.evaluation, run.usable, batch_size=size))
+
+
+def _eval_times(
+    evaluation: SupervisedEval[DataConfig] | None, usable: Usable, *, batch_size: int
+) -> EvalTimes:
+    if evaluation is None:
+        return EvalTimes()
+    return EvalTimes(
+        every_n_steps=evaluation.every_n_steps,
+        delay_steps=evaluation.delay_steps,
+        rows_per_period=evaluation.every_n_epochs * (usable.num_rows or 0),
+        rows_per_step=batch_size,
+    )

@@ -28,7 +28,17 @@ RL: dict[str, Any] = {
     "cluster": {"runtime": "ray", "layout": "separate"},
 }
 DATA: dict[str, Any] = {"sources": ["rows.jsonl"]}
+SUPERVISED: dict[str, Any] = {"model": {"scratch": {}}, "data": DATA | {"system_prompt": "S"},
+                              "train": {"train_batch_size": 8}}  # fmt: skip
+EVAL = (
+    {"eval_data": DATA, "eval_sets": {"a": {"sources": ["010"], "max_len": 9}},
+     "eval_every_n_steps": 3, "eval_delay_steps": 2},
+    {"eval": {"data": DATA, "sets": {"a": {"sources": ["010"], "max_len": 9}},
+              "every_n_steps": 3, "delay_steps": 2}},
+)  # fmt: skip
 OTHER_JOBS: dict[str, dict[str, Any]] = {
+    "sft": {"job": "sft", **SUPERVISED},
+    "distill": {"job": "distill", **SUPERVISED, "teacher": {"model": {"scratch": {"seed": 1}}}},
     "preference": {"job": "preference", "model": {"scratch": {}}, "data": DATA,
                    "train": {"train_batch_size": 8}},
     "rm": {"job": "rm", "model": {"scratch": {}},
@@ -81,13 +91,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
          "fp16": {"loss_scale": 64, "min_loss_scale": 2.0, "initial_scale_power": 8,
                   "loss_scale_window": 9, "hysteresis": 3, "consecutive_hysteresis": True}},
     ),
+    "sft": EVAL,
+    "distill": (
+        {"eval_data": DATA, "eval_every_n_epochs": 1},
+        {"eval": {"data": DATA, "every_n_epochs": 1}},
+    ),
     "preference": (
-        {"f_divergence": "alpha", "f_alpha": 0.3},
-        {"f_divergence": {"kind": "alpha", "alpha": 0.3}},
+        {"f_divergence": "alpha", "f_alpha": 0.3, **EVAL[0]},
+        {"f_divergence": {"kind": "alpha", "alpha": 0.3}, **EVAL[1]},
     ),
     "rm": (
-        {"loss": "huber", "huber_delta": 2.0},
-        {"loss": {"kind": "huber", "delta": 2.0}},
+        {"loss": "huber", "huber_delta": 2.0, "eval_every_n_steps": 3, "eval_data": DATA},
+        {"loss": {"kind": "huber", "delta": 2.0}, "eval": {"every_n_steps": 3, "data": DATA}},
     ),
     "data.sources.0": (
         {"kind": "dataset", "path": "x", "streaming": True, "shuffle_buffer": 7},
@@ -123,7 +138,7 @@ def test_every_class_with_older_keys_has_a_case() -> None:
     moved = [older for cls in seen for older in cls.older_keys]
     keys = {key for older, _ in CASES.values() for key in older}
     left = {key for older in moved for key in (older.switch, *older.keys)} - keys
-    assert left <= {"partial", "lr_power", "higher_is_better", "fp16"}
+    assert left <= {"", "partial", "lr_power", "higher_is_better", "fp16"}
 
 
 @pytest.mark.parametrize("section", CASES)
@@ -140,6 +155,7 @@ def test_an_older_form_is_the_present_one_with_a_notice(
     assert all(
         f"{prefix}{key} -> " in notice for key in set(older) - set(present) - {"export_lora"}
     )
+    assert type(expected).model_validate(recipe(section, older)) == expected
     if section != "data.sources.0":
         overrides = [f"{prefix}{key}={value}" for key, value in older.items()]
         assert load_config(recipe(section, {}), overrides) == expected
@@ -152,6 +168,14 @@ def test_saved_recipes_with_the_older_defaults_are_read_without_sections(
     """A run folder has every key, most of them at their defaults, which turned nothing on."""
     tree = yaml.safe_load(dump_yaml(load_config(RL)))
     saved = yaml.safe_load(dump_yaml(load_config(RL)))
+    for job in ("sft", "preference"):
+        now = load_config(recipe(job, {}))
+        flat = yaml.safe_load(dump_yaml(now)) | {
+            "eval_data": None, "eval_sets": {}, "eval_every_n_steps": 0,
+            "eval_every_n_epochs": 0, "eval_delay_steps": 0,
+        }  # fmt: skip
+        del flat["eval"]
+        assert load_config(flat, resumed=True) == now
     for section, key in (("rollout", "asynchronous"), ("shaping", "overlong"),
                          ("checkpoint", "export_at_end"), ("reference", "moving"),
                          ("train", "lr_scheduler")):  # fmt: skip
@@ -167,6 +191,52 @@ def test_saved_recipes_with_the_older_defaults_are_read_without_sections(
     saved["algorithm"]["kl"] |= {"kl_target": None, "kl_horizon": 10_000}
     assert load_config(saved, resumed=True) == load_config(tree)
     assert not [r for r in caplog.records if "older form" in r.getMessage()]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["eval_data.max_len=7"], {"data": {"max_len": 7}}),
+        (["eval_data.sources.0.name=010", "eval_sets.a.max_len=8"],
+         {"data": {"sources": [{"path": "rows.jsonl", "name": "010"}]},
+          "sets": {"a": {"max_len": 8}}}),
+        (["eval_sets.b.sources=[y]"], {"sets": {"b": {"sources": ["y"]}}}),
+        (["eval_sets={}", "eval_every_n_steps=0"], {"sets": {}, "every_n_steps": 0}),
+        (["eval.delay_steps=9", "eval_delay_steps=4"], {"delay_steps": 4}),
+        (["eval_delay_steps=9", "eval.delay_steps=4"], {"delay_steps": 4}),
+        (["eval_every_n_steps=0", "eval_delay_steps=0", "eval_sets={}", "eval_data=null"], None),
+        (["eval_data=null", "eval_every_n_steps=0", "eval_delay_steps=0", "eval_sets={}"], None),
+        (["eval=null"], None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("form", [0, 1])
+def test_overrides_below_an_older_key_change_the_present_section(
+    form: int, overrides: list[str], expected: dict[str, Any] | None
+) -> None:
+    """Whichever form the recipe has, a key in a mapping of the older form keeps its neighbors."""
+    section = _merged(EVAL[1]["eval"], expected) if expected is not None else None
+    present = recipe("sft", {"eval": section})
+    assert load_config(recipe("sft", EVAL[form]), overrides) == load_config(present)
+
+
+def _merged(tree: Any, changes: Any) -> Any:
+    if not isinstance(changes, dict) or not changes:
+        return changes
+    return tree | {key: _merged(tree.get(key, {}), value) for key, value in changes.items()}
+
+
+@pytest.mark.parametrize("older", [{}, {"eval_data": None}, {"eval_data": {"overlong": "drop"}}])
+def test_older_times_apply_to_the_held_out_rows_of_data(older: dict[str, Any]) -> None:
+    tree = recipe("sft", older | {"eval_every_n_steps": 3})
+    tree["data"] |= {"held_out": 4}
+    config: Any = load_config(tree)
+    assert (config.eval.every_n_steps, config.eval.data.part) == (3, "held_out")
+    assert config.eval.data.overlong == ("drop" if older.get("eval_data") else "error")
+
+
+def test_older_times_without_rows_name_the_section_that_is_missing() -> None:
+    with pytest.raises(ConfigError, match=r"eval\.data: is required"):
+        load_config(recipe("sft", {"eval_data": None, "eval_every_n_steps": 3}))
 
 
 def test_an_override_of_an_older_key_wins() -> None:

@@ -55,7 +55,7 @@ IN_REWARD = "{init_kl_coef: 0.1, placement: reward, estimator: k1}"
         ("rl", ["rewards=[{kind: math, weight: 0}, {kind: function}]"]),
         ("rl", ["rewards=[{kind: math, weight: 0}]", "shaping.length_penalty=0.1"]),
         ("generate", ["rewards=[{kind: math, weight: 0}]"]),
-        ("rm", ["eval_data={sources: [x], margin_key: by}"]),
+        ("rm", ["eval.data={sources: [x], margin_key: by}"]),
         ("preference", ["loss=simpo", "nll_coef=0.5"]),
     ],
 )
@@ -84,11 +84,11 @@ def test_evaluation_sections_have_the_keys_of_data_that_they_do_not_set(
 
 def test_held_out_data_of_supervised_jobs_have_the_keys_of_data(recipes: Recipes) -> None:
     for job in ("sft", "rm", "preference"):
-        tree = recipes[job] | {"eval_data": {"sources": ["x.jsonl"]}}
-        tree |= {"eval_sets": {"more": {"sources": ["y.jsonl"], "max_len": 9}}}
+        sets = {"more": {"sources": ["y.jsonl"], "max_len": 9}}
+        tree = recipes[job] | {"eval": {"data": {"sources": ["x.jsonl"]}, "sets": sets}}
         config: Any = load_config(tree, ["data.max_len=77", "data.system_prompt=Be brief."])
-        assert [d.max_len for d in (config.eval_data, config.eval_sets["more"])] == [77, 9], job
-        assert config.eval_sets["more"].system_prompt == "Be brief."
+        assert [d.max_len for d in (config.eval.data, config.eval.sets["more"])] == [77, 9], job
+        assert config.eval.sets["more"].system_prompt == "Be brief."
 
 
 @pytest.mark.parametrize(

@@ -139,8 +139,8 @@ def test_a_file_larger_than_any_recipe_is_not_read(tmp_path: Path) -> None:
 
 def test_an_alias_is_a_copy_of_its_target(tmp_path: Path) -> None:
     """The same plain ``010`` is text in one place, and an error in another."""
-    more = "eval_data: &d\n  sources: [&s 010]\n  text_key: *s\nmax_epochs: *s\n"
+    more = "eval:\n  data: &d\n    sources: [&s 010]\n    text_key: *s\nmax_epochs: *s\n"
     with pytest.raises(ConfigError, match="reads 010 as octal"):
         loaded(written(tmp_path, more=more))
     config = loaded(written(tmp_path, more=more.replace("max_epochs: *s\n", "")))
-    assert (config.eval_data.sources[0].path, config.eval_data.text_key) == ("010", "010")
+    assert (config.eval.data.sources[0].path, config.eval.data.text_key) == ("010", "010")

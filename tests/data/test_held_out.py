@@ -67,10 +67,8 @@ def test_the_parts_are_disjoint_and_together_all_rows(
     ]
     tree = recipe(job, "") | {"data": {"sources": sources, "held_out": held_out}}
     config: Any = load_config(tree)
-    empty = {"eval": {"data": {}}} if job == "rl" else {"eval_data": {}}
-    assert load_config(tree | empty) == config
-    other = config.eval.data if job == "rl" else config.eval_data
-    train, held = where(config.data), where(other)
+    assert load_config(tree | {"eval": {"data": {}}}) == config
+    train, held = where(config.data), where(config.eval.data)
     assert len(train) == 18 and Counter("a.jsonl" in row for row in held) == {True: 3, False: 2}
     everything = where(config.data.model_copy(update={"held_out": None}))
     assert sorted([*train, *held]) == sorted(everything)
@@ -84,7 +82,7 @@ def test_two_epochs_with_any_seed_never_draw_a_held_out_row(tmp_path: Path, mix:
     tree = recipe("sft", rows_file(tmp_path, 20), held_out=0.25, mix=mix)
     config: Any = load_config(tree | {"max_epochs": 2, "seed": 1})
     tokenizer = load_tokenizer(config.model)
-    held = set(spans(load_batch(config.eval_data, tokenizer)))
+    held = set(spans(load_batch(config.eval.data, tokenizer)))
     assert len(held) == 5
     for seed in (0, 1, 2):
         stream = BatchStream(config.data, tokenizer, seed=seed)
@@ -110,9 +108,9 @@ def test_the_choice_is_proportional_and_a_larger_part_contains_a_smaller_one() -
 
 def test_the_evaluation_section_may_change_other_keys(tmp_path: Path) -> None:
     tree = recipe("sft", rows_file(tmp_path, 20), held_out=0.2, max_len=64)
-    config: Any = load_config(tree, ["eval_data.overlong=drop"])
-    assert isinstance(config.eval_data, SFTDataConfig) and config.eval_data.max_len == 64
-    assert (config.eval_data.overlong, config.data.overlong) == ("drop", "error")
+    config: Any = load_config(tree, ["eval.data.overlong=drop"])
+    assert isinstance(config.eval.data, SFTDataConfig) and config.eval.data.max_len == 64
+    assert (config.eval.data.overlong, config.data.overlong) == ("drop", "error")
     tree = recipe("rl", rows_file(tmp_path, 20), held_out=4) | {"eval": {"every_n_steps": 2}}
     config = load_config(tree)
     assert config.eval.every_n_steps == 2 and config.eval.data.part == "held_out"
@@ -125,11 +123,11 @@ def test_equal_prompts_in_both_parts_are_counted_as_a_warning(tmp_path: Path) ->
     config: Any = load_config(recipe("sft", str(path), held_out=0.2))
     prompts = [row % 10 for row in held_out_rows("rows", 20, 4)]
     shared = sum(prompts.count(prompt) == 1 for prompt in prompts)
-    assert shared and num_shared_prompts(config.eval_data) == shared
+    assert shared and num_shared_prompts(config.eval.data) == shared
     said: list[str] = []
     check_launch(config, say=said.append)
     assert any(
-        f"eval_data: {shared} held-out rows have the prompt of a training" in s for s in said
+        f"eval.data: {shared} held-out rows have the prompt of a training" in s for s in said
     )
 
 
@@ -147,8 +145,8 @@ def test_runs_evaluate_their_held_out_rows(tmp_path: Path, job: str) -> None:
 @pytest.mark.parametrize(
     ("train", "other", "problem"),
     [
-        ({"held_out": 4}, {"held_out": 8}, "eval_sets.more.held_out=8"),
-        ({"held_out": 4}, {"held_out": 0.5}, "eval_sets.more.held_out=0.5"),
+        ({"held_out": 4}, {"held_out": 8}, "eval.sets.more.held_out=8"),
+        ({"held_out": 4}, {"held_out": 0.5}, "eval.sets.more.held_out=0.5"),
         ({"held_out": 4}, {"name": "b"}, "max_samples"),
         ({"held_out": 4}, {"max_samples": 10}, "max_samples"),
         ({"held_out": 4, "max_samples": 10}, {}, "max_samples"),
@@ -171,9 +169,8 @@ def test_a_set_that_would_evaluate_trained_rows_is_refused(
     link.symlink_to(path)
     for place in (path, str(link)):  # the same file by another name
         source = held["sources"][0] | {"path": place, "name": other.get("name", "rows")}
-        tree["eval_sets"] = {"more": held | {"sources": [source]}}
-        if "held_out" not in train:
-            tree |= {"eval_data": tree["eval_sets"]["more"]}
+        more = held | {"sources": [source]}
+        tree["eval"] = {"sets": {"more": more}} | ({} if "held_out" in train else {"data": more})
         with pytest.raises(ConfigError, match=problem):
             load_config(tree)
 
@@ -181,8 +178,8 @@ def test_a_set_that_would_evaluate_trained_rows_is_refused(
 def test_a_smaller_set_of_the_same_file_is_part_of_the_held_out_rows(tmp_path: Path) -> None:
     path = rows_file(tmp_path, 20)
     sets = {"few": {"sources": [path], "held_out": 2, "part": "held_out"}}
-    config: Any = load_config(recipe("sft", path, held_out=4) | {"eval_sets": sets})
-    few = where(config.eval_sets["few"])
+    config: Any = load_config(recipe("sft", path, held_out=4) | {"eval": {"sets": sets}})
+    few = where(config.eval.sets["few"])
     assert len(few) == 2 and not set(few) & set(where(config.data))
 
 

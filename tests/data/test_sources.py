@@ -461,7 +461,7 @@ def test_an_evaluation_section_does_not_read_the_training_split_of_a_folder(
         write_jsonl(tmp_path / f"{name}.jsonl")
     tree = {"job": "sft", "model": {"scratch": {}}, "train": {"train_batch_size": 2}}
     tree |= {"data": {"sources": [str(tmp_path)], "response_key": "label"}}
-    load_config(tree | {"eval_data": tree["data"] | {"sources": [f"{tmp_path}/test.jsonl"]}})
-    with pytest.raises(ConfigError, match=r"eval_data: .*training split; name the files, such as"):
-        load_config(tree | {"eval_data": tree["data"]})
+    load_config(tree | {"eval": {"data": tree["data"] | {"sources": [f"{tmp_path}/test.jsonl"]}}})
+    with pytest.raises(ConfigError, match=r"eval.data: .*training split; name the files, such as"):
+        load_config(tree | {"eval": {"data": tree["data"]}})
     load_config(tree | {"data": tree["data"] | {"held_out": 1}})

@@ -102,7 +102,7 @@ def test_fine_tuning_learns_with_other_optimizers_and_quantized_weights(
     embeddings and head alone reach 1.68."""
     monkeypatch.chdir(ROOT)  # the recipe's data files
     always = [f"run_dir={tmp_path / 'run'}", f"max_steps={steps}", "train.lr=1e-2"]
-    never = "eval_every_n_steps=0"  # only at step 0 and at the end
+    never = "eval.every_n_steps=0"  # only at step 0 and at the end
     config = load_config(ROOT / "recipes/tiny_1_sft.yaml", [*overrides, *always, never])
     lines = read_metrics(burnish.run(config).run_dir)
     first, last = (line["eval/loss"] for line in lines if "eval/loss" in line)

@@ -33,19 +33,20 @@ def section(folder: Path, name: str, numbers: range) -> dict[str, Any]:
 
 
 def recipe(job: str, folder: Path) -> dict[str, Any]:
-    """A run of one or two steps with the sets ``eval_data``, ``same`` (equal rows) and ``long``."""
+    """A run of one or two steps with the sets ``eval.data``, ``same`` (equal rows) and ``long``."""
     data, first = section(folder, "train", range(8)), section(folder, "first", range(4))
     sets = {"same": first, "long": section(folder, "long", range(100, 103))}
     tree: dict[str, Any] = {"job": job, "model": MODEL, "run_dir": str(folder / "run")}
     if job == "evaluate":
         return tree | {"eval": {"data": first, "sets": sets, "generate_max_len": 4}}
-    tree |= {"data": data, "train": {"train_batch_size": 4, "lr": 0.01}}
+    tree |= {"data": data, "train": {"train_batch_size": 4, "lr": 0.01}, "max_steps": 2}
+    tree |= {"eval": {"data": first, "sets": sets}}
     if job == "rl":
         rollout = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "generate_max_len": 4}
-        return tree | {"max_steps": 2, "rollout": rollout, "eval": {"data": first, "sets": sets}}
+        return tree | {"rollout": rollout}
     if job == "kto":
         tree |= {"job": "preference", "loss": "kto", "reference": {"precompute": True}}
-    return tree | {"eval_data": first, "eval_sets": sets, "max_steps": 2}
+    return tree
 
 
 def check_sets(line: dict[str, Any], names: frozenset[str]) -> None:
@@ -113,10 +114,10 @@ def test_metrics_of_sets_share_the_chart_of_the_first() -> None:
 
 def test_held_out_rows_may_be_the_first_of_several_sets(tmp_path: Path) -> None:
     tree = recipe("sft", tmp_path)
-    del tree["eval_data"]
+    del tree["eval"]["data"]
     tree["data"]["held_out"] = 2
     config: Any = load_config(tree)
-    assert config.eval_data.part == "held_out" and set(config.eval_sets) == {"same", "long"}
+    assert config.eval.data.part == "held_out" and set(config.eval.sets) == {"same", "long"}
 
 
 @pytest.mark.parametrize(
@@ -130,9 +131,6 @@ def test_evaluations_whose_weights_are_not_saved_are_a_warning(
     tree = recipe(job, tmp_path)
     metric = "eval/loss" if job == "sft" else "eval/pass@1"
     tree["checkpoint"] = {"every_n_steps": save_every, "best_metric": metric}
-    if job == "rl":
-        tree["eval"]["every_n_steps"] = eval_every
-    else:
-        tree["eval_every_n_steps"] = eval_every
+    tree["eval"]["every_n_steps"] = eval_every
     said = [text for text in load_config(tree).warnings() if "checkpoint.best_metric" in text]
     assert len(said) == warned

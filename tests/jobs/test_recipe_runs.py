@@ -156,7 +156,7 @@ def test_dpo_begins_at_ln_2_with_kept_log_probs(
     two_steps: Any, sft: Any, few: Few, tmp_path: Path
 ) -> None:
     pairs, held_out = few("sort_pairs"), few("sort_pairs_heldout")
-    data = [f"data.sources=[{pairs}]", f"eval_data.sources=[{held_out}]"]
+    data = [f"data.sources=[{pairs}]", f"eval.data.sources=[{held_out}]"]
     lines, _ = two_steps("tiny_dpo", f"model.path={sft.model}", *data, "train.train_batch_size=16")
     # 1e-6: the log-probs of policy and reference are the same sums
     assert lines[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
@@ -167,7 +167,7 @@ def test_dpo_begins_at_ln_2_with_kept_log_probs(
 def test_distillation_reduces_the_divergence_from_the_teacher(
     two_steps: Any, sft: Any, few: Few
 ) -> None:
-    held_out = f"eval_data.sources=[{few('sort_demos_heldout')}]"
+    held_out = f"eval.data.sources=[{few('sort_demos_heldout')}]"
     lines, _ = two_steps("tiny_distill", f"teacher.model.path={sft.model}", held_out)
     assert 0 < lines[-1]["eval/teacher_kl"] < lines[0]["eval/teacher_kl"]
 
@@ -190,7 +190,7 @@ def test_on_policy_distillation_learns_from_the_teacher_alone(
 
 def test_a_process_reward_model_scores_steps(two_steps: Any, few: Few) -> None:
     data = [f"{key}.sources=[{few(name)}]" for key, name in (
-        ("data", "sort_steps"), ("eval_data", "sort_steps_heldout")
+        ("data", "sort_steps"), ("eval.data", "sort_steps_heldout")
     )]  # fmt: skip
     lines, _ = two_steps("tiny_prm", *data, "train.train_batch_size=16", "train.lr=2e-4")
     assert lines[-1]["eval/loss"] < lines[0]["eval/loss"]

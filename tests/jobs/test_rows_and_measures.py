@@ -86,7 +86,7 @@ def test_distillation_measures_the_divergence_over_the_rows_as_by_hand(
 ) -> None:
     """Forward KL, per token of the responses (or of all but the first token), row by row."""
     data = {"sources": [rows_file(tmp_path, 6)], "train_on_prompt": wide}
-    tree = {"job": "distill", "model": {"scratch": STUDENT}, "data": data, "eval_data": data}
+    tree = {"job": "distill", "model": {"scratch": STUDENT}, "data": data, "eval": {"data": data}}
     tree |= {"teacher": {"model": {"scratch": TEACHER}}, "train": {"train_batch_size": 2}}
     config: Any = load_config(tree | {"run_dir": str(tmp_path / "run"), "max_steps": 1})
     burnish.run(config)
@@ -120,8 +120,13 @@ def test_the_metrics_of_an_evaluation_are_those_that_the_config_names(
     """``checkpoint.best_metric`` is checked against these names at load."""
     job, more = METRIC_RUNS[name]
     data = {"sources": [rows_file(tmp_path, 6)]}
-    tree = {"job": job, "model": {"scratch": STUDENT}, "data": data, "eval_data": data, **more}
-    tree |= {"train": {"train_batch_size": 4}, "run_dir": str(tmp_path / "run"), "max_steps": 1}
+    tree = {"job": job, "model": {"scratch": STUDENT}, "data": data, **more}
+    tree |= {
+        "eval": {"data": data},
+        "train": {"train_batch_size": 4},
+        "run_dir": str(tmp_path / "run"),
+        "max_steps": 1,
+    }
     config: Any = load_config(tree)
     metrics = burnish.run(config).metrics
     found = {name.removeprefix("eval/") for name in metrics if name.startswith("eval/")}

@@ -12,6 +12,7 @@ import pytest
 import burnish
 from burnish.config import ConfigError, load_config
 from burnish.data.encoded import EncodedStream
+from burnish.driver.data_digests import DIGESTS_FILE
 from burnish.driver.errors import RunError
 from burnish.observe.metrics import read_metrics
 
@@ -76,7 +77,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             {"loss": "kto", "drop_last": True, "max_epochs": 4, "data": {"label_key": "label"}},
             7,
         ),
-        ("sft", {"eval_every_n_epochs": 1, "data": {"held_out": 6}}, None),
+        ("sft", {"eval": {"every_n_epochs": 1}, "data": {"held_out": 6}}, None),
     ],
 )
 def test_an_epoch_trains_each_usable_row_once(
@@ -157,7 +158,7 @@ def test_lengths_without_effect_or_meaning_are_refused(
         load_config(recipe(tmp_path, "sft", **options))
 
 
-@pytest.mark.parametrize("section", ["data", "eval_data"])
+@pytest.mark.parametrize("section", ["data", "eval.data"])
 def test_a_resume_notices_rows_that_changed(
     tmp_path: Path, section: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,9 +167,11 @@ def test_a_resume_notices_rows_that_changed(
     path = Path(run["data"]["sources"][0])
     other = tmp_path / "other.jsonl"
     other.write_text(path.read_text())
-    run["eval_data"] = run["data"] | {"sources": [str(other)]}
+    run["eval"] = {"data": run["data"] | {"sources": [str(other)]}}
     burnish.run(load_config(run))
     burnish.run(load_config(run | {"max_steps": 2}), resume=tmp_path / "run")
+    digests = tmp_path / "run" / DIGESTS_FILE  # as a version with flat keys wrote them
+    digests.write_text(digests.read_text().replace('"eval.data ', '"eval_data '))
     edited = path if section == "data" else other
     edited.write_text(edited.read_text().replace('"response": "5"', '"response": "6"'))
     longer = load_config(run | {"max_steps": 3})

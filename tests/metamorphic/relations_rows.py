@@ -83,10 +83,10 @@ def held_out_rows_are_not_trained(draw: Draw) -> None:
 
     data, few = section(), section(part="held_out")
     draw.note(data=data, few=few)
-    config = _recipe(data, eval_sets={"few": few})
+    config = _recipe(data, eval={"sets": {"few": few}})
     trained, *held = (
         {source[i].where for source in open_rows(part) for i in range(len(source))}
-        for part in (config.data, config.eval_data, config.eval_sets["few"])
+        for part in (config.data, config.eval.data, config.eval.sets["few"])
     )
     equal([sorted(trained & part) for part in held], [[], []], "evaluated rows that are trained")
 

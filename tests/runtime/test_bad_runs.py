@@ -262,7 +262,7 @@ def test_adapters_are_not_put_on_another_base_at_resume(
 def test_held_out_rows_that_the_model_has_no_positions_for_are_over_the_limit(
     job: str, write_rows: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """64 positions (of distillation's teacher 32), whatever eval_data.max_len allows."""
+    """64 positions (of distillation's teacher 32), whatever eval.data.max_len allows."""
 
     def row(prompt: str) -> dict[str, Any]:
         if job == "steps":
@@ -278,14 +278,14 @@ def test_held_out_rows_that_the_model_has_no_positions_for_are_over_the_limit(
         "run_dir": str(tmp_path / "run"),
         "model": {"scratch": scratch | {"max_position_embeddings": 64}},
         "data": data | {"sources": [short]},
-        "eval_data": data | held_out | {"max_len": 2048},
+        "eval": {"data": data | held_out | {"max_len": 2048}},
         "train": {"train_batch_size": 2},
     }
     if job == "distill":
         tree["teacher"] = {"model": {"scratch": scratch | {"max_position_embeddings": 32}}}
     metrics = burnish.run(burnish.load_config(tree)).metrics
     assert math.isfinite(metrics["eval/loss"])
-    assert f"eval_data.max_len is lowered to {32 if job == 'distill' else 64}" in caplog.text
+    assert f"eval.data.max_len is lowered to {32 if job == 'distill' else 64}" in caplog.text
     assert "1 rows dropped" in caplog.text or "1 pairs dropped" in caplog.text
 
 

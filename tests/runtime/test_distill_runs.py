@@ -49,7 +49,7 @@ def distill(tmp_path: Path, rows: str) -> MakeConfig:
             "model": {"scratch": STUDENT},
             "teacher": {"model": {"scratch": TEACHER}},
             "data": {"sources": [rows], "max_len": 16, "train_on_prompt": True},
-            "eval_data": {"sources": [rows], "max_len": 16, "train_on_prompt": True},
+            "eval": {"data": {"sources": [rows], "max_len": 16, "train_on_prompt": True}},
             "train": {"train_batch_size": 4, "lr": 1e-2},
             "max_steps": 3,
         }
@@ -136,7 +136,7 @@ def test_the_loss_is_the_mix_that_the_recipe_asks_for(distill: MakeConfig) -> No
 def test_only_responses_count_unless_all_tokens_are_asked_for(
     distill: MakeConfig, tmp_path: Path
 ) -> None:
-    few = evaluated(run(distill("eval_data.train_on_prompt=false")))[0]
+    few = evaluated(run(distill("eval.data.train_on_prompt=false")))[0]
     assert few["eval/loss"] == pytest.approx(few["eval/divergence"], rel=1e-5)
     assert (
         run(distill(f"run_dir={tmp_path / 'all'}", "max_steps=1"))[0]["eval/loss"]

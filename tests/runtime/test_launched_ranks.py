@@ -42,7 +42,7 @@ def recipes(folder: Path, name: str) -> list[dict[str, Any]]:
     common = {
         "model": {"scratch": {"alphabet": "0123456789+=", "hidden_size": 32, "num_layers": 1}},
         "data": data,
-        "eval_data": data,
+        "eval": {"data": data},
         "train": {"train_batch_size": 4, "lr": 1e-2},
     }
     jobs = ["sft", "rm", "preference"]

@@ -53,7 +53,7 @@ def preference(tmp_path: Path, write_rows: Callable[..., str]) -> MakeConfig:
             "run_dir": str(tmp_path / "run"),
             "model": {"scratch": SCRATCH},
             "data": {"sources": [pairs], "max_len": 16},
-            "eval_data": {"sources": [pairs], "max_len": 16},
+            "eval": {"data": {"sources": [pairs], "max_len": 16}},
             "train": {"train_batch_size": 4, "lr": 1e-2},
         }
         return load_config(tree, overrides)
@@ -94,7 +94,7 @@ def numbers(lines: list[dict[str, float]]) -> list[dict[str, float]]:
 def test_steps_make_the_planned_passes(
     overrides: list[str], preference: MakeConfig, passes_of_two_steps: Callable[..., Any]
 ) -> None:
-    made, planned = passes_of_two_steps(preference(*overrides, "eval_data=null", "max_steps=3"))
+    made, planned = passes_of_two_steps(preference(*overrides, "eval=null", "max_steps=3"))
     assert made == planned
 
 
@@ -161,9 +161,9 @@ def test_a_kept_reference_without_a_row_of_the_resumed_run_is_computed_again_and
     """Held-out rows that are new, as by another template or length limit; then another number
     format."""
     kept = "reference.precompute=true"
-    burnish.run(preference(kept, "eval_data=null"))
+    burnish.run(preference(kept, "eval=null"))
     new = write_rows("new", [{"prompt": "1=", "chosen": "1", "rejected": "0"}])
-    held_out = f"eval_data={{sources: [{new}], max_len: 16}}"
+    held_out = f"eval.data={{sources: [{new}], max_len: 16}}"
     result = burnish.run(preference(kept, held_out, "max_epochs=2"), resume=tmp_path / "run")
     assert math.isfinite(result.metrics["eval/loss"])
     assert f"{FILE} lacks 2 of 26 rows" in caplog.text
@@ -202,7 +202,7 @@ def test_held_out_responses_may_be_as_long_as_the_training_limit(
     """KTO puts responses behind other prompts. 8 digits and an end token against a limit of 8 for
     the rows that are trained on: before, no token of the prompt was left."""
     rows = [{"prompt": f"{a}=", "chosen": f"{a}" * 8, "rejected": "0" * 8} for a in range(1, 4)]
-    longer = f"eval_data={{sources: [{write_rows('long', rows)}], max_len: 16}}"
+    longer = f"eval.data={{sources: [{write_rows('long', rows)}], max_len: 16}}"
     lines = run(preference("loss=kto", "data.max_len=8", longer))
     assert all(math.isfinite(line["eval/loss"]) for line in lines if "eval/loss" in line)
 
@@ -271,9 +271,7 @@ def test_unpaired_rows_train_kto_and_the_export_loads(
         for k in (1, 2)
     ]
     judged = write_rows("judged", rows)
-    config = preference(
-        "loss=kto", "data.label_key=ok", f"data.sources=[{judged}]", "eval_data=null"
-    )
+    config = preference("loss=kto", "data.label_key=ok", f"data.sources=[{judged}]", "eval=null")
     lines = run(config)
     assert lines[-1]["data/rows_seen"] == 12
     folder = burnish.export(tmp_path / "run", tmp_path / "out")

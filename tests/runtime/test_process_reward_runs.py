@@ -56,7 +56,7 @@ def prm(tmp_path: Path, write_rows: Callable[..., str]) -> MakeConfig:
             "max_epochs": 30,
             "model": {"scratch": SCRATCH},
             "data": data,
-            "eval_data": data,
+            "eval": {"data": data},
             "train": {"train_batch_size": 12, "lr": 1e-2},
         }
         return load_config(tree, overrides)
@@ -99,7 +99,7 @@ def test_soft_labels_are_learned_as_probabilities(
         {"prompt": f"{a}=", "steps": [f"{a}", f"{a + 1}"], "labels": [0.8, 0.8]} for a in range(9)
     ]
     soft = write_rows("soft", rows)
-    both = (f"data.sources=[{soft}]", f"eval_data.sources=[{soft}]")
+    both = (f"data.sources=[{soft}]", f"eval.data.sources=[{soft}]")
     last = read_metrics(burnish.run(prm(*both, "max_steps=40", "max_epochs=99")).run_dir)[-1]
     assert last["eval/loss"] == pytest.approx(0.5004, abs=5e-3)  # 40 steps from a random head
     assert last["eval/step_score"] == pytest.approx(0.8, abs=0.05)

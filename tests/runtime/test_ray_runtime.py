@@ -147,7 +147,7 @@ def test_supervised_jobs_match_one_process(
         "max_epochs": 2,
         "model": {"scratch": {"alphabet": "0123456789+=", "hidden_size": 32, "num_layers": 1}},
         "data": {"sources": [data]},
-        "eval_data": {"sources": [data]},
+        "eval": {"data": {"sources": [data]}},
         "train": {"train_batch_size": 4, "lr": 1e-2},
     }
     lines = []

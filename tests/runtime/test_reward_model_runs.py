@@ -53,7 +53,7 @@ def rm(tmp_path: Path, write_rows: Callable[..., str]) -> MakeConfig:
             "max_epochs": 2,
             "model": {"scratch": SCRATCH},
             "data": data,
-            "eval_data": data,
+            "eval": {"data": data},
             "train": {"train_batch_size": 4, "lr": 1e-2},
         }
         return load_config(tree, overrides)
@@ -110,10 +110,10 @@ def test_mean_and_spread_of_the_scores_travel_with_the_export_and_normalise_rewa
 def test_a_model_without_the_two_numbers_cannot_normalise(
     rm: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run_dir = burnish.run(rm("eval_data=null")).run_dir
+    run_dir = burnish.run(rm("eval=null")).run_dir
     out = burnish.export(run_dir, tmp_path / "out", model="reward")
     assert "had not evaluated any held-out rows by then" in caplog.text
-    assert "train it with eval_data" in caplog.text
+    assert "train it with eval.data" in caplog.text
     model = ModelConfig(path=str(out))
     with pytest.raises(ModelError, match="has no reward_mean and reward_std"):
         entry = ModelReward(model=model, normalize=True)
@@ -150,7 +150,7 @@ def test_a_run_that_begins_with_a_measured_model_does_not_keep_its_numbers(
 ) -> None:
     first = burnish.export(two_checkpoints, tmp_path / "first", model="reward")
     assert "reward_mean" in json.loads((first / "config.json").read_text())
-    options = ("model.scratch=null", "eval_data=null", f"run_dir={tmp_path / 'run-2'}")
+    options = ("model.scratch=null", "eval=null", f"run_dir={tmp_path / 'run-2'}")
     again = rm(f"model.path={first}", *options)
     second = burnish.export(burnish.run(again).run_dir, tmp_path / "second", model="reward")
     assert "reward_mean" not in json.loads((second / "config.json").read_text())
@@ -200,7 +200,7 @@ def rated(tmp_path: Path, write_rows: Callable[..., str]) -> MakeConfig:
             "max_epochs": 15,
             "model": {"scratch": SCRATCH},
             "data": section,
-            "eval_data": section,
+            "eval": {"data": section},
             "train": {"train_batch_size": 8, "lr": 1e-2},
         }
         return load_config(tree, overrides)
@@ -261,7 +261,7 @@ def test_a_classifier_without_weights_is_a_reward_only_with_output_weights(
     rated: MakeConfig, tmp_path: Path
 ) -> None:
     data, _ = KINDS["classes"]
-    config = rated(data, "eval_data=null", "max_epochs=1")
+    config = rated(data, "eval=null", "max_epochs=1")
     assert any("reward_weights is not set" in line for line in config.warnings())
     burnish.run(config)
     out = burnish.export(tmp_path / "run", tmp_path / "out", model="reward")

@@ -148,8 +148,8 @@ def test_a_run_without_improvement_ends_early_and_a_resumed_run_at_the_same_step
     stopped run is complete (export, report), ends at once if it is resumed, and trains on without
     early stopping."""
     stop = "early_stopping={metric: eval/loss, patience: 3, min_delta: 100}"
-    rows = "eval_data={sources: [" + str(tmp_path / "rows.jsonl") + "]}"
-    early = ("eval_every_n_steps=1", rows, stop)
+    rows = "eval.data={sources: [" + str(tmp_path / "rows.jsonl") + "]}"
+    early = ("eval.every_n_steps=1", rows, stop)
     undisturbed = burnish.run(
         sft("run_dir=" + str(tmp_path / "whole"), "checkpoint.export_at_end=true", *early)
     ).run_dir

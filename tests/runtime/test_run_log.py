@@ -30,7 +30,7 @@ def repeated_prompts(
         "max_epochs=null",
         f"data.sources=[{rows}]",
         "data.held_out=4",
-        f"eval_data={{sources: [{rows}], held_out: 4, part: held_out, max_len: 64}}",
+        f"eval.data={{sources: [{rows}], held_out: 4, part: held_out, max_len: 64}}",
         "data.max_len=64",
         *overrides,
     )

@@ -34,7 +34,7 @@ def sft(tmp_path: Path) -> MakeSFT:
         "max_epochs": 2,
         "model": {"scratch": {"alphabet": "0123456789=", "hidden_size": 32, "num_layers": 1}},
         "data": {"sources": [str(path)]},
-        "eval_data": {"sources": [str(path)]},
+        "eval": {"data": {"sources": [str(path)]}},
         "train": {"train_batch_size": 4, "lr": 1e-2},
     }
     return lambda name, *overrides: burnish.load_config(
@@ -74,13 +74,13 @@ def test_noise_changes_training_alone_and_a_resumed_run_draws_the_same(
     """Ten rows in steps of four: the first pass ends in step 3, the second in step 5. The resumed
     run evaluates from step 4 on."""
     noisy = ("neftune_noise_alpha=5", "checkpoint.every_n_steps=2")
-    whole = burnish.run(sft("whole", *noisy, "eval_every_n_epochs=1")).run_dir
+    whole = burnish.run(sft("whole", *noisy, "eval.every_n_epochs=1")).run_dir
     assert list(losses(whole, "eval/loss")) == [0, 3, 5]
     plain = burnish.run(sft("plain", "max_steps=1")).run_dir
     assert losses(whole, "eval/loss")[0] == losses(plain, "eval/loss")[0]
     assert losses(whole, "train/loss")[1] != losses(plain, "train/loss")[1]
-    part = burnish.run(sft("part", *noisy, "max_steps=2", "eval_delay_steps=1")).run_dir
-    burnish.run(sft("part", *noisy, "eval_every_n_steps=1", "eval_delay_steps=4"), resume=part)
+    part = burnish.run(sft("part", *noisy, "max_steps=2", "eval.delay_steps=1")).run_dir
+    burnish.run(sft("part", *noisy, "eval.every_n_steps=1", "eval.delay_steps=4"), resume=part)
     assert list(losses(part, "eval/loss")) == [2, 4, 5]
     assert losses(part, "eval/loss")[5] == losses(whole, "eval/loss")[5]
 

@@ -20,12 +20,11 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
     monkeypatch.chdir(tmp_path)
     dead_keys.write_data(CASES["data"])
     base = CASES["bases"]["sft/plain"]
-    return {"recipe": {**base["recipe"], "max_steps": 1, "eval_data": None, "checkpoint": {}}}
+    return {"recipe": {**base["recipe"], "max_steps": 1, "eval": None, "checkpoint": {}}}
 
 
 def verdicts(base: dict, keys: list[str]) -> dict[str, str]:
-    recipe = {key: value for key, value in base["recipe"].items() if key != "eval_every_n_steps"}
-    examined = dead_keys.examine("sft/plain", {"recipe": recipe, "keys": keys}, CASES["values"])
+    examined = dead_keys.examine("sft/plain", {**base, "keys": keys}, CASES["values"])
     return {verdict.path: verdict.word for verdict in examined}
 
 

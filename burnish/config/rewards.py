@@ -122,9 +122,9 @@ class ModelReward(_Reward):
 
 class MathReward(_Reward):
     """1 if the response's last answer equals the label mathematically (math-verify), else 0.
-    Answers are searched for after the last ``</think>``: the last box, ``<answer>``, ``####`` or
-    text after "answer is"; else the last formula or number. Boxes with only spaces, punctuation,
-    "and" or "or" between them are one answer, a list. Quotes and backticks around an answer are not
+    Answers are searched for after the last closing tag of reasoning, such as ``</think>``: the last
+    box, ``<answer>``, ``####`` or text after "answer is"; else the last formula or number. Boxes
+    with only spaces, punctuation, "and" or "or" between them are one answer, a list. Quotes and backticks around an answer are not
     part of it, and "negative 7" is -7. Labels that are words or dates are compared as text. Missing
     labels, lists of several and sentences are data errors."""
 
@@ -144,8 +144,8 @@ class PythonCodeReward(_Reward):
     kind: Literal["python_code"] = "python_code"
     code: Literal["last_block", "all"] = "last_block"
     """Code in the response. last_block: the last fenced block of Python or of no language, after
-    the last ``</think>``; a block that is not closed ends with the response. all: all text after
-    the last ``</think>``."""
+    the last closing tag of reasoning; a block that is not closed ends with the response. all: all
+    text after that tag."""
     score: Literal["all", "share"] = "all"
     """all: 1 if every test passes, else 0; the first failure ends the tests. share: the share of
     tests that pass."""

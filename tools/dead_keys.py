@@ -45,7 +45,7 @@ _TIMES = ("time/", "memory/", "_per_s", "tokens_per_s", "seconds", "total_s", "r
 """Parts of the names of metrics that no two runs share."""
 _NOT_COMPARED = (
     *("config.yaml", "run.log", "report.html", "plan.txt", "timeline.json", "manifest.json"),
-    *("*.tmp", "oom.txt", "*.html", "memory*", "date.txt", ".lock"),
+    *("*.tmp", "oom.txt", "*.html", "memory*", "date.txt", ".lock", "code_digests.json"),
 )
 """Files that contain the recipe, times or memory."""
 

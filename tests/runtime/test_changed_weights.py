@@ -381,7 +381,7 @@ def test_a_run_of_an_earlier_version_is_not_compared(
     run_dir = start(make("distill", keys))
     (checkpoint,) = CheckpointStore(run_dir / "checkpoints", keep_last=1, best_mode="max").all()
     session = load_state(checkpoint, "session")
-    assert session.pop("weights").keys() == {"teacher", "tokenizer"}
+    assert session.pop("weights").keys() == {"teacher", "tokenizer", "policy config"}
     save_state(checkpoint, "session", session)
     write_manifest(checkpoint, extra=read_manifest(checkpoint).extra, step=1)
     replace_weights(folders["other"])

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -43,29 +44,14 @@ from burnish.models.cache_attention import (
     stable_attention,
 )
 from burnish.models.family import PACKED
+from burnish.models.flash import FlashPlan, accepts, flash_attention, flash_plan
 from burnish.models.kv_cache import KVCache
 from burnish.models.sdpa import Kernels, attend, kernels_of
+from burnish.models.segments import Segment
 from burnish.models.ulysses import sequence_parallel_attention
 from burnish.tensors import upload
 
 ATTENTION_NAME = PACKED
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Queries ``[q_start, q_start + q_len)`` that attend to a prefix and causally to themselves.
-
-    Positions are indices into the packed row. With ``prefix_len`` 0 it is an ordinary causal row.
-    """
-
-    q_start: int
-    q_len: int
-    prefix_start: int = 0
-    prefix_len: int = 0
-
-    @property
-    def k_len(self) -> int:
-        return self.prefix_len + self.q_len
 
 
 @dataclass(frozen=True)
@@ -83,19 +69,40 @@ class _Bucket:
 class PackedPlan:
     """Attention pattern of a packed row of M tokens."""
 
-    buckets: tuple[_Bucket, ...]
-    inverse: Tensor  # [M] index of each token in the concatenated outputs of the buckets
+    segments: tuple[Segment, ...]
     positions: Tensor  # [M] position of each token in its own row (for sliding windows)
     longest: int
     """Keys of the longest segment. A sliding window at least this long masks nothing."""
     kernels: Kernels | None
     """Attention kernels of the GPU. None on a CPU."""
+    flash: FlashPlan | None = None
+    """The segments for FlashAttention. None: it is not used."""
     cache: KVCache | None = None
     """Cache to which keys and values are also written (prefill), or None."""
     cache_source: Tensor | None = None  # [W] token in the packed row
     cache_slot: Tensor | None = None  # [W] slot it is written to
     cache_position: Tensor | None = None  # [W] position in the slot
     _masks: dict[Any, tuple[Tensor | None, ...]] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def buckets(self) -> tuple[_Bucket, ...]:
+        """Rectangles of segments of similar size. The shortest segment of a bucket has at least
+        half the queries and half the keys of the largest, which bounds the padding however ragged
+        the rows are."""
+        return tuple(_bucket(chosen, self.positions.device) for chosen in _similar(self.segments))
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """[M] index of each token in the concatenated outputs of the buckets."""
+        inverse = np.empty(self.positions.numel(), dtype=np.int64)
+        done = 0
+        for chosen in _similar(self.segments):
+            width = max(s.q_len for s in chosen)
+            for row, segment in enumerate(chosen):
+                first = done + row * width
+                inverse[segment.q_start : segment.q_end] = np.arange(first, first + segment.q_len)
+            done += len(chosen) * width
+        return upload(torch.tensor(inverse), self.positions.device)
 
     def masks(self, window: int | None, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         """Return one additive mask [S, 1, Lq, Lk] per bucket: 0 or -inf, in ``dtype``.
@@ -167,38 +174,34 @@ class SequenceParallelPlan:
     only mix those of one chunk.)"""
 
 
-def plan_segments(segments: Sequence[Segment], positions: Tensor) -> PackedPlan:
+def plan_segments(
+    segments: Sequence[Segment], positions: Tensor, *, flash: bool = False
+) -> PackedPlan:
     """Return the plan for segments that cover a packed row exactly once.
 
     ``positions`` [M] holds each token's position in its own row; the plan is built on its device.
-
-    Segments are grouped into buckets. The shortest segment of a bucket has at least half the
-    queries and half the keys of the largest, which bounds the padding however ragged the rows are.
+    With ``flash``, calls that FlashAttention accepts are computed by it (``models/flash.py``).
     """
     device = positions.device
-    order = sorted(range(len(segments)), key=lambda i: (segments[i].q_len, segments[i].k_len))
-    buckets: list[_Bucket] = []
-    inverse = np.empty(positions.numel(), dtype=np.int64)
-    done = 0
-    while order:
-        largest = segments[order[-1]]
-        chosen: list[Segment] = []
-        while order and _fits(segments[order[-1]], largest):
-            chosen.append(segments[order.pop()])
-        width = max(s.q_len for s in chosen)
-        for row, segment in enumerate(chosen):
-            first = done + row * width
-            tokens = slice(segment.q_start, segment.q_start + segment.q_len)
-            inverse[tokens] = np.arange(first, first + segment.q_len)
-        done += len(chosen) * width
-        buckets.append(_bucket(chosen, device))
     return PackedPlan(
-        tuple(buckets),
-        upload(torch.tensor(inverse), device),
+        tuple(segments),
         positions,
         longest=max((s.k_len for s in segments), default=0),
         kernels=kernels_of(device),
+        flash=flash_plan(segments, device) if flash and segments else None,
     )
+
+
+def _similar(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Return the segments of each bucket, the longest first."""
+    order = sorted(segments, key=lambda s: (s.q_len, s.k_len))
+    buckets: list[list[Segment]] = []
+    while order:
+        largest, chosen = order[-1], []
+        while order and _fits(order[-1], largest):
+            chosen.append(order.pop())
+        buckets.append(chosen)
+    return buckets
 
 
 def _fits(segment: Segment, largest: Segment) -> bool:
@@ -402,6 +405,9 @@ def _packed(plan: PackedPlan, qkv: tuple[Tensor, Tensor, Tensor], options: Optio
         assert plan.cache_slot is not None and plan.cache_position is not None
         kv = key[plan.cache_source], value[plan.cache_source]
         plan.cache.write(options.layer, plan.cache_slot, plan.cache_position, kv)
+    plain = options.softcap is None and not options.dropout
+    if plan.flash is not None and plain and accepts(qkv):
+        return flash_attention(plan.flash, qkv, scale=options.scale, window=options.window)
     outputs = []
     masks = plan.masks(options.window, query.dtype)
     for bucket, mask in zip(plan.buckets, masks, strict=True):

@@ -26,13 +26,13 @@ from transformers.utils.generic import ModelOutput
 
 from burnish.models.attention import (
     NO_MASK,
-    Segment,
     UnsupportedAttention,
     plan_segments,
 )
 from burnish.models.family import PACKED, ModelSupport
 from burnish.models.logit_scaling import logit_scaling
 from burnish.models.logprobs import Head
+from burnish.models.segments import Segment
 from burnish.models.shrink import build
 from burnish.oom import is_out_of_memory
 

@@ -80,15 +80,19 @@ def way_of(kernels: Kernels | None, call: Call) -> Way:
     if kernels is None:
         return "grouped"
     half = call.dtype in (torch.float16, torch.bfloat16)
-    ampere, (dim, value_dim) = kernels.capability >= (8, 0), call.head_dims
-    # The flash kernel has no backward for head sizes from 193 to 224 on some GPUs (8.6, 8.9).
-    flash = dim == value_dim <= 256 and not 192 < dim <= 224
-    if not call.masked and half and ampere and flash:
+    ampere = kernels.capability >= (8, 0)
+    if not call.masked and half and ampere and fits_flash(*call.head_dims):
         return "grouped"
     if not _efficient(kernels, call, half=half, ampere=ampere):
         return "scores"
     takes_groups = kernels.torch_version >= GROUPED_EFFICIENT and not kernels.hip
     return "grouped" if takes_groups or not call.grouped else "repeated"
+
+
+def fits_flash(dim: int, value_dim: int) -> bool:
+    """Return whether the flash kernel takes heads of these sizes (queries and keys; values)."""
+    # It has no backward for head sizes from 193 to 224 on some GPUs (8.6, 8.9).
+    return dim == value_dim <= 256 and not 192 < dim <= 224
 
 
 def _efficient(kernels: Kernels, call: Call, *, half: bool, ampere: bool) -> bool:

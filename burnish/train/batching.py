@@ -245,15 +245,15 @@ def _in_passes(micros: Sequence[list[RowGroup]], passes: int, work: _Work) -> li
     return out
 
 
-def arrange(batch: Batch, layout: Layout) -> Arranged:
-    """Lay out a micro-batch on the device of its tokens.
+def arrange(batch: Batch, layout: Layout, *, flash: bool = False) -> Arranged:
+    """Lay out a micro-batch on the device of its tokens. ``flash``: attention by FlashAttention.
 
     Indices are computed on the CPU from ``batch.on_host``, without device synchronization.
     """
     host, device = batch.on_host, batch.tokens.device
     if layout == "padded":
         return _padded(host, device)
-    return _packed(host, layout, device)
+    return _packed(host, layout, device, flash=flash)
 
 
 def read_and_target(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -302,7 +302,7 @@ def _padded(batch: Batch, device: torch.device) -> Arranged:
     return Arranged(upload(input_ids.view(rows, width), device), positions, None, flat_index)
 
 
-def _packed(batch: Batch, layout: Layout, device: torch.device) -> Arranged:
+def _packed(batch: Batch, layout: Layout, device: torch.device, *, flash: bool) -> Arranged:
     """Lay out each group's prompt once, then the rest of its rows. A group of one is an ordinary
     row."""
     offsets, rows = batch.offsets.tolist(), row_sizes(batch, layout)
@@ -322,6 +322,6 @@ def _packed(batch: Batch, layout: Layout, device: torch.device) -> Arranged:
     return Arranged(
         input_ids=upload(batch.tokens[torch.cat(source)][None], device),
         position_ids=position[None],
-        plan=plan_segments(segments_of(placed), position),
+        plan=plan_segments(segments_of(placed), position, flash=flash),
         flat_index=flat_index,
     )

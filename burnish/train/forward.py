@@ -73,6 +73,8 @@ class Forward:
         self.packs = takes_plans(self.body)
         """True if the model supports packed rows (``models/support.py``)."""
         self.layout: Layout = train.layout if self.packs else "padded"
+        self.flash = False
+        """True if attention is computed by FlashAttention (``models/attention_kernel.py``)."""
         self.scaling = UNSCALED if self.scalar else logit_scaling(self.body.config)
         self.head = cast(nn.Linear, head)
         """The output projection, or the value head."""
@@ -98,7 +100,7 @@ class Forward:
 
     def __call__(self, batch: Batch, *, with_entropy: bool) -> Outputs:
         """Return outputs [M] fp32, aligned with the batch's tokens."""
-        arranged = arrange(batch, self.layout)
+        arranged = arrange(batch, self.layout, flash=self.flash)
         if not self.routes:
             return self.named(self._compute(batch, arranged, with_entropy=with_entropy))
         outputs, routed = self._compute_routed(batch, arranged, with_entropy=with_entropy)
@@ -113,7 +115,9 @@ class Forward:
 
     def states(self, batch: Batch) -> Tensor:
         """Return the [M, H] hidden states from which action tokens are predicted."""
-        return self._compute(batch, arrange(batch, self.layout), with_entropy=None)[0]
+        return self._compute(
+            batch, arrange(batch, self.layout, flash=self.flash), with_entropy=None
+        )[0]
 
     def no_states(self, batch: Batch, dtype: torch.dtype) -> Tensor:
         """Return [M, H] zeros on the CPU, as a buffer for hidden states."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from burnish.models.attention import Segment
+from burnish.models.segments import Segment
 
 Layout = Literal["shared_prefix", "packed", "padded"]
 

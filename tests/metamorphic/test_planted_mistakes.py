@@ -44,7 +44,7 @@ import burnish.steps.credit as credit
 import burnish.train.batching as batching
 from burnish.algorithms import ADVANTAGES, POLICY_LOSSES
 from burnish.data.stream import IndexStream
-from burnish.models.attention import Segment
+from burnish.models.segments import Segment
 from burnish.types import Batch, Stats
 
 Patch = pytest.MonkeyPatch

@@ -14,12 +14,12 @@ from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.models.attention import (
     NO_MASK,
     PackedPlan,
-    Segment,
     decode_plan,
     plan_segments,
 )
 from burnish.models.kv_cache import KVCache
 from burnish.models.load import choose_attention, load_causal_lm
+from burnish.models.segments import Segment
 
 # fp32 sums of at most a few hundred terms of size 1, in another order: a few ulps of 1.2e-7
 FP32 = 2e-6

@@ -13,10 +13,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig
 
-from burnish.models.attention import NO_MASK, Segment, plan_segments
+from burnish.models.attention import NO_MASK, plan_segments
 from burnish.models.gpu import set_up_gpu
 from burnish.models.load import choose_attention
 from burnish.models.sdpa import Call, Kernels, Way, attend, way_of
+from burnish.models.segments import Segment
 
 OLD, NEW = (2, 13), (2, 14)
 A100, H100, V100 = (8, 0), (9, 0), (7, 0)

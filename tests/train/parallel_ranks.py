@@ -32,9 +32,10 @@ from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models import tensor_parallel, ulysses
-from burnish.models.attention import Segment, _packed, plan_segments
+from burnish.models.attention import _packed, plan_segments
 from burnish.models.cache_attention import Options
 from burnish.models.load import load_causal_lm
+from burnish.models.segments import Segment
 from burnish.models.ulysses import sequence_parallel_attention
 from burnish.train.base import NonFiniteError
 from burnish.train.engines import make_engine as engine_of

@@ -25,9 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from burnish.models.attention import PackedPlan, Segment, decode_plan, plan_segments
+from burnish.models.attention import PackedPlan, decode_plan, plan_segments
 from burnish.models.cache_attention import Extension, PrefillPlan, prefill_plan, rounded
 from burnish.models.kv_cache import KVCache
+from burnish.models.segments import Segment
 from burnish.rollout.base import Completion, Request, Sampling, SamplingError
 from burnish.rollout.live_sample import LiveSample
 from burnish.rollout.local.cuda_graphs import DecodeGraphs

@@ -20,9 +20,10 @@ from transformers import PretrainedConfig
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
 from burnish.distributed.process_group import RankGroup
-from burnish.models.attention import Segment, SequenceParallelPlan, plan_segments
+from burnish.models.attention import SequenceParallelPlan, plan_segments
 from burnish.models.load import ModelError, require_packing
 from burnish.models.routing import Routing
+from burnish.models.segments import Segment
 from burnish.models.support import runs_own_code
 from burnish.models.ulysses import sum_over
 from burnish.tensors import upload

@@ -36,6 +36,10 @@ class TrainConfig(ScheduleConfig):
     layout: Literal["shared_prefix", "packed", "padded"] = "shared_prefix"
     """padded: a rectangle. packed: concatenated rows, no padding. shared_prefix: packed, each
     group's prompt computed once. Results are the same."""
+    attention: Literal["auto", "flash", "sdpa"] = "auto"
+    """Attention of packed rows. flash: FlashAttention over the lengths of rows, without masks or
+    copies (bf16 or fp16 on a GPU; heads of equal sizes up to 256; no softcap, sinks or dropout).
+    sdpa: torch's, over rectangles of rows of similar length. auto: flash where it can be used."""
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate."""
     optimizer: OptimizerConfig = AdamW()

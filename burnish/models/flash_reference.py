@@ -1,14 +1,15 @@
 """The FlashAttention operators by plain matmuls per segment, in any floating-point format.
 
-They are the oracle of the kernels on a GPU. :func:`register_on_cpu` makes them the operators' CPU
+They are the oracle of the kernels on a GPU. Within :func:`on_cpu` they are the operators' CPU
 kernels, so that ``models/flash.py`` runs on a CPU in tests and in benchmarks with tiny shapes. No
 run of Burnish does that.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -114,11 +115,11 @@ def _scores(query: Tensor, key: Tensor, is_causal: bool, keywords: dict[str, Any
     return scores
 
 
-@functools.cache
-def register_on_cpu() -> torch.library.Library:
-    """Make these functions the operators' CPU kernels, for the rest of the process."""
-    assert not has_kernel("cpu"), "PyTorch has CPU kernels of its own"
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_flash_attention_forward", forward, "CPU")
-    library.impl("_flash_attention_backward", backward, "CPU")
-    return library
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Make these functions the operators' CPU kernels within the context."""
+    assert not has_kernel("cpu"), "the operators have CPU kernels"
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_flash_attention_forward", forward, "CPU")
+        library.impl("_flash_attention_backward", backward, "CPU")
+        yield

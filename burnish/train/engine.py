@@ -49,6 +49,7 @@ No hook of a training step reads a value back from the device before ``optim_ste
 from __future__ import annotations
 
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,6 +64,9 @@ from transformers import PreTrainedTokenizerBase
 from burnish.checkpoint.save import PendingSave
 from burnish.config.model import Dtype
 from burnish.distributed.process_group import SINGLE, RankGroup
+from burnish.models.attention_kernel import Choice as AttentionChoice
+from burnish.models.attention_kernel import Use as AttentionUse
+from burnish.models.attention_kernel import choose_kernel
 from burnish.models.buffers import (
     buffers_now,
     load_buffers,
@@ -74,6 +78,7 @@ from burnish.models.half_linear import use_fp32_products
 from burnish.models.islands import fp32_names
 from burnish.models.load import DTYPES
 from burnish.models.lora_layers import adapters_off
+from burnish.models.sdpa import kernels_of
 from burnish.train.base import Loss, NonFiniteError, Outputs, StepStats
 from burnish.train.batching import RowSplit, Share, fill_rows
 from burnish.train.diagnose import (
@@ -92,6 +97,8 @@ from burnish.train.optim import MAX_GROWTH, EngineOptimizer
 from burnish.train.spec import EngineSpec
 from burnish.train.state import read_description, write_description
 from burnish.types import Batch, Stats
+
+log = logging.getLogger("burnish")
 
 Describe = Callable[[Path], None]
 """Function that writes buffers, ``hf/`` and ``engine.json``, as of the start of the save."""
@@ -149,6 +156,8 @@ class BaseTrainEngine(ABC):
         if spec.role.offload:
             own_storages(model)
         self.optimizer = self._prepare()
+        self.attention = self._choose_attention()
+        """Attention of the model's passes."""
         if spec.neftune_noise_alpha:  # after hooks that complete the embedding's output
             self.forward.add_noise(spec.neftune_noise_alpha)
         model.eval()
@@ -157,6 +166,19 @@ class BaseTrainEngine(ABC):
         self._host = HostMemory(self.device, frozen=not spec.role.trainable)
         if spec.role.offload:
             self.offload()
+
+    def _choose_attention(self) -> AttentionChoice:
+        role = self.spec.role
+        use = AttentionUse(
+            role.precision.dtype,
+            kernels_of(self.device),
+            layout=self.forward.layout,
+            dropout=role.trainable and role.dropout,
+        )
+        choice = choose_kernel(role.train.attention, self.body.config, use)
+        self.forward.flash = choice.kernel == "flash"
+        log.info("%s: attention by %s", self.role, choice.sentence)
+        return choice
 
     # ---- before the model is loaded --------------------------------------------------------
 

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from burnish.models.flash_reference import on_cpu
+
 NAME = "tests.contract.pools"
 if NAME not in sys.modules:  # under the name by which other processes find it
     _SPEC = importlib.util.spec_from_file_location(NAME, Path(__file__).with_name("pools.py"))
@@ -86,9 +88,18 @@ def kind(engine_name: str) -> Any:
     return pools.KINDS[engine_name]
 
 
+@pytest.fixture(scope="module")
+def operators() -> Iterator[None]:
+    """FlashAttention by plain matmuls, in this process."""
+    with on_cpu():
+        yield
+
+
 @pytest.fixture
 def make(request: pytest.FixtureRequest, kind: Any, started: dict[str, Any]) -> Make:
     """``make(Wanted(...))`` is an engine; the one before it is gone then."""
+    if kind.attention == "flash":
+        request.getfixturevalue("operators")
     if kind.place == "launched" and request.node.originalname not in LAUNCHED:
         pytest.skip(NOT_LAUNCHED)
     if kind.ranks == 1:

@@ -73,13 +73,17 @@ class Kind:
     ranks: int = 1
     engine: dict[str, Any] = field(default_factory=dict)
     """``train.engine``."""
+    attention: str = "sdpa"
+    """``train.attention``."""
 
     def spec(self, wanted: Wanted) -> EngineSpec:
         return EngineSpec(
             TrainRole.alone(
                 wanted.role,
                 # (eps: gradients differ by 1e-9, which is then no step of its own)
-                TrainConfig(lr=wanted.lr, engine=self.engine, adam_eps=1e-6),
+                TrainConfig(
+                    lr=wanted.lr, engine=self.engine, adam_eps=1e-6, attention=self.attention
+                ),
                 MODEL,
                 precision=wanted.precision,
                 offload=wanted.offload,
@@ -99,6 +103,7 @@ def zero(stage: int) -> dict[str, Any]:
 FULL = {"sharding": "full"}
 KINDS: dict[str, Kind] = {
     "torch": Kind(),
+    "torch, flash": Kind(attention="flash"),
     "FSDP2, 1 rank": Kind(engine=FULL),
     **{f"ZeRO-{n}, 1 rank": Kind(engine=zero(n)) for n in range(4)},
     "torch, 2 ranks": Kind("processes", 2),

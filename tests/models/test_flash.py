@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from torch import Tensor
 
 import burnish.models.flash as flash
 from burnish.models.flash import FlashPlan, flash_attention, flash_plan, prefix_lengths
-from burnish.models.flash_reference import register_on_cpu
+from burnish.models.flash_reference import on_cpu
 from burnish.models.segments import Segment
 from burnish.train.row_layout import RowSize, place_rows, segments_of
 
@@ -24,8 +24,9 @@ EXACT = 1e-12
 
 
 @pytest.fixture(autouse=True, scope="module")
-def operators() -> None:
-    register_on_cpu()
+def operators() -> Iterator[None]:
+    with on_cpu():
+        yield
 
 
 def segments_for(groups: Sequence[tuple[int, Sequence[int]]]) -> list[Segment]:

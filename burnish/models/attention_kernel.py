@@ -1,0 +1,120 @@
+"""Choice of the attention of training passes (``train.attention``): FlashAttention over segment
+lengths (``flash.py``), or torch's scaled-dot-product attention over rectangles (``sdpa.py``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformers import PretrainedConfig
+
+from burnish.config.model import Dtype
+from burnish.models.dropout import noise_of
+from burnish.models.flash import has_kernel, schema_problem
+from burnish.models.paths import ModelError
+from burnish.models.sdpa import Kernels, fits_flash
+
+Setting = Literal["auto", "flash", "sdpa"]
+AMPERE = (8, 0)
+_SOFTCAPS = ("attn_logit_softcapping", "attn_logit_softcap", "attention_logit_softcapping")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Attention of one model in one run."""
+
+    kernel: Literal["flash", "sdpa"]
+    reason: str
+    """Why ``auto`` did not take flash; empty if it did, or if the recipe names one."""
+
+    @property
+    def sentence(self) -> str:
+        """The choice for logs and the run folder."""
+        names = {
+            "flash": "FlashAttention over the lengths of rows",
+            "sdpa": "torch's scaled-dot-product attention",
+        }
+        return names[self.kernel] + (f", because {self.reason}" if self.reason else "")
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a model computes attention."""
+
+    dtype: Dtype
+    kernels: Kernels | None
+    """Attention kernels of the GPU. None on a CPU."""
+    layout: str = "packed"
+    """Layout of the rows: that of the recipe, or padded if the model cannot pack."""
+    dropout: bool = False
+    """True if training passes apply the dropout of the model's config."""
+
+
+def choose_kernel(setting: Setting, config: PretrainedConfig | None, use: Use) -> Choice:
+    """Return the attention of a model. Raises ModelError if ``flash`` is set and cannot be used.
+
+    ``config``: the model's; None if it is unknown (``flash`` is then checked again when it is).
+    """
+    if setting == "sdpa":
+        return Choice("sdpa", "")
+    problem = flash_problem(config, use)
+    if problem is None:
+        return Choice("flash", "")
+    if setting == "flash":
+        raise ModelError(
+            f"train.attention=flash: {problem}; use auto (which takes sdpa here) or sdpa"
+        )
+    return Choice("sdpa", problem)
+
+
+def flash_problem(config: PretrainedConfig | None, use: Use) -> str | None:
+    """Return why FlashAttention cannot compute the attention of a model, or None if it can."""
+    problem = schema_problem()
+    if problem is not None:
+        return problem
+    if use.kernels is None and not has_kernel("cpu"):
+        return "it has no kernel for a CPU"
+    if use.kernels is not None:
+        if use.kernels.hip:
+            return "its operators were not tried on AMD GPUs"
+        if use.kernels.capability < AMPERE:
+            major, minor = use.kernels.capability
+            return f"it needs a GPU of compute capability 8.0, and this one has {major}.{minor}"
+        if use.dtype == "fp32":
+            return "it computes in bf16 and fp16 only, and precision.dtype is fp32"
+    if use.layout == "padded":
+        return "rows are padded (train.layout, or a model that cannot be packed)"
+    return None if config is None else _model_problem(config, use)
+
+
+def _model_problem(config: PretrainedConfig, use: Use) -> str | None:
+    fields = config.get_text_config().to_dict()
+    for name in _SOFTCAPS:
+        if fields.get(name):
+            return f"the model caps its attention scores ({name}={fields[name]:g})"
+    drops = {n: v for n, v in noise_of(config).items() if "att" in n and "drop" in n}
+    if use.dropout and drops:
+        name, value = next(iter(drops.items()))
+        return f"training passes drop attention weights ({name}={value:g} in the model's config)"
+    for dim, value_dim in _head_sizes(fields):
+        if dim % 8 or not fits_flash(dim, value_dim):
+            sizes = f"{dim}" if dim == value_dim else f"{dim} (queries) and {value_dim} (values)"
+            return (
+                f"the model's attention heads have size {sizes}, and FlashAttention takes equal "
+                "sizes that are multiples of 8, up to 192 or from 225 to 256"
+            )
+    return None
+
+
+def _head_sizes(fields: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return (head size of queries and keys, of values) of a config's layers, if it has them."""
+    heads = fields.get("num_attention_heads") or fields.get("n_head") or fields.get("n_heads")
+    width = fields.get("hidden_size") or fields.get("n_embd") or fields.get("d_model")
+    dim = fields.get("head_dim")
+    if fields.get("qk_nope_head_dim"):
+        dim = fields["qk_nope_head_dim"] + (fields.get("qk_rope_head_dim") or 0)
+    if not dim and isinstance(heads, int) and heads and isinstance(width, int):
+        dim = width // heads
+    sizes = [(dim, fields.get("v_head_dim") or dim)] if isinstance(dim, int) else []
+    other = fields.get("global_head_dim")  # of full attention, in models that mix layers
+    return sizes + ([(other, other)] if isinstance(other, int) else [])

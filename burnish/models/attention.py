@@ -338,12 +338,12 @@ def _attention(
     if isinstance(plan, PrefillPlan):
         return prefill_attention(plan, (q, k, v), options)[None], None
     if not isinstance(plan, SequenceParallelPlan):
-        return _packed(plan, (q, k, v), options)[None], None
+        return packed_attention(plan, (q, k, v), options)[None], None
     whole = plan.whole
     plan.layers.add(options.layer)
     out = sequence_parallel_attention(
         (q, k, v),
-        lambda x: _packed(whole, x, options),
+        lambda x: packed_attention(whole, x, options),
         num_tokens=plan.num_tokens,
         group=plan.group,
     )
@@ -397,7 +397,9 @@ def _capped(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, options: Op
     return torch.matmul(weights, value[:, :, None]).reshape(batch, heads, length, value.shape[-1])
 
 
-def _packed(plan: PackedPlan, qkv: tuple[Tensor, Tensor, Tensor], options: Options) -> Tensor:
+def packed_attention(
+    plan: PackedPlan, qkv: tuple[Tensor, Tensor, Tensor], options: Options
+) -> Tensor:
     """Return the attention [M, heads, dim] of packed query, key and value, [M, heads, dim] each."""
     query, key, value = qkv
     if plan.cache is not None:

@@ -32,7 +32,7 @@ from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models import tensor_parallel, ulysses
-from burnish.models.attention import _packed, plan_segments
+from burnish.models.attention import packed_attention, plan_segments
 from burnish.models.cache_attention import Options
 from burnish.models.load import load_causal_lm
 from burnish.models.segments import Segment
@@ -104,7 +104,7 @@ def local_shard(tensor: Tensor, *, ranks: RankGroup, each: int) -> Tensor:
 
 
 def _attend(plan: Any, options: Any, qkv: Any) -> Tensor:
-    return _packed(plan, qkv, options)
+    return packed_attention(plan, qkv, options)
 
 
 def attention(ranks: RankGroup) -> dict[str, float]:
@@ -124,7 +124,7 @@ def attention(ranks: RankGroup) -> dict[str, float]:
         whole = [torch.randn(s, generator=generator, requires_grad=True) for s in shapes]
         upstream = torch.randn(count, heads, 4, generator=generator)
         options = Options(0, 0.3, window, 0.0, None)
-        expected = _packed(plan, (whole[0], whole[1], whole[2]), options)
+        expected = packed_attention(plan, (whole[0], whole[1], whole[2]), options)
         grads = torch.autograd.grad((expected * upstream).sum(), whole)
 
         shard = partial(local_shard, ranks=ranks, each=each)

@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from burnish.errors import BurnishError
+from burnish.models.flash_merge import merge
 from burnish.models.sdpa import fits_flash
 from burnish.models.segments import Segment
 from burnish.tensors import upload
@@ -318,16 +319,3 @@ def _scatter(grad: Tensor, index: Tensor, like: Tensor) -> Tensor:
     wide = torch.promote_types(grad.dtype, torch.float32)
     total = torch.zeros(like.shape, dtype=wide, device=like.device)
     return total.index_add_(0, index, grad.to(wide)).to(like.dtype)
-
-
-def merge(
-    prefix: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], reads_prefix: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return output [M, heads, dim] and log-sum-exp [heads, M] over both parts, in the rows
-    ``reads_prefix`` [M]; those of the own part elsewhere."""
-    (out_a, lse_a), (out_b, lse_b) = prefix, own
-    lse = torch.where(reads_prefix, torch.logaddexp(lse_a, lse_b), lse_b)
-    weights = ((x - lse).exp().T[..., None] for x in (lse_a, lse_b))
-    weight_a, weight_b = weights
-    out = (out_a * weight_a).addcmul_(out_b, weight_b).to(out_b.dtype)
-    return torch.where(reads_prefix[:, None, None], out, out_b), lse

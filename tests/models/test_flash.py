@@ -16,6 +16,7 @@ from torch import Tensor
 
 import burnish.models.flash as flash
 from burnish.models.flash import FlashPlan, flash_attention, flash_plan, prefix_lengths
+from burnish.models.flash_merge import merge_by_torch, triton_merge
 from burnish.models.flash_reference import on_cpu
 from burnish.models.segments import Segment
 from burnish.train.row_layout import RowSize, place_rows, segments_of
@@ -260,3 +261,26 @@ def test_half_precision_stays_within_its_rounding() -> None:
     for x, y in zip(ours, expected, strict=True):
         assert x.dtype == torch.bfloat16
         assert (x.double() - y).abs().max() <= 0.03 * y.abs().max()
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "dim"), [(3, 8), (4, 20), (2, 128)])
+def test_the_triton_kernel_merges_like_torch(
+    heads: int, dim: int, dtype: torch.dtype, strided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's interpreter. Rows that read no prefix have anything in the prefix part."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    draw, tokens = torch.Generator().manual_seed(0), 17
+    reads = torch.rand(tokens, generator=draw) > 0.4
+    parts = []
+    for _ in range(2):
+        out = torch.randn(heads, tokens, dim, generator=draw).to(dtype).transpose(0, 1)
+        lse = 3 * torch.randn(heads, tokens, generator=draw)
+        parts.append((out if strided else out.contiguous(), lse))
+    parts[0][0][~reads], parts[0][1][:, ~reads] = torch.nan, torch.inf
+    expected = merge_by_torch(parts[0], parts[1], reads)
+    ours = triton_merge()(parts[0], parts[1], reads)
+    for x, y in zip(ours, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=2**-7 if dtype == torch.bfloat16 else 2e-6, atol=2e-6)

@@ -28,7 +28,14 @@ from torch.nn import attention as torch_attention
 import burnish.models.flash_reference as reference
 from burnish.models.attention import packed_attention, plan_segments
 from burnish.models.cache_attention import Options
-from burnish.models.flash import flash_attention, flash_plan, has_kernel, schema_problem
+from burnish.models.flash import (
+    FlashSwitch,
+    flash_attention,
+    flash_plan,
+    has_kernel,
+    schema_problem,
+)
+from burnish.models.flash_merge import fused_merge
 from burnish.models.gpu import set_up_gpu
 from burnish.models.segments import Segment
 from burnish.train.row_layout import RowSize, place_rows, segments_of
@@ -51,6 +58,7 @@ def kernels(setup: Setup, report: Report) -> None:
         schema=str(torch.ops.aten._flash_attention_forward.default._schema),
         schema_backward=str(torch.ops.aten._flash_attention_backward.default._schema),
         active=active_implementation(),
+        merge=merge_of(torch.device(setup.device)),
     )
     problem = schema_problem()
     if problem is not None:
@@ -72,6 +80,12 @@ def active_implementation() -> str:
     """Return the implementation of FlashAttention that was activated in place of torch's own."""
     current = vars(torch_attention).get("current_flash_attention_impl", lambda: None)()
     return str(current or "torch's own")
+
+
+def merge_of(device: torch.device) -> str:
+    """Return what merges attention with shared prefixes."""
+    fused = None if device.type == "cpu" else fused_merge(device)
+    return "PyTorch's operations" if fused is None else "Triton kernel"
 
 
 # ---- correctness -------------------------------------------------------------------------------
@@ -147,11 +161,10 @@ def check_call(setup: Setup, call: Call) -> dict[str, float]:
     finite = torch.where(lse.isinf(), 0.0, lse)
     grads = aten._flash_attention_backward(grad, *qkv, out, finite, *lengths, *unused, **options)
     wide = [x.double() for x in qkv]
-    out64, lse64, *_ = reference.forward(*wide, *lengths, False, **options)  # type: ignore[misc, arg-type]
-    grads64 = reference.backward(  # type: ignore[misc]
-        *(grad.double(), *wide, out64, lse64, *lengths, *unused),  # type: ignore[arg-type]
-        **options,
-    )
+    plain: Any = reference
+    out64, lse64, *_ = plain.forward(*wide, *lengths, False, **options)
+    saved = (*wide, out64, lse64, *lengths, *unused)
+    grads64 = plain.backward(grad.double(), *saved, **options)
     has_keys = ~lse64.isinf()
     pairs = [(out, out64), (lse[has_keys], lse64[has_keys]), *zip(grads, grads64, strict=True)]
     return _errors(("output", "lse", "dq", "dk", "dv"), pairs)
@@ -172,7 +185,7 @@ def check_merge(setup: Setup, groups: Sequence[Group], window: int | None) -> di
     segments = segments_for(groups)
     total = segments[-1].q_end
     *qkv, grad = randoms(setup, (total, total), HEADS, DIM)
-    plan = flash_plan(segments, torch.device(setup.device))
+    plan = flash_plan(segments, torch.device(setup.device), FlashSwitch(may_fall_back=False))
     ours = with_gradients(
         lambda x: flash_attention(plan, x, scale=DIM**-0.5, window=window), qkv, grad
     )
@@ -275,7 +288,8 @@ def _repeatability(setup: Setup, report: Report) -> str:
 @contextmanager
 def fixed(deterministic: bool) -> Iterator[None]:
     """Run with or without torch's deterministic algorithms."""
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False  # costs time, and changes nothing here
     torch.use_deterministic_algorithms(deterministic)
     try:
         yield
@@ -293,7 +307,8 @@ def layer(
     positions = torch.cat(
         [torch.arange(s.prefix_len, s.k_len, device=setup.device) for s in segments]
     )
-    plan = plan_segments(segments, positions, flash=flash)
+    switch = FlashSwitch(may_fall_back=False) if flash else None
+    plan = plan_segments(segments, positions, flash=switch)
     options = Options(layer=0, scale=DIM**-0.5, window=None, dropout=0.0, softcap=None)
     leaves = tuple(x.requires_grad_(backward) for x in qkv)
 

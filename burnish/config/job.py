@@ -428,9 +428,33 @@ def lora_rules(job: TrainingJob, train: TrainConfig) -> Iterator[str]:
         yield from (f"{setting} with {problem}" for setting in settings)
 
 
+def flash_rules(roles: Sequence[TrainRole], train: TrainConfig) -> Iterator[str]:
+    """Yield an error for each setting with which FlashAttention cannot be used."""
+    if train.layout == "padded":
+        yield (
+            "train.attention=flash with train.layout=padded: it computes packed rows only; use "
+            "train.layout=packed or shared_prefix, or train.attention=auto"
+        )
+    if any(role.precision.dtype == "fp32" for role in roles):
+        yield (
+            "train.attention=flash with precision.dtype=fp32: FlashAttention computes in bf16 and "
+            "fp16 only; use precision.dtype=bf16, or train.attention=auto"
+        )
+    for role in roles:
+        implementation = role.model.attn_implementation
+        if implementation != "auto":
+            yield (
+                f"train.attention=flash with attn_implementation={implementation} of the "
+                f"{role.name}, which pads rows; use attn_implementation=auto, or "
+                "train.attention=auto"
+            )
+
+
 def attention_rules(roles: Sequence[Role], train: TrainConfig) -> Iterator[str]:
     """Yield an error for each setting that contradicts the attention of a model."""
     trained = [role for role in roles if isinstance(role, TrainRole)]
+    if train.attention == "flash":
+        yield from flash_rules(trained, train)
     for role in trained:
         implementation = role.model.attn_implementation
         if implementation == "auto":

@@ -44,7 +44,7 @@ from burnish.models.cache_attention import (
     stable_attention,
 )
 from burnish.models.family import PACKED
-from burnish.models.flash import FlashPlan, accepts, flash_attention, flash_plan
+from burnish.models.flash import FlashPlan, FlashSwitch, accepts, flash_attention, flash_plan
 from burnish.models.kv_cache import KVCache
 from burnish.models.sdpa import Kernels, attend, kernels_of
 from burnish.models.segments import Segment
@@ -175,12 +175,12 @@ class SequenceParallelPlan:
 
 
 def plan_segments(
-    segments: Sequence[Segment], positions: Tensor, *, flash: bool = False
+    segments: Sequence[Segment], positions: Tensor, *, flash: FlashSwitch | None = None
 ) -> PackedPlan:
     """Return the plan for segments that cover a packed row exactly once.
 
     ``positions`` [M] holds each token's position in its own row; the plan is built on its device.
-    With ``flash``, calls that FlashAttention accepts are computed by it (``models/flash.py``).
+    With ``flash`` on, calls that FlashAttention accepts are computed by it (``models/flash.py``).
     """
     device = positions.device
     return PackedPlan(
@@ -188,7 +188,7 @@ def plan_segments(
         positions,
         longest=max((s.k_len for s in segments), default=0),
         kernels=kernels_of(device),
-        flash=flash_plan(segments, device) if flash and segments else None,
+        flash=flash_plan(segments, device, flash) if flash is not None and segments else None,
     )
 
 
@@ -408,8 +408,11 @@ def packed_attention(
         kv = key[plan.cache_source], value[plan.cache_source]
         plan.cache.write(options.layer, plan.cache_slot, plan.cache_position, kv)
     plain = options.softcap is None and not options.dropout
-    if plan.flash is not None and plain and accepts(qkv):
-        return flash_attention(plan.flash, qkv, scale=options.scale, window=options.window)
+    if plan.flash is not None and plain and accepts(plan.flash, qkv):
+        try:
+            return flash_attention(plan.flash, qkv, scale=options.scale, window=options.window)
+        except RuntimeError as error:
+            plan.flash.switch.failed(error, qkv)
     outputs = []
     masks = plan.masks(options.window, query.dtype)
     for bucket, mask in zip(plan.buckets, masks, strict=True):

@@ -4,15 +4,21 @@ lengths (``flash.py``), or torch's scaled-dot-product attention over rectangles 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
+import torch
 from transformers import PretrainedConfig
 
 from burnish.config.model import Dtype
+from burnish.models.attention import packed_attention, plan_segments
+from burnish.models.cache_attention import Options
 from burnish.models.dropout import noise_of
-from burnish.models.flash import has_kernel, schema_problem
+from burnish.models.flash import FlashSwitch, has_kernel, schema_problem
+from burnish.models.load import DTYPES
 from burnish.models.paths import ModelError
 from burnish.models.sdpa import Kernels, fits_flash
+from burnish.models.segments import Segment
 
 Setting = Literal["auto", "flash", "sdpa"]
 AMPERE = (8, 0)
@@ -48,6 +54,8 @@ class Use:
     """Layout of the rows: that of the recipe, or padded if the model cannot pack."""
     dropout: bool = False
     """True if training passes apply the dropout of the model's config."""
+    device: torch.device | None = None
+    """The GPU on which a small call is tried. None: none is."""
 
 
 def choose_kernel(setting: Setting, config: PretrainedConfig | None, use: Use) -> Choice:
@@ -84,7 +92,49 @@ def flash_problem(config: PretrainedConfig | None, use: Use) -> str | None:
             return "it computes in bf16 and fp16 only, and precision.dtype is fp32"
     if use.layout == "padded":
         return "rows are padded (train.layout, or a model that cannot be packed)"
-    return None if config is None else _model_problem(config, use)
+    if config is None:
+        return None
+    return _model_problem(config, use) or _trial_problem(config, use)
+
+
+def _trial_problem(config: PretrainedConfig, use: Use) -> str | None:
+    sizes = _head_sizes(config.get_text_config().to_dict())
+    if use.device is None or use.device.type != "cuda" or not sizes:
+        return None
+    return try_flash(use.device, use.dtype, sizes[0][0])
+
+
+@cache
+def try_flash(device: torch.device, dtype: Dtype, dim: int) -> str | None:
+    """Compute a small call with shared prefixes and its gradients on ``device``, both ways. Return
+    why FlashAttention cannot be used there, or None if it can."""
+    segments = [Segment(0, 73), Segment(73, 20, 0, 33), Segment(93, 1, 0, 33), Segment(94, 150)]
+    positions = torch.cat([torch.arange(s.prefix_len, s.k_len) for s in segments]).to(device)
+    draw = torch.Generator(device).manual_seed(0)
+    *qkv, grad = (
+        torch.randn(len(positions), heads, dim, device=device, generator=draw).to(DTYPES[dtype])
+        for heads in (4, 2, 2, 4)
+    )
+    options = Options(layer=0, scale=dim**-0.5, window=None, dropout=0.0, softcap=None)
+    results = []
+    try:
+        for switch in (FlashSwitch(may_fall_back=False), None):
+            plan = plan_segments(segments, positions, flash=switch)
+            leaves = tuple(x.detach().clone().requires_grad_() for x in qkv)
+            with torch.enable_grad():
+                out = packed_attention(plan, (leaves[0], leaves[1], leaves[2]), options)
+            results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+    except RuntimeError as error:
+        return f"a small call raised {type(error).__name__}: {error}"
+    for x, y in zip(*results, strict=True):
+        error_of = float((x.float() - y.float()).abs().max() / y.float().abs().max())
+        if not error_of <= _MOST_ERROR:
+            return f"a small call differs by {error_of:.2g} of the largest value from sdpa"
+    return None
+
+
+_MOST_ERROR = 0.05
+"""Largest difference of two results in half precision, of the largest value: several roundings."""
 
 
 def _model_problem(config: PretrainedConfig, use: Use) -> str | None:

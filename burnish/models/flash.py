@@ -28,6 +28,7 @@ prefix that the window can reach, for each response, and computes one part.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +41,10 @@ from burnish.errors import BurnishError
 from burnish.models.flash_merge import merge
 from burnish.models.sdpa import fits_flash
 from burnish.models.segments import Segment
+from burnish.oom import is_out_of_memory
 from burnish.tensors import upload
+
+log = logging.getLogger("burnish")
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -69,7 +73,7 @@ _SCHEMAS: dict[str, tuple[tuple[str, ...], int]] = {
 def schema_problem() -> str | None:
     """Return why this torch's operators cannot be called, or None if they can."""
     for name, (positional, results) in _SCHEMAS.items():
-        packet: Any = vars(torch.ops.aten).get(name) or getattr(torch.ops.aten, name, None)
+        packet: Any = getattr(torch.ops.aten, name, None)  # house: ok torch makes it at this read
         if packet is None:
             return f"torch {torch.__version__} has no operator aten::{name}"
         schema = packet.default._schema
@@ -151,6 +155,31 @@ class _Part:
         return grads
 
 
+@dataclass
+class FlashSwitch:
+    """Whether a model's passes use FlashAttention. Shared by all its plans."""
+
+    may_fall_back: bool
+    """True if another attention may be used when the operators raise (``train.attention:
+    auto``)."""
+    on: bool = True
+
+    def failed(self, error: RuntimeError, qkv: QKV) -> None:
+        """Switch off after the operators raised ``error``, with one warning, or raise it again."""
+        if not self.may_fall_back or is_out_of_memory(error):
+            raise error
+        self.on = False
+        shapes = ", ".join(f"{list(x.shape)}" for x in qkv)
+        log.warning(
+            "FlashAttention raised an error, so this model uses torch's scaled-dot-product "
+            "attention from now on (1 of 1 fallbacks). The call: query, key and value %s in %s. "
+            "The error: %s",
+            shapes,
+            qkv[0].dtype,
+            error,
+        )
+
+
 # ---- segments ----------------------------------------------------------------------------------
 
 
@@ -170,6 +199,7 @@ class FlashPlan:
 
     segments: tuple[Segment, ...]
     device: torch.device
+    switch: FlashSwitch
     _calls: dict[int | None, Calls] = field(default_factory=dict, compare=False)
 
     def calls(self, window: int | None) -> Calls:
@@ -215,9 +245,9 @@ class FlashPlan:
         return Lengths(both[0], both[1], max(2, *queries), max(keys))
 
 
-def flash_plan(segments: Sequence[Segment], device: torch.device) -> FlashPlan:
+def flash_plan(segments: Sequence[Segment], device: torch.device, switch: FlashSwitch) -> FlashPlan:
     """Return the plan for segments that cover a packed row exactly once."""
-    return FlashPlan(tuple(sorted(segments, key=lambda s: s.q_start)), device)
+    return FlashPlan(tuple(sorted(segments, key=lambda s: s.q_start)), device, switch)
 
 
 def prefix_lengths(segments: Sequence[Segment]) -> tuple[list[int], list[int]]:
@@ -259,8 +289,10 @@ def prefix_lengths(segments: Sequence[Segment]) -> tuple[list[int], list[int]]:
 # ---- attention ---------------------------------------------------------------------------------
 
 
-def accepts(qkv: QKV) -> bool:
+def accepts(plan: FlashPlan, qkv: QKV) -> bool:
     """Return whether the operators compute a call with these tensors."""
+    if not plan.switch.on:
+        return False
     query, _, value = qkv
     dim = query.shape[-1]
     if not fits_flash(dim, value.shape[-1]) or dim % 8:

@@ -22,7 +22,7 @@ Part = tuple[Tensor, Tensor]
 def merge(prefix: Part, own: Part, reads_prefix: Tensor) -> Part:
     """Return output and log-sum-exp over both parts, in the rows ``reads_prefix`` [M]; those of the
     own part elsewhere. May overwrite the output of the own part."""
-    fused = _fused(own[0].device) if own[0].is_cuda else None
+    fused = fused_merge(own[0].device) if own[0].is_cuda else None
     return (merge_by_torch if fused is None else fused)(prefix, own, reads_prefix)
 
 
@@ -36,7 +36,7 @@ def merge_by_torch(prefix: Part, own: Part, reads_prefix: Tensor) -> Part:
 
 
 @cache
-def _fused(device: torch.device) -> Callable[[Part, Part, Tensor], Part] | None:
+def fused_merge(device: torch.device) -> Callable[[Part, Part, Tensor], Part] | None:
     """Return the merge by the Triton kernel, or None (with a warning) if the kernel cannot be
     built, or differs from :func:`merge_by_torch`."""
     draw = torch.Generator(device).manual_seed(0)

@@ -31,6 +31,7 @@ from burnish.errors import BurnishError
 from burnish.messages import library_text
 from burnish.models.attention import PackedPlan, plan_segments
 from burnish.models.auto_class import language_model_class
+from burnish.models.flash import FlashSwitch
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES, choose_attention
 from burnish.models.logprobs import CHUNK_TOKENS, Head, token_logprobs
@@ -70,6 +71,8 @@ class Pass:
     """True if the pass returns hidden states and runs no head."""
     kernels: Kernels | None = None
     """Attention kernels of the GPU. None: the pass runs on a CPU."""
+    flash: bool = False
+    """True if attention is computed by FlashAttention, without masks and repeated keys."""
 
     @property
     def tokens(self) -> int:
@@ -88,7 +91,9 @@ def fake_plan(work: Pass) -> PackedPlan | None:
     if work.layout == "padded":
         return None
     positions = torch.zeros(work.tokens, dtype=torch.int64)
-    plan = plan_segments(segments_of(place_rows(work.rows, work.layout)), positions)
+    switch = FlashSwitch(may_fall_back=False) if work.flash else None
+    segments = segments_of(place_rows(work.rows, work.layout))
+    plan = plan_segments(segments, positions, flash=switch)
     return replace(plan, kernels=work.kernels)
 
 

@@ -14,6 +14,7 @@ from burnish.config.arithmetic import BatchPlan
 from burnish.config.model import LoraConfig, ModelConfig
 from burnish.config.offload import PHASE_OF
 from burnish.config.roles import JobSpec, TrainRole
+from burnish.models.attention_kernel import Use, choose_kernel
 from burnish.models.auto_class import language_model_class
 from burnish.models.load import ModelError
 from burnish.models.logprobs import chunk_tokens
@@ -203,6 +204,18 @@ def _update_rows(
     return uniform_rows(len(first) * unit, length, prompt, group=group)
 
 
+def _takes_flash(context: Context, setup: EngineSetup, role: TrainRole) -> bool:
+    """Return whether the passes of a role use FlashAttention. Raises ModelError if the recipe wants
+    it and it cannot be used."""
+    use = Use(
+        setup.precision.dtype,
+        context.hardware.kernels,
+        layout=setup.train.layout,
+        dropout=role.trainable and role.dropout,
+    )
+    return choose_kernel(setup.train.attention, setup.shape.config, use).kernel == "flash"
+
+
 def _passes(
     context: Context, setup: EngineSetup, role: TrainRole, rows: tuple[RowSize, ...]
 ) -> dict[str, Pass]:
@@ -218,6 +231,7 @@ def _passes(
         states="states" in role.passes,
         kept_ids=role.kept_ids if role.head == "lm" else 0,
         kernels=context.hardware.kernels,
+        flash=_takes_flash(context, setup, role),
     )
     passes: dict[str, Pass] = {}
     if role.runs_forward_passes:

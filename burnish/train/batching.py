@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from burnish.models.attention import PackedPlan, plan_segments
+from burnish.models.flash import FlashSwitch
 from burnish.tensors import upload
 from burnish.train.row_layout import (
     Layout as Layout,
@@ -245,7 +246,7 @@ def _in_passes(micros: Sequence[list[RowGroup]], passes: int, work: _Work) -> li
     return out
 
 
-def arrange(batch: Batch, layout: Layout, *, flash: bool = False) -> Arranged:
+def arrange(batch: Batch, layout: Layout, *, flash: FlashSwitch | None = None) -> Arranged:
     """Lay out a micro-batch on the device of its tokens. ``flash``: attention by FlashAttention.
 
     Indices are computed on the CPU from ``batch.on_host``, without device synchronization.
@@ -302,7 +303,9 @@ def _padded(batch: Batch, device: torch.device) -> Arranged:
     return Arranged(upload(input_ids.view(rows, width), device), positions, None, flat_index)
 
 
-def _packed(batch: Batch, layout: Layout, device: torch.device, *, flash: bool) -> Arranged:
+def _packed(
+    batch: Batch, layout: Layout, device: torch.device, *, flash: FlashSwitch | None
+) -> Arranged:
     """Lay out each group's prompt once, then the rest of its rows. A group of one is an ordinary
     row."""
     offsets, rows = batch.offsets.tolist(), row_sizes(batch, layout)

@@ -64,9 +64,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.checkpoint.save import PendingSave
 from burnish.config.model import Dtype
 from burnish.distributed.process_group import SINGLE, RankGroup
-from burnish.models.attention_kernel import Choice as AttentionChoice
-from burnish.models.attention_kernel import Use as AttentionUse
-from burnish.models.attention_kernel import choose_kernel
+from burnish.models.attention_kernel import Choice
 from burnish.models.buffers import (
     buffers_now,
     load_buffers,
@@ -74,11 +72,11 @@ from burnish.models.buffers import (
     persistent_buffers,
 )
 from burnish.models.dropout import start_training
+from burnish.models.flash import FlashSwitch
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.islands import fp32_names
 from burnish.models.load import DTYPES
 from burnish.models.lora_layers import adapters_off
-from burnish.models.sdpa import kernels_of
 from burnish.train.base import Loss, NonFiniteError, Outputs, StepStats
 from burnish.train.batching import RowSplit, Share, fill_rows
 from burnish.train.diagnose import (
@@ -167,16 +165,12 @@ class BaseTrainEngine(ABC):
         if spec.role.offload:
             self.offload()
 
-    def _choose_attention(self) -> AttentionChoice:
-        role = self.spec.role
-        use = AttentionUse(
-            role.precision.dtype,
-            kernels_of(self.device),
-            layout=self.forward.layout,
-            dropout=role.trainable and role.dropout,
-        )
-        choice = choose_kernel(role.train.attention, self.body.config, use)
-        self.forward.flash = choice.kernel == "flash"
+    def _choose_attention(self) -> Choice:
+        """Choose the attention of the model's passes."""
+        forward = self.forward
+        choice = self.spec.choose_attention(self.body.config, self.device, forward.layout)
+        if choice.kernel == "flash":
+            forward.flash = FlashSwitch(self.spec.role.train.attention == "auto")
         log.info("%s: attention by %s", self.role, choice.sentence)
         return choice
 

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from burnish.config.model import Dtype
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.end_tokens import add_end_tokens
-from burnish.models.load import load_causal_lm
+from burnish.models.load import hf_config, load_causal_lm
 from burnish.models.lora import adapted_ends
 from burnish.models.paths import ModelError
 from burnish.models.value_head import NewHead, load_scalar_model
@@ -45,6 +45,8 @@ def load_engine(
     ``random``: the config of the model, which then gets random weights.
     """
     role = spec.role
+    if role.train.attention == "flash":  # an error before the model is loaded
+        spec.choose_attention(random or hf_config(role.model), device, role.train.layout)
     # Trained weights become the unrounded masters.
     dtype: Dtype = "fp32" if role.trainable and role.model.lora is None else role.dtype
     home = load_device(spec, device, ranks)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from burnish.config.train import TrainConfig
 from burnish.models.attention import NO_MASK, PackedPlan, SequenceParallelPlan, takes_plans
 from burnish.models.distill import DistillTarget, distill_logprobs
+from burnish.models.flash import FlashSwitch
 from burnish.models.load import ModelError
 from burnish.models.logit_scaling import UNSCALED, logit_scaling
 from burnish.models.logprobs import EntropyOrder, Head, chunk_tokens, token_logprobs
@@ -73,8 +74,8 @@ class Forward:
         self.packs = takes_plans(self.body)
         """True if the model supports packed rows (``models/support.py``)."""
         self.layout: Layout = train.layout if self.packs else "padded"
-        self.flash = False
-        """True if attention is computed by FlashAttention (``models/attention_kernel.py``)."""
+        self.flash: FlashSwitch | None = None
+        """Switch of FlashAttention, if it is used (``models/attention_kernel.py``)."""
         self.scaling = UNSCALED if self.scalar else logit_scaling(self.body.config)
         self.head = cast(nn.Linear, head)
         """The output projection, or the value head."""

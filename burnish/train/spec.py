@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from burnish.config.model import ModelConfig
 from burnish.config.roles import TrainRole
+from burnish.models.attention_kernel import Choice, Use, choose_kernel
 from burnish.models.distill import DistillTarget
 from burnish.models.logprobs import EntropyOrder, chunk_tokens
+from burnish.models.sdpa import kernels_of
 from burnish.models.teacher import DistillTargetSpec
 from burnish.train.batching import Layout, RowSplit
 
@@ -51,6 +54,20 @@ class EngineSpec:
         its folder is left out."""
         model = (self.recipe_model or self.role.model).without_adapter_path()
         return {"model": model.model_dump(mode="json"), "dtype": self.role.precision.dtype}
+
+    def choose_attention(
+        self, config: PretrainedConfig | None, device: torch.device, layout: Layout
+    ) -> Choice:
+        """Return the attention of the model with this ``config`` (None: unknown) on ``device``.
+        Raises ModelError if the recipe wants one that cannot be used."""
+        use = Use(
+            self.role.precision.dtype,
+            kernels_of(device),
+            layout=layout,
+            dropout=self.role.trainable and self.role.dropout,
+            device=device,
+        )
+        return choose_kernel(self.role.train.attention, config, use)
 
     def row_split(self, ranks: int, layout: Layout) -> RowSplit:
         """Return the split of batches over ``ranks`` data-parallel ranks and micro-batches."""

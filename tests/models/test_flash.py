@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import burnish.models.flash as flash
-from burnish.models.flash import FlashPlan, flash_attention, flash_plan, prefix_lengths
+from burnish.models.flash import FlashPlan, FlashSwitch, flash_attention, flash_plan, prefix_lengths
 from burnish.models.flash_merge import merge_by_torch, triton_merge
 from burnish.models.flash_reference import on_cpu
 from burnish.models.segments import Segment
@@ -38,6 +38,10 @@ def segments_for(groups: Sequence[tuple[int, Sequence[int]]]) -> list[Segment]:
         for response in responses
     ]
     return segments_of(place_rows(rows, "shared_prefix"))
+
+
+def plan_of(segments: Sequence[Segment]) -> FlashPlan:
+    return flash_plan(segments, torch.device("cpu"), FlashSwitch(may_fall_back=False))
 
 
 def dense(segments: Sequence[Segment], qkv: Sequence[Tensor], window: int | None) -> Tensor:
@@ -78,7 +82,7 @@ def both(
     segments: Sequence[Segment], heads: tuple[int, int], window: int | None, seed: int = 0
 ) -> tuple[list[Tensor], list[Tensor]]:
     *qkv, grad = tensors(segments, heads, seed)
-    plan = flash_plan(segments, torch.device("cpu"))
+    plan = plan_of(segments)
     return (
         results(lambda x: flash_attention(plan, tuple(x), scale=0.3, window=window), qkv, grad),
         results(lambda x: dense(segments, x, window), qkv, grad),
@@ -201,18 +205,20 @@ def test_a_layer_gathers_nothing_and_masks_nothing() -> None:
             super().__init__()
             self.seen: list[str] = []
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             self.seen.append(func._schema.name.removeprefix("aten::"))
             return func(*args, **(kwargs or {}))
 
     segments = segments_for(GROUPS)
     *qkv, grad = tensors(segments, (4, 2))
-    plan = flash_plan(segments, torch.device("cpu"))
+    plan = plan_of(segments)
 
     def run() -> list[str]:
-        leaves = tuple(x.requires_grad_() for x in qkv)
+        query, key, value = (x.requires_grad_() for x in qkv)
         with Names() as names:
-            flash_attention(plan, leaves, scale=0.3, window=None).backward(grad)
+            flash_attention(plan, (query, key, value), scale=0.3, window=None).backward(grad)
         return names.seen
 
     run()
@@ -235,7 +241,7 @@ def test_another_schema_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_shape_of_the_log_sum_exp_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     segments = segments_for(GROUPS)
     *qkv, _ = tensors(segments, (4, 2))
-    part = FlashPlan(tuple(segments), torch.device("cpu")).calls(None).own
+    part = plan_of(segments).calls(None).own
     called = torch.ops.aten._flash_attention_forward
 
     class Padded:
@@ -252,7 +258,7 @@ def test_half_precision_stays_within_its_rounding() -> None:
     draw = random.Random(0)
     segments = segments_for([(draw.randint(1, 20), [draw.randint(1, 20)] * 3) for _ in range(3)])
     *qkv, grad = tensors(segments, (4, 2))
-    plan = flash_plan(segments, torch.device("cpu"))
+    plan = plan_of(segments)
     half = [x.bfloat16() for x in qkv]
     ours = results(
         lambda x: flash_attention(plan, tuple(x), scale=0.3, window=None), half, grad.bfloat16()

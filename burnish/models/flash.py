@@ -157,7 +157,7 @@ class _Part:
 
 @dataclass
 class FlashSwitch:
-    """Whether a model's passes use FlashAttention. Shared by all its plans."""
+    """Switch of FlashAttention for the passes of one model, shared by all its plans."""
 
     may_fall_back: bool
     """True if another attention may be used when the operators raise (``train.attention:

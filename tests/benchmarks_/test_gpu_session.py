@@ -231,7 +231,8 @@ def test_results_of_another_kind_are_rejected(setup: Setup) -> None:
 
 def test_the_limits_of_all_steps_fit_into_the_budget() -> None:
     assert sum(step.limit_s for step in gpu_session.STEPS) <= 60 * gpu_session.BUDGET_MIN
-    halved = Session(gpu_session.STEPS, None, None, {}, budget=20.0)  # type: ignore[arg-type]
+    half = gpu_session.BUDGET_MIN / 2
+    halved = Session(gpu_session.STEPS, None, None, {}, budget=half)  # type: ignore[arg-type]
     assert halved.limit(gpu_session.STEPS[0]) == gpu_session.STEPS[0].limit_s / 2
 
 

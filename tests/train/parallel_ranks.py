@@ -12,6 +12,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -34,6 +35,8 @@ from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models import tensor_parallel, ulysses
 from burnish.models.attention import packed_attention, plan_segments
 from burnish.models.cache_attention import Options
+from burnish.models.flash import FlashSwitch
+from burnish.models.flash_reference import on_cpu
 from burnish.models.load import load_causal_lm
 from burnish.models.segments import Segment
 from burnish.models.ulysses import sequence_parallel_attention
@@ -109,35 +112,38 @@ def _attend(plan: Any, options: Any, qkv: Any) -> Tensor:
 
 def attention(ranks: RankGroup) -> dict[str, float]:
     """Sums of differences of outputs and gradients from attention in one place, for every way in
-    which heads can be shared, with and without a window; 11 tokens, which no number of ranks
-    divides."""
+    which heads can be shared, with and without a window, by rectangles and by FlashAttention; 11
+    tokens, which no number of ranks divides."""
     found = {}
     segments = [Segment(0, 6), Segment(6, 3, 0, 4), Segment(9, 2)]
     positions = torch.tensor([0, 1, 2, 3, 4, 5, 4, 5, 6, 0, 1])
     plan, count = plan_segments(segments, positions), 11
+    flash_plan = plan_segments(segments, positions, flash=FlashSwitch(may_fall_back=False))
     group = ranks.group
     assert group is not None
     each = -(-count // ranks.size)
-    for (heads, kv), window in itertools.product(((4, 4), (8, 2), (4, 1), (12, 3)), (None, 3)):
-        generator = torch.Generator().manual_seed(heads)
-        shapes = ((count, heads, 8), (count, kv, 8), (count, kv, 4))
+    shared = ((4, 4), (8, 2), (4, 1), (12, 3))
+    for (heads, kv), window, flash in itertools.product(shared, (None, 3), (False, True)):
+        generator, value_dim = torch.Generator().manual_seed(heads), 8 if flash else 4
+        shapes = ((count, heads, 8), (count, kv, 8), (count, kv, value_dim))
         whole = [torch.randn(s, generator=generator, requires_grad=True) for s in shapes]
-        upstream = torch.randn(count, heads, 4, generator=generator)
+        upstream = torch.randn(count, heads, value_dim, generator=generator)
         options = Options(0, 0.3, window, 0.0, None)
         expected = packed_attention(plan, (whole[0], whole[1], whole[2]), options)
         grads = torch.autograd.grad((expected * upstream).sum(), whole)
 
         shard = partial(local_shard, ranks=ranks, each=each)
         own = [shard(x).requires_grad_() for x in whole]
-        attend = partial(_attend, plan, options)
-        out = sequence_parallel_attention(
-            (own[0], own[1], own[2]), attend, num_tokens=count, group=group
-        )
-        ours = torch.autograd.grad((out * shard(upstream)).sum(), own)
+        attend = partial(_attend, flash_plan if flash else plan, options)
+        with on_cpu() if flash else nullcontext():
+            out = sequence_parallel_attention(
+                (own[0], own[1], own[2]), attend, num_tokens=count, group=group
+            )
+            ours = torch.autograd.grad((out * shard(upstream)).sum(), own)
         pairs = zip((out.detach(), *ours), (expected.detach(), *grads), strict=True)
         real = max(0, count - ranks.rank * each)  # what is behind is padding
         errors = [float((a - shard(b))[:real].abs().sum()) for a, b in pairs]
-        found[f"{heads} heads, {kv} kv, window {window}"] = max(errors)
+        found[f"{heads} heads, {kv} kv, window {window}, flash {flash}"] = max(errors)
     return found
 
 

@@ -33,6 +33,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -220,7 +221,7 @@ class FlashPlan:
         if not shared:
             return Calls(own)
         queries, keys = prefix_lengths(self.segments)
-        reads = torch.tensor([k > 0 for k in keys]).repeat_interleave(torch.tensor(queries))
+        reads = torch.tensor(np.repeat([k > 0 for k in keys], queries))
         prefix = _Part(self._lengths(queries, keys), False)
         return Calls(own, prefix, upload(reads, self.device))
 

@@ -44,7 +44,7 @@ from burnish.models.cache_attention import (
     stable_attention,
 )
 from burnish.models.family import PACKED
-from burnish.models.flash import FlashPlan, FlashSwitch, accepts, flash_attention, flash_plan
+from burnish.models.flash import FlashPlan, FlashSwitch, flash_attention, flash_plan
 from burnish.models.kv_cache import KVCache
 from burnish.models.sdpa import Kernels, attend, kernels_of
 from burnish.models.segments import Segment
@@ -183,12 +183,13 @@ def plan_segments(
     With ``flash`` on, calls that FlashAttention accepts are computed by it (``models/flash.py``).
     """
     device = positions.device
+    switch = flash if flash is not None and flash.on and segments else None
     return PackedPlan(
         tuple(segments),
         positions,
         longest=max((s.k_len for s in segments), default=0),
         kernels=kernels_of(device),
-        flash=flash_plan(segments, device, flash) if flash is not None and segments else None,
+        flash=None if switch is None else flash_plan(segments, device, switch),
     )
 
 
@@ -407,12 +408,11 @@ def packed_attention(
         assert plan.cache_slot is not None and plan.cache_position is not None
         kv = key[plan.cache_source], value[plan.cache_source]
         plan.cache.write(options.layer, plan.cache_slot, plan.cache_position, kv)
-    plain = options.softcap is None and not options.dropout
-    if plan.flash is not None and plain and accepts(plan.flash, qkv):
+    if plan.flash is not None and plan.flash.takes(qkv, options):
         try:
             return flash_attention(plan.flash, qkv, scale=options.scale, window=options.window)
         except RuntimeError as error:
-            plan.flash.switch.failed(error, qkv)
+            plan.flash.failed(error, qkv, options)
     outputs = []
     masks = plan.masks(options.window, query.dtype)
     for bucket, mask in zip(plan.buckets, masks, strict=True):

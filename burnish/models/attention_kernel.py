@@ -14,11 +14,12 @@ from burnish.config.model import Dtype
 from burnish.models.attention import packed_attention, plan_segments
 from burnish.models.cache_attention import Options
 from burnish.models.dropout import noise_of
-from burnish.models.flash import FlashSwitch, has_kernel, schema_problem
+from burnish.models.flash import FlashSwitch, has_kernel, schema_problem, size_problem
 from burnish.models.load import DTYPES
 from burnish.models.paths import ModelError
-from burnish.models.sdpa import Kernels, fits_flash
+from burnish.models.sdpa import Kernels
 from burnish.models.segments import Segment
+from burnish.oom import is_out_of_memory
 
 Setting = Literal["auto", "flash", "sdpa"]
 AMPERE = (8, 0)
@@ -125,6 +126,8 @@ def try_flash(device: torch.device, dtype: Dtype, dim: int) -> str | None:
                 out = packed_attention(plan, (leaves[0], leaves[1], leaves[2]), options)
             results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         return f"a small call raised {type(error).__name__}: {error}"
     for x, y in zip(*results, strict=True):
         error_of = float((x.float() - y.float()).abs().max() / y.float().abs().max())
@@ -147,12 +150,8 @@ def _model_problem(config: PretrainedConfig, use: Use) -> str | None:
         name, value = next(iter(drops.items()))
         return f"training passes drop attention weights ({name}={value:g} in the model's config)"
     for dim, value_dim in _head_sizes(fields):
-        if dim % 8 or not fits_flash(dim, value_dim):
-            sizes = f"{dim}" if dim == value_dim else f"{dim} (queries) and {value_dim} (values)"
-            return (
-                f"the model's attention heads have size {sizes}, and FlashAttention takes equal "
-                "sizes that are multiples of 8, up to 192 or from 225 to 256"
-            )
+        if problem := size_problem(dim, value_dim):
+            return f"the model's {problem}"
     return None
 
 

@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from burnish.errors import BurnishError
+from burnish.models.cache_attention import Options
 from burnish.models.flash_merge import merge
 from burnish.models.sdpa import fits_flash
 from burnish.models.segments import Segment
@@ -51,7 +52,8 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 
 class FlashError(BurnishError, RuntimeError):
-    """FlashAttention operators that do not do what this module relies on."""
+    """FlashAttention operators that do not do what this module relies on, or a call that they
+    cannot compute."""
 
 
 # ---- the operators -----------------------------------------------------------------------------
@@ -164,21 +166,45 @@ class FlashSwitch:
     """True if another attention may be used when the operators raise (``train.attention:
     auto``)."""
     on: bool = True
+    """False after the operators raised: later passes do not use them."""
+    declined: set[int] = field(default_factory=set)
+    """Layers with calls that the operators do not compute."""
 
-    def failed(self, error: RuntimeError, qkv: QKV) -> None:
-        """Switch off after the operators raised ``error``, with one warning, or raise it again."""
+    def failed(self, error: RuntimeError, layer: int, qkv: QKV) -> None:
+        """Switch off after the operators raised ``error`` in a layer, with one warning, or raise it
+        again."""
         if not self.may_fall_back or is_out_of_memory(error):
             raise error
+        if not self.on:
+            return
         self.on = False
-        shapes = ", ".join(f"{list(x.shape)}" for x in qkv)
         log.warning(
-            "FlashAttention raised an error, so this model uses torch's scaled-dot-product "
-            "attention from now on (1 of 1 fallbacks). The call: query, key and value %s in %s. "
-            "The error: %s",
-            shapes,
-            qkv[0].dtype,
+            "FlashAttention raised an error in layer %d, so this model uses torch's "
+            "scaled-dot-product attention from now on. The call: %s. The error: %s",
+            layer,
+            _shapes(qkv),
             error,
         )
+
+    def decline(self, problem: str, layer: int, qkv: QKV) -> None:
+        """Leave a call of a layer to torch's attention, because of a ``problem``. The first one is
+        logged; with ``train.attention: flash`` it is an error."""
+        where = f"layer {layer} (the call: {_shapes(qkv)})"
+        if not self.may_fall_back:
+            raise FlashError(f"train.attention=flash: {where}: {problem}; use auto or sdpa")
+        if not self.declined:
+            log.warning(
+                "FlashAttention is not used in %s: %s. Torch's scaled-dot-product attention "
+                "computes it, and other layers like it",
+                where,
+                problem,
+            )
+        self.declined.add(layer)
+
+
+def _shapes(qkv: QKV) -> str:
+    shapes = ", ".join(str(list(x.shape)) for x in qkv)
+    return f"query, key and value {shapes} in {qkv[0].dtype}"
 
 
 # ---- segments ----------------------------------------------------------------------------------
@@ -202,6 +228,9 @@ class FlashPlan:
     device: torch.device
     switch: FlashSwitch
     _calls: dict[int | None, Calls] = field(default_factory=dict, compare=False)
+    _failed: set[int] = field(default_factory=set, compare=False)
+    """Layers in which the operators raised. The others keep them for this pass, because a layer
+    that is recomputed for backward must save the same tensors again."""
 
     def calls(self, window: int | None) -> Calls:
         """Return the calls of a layer with a sliding window of that many tokens, or None. All
@@ -211,6 +240,21 @@ class FlashPlan:
         if window not in self._calls:
             self._calls[window] = self._make(window)
         return self._calls[window]
+
+    def takes(self, qkv: QKV, options: Options) -> bool:
+        """Return whether the operators compute this call."""
+        if options.layer in self._failed:
+            return False
+        problem = call_problem(qkv, options)
+        if problem is not None:
+            self.switch.decline(problem, options.layer, qkv)
+        return problem is None
+
+    def failed(self, error: RuntimeError, qkv: QKV, options: Options) -> None:
+        """Leave a layer to torch's attention after the operators raised ``error``, or raise it
+        again (:meth:`FlashSwitch.failed`)."""
+        self.switch.failed(error, options.layer, qkv)
+        self._failed.add(options.layer)
 
     def _make(self, window: int | None) -> Calls:
         shared = [s for s in self.segments if s.prefix_len]
@@ -290,15 +334,30 @@ def prefix_lengths(segments: Sequence[Segment]) -> tuple[list[int], list[int]]:
 # ---- attention ---------------------------------------------------------------------------------
 
 
-def accepts(plan: FlashPlan, qkv: QKV) -> bool:
-    """Return whether the operators compute a call with these tensors."""
-    if not plan.switch.on:
-        return False
+def call_problem(qkv: QKV, options: Options) -> str | None:
+    """Return why the operators do not compute a call, or None if they do."""
     query, _, value = qkv
-    dim = query.shape[-1]
-    if not fits_flash(dim, value.shape[-1]) or dim % 8:
-        return False
-    return query.device.type == "cpu" or query.dtype in (torch.float16, torch.bfloat16)
+    if options.softcap is not None:
+        return f"its scores are capped at {options.softcap:g}"
+    if options.dropout:
+        return f"it drops attention weights ({options.dropout:g})"
+    if problem := size_problem(query.shape[-1], value.shape[-1]):
+        return f"its {problem}"
+    if query.device.type != "cpu" and query.dtype not in (torch.float16, torch.bfloat16):
+        return "FlashAttention computes in bf16 and fp16 only"
+    return None
+
+
+def size_problem(dim: int, value_dim: int) -> str | None:
+    """Return why the operators do not compute heads of these sizes (queries and keys; values), or
+    None if they do."""
+    if dim % 8 == 0 and fits_flash(dim, value_dim):
+        return None
+    sizes = f"{dim}" if dim == value_dim else f"{dim} (queries) and {value_dim} (values)"
+    return (
+        f"attention heads have size {sizes}, and FlashAttention takes equal sizes that are "
+        "multiples of 8, up to 192 or from 225 to 256"
+    )
 
 
 def flash_attention(plan: FlashPlan, qkv: QKV, *, scale: float, window: int | None) -> Tensor:
@@ -328,19 +387,34 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *merged = ctx.saved_tensors
-        calls: Calls = ctx.calls
-        k, v = _gather((key, value), calls.k_index)
-        out, lse = merged
-        dq, dk, dv = calls.own.backward(grad, (query, k, v), (out, lse), ctx.scale)
-        if calls.k_index is not None:
-            del k, v
-            dk, dv = (_scatter(d, calls.k_index, key) for d in (dk, dv))
-        if calls.prefix is not None:
-            part = calls.prefix.backward(grad, (query, key, value), (out, lse), ctx.scale)
-            for total, addend in zip((dq, dk, dv), part, strict=True):
-                total += addend
-        return dq, dk, dv, None, None
+        query, key, value, out, lse = ctx.saved_tensors
+        try:
+            grads = _backward(ctx.calls, grad, (query, key, value), (out, lse), ctx.scale)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                error.add_note(
+                    "FlashAttention raised this error in a backward pass, where no other attention "
+                    "can take its place; use train.attention=sdpa"
+                )
+            raise
+        return *grads, None, None
+
+
+def _backward(
+    calls: Calls, grad: Tensor, qkv: QKV, merged: tuple[Tensor, Tensor], scale: float
+) -> QKV:
+    """Return the gradients of query, key and value from that of the output."""
+    query, key, value = qkv
+    k, v = _gather((key, value), calls.k_index)
+    dq, dk, dv = calls.own.backward(grad, (query, k, v), merged, scale)
+    if calls.k_index is not None:
+        del k, v
+        dk, dv = (_scatter(d, calls.k_index, key) for d in (dk, dv))
+    if calls.prefix is not None:
+        part = calls.prefix.backward(grad, qkv, merged, scale)
+        for total, addend in zip((dq, dk, dv), part, strict=True):
+            total += addend
+    return dq, dk, dv
 
 
 def _gather(kv: tuple[Tensor, Tensor], index: Tensor | None) -> tuple[Tensor, Tensor]:

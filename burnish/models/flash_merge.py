@@ -22,7 +22,8 @@ Part = tuple[Tensor, Tensor]
 def merge(prefix: Part, own: Part, reads_prefix: Tensor) -> Part:
     """Return output and log-sum-exp over both parts, in the rows ``reads_prefix`` [M]; those of the
     own part elsewhere. May overwrite the output of the own part."""
-    fused = fused_merge(own[0].device) if own[0].is_cuda else None
+    out = own[0]
+    fused = fused_merge(out.device, out.dtype, *out.shape[1:]) if out.is_cuda else None
     return (merge_by_torch if fused is None else fused)(prefix, own, reads_prefix)
 
 
@@ -36,12 +37,14 @@ def merge_by_torch(prefix: Part, own: Part, reads_prefix: Tensor) -> Part:
 
 
 @cache
-def fused_merge(device: torch.device) -> Callable[[Part, Part, Tensor], Part] | None:
-    """Return the merge by the Triton kernel, or None (with a warning) if the kernel cannot be
-    built, or differs from :func:`merge_by_torch`."""
+def fused_merge(
+    device: torch.device, dtype: torch.dtype, heads: int, dim: int
+) -> Callable[[Part, Part, Tensor], Part] | None:
+    """Return the merge by the Triton kernel for outputs [M, heads, dim], or None (with a warning)
+    if the kernel cannot be built, or differs from :func:`merge_by_torch`."""
     draw = torch.Generator(device).manual_seed(0)
-    outs = torch.randn(2, 5, 3, 8, device=device, generator=draw)
-    lses = torch.randn(2, 3, 5, device=device, generator=draw)
+    outs = torch.randn(2, 5, heads, dim, device=device, generator=draw).to(dtype)
+    lses = torch.randn(2, heads, 5, device=device, generator=draw)
     reads = torch.tensor([True, False, True, True, False], device=device)
     parts = [(out, lse) for out, lse in zip(outs, lses, strict=True)]
     expected = merge_by_torch(parts[0], parts[1], reads)

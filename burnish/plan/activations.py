@@ -91,7 +91,7 @@ def fake_plan(work: Pass) -> PackedPlan | None:
     if work.layout == "padded":
         return None
     positions = torch.zeros(work.tokens, dtype=torch.int64)
-    switch = FlashSwitch(may_fall_back=False) if work.flash else None
+    switch = FlashSwitch(may_fall_back=True) if work.flash else None
     segments = segments_of(place_rows(work.rows, work.layout))
     plan = plan_segments(segments, positions, flash=switch)
     return replace(plan, kernels=work.kernels)

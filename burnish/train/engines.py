@@ -16,6 +16,7 @@ from burnish.models.end_tokens import add_end_tokens
 from burnish.models.load import hf_config, load_causal_lm
 from burnish.models.lora import adapted_ends
 from burnish.models.paths import ModelError
+from burnish.models.support import model_support, runs_own_code
 from burnish.models.value_head import NewHead, load_scalar_model
 from burnish.train.engine import BaseTrainEngine
 from burnish.train.spec import EngineSpec
@@ -46,7 +47,9 @@ def load_engine(
     """
     role = spec.role
     if role.train.attention == "flash":  # an error before the model is loaded
-        spec.choose_attention(random or hf_config(role.model), device, role.train.layout)
+        config = random or hf_config(role.model)
+        packs = config is None or model_support(config, trust=runs_own_code(config)).packed
+        spec.choose_attention(config, device, role.train.layout if packs else "padded")
     # Trained weights become the unrounded masters.
     dtype: Dtype = "fp32" if role.trainable and role.model.lora is None else role.dtype
     home = load_device(spec, device, ranks)

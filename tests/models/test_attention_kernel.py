@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 import burnish.models.attention_kernel as attention_kernel
 import burnish.models.flash as flash
@@ -19,9 +19,10 @@ from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.attention_kernel import Use, choose_kernel, try_flash
 from burnish.models.flash_reference import on_cpu
-from burnish.models.load import load_causal_lm
+from burnish.models.load import choose_attention, load_causal_lm
 from burnish.models.paths import ModelError
 from burnish.models.sdpa import Kernels
+from burnish.steps.objectives import sft_objective
 from burnish.train.engines import load_engine
 from burnish.train.spec import EngineSpec
 from burnish.train.torch.engine import TorchTrainEngine
@@ -112,6 +113,16 @@ def spec(attention: str, dtype: str = "fp32") -> EngineSpec:
     return EngineSpec(TrainRole.alone("policy", train, MODEL, precision=precision))
 
 
+def test_flash_for_a_model_that_cannot_pack_is_refused_before_it_is_loaded(
+    operators: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[Any] = []
+    monkeypatch.setattr("burnish.train.engines.load_causal_lm", lambda *a, **k: loaded.append(a))
+    with pytest.raises(ModelError, match="padded"):
+        load_engine(spec("flash"), scalar=False, device=CPU, random=model_config("bloom"))
+    assert not loaded
+
+
 def test_flash_on_a_cpu_is_refused_before_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -137,6 +148,86 @@ def batch() -> Batch:
 def engine(attention: str) -> TorchTrainEngine:
     torch.manual_seed(0)
     return TorchTrainEngine(load_causal_lm(MODEL), spec(attention))
+
+
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MIXED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 24, **MIXED},
+    "granite": {"attention_multiplier": 0.07},
+    "mistral": {"sliding_window": 5},
+    "qwen3": {"head_dim": 24},
+    "gemma2": {"head_dim": 16, **MIXED},
+    "deepseek_v3": {
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "kv_lora_rank": 16,
+        "q_lora_rank": None,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+    "bloom": {"n_layer": 2, "n_head": 4},
+}
+LEFT_TO_SDPA = {
+    "gemma2": "attn_logit_softcapping",
+    "deepseek_v3": "24 (queries) and 16 (values)",
+    "gpt_oss": "padded",  # attention sinks
+    "bloom": "padded",  # ALiBi
+}
+
+
+def model_config(kind: str) -> PretrainedConfig:
+    return config(kind, **(SMALL | FAMILIES[kind]))
+
+
+def family_engine(kind: str, attention: str, **settings: Any) -> TorchTrainEngine:
+    torch.manual_seed(0)
+    train = TrainConfig(lr=1e-3, attention=attention, **settings)  # type: ignore[arg-type]
+    made = AutoModelForCausalLM.from_config(model_config(kind))
+    choose_attention(made, kind)
+    role = TrainRole.alone("policy", train, MODEL, precision=PrecisionConfig(dtype="fp32"))
+    return TorchTrainEngine(made, EngineSpec(role))
+
+
+def trained(ours: TorchTrainEngine) -> tuple[torch.Tensor, float]:
+    """Log-probs of a batch, and the gradient norm of a step on it."""
+    logprobs = ours.logprobs(batch())
+    ours.forward_backward(batch(), sft_objective())
+    return logprobs, ours.optim_step().grad_norm
+
+
+def assert_equal_training(
+    ours: tuple[torch.Tensor, float], expected: tuple[torch.Tensor, float]
+) -> None:
+    torch.testing.assert_close(ours[0], expected[0], atol=2e-5, rtol=0)
+    assert ours[1] == pytest.approx(expected[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_auto_trains_every_kind_of_attention_like_sdpa(kind: str, operators: None) -> None:
+    """Other scales than 1 / sqrt(size), windows in some or all layers; and what flash cannot do."""
+    ours = family_engine(kind, "auto")
+    left = LEFT_TO_SDPA.get(kind)
+    assert ours.attention.kernel == ("flash" if left is None else "sdpa")
+    assert (left or "") in ours.attention.reason
+    assert_equal_training(trained(ours), trained(family_engine(kind, "sdpa")))
 
 
 def test_a_small_call_agrees_both_ways(operators: None) -> None:
@@ -174,9 +265,63 @@ def test_auto_falls_back_once_with_a_warning(
     with caplog.at_level(logging.WARNING, logger="burnish"):
         results = [ours.logprobs(batch()) for _ in range(2)]
     assert all(torch.equal(x, expected) for x in results)
-    assert len(calls) == 1
+    assert len(calls) == 2  # both layers of the first pass
     warnings = [r.getMessage() for r in caplog.records if "FlashAttention" in r.getMessage()]
     assert len(warnings) == 1 and "no kernel image" in warnings[0]
+
+
+def test_a_layer_that_falls_back_leaves_the_recomputed_ones_as_they_were(
+    operators: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first layer (with a window) is computed before the second one raises, and again for
+    backward."""
+    expected = trained(family_engine("gemma3_text", "sdpa"))
+    forward, full = flash._Part.forward, []
+
+    def forward_of_windows(part: Any, qkv: Any, scale: float) -> Any:
+        if part.window is None:
+            full.append(part)
+            raise RuntimeError("no kernel image")
+        return forward(part, qkv, scale)
+
+    monkeypatch.setattr(flash._Part, "forward", forward_of_windows)
+    ours = family_engine("gemma3_text", "auto", gradient_checkpointing=True)
+    ours.forward_backward(batch(), sft_objective())
+    norm = ours.optim_step().grad_norm
+    assert len(full) == 1
+    assert norm == pytest.approx(expected[1], rel=1e-4)
+
+
+def test_an_error_in_backward_is_raised_with_the_way_out(
+    operators: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def backward(*_: Any) -> Any:
+        raise RuntimeError("no kernel image")
+
+    ours = engine("auto")
+    monkeypatch.setattr(flash._Part, "backward", backward)
+    with pytest.raises(RuntimeError, match="no kernel image") as raised:
+        ours.forward_backward(batch(), sft_objective())
+    assert "train.attention=sdpa" in "".join(raised.value.__notes__)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "deepseek_v3"])
+def test_calls_that_no_config_announces_are_left_to_sdpa_and_logged_once(
+    kind: str,
+    operators: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    expected = trained(family_engine(kind, "sdpa"))
+    monkeypatch.setattr(attention_kernel, "_model_problem", lambda *_: None)
+    ours = family_engine(kind, "auto")
+    with caplog.at_level(logging.WARNING, logger="burnish"):
+        assert_equal_training(trained(ours), expected)
+    said = [r.getMessage() for r in caplog.records if "FlashAttention" in r.getMessage()]
+    assert len(said) == 1 and "layer 0" in said[0]
+    assert ours.forward.flash is not None and ours.forward.flash.declined == {0, 1}
+    with pytest.raises(flash.FlashError, match="layer 0"):
+        family_engine(kind, "flash").logprobs(batch())
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,7 @@ def test_the_triton_kernel_merges_like_torch(
     heads: int, dim: int, dtype: torch.dtype, strided: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In Triton's interpreter. Rows that read no prefix have anything in the prefix part."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="needs triton, which CUDA builds of torch bring")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     draw, tokens = torch.Generator().manual_seed(0), 17
     reads = torch.rand(tokens, generator=draw) > 0.4

@@ -51,7 +51,8 @@ class OlderKeys(NamedTuple):
     """Older key that enabled the others. Its name may be that of the section. Empty: there was
     none, and each of them begins the section."""
     begin: Callable[[Any], Section]
-    """Return the section for a value of ``switch``; None if that value disabled the others."""
+    """Return the section for a value of ``switch`` (without one: for a short form of the section);
+    None if that value disabled the others."""
     keys: Mapping[str, tuple[str, Any]]
     """Older key -> (key in the section, its default). Saved recipes have all keys, so a value that
     equals the default is left out."""
@@ -68,6 +69,9 @@ class OlderKeys(NamedTuple):
         if not keys and not (switched and renamed):
             return
         present = tree.get(self.section)
+        if not (self.switch or present is None or isinstance(present, dict)):
+            is_node = isinstance(present, BaseModel)
+            present = dict(present) if is_node else self.begin(present)
         section = dict(present) if isinstance(present, dict) else {}
         begun = self.begin(tree.pop(self.switch)) if switched else None
         if begun is not None:

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from pydantic import Field
 
-from burnish.config.base import Node, OlderKeys
+from burnish.config.base import Node, OlderKeys, switched_by
 from burnish.data.config import DataConfig
 
 D = TypeVar("D", bound=DataConfig, covariant=True)
@@ -70,7 +70,7 @@ class SupervisedEval(EvalSection[D], Generic[D]):
 OLDER_EVAL_KEYS = OlderKeys(
     "eval",
     "",
-    dict,
+    switched_by("data"),
     {
         "eval_data": ("data", None),
         "eval_sets": ("sets", {}),

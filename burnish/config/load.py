@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError, create_model
 
+from burnish.config.adam_keys import OlderAdamValues
 from burnish.config.base import Node
 from burnish.config.equivalents import advice_on
 from burnish.config.explain import explain, meant_by, nearest
@@ -102,7 +103,8 @@ def _load(
 ) -> tuple[str, JobConfig, list[MovedKey]]:
     """Return the recipe's source, its config and its older keys. Raises ConfigError."""
     where, tree, cls = _read(recipe, overrides, wanted=job)
-    moved = list(move_older_keys(tree, cls))
+    adam_values = OlderAdamValues()
+    moved = [*adam_values.restore(tree), *move_older_keys(tree, cls)]
     rank = launched_rank()
     problems: list[str] = []
     corrected = None
@@ -113,7 +115,7 @@ def _load(
             apply_override(tree, override, cls)
         except OverrideError as error:
             problems.append(str(error))
-        moved += move_older_keys(tree, cls)
+        moved += [*adam_values.restore(tree), *move_older_keys(tree, cls)]
     if rank is not None:
         problems += use_launched_ranks(tree, rank, resumed=False)
     try:

@@ -25,7 +25,7 @@ def move_older_keys(tree: Any, annotation: Any, path: str = "") -> Iterator[Move
     values differ from their defaults.
     ``annotation``: type of ``tree``. ``path``: its dotted path, with a dot at the end."""
     if isinstance(tree, dict):
-        cls = _class_of(tree, annotation)
+        cls = class_of(tree, annotation)
         for older in () if cls is None else cls.older_keys:
             yield from (MovedKey(path + key, path + present) for key, present in older.move(tree))
         for key, value in tree.items():
@@ -85,7 +85,7 @@ def notice(moved: Sequence[MovedKey]) -> str:
     return f"keys of an older form, which are still read: {pairs}"
 
 
-def _class_of(tree: Mapping[str, Any], annotation: Any) -> type[Node] | None:
+def class_of(tree: Mapping[str, Any], annotation: Any) -> type[Node] | None:
     """Return the class of a mapping; of several kinds the one that it names."""
     for cls in nodes_in(annotation):
         kinds = kinds_of(cls)

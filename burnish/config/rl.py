@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from burnish.config.adam_keys import with_critic_values
 from burnish.config.algorithm import (
     AlgorithmConfig,
     OnPolicyDistillAdvantage,
@@ -113,6 +114,11 @@ class RLConfig(TrainingJob):
     """Weight transfer to the rollout engine: a kind, or a mapping."""
     eval: EvalConfig | None = None
     """Held-out evaluation. None: none."""
+
+    @classmethod
+    def as_mapping(cls, data: Any) -> Any:
+        """Also copy older keys of ``train`` to the critic."""
+        return super().as_mapping(with_critic_values(data))
 
     _no_rewards = model_validator(mode="before")(without_rewards)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -126,7 +126,7 @@ Scheduler = Annotated[
 class ScheduleConfig(Node):
     """Learning-rate schedule of one role, over all of its optimizer steps."""
 
-    older_keys = (
+    older_keys: ClassVar[tuple[OlderKeys, ...]] = (
         OlderKeys(
             "lr_scheduler",
             "lr_scheduler",

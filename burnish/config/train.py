@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from burnish.config.adam_keys import OLDER_ADAM_KEYS
 from burnish.config.base import Node, OlderKeys, PathText, on_off
 from burnish.config.cluster import ClusterConfig, ClusterRole
 from burnish.config.model import ModelConfig
@@ -21,6 +22,8 @@ from burnish.optimizers.kinds import OptimizerConfig
 
 class TrainConfig(ScheduleConfig):
     """Batches, optimizer and learning-rate schedule."""
+
+    older_keys: ClassVar[tuple[OlderKeys, ...]] = (*ScheduleConfig.older_keys, OLDER_ADAM_KEYS)
 
     engine: TrainEngineConfig = TorchEngine()
     """Train engine."""
@@ -46,10 +49,6 @@ class TrainConfig(ScheduleConfig):
     """Optimizer: a kind, such as ``muon``, or a mapping with the kind and its settings."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay, on matrices only (not on norms and biases)."""
-    adam_betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's beta1, beta2."""
-    adam_eps: float = Field(1e-8, gt=0)
-    """AdamW's epsilon."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Maximum global gradient norm. None: no clipping."""
     max_consecutive_skips: int = Field(10, ge=1)
@@ -101,15 +100,10 @@ class TrainConfig(ScheduleConfig):
 
 
 def optimizer_rules(train: TrainConfig) -> Iterator[str]:
-    """Yield an error for each setting that the optimizer does not use, and if the engine cannot run
-    it."""
-    optimizer = train.optimizer
-    problem = optimizer.engine_problem(train.engine) or _update_problem(train)
+    """Yield an error if the engine cannot run the optimizer."""
+    problem = train.optimizer.engine_problem(train.engine) or _update_problem(train)
     if problem is not None:
         yield problem
-    for name in () if optimizer.uses_adam_settings else ("adam_betas", "adam_eps"):
-        if train.is_own(name):
-            yield f"{name} has no effect with optimizer.kind={optimizer.kind}; remove it"
 
 
 def _update_problem(train: TrainConfig) -> str | None:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from pydantic import Field
+
 from burnish.config.base import Node
 from burnish.config.train_engines import TrainEngineFacts
 
@@ -54,15 +56,12 @@ class StepWork(NamedTuple):
 class Optimizer(Node, ABC):
     """Settings of one kind of optimizer. The defaults of its facts are those of AdamW.
 
-    Settings that several kinds read (``weight_decay``, ``adam_betas``, ``adam_eps``) are keys of
-    ``train``."""
+    ``weight_decay``, which all kinds read, is a key of ``train``."""
 
     kind: str
     state_format: ClassVar[str]
     """Name of the format of the state in checkpoints. Optimizers of one format can continue each
     other's runs."""
-    uses_adam_settings: ClassVar[bool] = True
-    """False if ``train.adam_betas`` and ``train.adam_eps`` have no effect."""
     entry_bytes: ClassVar[float | None] = None
     """Bytes of state of every trained entry, if they are the same for all parameters. None: those
     of :meth:`weight_bytes`, which a kind then overrides."""
@@ -104,3 +103,13 @@ class Optimizer(Node, ABC):
         """Return the computation of a step of the entire model in addition to the update of each
         entry."""
         return None
+
+
+class AdamOptimizer(Optimizer, ABC):
+    """A kind that trains all or some parameters with AdamW, whose settings are ``betas`` and
+    ``eps``."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's beta1, beta2."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW's epsilon."""

@@ -64,7 +64,7 @@ def test_numbers_and_texts_survive_a_round_trip(lr, stop):
         ("train.max_grad_norm=null", None),
         ("train.gradient_checkpointing=true", True),
         ("train.gradient_checkpointing=no", False),
-        ("train.adam_betas=[0.8, 0.9]", (0.8, 0.9)),
+        ("train.optimizer.betas=[0.8, 0.9]", (0.8, 0.9)),
         ("train.engine.device=cuda:1", "cuda:1"),
         ("rollout.stop=['\\n']", ("\\n",)),
         ('rollout.stop=["\\n"]', ("\n",)),

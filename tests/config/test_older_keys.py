@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from burnish.config import ConfigError, dump_yaml, load_config
 from burnish.config.base import Node
 from burnish.config.model import ModelConfig
 from burnish.config.registry import JOBS
 from burnish.config.schema import nodes_in
+from burnish.config.train import TrainConfig
+from burnish.optimizers.config import AdamOptimizer
+from burnish.optimizers.muon.config import Muon
 
 RL: dict[str, Any] = {
     "job": "rl",
@@ -70,9 +74,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "train": (
         {"lr_scheduler": "wsd", "min_lr_ratio": 0.2, "lr_decay_ratio": 0.3,
-         "lr_decay_shape": "sqrt"},
+         "lr_decay_shape": "sqrt", "adam_betas": [0.8, 0.9], "adam_eps": 1e-6},
         {"lr_scheduler": {"kind": "wsd", "min_ratio": 0.2, "decay_ratio": 0.3,
-                          "decay_shape": "sqrt"}},
+                          "decay_shape": "sqrt"},
+         "optimizer": {"betas": [0.8, 0.9], "eps": 1e-6}},
     ),
     "early_stopping": (
         {"metric": "reward/mean", "patience": 5, "min_delta": 0.1, "max_kl": 2.0,
@@ -187,7 +192,9 @@ def test_saved_recipes_with_the_older_defaults_are_read_without_sections(
     saved["checkpoint"] |= {"export_at_end": False, "export_dtype": None, "export_lora": None}
     saved["reference"] |= {"sync_every_n_steps": 0, "mixup_alpha": 0.6}
     saved["train"] |= {"lr_scheduler": "constant", "min_lr_ratio": 0.1, "lr_power": 1.0,
-                       "lr_decay_ratio": 0.1, "lr_decay_shape": "linear"}  # fmt: skip
+                       "lr_decay_ratio": 0.1, "lr_decay_shape": "linear",
+                       "adam_betas": [0.9, 0.95], "adam_eps": 1e-8,
+                       "optimizer": {"kind": "adamw"}}  # fmt: skip
     saved["algorithm"]["kl"] |= {"kl_target": None, "kl_horizon": 10_000}
     assert load_config(saved, resumed=True) == load_config(tree)
     assert not [r for r in caplog.records if "older form" in r.getMessage()]
@@ -266,7 +273,7 @@ def test_an_override_of_an_older_key_wins() -> None:
 def test_a_switch_keeps_the_keys_that_were_beside_it(
     section: str, override: str, expected: dict[str, Any]
 ) -> None:
-    older = {k: v for k, v in CASES[section][0].items() if not k.startswith("lr_decay")}
+    older = {k: v for k, v in CASES[section][0].items() if not k.startswith(("lr_decay", "adam"))}
     expect = load_config(recipe(section, expected))
     assert load_config(recipe(section, older), [override]) == expect
     saved = yaml.safe_load(dump_yaml(load_config(recipe(section, older))))
@@ -316,3 +323,94 @@ def test_saved_engines_are_read() -> None:
     state = {"scratch": {}, "lora": {"quantization": "nf4", "double_quantization": False}}
     lora = ModelConfig.model_validate(state).lora
     assert lora is not None and lora.quantization is not None and not lora.quantization.double
+
+
+B, EPS, DEFAULT = [0.8, 0.9], 1e-6, [0.9, 0.95]
+OLDER_ADAM = {"adam_betas": B}
+
+
+@pytest.mark.parametrize(
+    ("train", "critic", "overrides", "expected"),
+    [
+        (OLDER_ADAM, {}, [], (B, None)),
+        (OLDER_ADAM, {"optimizer": "muon"}, [], (B, B)),
+        (OLDER_ADAM, {"optimizer": {"kind": "adamw_8bit"}}, [], (B, B)),
+        (OLDER_ADAM | {"optimizer": "muon"}, {"optimizer": {}}, [], (B, B)),
+        (OLDER_ADAM, {"optimizer": "adafactor"}, [], (B, None)),
+        (OLDER_ADAM, {"optimizer": {"betas": [0.5, 0.6]}}, [], (B, [0.5, 0.6])),
+        ({"adam_betas": DEFAULT}, {"optimizer": "muon"}, [], (DEFAULT, DEFAULT)),
+        ({"adam_betas": DEFAULT, "optimizer": "adafactor"}, {"optimizer": "muon"}, [],
+         (None, DEFAULT)),
+        ({}, {"optimizer": "muon"}, [f"train.adam_betas={B}"], (B, B)),
+        ({}, {}, [f"train.adam_betas={B}", "critic.optimizer=muon"], (B, B)),
+        ({}, {}, ["critic={optimizer: muon}", f"train.adam_betas={B}"], (B, B)),
+        (OLDER_ADAM, {}, ["critic.optimizer.kind=muon"], (B, B)),
+        (OLDER_ADAM, {"optimizer": "muon"}, ["critic.optimizer={kind: adamw}"], (B, B)),
+        (OLDER_ADAM, {"optimizer": "muon"}, ["critic.optimizer=null"], (B, None)),
+        (OLDER_ADAM, {"optimizer": "muon"}, ["train.adam_betas.0=0.7"], ([0.7, 0.9],) * 2),
+        (OLDER_ADAM, {"optimizer": "muon"}, [f"train.adam_betas={DEFAULT}"], (DEFAULT,) * 2),
+        (OLDER_ADAM, {}, ["train.optimizer=muon"], (B, None)),
+        (OLDER_ADAM, {}, ["train.optimizer={kind: muon, momentum: 0.5}"], (B, None)),
+        (OLDER_ADAM, {}, ["train={train_batch_size: 8, optimizer: muon}"], (DEFAULT, None)),
+        (OLDER_ADAM, {}, ["train.optimizer.betas=[0.5, 0.6]"], ([0.5, 0.6], None)),
+        (OLDER_ADAM, {"optimizer": "muon"}, ["critic.optimizer.betas=[0.5, 0.6]"],
+         (B, [0.5, 0.6])),
+        (OLDER_ADAM, {}, ["train.optimizer.betas=[0.5, 0.6]", f"train.adam_betas={B}"],
+         (B, None)),
+        (OLDER_ADAM, {"optimizer": "muon"}, ["train.optimizer.betas.0=0.5"], ([0.5, 0.9], B)),
+        ({"optimizer": {"betas": B}}, {"optimizer": "muon"}, [], (B, DEFAULT)),
+        ({"optimizer": {"betas": B}}, {"optimizer": {"betas": B}},
+         ["train.adam_betas=[0.5, 0.6]"], ([0.5, 0.6],) * 2),
+        ({"optimizer": {"betas": B}}, {}, ["train.optimizer=muon"], (DEFAULT, None)),
+    ],
+)  # fmt: skip
+def test_older_adam_keys_apply_to_the_optimizers_of_policy_and_critic(
+    train: dict[str, Any], critic: dict[str, Any], overrides: list[str], expected: tuple[Any, Any]
+) -> None:
+    """Also to an optimizer that an override selects later, as when they were keys of ``train``. A
+    later value of the present form wins, and that of a critic in the same file."""
+    tree = RL | {"train": RL["train"] | train, "critic": critic}
+    tree["algorithm"] = RL["algorithm"] | {"advantage": "gae"}
+    before = yaml.safe_dump(tree)
+    config: Any = load_config(tree, overrides)
+    assert tuple(map(_betas, (config.train.optimizer, config.critic.optimizer))) == expected
+    saved = yaml.safe_load(dump_yaml(config))
+    assert load_config(saved, resumed=True) == config
+    if not overrides:
+        assert type(config).model_validate(tree) == config
+    assert yaml.safe_dump(tree) == before
+
+
+def _betas(optimizer: Any) -> list[float] | None:
+    return list(optimizer.betas) if isinstance(optimizer, AdamOptimizer) else None
+
+
+def test_a_saved_recipe_with_older_adam_keys_is_read_for_both_optimizers() -> None:
+    """A run folder has all keys; the optimizers had neither betas nor eps."""
+    tree = RL | {"train": RL["train"] | {"optimizer": {"betas": B, "eps": EPS}}}
+    tree |= {"critic": {"optimizer": {"kind": "muon", "betas": B, "eps": EPS}}}
+    tree["algorithm"] = RL["algorithm"] | {"advantage": "gae"}
+    config = load_config(tree)
+    saved = yaml.safe_load(dump_yaml(config))
+    for section in ("train", "critic"):
+        del saved[section]["optimizer"]["betas"], saved[section]["optimizer"]["eps"]
+    saved["train"] |= {"adam_betas": B, "adam_eps": EPS}
+    assert load_config(saved, resumed=True) == config
+
+
+@pytest.mark.parametrize("optimizer", ["muon", Muon(), 5, ["adamw"]])
+def test_an_optimizer_beside_an_older_key_is_not_lost(optimizer: Any) -> None:
+    tree = {"optimizer": optimizer, "adam_eps": EPS}
+    if optimizer in ("muon", Muon()):
+        assert TrainConfig.model_validate(tree).optimizer == Muon(eps=EPS)
+    else:
+        with pytest.raises(ValidationError, match="optimizer"):
+            TrainConfig.model_validate(tree)
+
+
+def test_older_adam_keys_with_an_optimizer_without_them_are_refused() -> None:
+    for optimizer in ("adafactor", {"kind": "adafactor", "decay_rate": -0.7}):
+        with pytest.raises(ConfigError, match=r"train\.optimizer\.eps"):
+            load_config(recipe("train", {"optimizer": optimizer, "adam_eps": EPS}))
+    with pytest.raises(ConfigError, match=r"train\.optimizer\.eps"):
+        load_config(recipe("train", {"adam_eps": EPS}), ["train.optimizer=adafactor"])

@@ -34,6 +34,7 @@ from burnish.config.train import TrainConfig
 from burnish.distributed.process_group import RankGroup
 from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
+from burnish.optimizers.adamw.config import AdamW
 from burnish.runtime.limits import Limits
 from burnish.runtime.ray.runtime import RayRuntime
 from burnish.runtime.ray.train_engine import RemoteTrainEngine
@@ -82,7 +83,10 @@ class Kind:
                 wanted.role,
                 # (eps: gradients differ by 1e-9, which is then no step of its own)
                 TrainConfig(
-                    lr=wanted.lr, engine=self.engine, adam_eps=1e-6, attention=self.attention
+                    lr=wanted.lr,
+                    engine=self.engine,
+                    optimizer=AdamW(eps=1e-6),
+                    attention=self.attention,
                 ),
                 MODEL,
                 precision=wanted.precision,

@@ -25,6 +25,7 @@ from burnish.config.train import TrainConfig
 from burnish.config.train_engines import DeepSpeedEngine, TorchEngine
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.load import DTYPES, load_causal_lm, load_tokenizer
+from burnish.optimizers.adamw.config import AdamW
 from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.sync.base import Bucket, SyncError
@@ -67,8 +68,8 @@ def step(engine: Any) -> None:
 
 
 def spec_of(engine: Any, lr: float) -> EngineSpec:
-    """``adam_eps`` is large, so that a gradient's last digit does not decide a sign."""
-    train = TrainConfig(lr=lr, adam_eps=1e-3, engine=engine)
+    """``eps`` is large, so that a gradient's last digit does not decide a sign."""
+    train = TrainConfig(lr=lr, optimizer=AdamW(eps=1e-3), engine=engine)
     return EngineSpec(
         TrainRole.alone("policy", train, MODEL, precision=PrecisionConfig()), total_steps=100
     )

@@ -14,7 +14,11 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer
 
-ADAM = {"lr": 1e-2, "adam_betas": (0.9, 0.95), "adam_eps": 1e-4, "weight_decay": 0.0}
+ADAM: dict[str, Any] = {
+    "lr": 1e-2,
+    "optimizer": {"betas": (0.9, 0.95), "eps": 1e-4},
+    "weight_decay": 0.0,
+}
 """For both sides. The eps is large beside rounding, so that a gradient near 0 moves a weight by
 next to nothing instead of by the sign of its rounding error."""
 
@@ -37,9 +41,9 @@ def _arguments(folder: Path, steps: int, rows: int) -> dict[str, Any]:
         "per_device_train_batch_size": rows,
         "max_steps": steps,
         "learning_rate": ADAM["lr"],
-        "adam_beta1": ADAM["adam_betas"][0],
-        "adam_beta2": ADAM["adam_betas"][1],
-        "adam_epsilon": ADAM["adam_eps"],
+        "adam_beta1": ADAM["optimizer"]["betas"][0],
+        "adam_beta2": ADAM["optimizer"]["betas"][1],
+        "adam_epsilon": ADAM["optimizer"]["eps"],
         "weight_decay": ADAM["weight_decay"],
         "max_grad_norm": 1e9,  # measured, and never reached
         "lr_scheduler_type": "constant",

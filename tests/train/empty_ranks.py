@@ -32,6 +32,7 @@ from burnish.jobs.preference import preference_objective
 from burnish.models.load import load_causal_lm
 from burnish.models.teacher import DistillTargetSpec
 from burnish.models.value_head import load_scalar_model
+from burnish.optimizers.adamw.config import AdamW
 from burnish.runtime.limits import Limits
 from burnish.runtime.worker import TrainWorker, WorkerInfo, pack_share
 from burnish.steps.objectives import policy_objective, process_objective
@@ -115,7 +116,7 @@ def make_engine(case: Case, ranks: RankGroup) -> Any:
     role, model = LOSSES[case.loss][0], MODELS[case.model]
     config = ENGINES["replicas" if ranks.size == 1 else case.engine]
     train = TrainConfig(
-        lr=1e-3, adam_eps=1e-6, engine=config, max_tokens_per_micro_batch=case.budget
+        lr=1e-3, optimizer=AdamW(eps=1e-6), engine=config, max_tokens_per_micro_batch=case.budget
     )
     distill_target = None
     if case.loss == "distill":

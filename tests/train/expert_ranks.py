@@ -64,7 +64,7 @@ def step(folder: Path, engine: dict[str, Any], ranks: RankGroup, *, recompute: b
         engine,
         ranks,
         lr=1.0,
-        adam_eps=1.0,  # the step is then close to lr x gradient
+        optimizer={"eps": 1.0},  # the step is then close to lr x gradient
         moe_aux_loss_coef=1.0,
         gradient_checkpointing=recompute,
     )
@@ -75,7 +75,7 @@ def step(folder: Path, engine: dict[str, Any], ranks: RankGroup, *, recompute: b
 
 def shared_expert_step(folder: Path, engine: dict[str, Any], ranks: RankGroup) -> Any:
     """Return an engine of a mixture with a shared expert and a first dense layer, after a step."""
-    made = make(folder / "shared", engine, ranks, lr=1.0, adam_eps=1.0)
+    made = make(folder / "shared", engine, ranks, lr=1.0, optimizer={"eps": 1.0})
     made.forward_backward(rows(), sft_objective())
     made.optim_step()
     return made

@@ -80,7 +80,7 @@ class Case:
 
 
 SPLITS = ("micro 1", "micro 3", "budget 24")
-MUON = {"kind": "muon", "ns_dtype": "fp32"}
+MUON = {"kind": "muon", "ns_dtype": "fp32", "eps": 1e-6}
 CASES = [
     *(
         Case(loss, SPLITS[(i + j) % len(SPLITS)], train={"layout": layout})
@@ -127,7 +127,9 @@ def make_engine(
     train = TrainConfig(
         **{
             "lr": 1e-3,
-            "adam_eps": 1e-6,  # gradients differ by 1e-9, which is then no step of its own
+            "optimizer": {
+                "eps": 1e-6
+            },  # gradients differ by 1e-9, which is then no step of its own
             "max_tokens_per_micro_batch": split.get("budget"),
             "engine": TorchEngine(**engine_config),
             **case.train,

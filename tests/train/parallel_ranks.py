@@ -40,6 +40,7 @@ from burnish.models.flash_reference import on_cpu
 from burnish.models.load import load_causal_lm
 from burnish.models.segments import Segment
 from burnish.models.ulysses import sequence_parallel_attention
+from burnish.optimizers.adamw.config import AdamW
 from burnish.train.base import NonFiniteError
 from burnish.train.engines import make_engine as engine_of
 from burnish.train.spec import EngineSpec
@@ -275,7 +276,7 @@ def from_folder(ranks: RankGroup, engine: dict[str, Any], folder: Path) -> dict[
         sharding = engine.get("sharding", "full")
         model: Any = load_causal_lm(config, empty=not alone and sharding == "full")
         options = {} if alone else {"sharding": sharding, **engine}
-        train = TrainConfig(lr=1e-3, adam_eps=1e-6, engine=TorchEngine(**options))
+        train = TrainConfig(lr=1e-3, optimizer=AdamW(eps=1e-6), engine=TorchEngine(**options))
         made = engine_of(
             model, EngineSpec(TrainRole.alone("policy", train, config), total_steps=10), ranks=ranks
         )

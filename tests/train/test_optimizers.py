@@ -174,7 +174,6 @@ def test_experts_are_matrices_of_their_own_and_fused_projections_are_refused() -
             "with train.engine.sharding=full",
         ),
         ({"optimizer": "adamw_8bit", "engine": {"tensor_parallel_size": 2}}, "kind adamw or muon"),
-        ({"optimizer": "adafactor", "adam_eps": 1e-6}, "adam_eps has no effect"),
         ({"optimizer": "paged_adamw_8bit", "engine": {"device": "cpu"}}, "needs CUDA"),
         ({"lr_warmup_steps": 3, "lr_warmup_ratio": 0.1}, "both set the length"),
         (

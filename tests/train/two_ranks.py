@@ -31,6 +31,7 @@ from burnish.config.train import TrainConfig
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.load import load_causal_lm
 from burnish.models.value_head import load_scalar_model
+from burnish.optimizers.adamw.config import AdamW
 from burnish.train.base import Loss, NonFiniteError, Outputs
 from burnish.train.batching import split_over_ranks
 from burnish.train.spec import EngineSpec
@@ -113,7 +114,7 @@ def run_case(case: Case, ranks: RankGroup) -> tuple[dict[str, Tensor], dict[str,
     """One optimizer step. With beta1 = 0 Adam's first moment is the gradient it was given."""
     role, loss = accumulation.LOSSES[case.loss]
     batch = batch_for(case.loss).select(list(range(case.rows)))
-    options = {"layout": case.layout, "adam_betas": (0.0, 0.95), "max_grad_norm": None}
+    options = {"layout": case.layout, "optimizer": AdamW(betas=(0.0, 0.95)), "max_grad_norm": None}
     engine = make_engine(ranks, role=role, **SPLITS[case.split], **options)
     outputs = engine.logprobs(batch) if role == "policy" else engine.values(batch)
     stats = engine.forward_backward(batch, loss)

@@ -28,7 +28,6 @@ class Adafactor(Optimizer):
     """Multiply the learning rate by the root mean square of each parameter (at least 1e-3)."""
 
     state_format: ClassVar[str] = "adafactor"
-    uses_adam_settings: ClassVar[bool] = False
 
     def engine_problem(self, engine: TrainEngineFacts) -> str | None:
         """Return why a train engine cannot run the optimizer, or None if it can."""

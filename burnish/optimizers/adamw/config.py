@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from burnish.optimizers.config import Optimizer
+from burnish.optimizers.config import AdamOptimizer
 
 
-class AdamW(Optimizer):
+class AdamW(AdamOptimizer):
     """AdamW (arXiv 1711.05101) with fp32 moments: 8 bytes per trained weight."""
 
     kind: Literal["adamw"] = "adamw"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from burnish.config.train_engines import TorchEngine, TrainEngineFacts
-from burnish.optimizers.config import Optimizer, WeightShape
+from burnish.optimizers.config import AdamOptimizer, WeightShape
 
 SMALLEST = 4096
 """Entries of the smallest matrix with 8-bit moments (the default of bitsandbytes)."""
@@ -15,8 +15,8 @@ BLOCK = 256
 """Consecutive entries with one scale (bitsandbytes)."""
 
 
-class _Adam8bit(Optimizer):
-    """State in which one number describes a block of several weights."""
+class _Adam8bit(AdamOptimizer):
+    """A kind with 8-bit moments, of which blocks of several weights share one scale."""
 
     state_format: ClassVar[str] = "adamw_8bit"
     blocks_in_shards: ClassVar[bool]

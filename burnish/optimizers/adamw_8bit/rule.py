@@ -46,7 +46,7 @@ def make_rules(config: AdamW8bit | PagedAdamW8bit, inputs: RuleInputs) -> list[U
     small = [t for t in trained if not has_8_bits[t.name]]
     large = [t for t in trained if has_8_bits[t.name]]
     if not large:
-        return adamw_rules(small, inputs)
+        return adamw_rules(config, small, inputs)
     for t in large:
         if problem := undivided_blocks(t.name, t.shape, t.shard_ranks):
             raise OptimizerError(problem)
@@ -54,8 +54,8 @@ def make_rules(config: AdamW8bit | PagedAdamW8bit, inputs: RuleInputs) -> list[U
     optimizer = kind(
         decay_groups(large, inputs.train.weight_decay),
         lr=inputs.lr,
-        betas=inputs.train.adam_betas,
-        eps=inputs.train.adam_eps,
+        betas=config.betas,
+        eps=config.eps,
         min_8bit_size=1,  # a rank's rows may have fewer entries than SMALLEST
     )
     device = large[0].master.device
@@ -69,7 +69,7 @@ def make_rules(config: AdamW8bit | PagedAdamW8bit, inputs: RuleInputs) -> list[U
     kinds |= {"exp_avg_absmax": "absmax1", "exp_avg_sq_absmax": "absmax2"}
     scales = {"exp_avg_absmax": _of_blocks, "exp_avg_sq_absmax": _of_blocks}
     rule = UpdateRule(optimizer, kinds, extra=maps, layouts=scales)
-    return [rule, *adamw_rules(small, inputs)]
+    return [rule, *adamw_rules(config, small, inputs)]
 
 
 def _of_blocks(shape: tuple[int, ...], rows: Rows, columns: Rows) -> StateShard:

@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from burnish.optimizers.config import Optimizer, StepBuffer, StepWork, WeightShape
+from burnish.optimizers.config import AdamOptimizer, StepBuffer, StepWork, WeightShape
 
 
-class Muon(Optimizer):
+class Muon(AdamOptimizer):
     """Muon (Jordan et al. 2024; arXiv 2502.16982): momentum, orthogonalized by Newton-Schulz
     iterations, for the matrices of the layers. AdamW trains the rest: embeddings, output
     projection, value head, norms, biases."""

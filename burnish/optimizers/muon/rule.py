@@ -45,7 +45,8 @@ def make_rules(config: Muon, inputs: RuleInputs) -> list[UpdateRule]:
     )
     lr_ratio = (config.matrix_lr or inputs.lr) / inputs.lr
     rule = UpdateRule(muon, {"momentum": "momentum"}, lr_ratio=lr_ratio)
-    return [rule, *adamw_rules([t for t in trained if t.name not in halves_of], inputs)]
+    rest = [t for t in trained if t.name not in halves_of]
+    return [rule, *adamw_rules(config, rest, inputs)]
 
 
 def muon_settings(config: Muon, *, weight_decay: float) -> MuonSettings:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from burnish.config.model import PrecisionConfig
 from burnish.config.train_engines import DeepSpeedEngine
 from burnish.distributed.process_group import SINGLE, RankGroup
+from burnish.optimizers.config import AdamOptimizer
 from burnish.optimizers.muon.config import Muon
 from burnish.optimizers.muon.rule import hidden_matrices, muon_settings
 from burnish.optimizers.muon.update import Matrix, MuonOptimizer
@@ -101,6 +102,7 @@ class ZeroAdamW(torch.optim.AdamW):
     def __init__(self, model: nn.Module, spec: EngineSpec) -> None:
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         settings = spec.role.train.optimizer
+        assert isinstance(settings, AdamOptimizer)
         self.hidden: dict[str, bool] = {}
         """Parameters that Muon trains -> whether their rows are two matrices."""
         if isinstance(settings, Muon):
@@ -120,8 +122,8 @@ class ZeroAdamW(torch.optim.AdamW):
         super().__init__(
             [g for g in groups if g["params"]],
             lr=spec.role.lr or spec.role.train.lr,
-            betas=spec.role.train.adam_betas,
-            eps=spec.role.train.adam_eps,
+            betas=settings.betas,
+            eps=settings.eps,
             fused=True,
         )
         self.hold = self.checks = False

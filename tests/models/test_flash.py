@@ -16,12 +16,13 @@ from torch import Tensor
 
 import burnish.models.flash as flash
 from burnish.models.flash import FlashPlan, FlashSwitch, flash_attention, flash_plan, prefix_lengths
-from burnish.models.flash_merge import merge_by_torch, triton_merge
+from burnish.models.flash_merge import fused_merge, merge_by_torch, triton_merge
 from burnish.models.flash_reference import on_cpu
 from burnish.models.segments import Segment
 from burnish.train.row_layout import RowSize, place_rows, segments_of
 
 EXACT = 1e-12
+NEEDS_TRITON = "needs triton: CUDA builds of torch bring it, or pip install --no-deps triton"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -276,7 +277,7 @@ def test_the_triton_kernel_merges_like_torch(
     heads: int, dim: int, dtype: torch.dtype, strided: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In Triton's interpreter. Rows that read no prefix have anything in the prefix part."""
-    pytest.importorskip("triton", reason="needs triton, which CUDA builds of torch bring")
+    pytest.importorskip("triton", reason=NEEDS_TRITON)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     draw, tokens = torch.Generator().manual_seed(0), 17
     reads = torch.rand(tokens, generator=draw) > 0.4
@@ -290,3 +291,25 @@ def test_the_triton_kernel_merges_like_torch(
     ours = triton_merge()(parts[0], parts[1], reads)
     for x, y in zip(ours, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=2**-7 if dtype == torch.bfloat16 else 2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "dim"), [(16, 128), (14, 64), (32, 256), (3, 8)])
+def test_the_trial_of_the_triton_kernel_passes(
+    heads: int, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's interpreter, in the sizes and the format of a layer."""
+    pytest.importorskip("triton", reason=NEEDS_TRITON)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert fused_merge.__wrapped__(torch.device("cpu"), dtype, heads, dim) is not None
+
+
+def test_a_kernel_that_cannot_be_built_is_left_out_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> Any:
+        raise ValueError("no compiler")
+
+    monkeypatch.setattr("burnish.models.flash_merge.triton_merge", broken)
+    assert fused_merge.__wrapped__(torch.device("cpu"), torch.bfloat16, 16, 128) is None
+    assert "no compiler" in caplog.text

@@ -132,6 +132,12 @@ def encode_conversation(
         )
     note_flags(messages, learned)
     cut = learned[-1] if is_cut(messages[learned[-1]]) else None
+    if any(is_cut(messages[turn]) for turn in learned[:-1]):
+        note(
+            "cut_earlier",
+            "an earlier answer that is trained was cut (finish_reason), but the conversation goes "
+            "on, so it is trained with the end that the template writes; set train: false on it",
+        )
     bare = [without_flags(message) for message in messages]
     bare = with_reasoning_once(tokenizer, bare, tools)
     check_rendering(tokenizer, bare, tools, refused=refused)
@@ -184,7 +190,11 @@ def _check_answers(
 def _check_reasoning(answer: Message, habits: Habits) -> None:
     """Raise DataError if the reasoning under its key contains the tag that ends it."""
     end = habits.tags.end
-    if end in str(answer[REASONING[0]]) and not habits.ignores_reasoning_of(answer):
+    if (
+        habits.has_tags
+        and end in str(answer[REASONING[0]])
+        and not habits.ignores_reasoning_of(answer)
+    ):
         raise DataError(
             f"the reasoning of a trained answer (`{REASONING[0]}`) contains {end}, which would end "
             "it there: the model would learn to write the rest as its answer. Remove the tags if "

@@ -117,6 +117,8 @@ class Habits:
     """Tools are rendered only as ``{"name", "parameters"}`` without OpenAI's wrapper."""
     tags: Tags = THINK
     """Tags around reasoning: those of the template, else ``<think>``."""
+    has_tags: bool = True
+    """The template has tags of reasoning. Others write it in channels (gpt-oss), or never."""
     marks_others: bool = False
     """Blocks ``{% generation %}`` of the template are not the answers, each from its beginning."""
 
@@ -170,7 +172,8 @@ def habits_of(tokenizer: PreTrainedTokenizerBase, tools: Tools = None) -> Habits
     known = _habits.setdefault(tokenizer, {})
     key = (str(tokenizer.chat_template), bool(tools))
     if key not in known:
-        tags = tags_of(tokenizer) or THINK
+        own_tags = tags_of(tokenizer)
+        tags = own_tags or THINK
         probe = _Probe(tokenizer, _TOOLS if tools else None, tags)
         json_arguments, without_content = probe.form_of_calls()
         known[key] = Habits(
@@ -183,6 +186,7 @@ def habits_of(tokenizer: PreTrainedTokenizerBase, tools: Tools = None) -> Habits
             ignored=frozenset(probe.ignored(json_arguments, without_content)),
             bare_tools=bool(tools) and probe.bare_tools(),
             tags=tags,
+            has_tags=own_tags is not None,
             marks_others=probe.marks_others(),
         )
     return known[key]

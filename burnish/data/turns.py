@@ -133,7 +133,8 @@ def _last_turn(render: Render, messages: Sequence[Message], prompt: str, habits:
             tags,
         )
     if not (habits.cuts_reasoning and thought.reasoning) or rendered.reasoning is not None:
-        return full[len(prompt) :]
+        turn = full[len(prompt) :]
+        return _without_first_block(turn, tags) if thought.reasoning else turn
     return f"{tags.begin}\n{thought.reasoning}\n{tags.end}{thought.gap}{rendered.text}"
 
 
@@ -148,6 +149,7 @@ def _cut_turn(render: Render, messages: Sequence[Message], prompt: str, habits: 
     if answer.get("tool_calls"):
         return _last_turn(render, messages, prompt, habits)
     content, reasoning = answer["content"], answer.get(REASONING[0], "")
+    begins = content.lstrip()
     state = _prompt_block(render, messages[:-1], prompt, tags)[1]
     if (
         state == "opened"
@@ -156,10 +158,14 @@ def _cut_turn(render: Render, messages: Sequence[Message], prompt: str, habits: 
         and tags.begin not in content
     ):
         return content
+    if habits.has_tags and state == "none" and tags.begin[:-1].startswith(begins or tags.begin):
+        return content  # an opening tag that was cut
     reads = state != "none" or habits.reasoning_key is not None or habits.cuts_reasoning
-    if reads and not reasoning and tags.is_cut(content):
-        reasoning, content = content.lstrip().removeprefix(tags.begin).lstrip("\n"), ""
-    if reads and reasoning and not content.strip():
+    is_inside = bool(reasoning) and not content.strip()
+    if reads and habits.has_tags and not reasoning and tags.is_cut(content):
+        reasoning, content = begins.removeprefix(tags.begin).lstrip("\n"), ""
+        is_inside = True
+    if reads and is_inside:
         marked = {**answer, REASONING[0]: reasoning + _MARK, "content": _TEXT}
     else:
         marked = {**answer, "content": content + _MARK}
@@ -170,7 +176,18 @@ def _cut_turn(render: Render, messages: Sequence[Message], prompt: str, habits: 
             "changes its text. Drop the row, or set model.chat_template to one that writes texts "
             "as they are"
         )
-    return turn
+    if begins == tags.begin:
+        turn = turn.rstrip("\n")
+    return _without_first_block(turn, tags) if tags.is_cut(begins) else turn
+
+
+def _without_first_block(turn: str, tags: Tags) -> str:
+    """Return a rendered answer without the empty block that the template writes before the block of
+    the text (Kimi K2 Thinking)."""
+    block = tags.block(turn)
+    if block is None or block[0].strip() or not block[1].lstrip().startswith(tags.begin):
+        return turn
+    return block[1].lstrip()
 
 
 def _prompt_block(
@@ -280,7 +297,9 @@ def _check_block(prompt: str, answer: str, turn: int, tags: Tags, advice: str) -
     """Raise DataError if an earlier turn does not continue the block of reasoning that its prompt
     has opened, or begins another one."""
     state, begin = tags.of_prompt(prompt)[1], answer.lstrip()
-    if state == "none" or (state == "closed" and not begin.startswith((tags.begin, tags.end))):
+    if state == "none" and _without_first_block(answer, tags) == answer:
+        return
+    if state == "closed" and not begin.startswith((tags.begin, tags.end)):
         return
     if state == "opened" and tags.end in answer and not begin.startswith(tags.begin):
         return

@@ -22,22 +22,35 @@ MARKS = frozenset(
 """Names with which other tools weight rows or leave tokens out of the loss. 1 or true: trained."""
 EXCLUSIONS = frozenset({"masked", "exclude", "excluded"})
 """Names with which other tools leave rows or messages out of the loss. 1 or true: not trained."""
-_COLUMNS = MARKS | EXCLUSIONS
-_FLAGS = _COLUMNS.difference(TRAIN_FLAGS)
+PROMPT_COLUMNS = ("chat_template_kwargs", "documents")
+"""Columns that other tools pass to the chat template."""
+_COLUMNS = MARKS | EXCLUSIONS | set(PROMPT_COLUMNS)
+_FLAGS = (MARKS | EXCLUSIONS).difference(TRAIN_FLAGS)
 _PER_ROLE = ("train", "loss", "loss_mask")
 """Flags of messages with which other tools also train messages of users."""
 
 
 def note_marks(row: Row, config: DataConfig) -> None:
     """Record a notice if the row has a column in :data:`MARKS` or :data:`EXCLUSIONS` that would
-    change its loss, and that nothing reads. Rewards read all columns of prompts."""
-    if _COLUMNS.isdisjoint(row.columns) or not config.is_trained:
+    change its loss, or one in :data:`PROMPT_COLUMNS`, and that nothing reads. Rewards read all
+    columns of prompts."""
+    if _COLUMNS.isdisjoint(row.columns):
         return
     used = {value for name, value in config if name.endswith("_key")}
     for names in (value for name, value in config if name.endswith("_keys")):
         used |= set(names or ())
     used |= set(fields_of(config.prompt_template)) if config.prompt_template else set()
-    for key in sorted(_COLUMNS.intersection(row.columns) - used):
+    for key in PROMPT_COLUMNS:
+        if row.columns.get(key) and key not in used:
+            note(
+                "column_unread",
+                f"the column {key!r} is {repr(row.columns[key])[:40]} here, but the chat template "
+                "gets the same variables for all rows; set them in model.chat_template_kwargs, "
+                "and train rows with other values in another run",
+            )
+    if not config.is_trained:
+        return
+    for key in sorted((MARKS | EXCLUSIONS).intersection(row.columns) - used):
         if _weighs(key, row.columns[key]):
             note(
                 "column_unread",

@@ -181,3 +181,55 @@ def test_a_part_of_an_answer_behind_its_end_token_is_refused() -> None:
         trained(tokenizer, QUESTION, answer("I look.", tool_calls=[call]))
     _, text = trained(tokenizer, QUESTION, answer("", tool_calls=[call]))
     assert text == '<call>look_up{"key": "v"}</call><|im_end|>'
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_an_empty_block_of_the_template_gives_way_to_the_block_of_a_text(cut: bool) -> None:
+    """Kimi K2 Thinking writes one before every answer, and reads no key."""
+    tokenizer = tokenizer_of(THINK, answer="BEGINEND{{ m.content }}")
+    finish = {"finish_reason": "length"} if cut else {}
+    text = "<think>why" if cut else "<think>why</think>4"
+    assert trained(tokenizer, QUESTION, answer(text, **finish))[1] == (
+        text if cut else f"{text}<|im_end|>"
+    )
+    assert trained(tokenizer, QUESTION, answer("4"))[1] == "<think></think>4<|im_end|>"
+    with pytest.raises(DataError, match="twice"):  # the prompt of the last turn has both
+        trained(tokenizer, QUESTION, answer("<think>why</think>4"), QUESTION, answer("5"))
+
+
+@pytest.mark.parametrize("form", ["qwen3", *REASONING_FORMS])
+@pytest.mark.parametrize("text", ["<think>", "<think>\n", "<thi"])
+def test_an_answer_cut_at_its_opening_tag_is_not_closed(form: str, text: str) -> None:
+    tokenizer = (
+        published_tokenizer(form)
+        if form in _PUBLISHED
+        else reasoning_tokenizer(form, thinking=True)
+    )
+    ids, mask = encode_conversation(tokenizer, [QUESTION, answer(text, finish_reason="length")])
+    written = str(tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on]))
+    assert "</think>" not in written and text.startswith(written.strip())
+
+
+def test_a_template_with_channels_has_no_tags() -> None:
+    """``<think>`` is text then, in the answer and in reasoning."""
+    tokenizer = tokenizer_of(
+        THINK,
+        answer="{% if m.reasoning_content %}<|why|>{{ m.reasoning_content }}{% endif %}"
+        "<|final|>{{ m.content }}",
+    )
+    cut = answer("<think>\nwhy", finish_reason="length")
+    assert trained(tokenizer, QUESTION, cut)[1] == "<|final|><think>\nwhy"
+    reasons = answer("4", reasoning_content="no </think> here")
+    assert trained(tokenizer, QUESTION, reasons)[1] == "<|why|>no </think> here<|final|>4<|im_end|>"
+
+
+def test_an_earlier_answer_that_was_cut_is_noticed() -> None:
+    tokenizer = tokenizer_of(THINK, answer="{{ m.content }}")
+    cut = answer("half", finish_reason="length")
+    for messages, notices in (
+        ([QUESTION, cut, QUESTION, answer("4")], {"cut_earlier"}),
+        ([QUESTION, cut | {"train": False}, QUESTION, answer("4")], set()),
+    ):
+        with collecting() as noticed:
+            encode_conversation(tokenizer, messages)
+        assert noticed.keys() == notices

@@ -326,6 +326,20 @@ def test_columns_that_should_weight_a_row_are_counted(
         assert "rows_column_unread" not in stream.counts
 
 
+@pytest.mark.parametrize(("value", "counted"), [({"enable_thinking": False}, 1), ({}, 0)])
+def test_variables_of_a_row_for_the_template_are_counted(
+    chars: Tok, jsonl: Jsonl, value: dict[str, bool], counted: int
+) -> None:
+    """In training and in RL: all rows are rendered with the same variables."""
+    path = jsonl([{"prompt": "1+1=", "response": "2", "chat_template_kwargs": value}])
+    rows = BatchStream(SFTDataConfig(sources=(path,)), chars, seed=0)
+    rows.next(1)
+    prompts = PromptStream(PromptDataConfig(sources=(path,)), chars, seed=0)
+    prompts.next(1)
+    assert rows.counts.get("rows_column_unread", 0) == counted
+    assert prompts.counts.get("prompts_column_unread", 0) == counted
+
+
 @pytest.mark.parametrize(
     ("place", "flag", "counted"),
     [

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from burnish.reasoning_tags import Tags
+
 TOOLS: tuple[Mapping[str, Any], ...] = (
     {
         "type": "function",
@@ -144,6 +146,15 @@ CONVERSATIONS: tuple[ProbeConversation, ...] = (
         ),
         TOOLS,
     ),
+    ProbeConversation(
+        "reasoning before a tool call, an answer and a second user message",
+        (
+            *(user("How many?"), _calls("look_up", reasoning_content="I should look.")),
+            result("12", "look_up", "probe0000"),
+            *(assistant("There are 12."), user("Thanks. And now?")),
+        ),
+        TOOLS,
+    ),
     ProbeConversation("an empty answer", (user("Say nothing."), assistant(""), user("Well?"))),
     ProbeConversation(
         "white space around texts",
@@ -167,3 +178,11 @@ CONVERSATIONS: tuple[ProbeConversation, ...] = (
     ),
 )
 """The conversations; each ends with a message that the policy answers."""
+
+
+def reasoning_in_text(tags: Tags) -> ProbeConversation:
+    """Return a conversation with reasoning inside the text of an answer."""
+    answer = assistant(f"{tags.begin}\nTwo and two.\n{tags.end}\n\n4")
+    return ProbeConversation(
+        "reasoning in the text and a second user message", (user("2+2?"), answer, user("3+3?"))
+    )

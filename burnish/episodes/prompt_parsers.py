@@ -40,14 +40,15 @@ class PromptParsers:
         return self._of(self.generation_prompt)
 
     def after(self, prompt: str) -> ResponseParser:
-        """Return the parser for the end of a prompt."""
+        """Return the parser for the end of a prompt. After the result of a tool it may lack the
+        text before the block of the usual generation prompt (Gemma 4)."""
         head = self.generation_prompt.partition(self.tags.begin)[0]
-        if not head.strip():
+        if not head.strip() or prompt.endswith(self.generation_prompt):
             return self.usual
-        _, head, opened = prompt.rpartition(head)
-        if not head or any(end in opened for end in self.turn_ends if end):
-            return self.usual
-        return self._of(head + opened)
+        before, state = self.tags.of_prompt(prompt)
+        _, written, opened = prompt.rpartition(head)
+        is_later = not written or any(end in opened for end in self.turn_ends if end)
+        return self._of(head + (prompt[len(before) :] if is_later or state == "opened" else opened))
 
     def _of(self, generation_prompt: str) -> ResponseParser:
         begin = generation_prompt.find(self.tags.begin)

@@ -18,11 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.chat_message import Message
 from burnish.data.left_out import REFUSED_IN_EPISODES, check_rendering
-from burnish.data.rendering import render_text, tags_of
+from burnish.data.rendering import habits_of, render_text, tags_of
 from burnish.data.sources import DataError
 from burnish.episodes.formats import format_of
 from burnish.episodes.framing import Framing
-from burnish.episodes.probing import CONVERSATIONS, TOOLS, ProbeConversation, assistant, call, user
+from burnish.episodes.probing import (
+    CONVERSATIONS,
+    TOOLS,
+    ProbeConversation,
+    assistant,
+    call,
+    reasoning_in_text,
+    user,
+)
 from burnish.episodes.token_texts import common_length
 from burnish.errors import BurnishError
 from burnish.model_text import Pattern
@@ -220,7 +228,11 @@ class ChatTemplate:
         """
         differences = []
         rejected: dict[str, str] = {}
-        for conversation in CONVERSATIONS:
+        tags = self.tags()
+        conversations = list(CONVERSATIONS)
+        if tags is not None and habits_of(self._tokenizer).reasoning_key is None:
+            conversations.append(reasoning_in_text(tags))
+        for conversation in conversations:
             try:
                 difference = self._difference(conversation)
             except (DataError, RendererError) as error:
@@ -228,7 +240,7 @@ class ChatTemplate:
                 continue
             if difference is not None:
                 differences.append(difference)
-        if len(rejected) == len(CONVERSATIONS):
+        if len(rejected) == len(conversations):
             raise RendererError(
                 "the chat template cannot extend any conversation, so episodes of several turns "
                 f"are impossible. {next(iter(rejected.values()))}"
@@ -244,7 +256,8 @@ class ChatTemplate:
             head = self.text(messages[: turn + 1], tools, generate=False)
             full = self.text(messages[:following], tools, generate=True)
             new = self.continuation(list(messages[turn + 1 : following]), tools)
-            bridged = prompt + self._sampled(head[len(prompt) :], new) + new.rest
+            sampled = self._sampled(head[len(prompt) :], new)
+            bridged = prompt + self._cut_block(messages[turn], sampled) + sampled + new.rest
             if not head.startswith(prompt):  # the generation prompt has text that history lacks
                 bridged = prompt
             if bridged != full:
@@ -252,6 +265,15 @@ class ChatTemplate:
                 shown = slice(max(0, at - _BEFORE), at + _SHOWN)
                 return Difference(conversation.name, at, bridged[shown], full[shown])
         return None
+
+    def _cut_block(self, answer: Message, sampled: str) -> str:
+        """Return the block of reasoning that the policy writes at the beginning of ``answer`` and
+        the template cuts out of its text."""
+        tags = self.tags()
+        block = tags.block(answer["content"]) if tags else None
+        if block is None or block[0].strip() in sampled:
+            return ""
+        return str(answer["content"]).removesuffix(block[1].lstrip())
 
     def _sampled(self, turn: str, following: Continuation) -> str:
         """Return the part of a last turn that the policy samples: up to its end token."""

@@ -15,8 +15,10 @@ from chat_families import (
     renderer_of,
 )
 
+from burnish.episodes.formats import FORMATS, response_template
 from burnish.episodes.probing import TOOLS, assistant, call, result, user
 from burnish.episodes.renderer import ChatRenderer, RendererError
+from burnish.reasoning_tags import THINK
 
 # ---- special tokens in answers to the policy -----------------------------------------------------
 
@@ -272,3 +274,76 @@ def test_arguments_are_json_text_for_templates_that_require_it() -> None:
     new = result("12", "look_up", "probe0000")
     text = tokenizer.decode(renderer.render([user("Hi."), made, new], TOOLS))
     assert '"arguments": {"key": "ä"}' in text
+
+
+# ---- reasoning -----------------------------------------------------------------------------------
+
+ONE_TURN = (
+    CHATML.partition("{% for m")[0]
+    + "{% for m in messages %}{% if m.role == 'assistant' %}"
+    + "{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>assistant\n{% endif %}"
+    + "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    + "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n"
+    + "</tool_call>{% else %}<|im_end|>\n{% endfor %}"
+    + "{% elif m.role == 'tool' %}<tool_response>{{ m.content }}</tool_response>"
+    + "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    + "{% if add_generation_prompt %}{% if messages[-1].role == 'tool' %}{{ AFTER }}"
+    + "{% else %}<|im_start|>assistant\n{% endif %}{% endif %}"
+)
+"""A call, its result and the answer are one turn, as Gemma 4 writes them."""
+
+
+@pytest.mark.parametrize("anchor", ["", r"<\|im_start\|>assistant\n|</tool_response>"])
+@pytest.mark.parametrize("earlier", ["", "I should look."])
+@pytest.mark.parametrize(
+    ("after", "response"),
+    [("<think>\n", "Why.\n</think>\n\nB"), ("", "<think>\nWhy.\n</think>\n\nB"), ("", "B")],
+)
+def test_a_prompt_opens_reasoning_after_a_result_of_a_tool(
+    anchor: str, earlier: str, after: str, response: str
+) -> None:
+    special = ("<|im_start|>", "<|im_end|>", "<tool_response>")  # the last one ends calls
+    tokenizer = byte_bpe(special, eos="<|im_end|>")
+    tokenizer.chat_template = ONE_TURN.replace("AFTER", repr(after))
+    if anchor:
+        form = response_template(FORMATS["hermes"], reasoning=THINK)
+        tokenizer.response_template = {**form, "start_anchor_pattern": anchor}
+    renderer = ChatRenderer(tokenizer, history="keep")
+    answer = assistant("", tool_calls=[call("look_up", {"key": "a"}, "probe0000")])
+    answer |= {"reasoning_content": earlier} if earlier else {}
+    messages = [user("Go."), answer, result("12", "look_up", "probe0000")]
+    prompt = renderer.render(messages, TOOLS)
+    ids = encoded(tokenizer, f"{response}<|im_end|>")
+    found = renderer.parse(ids, TOOLS, prompt_ids=prompt, ended=True)
+    reasoning = {"reasoning_content": "Why."} if "Why." in response else {}
+    assert found.message == assistant("B") | reasoning
+    stream = renderer.stream(prompt)
+    assert stream.feed(ids)[0] == reasoning.get("reasoning_content", "")
+
+
+CUTS = "{{ m.content.split('</think>\\n\\n')[-1] }}"
+
+
+@pytest.mark.parametrize(
+    ("content", "history"),
+    [
+        (CUTS, None),
+        ("{% if loop.last %}{{ m.content }}{% else %}" + CUTS + "{% endif %}", None),
+        ("{{ m.content }}{# <think></think> #}", "keep"),
+    ],
+    ids=["always", "earlier", "never"],
+)
+def test_a_template_that_cuts_reasoning_out_of_texts_needs_a_choice(
+    content: str, history: str | None
+) -> None:
+    tokenizer = byte_bpe(("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}CONTENT"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ).replace("CONTENT", content)
+    if history:
+        assert ChatRenderer(tokenizer).history == history
+    else:
+        with pytest.raises(RendererError, match=r"reasoning in the text.*<think>.*history: keep"):
+            ChatRenderer(tokenizer)

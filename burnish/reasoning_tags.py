@@ -75,14 +75,20 @@ REASONING_TAGS = (
 """The tags of model families without channels."""
 
 
-def after_reasoning(response: str) -> str:
+def after_reasoning(response: str, prompt: str = "") -> str:
     """Return the response after its last closing tag, or all of it if there is none. Tags that are
-    words count in a response that begins with one.
+    words count in a response that begins with one, and behind a ``prompt`` that ends with one.
 
     >>> after_reasoning("<think>7</think>4"), after_reasoning("[THINK]7[/THINK]4")
     ('4', '4')
+    >>> after_reasoning("7</thought>4"), after_reasoning("7</thought>4", "A: <thought>\\n")
+    ('7</thought>4', '4')
     """
-    begin = response.lstrip()
-    read = (t for t in REASONING_TAGS if not t.is_word or begin.startswith(t.begin))
+    begin, before = response.lstrip(), prompt.rstrip()
+    read = (
+        tags
+        for tags in REASONING_TAGS
+        if not tags.is_word or begin.startswith(tags.begin) or before.endswith(tags.begin)
+    )
     place, length = max((response.rfind(tags.end), len(tags.end)) for tags in read)
     return response[place + length :] if place >= 0 else response

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from burnish.chat_message import REASONING, Message, is_cut, roles_of, without_flags
+from burnish.data.decoding import response_decoder
 from burnish.data.left_out import REFUSED, Field, check_rendering
 from burnish.data.messages import as_messages, trained_flags
 from burnish.data.notices import note
@@ -255,14 +256,13 @@ def response_text(
     tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response_ids: Sequence[int]
 ) -> str:
     """Return the text of ``response_ids`` as a continuation of ``prompt_ids``, without special
-    tokens.
+    tokens other than tags of reasoning (:mod:`burnish.data.decoding`).
 
     Decoded alone, a response can lose its first space (SentencePiece) or gain ``##`` (WordPiece).
     """
-    alone, head, both = (
-        str(tokenizer.decode(list(ids), skip_special_tokens=True))
-        for ids in (response_ids, prompt_ids, [*prompt_ids, *response_ids])
-    )
+    decode = response_decoder(tokenizer)
+    alone, head = decode(response_ids), decode(prompt_ids)
+    both = decode([*prompt_ids, *response_ids])
     return both[len(head) :] if both.startswith(head) else alone
 
 

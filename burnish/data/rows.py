@@ -22,6 +22,7 @@ from burnish.data.chat import (
     response_text,
 )
 from burnish.data.config import DataConfig
+from burnish.data.decoding import response_decoder
 from burnish.data.left_out import REFUSED, check_rendering
 from burnish.data.messages import as_messages, as_tools, parsed, without_nulls
 from burnish.data.notices import note
@@ -425,7 +426,7 @@ def _sampled(
         tools=exchange.tools,
     )
     if min(ids) >= 0 and max(ids) < num_tokens(tokenizer):
-        alone = str(tokenizer.decode(list(ids), skip_special_tokens=True))
+        alone = response_decoder(tokenizer)(ids)
         if exchange.response in (alone, response_text(tokenizer, prompt_ids, ids)):
             return token_row([*prompt_ids, *ids], [False] * len(prompt_ids) + [True] * len(ids))
     note("other_tokens", _OTHER_TOKENS)

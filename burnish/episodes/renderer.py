@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from burnish.chat_message import Message
 from burnish.compact import IntArray
 from burnish.data.chat import encode_prompt, response_text
+from burnish.data.decoding import response_decoder
 from burnish.data.left_out import REFUSED_IN_EPISODES, check_rendering
 from burnish.data.messages import as_messages
 from burnish.data.pieces import encode_piece
@@ -98,7 +99,7 @@ class TextCodec:
         return str(self._tokenizer.decode(list(ids)))
 
     def response_text(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> str:
-        """Return the text of a response as a continuation of its prompt, without special tokens."""
+        """Return the text of a response, see :func:`burnish.data.chat.response_text`."""
         return response_text(self._tokenizer, prompt_ids[-CONTEXT:], sampled_ids)
 
     def text_parts(
@@ -106,12 +107,13 @@ class TextCodec:
     ) -> tuple[TokenPart, ...]:
         """Return the part of each token of :meth:`response_text`, up to the first of ``stops``."""
         text, _ = before_stop(self.response_text(prompt_ids, sampled_ids), stops)
-        return token_parts(self._tokenizer, prompt_ids, sampled_ids, text, skip_special_tokens=True)
+        decode = response_decoder(self._tokenizer)
+        return token_parts(self._tokenizer, prompt_ids, sampled_ids, text, decode=decode)
 
     def stream_text(self, prompt_ids: Sequence[int], stops: Sequence[str] = ()) -> TextStream:
         """Return a reader of a response that is being sampled. What it returns is a beginning of
         what :meth:`response_text` returns, up to the first of ``stops``."""
-        text = TokenText(self._tokenizer, prompt_ids, skip_special_tokens=True)
+        text = TokenText(self._tokenizer, prompt_ids, decode=response_decoder(self._tokenizer))
         return TextStream(text, StopHold(stops))
 
 
@@ -327,7 +329,7 @@ class ChatRenderer(TextCodec):
             sampled_ids,
             text[:end],
             begin=begin,
-            skip_special_tokens=False,
+            decode=self.decode,
         )
 
     def stream(
@@ -335,7 +337,7 @@ class ChatRenderer(TextCodec):
     ) -> MessageStream:
         """Return a reader of a response that is being sampled. What it returns is a beginning of
         what :meth:`parse` returns, with tools if ``has_tools``."""
-        text = TokenText(self._tokenizer, prompt_ids, skip_special_tokens=False)
+        text = TokenText(self._tokenizer, prompt_ids, decode=self.decode)
         message = self._parser_of(prompt_ids).stream(with_calls=has_tools)
         opening = FrameHold(Framing(self._framing.openings), strips=True)
         return MessageStream(text, StopHold(stops), FrameHold(self._framing), message, opening)

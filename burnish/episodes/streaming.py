@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from burnish.data.decoding import Decode
 from burnish.episodes.framing import FrameHold
 from burnish.model_text import Form, Pattern
 
@@ -80,10 +81,10 @@ def _place(text: str, stop: str) -> int:
 class TokenText:
     """Text of sampled tokens as a continuation of their prompt.
 
-    ``prompt_ids``: the end of the prompt. A character of which only some bytes were sampled is held
-    back until it is complete. So is a run of byte tokens (``<0x..>``) until another token follows,
-    because one wrong byte changes the text of the entire run. Decoders that remove spaces before
-    punctuation give no text at all.
+    ``prompt_ids``: the end of the prompt. ``decode``: decodes tokens as the text. A character of
+    which only some bytes were sampled is held back until it is complete. So is a run of byte tokens
+    (``<0x..>``) until another token follows, because one wrong byte changes the text of the entire
+    run. Decoders that remove spaces before punctuation give no text at all.
     """
 
     def __init__(
@@ -91,9 +92,9 @@ class TokenText:
         tokenizer: PreTrainedTokenizerBase,
         prompt_ids: Sequence[int],
         *,
-        skip_special_tokens: bool,
+        decode: Decode,
     ) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._tokenizer, self._decode = tokenizer, decode
         self._window = list(prompt_ids[-CONTEXT:])
         """Tokens of which the text was returned, as far as others depend on it."""
         self._byte_run: list[int] = []
@@ -124,9 +125,6 @@ class TokenText:
 
     def _is_byte(self, token: int) -> bool:
         return bool(_BYTE.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token))))
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=self._skip))
 
 
 def _certain(text: str) -> str:

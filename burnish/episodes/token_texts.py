@@ -11,6 +11,7 @@ from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from burnish.data.decoding import Decode
 from burnish.model_text import Form
 
 if TYPE_CHECKING:
@@ -41,14 +42,14 @@ def token_parts(
     text: str,
     *,
     begin: int = 0,
-    skip_special_tokens: bool,
+    decode: Decode,
 ) -> tuple[TokenPart, ...]:
     """Return the part of each token of a response. Their texts joined are ``text``: the text of the
     response, or a beginning of it, from ``begin`` on. ``prompt_ids``: the tokens before the
-    response."""
+    response. ``decode``: decodes tokens as the text."""
     if not ids:
         return ()
-    places = _Places(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+    places = _Places(tokenizer, prompt_ids, decode)
     for token in ids:
         places.add(token)
     ends = [min(max(end, begin), len(text)) for end in places.ends]
@@ -65,10 +66,9 @@ class _Places:
         self,
         tokenizer: PreTrainedTokenizerBase,
         prompt_ids: Sequence[int],
-        *,
-        skip_special_tokens: bool,
+        decode: Decode,
     ) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._tokenizer, self._decoded = tokenizer, decode
         self._window = list(prompt_ids[-_MOST_CONTEXT:])
         self._seen = ""
         """Text of the window."""
@@ -102,8 +102,7 @@ class _Places:
         self._seen = self._decode()
 
     def _decode(self) -> str:
-        text = self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
-        return str(text).rstrip(_BROKEN)
+        return self._decoded(self._window).rstrip(_BROKEN)
 
 
 def common_length(first: str, second: str) -> int:

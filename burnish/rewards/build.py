@@ -53,7 +53,7 @@ def build_rewards(
     ``functions`` maps entry names to callables, for entries without a ``function``. If there is
     one callable and one such entry, they match regardless of names. ``model_reward`` builds
     rewards of kind ``model``; it gets the config with the name filled in. ``tokenizer``: the
-    policy's, for the texts that rewards of kind ``remote`` send.
+    policy's, for the texts that rewards read of episodes.
 
     Raises RewardError if an entry has no callable, a function cannot be loaded, or no entry uses a
     given callable.
@@ -155,10 +155,15 @@ KINDS: Mapping[str, RewardKind] = {
     "model": RewardKind(_model_reward),
     "math": RewardKind(
         lambda entry, inputs: MathReward(
-            name=inputs.name, timeout_s=entry.timeout_s, num_workers=entry.num_workers
+            name=inputs.name,
+            timeout_s=entry.timeout_s,
+            num_workers=entry.num_workers,
+            tokenizer=inputs.tokenizer,
         )
     ),
-    "python_code": RewardKind(lambda entry, inputs: PythonCodeReward(entry, name=inputs.name)),
+    "python_code": RewardKind(
+        lambda entry, inputs: PythonCodeReward(entry, name=inputs.name, tokenizer=inputs.tokenizer)
+    ),
     "environment": RewardKind(
         lambda entry, inputs: EnvironmentReward(name=inputs.name, timeout_s=entry.timeout_s)
     ),

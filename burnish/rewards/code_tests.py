@@ -50,9 +50,10 @@ class TestsError(BurnishError, ValueError):
     __test__ = False  # (pytest would collect the class by its name)
 
 
-def read_code(response: str, which: Literal["last_block", "all"]) -> str | None:
-    """Return the code in a response, or None if there is none."""
-    text = after_reasoning(response)
+def read_code(response: str, which: Literal["last_block", "all"], prompt: str = "") -> str | None:
+    """Return the code in a response, or None if there is none. ``prompt``: the end of what the
+    response continues."""
+    text = after_reasoning(response, prompt)
     if which == "all":
         return text if text.strip() else None
     blocks = [body for language, body in _blocks(text) if language.lower() in _PYTHON]

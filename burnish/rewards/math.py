@@ -20,8 +20,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
+from transformers import PreTrainedTokenizerBase
+
 from burnish.rewards.base import RewardError, RewardInput, SampleError
 from burnish.rewards.math_text import Ask, Label, LabelError, judge, read_label
+from burnish.rewards.rows import prompt_end
 
 log = logging.getLogger("burnish")
 
@@ -48,8 +51,16 @@ class MathReward:
     Worker processes start with the first comparison. ``num_workers`` comparisons run in parallel.
     """
 
-    def __init__(self, *, name: str = "math", timeout_s: float = 5.0, num_workers: int = 1) -> None:
-        self.name = name
+    def __init__(
+        self,
+        *,
+        name: str = "math",
+        timeout_s: float = 5.0,
+        num_workers: int = 1,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        """``tokenizer``: the policy's, as in :func:`burnish.rewards.rows.prompt_end`."""
+        self.name, self._tokenizer = name, tokenizer
         self._timeout_s = timeout_s
         self._num_workers = num_workers
         self._idle: queue.SimpleQueue[_Worker] | None = None
@@ -63,7 +74,8 @@ class MathReward:
         """
         labels = [self._label(item) for item in items]
         verdicts = [
-            judge(label, item.sample.text) for label, item in zip(labels, items, strict=True)
+            judge(label, item.sample.text, prompt_end(item, self._tokenizer))
+            for label, item in zip(labels, items, strict=True)
         ]
         asked = {i: verdict for i, verdict in enumerate(verdicts) if isinstance(verdict, Ask)}
         answers = dict(zip(asked, self._ask(list(asked.values())), strict=True))

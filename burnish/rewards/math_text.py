@@ -315,10 +315,10 @@ def read_date(text: str) -> tuple[str, bool] | None:
     return date, match.group() == text
 
 
-def judge(label: Label, response: str) -> bool | Ask:
+def judge(label: Label, response: str, prompt: str = "") -> bool | Ask:
     """Return whether the last answer of ``response`` equals ``label``, or an Ask if math-verify
-    has to decide."""
-    text = with_signs(without_quotes(after_reasoning(response)))
+    has to decide. ``prompt``: the end of what the response continues."""
+    text = with_signs(without_quotes(after_reasoning(response, prompt)))
     answer = last_answer(text)
     if label.kind == "words":
         return _same_words(label.text, text, answer)

@@ -19,6 +19,7 @@ from burnish.config.rewards import ModelReward as ModelRewardConfig
 from burnish.config.rewards import StepAggregation
 from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
+from burnish.data.decoding import response_decoder
 from burnish.models.load import (
     ModelError,
     describe,
@@ -268,7 +269,7 @@ def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator:
     last separator (an end token, spaces) belong to the step before it. A response with at most one
     step has one index, T - 1.
     """
-    text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
+    text = response_decoder(tokenizer)(ids)
     ends: list[int] = []
     begin, pending = 0, False
     while (separator_begin := text.find(separator, begin)) >= 0:
@@ -285,11 +286,12 @@ def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator:
 
 def _token_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], length: int) -> int:
     """Return the index of the first token with which the decoded text has ``length`` characters."""
+    decode = response_decoder(tokenizer)
     low, high = 0, len(ids) - 1
     while low < high:
         middle = (low + high) // 2
         # An incomplete character decodes to U+FFFD, which does not count yet.
-        text = str(tokenizer.decode(list(ids[: middle + 1]), skip_special_tokens=True))
+        text = decode(ids[: middle + 1])
         if len(text.rstrip("\ufffd")) >= length:
             high = middle
         else:

@@ -16,10 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from burnish.config.rewards import PythonCodeReward as PythonCodeConfig
 from burnish.loop_thread import LoopThread
 from burnish.rewards.base import RewardError, RewardInput, SampleError
 from burnish.rewards.code_tests import TestsError, read_code, read_tests
+from burnish.rewards.rows import prompt_end
 from burnish.sandbox.base import PYTHON, Program, Result, Sandbox, SandboxError
 from burnish.sandbox.make import make_sandbox
 
@@ -49,8 +52,15 @@ class PythonCodeReward:
 
     takes_label = True
 
-    def __init__(self, config: PythonCodeConfig, *, name: str = "python_code") -> None:
-        self.name, self._config = name, config
+    def __init__(
+        self,
+        config: PythonCodeConfig,
+        *,
+        name: str = "python_code",
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        """``tokenizer``: the policy's, as in :func:`burnish.rewards.rows.prompt_end`."""
+        self.name, self._config, self._tokenizer = name, config, tokenizer
         self._counts: Counter[str] = Counter()
         self._passed = (0.0, 0.0)
         self._loop = LoopThread(f"reward-{name}")
@@ -109,7 +119,8 @@ class PythonCodeReward:
             tests = read_tests(item.prompt.label, item.prompt.metadata.get("entry_point"))
         except TestsError as error:
             raise self._bad_label(item, str(error)) from error
-        code = read_code(item.sample.text, self._config.code)
+        before = prompt_end(item, self._tokenizer)
+        code = read_code(item.sample.text, self._config.code, before)
         if code is None:
             self._counts["no_code"] += 1
             self._note(0.0)

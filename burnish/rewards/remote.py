@@ -9,13 +9,13 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from burnish import secret
 from burnish.config.rewards import RemoteReward as RemoteRewardConfig
+from burnish.data.chat import response_text
 from burnish.loop_thread import LoopThread
 from burnish.rewards.base import RewardError, RewardInput, SampleError
 from burnish.rewards.remote_client import COUNTS, RemoteError, Reply, RewardClient
@@ -161,21 +161,16 @@ def prompt_and_query(
         return item.prompt.text, item.prompt.text + sample.text
     if tokenizer is None:
         raise RewardError("texts of episodes need the policy's tokenizer; pass it to RemoteReward")
-    decode = partial(_decode, tokenizer, special_tokens=special_tokens)
-    prompt_ids, response_ids = sample.last_response
-    head, whole = decode(prompt_ids), decode(prompt_ids + response_ids)
-    tail = whole[len(head) :] if whole.startswith(head) else decode(response_ids)
-    prompt = text_before(item, tokenizer)
+    prompt, (prompt_ids, response_ids) = text_before(item, tokenizer), sample.last_response
+    if not special_tokens:
+        return prompt, prompt + response_text(tokenizer, prompt_ids, response_ids)
+    head, whole = _decode(tokenizer, prompt_ids), _decode(tokenizer, prompt_ids + response_ids)
+    tail = whole[len(head) :] if whole.startswith(head) else _decode(tokenizer, response_ids)
     return prompt, prompt + tail
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, special_tokens: bool) -> str:
-    text = tokenizer.decode(
-        list(ids),
-        skip_special_tokens=not special_tokens,
-        clean_up_tokenization_spaces=False,
-    )
-    return str(text)
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
 
 def read_token(variable: str) -> str:

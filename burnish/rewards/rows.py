@@ -82,6 +82,15 @@ def text_before(item: RewardInput, tokenizer: PreTrainedTokenizerBase) -> str:
     )
 
 
+def prompt_end(item: RewardInput, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Return the end of what the policy read before its last response, long enough for the tag of
+    reasoning that it may open. Without the policy's tokenizer, that of an episode is the end of its
+    first prompt."""
+    if item.sample.episode is None or tokenizer is None:
+        return item.prompt.text[-_PROMPT_END:]
+    return _decoded(tokenizer, item.sample.last_response[0][-_PROMPT_END:])
+
+
 def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
@@ -89,6 +98,7 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 _TEXT = "Ab c, 12 + \u00e9\n  xyzzy"
 _ANSWER = "qzanswerzq"
 _MARKER = re.compile(r"<[^<>'\"\s{}%]+>|\[/?[A-Z_]+\]")
+_PROMPT_END = 64  # characters or tokens
 _MOST_FORMS = 1024  # cached forms of answers per reward
 _WRITTEN_BY_THE_POLICY: frozenset[Field] = frozenset({"content", "tool calls"})
 """Parts that a template may not leave out. A policy may write no text, or text with tool calls."""

@@ -58,14 +58,13 @@ class LiveSample:
     def completion(self) -> Completion:
         """Return the finished sample."""
         assert self.reason is not None
-        text = str(self.stop.tokenizer.decode(self.tokens, skip_special_tokens=True))
         return Completion(
             request_id=self.request.request_id,
             index=self.index,
             token_ids=IntArray(self.tokens),
             logprobs=FloatArray(self.logprobs),
             finish_reason=self.reason,
-            text=text,
+            text=self.stop.text_of(self.tokens),
             spans=version_spans(self.marks, len(self.tokens)),
             cached_tokens=self.cached_tokens,
             kept_ids=IntLists(self.kept),

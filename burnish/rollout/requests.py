@@ -8,8 +8,9 @@ from itertools import islice
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from burnish.data.decoding import hidden_tokens, response_decoder
 from burnish.rollout.base import Request, Sampling
-from burnish.special_tokens import end_token_ids, special_tokens
+from burnish.special_tokens import end_token_ids
 from burnish.transcript import FinishReason
 
 
@@ -126,9 +127,9 @@ def end_tokens(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBa
 class StopRule:
     """Stop conditions of responses: an end or stop token, a stop string, or the length limit.
 
-    Stop tokens and stop strings remain in the response. Stop strings are searched in the text
-    without special tokens, which is the text of a completion, unless one of them names a special
-    token.
+    Stop tokens and stop strings remain in the response. Stop strings are searched in the text of a
+    completion, which lacks special tokens (:mod:`burnish.data.decoding`), unless one of them names
+    such a token.
     """
 
     def __init__(
@@ -138,7 +139,8 @@ class StopRule:
         self.tokens = set(ends) | set(sampling.stop_token_ids)
         # Every token has at least one byte, so a stop string spans at most this many tokens.
         self._window = max((len(s.encode()) for s in sampling.stop), default=0) + 4
-        hidden = special_tokens(tokenizer) if sampling.stop else {}
+        self.text_of = response_decoder(tokenizer)
+        hidden = hidden_tokens(tokenizer) if sampling.stop else {}
         named = any(text in string for text in hidden.values() if text for string in sampling.stop)
         self._hidden: Collection[int] = () if named else hidden.keys()
 

@@ -212,7 +212,7 @@ def overrides_are_yaml(patch: Patch) -> None:
 
 def thoughts_count(patch: Patch) -> None:
     """The answer is looked for in the thoughts, too."""
-    patch.setattr(math_text, "after_reasoning", lambda response: response.partition("</think>")[0])
+    patch.setattr(math_text, "after_reasoning", lambda text, _: text.partition("</think>")[0])
 
 
 PLANTED: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {

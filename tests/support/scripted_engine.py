@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from burnish.data.decoding import response_decoder
 from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
 
 Answer = Callable[[Request], Sequence[int]]
@@ -64,7 +65,7 @@ class ScriptedEngine:
                 token_ids=ids,
                 logprobs=tuple(-1.0 / (1 + t) for t in ids),
                 finish_reason="length" if cut else "stop",
-                text=str(self.tokenizer.decode(list(ids), skip_special_tokens=True)),
+                text=response_decoder(self.tokenizer)(ids),
                 spans=(VersionSpan(self.version, 0, len(ids)),),
             )
         ]

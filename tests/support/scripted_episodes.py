@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from burnish.data.chat import encode_prompt
+from burnish.data.decoding import response_decoder
 from burnish.data.pieces import encode_piece
 from burnish.episodes.loop import EngineCall, EpisodeResult
 from burnish.episodes.renderer import ChatRenderer, History
@@ -122,4 +123,4 @@ class Player:
         return Completion("r", 0, ids, (-1.0,) * len(ids), finish, self._text(ids), span)
 
     def _text(self, ids: Ids) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        return response_decoder(self.tokenizer)(ids)

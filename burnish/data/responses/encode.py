@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.compact import IntRuns
 from burnish.data.chat import encode_completion, encode_prompt, response_text
+from burnish.data.decoding import response_decoder
 from burnish.data.encoded import EncodedTable
 from burnish.data.episode_rows import episode_of
 from burnish.data.prompts.encode import PromptEncoder, check_label_key
@@ -112,8 +113,7 @@ class ResponseEncoder:
         if sampled is not None:
             begin = sampled.prompt_len
             tokens = _tokens(sampled.ids[:begin], sampled.ids[begin:], sampled.mask[begin:])
-            text = tokenizer.decode(list(tokens.last_response[1]), skip_special_tokens=True)
-            return tokens, str(text)
+            return tokens, response_decoder(tokenizer)(tokens.last_response[1])
         text, messages = last.message["content"], episode.messages_before(len(episode.turns) - 1)
         prompt, head = encode_prompt(tokenizer, messages, tools=episode.tools or None, refused=())
         ids, _ = encode_completion(

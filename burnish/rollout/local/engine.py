@@ -354,6 +354,7 @@ class _NoTokenizer:
     """A stand-in for a tokenizer, without texts and end tokens."""
 
     eos_token_id = None
+    chat_template = None
 
     def decode(self, _ids: list[int], **_: Any) -> str:
         return ""

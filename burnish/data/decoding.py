@@ -1,0 +1,59 @@
+"""Decode the tokens of a response to its text.
+
+The text has no special tokens, such as the end token, but it has the tags of the reasoning, which
+are special tokens in some models (Magistral: ``[THINK]``). Otherwise what reads the text could not
+tell the reasoning from the answer, and the tokens of the text would be others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from burnish.data.pieces import plain_ids
+from burnish.data.rendering import tags_of
+from burnish.reasoning_tags import Tags
+from burnish.special_tokens import special_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Decode = Callable[[Sequence[int]], str]
+_Known = tuple[Tags, Mapping[int, str], dict[int, str] | None]
+_known: WeakKeyDictionary[PreTrainedTokenizerBase, _Known] = WeakKeyDictionary()
+
+
+def hidden_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, str]:
+    """Return id -> text of the special tokens that the text of a response lacks."""
+    without_tags = _without_tags(tokenizer)
+    return special_tokens(tokenizer) if without_tags is None else without_tags
+
+
+def response_decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
+    """Return the function that decodes tokens as text of a response."""
+    return partial(_decoded, tokenizer, _without_tags(tokenizer))
+
+
+def _decoded(
+    tokenizer: PreTrainedTokenizerBase, hidden: Collection[int] | None, ids: Sequence[int]
+) -> str:
+    if hidden is None:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+    return str(tokenizer.decode([token for token in ids if token not in hidden]))
+
+
+def _without_tags(tokenizer: PreTrainedTokenizerBase) -> dict[int, str] | None:
+    """Return the special tokens that are no tags of the chat template's reasoning. None: no special
+    token is one."""
+    tags = tags_of(tokenizer)
+    if tags is None:
+        return None
+    special, known = special_tokens(tokenizer), _known.get(tokenizer)
+    if known is None or known[0] is not tags or known[1] is not special:
+        shown = {*plain_ids(tokenizer, tags.begin), *plain_ids(tokenizer, tags.end)}
+        hidden = {token: text for token, text in special.items() if token not in shown}
+        known = (tags, special, hidden if len(hidden) < len(special) else None)
+        _known[tokenizer] = known
+    return known[2]

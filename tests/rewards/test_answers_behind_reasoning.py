@@ -1,0 +1,130 @@
+"""Rewards read the answer behind the reasoning, and the text of a response has its tags: whether
+these are special tokens, and whether the policy or the prompt writes the first one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reasoning_players import reasoning_player
+from scripted_episodes import Scripted
+
+from burnish.config.generate import AllSamples
+from burnish.data.chat import response_text
+from burnish.data.forms import open_rows
+from burnish.data.prompts.generation import GenerationPrompt
+from burnish.data.responses.config import ResponseDataConfig
+from burnish.data.responses.encode import ResponseEncoder
+from burnish.data.selection import select
+from burnish.data.stream import RowRef
+from burnish.reasoning_tags import REASONING_TAGS, Tags
+from burnish.rewards.base import RewardInput
+from burnish.rewards.code_tests import read_code
+from burnish.rewards.math import MathReward
+from burnish.rewards.model import step_ends
+from burnish.rewards.remote import prompt_and_query
+from burnish.rewards.rows import prompt_end
+from burnish.rollout.base import Sampling
+from burnish.rollout.requests import StopRule
+from burnish.types import Group
+
+START = [{"role": "user", "content": "q"}]
+TAGS = pytest.mark.parametrize("tags", REASONING_TAGS, ids=lambda tags: str(tags.begin))
+SPECIAL = pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+OPENED = pytest.mark.parametrize("opened", [False, True], ids=["own", "opened"])
+
+
+@pytest.fixture(scope="module")
+def answers_of() -> Iterator[Any]:
+    """Score responses to a label."""
+    rewards: list[MathReward] = []
+
+    def score(tokenizer: Any, items: list[RewardInput]) -> list[float]:
+        rewards.append(MathReward(tokenizer=tokenizer))
+        return rewards[-1].score(items)
+
+    yield score
+    for reward in rewards:
+        reward.close()
+
+
+@OPENED
+@SPECIAL
+@TAGS
+def test_answers_are_read_behind_the_reasoning(
+    tags: Tags, special: bool, opened: bool, answers_of: Any
+) -> None:
+    player = reasoning_player(tags, special=special, opened=opened)
+    begin = "" if opened else tags.begin
+    items = []
+    for thought, answer in (("5", "7"), ("7", "5")):
+        turn = Scripted(f"{begin}Maybe \\boxed{{{thought}}}.{tags.end}\n\nThe result: {answer}")
+        prompt = replace(player.prompt(START), label="7")
+        for sample in (player.single(prompt, turn), player.episode(START, [turn], prompt=prompt)):
+            assert sample.text == turn.text
+            item = RewardInput(prompt, sample)
+            before = prompt_end(item, player.tokenizer)
+            assert read_code(sample.text, "all", before) == f"\n\nThe result: {answer}"
+            items.append(item)
+            texts = prompt_and_query(item, player.tokenizer, special_tokens=False)
+            assert texts[1] == texts[0] + turn.text
+    assert answers_of(player.tokenizer, items) == [1.0, 1.0, 0.0, 0.0]
+
+
+@OPENED
+@TAGS
+def test_the_text_of_a_response_gives_its_tokens_again(
+    tags: Tags, opened: bool, tmp_path: Path
+) -> None:
+    """Written by generate without tokens and read by score; streamed; with log-probs."""
+    player = reasoning_player(tags, special=True, opened=opened)
+    tokenizer, prompt = player.tokenizer, player.prompt(START)
+    sample = player.single(
+        prompt, Scripted(f"{'' if opened else tags.begin}a\n\nb{tags.end}\n\nc\n\n")
+    )
+    data = GenerationPrompt(prompt, START, START, None, True, {})
+    group = Group(0, prompt, (sample,))
+    (row,) = select(
+        AllSamples(), [group], {prompt.id: data}, with_tokens=False, tokenizer=tokenizer
+    ).rows
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row))
+    config = ResponseDataConfig(sources=(str(path),))  # type: ignore[arg-type]
+    (source,) = open_rows(config)
+    scored = ResponseEncoder(config, tokenizer).encode(source[0], RowRef("rows", 0, 0))
+    (read,) = scored.group.samples
+    assert list(read.response_ids) == list(sample.response_ids)
+    assert read.text == sample.text == row["response"]
+    stream = player.renderer.stream_text(prompt.token_ids)
+    parts = "".join(stream.feed([token])[1] for token in sample.response_ids)
+    assert parts == sample.text
+    parts = player.renderer.text_parts(prompt.token_ids, sample.response_ids)
+    assert "".join(part.text for part in parts) == sample.text
+    assert len(step_ends(tokenizer, sample.response_ids, "\n\n")) == 3
+
+
+@SPECIAL
+def test_special_tokens_that_are_no_tags_are_not_in_the_text(special: bool) -> None:
+    tags = REASONING_TAGS[1]
+    tokenizer = reasoning_player(tags, special=special, opened=False).tokenizer
+    prompt, ids = (
+        tokenizer(text)["input_ids"]
+        for text in ("<|im_start|>a", f"{tags.begin}b<|other|>{tags.end}c<|im_end|>")
+    )
+    shown = f"{tags.begin}b{tags.end}c"
+    assert response_text(tokenizer, prompt, ids) == shown
+    rule = StopRule(tokenizer, Sampling(max_tokens=99, stop=(f"b{tags.end}",)), ())
+    ends = [rule.finished(ids[:end], 99) for end in range(1, len(ids) + 1)]
+    assert rule.text_of(ids[: ends.index("stop") + 1]) == shown[:-1]
+
+
+def test_words_of_an_answer_are_no_tags_unless_the_prompt_opened_them(answers_of: Any) -> None:
+    tags = next(tags for tags in REASONING_TAGS if tags.is_word)
+    player = reasoning_player(tags, special=False, opened=False)
+    prompt = replace(player.prompt(START), label="7")
+    sample = player.single(prompt, Scripted(f"\\boxed{{7}} is no {tags.end}, 5 is"))
+    assert answers_of(player.tokenizer, [RewardInput(prompt, sample)]) == [1.0]

@@ -139,7 +139,7 @@ class GenerateConfig(RowsJob):
     job: Literal["generate"] = "generate"
     """Job of the recipe."""
     data: GenerationDataConfig
-    """Prompts. Read once, in order; source weights are ignored."""
+    """Prompts. Read once, in order."""
     num_prompts: int | None = Field(None, ge=1)
     """Use only the first this many prompts. None: all."""
     rollout: GenerateRollout = GenerateRollout()

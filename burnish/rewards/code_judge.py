@@ -340,6 +340,11 @@ class SourceTests:
             import unittest
 
             vars(unittest)["main"] = lambda *_, **__: None  # the classes are run in any case
+            for name in ("assertIs", "assertIsNot"):
+                identify_operands(unittest.TestCase, name)
+        for node in self.body:
+            identify(node)
+        vars(builtins)[FIRST] = first_reference
 
     def check_that_all_run(self, functions: Sequence[Any]) -> None:
         """Raise BadTests if a test function needs arguments that nothing gives it."""
@@ -455,6 +460,37 @@ class SourceTests:
         failed = [*result.failures, *result.errors]
         if not result.wasSuccessful() or result.skipped or not result.testsRun:
             raise AssertionError(failed[0][1].strip()[-MAX_WHY_CHARS:] if failed else "skipped")
+
+
+FIRST = "(first reference)"
+"""Builtin of the tests with ``first_reference``. (No name of the tests or the code.)"""
+
+
+def identify(node: ast.stmt) -> None:
+    """Let ``is`` of the tests compare the first references of its operands."""
+
+    def first(value: ast.expr) -> ast.expr:
+        if isinstance(value, ast.Constant):
+            return value
+        function = ast.copy_location(ast.Name(FIRST, ast.Load()), value)
+        return ast.copy_location(ast.Call(function, [value], []), value)
+
+    for part in ast.walk(node):
+        if isinstance(part, ast.Compare) and any(isinstance(op, IDENTITY) for op in part.ops):
+            part.left, part.comparators = first(part.left), [*map(first, part.comparators)]
+
+
+IDENTITY = (ast.Is, ast.IsNot)
+
+
+def identify_operands(kind: Any, name: str) -> None:
+    """Let a method of unittest compare the first references of its operands."""
+    method = vars(kind)[name]
+
+    def compare(self: Any, expr1: Any, expr2: Any, msg: Any = None) -> None:
+        method(self, first_reference(expr1), first_reference(expr2), msg)
+
+    setattr(kind, name, compare)
 
 
 FUNCTIONS_OF_TESTS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -875,9 +911,12 @@ class Codec:
         if isinstance(value, float):
             return float.__float__(value)
         if isinstance(value, complex):
-            return {"complex": [complex(value).real, complex(value).imag]}
-        if isinstance(value, (bytes, bytearray)):
-            return {"bytes": bytes(value).hex()}
+            number = complex_of(value)
+            return {"complex": [number.real, number.imag]}
+        if isinstance(value, bytes):
+            return {"bytes": bytes_of(value).hex()}
+        if isinstance(value, bytearray):
+            return {"bytes": bytearray.hex(value)}
         name = type(value).__name__
         if COPIED.get(name) is type(value) and (content := parts_of(value)) is not None:
             return {name: [self.encode(part) for part in content]}
@@ -1448,7 +1487,8 @@ class Solution(Codec):
         """Objects and classes of the code by number."""
         self.created: dict[int, Any] = {}
         """Objects that the tests created from classes of the code whose operators they may use. A
-        call that returns one of them gives another reference, which is not trusted like it."""
+        call that returns one of them gives another reference, which is not trusted like it, and
+        which ``is`` the same object for the tests (``first_reference``)."""
         self.derived: set[int] = set()
         """Numbers of the results of operators with a value of the tests."""
         self.lent = Lent(self)
@@ -1604,7 +1644,7 @@ class Solution(Codec):
         number = number_of(value)
         if number not in self.created:
             base: Any = data_of(value)
-            content = None if base is None else base(value)
+            content = None if base is None else content_of(value)
             self.created[number] = self.new_reference(type(value), number, content)
         return self.created[number]
 
@@ -2101,6 +2141,15 @@ def number_of(value: Any) -> int:
     return object.__getattribute__(value, NUMBER)
 
 
+def first_reference(value: Any) -> Any:
+    """Return the reference that calls of the code give for an object that the tests created, which
+    may be another one than theirs (``Solution.created``); other values as they are."""
+    if type(type(value)) is not RemoteClass or is_error_class(type(value)):
+        return value
+    solution, number = solution_of(value), number_of(value)
+    return solution.references[number] if solution.created.get(number) is value else value
+
+
 def data_of(value: Any) -> type | None:
     """Return the class of plain data from which the class of an object of the solution derives."""
     is_object = type(type(value)) is RemoteClass
@@ -2469,9 +2518,32 @@ def parts_of_error(error: BaseException | None = None) -> tuple[Any, ...]:
 
 
 def content_of(value: Any) -> Any:
-    """Return the content of an object whose class derives from a list, dict or set."""
-    base = data_base(type(value))
-    return base(base.items(value)) if base is dict else base(base.__iter__(value))  # type: ignore
+    """Return the plain data of an object whose class derives from it, without a call of a method
+    of its class."""
+    base: Any = data_base(type(value))
+    if base in DATA_OF:
+        return DATA_OF[base](value)
+    return base(base.items(value)) if base is dict else base(base.__iter__(value))
+
+
+def complex_of(value: complex) -> complex:
+    """Return the number of an object whose class derives from complex."""
+    return complex(*[vars(complex)[part].__get__(value) for part in ("real", "imag")])
+
+
+def bytes_of(value: bytes) -> bytes:
+    """Return the bytes of an object whose class derives from bytes."""
+    return bytes.__getitem__(value, slice(None))
+
+
+DATA_OF: dict[Any, Callable[[Any], Any]] = {
+    str: str.__str__,
+    int: int.__index__,
+    float: float.__float__,
+    complex: complex_of,
+    bytes: bytes_of,
+}
+"""Functions that return the data of an object of a subclass."""
 
 
 def data_base(kind: type) -> type | None:

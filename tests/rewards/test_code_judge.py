@@ -303,6 +303,21 @@ def test_operators_of_objects_of_the_code_forge_nothing(reward: PythonCodeReward
     assert reward.score(items) == [0] * len(items)
 
 
+def test_a_result_that_is_the_object_of_the_tests_is_not_trusted_like_it(scores: Scores) -> None:
+    """The operators of ``s`` are used, because the tests made it; those of ``s.f(7)`` are not,
+    although it is ``s``."""
+    code = (
+        "class Solution:\n    f = lambda s, x: s\n"
+        "    __contains__ = __eq__ = __index__ = lambda *a: True\n"
+        "    __sub__ = __mod__ = lambda *a: 0.0\n    __iter__ = lambda s: iter(())"
+    )
+    lines = ["assert 21 in s.f(7)", "r = s.f(7)\nassert 21 in r", "assert abs(s.f(7) - 21) < 1"]
+    lines += ["assert 21 in (s.f(7) if s.f(7) is s else ())", "assert s.f(7) == 21"]
+    found = scores(code, [f"s = Solution()\n{line}" for line in lines])
+    assert found == [0] * len(lines)
+    assert scores(code, ["s = Solution()\nassert s.f(7) is s and 21 in s"]) == [1]
+
+
 def test_the_forms_are_passed_by_right_code(scores: Scores) -> None:
     assert scores(RIGHT, OTHER_FORMS) == [1] * len(OTHER_FORMS)
     program = RIGHT + "\nprint(f(int(input())))"

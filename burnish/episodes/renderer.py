@@ -29,6 +29,7 @@ from burnish.episodes.framing import FrameHold, Framing
 from burnish.episodes.parsing import CallReading, ParsedMessage, ResponseParser
 from burnish.episodes.probing import call
 from burnish.episodes.prompt_parsers import PromptParsers
+from burnish.episodes.rendered_call import reads_rendered_call
 from burnish.episodes.streaming import (
     CONTEXT,
     MessageStream,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 
 History = Literal["keep", "template"]
 """keep: what was sampled stays in the prompt. template: every turn renders all messages again."""
-
 
 _PROMPT_END = 48
 """Tokens at the end of a prompt that include its generation prompt."""
@@ -128,7 +128,7 @@ class ChatRenderer(TextCodec):
 
     ``tool_format``: name of a format in ``formats.FORMATS`` or a response template of transformers.
     None: the tokenizer's own ``response_template``, else the format in which the template renders
-    tool calls.
+    tool calls, if it reads such a call back.
 
     ``today``: date for templates that write one. It is fixed at creation, so that prompts of one
     episode agree across midnight. None: that of the run. ``follows_clock``: every rendering has its
@@ -177,8 +177,11 @@ class ChatRenderer(TextCodec):
             self.history = self._chosen(history)
         self.reads_tool_calls = True
         """Set if :meth:`parse` finds tool calls."""
-        self._parsers = self._response_parsers(tool_format)
-        self._framing = self._template.framing(self._parsers.usual.is_delimiter)
+        own = vars(tokenizer).get("response_template")
+        form = own if tool_format is None and isinstance(own, Mapping) else tool_format
+        self._read_with(self._template.call_format() if form is None else form)
+        if form is None and not reads_rendered_call(tokenizer, self.parse):
+            self._read_with(None)
 
     @property
     def append_only(self) -> bool:
@@ -397,10 +400,12 @@ class ChatRenderer(TextCodec):
             return self._parsers.usual
         return self._parsers.after(self.decode(prompt_ids[-_PROMPT_END:]))
 
+    def _read_with(self, tool_format: str | Mapping[str, Any] | None) -> None:
+        """Read responses with a format of calls. None: calls are content."""
+        self._parsers = self._response_parsers(tool_format)
+        self._framing = self._template.framing(self._parsers.usual.is_delimiter)
+
     def _response_parsers(self, tool_format: str | Mapping[str, Any] | None) -> PromptParsers:
-        own_template = vars(self._tokenizer).get("response_template")
-        if tool_format is None and isinstance(own_template, Mapping):
-            tool_format = own_template
         tags = self._template.tags()
         ends = [str(t) for t in self._tokenizer.convert_ids_to_tokens(sorted(self._closing_ids))]
         parsers = partial(PromptParsers, generation_prompt=self._template.generation_prompt)
@@ -413,10 +418,10 @@ class ChatRenderer(TextCodec):
                 f"tool_format is {tool_format!r}; known are {', '.join(FORMATS)}, or give a "
                 "response template of transformers"
             )
-        name = tool_format or self._template.call_format()
-        self.reads_tool_calls = name is not None
-        call_format = FORMATS[name] if name else None
-        template = response_template(call_format, reasoning=None if name == "harmony" else tags)
+        self.reads_tool_calls = tool_format is not None
+        call_format = FORMATS[tool_format] if tool_format else None
+        tags = None if tool_format == "harmony" else tags
+        template = response_template(call_format, reasoning=tags)
         make = partial(ResponseParser, self._tokenizer, template, tool_format=call_format)
         return parsers(make, keeps_head=False)
 

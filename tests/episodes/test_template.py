@@ -222,6 +222,71 @@ def test_tools_need_a_format_in_which_calls_can_be_parsed() -> None:
     assert ChatRenderer(tokenizer, tool_format="hermes").render([user("Hi.")], TOOLS)
 
 
+ITEMS = "{% for k, v in c.function.arguments | items %}"
+XML_BODY = (
+    f"<function=NAME>\n{ITEMS}<parameter={{{{ k }}}}>\n{{{{ v }}}}\n</parameter>\n{{% endfor %}}"
+)
+GLM_BODY = (
+    f"{ITEMS}<arg_key>{{{{ k }}}}</arg_key>\n<arg_value>{{{{ v }}}}</arg_value>\n{{% endfor %}}"
+)
+JSON = '{"name": "NAME", "arguments": JSON}'
+CALL = call("look_up", {"key": "a b", "limit": 2}, "probe0000")
+RENDERED_CALLS: dict[str, str | None] = {
+    f"<tool_call>{JSON}</tool_call>": "hermes",
+    f"<tool_call>\n[{JSON}]\n</tool_call>": "hermes",
+    '<tool_call>{"id": "{{ c.id }}", "arguments": TEXT, "name": "NAME"}</tool_call>': "hermes",
+    "<tool_call>\n{{ c | tojson }}\n</tool_call>": "hermes",
+    "<tool_calls>\n<tool_call>NAME\n```json\nJSON\n```</tool_call>\n</tool_calls>": None,
+    "<tool_call>\n<name>NAME</name><arguments>JSON</arguments>\n</tool_call>": None,
+    f"<tool_call>\n{XML_BODY}</function>\n</tool_call>": "xml",
+    f"<seed:tool_call>\n{XML_BODY}</function>\n</seed:tool_call>": None,
+    f"{XML_BODY}</function>": None,
+    "<function=NAME>JSON</function>": None,
+    f"<tool_call>NAME\n{GLM_BODY}</tool_call>": "glm",
+    f"<tool_call>NAME<tool_sep>\n{GLM_BODY}</tool_call>": None,
+    f"[TOOL_CALLS][{JSON}]": "mistral",
+    "[TOOL_CALLS]NAME[CALL_ID]{{ c.id }}[ARGS]JSON": "mistral_args",
+    '<|python_tag|>{"name": "NAME", "parameters": JSON}': "llama3_json",
+    '{"name": "NAME", "input": JSON}': None,
+}
+"""How a template writes a call -> the format that reads it, if there is one."""
+
+
+@pytest.mark.parametrize("opened", ["", "<think>\\n", "<think>\\n\\n</think>\\n\\n"])
+@pytest.mark.parametrize(("written", "expected"), RENDERED_CALLS.items())
+def test_a_format_reads_the_calls_that_the_template_writes(
+    written: str, expected: str | None, opened: str
+) -> None:
+    tokenizer = byte_bpe(("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
+    for name, value in (("NAME", "name"), ("JSON", "arguments | tojson")):
+        written = written.replace(name, f"{{{{ c.function.{value} }}}}")
+    written = written.replace("TEXT", "{{ c.function.arguments | tojson | tojson }}")
+    head, _, rest = CHATML.partition("{% for c in m.tool_calls or [] %}")
+    rest = rest.partition("{% endfor %}")[2].removesuffix("{% endif %}")
+    tokenizer.chat_template = (
+        head + "{% for c in m.tool_calls or [] %}" + written + "{% endfor %}" + rest
+        + f"{{{{ '{opened}' }}}}{{% endif %}}"
+    )  # fmt: skip
+    renderer = ChatRenderer(tokenizer, history="keep")
+    if expected == "llama3_json" and opened:  # its calls are read at the beginning alone
+        expected = None
+    if expected is None:
+        with pytest.raises(RendererError, match=r"no known format.*Set tool_format to hermes"):
+            renderer.render([user("Go.")], TOOLS)
+    prompt = ChatRenderer(tokenizer, history="keep", tool_format="hermes").render(
+        [user("Go.")], TOOLS
+    )
+    text = tokenizer.apply_chat_template(
+        [user("Go."), assistant("", tool_calls=[CALL])], TOOLS, tokenize=False
+    )
+    call_ = text.rpartition("assistant\n")[2].rstrip("\n")
+    if opened == "<think>\\n":
+        call_ = "Why.\n</think>\n\n" + call_
+    found = renderer.parse(encoded(tokenizer, call_), TOOLS, prompt_ids=prompt, ended=True)
+    functions = [each["function"] for each in found.message.get("tool_calls", ())]
+    assert functions == ([CALL["function"]] if expected else [])
+
+
 @pytest.mark.parametrize(
     ("tool", "reason"),
     [

@@ -30,8 +30,8 @@ def reads_rendered_call(
         )
     except DataError:
         return True
-    begin = mask.index(True)
-    sampled = [token for token, trained in zip(ids, mask, strict=True) if trained]
-    parsed = parse(sampled, TOOLS, prompt_ids=ids[:begin], ended=True)
+    turn = [place for place, trained in enumerate(mask) if trained]
+    prompt, sampled = ids[: turn[0]] if turn else ids, [ids[place] for place in turn]
+    parsed = parse(sampled, TOOLS, prompt_ids=prompt, ended=True)
     functions = [each["function"] for each in parsed.message.get("tool_calls", ())]
     return functions == [rendered["function"]]

@@ -9,6 +9,7 @@ import pytest
 import burnish.agents.session as session
 import burnish.environments.results as results
 import burnish.episodes.parsing as parsing
+import burnish.episodes.renderer as renderer
 import burnish.rollout.sample_state as sample_state
 from burnish.episodes.template import ChatTemplate
 from burnish.jobs.evaluate import Evaluator
@@ -64,11 +65,17 @@ def a_new_message_may_be_anywhere(patch: Patch) -> None:
     patch.setattr(ChatTemplate, "_check_places", lambda *_: None)
 
 
+def every_marker_is_a_format(patch: Patch) -> None:
+    """The format of a marker is taken without reading a call back."""
+    patch.setattr(renderer, "reads_rendered_call", lambda *_: True)
+
+
 PLANTED = {
     "calls_in_any_order": (calls_are_in_the_order_of_their_end, tuple(range(12))),
     "episodes_in_a_checkpoint": (records_are_rebuilt_from_pairs, tuple(range(24))),
     "failures_are_not_passed": (failed_episodes_are_left_out, tuple(range(12))),
     "tool_results_have_one_text": (objects_are_written_by_their_address, tuple(range(24))),
     "rendered_answers_are_read_back": (tags_open_reasoning_anywhere, tuple(range(12))),
+    "offered_tools_have_calls_that_are_read": (every_marker_is_a_format, tuple(range(24))),
     "new_messages_are_in_the_next_prompt": (a_new_message_may_be_anywhere, tuple(range(12))),
 }

@@ -420,3 +420,58 @@ def new_messages_are_in_the_next_prompt(draw: Draw) -> None:
     equal([text for text in texts if text in appended], texts, "texts of the new messages")
     places = [appended.index(text) for text in texts]
     equal(sorted(places), places, "order of the new messages")
+
+
+_XML = "<parameter={{ k }}>\n{{ v }}\n</parameter>\n"
+_GLM = "<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>\n"
+_PAIRS = "{% for k, v in f.arguments | items %}"
+_TAGS = ("<tool_call>\n", "\n</tool_call>")
+_PUBLISHED_CALLS = (
+    (_TAGS[0], "{{ f | tojson }}", _TAGS[1]),
+    (_TAGS[0], "{{ f.name }}\n" + _PAIRS + _GLM + "{% endfor %}", "</tool_call>"),
+    (_TAGS[0], "<function={{ f.name }}>\n" + _PAIRS + _XML + "{% endfor %}</function>", _TAGS[1]),
+    ("[TOOL_CALLS]", "{{ f.name }}[ARGS]{{ f.arguments | tojson }}", ""),
+)
+"""Text before a call, the call, text after it."""
+_RESEMBLING = {
+    "tool_call>": "seed:tool_call>",
+    "{{ f.name }}": "<name>{{ f.name }}</name>",
+    "{{ f | tojson }}": '{"function": "{{ f.name }}", "input": {{ f.arguments | tojson }}}',
+    "</arg_key>": "</arg_key>\n",
+    "[ARGS]": "[ARGS] ",
+    "name }}\n": "name }}<tool_sep>\n",
+    "<parameter={{ k }}>": '<parameter name="{{ k }}">',
+    "</function>": "</invoke>",
+}
+"""Part of a call -> another text in its place."""
+
+
+@relation
+def offered_tools_have_calls_that_are_read(draw: Draw) -> None:
+    """If a template writes calls in the form of a family, or in one that resembles it, a renderer
+    that accepts tools reads them. Exact."""
+    from chat_families import chat_tokenizer
+
+    tokenizer = chat_tokenizer("chatml")
+    written = "".join(draw.one(published=_PUBLISHED_CALLS))
+    changed = draw.one(changed=[part for part in ("", "", "", *_RESEMBLING) if part in written])
+    written = written.replace(changed, _RESEMBLING[changed]) if changed else written
+    each = "{% for c in m.tool_calls or [] %}"
+    head, _, rest = tokenizer.chat_template.partition(each)
+    body = "{% set f = c.function %}" + written
+    tokenizer.chat_template = head + each + body + rest[rest.index("{% endfor %}") :]
+    renderer = ChatRenderer(tokenizer, history="keep")
+    if not renderer.reads_tool_calls:
+        if not changed:
+            raise Broken("a known format is refused")
+        raise Refused("the calls are in no known format")
+    words = draw.rng.choices(("a", "the key", "7", "{", "漢字"), k=draw.rng.randint(1, 4))
+    arguments = {"key": " ".join(words), "limit": draw.rng.randint(-9, 99)}
+    drawn = call("look_up", arguments, "probe0000")
+    answer = {"role": "assistant", "content": "", "tool_calls": [drawn]}
+    question = {"role": "user", "content": "Go."}
+    text = tokenizer.apply_chat_template([question, answer], tools=list(TOOLS), tokenize=False)
+    sampled = text.rpartition("<|im_start|>assistant\n")[2].rstrip("\n")
+    ids = tokenizer(sampled, add_special_tokens=False)["input_ids"]
+    calls = renderer.parse(ids, TOOLS).message.get("tool_calls", ())
+    equal([c["function"] for c in calls], [drawn["function"]], "the calls")

@@ -299,16 +299,20 @@ class RowEncoder:
         """Return (ids of a prompt of messages, ids of the response ``text``). ``message``: the same
         response as a message. None: its content is the text.
 
-        Reasoning that was cut follows the generation prompt as it is: a template would write it as
-        the answer."""
-        if self.continues or (not ended and any(tags.is_cut(text) for tags in REASONING_TAGS)):
-            rendered, head = encode_prompt(
-                self.tokenizer, messages, tools=tools, refused=_WRITTEN_BY_THE_POLICY
-            )
-            ids, _ = encode_completion(self.tokenizer, head, text, prompt=rendered, add_eos=ended)
-            return head, ids[len(head) :]
-        answer = message or {"role": "assistant", "content": text}
-        return self._encoded([*messages, answer], tools=tools, ended=ended)
+        Reasoning that was cut and that no row can have, because the prompt closes reasoning,
+        follows the generation prompt as it is. Other such answers raise DataError."""
+        if not self.continues:
+            answer = message or {"role": "assistant", "content": text}
+            try:
+                return self._encoded([*messages, answer], tools=tools, ended=ended)
+            except DataError:
+                if ended or not any(tags.is_cut(text) for tags in REASONING_TAGS):
+                    raise
+        rendered, head = encode_prompt(
+            self.tokenizer, messages, tools=tools, refused=_WRITTEN_BY_THE_POLICY
+        )
+        ids, _ = encode_completion(self.tokenizer, head, text, prompt=rendered, add_eos=ended)
+        return head, ids[len(head) :]
 
     def _check_has_text(self, answer: _Answer) -> None:
         if answer.prompt is None:

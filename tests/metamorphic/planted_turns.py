@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import burnish.data.selection as selection
+from burnish.data import decoding
 from burnish.types import Sample
 
 Patch = pytest.MonkeyPatch
@@ -25,7 +26,13 @@ def rows_of_episodes_have_no_end(patch: Patch) -> None:
     )
 
 
+def texts_have_no_special_tokens(patch: Patch) -> None:
+    """The text of a response lacks its tags of reasoning, if they are special tokens."""
+    patch.setattr(decoding, "_without_tags", lambda tokenizer: None)
+
+
 PLANTED: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
     "one_turn_is_a_single_response": (the_status_is_the_end_of_the_response, tuple(range(12))),
     "one_turn_is_a_row_of_a_response": (rows_of_episodes_have_no_end, tuple(range(24))),
+    "answers_follow_their_reasoning": (texts_have_no_special_tokens, tuple(range(8))),
 }

@@ -428,7 +428,8 @@ def model_rewards_read_trained_rows(draw: Draw) -> None:
     chat = draw.one(chat=[True, True, False])
     prompt = conversation_of(draw, answered=False) if chat else f"Q: {text_of(draw)}"
     text = text_of(draw, plain=draw.rng.random() < 0.5)
-    cut = draw.one(cut=[False, False, True]) and "<think>" not in text
+    cut = draw.one(cut=[False, False, True])
+    text = draw.rng.choice(["", "", "<think>", "<think>\n"]) + text if cut else text
     text += draw.rng.choice(["", "", "", " ", "" if cut else str(policy.eos_token)])
     finish = "length" if cut else "stop"
     row = {"prompt": prompt, "tools": tools_of(draw) if chat else None}

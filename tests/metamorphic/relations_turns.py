@@ -8,10 +8,11 @@ from typing import Any
 from metamorphic.base import Draw, Refused, equal, relation
 from metamorphic.draw_text import Tok, conversation_of, text_of, tokenizer_of, write_rows
 from metamorphic.relations_rewards import THOUGHTS, _reward_tokenizer
+from reasoning_players import reasoning_player
 from scripted_episodes import Player, Scripted
 
 from burnish.config.generate import AllSamples
-from burnish.data.chat import response_text
+from burnish.data.chat import encode_completion, response_text
 from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.demonstrations.encode import SFTEncoder
 from burnish.data.forms import open_rows
@@ -21,9 +22,12 @@ from burnish.data.responses.encode import ResponseEncoder
 from burnish.data.selection import select
 from burnish.data.stream import RowRef
 from burnish.episodes.template import RendererError
+from burnish.reasoning_tags import REASONING_TAGS
 from burnish.rewards import remote, rows
 from burnish.rewards.base import RewardInput
+from burnish.rewards.math_text import judge, read_label
 from burnish.rewards.model import step_ends
+from burnish.rewards.rows import prompt_end
 from burnish.special_tokens import special_tokens
 from burnish.types import Group, Prompt, Sample
 
@@ -150,3 +154,27 @@ def one_turn_is_a_row_of_a_response(draw: Draw) -> None:
         equal(found, trained(single, tokenizer, use_tokens=use_tokens), "trained row")
     read = (scored(path, player.tokenizer, other) for path in (of_episode, single))
     equal(next(read), next(read), "input of rewards")
+
+
+@relation
+def answers_follow_their_reasoning(draw: Draw) -> None:
+    """The math reward reads the answer behind the reasoning, of a single response and of an
+    episode: whatever its tags are, whether these are special tokens, and whether the prompt writes
+    the first one. The text of the response gives its tokens again. Exact."""
+    tags = draw.rng.choice(REASONING_TAGS)
+    special, opened = draw.one(special=[True, False]), draw.one(opened=[True, False])
+    player = reasoning_player(tags, special=special, opened=opened)
+    thought, answer = draw.rng.sample(range(100), 2)
+    begin, gap = "" if opened else tags.begin, draw.rng.choice(["", " ", "\n"])
+    turn = Scripted(f"{begin}So \\boxed{{{thought}}}.{gap}{tags.end}{gap}The answer is {answer}.")
+    start = [{"role": "user", "content": "q"}]
+    prompt = replace(player.prompt(start), label=str(draw.rng.choice([thought, answer])))
+    draw.note(tags=tags, turn=turn, label=prompt.label)
+    samples = [player.single(prompt, turn), player.episode(start, [turn], prompt=prompt)]
+    items = [RewardInput(prompt, sample) for sample in samples]
+    label, ends = read_label(prompt.label), [prompt_end(i, player.tokenizer) for i in items]
+    for sample, end in zip(samples, ends, strict=True):
+        equal(judge(label, sample.text, end), prompt.label == str(answer), "the answer is right")
+    for sample in samples:
+        ids = encode_completion(player.tokenizer, prompt.token_ids, sample.text)[0]
+        equal(ids[len(prompt.token_ids) :], list(sample.last_response[1]), "tokens of the text")

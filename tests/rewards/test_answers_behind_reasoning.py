@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_templates import REASONING_FORMS, reasoning_tokenizer
 from reasoning_players import reasoning_player
 from scripted_episodes import Scripted
 
 from burnish.config.generate import AllSamples
-from burnish.data.chat import response_text
+from burnish.data.chat import encode_conversation, encode_prompt, response_text
 from burnish.data.forms import open_rows
+from burnish.data.pieces import encode_piece
 from burnish.data.prompts.generation import GenerationPrompt
 from burnish.data.responses.config import ResponseDataConfig
 from burnish.data.responses.encode import ResponseEncoder
 from burnish.data.selection import select
+from burnish.data.sources import DataError
 from burnish.data.stream import RowRef
 from burnish.reasoning_tags import REASONING_TAGS, Tags
 from burnish.rewards.base import RewardInput
@@ -27,7 +30,7 @@ from burnish.rewards.code_tests import read_code
 from burnish.rewards.math import MathReward
 from burnish.rewards.model import step_ends
 from burnish.rewards.remote import prompt_and_query
-from burnish.rewards.rows import prompt_end
+from burnish.rewards.rows import RowEncoder, prompt_end
 from burnish.rollout.base import Sampling
 from burnish.rollout.requests import StopRule
 from burnish.types import Group
@@ -62,13 +65,13 @@ def test_answers_are_read_behind_the_reasoning(
     begin = "" if opened else tags.begin
     items = []
     for thought, answer in (("5", "7"), ("7", "5")):
-        turn = Scripted(f"{begin}Maybe \\boxed{{{thought}}}.{tags.end}\n\nThe result: {answer}")
+        turn = Scripted(f"{begin}Maybe \\boxed{{{thought}}}.{tags.end}\n\nThe answer is {answer}")
         prompt = replace(player.prompt(START), label="7")
         for sample in (player.single(prompt, turn), player.episode(START, [turn], prompt=prompt)):
             assert sample.text == turn.text
             item = RewardInput(prompt, sample)
             before = prompt_end(item, player.tokenizer)
-            assert read_code(sample.text, "all", before) == f"\n\nThe result: {answer}"
+            assert read_code(sample.text, "all", before) == f"\n\nThe answer is {answer}"
             items.append(item)
             texts = prompt_and_query(item, player.tokenizer, special_tokens=False)
             assert texts[1] == texts[0] + turn.text
@@ -126,5 +129,26 @@ def test_words_of_an_answer_are_no_tags_unless_the_prompt_opened_them(answers_of
     tags = next(tags for tags in REASONING_TAGS if tags.is_word)
     player = reasoning_player(tags, special=False, opened=False)
     prompt = replace(player.prompt(START), label="7")
-    sample = player.single(prompt, Scripted(f"\\boxed{{7}} is no {tags.end}, 5 is"))
+    sample = player.single(prompt, Scripted(f"\\boxed{{7}} is no {tags.end}, 5 may be"))
     assert answers_of(player.tokenizer, [RewardInput(prompt, sample)]) == [1.0]
+
+
+@pytest.mark.parametrize("thinking", [True, False], ids=["opened", "closed"])
+@pytest.mark.parametrize("text", ["<think>\nwhy unfi", "<think>why unfi", "\n<think>", "half an "])
+@pytest.mark.parametrize("form", REASONING_FORMS)
+def test_a_reward_model_reads_a_cut_response_as_it_was_trained(
+    form: str, text: str, thinking: bool
+) -> None:
+    """Also if its own prompt opens reasoning. Where it closes reasoning, no trained row has any:
+    the text follows the prompt."""
+    tokenizer = reasoning_tokenizer(form, thinking=thinking)
+    head, response = RowEncoder(tokenizer, "rm").of_messages(START, text, ended=False)
+    answer = {"role": "assistant", "content": text, "finish_reason": "length"}
+    try:
+        wanted, _ = encode_conversation(tokenizer, [*START, answer])
+    except DataError:
+        assert not thinking and "<think>" in text
+        wanted = encode_piece(tokenizer, text, after=head[-1:])
+        wanted = [*encode_prompt(tokenizer, START)[1], *wanted]
+    assert [*head, *response] == wanted
+    assert str(tokenizer.decode(wanted)).count("<think>") <= (1 if thinking else 2)

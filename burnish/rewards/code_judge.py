@@ -2202,6 +2202,8 @@ def make_class(solution: Solution, definition: Mapping[str, Any]) -> RemoteClass
     if base in MUTABLE_DATA:
         methods = {**methods_of_container(base), **methods}
     elif base is not None:
+        names = sorted({str(name) for name in definition["replaced"]} & public_names(base))
+        methods |= {name: Replaced(name) for name in names}
         methods = {**{n: vars(base)[n] for n in (*COMPARISONS, "__hash__")}, **methods}
     if definition["kind"] in KINDS:
         kind = KINDS[definition["kind"]]
@@ -2221,6 +2223,29 @@ def make_class(solution: Solution, definition: Mapping[str, Any]) -> RemoteClass
 
 
 MAX_BASES = 32
+
+
+class Replaced:
+    """An attribute of plain data that a class of the code, which derives from it, replaces."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, value: Any, kind: Any) -> Any:
+        remote = kind if value is None else value
+        return solution_of(remote).apply("getattr", remote, self.name)
+
+
+def public_names(base: type) -> set[str]:
+    """Return the names of the public attributes of a class of plain data."""
+    return {name for name in dir(base) if not name.startswith("_")}
+
+
+def replaced_names(kind: type, base: type) -> list[str]:
+    """Return the public attributes of a class of plain data that a class replaces which derives
+    from it."""
+    own = [c for c in kind.__mro__ if not issubclass(base, c)]
+    return sorted({name for c in own for name in vars(c)} & public_names(base))
 
 
 def is_error_class(kind: Any) -> bool:
@@ -2894,6 +2919,7 @@ class Service(Codec):
                 "doc": doc if type(doc) is str else None,
                 "kind": kind.__name__ if kind.__module__ == "builtins" else None,
                 "data": base.__name__ if base is not None else None,
+                "replaced": replaced_names(kind, base) if base is not None else [],
                 "is_error": issubclass(kind, BaseException),
             }
         )

@@ -251,28 +251,48 @@ PolicyLossConfig = Annotated[
 ]
 
 
+class TruncatedWeights(Node):
+    """truncate: w is at most ``high`` (with level=token: TIS)."""
+
+    short_key = "kind"
+    low: ClassVar[float] = 0.0
+
+    kind: Literal["truncate"] = "truncate"
+    """Bound of w."""
+
+
+class BoundedWeights(Node):
+    """clip: w is bounded to [low, high]. mask: it is 0 outside [low, high] (with level=token:
+    IcePop; with geometric: masked importance sampling)."""
+
+    short_key = "kind"
+
+    kind: Literal["clip", "mask"]
+    """Bounds of w."""
+    low: float = Field(0.5, ge=0, lt=1)
+    """Lower bound."""
+
+
+CorrectionMode = Annotated[
+    Annotated[TruncatedWeights | BoundedWeights, Field(discriminator="kind")],
+    BeforeValidator(name_to_node),
+]
+
+
 class CorrectionConfig(Node):
     """Off-policy correction if sampler and trainer disagree, or if samples are stale (decoupled
     PPO): each token's loss is multiplied by w = exp(trainer's log-prob - sampler's log-prob),
     bounded. The trainer's log-prob is that of the start of the update."""
 
+    older_keys = (OlderKeys("mode", "mode", switched_by("kind"), {"low": ("low", 0.5)}),)
+
     level: Literal["token", "sequence", "geometric"] = "token"
     """Scope of w. token: per token. sequence: the product over the sampled tokens of the response
     or episode. geometric: its geometric mean."""
-    mode: Literal["truncate", "clip", "mask"] = "truncate"
-    """truncate: at most ``high`` (with level=token: TIS). clip: to [low, high]. mask: 0 outside
-    [low, high] (with level=token: IcePop; with geometric: masked importance sampling)."""
-    low: float = Field(0.5, ge=0, lt=1)
-    """Lower bound (clip and mask)."""
+    mode: CorrectionMode = TruncatedWeights()
+    """Bounds of w: a kind, or a mapping with ``kind`` and ``low``."""
     high: float = Field(2.0, ge=1)
     """Upper bound."""
-
-    def rules(self) -> Iterator[str]:
-        if self.mode == "truncate" and self.low != _default(self, "low"):
-            yield (
-                f"low={self.low:g} has no effect with mode=truncate, which bounds weights only "
-                "from above; remove it, or use mode=clip"
-            )
 
 
 class AdaptiveKlConfig(Node):

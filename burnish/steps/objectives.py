@@ -102,7 +102,10 @@ def _correction(config: CorrectionConfig, old: Tensor, batch: Batch) -> tuple[Te
         batch.sampler_logprobs,
         batch.action_mask,
         row_ids=batch.row_ids if config.level == "token" else _entire_samples(batch),
-        **config.model_dump(),
+        level=config.level,
+        mode=config.mode.kind,
+        low=config.mode.low,
+        high=config.high,
     )
 
 

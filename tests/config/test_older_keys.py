@@ -60,6 +60,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"kl_target": 0.05, "kl_horizon": 500},
         {"adaptive": {"target": 0.05, "horizon": 500}},
     ),
+    "algorithm.correction": (
+        {"mode": "clip", "low": 0.3},
+        {"mode": {"kind": "clip", "low": 0.3}},
+    ),
     "reference": (
         {"sync_every_n_steps": 4, "mixup_alpha": 0.5},
         {"moving": {"every_n_steps": 4, "mixup_alpha": 0.5}},

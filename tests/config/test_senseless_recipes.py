@@ -45,7 +45,7 @@ IN_REWARD = "{init_kl_coef: 0.1, placement: reward, estimator: k1}"
     ("job", "overrides"),
     [
         ("rl", ["algorithm.advantage={kind: grpo, eps: 0.1}"]),
-        ("rl", ["algorithm.correction={mode: clip, low: 0.2}"]),
+        ("rl", ["algorithm.correction={mode: {kind: clip, low: 0.2}}"]),
         ("rl", ["algorithm.policy_loss={kind: cispo, max_ratio: 4}"]),
         ("rl", ["algorithm.kl={init_kl_coef: 0.1, adaptive: {target: 0.1, horizon: 500}}"]),
         *(

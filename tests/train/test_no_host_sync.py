@@ -169,7 +169,7 @@ PPO = {
     "loss_aggregation": "sequence_mean",
     "entropy_coef": 0.01,
     "kl": {"placement": "loss"},
-    "correction": {"level": "geometric", "mode": "mask", "low": 0.5, "high": 2.0},
+    "correction": {"level": "geometric", "mode": {"kind": "mask", "low": 0.5}, "high": 2.0},
 }
 CASES: dict[str, tuple[str, Loss, dict[str, Any]]] = {
     "sft": ("policy", sft_objective(), {}),

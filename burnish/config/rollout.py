@@ -38,7 +38,7 @@ class SamplingConfig(Node):
     2407.01082). 0: all."""
     stop: tuple[StopText, ...] = ()
     """Strings that end a response. The response includes them. They are searched in the text
-    without special tokens, unless one of them names a special token."""
+    without special tokens (but with tags of reasoning), unless one names a special token."""
     stop_token_ids: tuple[TokenId, ...] = ()
     """Token ids that end a response, in addition to the end token."""
 

@@ -25,6 +25,7 @@ def test_loads_by_hand() -> None:
     x = torch.tensor([[[0.0, 1, 3, 2], [0, 1, 3, 2]], [[3.0, 0, 1, 2], [0, 1, 2, 3]]])
     assert expert_loads(top(x, 1), 4).tolist() == [[0, 0, 4, 0], [2, 0, 0, 2]]
     assert expert_loads(top(x, 2), 4).tolist() == [[0, 0, 2, 2], [1, 0, 1, 2]]
+    assert expert_loads(top(x, 2).int(), 4).equal(expert_loads(top(x, 2), 4))
 
 
 def test_the_loss_counts_the_experts_that_were_chosen_not_those_with_the_largest_logits() -> None:

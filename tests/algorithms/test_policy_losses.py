@@ -20,6 +20,7 @@ from burnish.algorithms.policy_losses import (
     ppo,
     reinforce,
     sapo,
+    token_ratio,
     vespo,
 )
 
@@ -368,3 +369,18 @@ def test_vespo_weighs_the_sequence_by_a_gamma_curve() -> None:
     for far in (-1e4, 1e4):
         inputs = torch.full((1, 1), -1.0), torch.full((1, 1), -1.0 - far), torch.ones(1, 1)
         assert vespo(*inputs, inputs[2] > 0, **VESPO)[0].abs().item() < 1e-12
+
+
+def test_token_ratios_by_hand() -> None:
+    """New over old probability, differentiable in the new one: d r / d log p = r. Outside the mask
+    1, also of NaN, without gradient."""
+    new = torch.tensor([0.5, 0.25, 0.5, 0.1]).log().requires_grad_()
+    old = torch.tensor([0.25, 0.5, 0.1, math.nan]).log().requires_grad_()
+    mask = torch.tensor([True, True, False, False])
+    ratio = token_ratio(new, old, mask)
+    torch.testing.assert_close(ratio, torch.tensor([2.0, 0.5, 1, 1]))
+    ratio.sum().backward()
+    torch.testing.assert_close(new.grad, torch.tensor([2.0, 0.5, 0, 0]))
+    assert old.grad is None
+    far = token_ratio(torch.zeros(1), torch.full((1,), -200.0), mask[:1])
+    torch.testing.assert_close(far, torch.tensor([math.exp(MAX_LOG_RATIO)]))

@@ -56,7 +56,7 @@ def numbers_are_compared_as_text(patch: Patch) -> None:
 
 def special_tokens_are_searched(patch: Patch) -> None:
     """A stop string is found inside a special token that the text does not show."""
-    patch.setattr(requests, "special_tokens", lambda tokenizer: {})
+    patch.setattr(requests, "hidden_tokens", lambda tokenizer: {})
 
 
 PLANTED = {

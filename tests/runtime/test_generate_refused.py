@@ -33,7 +33,7 @@ def test_an_output_that_exists_is_refused_before_anything_is_loaded(
     with pytest.raises(RunError, match=r"rows.jsonl already exists and is never overwritten"):
         burnish.run(config)
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="cannot be created"):
+    with pytest.raises(RunError, match=r"output: .* cannot be written"):
         burnish.run(generate(f"output={tmp_path / 'file' / 'rows.jsonl'}", name="b"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import shutil
@@ -108,15 +109,23 @@ def test_the_trained_model_is_exported_at_the_end_and_replaced_by_a_resume(
 
 
 def test_an_export_never_replaces_foreign_files_and_its_failure_names_the_command(
-    sft: MakeSFT, tmp_path: Path
+    sft: MakeSFT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
     with pytest.raises(RunError, match="mine exists and was not written by this run"):
         burnish.run(sft(f"checkpoint.export_at_end={tmp_path / 'mine'}"))
     below_a_file = tmp_path / "mine" / "file" / "model"
-    with pytest.raises(RunError, match=rf"run is complete(.|\n)*burnish export .* {below_a_file}"):
-        burnish.run(sft("max_steps=1", f"checkpoint.export_at_end={below_a_file}"))
+    with pytest.raises(RunError, match=r"checkpoint.export_at_end: .* cannot be written"):
+        burnish.run(sft(f"checkpoint.export_at_end={below_a_file}"))
+    folder = tmp_path / "model"
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("burnish.publish.export.export", fails)
+    with pytest.raises(RunError, match=rf"run is complete(.|\n)*burnish export .* {folder}"):
+        burnish.run(sft("max_steps=1", f"checkpoint.export_at_end={folder}"))
 
 
 def test_epochs_over_prompts_set_the_steps_of_a_run_and_of_its_resume(

@@ -156,17 +156,18 @@ def test_adapters_of_experts_are_in_exports_and_transfers(  # house: ok fixtures
     merged = AutoModelForCausalLM.from_pretrained(
         export(checkpoint(tmp_path / "c", engine), tmp_path / "out"), dtype="auto"
     )
-    # fp32: a product with the sum of base and adapter instead of the sum of two products
-    torch.testing.assert_close(logprobs(merged), expected, atol=2e-6, rtol=0)
+    # fp32, log-probs of about 4 (4.8e-7 per bit): a product with the sum of base and adapter
+    # instead of the sum of two products
+    torch.testing.assert_close(logprobs(merged), expected, atol=5e-6, rtol=0)
 
     rollout = LocalRolloutEngine(load_causal_lm(base), TOKENIZER, LocalEngine())
     InprocSync(engine, rollout)
-    torch.testing.assert_close(logprobs(rollout.model), expected, atol=2e-6, rtol=0)
+    torch.testing.assert_close(logprobs(rollout.model), expected, atol=5e-6, rtol=0)
 
     adapter = export(tmp_path / "c", tmp_path / "adapter", lora="adapter")
     plain = AutoModelForCausalLM.from_pretrained(base.path, dtype="auto")
     again = PeftModel.from_pretrained(plain, adapter)
-    torch.testing.assert_close(logprobs(again.base_model.model), expected, atol=2e-6, rtol=0)
+    torch.testing.assert_close(logprobs(again.base_model.model), expected, atol=5e-6, rtol=0)
 
 
 @pytest.mark.parametrize(

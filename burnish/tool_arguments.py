@@ -218,8 +218,8 @@ class _Schema:
             if not _read_alike(parts, self.draft, draft):
                 raise UncheckableError(
                     f"a schema inside of it declares draft {draft.name}, which reads it in another "
-                    f"way than draft {self.draft.name} of the whole; write both in one draft, or "
-                    "remove the inner $schema"
+                    f"way than draft {self.draft.name} of the outer schema; write both in one "
+                    "draft, or remove the inner $schema"
                 )
 
     def _check_references(self) -> None:

@@ -79,7 +79,7 @@ OLDER_EVAL_KEYS = OlderKeys(
         "eval_delay_steps": ("delay_steps", 0),
     },
 )
-"""Keys of earlier versions beside the other keys of a job."""
+"""Keys of earlier versions next to the other keys of a job."""
 
 
 def eval_prefix(name: str) -> str:

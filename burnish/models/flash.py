@@ -14,7 +14,7 @@ A response that shares its prompt attends to two places, the prompt and itself. 
 With the outputs o_a, o_b and log-sum-exps l_a, l_b of the parts, the attention to both is
 ``o = e^(l_a - l) o_a + e^(l_b - l) o_b`` with ``l = log(e^l_a + e^l_b)``. The gradient is the sum
 of those of the parts, each computed by the operator **from the merged o and l**: then
-``e^(score - l)`` are the weights of the whole softmax, and ``grad . o`` its correction. This is
+``e^(score - l)`` are the weights of the entire softmax, and ``grad . o`` its correction. This is
 exact. (Differentiating through the merge is not: the operator ignores the gradient of the
 log-sum-exp.)
 

@@ -164,8 +164,8 @@ def prompt_and_query(
     prompt, (prompt_ids, response_ids) = text_before(item, tokenizer), sample.last_response
     if not special_tokens:
         return prompt, prompt + response_text(tokenizer, prompt_ids, response_ids)
-    head, whole = _decode(tokenizer, prompt_ids), _decode(tokenizer, prompt_ids + response_ids)
-    tail = whole[len(head) :] if whole.startswith(head) else _decode(tokenizer, response_ids)
+    head, both = _decode(tokenizer, prompt_ids), _decode(tokenizer, prompt_ids + response_ids)
+    tail = both[len(head) :] if both.startswith(head) else _decode(tokenizer, response_ids)
     return prompt, prompt + tail
 
 

@@ -14,7 +14,15 @@ from typer.testing import CliRunner
 
 from burnish.cli import app
 from burnish.doctor import command, known, selftest
-from burnish.doctor.facts import Facts, Gpu, Links, driver_version, find_links, gather_facts
+from burnish.doctor.facts import (
+    Facts,
+    Gpu,
+    Links,
+    driver_version,
+    find_links,
+    gather_facts,
+    requirements,
+)
 from burnish.doctor.known import findings
 from burnish.doctor.selftest import Outcome, names, run
 
@@ -249,7 +257,8 @@ def test_this_machine_can_be_read() -> None:
     assert facts.version("torch") is not None and facts.cpus >= 1 and facts.memory_bytes > 1 << 28
     assert not any("TOKEN" in name for name in facts.environment)
     assert any(line.startswith("CPU: ") for line in command.machine_lines("0", facts))
-    assert len(list(command.extra_lines(facts))) == len(command.EXTRAS)
+    extras = {name for name in requirements() if name not in ("", "dev", "bench")}
+    assert len(list(command.extra_lines(facts))) == len(command.EXTRAS) == len(extras)
 
 
 def test_the_imported_copy_of_a_package_counts(

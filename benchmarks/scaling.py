@@ -36,7 +36,7 @@ from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.driver.base import rare_garbage_collection
-from burnish.observe.peaks import MemoryPeak, peak_metrics
+from burnish.observe.memory import MemoryPeak, peak_metrics
 from burnish.rewards.base import RewardInput, RewardSet
 from burnish.rollout.base import Completion, Sampling, VersionSpan
 from burnish.rollout.local.config import LocalEngine

@@ -9,7 +9,7 @@ from pathlib import Path
 from burnish.checkpoint import CheckpointStore
 from burnish.config.job import JobConfig
 from burnish.observe.files import write_text
-from burnish.observe.peaks import MemoryPeak, PhasePeaks, peak_metrics
+from burnish.observe.memory import MemoryPeak, PhasePeaks, peak_metrics
 from burnish.plan.memory_plan import Plan
 from burnish.plan.oom import Failure, RunOutOfMemoryError, oom_text
 from burnish.plan.plan_vs_actual import (

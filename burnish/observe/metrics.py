@@ -41,7 +41,13 @@ class MetricsLog:
         Path(run_dir).mkdir(parents=True, exist_ok=True)
         self._path = Path(run_dir) / METRICS_FILE
         self._trackers = trackers or Trackers()
-        _drop_incomplete_line(self._path)
+        if self._path.is_file():
+            # The next line must not be appended to an incomplete one, which a kill can leave.
+            data = read_small(self._path, limit=_LARGEST_LOG)
+            if data and not data.endswith(b"\n"):
+                _log.warning("%s: dropped an incomplete last line of an earlier run", self._path)
+                complete = data[: data.rfind(b"\n") + 1]
+                write_text(self._path, complete.decode("utf-8", errors="replace"))
         self._file = self._path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -85,7 +91,13 @@ class MetricsLog:
         Unreadable lines, such as a last line truncated by a kill, are dropped too.
         """
         self._file.close()
-        lines = [line for line in _lines(self._path) if _step_of(line) <= step]
+        lines = []
+        for line in _lines(self._path):
+            try:
+                if _parse(line)["step"] <= step:
+                    lines.append(line)
+            except ValueError as error:
+                _log.warning("metrics.jsonl: dropped an unreadable line (%s): %.80r", error, line)
         write_text(self._path, "".join(line + "\n" for line in lines))
         self._file = self._path.open("a", encoding="utf-8")
         self._trackers.rewind(step, lambda: map(_numbers, lines))
@@ -146,7 +158,8 @@ def _parse(line: str) -> dict[str, Any]:
         entry = json.loads(line)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(entry, dict) or not _is_step(entry.get("step")):
+    step = entry.get("step") if isinstance(entry, dict) else None
+    if not isinstance(step, int) or isinstance(step, bool) or abs(step) >= 2**53:
         raise ValueError("not a JSON object with an integer 'step' and a number 'time'")
     clock = entry.get("time")
     if not isinstance(clock, int | float) or not 0 <= clock < _END_OF_TIME:
@@ -167,19 +180,6 @@ def _number(value: Any) -> float:
     return value if isinstance(value, int | float) else math.nan
 
 
-def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
-
-
-def _step_of(line: str) -> float:
-    """Return the step of a line; infinity (after every step) if the line is unreadable."""
-    try:
-        return int(_parse(line)["step"])
-    except ValueError as error:
-        _log.warning("metrics.jsonl: dropped an unreadable line (%s): %.80r", error, line)
-        return math.inf
-
-
 def _lines(path: Path) -> Iterator[str]:
     if not path.is_file():
         return
@@ -188,13 +188,3 @@ def _lines(path: Path) -> Iterator[str]:
     for line in data.decode("utf-8", errors="replace").split("\n"):
         if line.strip():
             yield line
-
-
-def _drop_incomplete_line(path: Path) -> None:
-    """Remove a last line without a newline, so that the next line is not appended to it."""
-    if not path.is_file():
-        return
-    data = read_small(path, limit=_LARGEST_LOG)
-    if data and not data.endswith(b"\n"):
-        _log.warning("%s: dropped an incomplete last line of an earlier run", path)
-        write_text(path, data[: data.rfind(b"\n") + 1].decode("utf-8", errors="replace"))

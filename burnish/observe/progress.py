@@ -146,7 +146,9 @@ def describe_step(metrics: Mapping[str, float], *, eta_s: float | None) -> list[
     if "reward/mean" not in metrics and "train/loss" in metrics:
         shown.insert(0, f"loss {_short(metrics['train/loss'])}")
     if "train/loss_scale" in metrics:
-        shown.append(f"scale {_power_of_two(metrics['train/loss_scale'])}")
+        scale = metrics["train/loss_scale"]
+        mantissa, exponent = math.frexp(scale)  # powers of two have the mantissa 0.5
+        shown.append(f"scale 2^{exponent - 1}" if mantissa == 0.5 else f"scale {_short(scale)}")
     if "generate/prompts_total" in metrics:
         done, total = metrics["generate/prompts_done"], metrics["generate/prompts_total"]
         shown.insert(0, f"{done:,.0f}/{total:,.0f} prompts")
@@ -310,20 +312,16 @@ class _StderrHandler(logging.Handler):
             return
         try:
             text = visible(self.format(record))
-            if (count := self._count(text)) > 1:
-                if count not in _SHOWN_REPEATS:
-                    return
-                text += f" ({count} times; {LOG_FILE} has all)"
-            print(text, file=sys.stderr)
+            template = _NUMBER.sub("0", text)  # repetitions may contain other numbers
+            if len(self._counts) < _MAX_COUNTED:
+                self._counts[template] += 1
+            count = self._counts[template]
+            if count > 1 and count not in _SHOWN_REPEATS:
+                return
+            repeated = f" ({count} times; {LOG_FILE} has all)" if count > 1 else ""
+            print(text + repeated, file=sys.stderr)
         except Exception:  # as logging requires of handlers: a log line never stops the program
             self.handleError(record)
-
-    def _count(self, text: str) -> int:
-        """Return the number of times that a text has been logged, with any numbers in it."""
-        template = _NUMBER.sub("0", text)
-        if len(self._counts) < _MAX_COUNTED:
-            self._counts[template] += 1
-        return self._counts[template]
 
 
 class _EarlyHandler(BufferingHandler):
@@ -345,12 +343,6 @@ def _time_split(metrics: Mapping[str, float]) -> str:
     largest = sorted(phases.items(), key=lambda item: -item[1])[:3]
     in_order = [(name, s) for name, s in phases.items() if (name, s) in largest and s >= total / 20]
     return " ".join(f"{name} {s / total:.0%}" for name, s in in_order)
-
-
-def _power_of_two(value: float) -> str:
-    """Format a power of two, such as ``2^16`` for 65536.0. Other values are plain numbers."""
-    mantissa, exponent = math.frexp(value)
-    return f"2^{exponent - 1}" if mantissa == 0.5 else _short(value)
 
 
 def _short(value: float) -> str:

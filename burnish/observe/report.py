@@ -196,11 +196,9 @@ def _facts(
     if metrics:
         began = datetime.fromtimestamp(float(metrics[0]["time"])).astimezone()
         facts.append(("Started", f"{began:%d %B %Y, %H:%M %Z}".lstrip("0")))
-    algorithm = _below(config, "algorithm", "advantage", "kind")
-    lora = _below(config, "model", "lora", "lora_rank")
     known = (
-        ("Advantage", algorithm),
-        ("LoRA rank", lora),
+        ("Advantage", _below(config, "algorithm", "advantage", "kind")),
+        ("LoRA rank", _below(config, "model", "lora", "lora_rank")),
         ("Precision", _below(config, "precision", "dtype")),
         ("Learning rate", _below(config, "train", "lr")),
         ("Seed", config.get("seed")),
@@ -247,7 +245,9 @@ def _tiles(
         tiles.append(Tile("Total time", format_duration(seconds), f"{per_step} per step"))
     peak = curves.get("memory/peak_rss_bytes")
     if peak:
-        tiles.append(Tile("Peak memory", _bytes(max(peak.values)), "resident, main process"))
+        top = max(peak.values)
+        shown = f"{top / 2**30:,.2f} GiB" if top >= 2**30 else f"{top / 2**20:,.0f} MiB"
+        tiles.append(Tile("Peak memory", shown, "resident, main process"))
     speed = next((n for n in ("rollout/tokens_per_s", "train/tokens_per_s") if n in curves), None)
     if speed:
         mean = sum(curves[speed].values) / len(curves[speed].values)
@@ -309,10 +309,6 @@ def _spark(curve: Curve) -> str:
     return " ".join(points)
 
 
-def _bytes(count: float) -> str:
-    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
-
-
 def _sections(curves: Mapping[str, Curve]) -> list[ReportSection]:
     drawn = [n for n, c in curves.items() if n not in OMITTED_IF_ZERO or any(c.values)]
     charts = arrange(drawn)
@@ -332,13 +328,11 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["with_nonce"] = _with_nonce
+    # Scripts of plotly's fragments run only with the nonce of the page.
+    environment.filters["with_nonce"] = lambda fragment, nonce: fragment.replace(
+        "<script", f'<script nonce="{nonce}"', 1
+    )
     return environment.from_string(_asset("report.html.j2"))
-
-
-def _with_nonce(fragment: str, nonce: str) -> str:
-    """Add the nonce to the script of a plotly fragment, so that it may run."""
-    return fragment.replace("<script", f'<script nonce="{nonce}"', 1)
 
 
 def _asset(name: str) -> str:
@@ -370,16 +364,19 @@ def memory_table(run_dir: Path) -> MemoryTable | None:
         lines = list(tree["lines"])
         on_gpu = any(line["allocated"] is not None for line in lines)
         columns = _GPU if on_gpu else _CPU
-        rows = tuple(
-            (_process(line), str(line["phase"]), tuple(_cell(line, c) for c in columns.values()))
-            for line in lines
-        )
+        rows = []
+        for line in lines:
+            process = "this process" if line["role"] == "all" else str(line["role"])
+            if len(line["ranks"]) > 1:
+                process += f", {len(line['ranks'])} ranks"
+            cells = tuple(_cell(line, column) for column in columns.values())
+            rows.append((process, str(line["phase"]), cells))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     note = "Maximum over all ranks."
     if on_gpu:
         note += " Planned: tensors. Allocated and reserved: peaks of torch's allocator."
-    return MemoryTable(tuple(columns), rows, note) if rows else None
+    return MemoryTable(tuple(columns), tuple(rows), note) if rows else None
 
 
 _GPU: Mapping[str, str | tuple[str, str]] = {
@@ -395,12 +392,6 @@ _CPU: Mapping[str, str | tuple[str, str]] = {
     "Measured": "host",
     "Planned / measured": ("host_planned", "host"),
 }
-
-
-def _process(line: Mapping[str, Any]) -> str:
-    ranks = len(line["ranks"])
-    name = "this process" if line["role"] == "all" else str(line["role"])
-    return f"{name}, {ranks} ranks" if ranks > 1 else name
 
 
 def _cell(line: Mapping[str, Any], column: str | tuple[str, str]) -> str:

@@ -193,7 +193,12 @@ def arrange(names: Sequence[str], charts: Iterable[Chart] = CHARTS) -> list[Char
     known = [
         replace(chart, names=tuple(taken[i])) for i, chart in enumerate(charts) if taken.get(i)
     ]
-    return known + [_unknown(name) for name in sorted(left)]
+    for name in sorted(left):
+        unit = next((u for s, u in _UNITS if name.endswith(s)), "")
+        group = name.partition("/")[0].replace("_", " ") if "/" in name else ""
+        title = f"{group}: {words(name)}" if group else words(name)
+        known.append(Chart(MORE, title[:1].upper() + title[1:], unit, (name,)))
+    return known
 
 
 def _of_first_set(name: str) -> str:
@@ -222,11 +227,3 @@ def words(name: str) -> str:
         last = f"{parts[1]} {last}"
     suffix = next((s for s, _ in _UNITS if last.endswith(s)), "")
     return last.removesuffix(suffix).replace("_", " ").strip()
-
-
-def _unknown(name: str) -> Chart:
-    unit = next((u for s, u in _UNITS if name.endswith(s)), "")
-    group = name.partition("/")[0] if "/" in name else ""
-    title = words(name)
-    title = f"{group.replace('_', ' ')}: {title}" if group else title
-    return Chart(MORE, title[:1].upper() + title[1:], unit, (name,))

@@ -340,7 +340,18 @@ def _y_axis(chart: Chart, curves: Mapping[str, Curve], scale: float) -> dict[str
     values = [value * scale for name in chart.names for value in curves[name].values]
     top = max(values)
     if chart.log and min(values) > 0:  # a logarithmic axis cannot show 0
-        return _log2_axis(min(values), top)
+        first, last = math.floor(math.log2(min(values))), math.ceil(math.log2(top))
+        if first == last:
+            first, last = first - 1, last + 1
+        ticks = range(first, last + 1, -(-(last - first) // 5))
+        return {
+            "type": "log",
+            "range": [(first - 0.3) * math.log10(2), (last + 0.3) * math.log10(2)],
+            "tickmode": "array",
+            "tickvals": [2.0**k for k in ticks],
+            "ticktext": [f"2<sup>{k}</sup>" for k in ticks],
+            "hoverformat": ",.12~g",  # 65,536 and not 6.554e+4
+        }
     if top == min(values) == 0:  # the default axis would be from -1 to 1
         return {"range": [-0.02, 1], "tickformat": "~g"}
     if chart.unit == "fraction":
@@ -351,25 +362,9 @@ def _y_axis(chart: Chart, curves: Mapping[str, Curve], scale: float) -> dict[str
         }
     if chart.unit in ("bytes", "tokens", "tokens per second"):
         return {"tickformat": ",.3~r", "hoverformat": ",.4~r", "rangemode": "tozero"}
-    small = 0 < top < 1e-2
-    ticks = {"exponentformat": "e", "minexponent": 2} if small else {"tickformat": "~g"}
-    return {**ticks, "hoverformat": ".4~g"}
-
-
-def _log2_axis(low: float, high: float) -> dict[str, Any]:
-    """Return a logarithmic axis from ``low`` to ``high`` (above 0) with ticks at powers of two."""
-    first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
-    if first == last:
-        first, last = first - 1, last + 1
-    ticks = range(first, last + 1, -(-(last - first) // 5))
-    return {
-        "type": "log",
-        "range": [(first - 0.3) * math.log10(2), (last + 0.3) * math.log10(2)],
-        "tickmode": "array",
-        "tickvals": [2.0**k for k in ticks],
-        "ticktext": [f"2<sup>{k}</sup>" for k in ticks],
-        "hoverformat": ",.12~g",  # 65,536 and not 6.554e+4
-    }
+    if 0 < top < 1e-2:
+        return {"exponentformat": "e", "minexponent": 2, "hoverformat": ".4~g"}
+    return {"tickformat": "~g", "hoverformat": ".4~g"}
 
 
 def _labels(names: Sequence[str]) -> list[str]:

@@ -1,10 +1,15 @@
-"""The samples of the report, as JSON that is safe inside a script element."""
+"""The samples of the report, as JSON that is safe inside a script element.
+
+Samples and records of episodes (``samples.episode_record``) contain text of models and
+environments. All of it stays text: contents, reasoning and arguments of tool calls are strings
+here, numbers are finite.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +17,14 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from burnish.config.arrow_files import READ_ERRORS
-from burnish.observe.report_episodes import outside_in, read_conversation
 from burnish.observe.report_figures import is_finite
 from burnish.observe.samples import read_sample_file, sample_files
 
 MAX_ROWS = 3000
 MAX_CHARS = 6000  # of one prompt or response
 MAX_TOTAL_CHARS = 24_000_000  # of all texts, to limit the size of the page
+MAX_EPISODE_CHARS = 60_000  # of one episode
+_MIN_CHARS = 200  # of one text of an episode beyond that size
 
 
 @dataclass(frozen=True)
@@ -166,15 +172,32 @@ def _entry(
 
 
 def _episode(text: str, shared: _Shared, counts: Counter[str]) -> dict[str, Any] | None:
-    conversation = read_conversation(text, _truncated)
-    if conversation is None:
+    """Return an episode as JSON values, from its record: the index of its first messages and tools,
+    its status and its turns. Turns in the middle of a long episode are omitted. None if the text is
+    not such a record."""
+    try:
+        record = json.loads(text)
+        texts = _Texts()
+        start = [_message(message, texts) for message in record["start"]]
+        functions = [tool.get("function", tool) for tool in record["tools"]]
+        tools = [{"name": texts(f.get("name", "")), "schema": texts(f)} for f in functions]
+        texts.num_chars = 0  # the opening is embedded once per group
+        turns = _turns(record, texts)
+        data = {
+            "status": str(record["status"]),
+            "seconds": _finite(record["seconds"]),
+            "num_turns": len(record["turns"]),
+            "num_rows": len(record["rows"]),
+            "turns": turns,
+        }
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         counts["episodes"] += 1
         return None
-    counts["shortened"] += conversation.is_shortened
-    shared.turns_chars += conversation.num_chars
-    opening = json.dumps(conversation.opening)
+    counts["shortened"] += texts.is_shortened or len(turns) < len(record["turns"])
+    shared.turns_chars += texts.num_chars
+    opening = json.dumps({"messages": start, "tools": tools})
     index = shared.openings.setdefault(opening, len(shared.openings))
-    return {**conversation.data, "opening": index}
+    return {**data, "opening": index}
 
 
 def _parts(text: str | None) -> dict[str, Any] | None:
@@ -189,13 +212,85 @@ def _parts(text: str | None) -> dict[str, Any] | None:
     return values if good else None
 
 
-def _finite(value: float | None) -> float | None:
+def _finite(value: Any) -> float | None:
     return value if is_finite(value) else None
 
 
-def _truncated(text: str, limit: int | None = None) -> str:
-    limit = limit or MAX_CHARS
+def _truncated(text: str, limit: int = MAX_CHARS) -> str:
     if len(text) <= limit:
         return text
     half = limit // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters left out ...]\n{text[-half:]}"
+
+
+class _Texts:
+    """Truncates the texts of an episode, the more the closer it is to its limit."""
+
+    def __init__(self) -> None:
+        self.num_chars = 0
+        self.is_shortened = False
+
+    @property
+    def full(self) -> bool:
+        return self.num_chars >= MAX_EPISODE_CHARS
+
+    def __call__(self, value: Any) -> str:
+        """Return a value as text: a string unchanged, other values as JSON."""
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=1)
+        shown = _truncated(text, _MIN_CHARS if self.full else MAX_CHARS)
+        self.is_shortened |= shown != text
+        self.num_chars += len(shown)
+        return shown
+
+
+def _turns(record: Mapping[str, Any], texts: _Texts) -> list[dict[str, Any]]:
+    """Return the turns from both ends until the limit of texts, in the order of time."""
+    row_of = {t: i for i, row in enumerate(record["rows"]) for t, _ in row["spans"] if t >= 0}
+    numbers = ("tokens", "prompt_tokens", "cached_tokens", "engine_s", "environment_s")
+    turns: dict[int, dict[str, Any]] = {}
+    for number in outside_in(len(record["turns"])):
+        if texts.full and len(turns) >= 2:
+            break
+        turn = record["turns"][number]
+        turns[number] = {
+            "number": number,
+            "row": row_of.get(number),
+            "message": _message(turn["message"], texts),
+            "answer": [_message(message, texts) for message in turn["answer"]],
+            "rewards": {texts(name): _finite(value) for name, value in turn["rewards"].items()},
+            "counts": {texts(name): _finite(value) for name, value in turn["counts"].items()},
+            "problem": texts(turn["problem"]),
+            **{name: _finite(turn[name]) for name in numbers},
+        }
+    return [turns[number] for number in sorted(turns)]
+
+
+def outside_in(count: int) -> Iterator[int]:
+    """Yield the last number, the first, the second last, and so on."""
+    for i in range(count):
+        yield i // 2 if i % 2 else count - 1 - i // 2
+
+
+def _message(message: Mapping[str, Any], texts: _Texts) -> dict[str, Any]:
+    """Return a message with ``role`` and ``text``, and, if it has them, ``name`` (of the tool),
+    ``reasoning`` and ``calls``. Blocks of its content that have text become one text."""
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [
+            part["text"] if isinstance(part, dict) and isinstance(part.get("text"), str) else part
+            for part in content
+        ]
+        content = "\n".join(parts) if all(isinstance(part, str) for part in parts) else parts
+    entry: dict[str, Any] = {"role": texts(message["role"])}
+    entry["text"] = texts("" if content is None else content)
+    if message.get("name"):
+        entry["name"] = texts(message["name"])
+    if message.get("reasoning_content"):
+        entry["reasoning"] = texts(message["reasoning_content"])
+    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    if calls:
+        entry["calls"] = [
+            {"name": texts(call.get("name", "")), "arguments": texts(call.get("arguments", {}))}
+            for call in calls
+        ]
+    return entry

@@ -19,7 +19,6 @@ import pyarrow.parquet as pq
 from burnish.compact import IntRuns
 from burnish.config.arrow_files import record_batches
 from burnish.observe.files import replacing
-from burnish.transcript import Turn
 from burnish.types import Group, Sample
 
 SAMPLES_DIR = "samples"
@@ -78,7 +77,8 @@ def write_samples(
         for group in written
         for sample in group.samples
     ]
-    path = _path(run_dir, split, step)
+    stem = _TRAIN_STEM if split == "train" else split
+    path = Path(run_dir) / SAMPLES_DIR / f"{stem}_{step:06d}.parquet"
     with replacing(path) as scratch:
         pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), scratch, compression="zstd")
     return path
@@ -126,11 +126,6 @@ def drop_samples_after(run_dir: Path, step: int) -> None:
             path.unlink()
 
 
-def _path(run_dir: Path, split: str, step: int) -> Path:
-    stem = _TRAIN_STEM if split == "train" else split
-    return Path(run_dir) / SAMPLES_DIR / f"{stem}_{step:06d}.parquet"
-
-
 def _row(group: Group, sample: Sample, advantage: float | None) -> dict[str, Any]:
     parts = {name: _finite(value) for name, value in sample.reward_parts.items()}
     label = group.prompt.label
@@ -167,7 +162,21 @@ def episode_record(sample: Sample) -> dict[str, Any]:
         "seconds": round(episode.seconds, 3),
         "start": list(episode.start),
         "tools": list(episode.tools),
-        "turns": [_turn(turn) for turn in episode.turns],
+        "turns": [
+            {
+                "message": dict(turn.message),
+                "answer": list(turn.answer),
+                "rewards": dict(turn.rewards),
+                "counts": dict(turn.counts),
+                "problem": turn.problem,
+                "tokens": turn.num_tokens,
+                "prompt_tokens": turn.num_prompt_tokens,
+                "cached_tokens": turn.cached_tokens,
+                "engine_s": round(turn.engine_s, 4),
+                "environment_s": round(turn.environment_s, 4),
+            }
+            for turn in episode.turns
+        ],
         "rows": [
             {
                 "prompt_tokens": len(row.prompt_ids),
@@ -175,21 +184,6 @@ def episode_record(sample: Sample) -> dict[str, Any]:
             }
             for row in sample.rows
         ],
-    }
-
-
-def _turn(turn: Turn) -> dict[str, Any]:
-    return {
-        "message": dict(turn.message),
-        "answer": list(turn.answer),
-        "rewards": dict(turn.rewards),
-        "counts": dict(turn.counts),
-        "problem": turn.problem,
-        "tokens": turn.num_tokens,
-        "prompt_tokens": turn.num_prompt_tokens,
-        "cached_tokens": turn.cached_tokens,
-        "engine_s": round(turn.engine_s, 4),
-        "environment_s": round(turn.environment_s, 4),
     }
 
 

@@ -52,18 +52,15 @@ class SpikeAlarm:
         """Return 1.0 if ``value`` is a spike, else 0.0, and store the value."""
         if not math.isfinite(value):
             return 1.0
-        spike = self._is_spike(value)
+        is_spike = False
+        if len(self._values) >= self._min_values:
+            middle = median(self._values)
+            deviation = median(abs(v - middle) for v in self._values)
+            spread = max(_SIGMA * deviation, _FLOOR_FRAC * abs(middle), _FLOOR_ABS)
+            is_spike = value - middle > self._threshold * spread
         self._values.append(value)
-        return float(spike)
+        return float(is_spike)
 
     def replay(self, values: Iterable[float]) -> None:
         """Store earlier values, oldest first, as if each had been checked."""
         self._values.extend(value for value in values if math.isfinite(value))
-
-    def _is_spike(self, value: float) -> bool:
-        if len(self._values) < self._min_values:
-            return False
-        middle = median(self._values)
-        deviation = median(abs(v - middle) for v in self._values)
-        spread = max(_SIGMA * deviation, _FLOOR_FRAC * abs(middle), _FLOOR_ABS)
-        return value - middle > self._threshold * spread

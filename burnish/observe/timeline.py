@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from burnish.observe.files import write_text
-from burnish.observe.peaks import PhasePeaks
+from burnish.observe.memory import PhasePeaks
 
 T = TypeVar("T")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from burnish.observe.errors import TrackerError
 from burnish.observe.public_recipe import public_recipe, recipe_secrets
 
 if TYPE_CHECKING:
-    from burnish.observe.tracker import TrackerQueue, Trackers
+    from burnish.observe.tracker import Trackers
 
 _GRACE_S = 5.0
 """Extra time for a tracker that enforces its own time limit, so that it can report the timeout."""
@@ -29,7 +28,9 @@ def check_trackers(config: JobConfig) -> None:
     Imports nothing if the recipe has no trackers, and never torch.
     """
     for observe in config.nodes_of(TrackersConfig):
-        if observe.tensorboard and not _installed("tensorboard"):
+        spec = find_spec("tensorboard") if observe.tensorboard else None
+        # A folder of this name has a spec without an origin.
+        if observe.tensorboard and (spec is None or spec.origin is None):
             raise TrackerError(
                 "observe.tensorboard=true needs the package tensorboard, which is not installed; "
                 "pip install 'burnish[tensorboard]', or leave observe.tensorboard out "
@@ -50,38 +51,30 @@ def open_trackers(config: JobConfig, run_dir: Path) -> Trackers:
 
     Raises TrackerError like :func:`check_trackers`.
     """
-    from burnish.observe.tracker import Trackers
+    from burnish.observe.tracker import SampleRate, TrackerLimits, TrackerQueue, Trackers
 
-    nodes = config.nodes_of(TrackersConfig)
-    return Trackers([queue for observe in nodes for queue in _queues(observe, config, run_dir)])
+    queues = []
+    for observe in config.nodes_of(TrackersConfig):
+        if observe.tensorboard:
+            from burnish.observe.tensorboard import TensorBoardTracker
 
+            limits = TrackerLimits(_TENSORBOARD_TIMEOUT_S)
+            queues.append(TrackerQueue(TensorBoardTracker(run_dir), run_dir, limits))
+        if observe.wandb is not None:
+            from burnish.observe.wandb import WandbTracker, wandb_mode
 
-def _queues(observe: TrackersConfig, config: JobConfig, run_dir: Path) -> Iterator[TrackerQueue]:
-    from burnish.observe.tracker import SampleRate, TrackerLimits, TrackerQueue
+            if wandb_mode(observe.wandb) != "disabled":
+                rate = SampleRate(observe.wandb.sample_rows, observe.wandb.samples_every_n_steps)
+                limits = TrackerLimits(observe.wandb.timeout_s + _GRACE_S, rate)
+                wandb = WandbTracker(
+                    observe.wandb, run_dir, public_recipe(config), hidden=recipe_secrets(config)
+                )
+                queues.append(TrackerQueue(wandb, run_dir, limits))
+        if observe.mlflow is not None:
+            from burnish.observe.mlflow import MlflowTracker
 
-    if observe.tensorboard:
-        from burnish.observe.tensorboard import TensorBoardTracker
-
-        limits = TrackerLimits(_TENSORBOARD_TIMEOUT_S)
-        yield TrackerQueue(TensorBoardTracker(run_dir), run_dir, limits)
-    if observe.wandb is not None:
-        from burnish.observe.wandb import WandbTracker, wandb_mode
-
-        if wandb_mode(observe.wandb) != "disabled":
-            rate = SampleRate(observe.wandb.sample_rows, observe.wandb.samples_every_n_steps)
-            limits = TrackerLimits(observe.wandb.timeout_s + _GRACE_S, rate)
-            tracker = WandbTracker(
-                observe.wandb, run_dir, public_recipe(config), hidden=recipe_secrets(config)
-            )
-            yield TrackerQueue(tracker, run_dir, limits)
-    if observe.mlflow is not None:
-        from burnish.observe.mlflow import MlflowTracker
-
-        limits = TrackerLimits(_MLFLOW_TIMEOUT_S)
-        text = yaml.safe_dump(public_recipe(config), sort_keys=False, allow_unicode=True)
-        yield TrackerQueue(MlflowTracker(observe.mlflow, run_dir, text), run_dir, limits)
-
-
-def _installed(module: str) -> bool:
-    spec = find_spec(module)
-    return spec is not None and spec.origin is not None  # a folder of this name has no origin
+            limits = TrackerLimits(_MLFLOW_TIMEOUT_S)
+            text = yaml.safe_dump(public_recipe(config), sort_keys=False, allow_unicode=True)
+            mlflow = MlflowTracker(observe.mlflow, run_dir, text)
+            queues.append(TrackerQueue(mlflow, run_dir, limits))
+    return Trackers(queues)

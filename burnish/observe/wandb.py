@@ -204,31 +204,28 @@ class WandbTracker:
 
     def _init(self, mode: str) -> Run:
         self._save_state(self._state.step)
-        with _public_arguments(self._hidden):
-            return self._open(mode)
-
-    def _open(self, mode: str) -> Run:
         config, timeout_s = self._config, self._config.timeout_s
-        run: Run = self._wandb.init(
-            project=self._state.project,
-            entity=config.entity,
-            name=config.name or self._run_dir.name,
-            group=config.group,
-            tags=config.tags or None,
-            job_type=str(self._recipe.get("job", "")) or None,
-            id=self._state.id,
-            dir=str(self._run_dir),
-            mode=mode,
-            resume="allow",
-            reinit="create_new",  # does not affect a run of the calling program
-            settings=self._wandb.Settings(
-                console="off",  # the terminal belongs to the progress bar
-                silent=True,
-                init_timeout=timeout_s,
-                finish_timeout=timeout_s,
-                finish_timeout_raises=True,
-            ),
-        )
+        with _public_arguments(self._hidden):
+            run: Run = self._wandb.init(
+                project=self._state.project,
+                entity=config.entity,
+                name=config.name or self._run_dir.name,
+                group=config.group,
+                tags=config.tags or None,
+                job_type=str(self._recipe.get("job", "")) or None,
+                id=self._state.id,
+                dir=str(self._run_dir),
+                mode=mode,
+                resume="allow",
+                reinit="create_new",  # does not affect a run of the calling program
+                settings=self._wandb.Settings(
+                    console="off",  # the terminal belongs to the progress bar
+                    silent=True,
+                    init_timeout=timeout_s,
+                    finish_timeout=timeout_s,
+                    finish_timeout_raises=True,
+                ),
+            )
         return run
 
     def _table(self, rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -36,7 +36,7 @@ from burnish.models.load import DTYPES, describe, load_causal_lm
 from burnish.models.logprobs import Head, chunk_tokens
 from burnish.models.lora_layers import merged_weights
 from burnish.models.scratch import scratch_tokenizer
-from burnish.observe.peaks import PhasePeaks
+from burnish.observe.memory import PhasePeaks
 from burnish.oom import is_out_of_memory
 from burnish.plan.probe_stages import RolePhase, probed_roles, probed_rollout, separate_rollout
 from burnish.plan.role_base import positions, resolve_model

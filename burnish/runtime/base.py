@@ -14,7 +14,7 @@ from burnish.config.rollout import InFlight
 from burnish.config.sync import LinkSync, SyncConfig
 from burnish.distributed.process_group import RankGroup
 from burnish.environments.worker_set import Worker
-from burnish.observe.peaks import ProcessPeaks
+from burnish.observe.memory import ProcessPeaks
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import RolloutEngine, StagedWeights
 from burnish.rollout.kinds import RolloutEngineConfig

@@ -22,7 +22,7 @@ from burnish.models.end_tokens import add_end_tokens
 from burnish.models.gpu import set_up_gpu
 from burnish.models.load import describe, load_causal_lm, resolve_device
 from burnish.models.lora_layers import merged_weights
-from burnish.observe.peaks import ProcessPeaks
+from burnish.observe.memory import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine, Sampling
 from burnish.rollout.kinds import RolloutEngineConfig

@@ -31,7 +31,7 @@ from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.sync import DiskSync, LinkSync
 from burnish.distributed.process_group import RankGroup
 from burnish.models.load import DTYPES, load_tokenizer
-from burnish.observe.peaks import MemoryPeak, PhasePeaks
+from burnish.observe.memory import MemoryPeak, PhasePeaks
 from burnish.observe.timeline import Timeline
 from burnish.runtime.heartbeat import start_heartbeat
 from burnish.runtime.inline import InlineRuntime

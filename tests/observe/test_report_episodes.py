@@ -12,8 +12,7 @@ import pytest
 from report_page import HOSTILE, PAYLOADS, Page
 
 from burnish.observe.report import build_report
-from burnish.observe.report_episodes import MAX_EPISODE_CHARS
-from burnish.observe.report_samples import embed_samples
+from burnish.observe.report_samples import MAX_EPISODE_CHARS, embed_samples
 from burnish.observe.samples import SCHEMA, write_samples
 from burnish.transcript import Episode, Turn
 from burnish.types import Group, Prompt, Sample, TokenRow

@@ -18,7 +18,7 @@ from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.placement import PlacementGroupSpec
 from burnish.messages import library_text
-from burnish.observe.peaks import ProcessPeaks
+from burnish.observe.memory import ProcessPeaks
 from burnish.runtime.base import ClusterError, WorkerLostError
 from burnish.runtime.heartbeat import HeartbeatMonitor, HeartbeatRegistry
 from burnish.runtime.ray.connect import join_ray, start_ray

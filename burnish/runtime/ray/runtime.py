@@ -27,7 +27,7 @@ from burnish.config.roles import free_name
 from burnish.config.sync import LinkSync, SyncConfig
 from burnish.distributed.process_group import SINGLE
 from burnish.environments.worker_set import Worker
-from burnish.observe.peaks import ProcessPeaks
+from burnish.observe.memory import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine
 from burnish.rollout.kinds import RolloutEngineConfig

@@ -30,11 +30,10 @@ from burnish.cli_arguments import (
 )
 from burnish.cli_errors import CommandGroup, printing_on_first_rank
 from burnish.config import JOBS, ConfigError, JobConfig, dump_yaml, load_config
-from burnish.config.docs import FieldRow, class_text, fields_table, job_markdown
+from burnish.config.docs import FieldRow, class_text, config_markdown, fields_table, job_markdown
 from burnish.config.explain import nearest
 from burnish.config.paths import folder_problem
 from burnish.config.placement import placement_text
-from burnish.config.reference import config_markdown
 from burnish.config.registry import REGISTRY, JobEntry
 from burnish.messages import quiet_libraries
 from burnish.preflight.families import check_families

@@ -283,7 +283,7 @@ def test_config_lists_every_key_with_its_text_in_plain_lines():
 
 
 def test_config_all_as_markdown_is_the_reference_page():
-    from burnish.config.reference import config_markdown
+    from burnish.config.docs import config_markdown
 
     assert call("config", "--all", "--markdown").stdout == config_markdown()
     assert call("config", "rm", "--markdown").stdout.startswith("## rm\n")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from burnish.config.base import Node, OlderKeys, switched_by
+from burnish.config.base import Node, OlderKeys, named_kind, switched_by
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum_constant"]
 Discount = Literal["token", "turn"]
@@ -149,17 +149,12 @@ def _default(node: Node, name: str) -> Any:
     return type(node).model_fields[name].default
 
 
-def name_to_node(value: Any) -> Any:
-    """Expand the name of a variant to a node: ``dpo`` -> ``{kind: dpo}``."""
-    return {"kind": value} if isinstance(value, str) else value
-
-
 AdvantageConfig = Annotated[
     Annotated[
         GroupAdvantage | GaeAdvantage | ReinforceAdvantage | OnPolicyDistillAdvantage,
         Field(discriminator="kind"),
     ],
-    BeforeValidator(name_to_node),
+    named_kind(),
 ]
 
 
@@ -247,7 +242,7 @@ PolicyLossConfig = Annotated[
         PpoLoss | GspoLoss | CispoLoss | SapoLoss | VespoLoss | ReinforceLoss,
         Field(discriminator="kind"),
     ],
-    BeforeValidator(name_to_node),
+    named_kind(),
 ]
 
 
@@ -275,7 +270,7 @@ class BoundedWeights(Node):
 
 CorrectionMode = Annotated[
     Annotated[TruncatedWeights | BoundedWeights, Field(discriminator="kind")],
-    BeforeValidator(name_to_node),
+    named_kind(),
 ]
 
 

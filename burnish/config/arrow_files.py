@@ -57,7 +57,12 @@ def record_batches(path: Path, count: int | None = None) -> Iterator[pa.RecordBa
     """
     first = 0
     with opened(path) as (schema, batches):
-        _check_schema(schema)
+        _check_number(len(schema.names))
+        if len(set(schema.names)) < len(schema.names):
+            twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
+            raise ColumnarError(f"it has several columns named {', '.join(twice)}; rename them")
+        for field in schema:
+            _check_type(field.type, field.name)
         for batch in batches if count is None else _head(batches, count):
             if count is not None:
                 check_positions(batch)
@@ -125,16 +130,6 @@ def row_values(rows: pa.RecordBatch, i: int, number: int) -> dict[str, Any]:
 
 
 # --- limits
-
-
-def _check_schema(schema: pa.Schema) -> None:
-    names = schema.names
-    _check_number(len(names))
-    if len(set(names)) < len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ColumnarError(f"it has several columns named {', '.join(twice)}; rename them")
-    for field in schema:
-        _check_type(field.type, field.name)
 
 
 def _check_number(num_columns: int) -> None:
@@ -246,7 +241,12 @@ def size_of(array: Any) -> int:
 
     kind, is_any = array.type, pa.types
     if is_any.is_dictionary(kind):
-        return _VALUE_BYTES * len(array) + _dictionary_bytes(array)
+        lengths = _lengths(array.dictionary)
+        if lengths is None:  # of other values than texts
+            decoded = len(array) * size_of(array.dictionary)
+        else:
+            decoded = int(pc.sum(lengths.take(array.indices)).as_py() or 0)
+        return _VALUE_BYTES * len(array) + decoded
     if is_any.is_struct(kind):
         return int(array.nbytes) + sum(map(size_of, array.flatten()))
     if is_any.is_map(kind) or _is_list(kind):
@@ -286,16 +286,6 @@ def _plain(view: pa.DataType) -> pa.DataType:
     import pyarrow as pa
 
     return pa.large_string() if pa.types.is_string_view(view) else pa.large_binary()
-
-
-def _dictionary_bytes(array: Any) -> int:
-    """Return the bytes of the values of a dictionary array, decoded."""
-    import pyarrow.compute as pc
-
-    lengths = _lengths(array.dictionary)
-    if lengths is None:  # of other values than texts
-        return int(len(array) * size_of(array.dictionary))
-    return int(pc.sum(lengths.take(array.indices)).as_py() or 0)
 
 
 def _lengths(values: Any) -> Any:

@@ -1,7 +1,7 @@
 """Base class of config nodes: frozen, no unknown keys, docstrings as help, rules.
 
 Reading order of this package: base, model, rewards, algorithm, rollout, train, sync, job, the
-jobs, arithmetic, load; then schema, overrides, explain and docs, which inspect these classes."""
+jobs, arithmetic, load; then schema, explain and docs, which inspect these classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
 
 N = TypeVar("N", bound="Node")
 
@@ -113,6 +113,20 @@ def on_off(value: Any) -> Any:
         "off": None,
     }
     return words.get(str(value).lower(), value) if isinstance(value, (bool, str)) else value
+
+
+def named_kind(default: str | None = None) -> BeforeValidator:
+    """Return a validator that expands the name of a kind to a mapping, ``dpo`` to ``{kind: dpo}``,
+    and adds the kind ``default`` to a mapping without one."""
+
+    def expand(value: Any) -> Any:
+        if isinstance(value, str):
+            return {"kind": value}
+        if default is not None and isinstance(value, dict):
+            return {"kind": default, **value}
+        return value
+
+    return BeforeValidator(expand)
 
 
 class Node(BaseModel):

@@ -77,15 +77,22 @@ def files_of(path: str) -> list[Path]:
 def splits_of_path(path: str) -> Splits:
     """Return the files that the path of a file source names, and those of other splits. Raises
     FilesError as :func:`files_of` does."""
+    place = root = Path(path)
     try:
-        files = sorted(_found(path))
+        if place.is_dir() and not is_saved_dataset(place):
+            data = place / "data"
+            files = _files_in(place) or (_files_in(data) if data.is_dir() else [])
+        elif is_glob(path):
+            files = [Path(match) for match in glob(path, recursive=True) if Path(match).is_file()]
+            root = Path(_WILDCARD.split(path, maxsplit=1)[0].rpartition("/")[0] or ".")
+        else:
+            files = [place]
     except OSError as error:
         raise FilesError(
             f"{path} cannot be listed: {error}; correct the path or its permissions"
         ) from error
-    splits = (
-        splits_of(files, _fixed_folder(path)) if files != [Path(path)] else Splits(tuple(files))
-    )
+    files.sort()
+    splits = Splits(tuple(files)) if files == [place] else splits_of(files, root)
     types = Counter(map(suffix_of, splits.train))
     for file in splits.train:
         if suffix_of(file) != suffix_of(splits.train[0]):
@@ -98,24 +105,10 @@ def splits_of_path(path: str) -> Splits:
     return splits
 
 
-def _found(path: str) -> list[Path]:
-    place = Path(path)
-    if place.is_dir() and not is_saved_dataset(place):
-        return _files_in(place) or (_files_in(place / "data") if (place / "data").is_dir() else [])
-    if is_glob(path):
-        return [Path(match) for match in glob(path, recursive=True) if Path(match).is_file()]
-    return [place]
-
-
 def _files_in(folder: Path) -> list[Path]:
-    return [file for file in folder.iterdir() if file.is_file() and not _is_note(file)]
-
-
-def _fixed_folder(path: str) -> Path:
-    """Return the folder of a source: the path itself, or the folder before the first wildcard."""
-    if not is_glob(path):
-        return Path(path)
-    return Path(_WILDCARD.split(path, maxsplit=1)[0].rpartition("/")[0] or ".")
+    files = [file for file in folder.iterdir() if file.is_file()]
+    files = [file for file in files if not file.name.startswith((".", "_"))]
+    return [file for file in files if file.suffix.lower() not in ("", ".md")]
 
 
 def is_glob(path: str) -> bool:
@@ -126,10 +119,6 @@ def is_glob(path: str) -> bool:
 def is_saved_dataset(folder: Path) -> bool:
     """Return whether a folder was written by ``datasets.save_to_disk``."""
     return any((folder / name).exists() for name in SAVED_DATASET)
-
-
-def _is_note(file: Path) -> bool:
-    return file.name.startswith((".", "_")) or file.suffix.lower() in ("", ".md")
 
 
 def default_name(path: str) -> str:
@@ -157,12 +146,11 @@ def first_file(path: str) -> str:
         return path
     if files == [Path(path)]:
         return path
-    return next((str(file) for file in files if _has_values(file)), path)
-
-
-def _has_values(file: Path) -> bool:
-    row = first_row(str(file))
-    return row is not None and any(value is not None for value in row.values())
+    for file in files:
+        row = first_row(str(file))
+        if row is not None and any(value is not None for value in row.values()):
+            return str(file)
+    return path
 
 
 def check_columns(files: Sequence[Path]) -> None:
@@ -314,11 +302,30 @@ def nested_value(row: Mapping[str, Any], path: str) -> Any:
 
 def first_row(path: str) -> Mapping[str, Any] | None:
     """Return the first row of a data file as column -> value, or None if it cannot be read."""
-    file = Path(path)
+    file, suffix = Path(path), suffix_of(Path(path))
+    row: Any = None
     try:
-        return _first_row(file, suffix_of(file))
+        if not file.is_file():
+            return None
+        if suffix in arrow_files.SUFFIXES:
+            if rows := arrow_files.first_rows(file, 1):
+                return decoded(rows[0])
+            with arrow_files.opened(file) as (schema, _):
+                return dict.fromkeys(schema.names)
+        if suffix == ".csv":
+            with file.open(encoding="utf-8-sig", newline="") as text:
+                reader = csv.reader(text)
+                header = next(reader, [])
+                cells = next((cells for cells in reader if cells), [])
+                return {**dict.fromkeys(header), **dict(zip(header, cells, strict=False))} or None
+        if suffix == ".json" and file.stat().st_size <= LARGEST_JSON:
+            values = json_value(file.read_text(encoding="utf-8-sig"))
+            row = values[0] if isinstance(values, list) and values else None
+        elif suffix in LINES and (lines := first_lines(file, 1)):
+            row = json_value(lines[0][1].decode("utf-8-sig"))
     except (*arrow_files.READ_ERRORS, csv.Error):  # (errors of JSON are ValueErrors)
         return None
+    return row if isinstance(row, dict) else None
 
 
 def missing_columns(paths: Iterable[str], columns: Mapping[str, str | None]) -> Iterator[str]:
@@ -329,10 +336,11 @@ def missing_columns(paths: Iterable[str], columns: Mapping[str, str | None]) -> 
         have = columns_of(path, names)
         for field, name in columns.items():
             if have is not None and name is not None and name not in have:
+                usual = [u for u in _USUAL.get(field.rpartition(".")[2], ()) if u in have]
+                hint = nearest(name, have) or (f" (perhaps {field}={usual[0]})" if usual else "")
                 yield (
                     f"{field}={name}: {path} has no such column; its columns are "
-                    f"{', '.join(have)}{_hint(field, name, have)}. Correct {field}, or add the "
-                    "column"
+                    f"{', '.join(have)}{hint}. Correct {field}, or add the column"
                 )
 
 
@@ -344,42 +352,6 @@ _USUAL = {
     "rejected_key": ("non_preferred_output", "rejected_response", "response_b", "worse"),
 }
 """Field of a column -> names that public data sets use for it."""
-
-
-def _hint(field: str, name: str, have: Sequence[str]) -> str:
-    key = field.rpartition(".")[2]
-    usual = [column for column in _USUAL.get(key, ()) if column in have]
-    return nearest(name, have) or (f" (perhaps {field}={usual[0]})" if usual else "")
-
-
-def _first_row(file: Path, suffix: str) -> Mapping[str, Any] | None:
-    if not file.is_file():
-        return None
-    if suffix in arrow_files.SUFFIXES:
-        return _first_of_table(file)
-    if suffix == ".json":
-        small = file.stat().st_size <= LARGEST_JSON
-        rows = json_value(file.read_text(encoding="utf-8-sig")) if small else None
-        row = rows[0] if isinstance(rows, list) and rows else None
-        return row if isinstance(row, dict) else None
-    if suffix in LINES:
-        lines = first_lines(file, 1)
-        row = json_value(lines[0][1].decode("utf-8-sig")) if lines else None
-        return row if isinstance(row, dict) else None
-    if suffix != ".csv":
-        return None
-    with file.open(encoding="utf-8-sig", newline="") as text:
-        reader = csv.reader(text)
-        header = next(reader, [])
-        cells = next((cells for cells in reader if cells), [])
-        return {**dict.fromkeys(header), **dict(zip(header, cells, strict=False))} or None
-
-
-def _first_of_table(file: Path) -> Mapping[str, Any]:
-    if rows := arrow_files.first_rows(file, 1):
-        return decoded(rows[0])
-    with arrow_files.opened(file) as (schema, _):
-        return dict.fromkeys(schema.names)
 
 
 _PLAIN_LINES = (".jsonl", ".ndjson")

@@ -1,13 +1,15 @@
-"""Config of early stopping: end a run before its last step by a metric, or by the KL."""
+"""Config of early stopping: end a run before its last step by a metric, or by the KL. Rules of the
+metrics that a recipe names (``checkpoint.best_metric``, ``early_stopping.metric``)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from pydantic import Field
 
 from burnish.config.base import Node, OlderKeys, switched_by
-from burnish.config.train import better
+from burnish.config.explain import nearest
+from burnish.config.train import CheckpointConfig, better
 
 _UNSUITABLE = ("time/", "memory/", "observe/")
 
@@ -88,8 +90,8 @@ def early_stopping_rules(
     """Yield an error if a job measures the metric of early stopping too rarely, or no KL.
 
     ``eval_every``: steps between evaluations, 0 if only the first and the last step have one; None
-    if there is no evaluation, which :func:`burnish.config.best_metric.named_metric_rules` reports.
-    ``measures_kl``: true if the job measures the KL to the reference.
+    if there is no evaluation, which :func:`named_metric_rules` reports. ``measures_kl``: true if
+    the job measures the KL to the reference.
     """
     if config is None:
         return
@@ -110,4 +112,55 @@ def early_stopping_rules(
             f"early_stopping.max_kl={config.max_kl.limit:g}, but this run measures no KL to a "
             "reference; in rl set algorithm.kl.init_kl_coef (a small value such as 0.0001 only "
             "measures it), or use early_stopping.metric"
+        )
+
+
+PREFIXES = ("train/", "data/", "time/", "memory/", "observe/")
+"""Beginnings of metrics that every training job writes. The rest of such a name is not checked: it
+may depend on the machine, the engine and the model."""
+
+
+def named_metric_rules(
+    named: Mapping[str, str | None],
+    evaluated: Collection[str],
+    *,
+    names: Collection[str] = (),
+    prefixes: tuple[str, ...] = (),
+) -> Iterator[str]:
+    """Yield an error for each metric of ``named`` (key -> metric) that a job does not write.
+
+    ``evaluated``: names after ``eval/`` of the metrics of an evaluation; empty if there is none.
+    ``names``: other metrics. ``prefixes``: beginnings of other metrics whose names a recipe does
+    not determine.
+    """
+    open_ended = (*PREFIXES, *prefixes)
+    known = [*(f"eval/{name}" for name in sorted(evaluated)), *sorted(names)]
+    listed = ", ".join([*known, *(f"{prefix}..." for prefix in open_ended)])
+    for key, metric in named.items():
+        if metric is None or metric in known:
+            continue
+        if any(metric.startswith(prefix) and metric != prefix for prefix in open_ended):
+            continue
+        if metric.startswith("eval/") and not evaluated:
+            yield (
+                f"{key}={metric} is measured by eval, which is not set; set eval, or another metric"
+            )
+            continue
+        yield (
+            f"{key}={metric} is never measured{nearest(metric, known)}; use a metric of this job: "
+            f"{listed}"
+        )
+
+
+def best_metric_advice(checkpoint: CheckpointConfig, eval_every: int) -> Iterator[str]:
+    """Warn if the weights of some evaluations are not saved, so that the best of them may be lost.
+    ``eval_every``: steps between evaluations; 0: only the first and the last step."""
+    metric, every = checkpoint.best_metric, checkpoint.every_n_steps
+    if not (metric or "").startswith("eval/") or not eval_every:
+        return
+    if not every or eval_every % every:
+        yield (
+            f"checkpoint.best_metric={metric} is measured every {eval_every} steps, but weights "
+            f"are saved {f'every {every} steps' if every else 'at the end alone'}, so the best may "
+            f"be lost; set checkpoint.every_n_steps to {eval_every} or a divisor of it"
         )

@@ -10,10 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from burnish.config.base import Node, PathText
+from burnish.config.base import Node, PathText, named_kind
 from burnish.config.paths import code_problem
 from burnish.config.rewards import RewardConfig
-from burnish.config.sandbox import BubblewrapSandbox, SandboxConfig, kind_left_out
+from burnish.config.sandbox import BubblewrapSandbox, SandboxConfig
 from burnish.data.prompts.config import PromptDataConfig
 
 FormatName = Literal["hermes", "xml", "glm", "llama3_json", "mistral", "mistral_args", "harmony"]
@@ -224,7 +224,7 @@ class ToolEpisodes(SteppedEpisodes):
         yield from (f"{problem}; the built-in tool is python" for problem in super().rules())
 
 
-AgentSandbox = Annotated[BubblewrapSandbox, BeforeValidator(kind_left_out)]
+AgentSandbox = Annotated[BubblewrapSandbox, named_kind("bubblewrap")]
 
 
 class ProgramEpisodes(EpisodesConfig):

@@ -57,8 +57,32 @@ class Framework(NamedTuple):
 def equivalents() -> dict[str, Framework]:
     """Return the flags of every framework, from the package's ``equivalents.yaml``."""
     file = importlib.resources.files("burnish.config") / "equivalents.yaml"
-    tree = yaml.safe_load(file.read_text("utf-8"))
-    return {name: _framework(content) for name, content in tree.items()}
+    frameworks = {}
+    for framework, content in yaml.safe_load(file.read_text("utf-8")).items():
+        renamed, left_out = content.get("renamed", {}), content.get("left_out", {})
+        commands = {}
+        for name, command in content["commands"].items():
+            own = _rows(command["flags"], renamed)
+            commands[name] = Command(command["job"], tuple(command["blocks"]), own)
+        frameworks[framework] = Framework(
+            about=content["about"],
+            blocks={name: _rows(rows, renamed) for name, rows in content["blocks"].items()},
+            commands=commands,
+            left_out={flag: why for flags, why in left_out.items() for flag in _names(flags)},
+        )
+    return frameworks
+
+
+def _rows(content: Mapping[str, Any], renamed: Mapping[str, str]) -> tuple[Equivalent, ...]:
+    rows = []
+    for flags, row in content.items():
+        fields = dict(row) if isinstance(row, dict) else {"key": row}
+        keys = fields.pop("key", [])
+        listed, names = (keys,) if isinstance(keys, str) else tuple(keys), _names(flags)
+        later = (fields.pop("new", ""), *(renamed.get(name, "") for name in names))
+        new = tuple(dict.fromkeys(name for text in later if text for name in _names(text)))
+        rows.append(Equivalent(names, listed, **fields, new=new))
+    return tuple(rows)
 
 
 NOT_BUILT = {
@@ -154,8 +178,15 @@ def advice_on(name: str, job: str) -> str:
     for framework, content in equivalents().items():
         for command, chosen in content.commands.items():
             row = content.flags(command).get(name) if chosen.job == job else None
-            if row is not None:
-                return _sentence(f"{framework}'s {name}", row)
+            if row is None:
+                continue
+            flag = f"{framework}'s {name}"
+            if row.missing:
+                why = row.missing.removeprefix("Remove the flag: ")
+                end = "." if why == row.missing else ":"
+                return f"{flag} has no equivalent; remove it{end} {why}"
+            keys = f"is {', '.join(row.keys)} here." if row.keys else "is not needed here."
+            return f"{flag} {keys} {row.note}".strip()
     return ""
 
 
@@ -189,14 +220,6 @@ def command_of(name: str) -> str:
     return {**OTHER_COMMANDS, **jobs}.get(last, "")
 
 
-def _sentence(flag: str, row: Equivalent) -> str:
-    if row.missing:
-        why = row.missing.removeprefix("Remove the flag: ")
-        return f"{flag} has no equivalent; remove it{'.' if why == row.missing else ':'} {why}"
-    keys = f"{flag} is {', '.join(row.keys)} here." if row.keys else f"{flag} is not needed here."
-    return f"{keys} {row.note}".strip()
-
-
 def key_types(job: str, dotted: str) -> list[Any]:
     """Return the annotations of a job's key, one per kind that has it; empty if there is no such
     key. A number in the key is an item of a list.
@@ -215,33 +238,6 @@ def key_types(job: str, dotted: str) -> list[Any]:
         below = [known[name].annotation for known in fields if name in known]
         below += [value for value in values if value is not None]
     return below
-
-
-def _framework(content: Mapping[str, Any]) -> Framework:
-    renamed, left_out = content.get("renamed", {}), content.get("left_out", {})
-    commands = {
-        name: Command(command["job"], tuple(command["blocks"]), _rows(command["flags"], renamed))
-        for name, command in content["commands"].items()
-    }
-    return Framework(
-        about=content["about"],
-        blocks={name: _rows(rows, renamed) for name, rows in content["blocks"].items()},
-        commands=commands,
-        left_out={flag: why for flags, why in left_out.items() for flag in _names(flags)},
-    )
-
-
-def _rows(content: Mapping[str, Any], renamed: Mapping[str, str]) -> tuple[Equivalent, ...]:
-    return tuple(_row(flags, row, renamed) for flags, row in content.items())
-
-
-def _row(flags: str, content: Any, renamed: Mapping[str, str]) -> Equivalent:
-    fields = dict(content) if isinstance(content, dict) else {"key": content}
-    keys = fields.pop("key", [])
-    listed, names = (keys,) if isinstance(keys, str) else tuple(keys), _names(flags)
-    later = (fields.pop("new", ""), *(renamed.get(name, "") for name in names))
-    new = tuple(dict.fromkeys(name for text in later if text for name in _names(text)))
-    return Equivalent(names, listed, **fields, new=new)
 
 
 def _names(flags: str) -> tuple[str, ...]:

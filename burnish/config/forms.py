@@ -1,4 +1,5 @@
-"""Recognize the form of data rows: the project's own columns, or a form of public datasets."""
+"""Recognize the form of data rows: the project's own columns, or a form of public datasets, such as
+two responses in columns of their own with a column that says which one is better."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from burnish.config.comparisons import COMPARISONS, comparison_of
+from burnish.config.columns import finite_number
 from burnish.errors import BurnishError
 from burnish.json_text import json_value
 
@@ -51,6 +52,41 @@ NAMES: Mapping[Form, str] = {
     "verl": "verl",
     "api_log": "API logs",
 }
+
+
+Verdict = Literal["index", "sign", "first", "scores", "winner"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Columns of a public form with two responses and a verdict on which one is better."""
+
+    prompt: str | None
+    """None: the responses are conversations that begin with the prompt."""
+    responses: tuple[str, str]
+    verdict: Verdict
+    """index: number of the better response, from 0. sign: below 0, the first is better. first: 1 if
+    the first is better, else 0. scores: of both responses. winner: ``model_a`` or ``model_b``."""
+    by: tuple[str, ...]
+    """Columns of the verdict."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All columns of the form."""
+        prompt = () if self.prompt is None else (self.prompt,)
+        return (*prompt, *self.responses, *self.by)
+
+
+COMPARISONS = (
+    Comparison("prompt", ("response_0", "response_1"), "index", ("better_response_id",)),
+    Comparison("context", ("response1", "response2"), "sign", ("overall_preference",)),
+    Comparison("prompt", ("response_1", "response_2"), "sign", ("preference_strength",)),
+    Comparison("history", ("human_ref_A", "human_ref_B"), "first", ("labels",)),
+    Comparison("question", ("answer_0", "answer_1"), "scores", ("score_0", "score_1")),
+    Comparison(None, ("conversation_a", "conversation_b"), "winner", ("winner",)),
+)
+"""PKU-SafeRLHF (by helpfulness), HelpSteer3, the preferences of HelpSteer2, SHP, WebGPT, and
+Chatbot Arena."""
 
 
 class FormError(BurnishError, ValueError):
@@ -105,7 +141,15 @@ def form_of(row: Mapping[str, Any], keys: Keys) -> Reading:
         if keys.form not in readings:
             raise FormError(_lacks(row, keys.form, keys.purpose))
         return readings[keys.form]
-    by_columns = _by_columns(row, keys)
+    complete = () if keys.purpose == "pairs" and without_pair(row, keys) else keys.complete
+    by_columns = next(
+        (
+            Reading("columns", names)
+            for names in complete
+            if all(row.get(name) is not None for name in names)
+        ),
+        None,
+    )
     if "verl" in readings:  # only its label is nested
         return readings["verl"]
     if keys.is_customized:
@@ -156,14 +200,6 @@ def without_pair(row: Mapping[str, Any], keys: Keys) -> bool:
     return any(row.get(key) is None for key in keys.pair)
 
 
-def _by_columns(row: Mapping[str, Any], keys: Keys) -> Reading | None:
-    """Return the reading by the project's own columns, or None if the row lacks them."""
-    for names in () if keys.purpose == "pairs" and without_pair(row, keys) else keys.complete:
-        if all(row.get(name) is not None for name in names):
-            return Reading("columns", names)
-    return None
-
-
 def _readings(row: Mapping[str, Any], keys: Keys) -> Iterator[Reading]:
     """Yield the forms of public datasets that a row has."""
     purpose = keys.purpose
@@ -187,10 +223,14 @@ def _readings(row: Mapping[str, Any], keys: Keys) -> Iterator[Reading]:
         if output is not None or purpose in ("prompts", "pairs"):
             last = of_pair or (() if output is None else (output,))
             yield Reading("alpaca", (INSTRUCTION, *used, *last))
-    if purpose != "pairs" and _is_gsm8k(row):
+    question, answer = row.get(QUESTION), row.get(ANSWER)
+    is_gsm8k = isinstance(question, str) and isinstance(answer, str) and FINAL in answer
+    if purpose != "pairs" and is_gsm8k:
         yield Reading("gsm8k", (QUESTION, ANSWER))
-    if purpose == "pairs" and keys.prompt not in row and _has_prompt(row[keys.pair[0]]):
-        yield Reading("implicit_prompt", keys.pair)
+    if purpose == "pairs" and keys.prompt not in row:
+        response = row[keys.pair[0]]
+        if is_transcript(response) or _begins_with_user(response):
+            yield Reading("implicit_prompt", keys.pair)
 
 
 def _readings_by_name(row: Mapping[str, Any], keys: Keys) -> Iterator[Reading]:
@@ -227,21 +267,12 @@ def is_transcript(value: Any) -> bool:
     return isinstance(value, str) and value.lstrip("\n").startswith("Human:")
 
 
-def _has_prompt(value: Any) -> bool:
-    return is_transcript(value) or _begins_with_user(value)
-
-
 def _begins_with_user(value: Any) -> bool:
     turns = _as_list(value)
     if not turns or not isinstance(turns[0], Mapping) or len(turns) < 2:
         return False
     role = turns[0].get("role", turns[0].get("from"))
     return role in ("user", "human", "system")
-
-
-def _is_gsm8k(row: Mapping[str, Any]) -> bool:
-    question, answer = row.get(QUESTION), row.get(ANSWER)
-    return isinstance(question, str) and isinstance(answer, str) and FINAL in answer
 
 
 def _is_turns(row: Mapping[str, Any], key: str, role: str) -> bool:
@@ -287,3 +318,25 @@ def _lacks(row: Mapping[str, Any], form: Form, purpose: Purpose) -> str:
         f"form={form} needs {_NEEDED[form]}; the columns are {', '.join(map(str, row))}. "
         "Correct form, or the file"
     )
+
+
+def comparison_of(row: Mapping[str, Any]) -> Comparison | None:
+    """Return the form of a row with two responses; None if it has none of :data:`COMPARISONS`."""
+    return next((form for form in COMPARISONS if set(form.columns) <= row.keys()), None)
+
+
+def first_is_better(form: Comparison, row: Mapping[str, Any]) -> bool | None:
+    """Return whether the first response is the better one. None: they are equal, or the verdict is
+    missing."""
+    values = [row.get(name) for name in form.by]
+    if form.verdict == "winner":
+        return {"model_a": True, "model_b": False}.get(str(values[0]))
+    numbers = [number for value in values if (number := finite_number(value)) is not None]
+    if len(numbers) < len(values):
+        return None
+    if form.verdict == "index":
+        return {0.0: True, 1.0: False}.get(numbers[0])
+    if form.verdict == "first":
+        return {1.0: True, 0.0: False}.get(numbers[0])
+    difference = numbers[0] - numbers[1] if form.verdict == "scores" else -numbers[0]
+    return difference > 0 if difference else None

@@ -6,11 +6,11 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from burnish.config.base import Node, PathText
+from burnish.config.base import Node, PathText, named_kind
 from burnish.config.episodes import episode_rules, episodes_lines
 from burnish.config.inference import RowsJob
 from burnish.config.rewards import (
@@ -93,15 +93,11 @@ class RewardConditioned(_Chosen):
     kind: Literal["conditioned"]
 
 
-def _kind_alone(value: Any) -> Any:
-    return {"kind": value} if isinstance(value, str) else value
-
-
 GenerateMode = Annotated[
     Annotated[
         AllSamples | BestOfN | BestWorstPairs | RewardConditioned, Field(discriminator="kind")
     ],
-    BeforeValidator(_kind_alone),
+    named_kind(),
 ]
 
 
@@ -200,7 +196,13 @@ class GenerateConfig(RowsJob):
                 f"mode={kind} chooses among the samples of one prompt, but "
                 "rollout.n_samples_per_prompt=1; use 2 or more (8 is usual)"
             )
-        yield from self._reward_rules(kind)
+        yield from running_norm_rules(self.rewards)
+        if kind != "all" and weigh_nothing(self.rewards):
+            purpose = "states the reward" if kind == "conditioned" else "chooses by reward"
+            yield (
+                f"mode={kind} {purpose}, but every entry of rewards has weight 0, so all rewards "
+                "are equal; set a weight above 0"
+            )
         if not self.rewards and self.on_reward_failure != FailurePolicy():
             yield "on_reward_failure has no effect without rewards; remove it"
         yield from super().rules()
@@ -210,18 +212,6 @@ class GenerateConfig(RowsJob):
                 f"mode={kind} writes one response per prompt, and rollout.episodes makes "
                 "conversations; use mode all or best_of_n"
             )
-        yield from self._condition_rules(kind)
-
-    def _reward_rules(self, kind: str) -> Iterator[str]:
-        yield from running_norm_rules(self.rewards)
-        if kind != "all" and weigh_nothing(self.rewards):
-            purpose = "states the reward" if kind == "conditioned" else "chooses by reward"
-            yield (
-                f"mode={kind} {purpose}, but every entry of rewards has weight 0, so all rewards "
-                "are equal; set a weight above 0"
-            )
-
-    def _condition_rules(self, kind: str) -> Iterator[str]:
         if kind == "conditioned" and self.condition is None:
             yield (
                 "mode=conditioned states each reward in its prompt, but condition.template is "

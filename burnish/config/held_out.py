@@ -4,6 +4,7 @@ the rules of both."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -185,18 +186,14 @@ def split_rules(sections: Iterable[tuple[str, DataConfig]]) -> Iterator[str]:
         if not name.startswith(EVAL_SECTIONS) or data.part == "held_out":
             continue
         for source in data.sources:
-            if others := _other_splits(source):
+            others: Sequence[Path] = ()
+            with suppress(FilesError):  # reported with the other rules
+                others = source.left_out
+            if others:
                 yield (
                     f"{name}: {source.place} has files of several splits, and evaluation would "
                     f"read the training split; name the files, such as {others[0]}"
                 )
-
-
-def _other_splits(source: SourceConfig) -> Sequence[Path]:
-    try:
-        return source.left_out
-    except FilesError:  # reported with the other rules
-        return ()
 
 
 def _problems(data: DataConfig) -> Iterator[str]:

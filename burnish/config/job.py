@@ -11,17 +11,25 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from burnish.config.arithmetic import BatchError, BatchPlan, batch_table, derive_batch
 from burnish.config.base import Node, OlderKeys, PathText, lock_of
-from burnish.config.best_metric import best_metric_advice, named_metric_rules
 from burnish.config.cluster import ClusterConfig, ClusterRole
-from burnish.config.early_stopping import EarlyStoppingConfig, early_stopping_rules
+from burnish.config.early_stopping import (
+    EarlyStoppingConfig,
+    best_metric_advice,
+    early_stopping_rules,
+    named_metric_rules,
+)
 from burnish.config.eval_section import OLDER_EVAL_KEYS, SupervisedEval
 from burnish.config.held_out import held_out_rules, split_rules, with_evaluation_sections
-from burnish.config.length import supervised_rules, table_rules
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.observe import ObserveConfig
-from burnish.config.offload import offload_rules
-from burnish.config.passes import held_out_line, passes_lines, total_rows
-from burnish.config.placement_rules import placement_rules
+from burnish.config.passes import (
+    held_out_line,
+    passes_lines,
+    supervised_rules,
+    table_rules,
+    total_rows,
+)
+from burnish.config.placement_rules import offload_rules, placement_rules
 from burnish.config.rewards import Scoring
 from burnish.config.roles import (
     JobSpec,
@@ -39,7 +47,6 @@ from burnish.config.train import (
     expert_rules,
     export_rules,
     parallel_rules,
-    ranks_per_row,
 )
 from burnish.data.config import DataConfig
 from burnish.rollout.kinds import RolloutEngineConfig
@@ -93,32 +100,23 @@ class JobConfig(Node):
             *held_out_rules(self.paths_of(DataConfig), trains=self.training is not None),
             *split_rules(self.paths_of(DataConfig)),
         ]
-        problems += [*self._keys_of_other_jobs(), *self._launch_rules()]
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
-
-    def _keys_of_other_jobs(self) -> Iterator[str]:
-        """Yield an error for each key that only acts in other jobs and differs from its default."""
         for dotted, reason in self.without_effect.items():
             name, _, key = dotted.partition(".")
             node = self.value_of(name)
             if node.is_own(key):
-                yield (
+                problems.append(
                     f"{name}: {key}={node.value_of(key)} has no effect in the job {self.job}, "
                     f"because {reason}; remove it"
                 )
-
-    def _launch_rules(self) -> Iterator[str]:
-        """Yield an error if a launcher's ranks cannot run this job."""
-        if self.cluster.runtime != "spmd":
-            return
-        if self.not_spmd is not None:
-            yield (
+        if self.cluster.runtime == "spmd" and self.not_spmd is not None:
+            problems.append(
                 f"recipe: the job {self.job} cannot run on the ranks of torchrun, accelerate or "
                 f"srun (cluster.runtime=spmd): {self.not_spmd}. Start one process without the "
                 "launcher, with cluster.runtime=ray and cluster.policy_ranks for several GPUs"
             )
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
 
     @property
     def training(self) -> TrainingJob | None:
@@ -229,7 +227,6 @@ class TrainingJob(JobConfig):
         """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
 
     def launch_table(self, num_rows: int | None = None) -> list[tuple[str, str, str]]:
-        """Return rows (name, value, origin) of the table printed at start."""
         return [*batch_table(self.batch_plan()), *self.form_lines()]
 
     @property
@@ -278,7 +275,6 @@ class SupervisedJob(TrainingJob):
     """Number of optimizer steps; with ``max_epochs`` the smaller of both. None: by epochs."""
 
     def batch_plan(self) -> BatchPlan:
-        """Return the batch sizes after derivation. Raises BatchError."""
         return derived_batch(self.train, self.cluster)
 
     @property
@@ -342,7 +338,6 @@ class SupervisedJob(TrainingJob):
         return min(size, left) if not self.drop_last and left > 0 else size
 
     def launch_table(self, num_rows: int | None = None) -> list[tuple[str, str, str]]:
-        """Return rows for the batch and for the number of times each row is seen."""
         table = super().launch_table()
         num = num_rows or total_rows(self.rows, self.rows_per_item)
         if num is None:
@@ -395,7 +390,7 @@ def derived_batch(train: TrainConfig, cluster: ClusterConfig) -> BatchPlan:
         train_batch_size=train.train_batch_size,
         micro_train_batch_size=train.micro_train_batch_size,
         gradient_accumulation_steps=train.gradient_accumulation_steps,
-        data_parallel_size=max(1, cluster.policy_ranks // ranks_per_row(train)),
+        data_parallel_size=max(1, cluster.policy_ranks // train.engine.ranks_per_row),
         token_budget=train.max_tokens_per_micro_batch is not None,
     )
 
@@ -411,21 +406,11 @@ def training_rules(job: TrainingJob, train: TrainConfig) -> Iterator[str]:
     yield from export_rules(job.checkpoint, job.model, kind=job.trained.kind)
     yield from expert_rules(train, job.model)
     yield from parallel_rules(train, job.cluster)
-    yield from lora_rules(job, train)
-    yield from attention_rules(job.roles(), train)
-
-
-def lora_rules(job: TrainingJob, train: TrainConfig) -> Iterator[str]:
-    """Yield an error for each setting of adapters that the train engine does not support."""
-    problem = train.engine.lora_problem
-    settings = {
-        setting: None
-        for model in job.nodes_of(ModelConfig)
-        if model.lora is not None
-        for setting in model.lora.plain_only
-    }
-    if problem is not None:
+    if (problem := train.engine.lora_problem) is not None:
+        adapters = [model.lora for model in job.nodes_of(ModelConfig) if model.lora is not None]
+        settings = dict.fromkeys(setting for lora in adapters for setting in lora.plain_only)
         yield from (f"{setting} with {problem}" for setting in settings)
+    yield from attention_rules(job.roles(), train)
 
 
 def flash_rules(roles: Sequence[TrainRole], train: TrainConfig) -> Iterator[str]:

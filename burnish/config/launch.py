@@ -86,7 +86,12 @@ def launched_rank(environment: Mapping[str, str] | None = None) -> LaunchedRank 
     """
     variables = os.environ if environment is None else environment
     values = {name: value for name, value in variables.items() if value}
-    tasks = _slurm_tasks(values)
+    # A batch script and salloc's shell have SLURM_NTASKS too; only a step has its own count. A Ray
+    # that a step started passes the variables of the step to its workers and jobs, which are no
+    # tasks.
+    tasks = 0
+    if "SLURM_STEP_NUM_TASKS" in values and "RAY_RAYLET_PID" not in values:
+        tasks = _number(values, "SLURM_STEP_NUM_TASKS", least=1)
     if "RANK" in values and "WORLD_SIZE" in values:
         return _from_torchrun(values, tasks)
     if tasks > 1:
@@ -108,17 +113,6 @@ def resume_command(job: str, run_dir: Path) -> str:
     }
     program = known.get(rank.launcher.partition(" ")[0], "LAUNCHER OPTIONS python")
     return f"{program} -m burnish {job} --resume {run_dir}"
-
-
-def _slurm_tasks(values: Mapping[str, str]) -> int:
-    """Return the number of tasks of the SLURM step that this process is in; 0 if it is in none.
-
-    A batch script and salloc's shell have SLURM_NTASKS too; only a step has its own count. A Ray
-    that a step started passes the variables of the step to its workers and jobs, which are no
-    tasks."""
-    if "SLURM_STEP_NUM_TASKS" in values and "RAY_RAYLET_PID" not in values:
-        return _number(values, "SLURM_STEP_NUM_TASKS", least=1)
-    return 0
 
 
 def _from_torchrun(values: Mapping[str, str], tasks: int) -> LaunchedRank | None:

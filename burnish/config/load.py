@@ -1,10 +1,11 @@
 """Load a recipe file and dotted overrides into a frozen config, or raise one error that lists all
-problems."""
+problems. Compare two recipes."""
 
 from __future__ import annotations
 
 import logging
 import re
+import typing
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,16 +14,22 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError, create_model
 
-from burnish.config.adam_keys import OlderAdamValues
-from burnish.config.base import Node
+from burnish.config.base import Node, on_off
 from burnish.config.equivalents import advice_on
 from burnish.config.explain import explain, meant_by, nearest
 from burnish.config.job import WITHOUT_RULES, JobConfig
 from burnish.config.launch import launched_rank, use_launched_ranks
-from burnish.config.older import MovedKey, move_older_keys, notice
-from burnish.config.overrides import OverrideError, apply_override
+from burnish.config.older import (
+    MovedKey,
+    OlderAdamValues,
+    move_older_keys,
+    notice,
+    present_value,
+    type_below,
+)
 from burnish.config.registry import JOBS
-from burnish.config.yaml_text import compose, construct, dump, read_text
+from burnish.config.schema import is_list, item_of, kinds_of, nodes_in
+from burnish.config.yaml_text import compose, construct, dump, field_value, read_text
 from burnish.errors import BurnishError
 
 _log = logging.getLogger("burnish")
@@ -162,7 +169,10 @@ def _read(
         loader, node = compose(text, name=str(path))
         cls = JobConfig
         if isinstance(node, yaml.MappingNode):
-            cls = JOBS[_job_name(str(path), _named_job(node), overrides, wanted=wanted)]
+            # The job is read first: the rest is parsed with the types of its class.
+            texts = {k.value: v.value for k, v in node.value if isinstance(k, yaml.ScalarNode)}
+            named = {"job": texts["job"]} if isinstance(texts.get("job"), str) else {}
+            cls = JOBS[_job_name(str(path), named, overrides, wanted=wanted)]
         tree = construct(loader, node, cls, source=text)
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"recipe {path} cannot be read as YAML: {error}") from None
@@ -170,13 +180,6 @@ def _read(
         content = "empty" if tree is None else f"a {type(tree).__name__}"
         raise ConfigError(f"recipe {path} must be a mapping of keys to values, but it is {content}")
     return str(path), _copy(tree), cls
-
-
-def _named_job(node: yaml.MappingNode) -> dict[str, str]:
-    """Return the value of ``job`` in the recipe, before the rest is parsed with that job's
-    types."""
-    values = {k.value: v.value for k, v in node.value if isinstance(k, yaml.ScalarNode)}
-    return {"job": values["job"]} if isinstance(values.get("job"), str) else {}
 
 
 def _copy(value: Any) -> Any:
@@ -280,3 +283,94 @@ def _rules_of_valid_nodes(
     }
     part: type[Node] = create_model("SoundParts", __base__=Node, **sound)  # type: ignore[call-overload]
     return part.model_validate({name: tree[name] for name in sound}).broken_rules()
+
+
+class OverrideError(BurnishError, ValueError):
+    """An override that cannot be applied. The message contains the override, the failing part and
+    the valid values."""
+
+
+def apply_override(tree: dict[str, Any], override: str, cls: type[Node]) -> None:
+    """Set one ``dotted.key=value`` in ``tree``, which will be validated as ``cls``.
+
+    List items are addressed by number. A short form along the path (``advantage: gae``, a source
+    that is only a path) is expanded to its node, so that its options can be set. Raises
+    OverrideError."""
+    dotted, sign, text = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not sign or not all(keys):
+        raise OverrideError(
+            f"override {override!r} is not of the form dotted.key=value, such as train.lr=1e-6"
+        )
+    node: Any = tree
+    annotation: Any = cls  # of node; None below an unknown key, which validation reports
+    for i, key in enumerate(keys):
+        slot: Any = key
+        if isinstance(node, list):
+            if not key.isdigit() or int(key) >= len(node):
+                items = f"items 0..{len(node) - 1}" if node else "no items"
+                above = ".".join(keys[:i])
+                raise OverrideError(f"override {override!r}: {above} has {items}, but no {key!r}")
+            slot = int(key)
+            child = node[slot]
+            annotation = item_of(annotation) if is_list(annotation) else annotation
+        else:
+            child = present_value(node, annotation, key)
+            annotation = type_below(annotation, key)
+        if i < len(keys) - 1:
+            path = ".".join(keys[: i + 1])
+            node[slot] = _opened(child, annotation, path=path, override=override)
+            node = node[slot]
+    try:
+        value = field_value(text, annotation)
+        node[slot] = _merged(node, slot, value, annotation)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise OverrideError(
+            f"override {override!r}: the value is not valid YAML: {reason}"
+        ) from None
+
+
+def _merged(node: Any, slot: Any, value: Any, annotation: Any) -> Any:
+    """Return the value of an override. The name of a kind (``train.lr_scheduler=wsd``) keeps the
+    keys of the present section, which were on the same level in earlier versions. Keys that the new
+    kind does not have are left out if they are at their defaults."""
+    present = node.get(slot) if isinstance(node, dict) else None
+    kinds = [cls for cls in nodes_in(annotation) if cls.short_key]
+    if not kinds or not isinstance(present, dict) or not isinstance(value, (str, int, float)):
+        return value
+    if on_off(value) != value:
+        return value
+    key = kinds[0].short_key
+    fields = {name: f for cls in kinds for name, f in cls.model_fields.items()}
+    chosen = next((cls for cls in kinds if value in kinds_of(cls)), kinds[0])
+    section = {
+        name: content
+        for name, content in present.items()
+        if name in chosen.model_fields or name not in fields or content != fields[name].default
+    }
+    return {**section, key: value}
+
+
+def _opened(node: Any, annotation: Any, *, path: str, override: str) -> Any:
+    """Return ``node`` as a mapping or list that the next key can be set in."""
+    if isinstance(node, (dict, list)):
+        return node
+    below = nodes_in(annotation)
+    if node is None and is_list(annotation):
+        raise OverrideError(
+            f"override {override!r}: the recipe does not set {path}, so it has no items to "
+            f"change; set the complete list: '{path}=[...]'"
+        )
+    if node is None and (annotation is None or below or typing.get_origin(annotation) is dict):
+        return {}
+    if below and on_off(node) in ({}, None):
+        return {}  # true and false, also as text
+    if below and below[0].short_key and isinstance(node, (str, int, float)):
+        return {below[0].short_key: node}
+    if isinstance(node, str) and below:
+        is_kind = any(node in kinds_of(variant) for variant in below)
+        has_path = "path" in below[0].model_fields
+        return {"path": node} if has_path and not is_kind else {"kind": node}
+    shown = "a plain value" if node is None else repr(node)
+    raise OverrideError(f"override {override!r}: {path} is {shown}, which has no keys below it")

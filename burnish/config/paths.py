@@ -1,10 +1,13 @@
-"""Checks of model paths that need neither a library nor the network."""
+"""Checks of model paths, names of Python code, and server addresses in recipes, which need neither
+a library nor the network."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
 
 from burnish.config.base import Node
 from burnish.config.explain import nearest
@@ -37,7 +40,18 @@ def folder_problem(path: str) -> str | None:
         gguf = f", and model.gguf_file={folder.name}" if folder.suffix == ".gguf" else ""
         return f"the model {path} is a file; set the folder that contains it, {folder.parent}{gguf}"
     if folder.is_dir():
-        return _content_problem(folder)
+        is_run = (folder / "checkpoints").is_dir()
+        if is_run or (folder / "manifest.json").is_file():
+            return (
+                f"{folder} is {'a run folder' if is_run else 'a checkpoint'}, not a model; export "
+                f"its model to a folder first: burnish export {folder} --out DIR"
+            )
+        if not any(folder.iterdir()):
+            return (
+                f"the model folder {folder} is empty; set a folder with a model (config.json and "
+                "weights)"
+            )
+        return None
     if not looks_local(path):
         return None
     hint = ""
@@ -47,21 +61,6 @@ def folder_problem(path: str) -> str | None:
         siblings = [str(p) for p in folder.parent.iterdir() if p.is_dir()]
         hint = nearest(str(folder), siblings)
     return f"the model folder {path} does not exist (working directory: {Path.cwd()}){hint}"
-
-
-def _content_problem(folder: Path) -> str | None:
-    if (folder / "checkpoints").is_dir() or (folder / "manifest.json").is_file():
-        kind = "a run folder" if (folder / "checkpoints").is_dir() else "a checkpoint"
-        return (
-            f"{folder} is {kind}, not a model; export its model to a folder first: burnish "
-            f"export {folder} --out DIR"
-        )
-    if not any(folder.iterdir()):
-        return (
-            f"the model folder {folder} is empty; set a folder with a model (config.json and "
-            "weights)"
-        )
-    return None
 
 
 def code_problem(spec: str) -> str | None:
@@ -118,3 +117,73 @@ def model_problems(node: Node) -> list[str]:
             if problem is not None:
                 problems.append(f"{key}.{name}: {problem}")
     return problems
+
+
+class Client(Protocol):
+    """Keys of a client of equivalent servers."""
+
+    @property
+    def urls(self) -> tuple[str, ...]: ...
+    @property
+    def token_env(self) -> str | None: ...
+    @property
+    def backoff_s(self) -> float: ...
+    @property
+    def max_backoff_s(self) -> float: ...
+
+
+def client_problems(client: Client, example: str) -> Iterator[str]:
+    """Yield the problems of a client's keys. ``example``: a valid URL."""
+    for i, url in enumerate(client.urls):
+        yield from (f"urls[{i}] {problem}" for problem in url_problems(url, example))
+    if len({url.rstrip("/") for url in client.urls}) < len(client.urls):
+        yield "urls contains the same URL twice; remove one"
+    if client.token_env is not None:
+        yield from token_env_problems(client.token_env)
+    if client.max_backoff_s < client.backoff_s:
+        yield (
+            f"max_backoff_s={client.max_backoff_s:g} is below backoff_s={client.backoff_s:g}; "
+            "lower backoff_s, or raise max_backoff_s"
+        )
+
+
+def client_advice(client: Client) -> Iterator[str]:
+    """Yield a warning if the token leaves this machine unencrypted."""
+    plain = [url for url in client.urls if url.startswith("http:") and not is_local(url)]
+    if client.token_env is not None and plain:
+        host = urlsplit(plain[0]).hostname
+        yield f"the token would be sent to {host} unencrypted (http); use https"
+
+
+def url_problems(url: str, example: str) -> Iterator[str]:
+    """Yield the problems of a server's URL, without repeating a password in it.
+
+    ``example``: a valid URL.
+    """
+    try:
+        parts = urlsplit(url)
+        port_ok = parts.port is None or parts.port > 0
+    except ValueError:  # the port, or an IPv6 address
+        yield f"has an invalid host or port; use the form {example}"
+        return
+    if parts.username is not None or parts.password is not None:
+        yield "contains a user name or password; use token_env"
+    elif parts.scheme not in ("http", "https"):
+        yield f"is {url!r}, which starts with neither http:// nor https://; use the form {example}"
+    elif not parts.hostname or not port_ok or re.search(r"[\s#\x00-\x1f]", url):
+        yield f"is {url!r}, which is not a valid server URL; use the form {example}"
+
+
+def is_local(url: str) -> bool:
+    """Return whether a URL names this machine."""
+    return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+
+
+def token_env_problems(name: str) -> Iterator[str]:
+    """Yield the problem of a ``token_env`` that is not the name of an environment variable. The
+    value may be a token, so it is not repeated."""
+    if not re.fullmatch(r"[A-Za-z_]\w*", name):
+        yield (
+            "token_env must be the name of an environment variable (letters, digits and "
+            "underscores); put the token into a variable, and set token_env to its name"
+        )

@@ -22,8 +22,8 @@ from burnish.config.preference_losses import (
     FDivergence,
     PreferenceLossConfig,
 )
-from burnish.config.reference_sync import reference_sync_advice, reference_sync_rules
 from burnish.config.roles import ForwardPass, TrainRole
+from burnish.config.train import reference_sync_advice, reference_sync_rules
 from burnish.data.preferences.config import PreferenceDataConfig
 
 
@@ -111,17 +111,14 @@ class PreferenceConfig(SupervisedJob):
 
     @property
     def rows(self) -> PreferenceDataConfig:
-        """Training data."""
         return self.data
 
     @property
     def evaluation(self) -> PreferenceEval | None:
-        """Held-out evaluation; None if there is none."""
         return self.eval
 
     @property
     def eval_metrics(self) -> frozenset[str]:
-        """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
         if self.eval is None:
             return frozenset()
         names = PAIR_METRICS if self.loss.is_paired else KTO_METRICS

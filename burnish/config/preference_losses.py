@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from burnish.config.algorithm import name_to_node
-from burnish.config.base import Node
+from burnish.config.base import Node, named_kind
 
 PairKind = Literal["hinge", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down"]
 """Preference losses without an option of their own besides beta."""
@@ -183,7 +182,7 @@ class AlphaDivergence(Node):
 
 DivergenceConfig = Annotated[
     Annotated[FDivergence | AlphaDivergence, Field(discriminator="kind")],
-    BeforeValidator(name_to_node),
+    named_kind(),
 ]
 
 
@@ -201,5 +200,5 @@ PreferenceLossConfig = Annotated[
         | KtoLoss,
         Field(discriminator="kind"),
     ],
-    BeforeValidator(name_to_node),
+    named_kind(),
 ]

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from burnish.config.algorithm import name_to_node
-from burnish.config.base import Node, OlderKeys, switched_by
+from burnish.config.base import Node, OlderKeys, named_kind, switched_by
 from burnish.config.eval_section import OLDER_EVAL_KEYS, SupervisedEval, with_sets
 from burnish.config.held_out import held_out_advice
 from burnish.config.job import SupervisedJob
@@ -38,7 +37,7 @@ class HuberLoss(Node):
 
 RewardLossConfig = Annotated[
     Annotated[RewardLoss | HuberLoss, Field(discriminator="kind")],
-    BeforeValidator(name_to_node),
+    named_kind(),
 ]
 
 
@@ -82,17 +81,14 @@ class RewardModelConfig(SupervisedJob):
 
     @property
     def rows(self) -> RewardRows:
-        """Training data."""
         return self.data
 
     @property
     def evaluation(self) -> RewardEval | None:
-        """Held-out evaluation; None if there is none."""
         return self.eval
 
     @property
     def eval_metrics(self) -> frozenset[str]:
-        """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
         if self.eval is None:
             return frozenset()
         metrics = self.data.metrics(weighted=self.weight_of_outputs is not None)
@@ -109,7 +105,6 @@ class RewardModelConfig(SupervisedJob):
 
     @property
     def rows_per_unit(self) -> int:
-        """Number of rows per unit: 2 for a pair, 1 for single responses."""
         return self.data.rows_per_unit
 
     def roles(self) -> tuple[TrainRole, ...]:
@@ -180,10 +175,8 @@ def _head_rules(lora: LoraConfig | None) -> Iterator[str]:
     """Yield an error for each list of adapters that names the output projection."""
     if lora is None or lora.path is not None:
         return
-    for key, names in (
-        ("target_modules", lora.target_modules),
-        ("modules_to_save", lora.modules_to_save),
-    ):
+    for key in ("target_modules", "modules_to_save"):
+        names = lora.value_of(key)
         for name in names if isinstance(names, tuple) else ():
             if name in HEAD_NAMES:
                 yield (

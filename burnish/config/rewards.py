@@ -10,9 +10,8 @@ from pydantic import Field
 from burnish.config.algorithm import AdvantageConfig
 from burnish.config.base import Node, OlderKeys, switched_by
 from burnish.config.model import ModelConfig
-from burnish.config.paths import code_problem
+from burnish.config.paths import client_advice, client_problems, code_problem
 from burnish.config.sandbox import BubblewrapSandbox, SandboxConfig
-from burnish.config.urls import client_advice, client_problems
 
 _EXAMPLE = "http://host:5000/get_reward"
 

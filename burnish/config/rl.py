@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from burnish.config.adam_keys import with_critic_values
 from burnish.config.algorithm import (
     AlgorithmConfig,
     OnPolicyDistillAdvantage,
@@ -21,16 +20,23 @@ from burnish.config.arithmetic import (
     check_rollout,
     critic_table,
 )
-from burnish.config.asynchronous import asynchronous_advice, asynchronous_rules
-from burnish.config.best_metric import best_metric_advice, named_metric_rules
-from burnish.config.early_stopping import early_stopping_rules
+from burnish.config.early_stopping import (
+    best_metric_advice,
+    early_stopping_rules,
+    named_metric_rules,
+)
 from burnish.config.episodes import episode_data_rules, episode_rules, episodes_lines
 from burnish.config.job import TrainingJob, derived_batch, training_rules
-from burnish.config.length import step_rules
 from burnish.config.model import ReferenceConfig, lora_advice, random_reference_advice
-from burnish.config.off_policy import max_kept_ids, off_policy_advice, off_policy_rules
-from burnish.config.passes import passes_lines, total_rows
-from burnish.config.reference_sync import reference_sync_advice, reference_sync_rules
+from burnish.config.off_policy import (
+    asynchronous_advice,
+    asynchronous_rules,
+    max_kept_ids,
+    off_policy_advice,
+    off_policy_rules,
+)
+from burnish.config.older import with_critic_values
+from burnish.config.passes import passes_lines, step_rules, total_rows
 from burnish.config.rewards import (
     RESERVED_NAMES,
     FailurePolicy,
@@ -58,7 +64,15 @@ from burnish.config.roles import (
 from burnish.config.rollout import EvalConfig, RolloutConfig, eval_advice
 from burnish.config.sync import LinkSync, SyncConfig, sync_rules
 from burnish.config.teacher import TeacherConfig, without_rewards
-from burnish.config.train import CriticConfig, PtxConfig, RLTrainConfig, critic_rules, ptx_rules
+from burnish.config.train import (
+    CriticConfig,
+    PtxConfig,
+    RLTrainConfig,
+    critic_rules,
+    ptx_rules,
+    reference_sync_advice,
+    reference_sync_rules,
+)
 from burnish.data.prompts.config import PromptDataConfig
 
 
@@ -254,7 +268,6 @@ class RLConfig(TrainingJob):
             return False
 
     def batch_plan(self) -> BatchPlan:
-        """Return the batch sizes after derivation. Raises BatchError."""
         plan = replace(
             derived_batch(self.train, self.cluster),
             rollout_batch_size=self.rollout.rollout_batch_size,
@@ -286,7 +299,13 @@ class RLConfig(TrainingJob):
         table, num = super().launch_table(), num_rows or total_rows(self.data)
         rollout, size = self.rollout, self.rollout.rollout_batch_size
         if self.max_epochs is not None:
-            table.append(self._steps_line(num))
+            over = f"max_epochs={self.max_epochs} x"
+            if num is None:
+                origin = f"{over} prompts / {size}, counted when the run starts"
+                table.append(("max_steps", "?", origin))
+            else:
+                steps = self.with_steps(num).num_steps
+                table.append(("max_steps", str(steps), f"{over} {num} prompts / {size}"))
         if num is not None:
             steps = self.with_steps(num).num_steps
             more = " or more" if rollout.dynamic_sampling is not None else ""
@@ -300,13 +319,6 @@ class RLConfig(TrainingJob):
         )
         return [*table, self.algorithm.table_row()]
 
-    def _steps_line(self, num_prompts: int | None) -> tuple[str, str, str]:
-        over, size = f"max_epochs={self.max_epochs} x", self.rollout.rollout_batch_size
-        if num_prompts is None:
-            return ("max_steps", "?", f"{over} prompts / {size}, counted when the run starts")
-        steps = self.with_steps(num_prompts).num_steps
-        return ("max_steps", str(steps), f"{over} {num_prompts} prompts / {size}")
-
     def _critic_ranks(self) -> int | None:
         """Return the critic's data-parallel ranks, if there is one with another number of them
         than the policy."""
@@ -319,7 +331,17 @@ class RLConfig(TrainingJob):
         yield from step_rules(self.data, max_steps=self.max_steps, max_epochs=self.max_epochs)
         yield from training_rules(self, self.train)
         yield from _critic_rules(self, self._critic_ranks())
-        yield from _field_rules(self)
+        yield from _advantage_rules(self)
+        yield from _kl_rules(self)
+        yield from _reward_rules(self)
+        yield from episode_rules(self.rollout.episodes, self.data, self.rewards)
+        if self.eval is not None:
+            for key, data in self.eval.sections.items():
+                yield from episode_data_rules(self.rollout.episodes, data, key=key)
+        advantage = self.algorithm.advantage
+        by_turn = any(entry.credits_turns for entry in self.rewards)
+        if by_turn and not advantage.takes_turn_rewards:
+            yield turn_rewards_refused(advantage.kind)
         yield from ptx_rules(self.ptx, temperature=self.rollout.temperature)
         yield from _teacher_rules(self)
         engine = self.train.engine
@@ -335,7 +357,6 @@ class RLConfig(TrainingJob):
 
     @property
     def eval_metrics(self) -> frozenset[str]:
-        """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
         if self.eval is None:
             return frozenset()
         return self.eval.metric_names(reward_names(self.rewards))
@@ -385,21 +406,6 @@ class RLConfig(TrainingJob):
         if self.eval is None and self.checkpoint.best_metric is None:
             watched["checkpoint.best_metric"] = "reward/mean"
         yield from running_norm_advice(self.rewards, watched)
-
-
-def _field_rules(config: RLConfig) -> Iterator[str]:
-    """Yield an error for each broken rule between the fields of an ``RLConfig``."""
-    yield from _advantage_rules(config)
-    yield from _kl_rules(config)
-    yield from _reward_rules(config)
-    yield from episode_rules(config.rollout.episodes, config.data, config.rewards)
-    if config.eval is not None:
-        for key, data in config.eval.sections.items():
-            yield from episode_data_rules(config.rollout.episodes, data, key=key)
-    advantage = config.algorithm.advantage
-    by_turn = any(entry.credits_turns for entry in config.rewards)
-    if by_turn and not advantage.takes_turn_rewards:
-        yield turn_rewards_refused(advantage.kind)
 
 
 def _critic_rules(config: RLConfig, ranks: int | None) -> Iterator[str]:

@@ -173,7 +173,6 @@ class TrainRole(RoleSpec):
 
     @property
     def tensor_parallel(self) -> int:
-        """Number of ranks over which the heads of each layer are split."""
         return self.train.engine.tensor_parallel_size
 
     @classmethod

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from burnish.config.base import Node, PathText, absolute_program
-from burnish.config.urls import is_local, token_env_problems, url_problems
+from burnish.config.base import Node, PathText, absolute_program, named_kind
+from burnish.config.paths import is_local, token_env_problems, url_problems
 
 _EXAMPLE = "https://host:8000/run"
 
@@ -96,14 +96,7 @@ class UnsafeSubprocessSandbox(_Sandbox):
         )
 
 
-def kind_left_out(value: Any) -> Any:
-    """Expand a name to ``{kind: name}``; use bubblewrap if no kind is given."""
-    if isinstance(value, str):
-        return {"kind": value}
-    return {"kind": "bubblewrap", **value} if isinstance(value, dict) else value
-
-
 AnySandbox = BubblewrapSandbox | ServiceSandbox | UnsafeSubprocessSandbox
 SandboxConfig = Annotated[
-    Annotated[AnySandbox, Field(discriminator="kind")], BeforeValidator(kind_left_out)
+    Annotated[AnySandbox, Field(discriminator="kind")], named_kind("bubblewrap")
 ]

@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from burnish.config.base import Node, OlderKeys, switched_by
+from burnish.config.base import Node, OlderKeys, named_kind, switched_by
 
 
 class _Scheduler(Node, ABC):
@@ -110,16 +110,12 @@ def _cosine(progress: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def _expand(value: object) -> object:
-    return {"kind": value} if isinstance(value, str) else value
-
-
 Scheduler = Annotated[
     Annotated[
         ConstantLr | LinearLr | CosineLr | CosineWithMinLr | PolynomialLr | WsdLr,
         Field(discriminator="kind"),
     ],
-    BeforeValidator(_expand),
+    named_kind(),
 ]
 
 

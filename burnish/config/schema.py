@@ -1,7 +1,6 @@
 """Introspection of the config classes: the nodes a field may hold, and its type in words.
 
-Used by the error messages (``explain.py``), the overrides (``overrides.py``) and the docs
-(``docs.py``)."""
+Used by the error messages (``explain.py``), overrides (``load.py``) and docs (``docs.py``)."""
 
 from __future__ import annotations
 

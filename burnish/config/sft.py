@@ -36,17 +36,14 @@ class SFTConfig(SupervisedJob):
 
     @property
     def rows(self) -> SFTDataConfig:
-        """Training data."""
         return self.data
 
     @property
     def evaluation(self) -> SFTEval | None:
-        """Held-out evaluation; None if there is none."""
         return self.eval
 
     @property
     def eval_metrics(self) -> frozenset[str]:
-        """Names after ``eval/`` of the metrics of an evaluation; empty if there is none."""
         return frozenset() if self.eval is None else with_sets({"loss"}, self.eval.sets)
 
     def rules(self) -> Iterator[str]:

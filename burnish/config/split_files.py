@@ -4,7 +4,7 @@ folder are not one source."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,17 +60,16 @@ def splits_of(files: Sequence[Path], folder: Path) -> Splits:
         why = f"there are several training splits ({', '.join(sorted(names))})"
     else:
         return Splits(tuple(train), left_out)
+    evaluation_first = sorted(by_split, key=lambda name: name in ("", "train"))
+    examples = [by_split[name][0] for name in evaluation_first]
     chosen = (train or unnamed or list(left_out))[0]
+    stem = _stem(chosen)
+    begin = _SHARD.sub("", stem)
+    pattern = chosen.name if begin == stem else f"{begin}-*{chosen.name.removeprefix(stem)}"
     raise FilesError(
-        f"{folder} has files of several splits, such as {_listed(_first_of_each(by_split))}, and "
-        f"{why}; select the files of one split with a glob such as "
-        f"{chosen.parent / _pattern(chosen)}"
+        f"{folder} has files of several splits, such as {_listed(examples)}, and {why}; select "
+        f"the files of one split with a glob such as {chosen.parent / pattern}"
     )
-
-
-def _first_of_each(by_split: Mapping[str, list[Path]]) -> list[Path]:
-    """Return the first file of each split, beginning with the evaluation splits."""
-    return [by_split[name][0] for name in sorted(by_split, key=lambda n: n in ("", "train"))]
 
 
 def left_out_line(splits: Splits) -> str:
@@ -91,11 +90,6 @@ def _split_of(file: Path, folder: Path) -> str:
         if named := next((_WORDS[word] for word in words if word in _WORDS), None):
             return named
     return ""
-
-
-def _pattern(file: Path) -> str:
-    begin, suffix = _SHARD.sub("", _stem(file)), file.name.removeprefix(_stem(file))
-    return file.name if begin == _stem(file) else f"{begin}-*{suffix}"
 
 
 def _stem(file: Path) -> str:

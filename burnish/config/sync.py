@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from burnish.config.base import Node, PathText, lock_of
+from burnish.config.base import Node, PathText, lock_of, named_kind
 
 RayStore = Literal["object_store", "disk"]
 
@@ -82,19 +82,12 @@ class DiskSync(_Sending):
         return lock_of(Path(self.folder))
 
     def with_absolute_paths(self) -> Self:
-        """Return the same settings with an absolute folder."""
         return self.model_copy(update={"folder": os.path.abspath(self.folder)})
-
-
-def _with_kind(value: Any) -> Any:
-    if isinstance(value, str):
-        return {"kind": value}
-    return {"kind": "auto", **value} if isinstance(value, dict) else value
 
 
 SyncConfig = Annotated[
     Annotated[LinkSync | InprocSync | DiskSync, Field(discriminator="kind")],
-    BeforeValidator(_with_kind),
+    named_kind("auto"),
 ]
 
 

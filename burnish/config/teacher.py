@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from burnish.config.algorithm import name_to_node
-from burnish.config.base import Node
+from burnish.config.base import Node, named_kind
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 
 
@@ -58,7 +57,7 @@ class JsdLoss(Node):
 
 DistillLossConfig = Annotated[
     Annotated[ForwardKlLoss | ReverseKlLoss | JsdLoss, Field(discriminator="kind")],
-    BeforeValidator(name_to_node),
+    named_kind(),
 ]
 
 

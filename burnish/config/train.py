@@ -1,4 +1,5 @@
-"""Config of training: batches, optimizer, schedule and checkpoints."""
+"""Config of training: batches, optimizer, schedule, critic and checkpoints, and the rules of a
+reference model that follows the policy."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from burnish.config.adam_keys import OLDER_ADAM_KEYS
 from burnish.config.base import Node, OlderKeys, PathText, on_off
 from burnish.config.cluster import ClusterConfig, ClusterRole
-from burnish.config.model import ModelConfig
+from burnish.config.model import ModelConfig, PrecisionConfig, ReferenceConfig
+from burnish.config.older import OLDER_ADAM_KEYS
 from burnish.config.schedule import ScheduleConfig
-from burnish.config.train_engines import TorchEngine, TrainEngineConfig
+from burnish.config.train_engines import DeepSpeedEngine, TorchEngine, TrainEngineConfig
 from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.optimizers.adamw.config import AdamW
 from burnish.optimizers.kinds import OptimizerConfig
@@ -101,21 +102,16 @@ class TrainConfig(ScheduleConfig):
 
 def optimizer_rules(train: TrainConfig) -> Iterator[str]:
     """Yield an error if the engine cannot run the optimizer."""
-    problem = train.optimizer.engine_problem(train.engine) or _update_problem(train)
+    problem = train.optimizer.engine_problem(train.engine)
+    kind, own_updates = train.optimizer.kind, train.engine.own_updates
+    if problem is None and own_updates is not None and kind not in own_updates:
+        problem = (
+            f"optimizer.kind={kind} with engine.kind={train.engine.kind}: this engine makes the "
+            f"updates itself, and only those of {' and '.join(own_updates)}; use "
+            f"engine.kind=torch, or optimizer.kind={own_updates[0]}"
+        )
     if problem is not None:
         yield problem
-
-
-def _update_problem(train: TrainConfig) -> str | None:
-    """Return why an engine that makes the updates itself cannot run the optimizer, or None."""
-    kind, own_updates = train.optimizer.kind, train.engine.own_updates
-    if own_updates is None or kind in own_updates:
-        return None
-    return (
-        f"optimizer.kind={kind} with engine.kind={train.engine.kind}: this engine makes the "
-        f"updates itself, and only those of {' and '.join(own_updates)}; use engine.kind=torch, or "
-        f"optimizer.kind={own_updates[0]}"
-    )
 
 
 def on_oom_problem(train: TrainConfig) -> str | None:
@@ -133,11 +129,11 @@ def on_oom_problem(train: TrainConfig) -> str | None:
 
 def expert_rules(train: TrainConfig, model: ModelConfig) -> Iterator[str]:
     """Yield an error if a load-balancing loss is set and the model has no experts."""
-    name = f"train.moe_aux_loss_coef={train.moe_aux_loss_coef:g}"
-    if not train.moe_aux_loss_coef:
-        return
-    if model.scratch is not None:
-        yield f"{name} balances the load of experts, but model.scratch has none; remove it"
+    if train.moe_aux_loss_coef and model.scratch is not None:
+        yield (
+            f"train.moe_aux_loss_coef={train.moe_aux_loss_coef:g} balances the load of experts, "
+            "but model.scratch has none; remove it"
+        )
 
 
 def parallel_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[str]:
@@ -154,11 +150,6 @@ def parallel_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[str]:
                 f"{train.engine.parallel_setting} does not divide {name}={ranks}, but {size} "
                 f"ranks compute the same rows; use a multiple of {size}"
             )
-
-
-def ranks_per_row(train: TrainConfig) -> int:
-    """Return the number of ranks that compute the same rows together."""
-    return train.engine.ranks_per_row
 
 
 class RLTrainConfig(TrainConfig):
@@ -383,4 +374,53 @@ def ptx_rules(ptx: PtxConfig | None, *, temperature: float) -> Iterator[str]:
             f"ptx with rollout.temperature={temperature:g}: the policy's log-probs are computed "
             "at that temperature, but a language-model loss needs 1; use temperature=1.0, or "
             "remove ptx"
+        )
+
+
+def reference_sync_rules(
+    reference: ReferenceConfig | None,
+    cluster: ClusterConfig,
+    engine: TrainEngineConfig,
+    *,
+    holds_reference: bool,
+) -> Iterator[str]:
+    """Yield an error for each setting with which the reference cannot follow the policy.
+    ``holds_reference``: it is the base of the policy's adapters."""
+    if reference is None or reference.moving is None:
+        return
+    key = "reference.moving"
+    if holds_reference:
+        yield (
+            f"{key} with model.lora: the reference is the base of the adapters, without weights of "
+            "its own; set reference.model.path to the base, which loads it a second time"
+        )
+    if reference.model is not None and reference.model.lora is not None:
+        yield (
+            f"{key} with reference.model.lora: the policy's merged weights cannot be mixed into "
+            "adapters; remove reference.model.lora (burnish export merges adapters)"
+        )
+    if isinstance(engine, DeepSpeedEngine) and engine.zero_stage == 3:
+        yield (
+            f"{key} with train.engine.zero_stage=3: DeepSpeed partitions the frozen weights, and "
+            "cannot change them; use zero_stage=2, or train.engine.kind=torch with sharding=full"
+        )
+    offloaded = [r for r in ("policy", "reference") if r in cluster.offload_between_phases]
+    if offloaded:
+        yield (
+            f"{key} needs policy and reference at the same time; remove {' and '.join(offloaded)} "
+            "from cluster.offload_between_phases"
+        )
+
+
+def reference_sync_advice(
+    reference: ReferenceConfig | None, precision: PrecisionConfig
+) -> Iterator[str]:
+    """Warn about an update that is mostly rounded away in the format of the reference."""
+    smallest = {"bf16": 2.0**-6, "fp16": 2.0**-9}.get(precision.dtype, 0.0)
+    moving = None if reference is None else reference.moving
+    if moving is not None and moving.mixup_alpha < smallest:
+        yield (
+            f"reference.moving.mixup_alpha={moving.mixup_alpha:g} with precision.dtype="
+            f"{precision.dtype}: the reference has the weights in this format, which rounds small "
+            f"changes away; use {smallest:g} or more with a larger every_n_steps, or fp32"
         )

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from burnish.config.base import Node
+from burnish.config.base import Node, named_kind
 from burnish.config.model import PrecisionConfig
 
 
@@ -125,28 +125,22 @@ class TorchEngine(Node, TrainEngineFacts):
 
     @property
     def ranks_per_row(self) -> int:
-        """Number of ranks that compute the same rows together."""
         return self.sequence_parallel_size * self.tensor_parallel_size
 
     @property
     def shards_weights(self) -> bool:
-        """Return whether each of several ranks holds a part of every weight."""
         return self.sharding == "full"
 
     @property
     def shares_weights(self) -> bool:
-        """Return whether another engine in the same process can run the model unchanged. A single
-        process has one rank, whose model is not sharded."""
-        return self.tensor_parallel_size == 1
+        return self.tensor_parallel_size == 1  # a single process has one rank: never sharded
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Return whether master weights and moments are in host memory."""
         return self.cpu_offload
 
     @property
     def lora_problem(self) -> str | None:
-        """Reason why the engine supports only plain adapters on inner layers, or None."""
         if self.tensor_parallel_size == 1:
             return None
         return (
@@ -157,35 +151,28 @@ class TorchEngine(Node, TrainEngineFacts):
 
     @property
     def keeps_weights_on_host(self) -> str | None:
-        """Setting that keeps the weights in host memory during the entire run, or None."""
         return "train.engine.cpu_offload=true" if self.cpu_offload else None
 
     @property
     def waits_by(self) -> str | None:
-        """Setting that makes ranks wait for each other in every pass, or None if they do not."""
         if self.sharding == "full":
             return "train.engine.sharding=full"
         return self.parallel_setting if self.ranks_per_row > 1 else None
 
     @property
     def saves_own_shards(self) -> bool:
-        """Return whether each rank writes its own part of a checkpoint."""
         return self.sharding == "full"
 
     def implementation(self, *, grouped: bool) -> str:
-        """Return ``module:class`` of the engine. ``grouped``: its ranks have a process group."""
         if self.sharding == "full" and grouped:
             return "burnish.train.fsdp.engine:ShardedTrainEngine"
         return "burnish.train.torch.engine:TorchTrainEngine"
 
     def memory_profile(self, *, ranks: int) -> str:
-        """Return ``module:class`` of the engine's memory profile. ``ranks``: ranks with different
-        rows."""
         sharded = self.sharding == "full" and ranks > 1
         return "burnish.plan.torch_profile:" + ("ShardedProfile" if sharded else "ReplicaProfile")
 
     def precision_rules(self, precision: PrecisionConfig) -> Iterator[str]:
-        """Yield an error for each number format that the engine does not support."""
         if self.sharding == "full" and precision.grad_accum_dtype != "fp32":
             yield (
                 f"precision.grad_accum_dtype={precision.grad_accum_dtype} with "
@@ -195,7 +182,6 @@ class TorchEngine(Node, TrainEngineFacts):
 
     @property
     def parallel_setting(self) -> str:
-        """Setting that makes ranks compute the same rows, as written in a recipe."""
         tensor = self.tensor_parallel_size > 1
         name = "tensor_parallel_size" if tensor else "sequence_parallel_size"
         return f"train.engine.{name}={self.ranks_per_row}"
@@ -264,23 +250,18 @@ class DeepSpeedEngine(Node, TrainEngineFacts):
 
     @property
     def shards_weights(self) -> bool:
-        """Return whether each rank holds a part of every weight."""
         return self.zero_stage == 3
 
     @property
     def shares_weights(self) -> bool:
-        """Return whether another engine in the same process can run the model unchanged. In stage 3
-        the weights are sharded even on one rank."""
-        return self.zero_stage < 3
+        return self.zero_stage < 3  # stage 3 shards the weights even on one rank
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Return whether master weights and moments are in host memory."""
         return self.adam_offload
 
     @property
     def lora_problem(self) -> str | None:
-        """Reason why the engine supports only plain adapters on inner layers."""
         return (
             f"train.engine.kind=deepspeed (zero_stage={self.zero_stage}): ZeRO flattens and casts "
             "all parameters of a layer, also 4-bit codes, and stage 3 splits them, so only plain "
@@ -290,32 +271,26 @@ class DeepSpeedEngine(Node, TrainEngineFacts):
 
     @property
     def keeps_weights_on_host(self) -> str | None:
-        """Setting that keeps the weights in host memory during the entire run, or None."""
         return "train.engine.param_offload=true" if self.param_offload else None
 
     @property
     def waits_by(self) -> str | None:
-        """Setting that makes ranks wait for each other in every pass."""
         return "train.engine.kind=deepspeed"
 
     @property
     def saves_first(self) -> str:
-        """Engine, and the reason why it saves before the next step."""
         return (
             "train.engine.kind=deepspeed: the ranks gather every tensor for rank 0, which writes, "
             "and these collectives cannot overlap with those of training"
         )
 
     def implementation(self, *, grouped: bool) -> str:
-        """Return ``module:class`` of the engine."""
         return "burnish.train.deepspeed.engine:DeepSpeedTrainEngine"
 
     def memory_profile(self, *, ranks: int) -> str:
-        """Return ``module:class`` of the engine's memory profile."""
         return "burnish.plan.deepspeed_profile:DeepSpeedProfile"
 
     def precision_rules(self, precision: PrecisionConfig) -> Iterator[str]:
-        """Yield an error for each number format that the engine does not support."""
         if self.zero_stage == 0 and precision.dtype == "fp16":
             yield (
                 "train.engine.zero_stage=0 with precision.dtype=fp16: DeepSpeed then ignores "
@@ -353,16 +328,8 @@ class DeepSpeedEngine(Node, TrainEngineFacts):
             )
 
 
-def _torch_unless_named(value: Any) -> Any:
-    """Expand ``engine: deepspeed`` to ``{kind: deepspeed}``; use the torch engine if no kind is
-    given."""
-    if isinstance(value, str):
-        return {"kind": value}
-    return {"kind": "torch", **value} if isinstance(value, dict) else value
-
-
 # The registry of train engines: one line each.
 TrainEngineConfig = Annotated[
     Annotated[TorchEngine | DeepSpeedEngine, Field(discriminator="kind")],
-    BeforeValidator(_torch_unless_named),
+    named_kind("torch"),
 ]

@@ -84,14 +84,12 @@ class RecipeLoader(yaml.SafeLoader):
             raise _error(f"{shown} is not a valid number: {error}", node.start_mark) from None
 
 
-def _without(*tags: str) -> dict[str, list[tuple[str, Any]]]:
-    """Return PyYAML's rules for plain values, without those of ``tags``."""
-    resolvers = yaml.SafeLoader.yaml_implicit_resolvers
-    names = [f"tag:yaml.org,2002:{tag}" for tag in tags]
-    return {c: [rule for rule in rules if rule[0] not in names] for c, rules in resolvers.items()}
-
-
-RecipeLoader.yaml_implicit_resolvers = _without("timestamp", "value")
+_LEFT_OUT = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")
+"""PyYAML's rules for plain values that recipes do not use."""
+RecipeLoader.yaml_implicit_resolvers = {
+    character: [rule for rule in rules if rule[0] not in _LEFT_OUT]
+    for character, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
 RecipeLoader.add_constructor("tag:yaml.org,2002:int", RecipeLoader.construct_number)
 RecipeLoader.add_constructor("tag:yaml.org,2002:float", RecipeLoader.construct_number)
@@ -213,20 +211,15 @@ def _keep_text(node: Any, annotation: Any, *, field: str, source: str) -> None:
         for item in node.value:
             _keep_text(item, below, field=field, source=source)
     elif (is_text(annotation) or nodes_in(annotation)) and not node.style:  # no quotes, no block
-        if _PROSE.search(field):
-            _refuse_comment(node, field, source)
+        rest = source[node.end_mark.index :].partition("\n")[0]
+        if _PROSE.search(field) and rest.lstrip().startswith("#"):
+            raise _error(
+                f"{field} ends at a ` #`, which begins a YAML comment. Put the value in quotes if "
+                "the rest belongs to it; otherwise put the comment on a separate line",
+                node.end_mark,
+            )
         if node.tag != _NULL:
             node.tag = _STR
-
-
-def _refuse_comment(node: Any, field: str, source: str) -> None:
-    rest = source[node.end_mark.index :].partition("\n")[0]
-    if rest.lstrip().startswith("#"):
-        raise _error(
-            f"{field} ends at a ` #`, which begins a YAML comment. Put the value in quotes if "
-            "the rest belongs to it; otherwise put the comment on a separate line",
-            node.end_mark,
-        )
 
 
 def _quoted(text: str) -> str | None:

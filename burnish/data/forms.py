@@ -13,7 +13,6 @@ from typing import Any
 
 from burnish.chat_message import REASONING
 from burnish.config.columns import nested_value
-from burnish.config.comparisons import comparison_of, first_is_better
 from burnish.config.forms import (
     ANSWER,
     COMPLETION,
@@ -35,6 +34,8 @@ from burnish.config.forms import (
     Form,
     FormError,
     as_object,
+    comparison_of,
+    first_is_better,
     is_transcript,
 )
 from burnish.data.config import DataConfig

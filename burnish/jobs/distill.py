@@ -29,7 +29,7 @@ from burnish.data.batches import BatchStream, load_batch
 from burnish.jobs.build import engine_specs
 from burnish.models.teacher import DistillTargetSpec
 from burnish.observe.timeline import timed
-from burnish.preflight.positions import held_out_sets, within_positions
+from burnish.preflight.limits import held_out_sets, within_positions
 from burnish.preflight.usable import usable_rows
 from burnish.runtime.base import Runtime
 from burnish.steps.objectives import with_expert_balance

@@ -35,7 +35,7 @@ from burnish.data.preferences.unpaired import SplitPairsStream, load_unpaired, m
 from burnish.driver.run_dir import REFERENCE_FILE
 from burnish.jobs.build import engine_specs, log_disabled_noise
 from burnish.observe.timeline import timed
-from burnish.preflight.positions import held_out_sets, within_positions
+from burnish.preflight.limits import held_out_sets, within_positions
 from burnish.preflight.usable import usable_rows
 from burnish.runtime.base import Runtime
 from burnish.steps.moving_reference import moving_reference

@@ -32,7 +32,7 @@ from burnish.jobs.rl import RLJob, RLLoop, make_policy, make_ptx, make_rl
 from burnish.observe.files import REPLAY_FILE, write_text
 from burnish.observe.public_recipe import read_recipe
 from burnish.observe.timeline import timed
-from burnish.preflight.sampling import vocab_size_of
+from burnish.preflight.limits import vocab_size_of
 from burnish.rewards.base import NoRewards
 from burnish.rollout.runner import Rollout
 from burnish.runtime.base import Runtime

@@ -19,7 +19,7 @@ from burnish.data.batches import BatchStream, load_batch
 from burnish.data.steps.config import StepsDataConfig
 from burnish.jobs.build import engine_specs
 from burnish.observe.timeline import timed
-from burnish.preflight.positions import held_out_sets, within_positions
+from burnish.preflight.limits import held_out_sets, within_positions
 from burnish.preflight.usable import usable_rows
 from burnish.runtime.base import Runtime
 from burnish.steps.no_signal import Finding, NoSignalMonitor, pair_signal

@@ -41,8 +41,7 @@ from burnish.jobs.evaluate import (
 )
 from burnish.observe.samples import write_samples
 from burnish.observe.timeline import SAMPLER, SCORING, Timeline, timed
-from burnish.preflight.positions import within_positions
-from burnish.preflight.sampling import vocab_size_of
+from burnish.preflight.limits import vocab_size_of, within_positions
 from burnish.preflight.usable import count_prompts, usable_prompts
 from burnish.rewards.base import RewardSet
 from burnish.rollout.asynchronous.evaluation_lane import ServiceEngine

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
+from burnish.config.base import named_kind
 from burnish.optimizers.adafactor.config import Adafactor
 from burnish.optimizers.adamw.config import AdamW
 from burnish.optimizers.adamw_8bit.config import AdamW8bit, PagedAdamW8bit
 from burnish.optimizers.muon.config import Muon
 
-
-def _adamw_unless_named(value: Any) -> Any:
-    """Expand ``optimizer: muon`` to ``{kind: muon}``; use AdamW if no kind is given."""
-    if isinstance(value, str):
-        return {"kind": value}
-    return {"kind": "adamw", **value} if isinstance(value, dict) else value
-
-
 OptimizerConfig = Annotated[
     Annotated[AdamW | Muon | AdamW8bit | PagedAdamW8bit | Adafactor, Field(discriminator="kind")],
-    BeforeValidator(_adamw_unless_named),
+    named_kind("adamw"),
 ]

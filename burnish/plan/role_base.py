@@ -36,7 +36,7 @@ class RoleMemory:
     first: Mapping[str, Items] = field(default_factory=dict)
     """Phase -> host memory of the first rank only."""
     phase: str = ""
-    """Phase of the role's kind (``config/offload.py``)."""
+    """Phase of the role's kind (``config/placement_rules.py``)."""
     keeps_peak: bool = True
     """True if the allocator of its process keeps the memory of the largest phase in later ones.
     False: the process holds the memory of ``resident`` in each phase, and no more."""

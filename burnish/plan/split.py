@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from burnish.config.asynchronous import shares_with_policy
 from burnish.config.job import JobConfig
 from burnish.config.load import ConfigError, changed_config
+from burnish.config.off_policy import shares_with_policy
 from burnish.config.placement import placement_groups
-from burnish.config.train import ranks_per_row
 from burnish.plan.hardware import Hardware
 from burnish.plan.overlap import seconds_text
 from burnish.plan.time import Rates, estimate
@@ -53,7 +52,7 @@ def splits(config: JobConfig, hardware: Hardware, rates: Rates | None = None) ->
     if shares_with_policy(config.cluster, job.roles):
         return []
     each = config.cluster.gpus_per_worker * role.tensor_parallel
-    unit, size = ranks_per_row(trained.train), job.batch.train_batch_size
+    unit, size = trained.train.engine.ranks_per_row, job.batch.train_batch_size
     candidates = []
     for parts in (n for n in range(1, hardware.num_gpus // unit + 1) if size % n == 0):
         ranks = parts * unit

@@ -12,7 +12,7 @@ import torch
 
 from burnish.config.arithmetic import BatchPlan
 from burnish.config.model import LoraConfig, ModelConfig
-from burnish.config.offload import PHASE_OF
+from burnish.config.placement_rules import PHASE_OF
 from burnish.config.roles import JobSpec, TrainRole
 from burnish.models.attention_kernel import Use, choose_kernel
 from burnish.models.auto_class import language_model_class

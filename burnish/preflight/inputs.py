@@ -13,7 +13,6 @@ from pathlib import Path
 
 from burnish.config import ConfigError
 from burnish.config.job import JobConfig
-from burnish.config.parallelism import parallel_degrees
 from burnish.config.paths import model_problems, models_of
 from burnish.config.sources import SourceConfig
 from burnish.data.config import DataConfig
@@ -27,7 +26,7 @@ from burnish.errors import BurnishError
 from burnish.models.paths import ModelError, check_path
 from burnish.observe.files import REPLAY_FILE
 from burnish.observe.trackers import check_trackers
-from burnish.preflight.families import check_families
+from burnish.preflight.families import check_families, check_head_divisibility
 from burnish.small_files import read_small
 
 
@@ -65,10 +64,7 @@ def preflight(
     """
     read = config.inputs_of_replay() if replays else config
     check_inputs(read, resumed=resumed)  # before torch is imported
-    if parallel_degrees(read.roles()):
-        from burnish.preflight.ranks import check_head_divisibility
-
-        check_head_divisibility(read, download=download)
+    check_head_divisibility(read, download=download)
     return check_families(read, download=download)
 
 

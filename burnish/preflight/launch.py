@@ -31,9 +31,8 @@ from burnish.data.streamed import StreamedRows, num_first
 from burnish.driver.errors import RunError
 from burnish.models.family import recall_json, store_json
 from burnish.models.load import load_tokenizer
-from burnish.preflight.positions import within_positions
+from burnish.preflight.limits import sampling_problems, within_positions
 from burnish.preflight.row_scan import ERRORS, Found, Section, Span, quiet, scan
-from burnish.preflight.sampling import sampling_problems
 from burnish.rewards.base import RewardError, RewardSet
 from burnish.rewards.build import build_rewards
 from burnish.rewards.labels import label_readers
@@ -114,7 +113,14 @@ def _data_problems(config: JobConfig, say: Say) -> Iterator[str]:
             say(f"{section.name}: rows are not checked (validate: off)")
             continue
         scanned, cached = checked_section(section, tokenizer, say)
-        say(_summary(section, scanned, cached=cached))
+        by_kind = ", ".join(f"{n} {kind}" for kind, n in scanned.counts.items() if n)
+        kind = "source" if section.data.validate == "head" else "streamed source"
+        is_limited = kind == "source" or section.data.streamed
+        scope = f"first {HEAD_ROWS} rows of each {kind}, " if is_limited else ""
+        say(
+            f"{section.name}: {scope}{scanned.rows} rows checked, {by_kind or 'no problems'}"
+            f"{' (cached result)' * cached}"
+        )
         _say_shared_prompts(section, tokenizer, say)
         if scanned.num_bad:
             yield _listing(section, scanned)
@@ -138,15 +144,6 @@ def _say_shared_prompts(section: Section, tokenizer: PreTrainedTokenizerBase, sa
             "metrics are not those of unseen prompts; remove the duplicates from the data"
         )
         (log.warning if say == log.info else say)(text)
-
-
-def _summary(section: Section, scanned: Found, *, cached: bool) -> str:
-    counts = ", ".join(f"{n} {kind}" for kind, n in scanned.counts.items() if n) or "no problems"
-    kind = "source" if section.data.validate == "head" else "streamed source"
-    limited = kind == "source" or section.data.streamed
-    scope = f"first {HEAD_ROWS} rows of each {kind}, " if limited else ""
-    origin = " (cached result)" if cached else ""
-    return f"{section.name}: {scope}{scanned.rows} rows checked, {counts}{origin}"
 
 
 def _listing(section: Section, scanned: Found) -> str:
@@ -190,7 +187,9 @@ def checked_section(
         sources = open_rows(section.data)
     spans = list(_spans(section, sources))
     num = sum(stop - start for _, start, stop in spans)
-    if num >= PARALLEL_ROWS and _can_reopen(section.data) and (workers := _num_workers()) > 1:
+    workers = min(_MAX_WORKERS, len(os.sched_getaffinity(0)))
+    is_made = any(source.is_made for source in section.data.sources)  # another process reads others
+    if num >= PARALLEL_ROWS and workers > 1 and not is_made:
         scanned = _scan_parallel(section, spans, workers, say)
     else:
         scanned = Found()
@@ -276,34 +275,32 @@ def _worker(section: Section, spans: Sequence[Span]) -> Iterator[Found]:
             )
 
 
-def _num_workers() -> int:
-    return min(_MAX_WORKERS, len(os.sched_getaffinity(0)))
-
-
-def _can_reopen(data: DataConfig) -> bool:
-    """Return True if another process reads the same rows: not for generated ones."""
-    return not any(source.is_made for source in data.sources)
-
-
 # --- cache
 
 
 def _key(section: Section, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the cache key; None if the rows or the tokenizer have no digest."""
+    """Return the cache key, a digest of rows, settings, tokenizer and code; None if the rows or the
+    tokenizer have no digest."""
     files = [source.files for source in section.data.sources]
     own_code = section.model.trust_remote_code
     if not all(files) or own_code:
         return None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return None
-    digest = hashlib.sha256(_code())
+    # The code that results depend on, and the versions of the libraries that it calls.
+    package = Path(__file__).parents[1]
+    code = [Path(__file__).with_name("row_scan.py"), *sorted(package.glob("*.py"))]
+    for folder in ("data", "config", "rewards"):
+        code += sorted((package / folder).rglob("*.py"))
+    digest = hashlib.sha256()
+    for file in code:
+        digest.update(file.read_bytes())
+    for name in ("transformers", "tokenizers", "jinja2", "pyarrow"):
+        digest.update(importlib.metadata.version(name).encode())
     paths = [path for of_source in files for path in of_source]
     settings = [
-        *(
-            [str(path) for path in paths],
-            type(section.data).__name__,
-            section.data.model_dump(mode="json"),
-        ),
+        *([str(path) for path in paths], type(section.data).__name__),
+        section.data.model_dump(mode="json"),
         *(section.num_rows, num_embeddings(tokenizer), section.label_readers),
         section.in_episodes,
         *(type(tokenizer).__name__, str(tokenizer.chat_template)),
@@ -318,20 +315,6 @@ def _key(section: Section, tokenizer: PreTrainedTokenizerBase) -> str | None:
 def _states(data: DataConfig) -> list[tuple[str, int, int, int]]:
     stats = [(str(path), path.stat()) for source in data.sources for path in source.files]
     return [(path, stat.st_size, stat.st_mtime_ns, stat.st_ino) for path, stat in stats]
-
-
-def _code() -> bytes:
-    """Return a digest of the code that results depend on."""
-    package = Path(__file__).parents[1]
-    files = [Path(__file__).with_name("row_scan.py"), *sorted(package.glob("*.py"))]
-    for folder in ("data", "config", "rewards"):
-        files += sorted((package / folder).rglob("*.py"))
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.read_bytes())
-    for name in ("transformers", "tokenizers", "jinja2", "pyarrow"):
-        digest.update(importlib.metadata.version(name).encode())
-    return digest.digest()
 
 
 # --- rewards
@@ -369,7 +352,8 @@ def _reward_problems(config: JobConfig, say: Say, *, only_user_code: bool = Fals
 
 
 def _failure(entry: RewardConfig, prompt: Prompt | None, policy: FailurePolicy) -> Iterator[str]:
-    """Build a reward and, with a prompt, call it once. Yield the message of its error."""
+    """Build a reward and, with a prompt, call it once, on a response that is the label if that is a
+    text. Yield the message of its error."""
     try:
         pairs = build_rewards([entry])
     except RewardError as error:
@@ -383,29 +367,24 @@ def _failure(entry: RewardConfig, prompt: Prompt | None, policy: FailurePolicy) 
                 shaping=ShapingConfig(),
                 generate_max_len=1,
             )
-            rewards.measure([_group(prompt)])
+            text = prompt.label if isinstance(prompt.label, str) else "0"
+            response = Sample(
+                sample_id=f"{prompt.id}/0",
+                prompt_id=prompt.id,
+                group_id=0,
+                prompt_ids=prompt.token_ids,
+                response_ids=(0,),
+                sampler_logprobs=(0.0,),
+                action_mask=(True,),
+                versions=(0,),
+                text=text,
+                finish_reason="stop",
+            )
+            rewards.measure([Group(0, prompt, (response,))])
     except RewardError as error:
         yield str(error)
     finally:
         pairs[0][0].close()
-
-
-def _group(prompt: Prompt) -> Group:
-    """Return a group with one response: the label, if it is a text."""
-    text = prompt.label if isinstance(prompt.label, str) else "0"
-    sample = Sample(
-        sample_id=f"{prompt.id}/0",
-        prompt_id=prompt.id,
-        group_id=0,
-        prompt_ids=prompt.token_ids,
-        response_ids=(0,),
-        sampler_logprobs=(0.0,),
-        action_mask=(True,),
-        versions=(0,),
-        text=text,
-        finish_reason="stop",
-    )
-    return Group(0, prompt, (sample,))
 
 
 def _one_prompt(config: JobConfig) -> Prompt | None:

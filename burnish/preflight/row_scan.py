@@ -164,17 +164,14 @@ def scan(
                 continue
             if fitted.item is None or fitted.truncated:
                 scanned.counts["truncated" if fitted.truncated else "dropped"] += 1
-            if problem := _label_problem(section, fitted.item):
+            item = fitted.item
+            prompt = item.group.prompt if isinstance(item, GivenResponse) else item
+            problem = None
+            if section.label_readers and isinstance(prompt, Prompt):
+                problem = label_problem(section.label_readers, prompt)
+            if problem is not None:
                 scanned.add_problem("bad label", f"{source[row].where}: {problem}")
         yield scanned
-
-
-def _label_problem(section: Section, item: Any) -> str | None:
-    """Return why the rewards cannot use the label of an encoded row, or None."""
-    prompt = item.group.prompt if isinstance(item, GivenResponse) else item
-    if not section.label_readers or not isinstance(prompt, Prompt):
-        return None
-    return label_problem(section.label_readers, prompt)
 
 
 def reason_of(problem: str) -> str:

@@ -29,7 +29,17 @@ def usable_rows(config: SupervisedJob, num_rows: int | None) -> Usable:
     scanned = _counted(config, needed=config.counts_rows)
     if scanned is not None and num_rows is not None:
         num_rows = config.rows_per_item * _num_usable(scanned)
-    return Usable(num_rows, (*_left_out(scanned), *_two_lengths(config, num_rows)))
+    notes = _left_out(scanned)
+    if config.max_steps is not None and config.max_epochs is not None and num_rows is not None:
+        by_epochs = config.model_copy(update={"max_steps": None}).steps_for(num_rows)
+        if by_epochs != config.max_steps:
+            notes = (
+                *notes,
+                f"max_epochs={config.max_epochs} of {num_rows} rows are {by_epochs} steps, and "
+                f"max_steps={config.max_steps}: the run ends after "
+                f"{min(by_epochs, config.max_steps)} steps, the smaller number",
+            )
+    return Usable(num_rows, notes)
 
 
 def usable_prompts(config: RLConfig) -> Usable:
@@ -63,20 +73,6 @@ def _left_out(scanned: Found | None) -> tuple[str, ...]:
     return (
         f"data: {scanned.rows - usable} of {scanned.rows} rows are left out ({counts}), so an "
         f"epoch has {usable} rows{first}",
-    )
-
-
-def _two_lengths(config: SupervisedJob, num_rows: int | None) -> tuple[str, ...]:
-    """Return a sentence if ``max_steps`` and ``max_epochs`` are both set and differ."""
-    if config.max_steps is None or config.max_epochs is None or num_rows is None:
-        return ()
-    by_epochs = config.model_copy(update={"max_steps": None}).steps_for(num_rows)
-    if by_epochs == config.max_steps:
-        return ()
-    return (
-        f"max_epochs={config.max_epochs} of {num_rows} rows are {by_epochs} steps, and max_steps="
-        f"{config.max_steps}: the run ends after {min(by_epochs, config.max_steps)} steps, the "
-        "smaller number",
     )
 
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 from burnish.config.cluster import ClusterConfig, ClusterRole
-from burnish.config.offload import PHASE_OF
+from burnish.config.placement_rules import PHASE_OF
 from burnish.observe.timeline import Proxy
 from burnish.train.base import BASE_SPANS, PASSES, TrainEngine
 

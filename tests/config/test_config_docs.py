@@ -10,13 +10,13 @@ from burnish.config import JOBS
 from burnish.config.base import Node
 from burnish.config.docs import (
     TABLE_HEAD,
+    config_markdown,
     default_text,
     field_text,
     fields_table,
     job_markdown,
     own_text,
 )
-from burnish.config.reference import config_markdown
 from burnish.config.schema import kinds_of, nodes_in
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.comparisons import comparison_of, first_is_better
+from burnish.config.forms import comparison_of, first_is_better
 from burnish.config.passes import total_rows
 from burnish.data.batches import load_batch
 from burnish.data.demonstrations.config import SFTDataConfig

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 import burnish
 from burnish.cli import app
 from burnish.config import dump_yaml, load_config
-from burnish.config.parallelism import parallel_degrees
+from burnish.models import load
 from burnish.models.load import ModelError
 from burnish.models.tensor_parallel import check_head_counts
-from burnish.preflight import ranks as parallelism
+from burnish.preflight.families import parallel_degrees
 
 HEADS: dict[str, Any] = {"scratch": {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2}}
 SPLIT = {"kind": "vllm", "tensor_parallel_size": 4}
@@ -92,7 +92,7 @@ def test_a_local_config_is_read_and_an_unknown_model_is_not_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GPT-2 has 12 heads and no number of key/value heads."""
-    monkeypatch.setattr(parallelism, "hf_config", lambda model: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(load, "hf_config", lambda model: pytest.fail("the hub was asked"))
     AutoConfig.for_model("gpt2").save_pretrained(tmp_path / "gpt2")
     rollout = {"rollout": {"engine": SPLIT}}
     folder = {"path": str(tmp_path / "gpt2")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -163,7 +164,7 @@ def test_several_processes_find_the_same_rows(
     monkeypatch.setattr(sys, "executable", fork_server.interpreter())
     monkeypatch.setattr(validate, "PARALLEL_ROWS", 2)
     monkeypatch.setattr(validate, "_SPAN_ROWS", 3)
-    monkeypatch.setattr(validate, "_num_workers", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
     said: list[str] = []
     with pytest.raises(DataError) as together:

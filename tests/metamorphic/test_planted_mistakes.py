@@ -31,7 +31,7 @@ from metamorphic.base import RELATIONS, Broken, check
 
 import burnish.checkpoint.export as export_module
 import burnish.config.load as load_module
-import burnish.config.overrides as overrides
+import burnish.config.load as overrides
 import burnish.data.chat as chat
 import burnish.data.demonstrations.encode as sft
 import burnish.data.pieces as pieces

@@ -14,7 +14,7 @@ import pytest
 from burnish.config import ConfigError, load_config
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.models.load import load_tokenizer
-from burnish.preflight.sampling import sampling_problems
+from burnish.preflight.limits import sampling_problems
 from burnish.rollout.base import Request, Sampling
 from burnish.rollout.live_sample import LiveSample
 from burnish.rollout.requests import StopRule

@@ -30,7 +30,6 @@ class Adafactor(Optimizer):
     state_format: ClassVar[str] = "adafactor"
 
     def engine_problem(self, engine: TrainEngineFacts) -> str | None:
-        """Return why a train engine cannot run the optimizer, or None if it can."""
         if isinstance(engine, TorchEngine):
             return None
         return (

@@ -23,7 +23,6 @@ class _Adam8bit(AdamOptimizer):
     """True if rows of a shard contain complete blocks."""
 
     def engine_problem(self, engine: TrainEngineFacts) -> str | None:
-        """Return why a train engine cannot run the optimizer, or None if it can."""
         if isinstance(engine, TorchEngine) and engine.tensor_parallel_size > 1:
             with_what = f"tensor_parallel_size={engine.tensor_parallel_size}"
         elif isinstance(engine, TorchEngine) and (
@@ -71,7 +70,6 @@ class PagedAdamW8bit(_Adam8bit):
     blocks_in_shards: ClassVar[bool] = False
 
     def engine_problem(self, engine: TrainEngineFacts) -> str | None:
-        """Return why a train engine cannot run the optimizer, or None if it can."""
         if isinstance(engine, TorchEngine) and engine.device == "cpu":
             return (
                 "train.optimizer.kind=paged_adamw_8bit with train.engine.device=cpu: pages move "

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from burnish.config.base import PathText
-from burnish.config.urls import client_advice, client_problems, is_local, url_problems
+from burnish.config.paths import client_advice, client_problems, is_local, url_problems
 from burnish.rollout.config import RolloutEngineSettings
 
 _SERVER = "http://127.0.0.1:8000"

@@ -26,7 +26,7 @@ NEEDED_BY = {
     "burnish.config": ("pydantic", "pydantic-core", "annotated-types", "typing-inspection"),
     "pydantic": ("typing-extensions",),
     "peft and transformers": ("accelerate", "psutil"),
-    "burnish.rewards.remote": ("httpx", "httpcore", "h11", "anyio", "idna", "certifi", "tenacity"),
+    "burnish.rewards": ("httpx", "httpcore", "h11", "anyio", "idna", "certifi", "tenacity"),
     "burnish.sync": ("xxhash",),
     "burnish.doctor": ("packaging",),
     "burnish.episodes.parsing": ("jsonschema", "jsonschema-specifications"),

@@ -37,7 +37,8 @@ from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.driver.base import rare_garbage_collection
 from burnish.observe.memory import MemoryPeak, peak_metrics
-from burnish.rewards.base import RewardInput, RewardSet
+from burnish.rewards.base import RewardInput
+from burnish.rewards.reward_set import RewardSet
 from burnish.rollout.base import Completion, Sampling, VersionSpan
 from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.runner import Runner

@@ -18,7 +18,7 @@ from burnish.config.yaml_text import RecipeLoader
 from burnish.environments.pool import EnvironmentPool
 from burnish.episodes.runner import FAILED, episode_stats
 from burnish.jobs.episodes import environment_spec
-from burnish.rewards.function import FunctionReward
+from burnish.rewards.function.reward import FunctionReward
 from burnish.transcript import Episode, EpisodeStatus, Turn
 
 PAGE = (Path(__file__).parents[1] / "docs" / "environments.md").read_text(encoding="utf-8")

@@ -74,7 +74,7 @@ def test_every_exception_derives_from_the_root_exception():
         ("models.paths", "ModelError", ValueError, 2),
         ("observe.errors", "TrackerError", RuntimeError, 2),
         ("observe.report", "ReportError", ValueError, 2),
-        ("rewards.interface", "RewardError", RuntimeError, 2),
+        ("rewards.base", "RewardError", RuntimeError, 2),
         ("rollout.base", "SamplingError", ArithmeticError, 2),
         ("runtime.base", "ClusterError", RuntimeError, 2),
         ("serve.base", "ServeError", RuntimeError, 2),

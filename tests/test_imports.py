@@ -139,7 +139,7 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, module
 
 
-KINDS = {"data", "optimizers", "rollout"}
+KINDS = {"data", "optimizers", "rewards", "rollout"}
 """Folders whose subfolders are kinds that recipes select."""
 LAYERS = {"config": "config", "kinds": "config", "memory": "plan"}
 """Files of a kind that belong to another layer than its code: its config, the registry and the

@@ -12,8 +12,8 @@ from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.prompts.encode import label_of
 from burnish.data.sources import DataError, Row
 from burnish.model_text import DOTALL, ModelTextError, Pattern
-from burnish.rewards.code_tests import read_code
-from burnish.rewards.math_text import judge, read_label
+from burnish.rewards.math.text import judge, read_label
+from burnish.rewards.python_code.tests import read_code
 from tests.support.worst_texts import worst_texts
 
 LENGTH = 40_000

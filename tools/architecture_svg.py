@@ -97,7 +97,10 @@ SAMPLING = (
     ),
     Box(
         218, 322, 140, 88, "score", "RewardSet",
-        ("rewards/base.py", "rewards/build.py", "functions, models,", "servers, tests of code"),
+        (
+            "rewards/base.py", "rewards/reward_set.py", "functions, models,",
+            "servers, tests of code",
+        ),
     ),
     Box(
         20, 460, 166, 138, "sample", "Rollout engines",

@@ -39,7 +39,7 @@ from burnish.models.scratch import scratch_tokenizer
 from burnish.models.shrink import SPECIAL, build, shrink
 from burnish.models.tensor_parallel import check_head_counts, shard_dims
 from burnish.models.value_head import load_scalar_model
-from burnish.rewards.model import load_reward_engine, score_rows
+from burnish.rewards.model.reward import load_reward_engine, score_rows
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import make_engine as make_local_engine

@@ -12,9 +12,9 @@ from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node, PathText, named_kind
 from burnish.config.paths import code_problem
-from burnish.config.rewards import RewardConfig
 from burnish.config.sandbox import BubblewrapSandbox, SandboxConfig
 from burnish.data.prompts.config import PromptDataConfig
+from burnish.rewards.kinds import RewardConfig
 
 FormatName = Literal["hermes", "xml", "glm", "llama3_json", "mistral", "mistral_args", "harmony"]
 """hermes: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen2.5, Qwen3).

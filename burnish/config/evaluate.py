@@ -11,12 +11,7 @@ from burnish.config.episodes import Episodes, episode_rules, episodes_lines
 from burnish.config.inference import InferenceJob
 from burnish.config.model import new_adapter_rules
 from burnish.config.observe import TrackersConfig
-from burnish.config.rewards import (
-    FunctionReward,
-    RewardConfig,
-    Scoring,
-    no_weight_advice,
-)
+from burnish.config.rewards import Scoring, no_weight_advice
 from burnish.config.roles import (
     RolloutRole,
     RowLengths,
@@ -25,6 +20,8 @@ from burnish.config.roles import (
     sampled_lengths,
 )
 from burnish.config.rollout import EvalConfig, pass_advice
+from burnish.rewards.function.config import FunctionReward
+from burnish.rewards.kinds import RewardConfig
 from burnish.rollout.kinds import RolloutEngineConfig
 from burnish.rollout.local.config import LocalEngine
 

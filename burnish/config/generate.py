@@ -13,16 +13,11 @@ from pydantic import Field
 from burnish.config.base import Node, PathText, named_kind
 from burnish.config.episodes import episode_rules, episodes_lines
 from burnish.config.inference import RowsJob
-from burnish.config.rewards import (
-    FailurePolicy,
-    RewardConfig,
-    Scoring,
-    running_norm_rules,
-    weigh_nothing,
-)
+from burnish.config.rewards import FailurePolicy, Scoring, running_norm_rules, weigh_nothing
 from burnish.config.roles import RolloutRole, RowLengths, SectionLimits, sampled_lengths
 from burnish.config.rollout import PromptsRollout
 from burnish.data.prompts.config import GenerationDataConfig
+from burnish.rewards.kinds import RewardConfig
 
 
 class GenerateRollout(PromptsRollout):

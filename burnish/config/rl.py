@@ -40,8 +40,6 @@ from burnish.config.passes import passes_lines, step_rules, total_rows
 from burnish.config.rewards import (
     RESERVED_NAMES,
     FailurePolicy,
-    FunctionReward,
-    RewardConfig,
     Scoring,
     ShapingConfig,
     each_reward_rules,
@@ -74,6 +72,8 @@ from burnish.config.train import (
     reference_sync_rules,
 )
 from burnish.data.prompts.config import PromptDataConfig
+from burnish.rewards.function.config import FunctionReward
+from burnish.rewards.kinds import RewardConfig
 
 
 def turn_rewards_refused(kind: str) -> str:

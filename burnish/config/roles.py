@@ -14,13 +14,14 @@ from burnish.config.arithmetic import BatchPlan
 from burnish.config.cluster import COLOCATED, ClusterConfig, ClusterRole
 from burnish.config.episodes import AnyEpisodes
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
-from burnish.config.rewards import ModelReward, RewardConfig
 from burnish.config.rollout import AsynchronousRollout, EvalConfig
 from burnish.config.sync import SyncConfig
 from burnish.config.train import CheckpointConfig, PtxConfig, TrainConfig
 from burnish.config.train_engines import TrainEngineConfig
 from burnish.config.vllm_arguments import vllm_sampling_problems
 from burnish.data.prompts.config import PromptDataConfig
+from burnish.rewards.kinds import RewardConfig
+from burnish.rewards.model.config import ModelReward
 from burnish.rollout.kinds import RolloutEngineConfig
 
 ForwardPass = Literal["logprobs", "base_logprobs", "entropies", "values", "states"]

@@ -12,8 +12,8 @@ from burnish.config.base import Node, OlderKeys, switched_by
 from burnish.config.episodes import Episodes
 from burnish.config.eval_section import EvalSection, with_sets
 from burnish.config.held_out import held_out_advice
-from burnish.config.rewards import RewardConfig
 from burnish.data.prompts.config import PromptDataConfig
+from burnish.rewards.kinds import RewardConfig
 from burnish.rollout.kinds import RolloutEngineConfig
 from burnish.rollout.local.config import LocalEngine
 

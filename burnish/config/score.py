@@ -9,16 +9,11 @@ from pydantic import Field
 
 from burnish.config.base import PathText
 from burnish.config.inference import RowsJob
-from burnish.config.rewards import (
-    FunctionReward,
-    RewardConfig,
-    Scoring,
-    ShapingConfig,
-    no_weight_advice,
-    running_norm_rules,
-)
+from burnish.config.rewards import Scoring, ShapingConfig, no_weight_advice, running_norm_rules
 from burnish.config.roles import RowLengths, SectionLimits
 from burnish.data.responses.config import ResponseDataConfig
+from burnish.rewards.function.config import FunctionReward
+from burnish.rewards.kinds import RewardConfig
 
 
 class ScoreConfig(RowsJob):

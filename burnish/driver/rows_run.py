@@ -43,7 +43,7 @@ from burnish.observe.metrics import read_metrics
 from burnish.observe.progress import ProgressDisplay
 from burnish.observe.public_recipe import saved_settings, write_recipe
 from burnish.observe.samples import drop_samples_after, write_samples
-from burnish.rewards.interface import RewardError
+from burnish.rewards.base import RewardError
 from burnish.types import Group
 
 log = logging.getLogger("burnish")

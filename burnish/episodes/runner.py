@@ -19,7 +19,7 @@ from burnish.episodes.rows import episode_rows
 from burnish.errors import BurnishError
 from burnish.json_text import json_types
 from burnish.loop_thread import LoopThread
-from burnish.rewards.base import NoGroupLeftError, RewardSet
+from burnish.rewards.reward_set import NoGroupLeftError, RewardSet
 from burnish.rollout.asynchronous.evaluation_lane import ServiceEngine, TakesRequests
 from burnish.rollout.asynchronous.service import RolloutService
 from burnish.rollout.base import RolloutEngine, Sampling

@@ -9,15 +9,17 @@ from typing import Literal
 
 from burnish.config.job import TrainingJob
 from burnish.config.model import ModelConfig
-from burnish.config.rewards import FailurePolicy, RewardConfig, ShapingConfig
+from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.config.rollout import SamplingConfig
 from burnish.config.train_engines import TrainEngineConfig
 from burnish.driver.base import Functions
 from burnish.models.dropout import noise_of
 from burnish.models.load import describe, hf_config
-from burnish.rewards.base import NoRewards, Reward, RewardSet
+from burnish.rewards.base import Reward
 from burnish.rewards.build import build_rewards, check_rewards
-from burnish.rewards.model import load_model_reward
+from burnish.rewards.kinds import RewardConfig
+from burnish.rewards.model.reward import load_model_reward
+from burnish.rewards.reward_set import NoRewards, RewardSet
 from burnish.rollout.base import Sampling
 from burnish.runtime.base import Runtime
 from burnish.train.base import Role, TrainEngine

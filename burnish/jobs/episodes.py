@@ -39,7 +39,7 @@ from burnish.episodes.runner import EpisodePool, EpisodeRunner
 from burnish.loop_thread import LoopThread
 from burnish.models.load import ModelError, describe, num_positions
 from burnish.observe.timeline import Timeline, timed
-from burnish.rewards.base import RewardSet
+from burnish.rewards.reward_set import RewardSet
 from burnish.rollout.base import RolloutEngine, Sampling
 from burnish.rollout.runner import GroupFilter, Runner
 from burnish.runtime.base import Runtime

@@ -33,7 +33,7 @@ from burnish.observe.public_recipe import write_recipe
 from burnish.observe.samples import write_samples
 from burnish.observe.timeline import timed
 from burnish.preflight.limits import within_positions
-from burnish.rewards.base import NoGroupLeftError, RewardSet
+from burnish.rewards.reward_set import NoGroupLeftError, RewardSet
 from burnish.rollout.base import Sampling
 from burnish.rollout.make import wait_for_engine
 from burnish.rollout.runner import Runner, numbered

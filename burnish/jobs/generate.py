@@ -30,8 +30,8 @@ from burnish.jobs.build import reward_set, sampling_of, weighted_rewards
 from burnish.jobs.episodes import RunnerOptions, build_episode_pool, closed_on_error, make_runner
 from burnish.observe.timeline import timed
 from burnish.preflight.limits import within_positions
-from burnish.rewards.base import NoGroupLeftError
 from burnish.rewards.labels import label_problem, label_readers
+from burnish.rewards.reward_set import NoGroupLeftError
 from burnish.rollout.make import wait_for_engine
 from burnish.rollout.runner import Rollout, Runner
 from burnish.runtime.base import Runtime

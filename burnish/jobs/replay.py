@@ -33,7 +33,7 @@ from burnish.observe.files import REPLAY_FILE, write_text
 from burnish.observe.public_recipe import read_recipe
 from burnish.observe.timeline import timed
 from burnish.preflight.limits import vocab_size_of
-from burnish.rewards.base import NoRewards
+from burnish.rewards.reward_set import NoRewards
 from burnish.rollout.runner import Rollout
 from burnish.runtime.base import Runtime
 from burnish.steps.rl import RL

@@ -43,7 +43,7 @@ from burnish.observe.samples import write_samples
 from burnish.observe.timeline import SAMPLER, SCORING, Timeline, timed
 from burnish.preflight.limits import vocab_size_of, within_positions
 from burnish.preflight.usable import count_prompts, usable_prompts
-from burnish.rewards.base import RewardSet
+from burnish.rewards.reward_set import RewardSet
 from burnish.rollout.asynchronous.evaluation_lane import ServiceEngine
 from burnish.rollout.asynchronous.schedule import Limits
 from burnish.rollout.asynchronous.service import RolloutService

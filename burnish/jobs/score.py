@@ -21,8 +21,8 @@ from burnish.driver.base import Functions
 from burnish.driver.rows_run import StepRows, WritesRows, sums_of
 from burnish.jobs.build import reward_set, weighted_rewards
 from burnish.observe.timeline import timed
-from burnish.rewards.base import NoGroupLeftError, RewardedGroups, RewardSet
 from burnish.rewards.labels import label_problem, label_readers
+from burnish.rewards.reward_set import NoGroupLeftError, RewardedGroups, RewardSet
 from burnish.runtime.base import Runtime
 from burnish.steps.no_signal import warn_without_labels
 

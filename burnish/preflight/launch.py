@@ -19,7 +19,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from burnish.config import JobConfig
-from burnish.config.rewards import FailurePolicy, RewardConfig, ShapingConfig
+from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.data.config import DataConfig
 from burnish.data.encoders import encoder_of
 from burnish.data.files import content_digest
@@ -33,9 +33,11 @@ from burnish.models.family import recall_json, store_json
 from burnish.models.load import load_tokenizer
 from burnish.preflight.limits import sampling_problems, within_positions
 from burnish.preflight.row_scan import ERRORS, Found, Section, Span, quiet, scan
-from burnish.rewards.base import RewardError, RewardSet
+from burnish.rewards.base import RewardError
 from burnish.rewards.build import build_rewards
+from burnish.rewards.kinds import RewardConfig
 from burnish.rewards.labels import label_readers
+from burnish.rewards.reward_set import RewardSet
 from burnish.types import Group, Prompt, Sample
 from burnish.vocabulary import num_embeddings
 

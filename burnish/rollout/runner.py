@@ -19,7 +19,8 @@ from itertools import zip_longest
 from burnish.compact import BoolRuns
 from burnish.config.rollout import DynamicSampling
 from burnish.loop_thread import LoopThread
-from burnish.rewards.base import NoGroupLeftError, RewardError, RewardSet, ScoredGroup, none_left
+from burnish.rewards.base import RewardError
+from burnish.rewards.reward_set import NoGroupLeftError, RewardSet, ScoredGroup, none_left
 from burnish.rollout.asynchronous.schedule import Outcome
 from burnish.rollout.asynchronous.service import RolloutService
 from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from burnish.data.prompts.encode import PromptStream
-from burnish.rewards.base import RewardSet
+from burnish.rewards.reward_set import RewardSet
 from burnish.rollout.runner import Rollout, Runner
 
 Metrics = dict[str, float]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from burnish.rewards.base import RewardError
-from burnish.rewards.remote import read_token
+from burnish.rewards.remote.reward import read_token
 from burnish.serve.base import ListenOptions, ServeError
 
 if TYPE_CHECKING:

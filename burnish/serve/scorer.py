@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.model import ModelConfig
 from burnish.errors import BurnishError
 from burnish.models.load import describe, load_tokenizer, num_positions
-from burnish.rewards.model import load_reward_engine, metadata_of, score_rows
-from burnish.rewards.rows import encode_text
+from burnish.rewards.model.reward import load_reward_engine, metadata_of, score_rows
+from burnish.rewards.model.rows import encode_text
 from burnish.serve.base import ServeError, ServeOptions
 from burnish.train.base import TrainEngine
 

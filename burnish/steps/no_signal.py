@@ -17,7 +17,7 @@ import torch
 
 from burnish.config.algorithm import AlgorithmConfig
 from burnish.driver.errors import StoppedError
-from burnish.rewards.base import RewardSet
+from burnish.rewards.reward_set import RewardSet
 from burnish.types import Batch, Group, Prompt, Sample, all_equal
 
 log = logging.getLogger("burnish")

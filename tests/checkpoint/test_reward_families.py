@@ -34,7 +34,7 @@ from burnish.models.scalar_model import is_own
 from burnish.models.scalar_support import scalar_support
 from burnish.models.shrink import build, shrink
 from burnish.models.value_head import load_scalar_model
-from burnish.rewards.model import load_reward_engine, score_rows
+from burnish.rewards.model.reward import load_reward_engine, score_rows
 from burnish.serve.base import ServeOptions
 from burnish.serve.scorer import load_text_scorer
 from burnish.train.base import Outputs, Role

@@ -16,8 +16,8 @@ from burnish.data.rendering import tags_of
 from burnish.data.sources import DataError
 from burnish.episodes.renderer import ChatRenderer
 from burnish.reasoning_tags import REASONING_TAGS, THINK, Tags
-from burnish.rewards.code_tests import read_code
-from burnish.rewards.math_text import after_reasoning
+from burnish.rewards.math.text import after_reasoning
+from burnish.rewards.python_code.tests import read_code
 
 QUESTION = {"role": "user", "content": "Go."}
 _TURNS = (

@@ -24,10 +24,10 @@ from burnish.data.selection import select
 from burnish.data.stream import RowRef
 from burnish.data.write import json_line, write_parquet
 from burnish.rewards.base import RewardInput
-from burnish.rewards.function import conversation
-from burnish.rewards.remote import prompt_and_query
-from burnish.rewards.rows import reward_encoder
+from burnish.rewards.function.reward import conversation
+from burnish.rewards.model.rows import reward_encoder
 from burnish.rewards.shaping import shaped
+from burnish.rewards.texts import prompt_and_query
 from burnish.special_tokens import special_tokens
 from burnish.transcript import EpisodeStatus
 from burnish.types import Group, Prompt, Sample

@@ -19,7 +19,7 @@ from burnish.data.batches import BatchStream, load_batch
 from burnish.data.sources import DataError
 from burnish.data.steps.config import StepsDataConfig
 from burnish.models.load import load_tokenizer
-from burnish.rewards.model import step_ends
+from burnish.rewards.model.reward import step_ends
 from burnish.types import Batch
 
 ROW = {"prompt": "1+1+1=", "completions": ["1+1=2", "2+1=3"], "labels": [True, False]}

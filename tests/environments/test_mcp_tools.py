@@ -29,8 +29,8 @@ from burnish.environments.tools import ToolEnvironment
 from burnish.episodes.runner import EpisodeRunner
 from burnish.jobs.episodes import build_episode_pool, environment_spec
 from burnish.observe.timeline import Timeline
-from burnish.rewards.base import RewardSet
-from burnish.rewards.episode import EpisodeReward
+from burnish.rewards.episode.reward import EpisodeReward
+from burnish.rewards.reward_set import RewardSet
 from burnish.rollout.base import Request, Sampling
 from burnish.runtime.inline import InlineRuntime
 from burnish.tool_arguments import argument_problem

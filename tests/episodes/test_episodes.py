@@ -26,8 +26,9 @@ from burnish.episodes.template import RendererError
 from burnish.jobs.episodes import build_episode_pool
 from burnish.models.scratch import scratch_tokenizer
 from burnish.observe.timeline import Timeline
-from burnish.rewards.base import NoGroupLeftError, RewardError, RewardSet
-from burnish.rewards.episode import EpisodeReward
+from burnish.rewards.base import RewardError
+from burnish.rewards.episode.reward import EpisodeReward
+from burnish.rewards.reward_set import NoGroupLeftError, RewardSet
 from burnish.rollout.base import Request, Sampling
 from burnish.runtime.inline import InlineRuntime
 from burnish.transcript import Episode, Turn

@@ -27,16 +27,11 @@ from burnish.episodes.probing import TOOLS
 from burnish.errors import BurnishError
 from burnish.models.tensor_files import TensorFiles
 from burnish.reasoning_tags import THINK, after_reasoning
-from burnish.rewards.code_tests import TestsError, read_code, read_tests
-from burnish.rewards.math_numbers import read_quantity
-from burnish.rewards.math_text import (
-    LabelError,
-    judge,
-    last_answer,
-    read_date,
-    read_label,
-)
-from burnish.rewards.remote_client import read_reply
+from burnish.rewards.labels import LabelError
+from burnish.rewards.math.quantities import read_quantity
+from burnish.rewards.math.text import judge, last_answer, read_date, read_label
+from burnish.rewards.python_code.tests import read_code, read_tests
+from burnish.rewards.remote.client import read_reply
 from burnish.schema_keywords import UncheckableError
 from burnish.templates import render_chat
 from burnish.tool_arguments import argument_problem
@@ -230,7 +225,7 @@ TARGETS = {
     "dates": Target(read_date, texts(*DATES)),
     "code_blocks": Target(read_blocks, texts(*CODE)),
     "code_tests": Target(
-        read_tests, texts(*CODE, "[", '"', "{", "assert f(1)") | JSON, (TestsError,)
+        read_tests, texts(*CODE, "[", '"', "{", "assert f(1)") | JSON, (LabelError,)
     ),
     "chat_templates": Target(render, texts(*TEMPLATE), (TemplateError, BurnishError), cpu_s=10.0),
     "json_schemas": Target(

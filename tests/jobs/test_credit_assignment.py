@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from burnish.config.algorithm import AlgorithmConfig
-from burnish.rewards.base import NoRewards, RewardError
+from burnish.rewards.base import RewardError
+from burnish.rewards.reward_set import NoRewards
 from burnish.steps.credit import assign_advantages
 from burnish.steps.no_signal import reward_signal
 from burnish.types import Batch, Group, Prompt, Sample, rows_to_batch

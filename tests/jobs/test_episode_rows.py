@@ -26,7 +26,7 @@ from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm
 from burnish.models.value_head import load_scalar_model
-from burnish.rewards.base import NoRewards
+from burnish.rewards.reward_set import NoRewards
 from burnish.steps.credit import assign_advantages
 from burnish.steps.no_signal import reward_signal
 from burnish.steps.objectives import policy_objective, value_objective

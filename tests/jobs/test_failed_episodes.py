@@ -18,8 +18,8 @@ from burnish.environments.pool import EpisodeFailedError
 from burnish.episodes.loop import EngineCall, EpisodeResult
 from burnish.episodes.runner import FAILED, EpisodeRunner
 from burnish.jobs.evaluate import Evaluator
-from burnish.rewards.base import RewardSet
-from burnish.rewards.episode import EpisodeReward
+from burnish.rewards.episode.reward import EpisodeReward
+from burnish.rewards.reward_set import RewardSet
 from burnish.rollout.base import Completion, VersionSpan
 from burnish.transcript import Episode, Turn
 from burnish.types import Prompt

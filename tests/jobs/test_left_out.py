@@ -14,7 +14,7 @@ import burnish
 from burnish.config import JobConfig, load_config
 from burnish.config.rollout import DynamicSampling
 from burnish.observe.metrics import read_metrics
-from burnish.rewards.base import RewardSet, ScoredGroup
+from burnish.rewards.reward_set import RewardSet, ScoredGroup
 from burnish.rollout.runner import GroupFilter
 from burnish.types import Group, Prompt
 

@@ -22,7 +22,7 @@ from burnish.jobs import rl as loop
 from burnish.models.scratch import scratch_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples
-from burnish.rewards.function import FunctionReward
+from burnish.rewards.function.reward import FunctionReward
 from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch
 from burnish.user_calls import UserCalls

@@ -11,13 +11,13 @@ import pytest
 from metamorphic import relations_rewards
 from metamorphic.base import CLOSERS
 
-import burnish.rewards.labels as labels
-import burnish.rewards.math_text as math_text
-import burnish.rewards.python_code as python_code
+import burnish.rewards.math.reward as math_reward
+import burnish.rewards.math.text as math_text
+import burnish.rewards.python_code.reward as python_code
 from burnish.config.rewards import FailurePolicy
 from burnish.jobs import rl
-from burnish.rewards.base import RewardSet
-from burnish.rewards.rows import SampledRows
+from burnish.rewards.model.rows import SampledRows
+from burnish.rewards.reward_set import RewardSet
 
 Patch = pytest.MonkeyPatch
 
@@ -48,7 +48,7 @@ def _change_judge(patch: Patch, line: str, other: str) -> None:
     assert line in source
     folder = Path(tempfile.mkdtemp(prefix="metamorphic-"))
     CLOSERS.append(lambda: shutil.rmtree(folder, ignore_errors=True))
-    judge = folder / "code_judge.py"
+    judge = folder / "judge.py"
     judge.write_text(source.replace(line, other), encoding="utf-8")
     patch.setattr(python_code, "_JUDGE", judge)
 
@@ -67,7 +67,7 @@ def boxes_are_searched_from_every_place(patch: Patch) -> None:
 
 def every_label_is_usable(patch: Patch) -> None:
     """The check of the data accepts all labels."""
-    patch.setitem(labels._READERS, "math", lambda prompt: None)
+    patch.setattr(math_reward, "check_label", lambda prompt: None)
 
 
 def failures_always_drop_their_group(patch: Patch) -> None:

@@ -10,7 +10,7 @@ import burnish.config.inference as inference
 import burnish.config.job as job
 import burnish.driver.code_digests as code_digests
 from burnish.data.stream import IndexStream
-from burnish.rewards.base import RewardSet
+from burnish.rewards.reward_set import RewardSet
 
 Patch = pytest.MonkeyPatch
 

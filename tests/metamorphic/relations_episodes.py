@@ -33,8 +33,8 @@ from burnish.episodes.probing import TOOLS, call
 from burnish.episodes.renderer import ChatRenderer, RendererError
 from burnish.episodes.runner import FAILED, EpisodeRunner, episode_sample
 from burnish.jobs.evaluate import Evaluator
-from burnish.rewards.base import RewardSet
-from burnish.rewards.episode import EpisodeReward
+from burnish.rewards.episode.reward import EpisodeReward
+from burnish.rewards.reward_set import RewardSet
 from burnish.rollout.asynchronous.service import RolloutService
 from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
 from burnish.rollout.sample_state import samples_from_plain, samples_to_plain

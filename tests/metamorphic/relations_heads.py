@@ -17,7 +17,7 @@ from burnish.config.train import TrainConfig
 from burnish.data.chat import encode_conversation
 from burnish.models.end_tokens import add_end_tokens, configured_end_tokens
 from burnish.models.value_head import load_scalar_model
-from burnish.rewards.model import load_reward_engine, score_rows
+from burnish.rewards.model.reward import load_reward_engine, score_rows
 from burnish.rollout.base import Sampling
 from burnish.rollout.requests import StopRule, end_tokens
 from burnish.special_tokens import end_token_ids, set_configured_ends, special_tokens

@@ -27,7 +27,7 @@ from metamorphic.draw_text import (
 from metamorphic.relations_rules import _item, math_reward
 from tokenizers import processors
 
-from burnish.config.rewards import FailurePolicy, PythonCodeReward, ShapingConfig
+from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.config.rollout import DynamicSampling
 from burnish.config.sandbox import UnsafeSubprocessSandbox
 from burnish.data.batches import load_batch
@@ -37,11 +37,14 @@ from burnish.data.responses.config import ResponseDataConfig
 from burnish.data.responses.encode import ResponseEncoder
 from burnish.data.stream import RowRef
 from burnish.jobs import rl
-from burnish.rewards import python_code, rows
-from burnish.rewards.base import NoGroupLeftError, RewardError, RewardInput, RewardSet, SampleError
-from burnish.rewards.function import FunctionReward
+from burnish.rewards.base import RewardError, RewardInput, SampleError
+from burnish.rewards.function.reward import FunctionReward
 from burnish.rewards.labels import label_problem
-from burnish.rewards.math_text import judge, read_label
+from burnish.rewards.math.text import judge, read_label
+from burnish.rewards.model import rows
+from burnish.rewards.python_code import reward as python_code
+from burnish.rewards.python_code.config import PythonCodeReward
+from burnish.rewards.reward_set import NoGroupLeftError, RewardSet
 from burnish.types import Group
 from tests.rewards.code_pairs import passes_in_python, read_pairs
 

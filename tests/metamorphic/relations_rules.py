@@ -23,7 +23,7 @@ from burnish.config import ConfigError, dump_yaml, load_config
 from burnish.config.algorithm import AlgorithmConfig, PolicyLossConfig
 from burnish.config.docs import fields_table
 from burnish.rewards.base import RewardInput
-from burnish.rewards.math import MathReward
+from burnish.rewards.math.reward import MathReward
 from burnish.steps.credit import assign_advantages
 from burnish.steps.objectives import policy_objective
 from burnish.train.base import Outputs

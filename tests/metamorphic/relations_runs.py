@@ -20,8 +20,8 @@ from burnish.driver.code_digests import record_user_code
 from burnish.driver.errors import RunError
 from burnish.driver.run_lock import locked_outputs
 from burnish.models.load import load_tokenizer
-from burnish.rewards.base import RewardSet
-from burnish.rewards.episode import EpisodeReward
+from burnish.rewards.episode.reward import EpisodeReward
+from burnish.rewards.reward_set import RewardSet
 from burnish.rollout.runner import GroupFilter
 from burnish.transcript import Episode, Turn
 

@@ -23,11 +23,11 @@ from burnish.data.selection import select
 from burnish.data.stream import RowRef
 from burnish.episodes.template import RendererError
 from burnish.reasoning_tags import REASONING_TAGS
-from burnish.rewards import remote, rows
 from burnish.rewards.base import RewardInput
-from burnish.rewards.math_text import judge, read_label
-from burnish.rewards.model import step_ends
-from burnish.rewards.rows import prompt_end
+from burnish.rewards.math.text import judge, read_label
+from burnish.rewards.model import rows
+from burnish.rewards.model.reward import step_ends
+from burnish.rewards.texts import prompt_and_query, prompt_end
 from burnish.special_tokens import special_tokens
 from burnish.types import Group, Prompt, Sample
 
@@ -87,7 +87,7 @@ def one_turn_is_a_single_response(draw: Draw) -> None:
         equal(of_episode, single, f"tokens of the reward model, continues={continues}")
         counts = [step_ends(reward, ids, "\n") for _, ids in (single, of_episode)]
         equal(counts[1], counts[0], "ends of steps")
-    texts = [remote.prompt_and_query(item, player.tokenizer) for item in items]
+    texts = [prompt_and_query(item, player.tokenizer) for item in items]
     equal(texts[1], texts[0], "texts of a request")
 
 
@@ -123,7 +123,7 @@ def scored(path: str, tokenizer: Tok, reward: Tok) -> Any:
     sample = item.sample
     read = (item.prompt.text, sample.text, sample.finish_reason, sample.num_sampled_tokens)
     pair = rows.reward_encoder(reward, tokenizer, "rm")(item)
-    return read, [list(ids) for ids in pair], remote.prompt_and_query(item, tokenizer)
+    return read, [list(ids) for ids in pair], prompt_and_query(item, tokenizer)
 
 
 @relation

@@ -37,7 +37,7 @@ import burnish.data.demonstrations.encode as sft
 import burnish.data.pieces as pieces
 import burnish.data.response_rows as response_rows
 import burnish.data.rows as data_rows
-import burnish.rewards.math_text as math_text
+import burnish.rewards.math.text as math_text
 import burnish.rollout.local.row_sampler as row_sampler
 import burnish.rollout.local.running_batch as running_batch
 import burnish.steps.credit as credit

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from burnish.config.rewards import RemoteReward as RemoteConfig
 from burnish.rewards.base import RewardInput
-from burnish.rewards.remote import RemoteReward
+from burnish.rewards.remote.config import RemoteReward as RemoteConfig
+from burnish.rewards.remote.reward import RemoteReward
 from burnish.types import Group, Prompt, Sample
 
 

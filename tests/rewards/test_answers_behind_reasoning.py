@@ -26,11 +26,11 @@ from burnish.data.sources import DataError
 from burnish.data.stream import RowRef
 from burnish.reasoning_tags import REASONING_TAGS, Tags
 from burnish.rewards.base import RewardInput
-from burnish.rewards.code_tests import read_code
-from burnish.rewards.math import MathReward
-from burnish.rewards.model import step_ends
-from burnish.rewards.remote import prompt_and_query
-from burnish.rewards.rows import RowEncoder, prompt_end
+from burnish.rewards.math.reward import MathReward
+from burnish.rewards.model.reward import step_ends
+from burnish.rewards.model.rows import RowEncoder
+from burnish.rewards.python_code.tests import read_code
+from burnish.rewards.texts import prompt_and_query, prompt_end
 from burnish.rollout.base import Sampling
 from burnish.rollout.requests import StopRule
 from burnish.types import Group

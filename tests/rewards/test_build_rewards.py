@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from burnish.config.rewards import (
-    EnvironmentReward,
-    FunctionReward,
-    MathReward,
-    ModelReward,
-    RewardConfig,
-)
 from burnish.rewards.base import RewardError
-from burnish.rewards.build import KINDS, build_rewards
+from burnish.rewards.build import build_rewards
+from burnish.rewards.environment.config import EnvironmentReward
+from burnish.rewards.function.config import FunctionReward
+from burnish.rewards.kinds import RewardConfig
+from burnish.rewards.math.config import MathReward
+from burnish.rewards.model.config import ModelReward
 
 
 def one(response: str) -> float:
@@ -107,4 +106,8 @@ def test_a_model_reward_comes_from_its_factory_with_its_name() -> None:
 
 def test_every_kind_of_a_recipe_can_be_built() -> None:
     union, _ = get_args(RewardConfig)
-    assert set(KINDS) == {config.model_fields["kind"].default for config in get_args(union)}
+    for config in get_args(union):
+        module = import_module(f"burnish.rewards.{config.model_fields['kind'].default}.reward")
+        assert callable(module.make_reward)
+        assert hasattr(module, "check_label") == config.reads_label
+        assert hasattr(module, "check") == config.has_check

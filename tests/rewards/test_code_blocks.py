@@ -7,7 +7,7 @@ import time
 import pytest
 from markdown_it import MarkdownIt
 
-from burnish.rewards.code_tests import read_code
+from burnish.rewards.python_code.tests import read_code
 
 CODE = 'def f():\n    """\n    ```\n    ~~~\n    """\n    return 1\n'
 """Code with fences in a text."""

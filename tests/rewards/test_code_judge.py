@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from burnish.config.rewards import PythonCodeReward as Config
 from burnish.config.sandbox import BubblewrapSandbox
 from burnish.rewards.base import SampleError
-from burnish.rewards.code_tests import TestsError, read_tests
-from burnish.rewards.python_code import PythonCodeReward
+from burnish.rewards.labels import LabelError
+from burnish.rewards.python_code.config import PythonCodeReward as Config
+from burnish.rewards.python_code.reward import PythonCodeReward
+from burnish.rewards.python_code.tests import read_tests
 from burnish.sandbox.base import SandboxError
 from burnish.sandbox.make import check_sandbox
 from tests.rewards.code_pairs import read_pairs
@@ -426,7 +427,7 @@ def test_annotations_are_evaluated_by_the_code(scores: Scores) -> None:
     ],
 )
 def test_tests_that_cannot_reach_the_code_are_refused(tests: str, reason: str) -> None:
-    with pytest.raises(TestsError, match=reason):
+    with pytest.raises(LabelError, match=reason):
         read_tests(tests)
     read_tests("import unittest\nclass A(unittest.TestCase): pass\nclass B(A): pass\nassert f(7)")
     locks = "import threading\ndef run(g): g(threading.Lock())\nx = threading.Lock()\nx = 7\n"

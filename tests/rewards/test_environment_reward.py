@@ -10,7 +10,7 @@ import pytest
 
 from burnish.environments.make import make_environment
 from burnish.rewards.base import RewardError, RewardInput
-from burnish.rewards.environment import EnvironmentReward
+from burnish.rewards.environment.reward import EnvironmentReward
 from burnish.types import Group
 
 MakeGroup = Callable[..., Group]

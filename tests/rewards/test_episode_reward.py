@@ -12,8 +12,9 @@ import pytest
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.episodes.loop import EngineCall, EpisodeResult
 from burnish.episodes.runner import FAILED, episode_sample
-from burnish.rewards.base import NoGroupLeftError, RewardError, RewardSet
-from burnish.rewards.episode import EpisodeReward
+from burnish.rewards.base import RewardError
+from burnish.rewards.episode.reward import EpisodeReward
+from burnish.rewards.reward_set import NoGroupLeftError, RewardSet
 from burnish.rollout.base import Completion, VersionSpan
 from burnish.transcript import Episode, EpisodeStatus, Turn
 from burnish.types import Group, Prompt, Sample

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from burnish.rewards.base import RewardError, RewardInput, _call, _Failure
-from burnish.rewards.function import FunctionReward
-from burnish.rewards.openrlhf import OpenRLHFReward
+from burnish.rewards.base import RewardError, RewardInput
+from burnish.rewards.function.reward import FunctionReward, OpenRLHFReward
+from burnish.rewards.reward_set import _call, _Failure
 from burnish.transcript import Episode, Turn
 from burnish.types import Group
 

@@ -10,9 +10,9 @@ from chat_families import chat_tokenizer
 from scripted_episodes import Player, Scripted
 
 from burnish.rewards.base import RewardInput
-from burnish.rewards.model import step_ends
-from burnish.rewards.remote import prompt_and_query
-from burnish.rewards.rows import reward_encoder
+from burnish.rewards.model.reward import step_ends
+from burnish.rewards.model.rows import reward_encoder
+from burnish.rewards.texts import prompt_and_query
 from burnish.special_tokens import special_tokens
 from burnish.transcript import EpisodeStatus
 

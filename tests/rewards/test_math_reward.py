@@ -13,10 +13,11 @@ import psutil
 import pytest
 
 from burnish.config.rewards import FailurePolicy, ShapingConfig
-from burnish.rewards import math as math_reward
-from burnish.rewards.base import RewardError, RewardInput, RewardSet
-from burnish.rewards.math import MathReward
-from burnish.rewards.math_text import judge, read_label
+from burnish.rewards.base import RewardError, RewardInput
+from burnish.rewards.math import reward as math_reward
+from burnish.rewards.math.reward import MathReward
+from burnish.rewards.math.text import judge, read_label
+from burnish.rewards.reward_set import RewardSet
 from burnish.types import Group
 
 _SPEC = importlib.util.spec_from_file_location(

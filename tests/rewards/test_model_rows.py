@@ -14,12 +14,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from burnish.config.model import ModelConfig
-from burnish.config.rewards import ModelReward
 from burnish.data.batches import load_batch
 from burnish.data.preferences.config import PreferenceDataConfig
 from burnish.rewards.base import RewardError, RewardInput
-from burnish.rewards.model import load_model_reward
-from burnish.rewards.rows import RowEncoder, SampledRows, encode_text
+from burnish.rewards.model.config import ModelReward
+from burnish.rewards.model.reward import load_model_reward
+from burnish.rewards.model.rows import RowEncoder, SampledRows, encode_text
 from burnish.serve.base import ServeOptions
 from burnish.serve.scorer import TextScorer
 from burnish.special_tokens import set_configured_ends

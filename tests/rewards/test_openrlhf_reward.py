@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from burnish.config.rewards import FailurePolicy, FunctionReward, ShapingConfig
-from burnish.rewards.base import RewardError, RewardSet
+from burnish.config.rewards import FailurePolicy, ShapingConfig
+from burnish.rewards.base import RewardError
 from burnish.rewards.build import build_rewards
+from burnish.rewards.function.config import FunctionReward
+from burnish.rewards.reward_set import RewardSet
 from burnish.types import Group
 
 MakeGroup = Callable[..., Group]

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-from burnish.config.rewards import PythonCodeReward as Config
 from burnish.config.sandbox import BubblewrapSandbox, UnsafeSubprocessSandbox
-from burnish.rewards import python_code
 from burnish.rewards.base import RewardError, RewardInput, SampleError
-from burnish.rewards.code_tests import read_code
-from burnish.rewards.python_code import PythonCodeReward
+from burnish.rewards.python_code import reward as module
+from burnish.rewards.python_code.config import PythonCodeReward as Config
+from burnish.rewards.python_code.reward import PythonCodeReward
+from burnish.rewards.python_code.tests import read_code
 from burnish.sandbox import bubblewrap
 from burnish.sandbox.base import SandboxError
 from burnish.sandbox.make import check_sandbox
@@ -404,8 +404,8 @@ def test_a_sandbox_that_fails_is_no_score(
     sandbox = UnsafeSubprocessSandbox(kind="unsafe_subprocess", python="/bin/true")
     with pytest.raises(RewardError, match="programs cannot be run"):
         PythonCodeReward(Config(sandbox=sandbox))
-    broken = tmp_path / "code_judge.py"
+    broken = tmp_path / "judge.py"
     broken.write_text("raise SystemExit('no prctl')")
-    monkeypatch.setattr(python_code, "_JUDGE", broken)
+    monkeypatch.setattr(module, "_JUDGE", broken)
     with pytest.raises(RewardError, match=r"did not begin: exit 1.*no prctl"):
         reward.score([item_of(f"```\n{ADD}\n```", ["assert f(1, 2) == 3"])])

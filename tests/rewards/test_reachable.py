@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from burnish.config.rewards import MathReward, RemoteReward
 from burnish.rewards.base import RewardError
 from burnish.rewards.build import check_rewards
+from burnish.rewards.math.config import MathReward
+from burnish.rewards.remote.config import RemoteReward
 
 Serve = Callable[..., Any]
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from burnish.rewards.base import RewardInput, SampleError
-from burnish.rewards.remote import RemoteReward as Remote
-from burnish.rewards.remote_client import read_reply
+from burnish.rewards.remote.client import read_reply
+from burnish.rewards.remote.reward import RemoteReward as Remote
 
 Serve = Callable[..., Any]
 MakeRemote = Callable[..., Remote]

@@ -12,12 +12,14 @@ import pytest
 from pydantic import ValidationError
 
 from burnish.config import ConfigError, load_config
-from burnish.config.rewards import FailurePolicy, RemoteReward, ShapingConfig
+from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.models.load import load_tokenizer
-from burnish.rewards.base import RewardError, RewardInput, RewardSet, SampleError
+from burnish.rewards.base import RewardError, RewardInput, SampleError
 from burnish.rewards.build import build_rewards
-from burnish.rewards.remote import RemoteReward as Remote
-from burnish.rewards.remote import prompt_and_query
+from burnish.rewards.remote.config import RemoteReward
+from burnish.rewards.remote.reward import RemoteReward as Remote
+from burnish.rewards.reward_set import RewardSet
+from burnish.rewards.texts import prompt_and_query
 from burnish.transcript import Episode
 from burnish.types import Group
 

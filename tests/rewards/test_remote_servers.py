@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from tenacity import AsyncRetrying
 
-from burnish.rewards import remote_client
 from burnish.rewards.base import RewardInput, SampleError
-from burnish.rewards.remote import RemoteReward as Remote
-from burnish.rewards.remote_client import _retry_after_s
+from burnish.rewards.remote import client as remote_client
+from burnish.rewards.remote.client import _retry_after_s
+from burnish.rewards.remote.reward import RemoteReward as Remote
 
 Serve = Callable[..., Any]
 MakeRemote = Callable[..., Remote]

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from burnish.config.rewards import FailurePolicy, ShapingConfig
-from burnish.config.rewards import FunctionReward as FunctionConfig
 from burnish.config.rollout import EvalConfig, pass_advice
 from burnish.data.prompts.config import PromptDataConfig
-from burnish.rewards.base import Reward, RewardError, RewardSet
-from burnish.rewards.episode import EpisodeReward
-from burnish.rewards.function import FunctionReward
+from burnish.rewards.base import Reward, RewardError
+from burnish.rewards.episode.reward import EpisodeReward
+from burnish.rewards.function.config import FunctionReward as FunctionConfig
+from burnish.rewards.function.reward import FunctionReward
+from burnish.rewards.reward_set import RewardSet
 from burnish.transcript import Episode, Turn
 from burnish.types import Group
 

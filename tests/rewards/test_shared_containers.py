@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from burnish.config.rewards import PythonCodeReward as PythonCodeConfig
 from burnish.config.sandbox import UnsafeSubprocessSandbox
-from burnish.rewards.code_judge import Codec
-from burnish.rewards.python_code import PythonCodeReward
+from burnish.rewards.python_code.config import PythonCodeReward as PythonCodeConfig
+from burnish.rewards.python_code.judge import Codec
+from burnish.rewards.python_code.reward import PythonCodeReward
 from tests.rewards.test_python_code_reward import item_of
 
 

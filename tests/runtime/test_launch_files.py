@@ -18,7 +18,7 @@ import yaml
 
 from burnish.config import RLConfig, load_config
 from burnish.config.placement import placement_groups
-from burnish.config.rewards import RemoteReward
+from burnish.rewards.remote.config import RemoteReward
 from burnish.rollout.vllm.weights import FILE_BYTES
 
 ROOT = Path(__file__).parents[2]

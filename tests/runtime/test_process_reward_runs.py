@@ -13,12 +13,12 @@ import pytest
 import burnish
 from burnish.config import JobConfig, load_config
 from burnish.config.model import ModelConfig
-from burnish.config.rewards import ModelReward
 from burnish.models.load import ModelError, load_tokenizer
 from burnish.models.value_head import load_scalar_model
 from burnish.observe.metrics import read_metrics
 from burnish.rewards.base import RewardInput
-from burnish.rewards.model import ProcessReward, load_model_reward, score_rows
+from burnish.rewards.model.config import ModelReward
+from burnish.rewards.model.reward import ProcessReward, load_model_reward, score_rows
 from burnish.serve.base import ServeError, ServeOptions
 from burnish.serve.scorer import load_text_scorer
 from burnish.train.spec import EngineSpec

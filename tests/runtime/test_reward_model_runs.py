@@ -17,12 +17,12 @@ import burnish
 from burnish.config import JobConfig, load_config
 from burnish.config.model import ModelConfig
 from burnish.config.reward_model import RewardModelConfig
-from burnish.config.rewards import ModelReward
 from burnish.data.batches import load_batch
 from burnish.models.load import ModelError, load_tokenizer
 from burnish.models.value_head import load_scalar_model
 from burnish.observe.metrics import read_metrics
-from burnish.rewards.model import load_model_reward, load_reward_engine, score_rows
+from burnish.rewards.model.config import ModelReward
+from burnish.rewards.model.reward import load_model_reward, load_reward_engine, score_rows
 from burnish.train.spec import EngineSpec
 from burnish.train.torch.engine import TorchTrainEngine
 

@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 import burnish
 from burnish.cli import app
 from burnish.config.model import ModelConfig
-from burnish.config.rewards import RemoteReward
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.rewards.base import RewardInput
-from burnish.rewards.remote import RemoteReward as Remote
+from burnish.rewards.remote.config import RemoteReward
+from burnish.rewards.remote.reward import RemoteReward as Remote
 from burnish.serve import reward as serving_module
 from burnish.types import Prompt, Sample
 

@@ -18,12 +18,13 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from burnish.config.model import ModelConfig
-from burnish.config.rewards import ModelReward, RemoteReward
 from burnish.models.load import load_tokenizer
 from burnish.models.value_head import load_scalar_model
 from burnish.rewards.base import RewardInput
-from burnish.rewards.model import load_model_reward
-from burnish.rewards.remote import RemoteReward as Remote
+from burnish.rewards.model.config import ModelReward
+from burnish.rewards.model.reward import load_model_reward
+from burnish.rewards.remote.config import RemoteReward
+from burnish.rewards.remote.reward import RemoteReward as Remote
 from burnish.serve.base import ServeError, ServeOptions
 from burnish.serve.guard import listener as listen
 from burnish.serve.scorer import TextScorer, load_text_scorer

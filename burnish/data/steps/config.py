@@ -9,9 +9,9 @@ from typing import ClassVar, Literal, get_args
 from pydantic import Field
 
 from burnish.config.columns import missing_columns
-from burnish.config.rewards import StepAggregation
 from burnish.config.templates import template_rules
 from burnish.data.config import DataConfig, RewardData
+from burnish.rewards.model.config import StepAggregation
 
 STEP_KEYS = ("completions", "steps")
 """Columns tried if ``steps_key`` is not set."""

@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 
 from burnish.config.rollout import InFlight
 from burnish.data.prompts.encode import PromptStream
-from burnish.rewards.base import RewardSet, ScoredGroup
+from burnish.rewards.reward_set import RewardSet, ScoredGroup
 from burnish.rollout.asynchronous.schedule import Limits, StalenessSchedule, Taken
 from burnish.rollout.asynchronous.service import RolloutService
 from burnish.rollout.base import StagedWeights

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from burnish.environments.base import StepResult
 from burnish.environments.make import make_environment
-from burnish.rewards.base import RewardInput, SampleError
-from burnish.rewards.function import TIMEOUT_S
-from burnish.rewards.interface import late
+from burnish.rewards.base import RewardInput, SampleError, late
+from burnish.rewards.build import RewardInputs
+from burnish.rewards.environment.config import EnvironmentReward as EnvironmentConfig
 from burnish.user_calls import CallTimeoutError, UserCalls
 
 
@@ -19,7 +19,7 @@ class EnvironmentReward:
     by data sources of kind ``environment``. Only single-turn environments are supported.
     """
 
-    def __init__(self, *, name: str = "environment", timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, *, name: str = "environment", timeout_s: float = 1800.0) -> None:
         self.name = name
         self._calls = UserCalls(f"reward {name!r} (an environment's step)", limit_s=timeout_s)
 
@@ -69,3 +69,7 @@ class EnvironmentReward:
                 "rollout.episodes (docs/environments.md)",
             )
         return result.reward
+
+
+def make_reward(config: EnvironmentConfig, inputs: RewardInputs) -> EnvironmentReward:
+    return EnvironmentReward(name=inputs.name, timeout_s=config.timeout_s)

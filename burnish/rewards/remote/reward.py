@@ -1,25 +1,29 @@
 """Reward from an HTTP server, which receives texts and returns one number per text.
 
-This file builds the requests and converts failures; ``remote_client.py`` is the HTTP client.
+This file builds the requests and converts failures; ``client.py`` is the HTTP client.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
+from tenacity import Retrying, retry_if_result, stop_after_attempt, wait_exponential
 from transformers import PreTrainedTokenizerBase
 
 from burnish import secret
-from burnish.config.rewards import RemoteReward as RemoteRewardConfig
-from burnish.data.chat import response_text
 from burnish.loop_thread import LoopThread
 from burnish.rewards.base import RewardError, RewardInput, SampleError
-from burnish.rewards.remote_client import COUNTS, RemoteError, Reply, RewardClient
-from burnish.rewards.rows import text_before
+from burnish.rewards.build import RewardInputs
+from burnish.rewards.remote.client import COUNTS, RemoteError, Reply, RewardClient
+from burnish.rewards.remote.config import RemoteReward as RemoteConfig
+from burnish.rewards.texts import prompt_and_query
 
 log = logging.getLogger("burnish")
 
@@ -44,7 +48,7 @@ class RemoteReward:
 
     def __init__(
         self,
-        config: RemoteRewardConfig,
+        config: RemoteConfig,
         *,
         name: str = "remote",
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -146,36 +150,71 @@ class RemoteReward:
             log.warning("reward %r: not added to the metrics: %s", self.name, reply.bad_logs[0])
 
 
-def prompt_and_query(
-    item: RewardInput, tokenizer: PreTrainedTokenizerBase | None, *, special_tokens: bool = True
-) -> tuple[str, str]:
-    """Return the texts of the prompt, and of prompt + response, which starts with the former.
-
-    With ``special_tokens`` and a tokenizer, the response includes its special tokens. It is decoded
-    together with the prompt, because decoded alone it could lose a leading space. Of an episode,
-    the response is its last one, and the prompt all that the policy read before it. Raises
-    RewardError for an episode without a tokenizer.
-    """
-    sample = item.sample
-    if sample.episode is None and not (special_tokens and tokenizer):
-        return item.prompt.text, item.prompt.text + sample.text
-    if tokenizer is None:
-        raise RewardError("texts of episodes need the policy's tokenizer; pass it to RemoteReward")
-    prompt, (prompt_ids, response_ids) = text_before(item, tokenizer), sample.last_response
-    if not special_tokens:
-        return prompt, prompt + response_text(tokenizer, prompt_ids, response_ids)
-    head, both = _decode(tokenizer, prompt_ids), _decode(tokenizer, prompt_ids + response_ids)
-    tail = both[len(head) :] if both.startswith(head) else _decode(tokenizer, response_ids)
-    return prompt, prompt + tail
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
-
-
 def read_token(variable: str) -> str:
     """Return the bearer token in an environment variable. Raises RewardError."""
     try:
         return secret.read_token(variable)
     except ValueError as error:
         raise RewardError(str(error)) from error
+
+
+def check(config: RemoteConfig, key: str) -> None:
+    """Connect to the servers of a reward, whose key in the recipe is ``key``.
+
+    Without this check an unreachable server is noticed only after the first responses are sampled.
+    It opens and closes a connection and sends nothing: reward servers have no common health
+    endpoint, and a dummy request could cost a forward pass or an error in the server's log.
+
+    Timeouts and retries are those of the reward's requests. A reward with ``use_proxy`` is skipped,
+    because a direct connection proves nothing for it.
+
+    Raises RewardError if no server accepts connections. If only some do, logs a warning for each of
+    the others.
+    """
+    if config.use_proxy:
+        return
+    retrying = Retrying(
+        stop=stop_after_attempt(config.retries + 1),
+        wait=wait_exponential(config.backoff_s, max=config.max_backoff_s),
+        retry=retry_if_result(lambda unreachable: len(unreachable) == len(config.urls)),
+        retry_error_callback=lambda state: state.outcome.result() if state.outcome else {},
+    )
+    unreachable: dict[str, str] = retrying(_unreachable, config)
+    # The query of a URL may contain a secret.
+    shown = [(url.partition("?")[0], reason) for url, reason in unreachable.items()]
+    name = config.name or config.kind
+    if len(unreachable) < len(config.urls):
+        for url, reason in shown:
+            log.warning("reward %r: %s accepts no connections (%s); others do", name, url, reason)
+        return
+    reasons = "\n".join(f"  {url}: {reason}" for url, reason in shown)
+    tries = f" (tried {config.retries + 1} times)" if config.retries else ""
+    raise RewardError(
+        f"reward {name!r}: no server accepts connections{tries}; no model was loaded\n"
+        f"{reasons}\n  What to do: start a server (burnish serve-reward MODEL, with --host and "
+        f"--token-env if it runs on another machine), or set {key}.urls=[http://host:5000/"
+        "get_reward]. The check runs on the machine of the command: check name resolution and "
+        "firewalls there"
+    )
+
+
+def _unreachable(config: RemoteConfig) -> dict[str, str]:
+    """Return URL -> reason for each server that accepts no connection."""
+
+    def problem(url: str) -> str | None:
+        parts = urlsplit(url)
+        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+        address = (parts.hostname or "", port)
+        try:
+            socket.create_connection(address, timeout=config.connect_timeout_s).close()
+        except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
+            return str(error) or type(error).__name__
+        return None
+
+    with ThreadPoolExecutor(len(config.urls)) as pool:
+        problems = zip(config.urls, pool.map(problem, config.urls), strict=True)
+        return {url: reason for url, reason in problems if reason is not None}
+
+
+def make_reward(config: RemoteConfig, inputs: RewardInputs) -> RemoteReward:
+    return RemoteReward(config, name=inputs.name, tokenizer=inputs.tokenizer)

@@ -1,12 +1,12 @@
 """Find the last answer of a response, parse labels as data sets write them, and compare the two.
 
-Pure functions of text, for ``math.py``. Comparisons that they cannot decide (:class:`Ask`) go to
+Pure functions of text, for ``reward.py``. Comparisons that they cannot decide (:class:`Ask`) go to
 math-verify. Numbers, dates and words are handled here because math-verify parses ``6 000`` as
 6 * 0, ``1e5`` as 1, ``1 1/2`` as 1/2, a date as a difference and a word as the product of its
 letters.
 
 Reading order: :func:`last_answer` -> :func:`read_label` -> :func:`judge`; then
-``math_markup.py`` and ``math_numbers.py``.
+``markup.py`` and ``quantities.py``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal, NamedTuple
 
-from burnish.errors import BurnishError
 from burnish.model_text import DOTALL, IGNORECASE, Form, Match, Pattern
 from burnish.reasoning_tags import after_reasoning
-from burnish.rewards.math_markup import MARKS, with_signs, without_quotes
-from burnish.rewards.math_numbers import (
+from burnish.rewards.labels import LabelError
+from burnish.rewards.math.markup import MARKS, with_signs, without_quotes
+from burnish.rewards.math.quantities import (
     BASED,
     LARGEST_EXPONENT,
     SPACES,
@@ -100,10 +100,6 @@ _PI = Pattern(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
 _INFINITY = Pattern(r"(?<![\\A-Za-z])(?:infinity|oo)(?![A-Za-z])")
 _ROOT = Pattern(r"√\s*(?:(\d+)|\(([^()]*)\))")
 _THOUSANDS = Pattern(r"(?<=\d)(?:\\[,!; ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
-
-
-class LabelError(BurnishError, ValueError):
-    """A label that cannot be compared with an answer. The message says why and what to do."""
 
 
 @dataclass(frozen=True)

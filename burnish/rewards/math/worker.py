@@ -1,4 +1,4 @@
-"""The worker process of ``math.py``. Run by path, not imported.
+"""The worker process of ``reward.py``. Run by path, not imported.
 
 It reads one JSON object per line from stdin and writes one per line to stdout. Input:
 ``{"label": str, "response": str}``. The first output is ``{"ready": true}``. The reply to each line

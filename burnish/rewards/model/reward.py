@@ -15,8 +15,6 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.algorithms.process import aggregate_steps
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
-from burnish.config.rewards import ModelReward as ModelRewardConfig
-from burnish.config.rewards import StepAggregation
 from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.data.decoding import response_decoder
@@ -29,8 +27,11 @@ from burnish.models.load import (
     resolve_device,
 )
 from burnish.models.value_head import load_scalar_model
-from burnish.rewards.base import RewardInput, SampleError
-from burnish.rewards.rows import Encode, Pair, reward_encoder
+from burnish.rewards.base import Reward, RewardError, RewardInput, SampleError
+from burnish.rewards.build import RewardInputs
+from burnish.rewards.model.config import ModelReward as ModelRewardConfig
+from burnish.rewards.model.config import StepAggregation
+from burnish.rewards.model.rows import Encode, Pair, reward_encoder
 from burnish.train.base import TrainEngine
 from burnish.train.spec import EngineSpec
 from burnish.train.torch.engine import TorchTrainEngine
@@ -297,3 +298,12 @@ def _token_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], length: in
         else:
             low = middle + 1
     return low
+
+
+def make_reward(config: ModelRewardConfig, inputs: RewardInputs) -> Reward:
+    if inputs.model_reward is None:
+        raise RewardError(
+            f"reward {inputs.name!r} is of kind model, but this job was started without "
+            "model_reward, which builds such rewards"
+        )
+    return inputs.model_reward(config.model_copy(update={"name": inputs.name}))

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from burnish.errors import BurnishError
 from burnish.model_text import Form
 from burnish.reasoning_tags import after_reasoning
+from burnish.rewards.labels import LabelError
 
 FORMS = (
     "a list of asserts, a list of {input, output}, {inputs, outputs}, {inputs, outputs, fn_name}, "
@@ -42,12 +42,6 @@ _UNSENDABLE = {
 }
 """Functions that make objects which code in another process cannot get, and their results."""
 _PYTHON = ("", "python", "python3", "py")
-
-
-class TestsError(BurnishError, ValueError):
-    """A label has no tests. The message continues a sentence about the label."""
-
-    __test__ = False  # (pytest would collect the class by its name)
 
 
 def read_code(response: str, which: Literal["last_block", "all"], prompt: str = "") -> str | None:
@@ -122,10 +116,10 @@ def _without_indent(line: str, columns: int) -> str:
 
 
 def read_tests(label: Any, entry_point: Any = None) -> dict[str, Any]:
-    """Return the tests in a label, as ``code_judge.py`` reads them.
+    """Return the tests in a label, as ``judge.py`` reads them.
 
     ``entry_point``: name of the function to test, for sources with ``check(candidate)``. Raises
-    TestsError if the label has none of the known forms.
+    LabelError if the label has none of the known forms.
     """
     if isinstance(label, str):
         label = _parsed(label)
@@ -142,7 +136,7 @@ def read_tests(label: Any, entry_point: Any = None) -> dict[str, Any]:
             return _source(label["source"], label.get("entry_point", entry_point))
         if {"inputs", "outputs"} <= set(label):
             return _pairs(label["inputs"], label["outputs"], label.get("fn_name"))
-    raise TestsError(f"has none of the known forms; write it as one of: {FORMS}")
+    raise LabelError(f"has none of the known forms; write it as one of: {FORMS}")
 
 
 def _parsed(label: str) -> Any:
@@ -157,9 +151,9 @@ def _parsed(label: str) -> Any:
 
 def _source(text: str, entry_point: Any) -> dict[str, Any]:
     if not text.strip():
-        raise TestsError(f"is empty; it needs tests: {FORMS}")
+        raise LabelError(f"is empty; it needs tests: {FORMS}")
     if problem := _foreign(text):
-        raise TestsError(
+        raise LabelError(
             f'{problem}; the code runs in another process (docs/rewards.md, "Tests that cannot '
             'work"); change the tests, or leave the row out'
         )
@@ -259,11 +253,11 @@ def _bound(nodes: Sequence[ast.AST]) -> set[str]:
 
 
 def _refuse_calls(tests: Sequence[Mapping[str, Any]]) -> None:
-    """Raise TestsError if tests of a function are written as those of a program."""
+    """Raise LabelError if tests of a function are written as those of a program."""
     for test in tests:
         key = next((key for key in _CALL_KEYS if test.get(key) not in (None, "", "stdin")), None)
         if key is not None:
-            raise TestsError(
+            raise LabelError(
                 f"has a list of {{input, output}} with {key}: {test[key]!r:.60}, so it tests "
                 "a function, but a list is for programs; write {inputs, outputs, fn_name}, with "
                 "each input as a list of arguments"
@@ -272,21 +266,21 @@ def _refuse_calls(tests: Sequence[Mapping[str, Any]]) -> None:
 
 def _pairs(inputs: Any, outputs: Any, name: Any) -> dict[str, Any]:
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs:
-        raise TestsError(
+        raise LabelError(
             "has inputs and outputs that are not lists, or are empty; write both as lists with one "
             "entry per test"
         )
     if len(inputs) != len(outputs):
-        raise TestsError(
+        raise LabelError(
             f"has {len(inputs)} inputs and {len(outputs)} outputs; write one output for each input"
         )
     pairs = list(zip(inputs, outputs, strict=True))
     if name is not None and not isinstance(name, str):
-        raise TestsError(f"has a fn_name that is not text: {name!r:.60}; write the function's name")
+        raise LabelError(f"has a fn_name that is not text: {name!r:.60}; write the function's name")
     if not name:
         return {"programs": [[_text(stdin), _text(stdout)] for stdin, stdout in pairs]}
     if not all(isinstance(arguments, list) for arguments in inputs):
-        raise TestsError(
+        raise LabelError(
             "has a fn_name, and inputs that are not lists of arguments; write each input as a "
             "list, such as [1, 2] for f(1, 2)"
         )
@@ -299,7 +293,7 @@ def _text(value: Any) -> str:
         return value
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
-    raise TestsError(
+    raise LabelError(
         f"has an input or output that is not text: {value!r:.80}; write it as a string or a list "
         "of lines"
     )

@@ -14,6 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from burnish.config.explain import nearest
 from burnish.rewards.base import RewardInput, SampleError
+from burnish.rewards.build import RewardInputs
+from burnish.rewards.episode.config import EpisodeReward as EpisodeConfig
 from burnish.transcript import Episode, Turn
 
 log = logging.getLogger("burnish")
@@ -150,3 +152,9 @@ class EpisodeReward:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def make_reward(config: EpisodeConfig, inputs: RewardInputs) -> EpisodeReward:
+    listed = [e.reward for e in inputs.entries if isinstance(e, EpisodeConfig)]
+    names = [reward for reward in listed if reward is not None]
+    return EpisodeReward(config.reward, name=inputs.name, per_turn=config.per_turn, listed=names)

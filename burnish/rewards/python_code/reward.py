@@ -1,6 +1,6 @@
 """Python code of a response, scored by the tests in the label, in a sandbox.
 
-The tests run in ``code_judge.py``, whose processes are separated so that the code cannot forge a
+The tests run in ``judge.py``, whose processes are separated so that the code cannot forge a
 result. Its lines begin with a random nonce, which the code does not know.
 """
 
@@ -18,17 +18,20 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.rewards import PythonCodeReward as PythonCodeConfig
 from burnish.loop_thread import LoopThread
 from burnish.rewards.base import RewardError, RewardInput, SampleError
-from burnish.rewards.code_tests import TestsError, read_code, read_tests
-from burnish.rewards.rows import prompt_end
+from burnish.rewards.build import RewardInputs
+from burnish.rewards.labels import LabelError
+from burnish.rewards.python_code.config import PythonCodeReward as PythonCodeConfig
+from burnish.rewards.python_code.tests import read_code, read_tests
+from burnish.rewards.texts import prompt_end
 from burnish.sandbox.base import PYTHON, Program, Result, Sandbox, SandboxError
 from burnish.sandbox.make import make_sandbox
+from burnish.types import Prompt
 
 log = logging.getLogger("burnish")
 
-_JUDGE = Path(__file__).with_name("code_judge.py")
+_JUDGE = Path(__file__).with_name("judge.py")
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class PythonCodeReward:
         name: str = "python_code",
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """``tokenizer``: the policy's, as in :func:`burnish.rewards.rows.prompt_end`."""
+        """``tokenizer``: the policy's, as in :func:`burnish.rewards.texts.prompt_end`."""
         self.name, self._config, self._tokenizer = name, config, tokenizer
         self._counts: Counter[str] = Counter()
         self._passed = (0.0, 0.0)
@@ -117,7 +120,7 @@ class PythonCodeReward:
         """Return the score of one response. Raises SampleError and SandboxError."""
         try:
             tests = read_tests(item.prompt.label, item.prompt.metadata.get("entry_point"))
-        except TestsError as error:
+        except LabelError as error:
             raise self._bad_label(item, str(error)) from error
         before = prompt_end(item, self._tokenizer)
         code = read_code(item.sample.text, self._config.code, before)
@@ -179,3 +182,11 @@ class PythonCodeReward:
     def _bad_label(self, item: RewardInput, problem: str) -> SampleError:
         advice = "correct the label in the data, or set data.label_key to the column with the tests"
         return SampleError(self, item, f"cannot use the label: it {problem}", advice=advice)
+
+
+def make_reward(config: PythonCodeConfig, inputs: RewardInputs) -> PythonCodeReward:
+    return PythonCodeReward(config, name=inputs.name, tokenizer=inputs.tokenizer)
+
+
+def check_label(prompt: Prompt) -> None:
+    read_tests(prompt.label, prompt.metadata.get("entry_point"))

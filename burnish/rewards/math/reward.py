@@ -23,12 +23,16 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from burnish.rewards.base import RewardError, RewardInput, SampleError
-from burnish.rewards.math_text import Ask, Label, LabelError, judge, read_label
-from burnish.rewards.rows import prompt_end
+from burnish.rewards.build import RewardInputs
+from burnish.rewards.labels import LabelError
+from burnish.rewards.math.config import MathReward as MathConfig
+from burnish.rewards.math.text import Ask, Label, judge, read_label
+from burnish.rewards.texts import prompt_end
+from burnish.types import Prompt
 
 log = logging.getLogger("burnish")
 
-_WORKER = Path(__file__).with_name("math_worker.py")
+_WORKER = Path(__file__).with_name("worker.py")
 
 
 class MathReward:
@@ -59,7 +63,7 @@ class MathReward:
         num_workers: int = 1,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """``tokenizer``: the policy's, as in :func:`burnish.rewards.rows.prompt_end`."""
+        """``tokenizer``: the policy's, as in :func:`burnish.rewards.texts.prompt_end`."""
         self.name, self._tokenizer = name, tokenizer
         self._timeout_s = timeout_s
         self._num_workers = num_workers
@@ -144,10 +148,10 @@ class MathReward:
 
 
 class _Worker:
-    """One process of ``math_worker.py``. It is restarted when it dies."""
+    """One process of ``worker.py``. It is restarted when it dies."""
 
     def __init__(self, timeout_s: float) -> None:
-        # -P keeps the script's folder off sys.path: it contains a math.py.
+        # -P keeps the script's folder off sys.path.
         self._command = [sys.executable, "-P", str(_WORKER), str(timeout_s)]
         self._process = self._start()
         self._ready = False
@@ -203,3 +207,18 @@ class _Worker:
     def _read(self) -> dict[str, Any] | None:
         line = self._process.stdout.readline()  # type: ignore[union-attr]
         return cast("dict[str, Any]", json.loads(line)) if line else None
+
+
+def make_reward(config: MathConfig, inputs: RewardInputs) -> MathReward:
+    return MathReward(
+        name=inputs.name,
+        timeout_s=config.timeout_s,
+        num_workers=config.num_workers,
+        tokenizer=inputs.tokenizer,
+    )
+
+
+def check_label(prompt: Prompt) -> None:
+    if prompt.label is None:
+        raise LabelError("is missing; set data.label_key to the column with the answers")
+    read_label(prompt.label)

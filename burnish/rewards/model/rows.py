@@ -27,6 +27,7 @@ from burnish.data.rendering import Tools
 from burnish.data.sources import DataError
 from burnish.reasoning_tags import REASONING_TAGS
 from burnish.rewards.base import RewardError, RewardInput
+from burnish.rewards.texts import text_before
 from burnish.special_tokens import special_tokens
 
 log = logging.getLogger("burnish")
@@ -68,37 +69,9 @@ def _answer_of(item: RewardInput) -> _Answer:
     return _Answer(pair, sample.text, ended, None, messages, episode.tools or None, message)
 
 
-def text_before(item: RewardInput, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return what the policy read before its last response, as text with special tokens."""
-    prompt, (ids, _) = item.prompt, item.sample.last_response
-    if item.sample.episode is None:
-        return prompt.text
-    known, begin = prompt.token_ids, len(prompt.token_ids)
-    if ids[:begin] != known:
-        return _decoded(tokenizer, ids)
-    head, both = _decoded(tokenizer, known), _decoded(tokenizer, ids)
-    return prompt.text + (
-        both[len(head) :] if both.startswith(head) else _decoded(tokenizer, ids[begin:])
-    )
-
-
-def prompt_end(item: RewardInput, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Return the end of what the policy read before its last response, long enough for the tag of
-    reasoning that it may open. Without the policy's tokenizer, that of an episode is the end of its
-    first prompt."""
-    if item.sample.episode is None or tokenizer is None:
-        return item.prompt.text[-_PROMPT_END:]
-    return _decoded(tokenizer, item.sample.last_response[0][-_PROMPT_END:])
-
-
-def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
-
-
 _TEXT = "Ab c, 12 + \u00e9\n  xyzzy"
 _ANSWER = "qzanswerzq"
 _MARKER = re.compile(r"<[^<>'\"\s{}%]+>|\[/?[A-Z_]+\]")
-_PROMPT_END = 64  # characters or tokens
 _MOST_FORMS = 1024  # cached forms of answers per reward
 _WRITTEN_BY_THE_POLICY: frozenset[Field] = frozenset({"content", "tool calls"})
 """Parts that a template may not leave out. A policy may write no text, or text with tool calls."""

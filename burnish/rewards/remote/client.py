@@ -23,8 +23,8 @@ import httpx
 import torch
 from tenacity import AsyncRetrying, RetryCallState, stop_after_attempt
 
-from burnish.config.rewards import RemoteReward
 from burnish.errors import BurnishError
+from burnish.rewards.remote.config import RemoteReward
 from burnish.types import is_metric_name
 
 log = logging.getLogger("burnish")

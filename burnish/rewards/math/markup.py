@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from burnish.model_text import IGNORECASE, MULTILINE, Match, Pattern
-from burnish.rewards.math_numbers import NUMBER_WORDS, VULGAR
+from burnish.rewards.math.quantities import NUMBER_WORDS, VULGAR
 
 MARKS = "\"'`«»‘’‚‛“”„‟‹›⹂「」『』〝〞〟﹁﹂﹃﹄＂＇｢｣"
 """Quotation marks (the property of Unicode) and the backtick, as a class of a pattern."""

@@ -1,0 +1,1 @@
+"""Scores of the environment that created a prompt."""

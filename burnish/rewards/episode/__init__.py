@@ -1,0 +1,1 @@
+"""Rewards that an environment or agent gave during an episode."""

@@ -1,0 +1,1 @@
+"""Rewards of Python functions, and of reward files of OpenRLHF."""

@@ -1,0 +1,27 @@
+"""Config of mathematical equality."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from burnish.rewards.config import RewardSettings
+
+
+class MathReward(RewardSettings):
+    """1 if the response's last answer equals the label mathematically (math-verify), else 0.
+    Answers are searched for after the last closing tag of reasoning, such as ``</think>``: the
+    last box, ``<answer>``, ``####`` or text after "answer is"; else the last formula or number.
+    Boxes with only spaces, punctuation, "and" or "or" between them are one answer, a list.
+    Quotes and backticks around an answer are not part of it, and "negative 7" is -7. Labels that
+    are words or dates are compared as text. Missing labels, lists of several and sentences are
+    data errors."""
+
+    reads_label: ClassVar[bool] = True
+
+    kind: Literal["math"] = "math"
+    timeout_s: float = Field(5.0, gt=0)
+    """Maximum seconds per comparison; a longer one counts as wrong."""
+    num_workers: int = Field(1, ge=1)
+    """Worker processes."""

@@ -1,0 +1,1 @@
+"""Rewards of HTTP servers: ``reward.py`` builds requests, ``client.py`` sends them."""

@@ -34,8 +34,7 @@ from burnish.observe.samples import write_samples
 from burnish.observe.timeline import timed
 from burnish.preflight.limits import within_positions
 from burnish.rewards.reward_set import NoGroupLeftError, RewardSet
-from burnish.rollout.base import Sampling
-from burnish.rollout.make import wait_for_engine
+from burnish.rollout.base import Sampling, wait_for_engine
 from burnish.rollout.runner import Runner, numbered
 from burnish.runtime.base import Runtime
 from burnish.steps.no_signal import warn_without_labels

@@ -32,7 +32,7 @@ from burnish.observe.timeline import timed
 from burnish.preflight.limits import within_positions
 from burnish.rewards.labels import label_problem, label_readers
 from burnish.rewards.reward_set import NoGroupLeftError
-from burnish.rollout.make import wait_for_engine
+from burnish.rollout.base import wait_for_engine
 from burnish.rollout.runner import Rollout, Runner
 from burnish.runtime.base import Runtime
 from burnish.steps.no_signal import warn_without_labels

@@ -48,11 +48,10 @@ from burnish.rollout.asynchronous.evaluation_lane import ServiceEngine
 from burnish.rollout.asynchronous.schedule import Limits
 from burnish.rollout.asynchronous.service import RolloutService
 from burnish.rollout.asynchronous.source import AsyncOptions, AsyncSource
-from burnish.rollout.base import RolloutEngine, Sampling
-from burnish.rollout.make import wait_for_engine
+from burnish.rollout.base import RolloutEngine, Sampling, wait_for_engine
 from burnish.rollout.runner import GroupFilter, Runner
 from burnish.rollout.source import RolloutSource, SyncSource
-from burnish.rollout.weight_probe import NUM_SAMPLES, check_logprobs, probe_requests
+from burnish.rollout.weights import NUM_SAMPLES, check_logprobs, probe_requests
 from burnish.runtime.base import Runtime
 from burnish.steps.moving_reference import moving_reference
 from burnish.steps.no_signal import NoSignalMonitor, warn_without_labels

@@ -6,7 +6,7 @@ exact, so an fp32 matmul rounded once at the end equals an fp16 matmul with fp32
 Weights stay in fp16 and are cast to fp32 temporarily, one block at a time. Attention still uses
 PyTorch's kernels.
 
-For sampling, where every token reads every weight, see ``rollout/local/cpu_linear.py``.
+For sampling, where every token reads every weight, see ``rollout/local/model.py``.
 """
 
 from __future__ import annotations

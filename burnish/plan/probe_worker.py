@@ -44,8 +44,7 @@ from burnish.plan.rollout_role import demand_of
 from burnish.plan.shapes import find_config, shape_of
 from burnish.plan.tracking import LiveBytes
 from burnish.plan.train_role import largest_rows, planned_model
-from burnish.rollout.base import Request, RolloutEngine, Sampling
-from burnish.rollout.make import make_rollout_engine
+from burnish.rollout.base import Request, RolloutEngine, Sampling, make_rollout_engine
 from burnish.train.base import Outputs
 from burnish.train.engine import BaseTrainEngine
 from burnish.train.engines import load_engine

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from burnish.compact import FloatArray, IntArray, IntLists, IntRuns
+from burnish.config.base import module_of
+from burnish.config.model import Dtype
+from burnish.config.rollout import InFlight
 from burnish.errors import BurnishError
+from burnish.rollout.kinds import RolloutEngineConfig
 from burnish.transcript import FinishReason
 from burnish.types import Ids, KeptIds, Logprobs, pack
 
@@ -248,21 +254,36 @@ class StagedWeights:
     running responses with the old weights (``in_flight: finish``)."""
 
 
-class TakesRequests(Protocol):
-    """The part of ``rollout.base.RolloutEngine`` that the loop needs."""
+class Sync(Protocol):
+    """Transfer of one policy's weights to one rollout engine."""
 
-    @property
-    def busy(self) -> bool: ...
+    def push(self) -> dict[str, float]:
+        """Transfer the policy's weights and version to the rollout engine. Return ``sync/*``
+        metrics, or no metrics if nothing was moved."""
+        ...
 
-    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None: ...
+    def stage(self, in_flight: InFlight) -> StagedWeights:
+        """Take a snapshot of the policy's weights for a load that overlaps with training.
 
-    def poll(self) -> list[Completion]: ...
+        ``in_flight``: treatment of the responses that are open during the load
+        (``rollout.asynchronous.in_flight``). The caller owns the policy. The load of an earlier
+        snapshot may still be in progress; it is skipped by workers that have not begun it.
+        """
+        ...
 
-    def cancel(self, request_ids: Iterable[str]) -> None: ...
+    def settle(self) -> None:
+        """Wait until nothing is loaded but the newest weights, so that :meth:`stage` need not wait.
+        Called by the engine's thread while it does not poll."""
+        ...
+
+    def policy_idle(self) -> AbstractContextManager[None]:
+        """Return a context in which the trainer does not use the policy, so that replaced workers
+        can get its weights. Only for runs that :meth:`stage`."""
+        ...
 
 
 def generate(
-    engine: TakesRequests, requests: Sequence[Request], sampling: Sampling
+    engine: RolloutEngine, requests: Sequence[Request], sampling: Sampling
 ) -> Iterator[Completion]:
     """Submit ``requests``, poll until all are complete, and yield completions as they finish.
 
@@ -291,3 +312,32 @@ def generate(
     finally:
         if left:
             engine.cancel([request.request_id for request in requests])
+
+
+def make_rollout_engine(
+    network: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RolloutEngineConfig,
+    *,
+    name: str,
+    dtype: Dtype,
+    max_len: int | None,
+) -> RolloutEngine:
+    """Return an engine that samples from a model.
+
+    ``network``: the model; engines with tensors of their own use its names and shapes. ``name``: of
+    the model, in messages. ``dtype``: format of the engine's weights. ``max_len``: maximum length
+    of a row in tokens (None: the model's limit). Raises ModelError if the engine cannot run the
+    model.
+    """
+    engine: RolloutEngine = module_of(config, "engine").make_engine(
+        network, tokenizer, config, name=name, dtype=dtype, max_len=max_len
+    )
+    return engine
+
+
+def wait_for_engine(config: RolloutEngineConfig) -> None:
+    """Wait until running servers respond, before a job loads models. Other engines: return at once.
+    Raises ModelError."""
+    if config.on_servers:
+        module_of(config, "engine").wait_for_servers(config)

@@ -2,7 +2,7 @@
 runtimes need. Free of torch.
 
 A kind is a folder. ``config.py``: a subclass of :class:`RolloutEngineSettings`. ``engine.py``: the
-engine, and a function ``make_engine`` with the arguments of ``rollout/make.py``. ``memory.py``:
+engine, and a function ``make_engine`` with the arguments of ``rollout/base.py``. ``memory.py``:
 what a plan asks (``plan/rollout_role.py``). ``kinds.py`` is the registry.
 """
 

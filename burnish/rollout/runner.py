@@ -272,7 +272,12 @@ class Runner:
                 results.append(Result(sampled, None, "failed"))
                 continue
             score = next(measured)
-            results.append(Result(sampled, score, self._outcome(score)))
+            outcome: Outcome = "ready"
+            if score.scores is None:
+                outcome = "failed"
+            elif self.dynamic is not None and not self.dynamic.keeps(score, self.rewards):
+                outcome = "filtered"
+            results.append(Result(sampled, score, outcome))
         return results
 
     def check(self, drawn: Sequence[Drawn]) -> None:
@@ -299,47 +304,37 @@ class Runner:
         return Request(prompt.id, prompt.token_ids, self.num_samples, seed)
 
     def _drawn(self, prompt: Prompt, completions: Sequence[Completion]) -> Drawn:
-        return Drawn(prompt, Group(0, prompt, tuple(_sample(prompt, c) for c in completions)))
-
-    def _outcome(self, measured: ScoredGroup) -> Outcome:
-        """Return the outcome of a group."""
-        if measured.scores is None:
-            return "failed"
-        is_kept = self.dynamic is None or self.dynamic.keeps(measured, self.rewards)
-        return "ready" if is_kept else "filtered"
+        samples = tuple(
+            Sample(
+                sample_id=f"{prompt.id}/{completion.index}",
+                prompt_id=prompt.id,
+                group_id=0,
+                prompt_ids=prompt.token_ids,
+                response_ids=completion.token_ids,
+                sampler_logprobs=completion.logprobs,
+                action_mask=BoolRuns.repeat(True, len(completion.token_ids)),
+                versions=completion.versions,
+                kept_ids=completion.kept_ids,
+                text=completion.text,
+                finish_reason=completion.finish_reason,
+            )
+            for completion in completions
+        )
+        return Drawn(prompt, Group(0, prompt, samples))
 
 
 def numbered(groups: Iterable[Group]) -> tuple[Group, ...]:
     """Return the groups with their positions as group ids."""
-    return tuple(_numbered(group, number) for number, group in enumerate(groups))
-
-
-def _numbered(group: Group, group_id: int) -> Group:
-    samples = tuple(replace(s, group_id=group_id) for s in group.samples)
-    return Group(group_id, group.prompt, samples)
+    return tuple(
+        Group(number, group.prompt, tuple(replace(s, group_id=number) for s in group.samples))
+        for number, group in enumerate(groups)
+    )
 
 
 def prompt_seed(seed: int, prompt_id: str) -> int:
     """Return a stable seed for a prompt. Its id contains the epoch, so samples differ between
     epochs."""
     return (seed << 32) + zlib.crc32(prompt_id.encode())
-
-
-def _sample(prompt: Prompt, completion: Completion) -> Sample:
-    length = len(completion.token_ids)
-    return Sample(
-        sample_id=f"{prompt.id}/{completion.index}",
-        prompt_id=prompt.id,
-        group_id=0,
-        prompt_ids=prompt.token_ids,
-        response_ids=completion.token_ids,
-        sampler_logprobs=completion.logprobs,
-        action_mask=BoolRuns.repeat(True, length),
-        versions=completion.versions,
-        kept_ids=completion.kept_ids,
-        text=completion.text,
-        finish_reason=completion.finish_reason,
-    )
 
 
 def _sample_stats(groups: Sequence[Group]) -> Stats:

@@ -14,7 +14,7 @@ import numpy as np
 
 from burnish.compact import BoolRuns, FloatArray, IntArray, IntLists, IntRuns, concatenated
 from burnish.transcript import Episode, Turn, plain
-from burnish.types import Logprobs, Sample, TokenRow, one_turn
+from burnish.types import Sample, TokenRow, one_turn
 
 
 def samples_to_plain(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -25,13 +25,15 @@ def samples_to_plain(samples: Sequence[Sample]) -> dict[str, Any]:
     and top-p kept are recorded.
     """
     rows = [row for sample in samples for row in sample.rows]
+    logprobs = [row.sampler_logprobs for row in rows]
+    exact = all(np.asarray(FloatArray(part)).dtype == np.float32 for part in logprobs)
     return {
         "rows_per_sample": _array([1 + len(s.earlier_rows) for s in samples], np.int32),
         "prompt_lens": _array([len(row.prompt_ids) for row in rows], np.int32),
         "response_lens": _array([len(row.response_ids) for row in rows], np.int32),
         "prompt_ids": concatenated([row.prompt_ids for row in rows], np.int32),
         "response_ids": concatenated([row.response_ids for row in rows], np.int32),
-        "logprobs": _logprobs([row.sampler_logprobs for row in rows]),
+        "logprobs": concatenated(logprobs, np.float32 if exact else np.float64),
         "action_mask": concatenated([row.action_mask for row in rows], np.bool_),
         "versions": concatenated([row.versions for row in rows], np.int32),
         "turns": concatenated([row.turns for row in rows], np.int32)
@@ -150,12 +152,6 @@ def _kept_to_plain(rows: Sequence[TokenRow]) -> dict[str, Any]:
         "kept_counts": np.concatenate([ids.counts for ids in lists]).astype(np.int32),
         "kept_lens": _array([len(ids) for ids in lists], np.int32),
     }
-
-
-def _logprobs(parts: Sequence[Logprobs]) -> np.ndarray[Any, Any]:
-    """Return all numbers as fp32 if that changes none of them, else as fp64."""
-    exact = all(np.asarray(FloatArray(part)).dtype == np.float32 for part in parts)
-    return concatenated(parts, np.float32 if exact else np.float64)
 
 
 def _split(flat: np.ndarray[Any, Any], lens: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:

@@ -12,15 +12,10 @@ from typing import Any, Protocol
 
 from burnish.data.prompts.encode import PromptStream
 from burnish.rewards.reward_set import RewardSet
+from burnish.rollout.base import Sync
 from burnish.rollout.runner import Rollout, Runner
 
 Metrics = dict[str, float]
-
-
-class HasPush(Protocol):
-    """The part of ``runtime.base.Sync`` that a synchronous run needs."""
-
-    def push(self) -> Metrics: ...
 
 
 class RolloutSource(Protocol):
@@ -81,7 +76,7 @@ class SyncSource:
         self,
         prompts: PromptStream,
         runner: Runner,
-        sync: HasPush,
+        sync: Sync,
         *,
         groups_per_step: int,
         sleeps: bool = False,

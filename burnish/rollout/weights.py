@@ -1,16 +1,22 @@
-"""Checks of weights that a rollout engine receives: names, shapes, and fingerprints that are
-compared with those of the sender."""
+"""Checks of weights that a rollout engine receives: names, shapes, fingerprints that are compared
+with those of the sender, and log-probs that are compared with the trainer's.
+
+Fingerprints compare values whose places are known. The order in which a library's loader stores the
+others, and what its kernels compute with them, shows only in log-probs: these are compared once,
+after the first load.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from burnish.errors import BurnishError
+from burnish.rollout.base import Completion, Request
 
 Shape = tuple[int, ...]
 
@@ -19,6 +25,11 @@ _CHUNK = 1 << 22
 _CHUNKS = {"cpu": 1 << 15}
 """On a CPU the 64-bit products stay in the cache."""
 _ROW_SEED, _COLUMN_SEED = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D
+NUM_SAMPLES = 8
+_PROMPT_TOKENS = 16
+_NEW_TOKENS = 8
+_EXACT, _HALF = 0.01, 0.3
+"""Largest median difference in nats in fp32, and if one of both computes in half precision."""
 
 
 class StaleWeightsError(BurnishError, RuntimeError):
@@ -130,3 +141,41 @@ def read_fingerprints(numbers: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
         for name, (plain, placed) in zip(names, read, strict=True):
             values[name] = Fingerprint(plain % (1 << 64), placed % (1 << 64))
     return values
+
+
+def probe_requests(vocab_size: int, *, max_len: int, num_samples: int) -> list[Request]:
+    """Return requests for one sample each, with a prompt of tokens from the entire vocabulary."""
+    length = max(1, min(_PROMPT_TOKENS, max_len - 1))
+    new = min(_NEW_TOKENS, max_len - length)
+    prompt = tuple(i * vocab_size // length for i in range(length))
+    return [
+        Request(f"probe-{i}", prompt, seed=i, max_tokens=max(1, new)) for i in range(num_samples)
+    ]
+
+
+def check_logprobs(
+    completions: Sequence[Completion],
+    expected: Sequence[Tensor],
+    *,
+    temperature: float,
+    dtypes: tuple[str, str],
+) -> None:
+    """Raise StaleWeightsError if the log-probs of ``completions`` differ from ``expected``, those
+    of the trainer for the same tokens. ``dtypes``: number formats of trainer and sampler.
+
+    The median over tokens is compared, because single tokens of a mixture in half precision may
+    choose other experts.
+    """
+    sampled = torch.cat([torch.tensor(list(c.logprobs)) for c in completions])
+    gaps = (sampled - torch.cat([e.float().cpu() for e in expected])).abs()
+    gap = float(gaps.nan_to_num(nan=torch.inf).median())
+    limit = _EXACT if set(dtypes) == {"fp32"} else _HALF
+    limit /= min(1.0, temperature or 1.0)  # the temperature divides logits with their rounding
+    if gap > limit:
+        raise StaleWeightsError(
+            f"the log-probs of the rollout engine ({dtypes[1]}) and of the trainer ({dtypes[0]}) "
+            f"differ by {gap:.2g} nats per token (median over {len(gaps)} tokens, at most "
+            f"{limit:.2g} is rounding), although all weights were transferred: the engine stores "
+            "them in another order, or computes another function than transformers does; use "
+            "rollout.engine.kind=local, or another version of vLLM"
+        )

@@ -4,21 +4,18 @@ a cluster."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.model import ModelConfig, PrecisionConfig
-from burnish.config.rollout import InFlight
 from burnish.config.sync import LinkSync, SyncConfig
 from burnish.distributed.process_group import RankGroup
 from burnish.environments.worker_set import Worker
 from burnish.observe.memory import ProcessPeaks
 from burnish.observe.timeline import Timeline
-from burnish.rollout.base import RolloutEngine, StagedWeights
+from burnish.rollout.base import RolloutEngine, Sync
 from burnish.rollout.kinds import RolloutEngineConfig
-from burnish.sync.base import Metrics
 from burnish.train.base import (
     CRITIC_SPANS,
     POLICY_SPANS,
@@ -29,34 +26,6 @@ from burnish.train.base import (
 from burnish.train.spec import EngineSpec
 
 SYNC_SPANS = {"push": "sync", "stage": "sync"}
-
-
-class Sync(Protocol):
-    """Transfer of one policy's weights to one rollout engine."""
-
-    def push(self) -> Metrics:
-        """Transfer the policy's weights and version to the rollout engine. Return ``sync/*``
-        metrics, or no metrics if nothing was moved."""
-        ...
-
-    def stage(self, in_flight: InFlight) -> StagedWeights:
-        """Take a snapshot of the policy's weights for a load that overlaps with training.
-
-        ``in_flight``: treatment of the responses that are open during the load
-        (``rollout.asynchronous.in_flight``). The caller owns the policy. The load of an earlier
-        snapshot may still be in progress; it is skipped by workers that have not begun it.
-        """
-        ...
-
-    def settle(self) -> None:
-        """Wait until nothing is loaded but the newest weights, so that :meth:`stage` need not wait.
-        Called by the engine's thread while it does not poll."""
-        ...
-
-    def policy_idle(self) -> AbstractContextManager[None]:
-        """Return a context in which the trainer does not use the policy, so that replaced workers
-        can get its weights. Only for runs that :meth:`stage`."""
-        ...
 
 
 class Runtime(Protocol):

@@ -24,10 +24,9 @@ from burnish.models.load import describe, load_causal_lm, resolve_device
 from burnish.models.lora_layers import merged_weights
 from burnish.observe.memory import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed
-from burnish.rollout.base import RolloutEngine, Sampling
+from burnish.rollout.base import RolloutEngine, Sampling, make_rollout_engine
 from burnish.rollout.kinds import RolloutEngineConfig
-from burnish.rollout.make import make_rollout_engine
-from burnish.rollout.weight_probe import check_logprobs, probe_requests
+from burnish.rollout.weights import check_logprobs, probe_requests
 from burnish.runtime.base import SYNC_SPANS
 from burnish.runtime.phases import Phases
 from burnish.sync.inproc import InprocSync

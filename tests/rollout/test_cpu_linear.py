@@ -10,12 +10,11 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-import burnish.rollout.local.cpu_linear as cpu_linear
 from burnish.models.half_linear import use_fp32_products
 from burnish.rollout.base import Request, Sampling
 from burnish.rollout.local.config import LocalEngine
-from burnish.rollout.local.cpu_linear import fp32_layers, onednn_layers, onednn_linear
 from burnish.rollout.local.engine import LocalRolloutEngine
+from burnish.rollout.local.model import Fp32Layer, fp32_layers, onednn_layers, onednn_linear
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])
@@ -97,5 +96,5 @@ def test_an_fp16_engine_uses_new_weights_and_frees_copies_when_closed_early(
     changed = next(engine.generate([request], sampling)).token_ids
     vocabulary = lively_model.config.vocab_size
     assert changed[0] == vocabulary - 1 - first[0], "the head's rows are in the opposite order"
-    held = [x for x in gc.get_objects() if type(x) is cpu_linear.Fp32Layer]
+    held = [x for x in gc.get_objects() if type(x) is Fp32Layer]
     assert not held

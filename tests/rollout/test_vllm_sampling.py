@@ -16,8 +16,7 @@ from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.models.load import load_tokenizer
 from burnish.preflight.limits import sampling_problems
 from burnish.rollout.base import Request, Sampling
-from burnish.rollout.live_sample import LiveSample
-from burnish.rollout.requests import StopRule
+from burnish.rollout.requests import LiveSample, StopRule
 from burnish.rollout.vllm.sampling import check_sampling, sampling_fields
 
 VOCAB = 48

@@ -16,7 +16,7 @@ from urllib.error import URLError
 
 from burnish.config.model import ModelConfig
 from burnish.models.load import load_causal_lm
-from burnish.rollout.servers.checks import EXTENSION
+from burnish.rollout.servers.group import EXTENSION
 from burnish.rollout.vllm.model import skeleton_of
 from burnish.rollout.vllm.process import remove_traces
 

@@ -40,7 +40,7 @@ class _Submitted:
     """True if the result of the future is a list of all completions, False if it is the only
     one."""
     lane: Lane
-    found: list[Completion] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list)
 
 
 class RolloutService:
@@ -64,7 +64,7 @@ class RolloutService:
         self._idle_calls: deque[Callable[[], None]] = deque()
         """Calls that wait until no request is open; new requests wait for them. Only the engine
         thread uses this and the next."""
-        self._behind: list[tuple[_Submitted, Sampling]] = []
+        self._deferred: list[tuple[_Submitted, Sampling]] = []
         self._paused = False
         self._stopped_s = 0.0
         self._stopped_since: float | None = None
@@ -93,7 +93,7 @@ class RolloutService:
         self._thread.join()  # the end of the failed engine thread drops its requests
         self._commands.clear()
         self._idle_calls.clear()
-        self._submitted, self._behind, self._held = {}, [], None
+        self._submitted, self._deferred, self._held = {}, [], None
         self._error, self._closed, self._paused = None, False, False
         self._count_stopped()
         self._thread = self._start()
@@ -256,7 +256,17 @@ class RolloutService:
         With ``when_idle``, the call waits until no request is open, and new requests wait for the
         call."""
         future: Future[T] = Future()
-        command = partial(self._call, function, future)
+
+        def command() -> None:
+            try:
+                if future.set_running_or_notify_cancel():
+                    future.set_result(function(self._engine))
+            except Exception as error:  # the caller's failure becomes its result
+                future.set_exception(error)
+            with self._changed:
+                self._calls.discard(future)
+                self._changed.notify_all()
+
         with self._changed:
             self._check()
             self._calls.add(future)
@@ -323,6 +333,8 @@ class RolloutService:
     # ---- the engine thread -----------------------------------------------------------------
 
     def _run(self) -> None:
+        """Serve until closed or failed. Then answer all open requests and calls, as canceled or
+        with the error, and drop the requests from the engine."""
         torch.set_num_threads(self._num_threads)  # each thread has its own number
         error: BaseException | None = None
         try:
@@ -330,7 +342,24 @@ class RolloutService:
                 pass
         except BaseException as failure:  # it becomes the result of all open requests
             error = failure
-        self._end(error)
+        with self._changed:
+            self._error, self._closed = error, True
+            requests, calls = list(self._open.values()), list(self._calls)
+            self._commands.clear()
+            self._calls.clear()
+            self._changed.notify_all()
+        for future in requests:
+            if error is None:
+                future.cancel()
+            else:
+                with suppress(InvalidStateError):  # canceled or finished meanwhile
+                    future.set_exception(error)
+        for call in calls:
+            if error is None:
+                call.cancel()
+            if call.running() or call.set_running_or_notify_cancel():
+                call.set_exception(error)
+        self._engine.cancel(list(self._submitted))
 
     def _advance(self) -> bool:
         """Carry out the commands, then poll once. Return False once closed."""
@@ -352,11 +381,24 @@ class RolloutService:
         for command in commands:
             command()
         if self._idle_calls and not self._submitted:
-            self._call_idle()
+            while self._idle_calls:
+                self._idle_calls.popleft()()
+            deferred, self._deferred = self._deferred, []
+            for new, sampling in deferred:
+                self._submit(new, sampling)
         with self._changed:
             self._count_idle()
         for completion in self._engine.poll() if self._has_work else ():
-            self._finish(completion)
+            submitted = self._submitted[completion.request_id]
+            submitted.completions.append(completion)
+            if len(submitted.completions) < submitted.request.n:
+                continue
+            del self._submitted[completion.request_id]
+            result = submitted.completions if submitted.all_samples else completion
+            with suppress(InvalidStateError):  # canceled during the poll
+                submitted.future.set_result(result)
+            with self._changed:
+                self._changed.notify_all()  # also if it was canceled
         self.after_poll()
         return True
 
@@ -370,29 +412,11 @@ class RolloutService:
     def _has_work(self) -> bool:
         return self._engine.busy and not self._paused
 
-    def _finish(self, completion: Completion) -> None:
-        submitted = self._submitted[completion.request_id]
-        submitted.found.append(completion)
-        if len(submitted.found) < submitted.request.n:
-            return
-        del self._submitted[completion.request_id]
-        with suppress(InvalidStateError):  # canceled during the poll
-            submitted.future.set_result(submitted.found if submitted.all_samples else completion)
-        with self._changed:
-            self._changed.notify_all()  # also if it was canceled
-
-    def _call_idle(self) -> None:
-        while self._idle_calls:
-            self._idle_calls.popleft()()
-        behind, self._behind = self._behind, []
-        for new, sampling in behind:
-            self._submit(new, sampling)
-
     def _submit(self, new: _Submitted, sampling: Sampling) -> None:
         if new.future.cancelled():
             return
         if self._idle_calls:
-            self._behind.append((new, sampling))
+            self._deferred.append((new, sampling))
             return
         try:
             self._engine.submit([new.request], sampling)
@@ -408,35 +432,3 @@ class RolloutService:
             self._engine.cancel([request_id])
             with self._changed:
                 self._changed.notify_all()
-
-    def _call(self, function: Callable[[RolloutEngine], T], future: Future[T]) -> None:
-        try:
-            if future.set_running_or_notify_cancel():
-                future.set_result(function(self._engine))
-        except Exception as error:  # the caller's failure becomes its result
-            future.set_exception(error)
-        with self._changed:
-            self._calls.discard(future)
-            self._changed.notify_all()
-
-    def _end(self, error: BaseException | None) -> None:
-        """Answer all open requests and calls, with ``error`` or as canceled, and drop the requests
-        from the engine."""
-        with self._changed:
-            self._error, self._closed = error, True
-            requests, calls = list(self._open.values()), list(self._calls)
-            self._commands.clear()
-            self._calls.clear()
-            self._changed.notify_all()
-        for future in requests:
-            if error is None:
-                future.cancel()
-            else:
-                with suppress(InvalidStateError):  # canceled or finished meanwhile
-                    future.set_exception(error)
-        for call in calls:
-            if error is None:
-                call.cancel()
-            if call.running() or call.set_running_or_notify_cancel():
-                call.set_exception(error)
-        self._engine.cancel(list(self._submitted))

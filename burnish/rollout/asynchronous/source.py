@@ -13,18 +13,18 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from burnish.config.rollout import InFlight
 from burnish.data.prompts.encode import PromptStream
 from burnish.rewards.reward_set import RewardSet, ScoredGroup
 from burnish.rollout.asynchronous.schedule import Limits, StalenessSchedule, Taken
 from burnish.rollout.asynchronous.service import RolloutService
-from burnish.rollout.base import StagedWeights
+from burnish.rollout.base import Sync
 from burnish.rollout.runner import Drawn, Result, Rollout, Runner
 from burnish.rollout.sample_state import (
     episode_from_plain,
@@ -39,18 +39,6 @@ log = logging.getLogger("burnish")
 
 _POLL_S = 1.0
 """Seconds between two looks at the state while a step waits, so that signals are handled."""
-
-
-class CanStage(Protocol):
-    """The part of ``runtime.base.Sync`` that an asynchronous run needs."""
-
-    def push(self) -> Metrics: ...
-
-    def stage(self, in_flight: InFlight) -> StagedWeights: ...
-
-    def settle(self) -> None: ...
-
-    def policy_idle(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
@@ -68,20 +56,6 @@ class AsyncOptions:
     """Number of token ids of the policy; None: unknown. Groups of a checkpoint are checked."""
 
 
-@dataclass(frozen=True)
-class _Position:
-    """State between two steps, with references to immutable results."""
-
-    schedule: Mapping[str, Any]
-    results: Mapping[int, Result]
-    """Ready groups."""
-    weights: Mapping[int, int]
-    counts: Mapping[str, int]
-    newest_used: int
-    ahead: int
-    """Number of used groups whose prompts come after one that is not used up."""
-
-
 class AsyncSource:
     """Samples groups ahead of the steps that train them. Implements
     :class:`burnish.rollout.source.RolloutSource`."""
@@ -91,7 +65,7 @@ class AsyncSource:
         prompts: PromptStream,
         runner: Runner,
         service: RolloutService,
-        sync: CanStage,
+        sync: Sync,
         policy_version: Callable[[], int],
         options: AsyncOptions,
     ) -> None:
@@ -144,7 +118,7 @@ class AsyncSource:
                 self._weights = {self._policy_version(): step - 1}
                 self._started = True
         self.service.resume()
-        self._pump()
+        self._loop.run(self._start_groups)
         with self.sync.policy_idle(), self._changed:
             while (taken := self._schedule.take()) is None:
                 self._check()
@@ -153,11 +127,13 @@ class AsyncSource:
                 self._changed.wait(_POLL_S)
             self._check()
             results = self._use_up(taken)
+            trained = self._schedule.taken - 1
+            ages = {policy: trained - version for policy, version in self._weights.items()}
         if not self.options.overlaps:
             self.service.pause()
         rollout = self.runner.finish(results, self.options.limits.groups_per_step)
         self.runner.check([result.drawn for result in results])
-        return replace(rollout, ages=self._ages())
+        return replace(rollout, ages=ages)
 
     def update_weights(self) -> Metrics:
         """Stage the policy's weights for the engine, and go on as soon as the trainer may change
@@ -171,7 +147,8 @@ class AsyncSource:
         if staged.waits or not self.options.overlaps:
             loading.result()
         else:
-            self._loading = [f for f in self._loading if not _done(f)] + [loading]
+            left = [f for f in self._loading if not f.done() or _error_of(f) is not None]
+            self._loading = [*left, loading]
         if not self.options.overlaps:
             self.service.resume()  # workers report the load to polls
             self._wait_for_weights()
@@ -203,27 +180,23 @@ class AsyncSource:
             ready = {group: self._results[group] for group in self._schedule.ready}
             state = self._schedule.state_dict()
             unused = len(state["again"]) + len(ready)
-            ahead = self._schedule.next_new - first - unused
-            weights = dict(self._weights)
-            position = _Position(state, ready, weights, self._counts, self._newest_used, ahead)
-        return {"prompts": prompts, "rollouts": position}
+            rollouts = {
+                "schedule": state,
+                "weights": dict(self._weights),
+                "counts": self._counts,
+                "newest_used": self._newest_used,
+                # used groups whose prompts come after one that is not used up
+                "ahead": self._schedule.next_new - first - unused,
+                "results": ready,
+            }
+        return {"prompts": prompts, "rollouts": rollouts}
 
     def plain(self, position: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state from :meth:`position` for a file: of each finished group the samples and
         scores; its prompt is read from the data again."""
-        rollouts: _Position = position["rollouts"]
-        ready = {group: _result_to_plain(result) for group, result in rollouts.results.items()}
-        return {
-            **position,
-            "rollouts": {
-                "schedule": rollouts.schedule,
-                "weights": rollouts.weights,
-                "counts": rollouts.counts,
-                "newest_used": rollouts.newest_used,
-                "ahead": rollouts.ahead,
-                "results": ready,
-            },
-        }
+        rollouts = position["rollouts"]
+        ready = {group: _result_to_plain(result) for group, result in rollouts["results"].items()}
+        return {**position, "rollouts": {**rollouts, "results": ready}}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore a state, and transfer the policy's weights. Running groups are dropped; the next
@@ -287,11 +260,6 @@ class AsyncSource:
 
     # ---- weights ---------------------------------------------------------------------------
 
-    def _ages(self) -> dict[int, int]:
-        """Return the age of each version of the weights at the step that took its groups."""
-        trained = self._schedule.taken - 1
-        return {version: trained - of for version, of in self._weights.items()}
-
     def _after_poll(self) -> None:
         """Tell the schedule which weights the engine has; called in the engine thread."""
         with self._changed:
@@ -321,27 +289,19 @@ class AsyncSource:
 
     # ---- groups ----------------------------------------------------------------------------
 
-    def _pump(self) -> None:
-        """Start the groups that may start, in the event loop."""
-        self._loop.run(self._start_groups)
-
     async def _start_groups(self) -> None:
+        """Start the groups that may start, in the event loop."""
         with self._changed:
             while self._started and not self._stopping and self._schedule.may_start():
                 group = self._schedule.start()
                 try:
-                    prompt = self._prompt(group)
+                    while group not in self._prompt_of:
+                        self._read_prompt()
                 except Exception as error:  # raised by the step that needs the group
                     self._fail(error)
                     return
-                play = self._play(group, prompt)
+                play = self._play(group, self._prompt_of[group])
                 self._tasks[group] = asyncio.get_running_loop().create_task(play)
-
-    def _prompt(self, group: int) -> Prompt:
-        """Return the prompt of a group; read it if it is new."""
-        while group not in self._prompt_of:
-            self._read_prompt()
-        return self._prompt_of[group]
 
     def _read_prompt(self) -> int:
         """Read the next prompt and return its group."""
@@ -352,10 +312,14 @@ class AsyncSource:
         return group
 
     async def _play(self, group: int, prompt: Prompt) -> None:
-        """Draw and score one group."""
+        """Draw one group, and score it together with all others that wait for it."""
+        loop = asyncio.get_running_loop()
+        scored: asyncio.Future[Result] = loop.create_future()
         try:
             drawn = await self.runner.draw(prompt, self.service)
-            result = await self._scored(drawn)
+            self._unscored.append((drawn, scored))
+            await loop.run_in_executor(self._scoring, self._score_waiting, loop)
+            result = await scored
         except BaseException as error:  # raised by the step that waits for the group
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
@@ -374,29 +338,30 @@ class AsyncSource:
             self._error = self._error or error
             self._changed.notify_all()
 
-    async def _scored(self, drawn: Drawn) -> Result:
-        """Score a group, together with all others that wait for it."""
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[Result] = loop.create_future()
-        self._unscored.append((drawn, result))
-        await loop.run_in_executor(self._scoring, self._score_waiting, loop)
-        return await result
-
     def _score_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Score the groups that wait for it, in the thread of the rewards."""
+
+        def answer(future: asyncio.Future[Result], result: Result | BaseException) -> None:
+            if future.done():
+                return
+            if isinstance(result, BaseException):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
         waiting = []
         with suppress(IndexError):
             while True:
                 waiting.append(self._unscored.popleft())
         if not waiting:  # an earlier call scored them
             return
+        results: Sequence[Result | BaseException]
         try:
             results = self.runner.measure([drawn for drawn, _ in waiting])
-        except BaseException as error:
-            for _, future in waiting:
-                loop.call_soon_threadsafe(_set_error, future, error)
-            return
+        except BaseException as error:  # each group raises it
+            results = [error] * len(waiting)
         for (_, future), result in zip(waiting, results, strict=True):
-            loop.call_soon_threadsafe(_set_result, future, result)
+            loop.call_soon_threadsafe(answer, future, result)
 
     def _use_up(self, taken: Taken | None) -> list[Result]:
         """Return the results of a step in the order of their prompts, and forget the groups. None:
@@ -417,16 +382,17 @@ class AsyncSource:
 
     def _stop_all(self) -> None:
         """Cancel all groups and wait for their ends."""
-        self._stopping = True
-        self._loop.run(self._cancel_groups)
-        self._scoring.submit(lambda: None).result()
 
-    async def _cancel_groups(self) -> None:
-        tasks, self._tasks = list(self._tasks.values()), {}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._unscored.clear()
+        async def cancel() -> None:
+            tasks, self._tasks = list(self._tasks.values()), {}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._unscored.clear()
+
+        self._stopping = True
+        self._loop.run(cancel)
+        self._scoring.submit(lambda: None).result()  # a running call of the rewards has ended then
 
 
 def _result_to_plain(result: Result) -> dict[str, Any]:
@@ -445,21 +411,6 @@ def _result_of(plain: Mapping[str, Any], prompt: Prompt, vocab_size: int | None)
     group = Group(0, prompt, tuple(samples))
     episodes = tuple(episode_from_plain(episode) for episode in plain["episodes"])
     return Result(Drawn(prompt, group, episodes), ScoredGroup(group, plain["scores"]), "ready")
-
-
-def _set_result(future: asyncio.Future[Result], result: Result) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _set_error(future: asyncio.Future[Result], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
-
-
-def _done(future: Future[None]) -> bool:
-    """Return whether a transfer succeeded."""
-    return future.done() and _error_of(future) is None
 
 
 def _error_of(future: Future[None]) -> BaseException | None:

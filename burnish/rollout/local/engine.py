@@ -11,7 +11,6 @@ the full row.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -37,11 +36,10 @@ from burnish.models.support import (
     row_limit,
     runs_own_code,
 )
-from burnish.rollout.base import Completion, Request, Sampling, SamplingError, generate
-from burnish.rollout.live_sample import LiveSample
+from burnish.rollout.base import Completion, Request, Sampling, generate
 from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.model import LocalModel
-from burnish.rollout.local.row_sampler import RowSampler
+from burnish.rollout.local.row_sampler import RowQueue
 from burnish.rollout.local.running_batch import RunningBatch
 from burnish.rollout.requests import OpenRequests, StopRule, check_requests, end_tokens
 from burnish.rollout.weights import WeightNameCheck
@@ -82,7 +80,7 @@ class LocalRolloutEngine:
         self.batch: RunningBatch | RowQueue = (
             RunningBatch(self.network)
             if decoding == "batched"
-            else RowQueue(RowSampler(model, use_cache=decoding == "cached"), self.network)
+            else RowQueue(self.network, use_cache=decoding == "cached")
         )
         self._version = 0
         self._problem: str | None = None
@@ -176,22 +174,16 @@ class LocalRolloutEngine:
             for name, tensor in tensors:
                 names.add(name, tensor.shape)
                 self._problem = f"its load of the weights of version {version} failed"
-                if (
-                    isinstance(parameters[name], nn.Buffer)
-                    and parameters[name].dtype != tensor.dtype
-                ):
-                    self._take_format(name, tensor)
+                target = parameters[name]
+                if isinstance(target, nn.Buffer) and target.dtype != tensor.dtype:
+                    # rounded until the first load, because the model was loaded in half precision
+                    replace_buffers(self.model, {name: tensor.detach().to(self.device, copy=True)})
+                    self._forget(everything=True)  # captured graphs read the previous buffer
                 else:
-                    parameters[name].copy_(tensor)
+                    target.copy_(tensor)
         names.complete()
         self._problem = None
         self.weights_changed(version, keep_cache=keep_cache)
-
-    def _take_format(self, name: str, tensor: Tensor) -> None:
-        """Replace a buffer by the trainer's, in its dtype. A model loaded in half precision may
-        have a rounded buffer until the first load. Caches are not kept."""
-        replace_buffers(self.model, {name: tensor.detach().to(self.device, copy=True)})
-        self._forget(everything=True)  # captured graphs read the previous buffer
 
     def sleep(self, *, new_weights_follow: bool = False) -> None:
         """Free the cache and captured graphs until the next poll; open requests are prefilled again
@@ -225,42 +217,6 @@ class LocalRolloutEngine:
             self.network.weights_changed()
 
 
-class RowQueue:
-    """Samples that wait for a :class:`RowSampler`. Same interface as :class:`RunningBatch`."""
-
-    def __init__(self, sampler: RowSampler, network: LocalModel) -> None:
-        self.sampler, self.network = sampler, network
-        self.waiting: deque[LiveSample] = deque()
-
-    def add(self, request: Request, sampling: Sampling, stop: StopRule) -> None:
-        """Queue the samples of a request."""
-        self.waiting += [LiveSample(request, i, sampling, stop) for i in range(request.n)]
-
-    def cancel(self, request_ids: Iterable[str]) -> None:
-        """Remove the samples of requests."""
-        gone = set(request_ids)
-        self.waiting = deque(s for s in self.waiting if s.request.request_id not in gone)
-
-    def release(self, conversations: Iterable[str]) -> None:
-        """Do nothing: no cache is kept."""
-
-    def restart(self) -> None:
-        """Do nothing: no sample is in progress between two steps."""
-
-    def step(self, version: int) -> list[Completion]:
-        """Sample one row to its end. Raises SamplingError if a log-prob is not finite."""
-        if not self.waiting:
-            return []
-        self.network.model.eval()
-        sample = self.waiting[0]
-        try:
-            self.sampler.sample(sample, version)
-        except SamplingError as error:
-            raise SamplingError(self.network.what_is_broken(version)) from error
-        self.waiting.popleft()
-        return [sample.completion()]
-
-
 def make_engine(
     network: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -271,7 +227,7 @@ def make_engine(
     max_len: int | None = None,
 ) -> LocalRolloutEngine:
     """Return a local engine that samples from ``network``, in its format and up to its limit, with
-    the fastest exact method. Raises ModelError if no method is exact. See ``rollout/make.py``."""
+    the fastest exact method. Raises ModelError if no method is exact. See ``rollout/base.py``."""
     support = decoding_support(network.config, trust=runs_own_code(network))
     if support.decoding is None:
         raise ModelError(f"{name}: {support.sentence()}; use rollout.engine.kind=vllm")
@@ -289,40 +245,36 @@ def decoding_support(
     """
     tiny = below_rope_border(shrink(config))
 
+    @torch.no_grad()
     def run() -> DecodingSupport:
-        return _decoding_of(tiny, trust=trust, use_disk=use_disk)
+        support = model_support(tiny, trust=trust, use_disk=use_disk)
+        if support.refusal:
+            return DecodingSupport(None, reason=support.refusal)
+        model = build(tiny, trust=trust)
+        model.generation_config = GenerationConfig()
+        model.set_attn_implementation("eager")
+        size = int(tiny.get_text_config().vocab_size)
+        prompts = [tuple(token % size for token in prompt) for prompt in _PROMPTS]
+        expected = [_greedy(model, prompt) for prompt in prompts]
+        model.set_attn_implementation(support.attention)
+        ways: tuple[Decoding, ...] = ("batched", "cached", "recomputed")
+        reason = "" if support.attention == PACKED else support.reason
+        for decoding in ways if support.attention == PACKED else ways[1:]:
+            try:
+                decoded = _engine_greedy(model, decoding, prompts)
+            except Exception as error:  # any failure of a model is a result of the experiment
+                reason = f"sampling {words(decoding)} failed ({failure_text(error)})"
+                continue
+            if [tokens for tokens, _ in decoded] != [tokens for tokens, _ in expected]:
+                reason = f"greedy tokens sampled {words(decoding)} differ from transformers'"
+                continue
+            difference = largest_difference([b for _, b in decoded], [b for _, b in expected])
+            if difference <= TOLERANCE:
+                return DecodingSupport(decoding, difference, reason)
+            reason = f"log-probs sampled {words(decoding)} differ by {difference:.1e} nats"
+        return DecodingSupport(None, reason=reason)
 
     return cached_result(DecodingSupport, tiny, run, use_disk=use_disk, trust=trust)
-
-
-@torch.no_grad()
-def _decoding_of(tiny: PretrainedConfig, *, trust: bool, use_disk: bool) -> DecodingSupport:
-    support = model_support(tiny, trust=trust, use_disk=use_disk)
-    if support.refusal:
-        return DecodingSupport(None, reason=support.refusal)
-    model = build(tiny, trust=trust)
-    model.generation_config = GenerationConfig()
-    model.set_attn_implementation("eager")
-    size = int(tiny.get_text_config().vocab_size)
-    prompts = [tuple(token % size for token in prompt) for prompt in _PROMPTS]
-    expected = [_greedy(model, prompt) for prompt in prompts]
-    model.set_attn_implementation(support.attention)
-    ways: tuple[Decoding, ...] = ("batched", "cached", "recomputed")
-    reason = "" if support.attention == PACKED else support.reason
-    for decoding in ways if support.attention == PACKED else ways[1:]:
-        try:
-            decoded = _engine_greedy(model, decoding, prompts)
-        except Exception as error:  # any failure of a model is a result of the experiment
-            reason = f"sampling {words(decoding)} failed ({failure_text(error)})"
-            continue
-        if [tokens for tokens, _ in decoded] != [tokens for tokens, _ in expected]:
-            reason = f"greedy tokens sampled {words(decoding)} differ from transformers'"
-            continue
-        difference = largest_difference([b for _, b in decoded], [b for _, b in expected])
-        if difference <= TOLERANCE:
-            return DecodingSupport(decoding, difference, reason)
-        reason = f"log-probs sampled {words(decoding)} differ by {difference:.1e} nats"
-    return DecodingSupport(None, reason=reason)
 
 
 def _greedy(model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[list[int], torch.Tensor]:

@@ -30,11 +30,10 @@ from burnish.models.cache_attention import Extension, PrefillPlan, prefill_plan,
 from burnish.models.kv_cache import KVCache
 from burnish.models.segments import Segment
 from burnish.rollout.base import Completion, Request, Sampling, SamplingError
-from burnish.rollout.live_sample import LiveSample
 from burnish.rollout.local.cuda_graphs import DecodeGraphs
 from burnish.rollout.local.model import LocalModel
 from burnish.rollout.local.sampling import kept_rows, sample_tokens, uniforms_for
-from burnish.rollout.requests import StopRule
+from burnish.rollout.requests import LiveSample, StopRule
 
 FIRST_ROOM = 64
 """Positions for new tokens in a new cache that can grow."""
@@ -121,7 +120,8 @@ class RunningBatch:
             return []
         try:
             with self.network.computing():
-                if self._can_admit():
+                # slots for all samples of the next waiting prompt
+                if self.waiting and len(self.active) + len(self.waiting[0]) <= self.max_slots:
                     self._admit(version)
                 else:
                     self._decode(version)
@@ -140,10 +140,6 @@ class RunningBatch:
         self.network.weights_changed()
         if not self.kept:
             self.cache = self.graphs = None
-
-    def _can_admit(self) -> bool:
-        """Return whether there are free slots for all samples of the next waiting prompt."""
-        return bool(self.waiting) and len(self.active) + len(self.waiting[0]) <= self.max_slots
 
     def _admit(self, version: int) -> None:
         """Prefill as many waiting prompts as fit, in one packed row, and draw the next token of
@@ -179,14 +175,11 @@ class RunningBatch:
         longest = max(row.length for row in rows)
         most = max(row.request.limit(row.sampling) for row in rows)
         room = most if self.network.uses_graphs else min(most, FIRST_ROOM)
-        have = self.cache
-        needed = longest + room if self.network.uses_graphs else longest
-        if have is None or have.num_slots < slots or have.capacity < needed:
-            self._allocate(slots, longest + room)
-
-    def _allocate(self, slots: int, capacity: int) -> None:
-        """Allocate or extend the cache."""
+        capacity = longest + room
+        needed = capacity if self.network.uses_graphs else longest
         old = self.cache
+        if old is not None and old.num_slots >= slots and old.capacity >= needed:
+            return
         if self.network.uses_graphs:
             if old is not None:
                 slots, capacity = max(slots, old.num_slots), max(capacity, old.capacity)
@@ -253,6 +246,7 @@ class RunningBatch:
     def _prefill(self, units: Sequence[Sequence[_Row]], cached: Sequence[int], slot: int) -> Tensor:
         """Return the last hidden state [P, H] of each unit's prompt; write its keys and values to a
         slot per sample, from ``slot`` on. The first ``cached`` tokens of each are there already."""
+        assert self.cache is not None
         device = self.network.device
         extensions, tokens, used = [], list[int](), 0
         for unit, begin in zip(units, cached, strict=True):
@@ -265,49 +259,37 @@ class RunningBatch:
         for e in extensions:
             positions[e.q_start : e.q_start + e.q_len] = torch.arange(e.cached, e.k_len)
         flat = torch.tensor(tokens + [0] * (rows - used), device=device)
-        plan = self._plan(extensions, [len(unit) for unit in units], positions)
+        plan: PrefillPlan | PackedPlan
+        plan = prefill_plan(self.cache, extensions, [len(unit) for unit in units], rows)
+        if not self.network.stable and not any(cached):
+            segments = [Segment(e.q_start, e.q_len) for e in extensions]
+            plan = replace(
+                plan_segments(segments, positions.to(device)),
+                cache=self.cache,
+                cache_source=plan.source.to(device),
+                cache_slot=plan.slots.to(device),
+                cache_position=plan.positions.to(device),
+            )
         hidden = self.network.body(flat[None], positions[None].to(device), plan)[0]
         return hidden[torch.tensor([e.q_start + e.q_len - 1 for e in extensions], device=device)]
 
-    def _plan(
-        self, extensions: Sequence[Extension], copies: Sequence[int], positions: Tensor
-    ) -> PrefillPlan | PackedPlan:
-        """Return the attention plan of a prefill; ``copies``: slots per prompt."""
-        assert self.cache is not None
-        device = self.network.device
-        plan = prefill_plan(self.cache, extensions, copies, positions.numel())
-        if self.network.stable or any(e.cached for e in extensions):
-            return plan
-        return replace(
-            plan_segments([Segment(e.q_start, e.q_len) for e in extensions], positions.to(device)),
-            cache=self.cache,
-            cache_source=plan.source.to(device),
-            cache_slot=plan.slots.to(device),
-            cache_position=plan.positions.to(device),
-        )
-
     def _decode(self, version: int) -> None:
         """Decode one token for every active sample."""
-        assert self.cache is not None
+        cache, tokens, positions = self.cache, self.tokens, self.positions
+        assert cache is not None
         length = max(row.length for row in self.active)
         if self.graphs is not None:
-            logits = self.graphs.step(self.tokens, self.positions, length)
-        else:
-            logits = self._decoded(self.cache, length)
-        self._draw(logits, 0, version)
-
-    def _decoded(self, cache: KVCache, length: int) -> Tensor:
-        """Return the logits [B, V] of the next tokens. ``length``: of the longest sample."""
-        stable, count = self.network.stable, len(self.active)
+            self._draw(self.graphs.step(tokens, positions, length), 0, version)
+            return
         if length > cache.capacity:
             cache.resize(capacity=self._rounded(length + length // 2))
-        plan = decode_plan(cache, self.positions, self._rounded(length), stable=stable)
+        plan = decode_plan(cache, positions, self._rounded(length), stable=self.network.stable)
+        count = len(self.active)
         padding = self.network.padded(count) - count
-        tokens, positions = self.tokens, self.positions
         if padding:
             tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
         hidden = self.network.body(tokens[:, None], positions[:, None], plan)[:count, 0]
-        return self.network.head_logits(hidden)
+        self._draw(self.network.head_logits(hidden), 0, version)
 
     def _rounded(self, length: int) -> int:
         """Return a number of keys of at least ``length``, whose sums are stable."""

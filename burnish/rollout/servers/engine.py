@@ -33,8 +33,7 @@ from burnish.config.model import Dtype
 from burnish.loop_thread import LoopThread
 from burnish.models.load import ModelError
 from burnish.rollout.base import Completion, Request, Sampling, SamplingError, generate
-from burnish.rollout.live_sample import LiveSample
-from burnish.rollout.requests import OpenRequests, StopRule, check_requests, end_tokens
+from burnish.rollout.requests import LiveSample, OpenRequests, StopRule, check_requests, end_tokens
 from burnish.rollout.servers.client import (
     ABORT,
     GENERATE,
@@ -266,9 +265,12 @@ class VllmServerEngine:
         self._done.put((sample, result))
 
     async def _tried(self, sample: _Open) -> Completion:
-        """Request a sample until a server returns it. Raises ServerError."""
+        """Request a sample until a server returns it: that of its request or conversation, or after
+        a failure the least busy one. Raises ServerError."""
         while True:
-            server = self._home(sample)
+            server = sample.home.server
+            if server is None or server.lost is not None or server.backoff_until > time.monotonic():
+                server = sample.home.server = least_busy(self._group.servers)
             begun = time.monotonic()
             server.in_flight += 1
             try:
@@ -292,14 +294,6 @@ class VllmServerEngine:
                 server.lose(f"{server.url} {error}")
             finally:
                 server.in_flight -= 1
-
-    def _home(self, sample: _Open) -> Server:
-        """Return the server for a sample: that of its request or conversation, unless another one
-        is better after a failure."""
-        home = sample.home.server
-        if home is None or home.lost is not None or home.backoff_until > time.monotonic():
-            home = sample.home.server = least_busy(self._group.servers)
-        return home
 
     async def _ask(self, server: Server, sample: _Open) -> Completion:
         """Return the completion of one server."""
@@ -331,7 +325,10 @@ class VllmServerEngine:
             async for event in events:
                 attempt.cached_tokens = attempt.cached_tokens or _cached_tokens(event)
                 choices += event["choices"]
-                if event["choices"] and _ends(probe, event["choices"][0]):
+                if not event["choices"] or probe.reason is not None:
+                    continue
+                choice = event["choices"][0]
+                if _add(probe, choice, [0] * len(choice["token_ids"])):  # it is at its end
                     ids = {"request_ids": [f"generate-tokens-{body['request_id']}"]}
                     limit = self.config.connect_timeout_s
                     await self._group.client.post(server, ABORT, ids, timeout_s=limit)
@@ -383,13 +380,6 @@ def _add(sample: LiveSample, choice: Mapping[str, Any], versions: Sequence[int])
     return False
 
 
-def _ends(probe: LiveSample, choice: Mapping[str, Any]) -> bool:
-    """Append the tokens of an event. Return whether one of them is the first that ends the
-    sample."""
-    versions = [0] * len(choice["token_ids"])
-    return probe.reason is None and _add(probe, choice, versions)
-
-
 def _finished(sample: LiveSample, server: Server, last: Mapping[str, Any]) -> Completion:
     """Return the completion. Raises ServerError if vLLM ended the request before the sample is
     finished; only an abort is repeated."""
@@ -419,7 +409,7 @@ def make_engine(
     dtype: Dtype,
     max_len: int | None,
 ) -> VllmServerEngine:
-    """Return the engine (see ``rollout/make.py``)."""
+    """Return the engine (see ``rollout/base.py``)."""
     return VllmServerEngine(network, tokenizer, config, dtype=dtype, max_model_len=max_len)
 
 

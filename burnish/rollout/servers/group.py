@@ -1,20 +1,22 @@
 """The vLLM servers of a run: connection, checks of their settings, and loads of weights.
 
-Reading order: ``ServerGroup.connect`` -> ``_inspect``; ``ServerGroup.load`` -> ``_begin``,
-``_load_file``, ``_report``, ``_commit``.
+Reading order: ``ServerGroup.connect`` -> ``_inspect`` -> ``server_problems``; ``ServerGroup.load``
+-> ``_begin``, ``_report``, ``_commit``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from tenacity import (
     AsyncRetrying,
     RetryCallState,
@@ -24,13 +26,13 @@ from tenacity import (
     wait_exponential,
 )
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish import shm
 from burnish.config.model import Dtype
+from burnish.config.vllm_arguments import REFUSED
 from burnish.loop_thread import LoopThread
 from burnish.models.load import DTYPES, ModelError
-from burnish.rollout.servers.checks import EXTENSION, server_problems
 from burnish.rollout.servers.client import (
     ABORT,
     Server,
@@ -41,6 +43,7 @@ from burnish.rollout.servers.client import (
 )
 from burnish.rollout.vllm.weights import (
     FILE_BYTES,
+    PROTOCOL,
     WeightStream,
     shapes_of,
     shared_folder,
@@ -52,6 +55,35 @@ log = logging.getLogger("burnish")
 
 _LOADING = "loading"
 """Label of weights that are not verified."""
+EXTENSION = "burnish.rollout.vllm.PatchedWorker"
+"""Value of ``--worker-extension-cls``."""
+_UNUSED: Mapping[str, Any] = {
+    "quantization": None,
+    "kv_offloading_size": None,
+    "speculative_config": False,
+    "watermark_config": False,
+    "enable_lora": False,
+    "kv_transfer_config": False,
+    "logits_processors": [],
+    "use_fp64_gumbel": False,
+    "pipeline_parallel_size": 1,
+    "enable_expert_parallel": False,
+    "cpu_offload_gb": 0.0,
+}
+"""Arguments of vLLM that are refused, with the values that have no effect."""
+_NOT_COMPUTED = frozenset(
+    {
+        # places, versions and formats, which are compared by themselves
+        "_name_or_path", "transformers_version", "dtype", "torch_dtype", "tokenizer_class",
+        # token ids that the requests state
+        "bos_token_id", "eos_token_id", "pad_token_id",
+        # settings of training, of transformers' own code, and of initial weights
+        "use_cache", "attention_dropout", "initializer_range", "pretraining_tp",
+        "output_attentions", "output_hidden_states", "return_dict", "_attn_implementation",
+        "attn_implementation", "id2label", "label2id", "problem_type", "chunk_size_feed_forward",
+    }
+)  # fmt: skip
+"""Keys of a model's config that do not change the log-probs of vLLM."""
 
 T = TypeVar("T")
 
@@ -100,7 +132,7 @@ class ServerGroup:
         folder = self._new_folder()
         try:
             for file in weight_files(stream, folder, dtype):
-                self._on_all(self._load_file, file)
+                self._on_all(self.client.rpc, "burnish_load", str(file), self._format)
                 file.unlink()
             stream.finish()
             reports = self._on_all(self._report, " ".join(stream.transposed))
@@ -120,13 +152,12 @@ class ServerGroup:
     def _on_all(self, step: Callable[..., Awaitable[T]], *args: object) -> dict[Server, T]:
         """Call ``step`` with each server that loads weights. A server that fails is lost. Return
         the results; raises ServerError if all are lost."""
-        return self._loop.run(self._stepped, step, args)
 
-    async def _stepped(
-        self, step: Callable[..., Awaitable[T]], args: tuple[object, ...]
-    ) -> dict[Server, T]:
-        steps = [step(server, *args) for server in self._loading]
-        results = await asyncio.gather(*steps, return_exceptions=True)
+        async def run() -> list[T | BaseException]:
+            steps = [step(server, *args) for server in self._loading]
+            return await asyncio.gather(*steps, return_exceptions=True)
+
+        results = self._loop.run(run)
         done: dict[Server, T] = {}
         for server, result in zip(self._loading, results, strict=True):
             if isinstance(result, ServerError):
@@ -154,9 +185,6 @@ class ServerGroup:
         await self._post(server, "/pause", mode="keep")
         await self._label(server, _LOADING)
         await self.client.rpc(server, "burnish_begin")
-
-    async def _load_file(self, server: Server, file: Path) -> None:
-        await self.client.rpc(server, "burnish_load", str(file), self._format)
 
     async def _report(self, server: Server, transposed: str) -> list[dict[str, Any]]:
         """Return the reports of a server's workers. Raises ServerError if it read no weights."""
@@ -256,3 +284,66 @@ async def _all_pass(servers: Sequence[Server], check: Callable[[Server], Awaitab
     for result in results:
         if result is not None:
             raise result
+
+
+def server_problems(
+    described: Mapping[str, Any], config: PretrainedConfig, *, dtype: torch.dtype, max_len: int
+) -> Iterator[str]:
+    """Yield a clause with a fix for each setting of a server that does not fit.
+
+    ``config``, ``dtype``: of the trainer's model for sampling. ``max_len``: maximum tokens of
+    prompt and response.
+    """
+    if described["protocol"] != PROTOCOL:
+        yield (
+            f"its worker extension has the protocol {described['protocol']}, the trainer's "
+            f"{PROTOCOL}; install the same version of Burnish for both"
+        )
+        return
+    name = str(dtype).removeprefix("torch.")
+    if described["dtype"] != name:
+        yield (
+            f"it computes in {described['dtype']}, the recipe in {name}; start it with --dtype "
+            f"{name}"
+        )
+    if described["max_model_len"] < max_len:
+        yield (
+            f"its max_model_len={described['max_model_len']} is below the {max_len} tokens of "
+            f"prompt and response that the recipe allows; start it with --max-model-len {max_len} "
+            "or more"
+        )
+    if described["logprobs_mode"] != "processed_logprobs":
+        yield (
+            f"its logprobs_mode={described['logprobs_mode']} ignores the temperature; start it "
+            "with --logprobs-mode processed_logprobs"
+        )
+    if not described["v1_sampler"]:
+        yield (
+            "it runs the model runner V2, whose log-probs are those after top-k and top-p; start "
+            "it with VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    if described["device"] == "cpu" and described["enable_chunked_prefill"]:
+        yield (
+            "on a CPU, prompts that are prefilled in parts get wrong random numbers; start it with "
+            f"--no-enable-chunked-prefill --max-num-batched-tokens {max(2048, max_len)}"
+        )
+    if described["data_parallel_size"] != 1:
+        yield (
+            f"it has data_parallel_size={described['data_parallel_size']}, whose parts cannot be "
+            "verified one by one; start one server for each part, and list all in urls"
+        )
+    if described["kv_cache_dtype"] not in ("auto", name):
+        yield (
+            f"it has kv_cache_dtype={described['kv_cache_dtype']}: {REFUSED['kv_cache_dtype']}; "
+            "start it without"
+        )
+    for argument, unused in _UNUSED.items():
+        if described[argument] != unused:
+            yield f"it has {argument}={described[argument]}: {REFUSED[argument]}; start it without"
+    theirs, ours = described["hf_config"], json.loads(config.to_json_string(use_diff=False))
+    # keys that only one of the configs has are defaults of another version of transformers
+    keys = sorted(ours.keys() & theirs.keys() - _NOT_COMPUTED)
+    other = [key for key in keys if ours[key] != theirs[key]]
+    if other:
+        shown = ", ".join(f"{key}={theirs[key]} (trainer: {ours[key]})" for key in other[:3])
+        yield f"it has another model: {shown}; start it with the folder or name of model.path"

@@ -33,8 +33,7 @@ from burnish.config.model import Dtype
 from burnish.messages import library_text
 from burnish.models.load import DTYPES, ModelError
 from burnish.rollout.base import Completion, Request, Sampling, generate
-from burnish.rollout.live_sample import LiveSample
-from burnish.rollout.requests import OpenRequests, StopRule, check_requests, end_tokens
+from burnish.rollout.requests import LiveSample, OpenRequests, StopRule, check_requests, end_tokens
 from burnish.rollout.vllm.config import VllmEngine
 from burnish.rollout.vllm.experts import use_plain_experts
 from burnish.rollout.vllm.model import (
@@ -391,6 +390,9 @@ class VllmRolloutEngine:
 
     def _add(self, sample: LiveSample) -> None:
         """Submit one sample to vLLM."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
         self._num_samples += 1
         name = f"{self._num_samples}"
         prompt: dict[str, Any] = {"prompt_token_ids": list(sample.request.prompt_ids)}
@@ -400,7 +402,11 @@ class VllmRolloutEngine:
             salt, _ = self._salts.setdefault(conversation, first)
         if salt:
             prompt["cache_salt"] = salt
-        self._llm.add_request(name, prompt, _parameters(sample, self._vocab_size))
+        # Stop strings are checked here, token by token, and listeners get each token.
+        delta = bool(sample.sampling.stop) or sample.request.on_tokens is not None
+        kind = RequestOutputKind.DELTA if delta else RequestOutputKind.FINAL_ONLY
+        fields = sampling_fields(sample, vocab_size=self._vocab_size)
+        self._llm.add_request(name, prompt, SamplingParams(**fields, output_kind=kind))
         self._samples[name] = sample
 
     def _step(self) -> list[Completion]:
@@ -446,16 +452,6 @@ def _take(sample: LiveSample, output: Any, version: int) -> None:
         add_token(sample, int(token), logprobs, sampled_by)
         if sample.reason is not None:
             return
-
-
-def _parameters(sample: LiveSample, vocab_size: int) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    # Stop strings are checked here, token by token, and listeners get each token.
-    delta = bool(sample.sampling.stop) or sample.request.on_tokens is not None
-    kind = RequestOutputKind.DELTA if delta else RequestOutputKind.FINAL_ONLY
-    return SamplingParams(**sampling_fields(sample, vocab_size=vocab_size), output_kind=kind)
 
 
 # ---- starting and ending ---------------------------------------------------------------------
@@ -572,5 +568,5 @@ def make_engine(
     dtype: Dtype,
     max_len: int | None,
 ) -> VllmRolloutEngine:
-    """Return the engine (see ``rollout/make.py``)."""
+    """Return the engine (see ``rollout/base.py``)."""
     return VllmRolloutEngine(network, tokenizer, config, dtype=dtype, max_model_len=max_len)

@@ -1,28 +1,126 @@
-"""Places of given weights inside vLLM's tensors.
+"""Where vLLM stores the weights that a trainer sends: names and places.
 
-vLLM merges layers (q, k and v; gate and up) along the rows, pads vocabularies at their end, stacks
-experts, and splits tensors evenly over tensor-parallel workers. :func:`places_of` returns the part
-of a tensor that must be equal to each weight, value by value. Weights that vLLM's loader stores in
-another order are left out. This module does not import vllm; its objects are passed as arguments.
+A trainer sends a model's state under transformers' names. :class:`HubNames` converts it to the
+names and shapes of the model's files on the hub, which vLLM's loaders expect. :func:`held_names`
+finds the tensor in which vLLM stores each weight: vLLM merges layers (q, k and v; gate and up)
+along the rows, fuses experts and renames prefixes. :func:`places_of` returns the part of a tensor
+that must be equal to each weight, value by value: vLLM also pads vocabularies at their end, and
+splits tensors evenly over tensor-parallel workers. Weights that vLLM's loader stores in another
+order have no known place. This module does not import vllm; its objects are passed as arguments.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightConverter, revert_weight_conversion
 
-from burnish.rollout.vllm.names import EXPERT, SECOND_PROJECTION, state_of
 from burnish.rollout.weights import Shape, as_table
 
+_EXPERT = re.compile(
+    r"(?P<layer>.*\.experts)\.(?:(?P<expert>\d+)\.)?"
+    r"(?P<stem>gate_up_proj|gate_proj|up_proj|down_proj|w13|w1|w2|w3)"
+    r"(?:[._](?P<leaf>weight|bias))?"
+)
+"""Names of the weights of experts: of one, or of all of a layer."""
+_SECOND_PROJECTION = {"down_proj", "w2"}
+_LAYER = re.compile(r"^(.*?\.\d+)\.")
 _REORDERED = re.compile(r"query_key_value")
 """Weights that loaders convert (Falcon, BLOOM): q, k and v of each head become those of all."""
 _FIRST_HALF = {"gate_proj", "w1"}
 _SECOND_HALF = {"up_proj", "w3"}
+
+
+class HubNames:
+    """Converts weights of ``model`` to those of its files on the hub.
+
+    For example, fused experts become one weight per expert and projection. For most models the two
+    are identical.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        changes = [change for change in conversions if not isinstance(change, PrefixChange)]
+        reverse = [change.reverse_transform() for change in changes]
+        joins = [
+            c for c in reverse if isinstance(c, WeightConverter) and len(c.source_patterns) > 1
+        ]
+        self._model = model if changes and not joins else None
+        model._weight_conversions = changes  # type: ignore[assignment]
+
+    def of(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights in the hub's files that make up ``tensor``."""
+        if self._model is None:
+            yield name, tensor
+        else:
+            yield from revert_weight_conversion(self._model, {name: tensor}).items()
+
+
+def held_names(model: Any, names: Iterable[str]) -> dict[str, str | None]:
+    """Return the name of vLLM's tensor that stores each weight in ``names``.
+
+    None: the model drops the weight. Weights without a matching tensor are omitted. ``model`` is
+    vLLM's model in a worker.
+    """
+    first = {id(tensor): name for name, tensor in reversed(list(state_of(model)))}
+    state = {name: first[id(t)] for name, t in state_of(model, repeated=True)}
+    mappers = [
+        (prefix, mapper)
+        for prefix, module in model.named_modules()
+        if (mapper := getattr(module, "hf_to_vllm_mapper", None)) is not None  # house: ok vLLM's
+    ]
+    packed = getattr(model, "packed_modules_mapping", None) or {}  # house: ok vLLM's model
+    parts = {part: merged for merged, many in packed.items() for part in many}
+    held_by_name: dict[str, str | None] = {}
+    for name in names:
+        candidates = _candidates(name, mappers, parts)
+        if not candidates:
+            held_by_name[name] = None
+        elif (held := next((c for c in candidates if c in state), None)) is not None:
+            held_by_name[name] = state[held]
+    return held_by_name
+
+
+def state_of(model: Any, *, repeated: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters, then floating-point buffers, of vLLM's model."""
+    yield from model.named_parameters(remove_duplicate=not repeated)
+    for name, buffer in model.named_buffers(remove_duplicate=not repeated):
+        if buffer.is_floating_point():
+            yield name, buffer
+
+
+def _candidates(name: str, mappers: Sequence[tuple[str, Any]], parts: dict[str, str]) -> list[str]:
+    """Return the names that vLLM's tensor may have, most likely first; none if a mapper drops the
+    weight."""
+    names = [name]
+    for prefix, mapper in mappers:  # the model's mapper first, then those of its submodules
+        start = f"{prefix}." if prefix else ""
+        inside = [known.removeprefix(start) for known in names if known.startswith(start)]
+        mapped = [mapper.map_name(known) for known in inside]
+        if None in mapped:
+            return []
+        names += [start + known for known in mapped]
+    names = list(dict.fromkeys(reversed(names)))
+    names += [".".join(parts.get(piece, piece) for piece in known.split(".")) for known in names]
+    for known in list(names):
+        if match := _EXPERT.fullmatch(known):
+            which = "w2" if match["stem"] in _SECOND_PROJECTION else "w13"
+            leaf = f"{which}_{match['leaf'] or 'weight'}"
+            names += [f"{match['layer']}.{leaf}", f"{match['layer']}.routed_experts.{leaf}"]
+    return names
+
+
+def layer_of(name: str) -> str:
+    """Return the part of a name that identifies its layer ('' outside of layers)."""
+    match = _LAYER.match(name)
+    return match[1] if match else ""
 
 
 class Place(NamedTuple):
@@ -47,7 +145,7 @@ def places_of(
     num_workers: int,
 ) -> dict[str, Place]:
     """Return the place of each given weight for which it is known. ``names``: given name -> vLLM's
-    (:func:`~burnish.rollout.vllm.names.held_names`). ``shapes``: of the given weights."""
+    (:func:`held_names`). ``shapes``: of the given weights."""
     packed = getattr(model, "packed_modules_mapping", None) or {}  # house: ok vLLM's model
     orders = [list(parts) for parts in packed.values()]
     state, by_tensor = dict(state_of(model)), dict[str, list[str]]()
@@ -57,7 +155,7 @@ def places_of(
     located: dict[str, Place] = {}
     for held, many in by_tensor.items():
         tensor = state[held]
-        if tensor.ndim == 3 and EXPERT.fullmatch(many[0]):
+        if tensor.ndim == 3 and _EXPERT.fullmatch(many[0]):
             places = _experts(held, tensor, many, shapes, rank=rank, num_workers=num_workers)
         else:
             ordered = _in_order(many, orders)
@@ -126,13 +224,13 @@ def _experts(
     """Yield the places of single experts in ``tensor``: [E, 2 I, H] (gate, then up) or [E, H, I],
     where I is split over the workers."""
     for name in names:
-        match = EXPERT.fullmatch(name)
+        match = _EXPERT.fullmatch(name)
         size = _size(shapes[name])
         if match is None or match["expert"] is None or len(shapes[name]) != 2:
             continue
         of_expert = tensor[int(match["expert"])]
         num_rows, num_columns = of_expert.shape
-        if match["stem"] in SECOND_PROJECTION:
+        if match["stem"] in _SECOND_PROJECTION:
             if size == (num_rows, num_columns * num_workers):
                 yield name, Place(held, of_expert, 0, rank * num_columns)
         elif match["stem"] in _FIRST_HALF | _SECOND_HALF:

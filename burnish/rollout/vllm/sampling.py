@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from burnish.config.vllm_arguments import vllm_sampling_problems
 from burnish.rollout.base import Sampling
-from burnish.rollout.live_sample import LiveSample
+from burnish.rollout.requests import LiveSample
 
 
 def check_sampling(sampling: Sampling, *, max_recorded: int) -> None:
@@ -52,7 +52,8 @@ def add_token(sample: LiveSample, token: int, logprobs: Mapping[int, float], ver
     logprob, kept_ids = logprobs[token], None
     if _records_mask(sample.sampling):
         kept_ids = array("i", [i for i, value in logprobs.items() if value > -math.inf])
-        logprob -= _log_sum_exp([logprobs[i] for i in kept_ids])
+        peak = max(logprobs[i] for i in kept_ids)
+        logprob -= peak + math.log(math.fsum(math.exp(logprobs[i] - peak) for i in kept_ids))
     sample.add(token, min(logprob, 0.0), version, kept_ids=kept_ids)
 
 
@@ -64,11 +65,6 @@ def _records_mask(sampling: Sampling) -> bool:
     if not sampling.top_k:
         raise ValueError("vLLM records the kept tokens among the top_k most probable; set top_k")
     return sampling.temperature > 0
-
-
-def _log_sum_exp(values: Sequence[float]) -> float:
-    peak = max(values)
-    return peak + math.log(math.fsum(math.exp(value - peak) for value in values))
 
 
 def sample_seed(seed: int, index: int) -> int:

@@ -29,8 +29,14 @@ from burnish.models.buffers import persistent_buffers
 from burnish.models.islands import fp32_names
 from burnish.models.load import DTYPES
 from burnish.rollout.vllm.experts import experts_not_used
-from burnish.rollout.vllm.names import HubNames, held_names, layer_of, state_of
-from burnish.rollout.vllm.places import Place, places_of
+from burnish.rollout.vllm.places import (
+    HubNames,
+    Place,
+    held_names,
+    layer_of,
+    places_of,
+    state_of,
+)
 from burnish.rollout.weights import (
     Fingerprint,
     Shape,
@@ -72,22 +78,20 @@ class WeightStream:
         self._read_to_the_end = False
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of the hub's files that the tensors consist of, fingerprinted."""
         try:
             for name, tensor in self._tensors:
                 self._names.add(name, tensor.shape)
-                yield from self._parts(name, tensor.detach())
+                kept = name in self._buffers
+                for part_name, part in self._hub.of(name, tensor.detach()):
+                    table = part.T if part_name in self.transposed else part
+                    self._fingerprints[part_name] = fingerprint(table, self._dtype)
+                    if kept:
+                        self._exact[part_name] = fingerprint(table, torch.float32)
+                    yield part_name, nn.Buffer(part) if kept else part
             self._read_to_the_end = True
         except Exception as error:  # raised again by finish
             self._error = error
-
-    def _parts(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of the hub's files that a tensor consists of, and fingerprint them."""
-        for part_name, part in self._hub.of(name, tensor):
-            table = part.T if part_name in self.transposed else part
-            self._fingerprints[part_name] = fingerprint(table, self._dtype)
-            if name in self._buffers:
-                self._exact[part_name] = fingerprint(table, torch.float32)
-            yield part_name, nn.Buffer(part) if name in self._buffers else part
 
     def finish(self) -> None:
         """Raise the error of the stream, or ValueError if weights are missing."""
@@ -149,10 +153,22 @@ def _other_layers(
         left.setdefault(layer_of(name), []).append(name)
     problems = []
     for layer in sorted(spare.keys() | left.keys()):
-        given_here, held_here = sorted(spare.get(layer, ())), sorted(left.get(layer, ()))
-        total = sum(sent[name] for name in given_here) % (1 << 64)
-        if not given_here or not held_here or not _adds_up(total, held_here, held):
-            problems.append(_mismatch(given_here, held_here))
+        sent_names, unmatched = sorted(spare.get(layer, ())), sorted(left.get(layer, ()))
+        if not unmatched:
+            problems.append(f"vLLM has no parameter {sent_names[0]}")
+            continue
+        if not sent_names:
+            problems.append(f"vLLM has a parameter {unmatched[0]}, which was not sent")
+            continue
+        total = sum(sent[name] for name in sent_names) % (1 << 64)
+        numbers = [[report[name] for report in held] for name in unmatched]
+        # the tensors may be split over the workers, or some of them equal on each
+        equal_once = [n[0] if len(set(n)) == 1 else sum(n) for n in numbers]
+        if total not in (sum(equal_once) % (1 << 64), sum(map(sum, numbers)) % (1 << 64)):
+            problems.append(
+                f"the parameters {', '.join(unmatched[:3])} have other values than were sent as "
+                f"{', '.join(sent_names[:3])}"
+            )
     return problems
 
 
@@ -160,24 +176,6 @@ def _totals(numbers: Sequence[int]) -> set[int]:
     """Return the fingerprints that a tensor may have: split over the workers, or equal on each."""
     same = {numbers[0]} if len(set(numbers)) == 1 else set()
     return {sum(numbers) % (1 << 64)} | same
-
-
-def _adds_up(total: int, names: Sequence[str], held: Sequence[Mapping[str, int]]) -> bool:
-    """Return whether ``total`` is the sum of the tensors ``names``."""
-    numbers = [[report[name] for report in held] for name in names]
-    parts = [n[0] if len(set(n)) == 1 else sum(n) for n in numbers]
-    return total in (sum(parts) % (1 << 64), sum(map(sum, numbers)) % (1 << 64))
-
-
-def _mismatch(sent: Sequence[str], held: Sequence[str]) -> str:
-    if not held:
-        return f"vLLM has no parameter {sent[0]}"
-    if not sent:
-        return f"vLLM has a parameter {held[0]}, which was not sent"
-    return (
-        f"the parameters {', '.join(held[:3])} have other values than were sent as "
-        f"{', '.join(sent[:3])}"
-    )
 
 
 def shapes_of(skeleton: PreTrainedModel) -> dict[str, torch.Size]:
@@ -332,7 +330,7 @@ def _fingerprints(
 
 def _settings(vllm: Any, runner: Any) -> dict[str, Any]:
     """Return the arguments of a ``VllmConfig`` that ``config.vllm_arguments`` refuses, by their
-    names, and other facts that ``servers/checks.py`` needs."""
+    names, and other facts that ``servers/group.py`` needs."""
     model, cache, scheduler = vllm.model_config, vllm.cache_config, vllm.scheduler_config
     parallel, processors = vllm.parallel_config, vllm.model_config.logits_processors
     return {
@@ -373,7 +371,8 @@ def _full_logprobs(sampler: Any) -> None:
 
     def sample_noting_min_p(logits: Tensor, metadata: Any, *rest: Any, **options: Any) -> Any:
         totals.clear()
-        uses_min_p = _uses_min_p(metadata)
+        processors = metadata.logitsprocs.argmax_invariant
+        uses_min_p = any(vars(processor).get("min_p_count") for processor in processors)
 
         def scaled(*arguments: Any) -> Tensor:
             scores: Tensor = scale(*arguments)
@@ -395,13 +394,6 @@ def _full_logprobs(sampler: Any) -> None:
         return tokens, full if processed is None else full.masked_fill(processed.isneginf(), -inf)
 
     draw.forward, sampler.sample = forward, sample_noting_min_p
-
-
-def _uses_min_p(metadata: Any) -> bool:
-    """Return whether vLLM's min-p processor changes the logits of a request in a step."""
-    return any(
-        vars(processor).get("min_p_count") for processor in metadata.logitsprocs.argmax_invariant
-    )
 
 
 def _without_ties(logits: Tensor, k: Tensor | None) -> Tensor:

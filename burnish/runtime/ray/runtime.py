@@ -29,14 +29,10 @@ from burnish.distributed.process_group import SINGLE
 from burnish.environments.worker_set import Worker
 from burnish.observe.memory import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed
-from burnish.rollout.base import RolloutEngine
+from burnish.rollout.base import RolloutEngine, Sync
 from burnish.rollout.kinds import RolloutEngineConfig
 from burnish.rollout.servers.engine import VllmServerEngine
-from burnish.runtime.base import (
-    SYNC_SPANS,
-    Sync,
-    WorkerLostError,
-)
+from burnish.runtime.base import SYNC_SPANS, WorkerLostError
 from burnish.runtime.inline import InlineRuntime
 from burnish.runtime.phases import Phases
 from burnish.runtime.ray.cluster import PeakCollector, RayCluster, worker_peaks

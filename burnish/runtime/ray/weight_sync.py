@@ -30,9 +30,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from burnish.config.model import Dtype
 from burnish.config.rollout import InFlight
 from burnish.config.sync import DiskSync, LinkSync, RayStore
-from burnish.rollout.base import RolloutEngine, StagedWeights
+from burnish.rollout.base import RolloutEngine, StagedWeights, Sync
 from burnish.rollout.servers.engine import VllmServerEngine
-from burnish.runtime.base import ClusterError, Sync
+from burnish.runtime.base import ClusterError
 from burnish.runtime.ray.errors import died, failure, is_worker_loss
 from burnish.runtime.ray.rollout_engine import RemoteRolloutEngine, snapshot_weights
 from burnish.runtime.ray.rollout_pool import Lost, Weights

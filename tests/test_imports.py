@@ -29,7 +29,8 @@ BASE = MATHS | {
         "secret",
         "shm",
     ),
-    *("model_text", "reasoning_tags", "special_tokens", "template_charges", "templates"),
+    *("host_copies", "model_text", "reasoning_tags", "special_tokens", "template_charges"),
+    "templates",
     *("schema_keywords", "tool_arguments", "user_calls", "vocabulary"),
 }
 LOOPS = BASE | {
@@ -83,6 +84,7 @@ ALLOWED: dict[str, set[str]] = {
     "call_guard": set(),
     "vocabulary": set(),
     "tensors": set(),
+    "host_copies": set(),
     "algorithms": MATHS,
     "config": {"errors", "json_text"},
     "distributed": BASE | {"models"},

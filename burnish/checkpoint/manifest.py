@@ -1,7 +1,8 @@
 """The manifest of a folder, written last. A folder without a valid manifest is incomplete.
 
-``manifest.json`` lists size and SHA-256 of every file below the folder, and contains its own
-checksum, so that any changed byte of a checkpoint is detected.
+``manifest.json`` lists size and checksum of every file below the folder, and contains its own
+checksum, so that any changed byte is detected. Checkpoints have SHA-256. Files of weight transfers,
+which are written and read once per step, have XXH3, computed while they are written.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
+import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from burnish.checkpoint.errors import CheckpointError
@@ -26,6 +29,8 @@ from burnish.small_files import read_small
 MANIFEST = "manifest.json"
 _SCRATCH = f".{MANIFEST}.tmp"
 FORMAT_VERSION = 1
+_PIECE_BYTES = 1 << 20
+"""Bytes hashed at once, which stay in the cache."""
 
 
 class FileRecord(BaseModel):
@@ -36,6 +41,27 @@ class FileRecord(BaseModel):
     num_bytes: int
     sha256: str
     """64 hexadecimal digits"""
+
+    def problem(self, path: Path) -> str | None:
+        """Return the difference of a file's bytes, or None."""
+        return None if _sha256(path) == self.sha256 else _differs(path, "SHA-256")
+
+
+class TransferRecord(BaseModel):
+    """Size and checksum of one file of a weight transfer."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_bytes: int
+    xxh3: str
+    """128-bit XXH3, 32 hexadecimal digits"""
+
+    def problem(self, path: Path) -> str | None:
+        """Return the difference of a file's bytes, or None."""
+        return None if _xxh3(path) == self.xxh3 else _differs(path, "XXH3")
+
+
+Record = FileRecord | TransferRecord
 
 
 class Manifest(BaseModel):
@@ -53,7 +79,7 @@ class Manifest(BaseModel):
     """Training step; None if the folder does not belong to a step"""
     extra: dict[str, Any]
     """Additional JSON values of the writer (a checkpoint store writes ``metric``)"""
-    files: dict[str, FileRecord]
+    files: dict[str, Record]
     """File records by POSIX path relative to the folder, sorted"""
     sha256: str = ""
     """SHA-256 of all other fields"""
@@ -68,22 +94,30 @@ class Manifest(BaseModel):
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def write_manifest(folder: Path, *, extra: Mapping[str, Any], step: int | None = None) -> Manifest:
+def write_manifest(
+    folder: Path,
+    *,
+    extra: Mapping[str, Any],
+    step: int | None = None,
+    records: Mapping[str, Record] = MappingProxyType({}),
+) -> Manifest:
     """Hash every file below ``folder``, then write and fsync its manifest. Call this last.
+    ``records``: those of files that were hashed while they were written, by POSIX path relative to
+    the folder.
 
     Raises OSError if a file cannot be read or written. Raises ValueError or TypeError if ``extra``
     contains values that JSON cannot represent, such as NaN and infinity.
     """
-    paths = _files_below(folder)
+    names = [path.relative_to(folder).as_posix() for path in _files_below(folder)]
     with ThreadPoolExecutor() as pool:
-        records = list(pool.map(_record, paths))
+        files = list(pool.map(lambda name: records.get(name) or _record(folder / name), names))
     manifest = Manifest(
         format=FORMAT_VERSION,
         burnish=_burnish_version(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         step=step,
         extra=json.loads(json.dumps(dict(extra), allow_nan=False)),
-        files={p.relative_to(folder).as_posix(): r for p, r in zip(paths, records, strict=True)},
+        files=dict(zip(names, files, strict=True)),
     )
     return _replace(folder, manifest)
 
@@ -161,7 +195,7 @@ def verify(folder: Path, *, checksums: bool = True) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
 
-    def check(item: tuple[str, FileRecord]) -> str | None:
+    def check(item: tuple[str, Record]) -> str | None:
         name, record = item
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             return f"{folder / MANIFEST} lists {name!r}, which is outside the folder"
@@ -207,7 +241,19 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _problem(path: Path, record: FileRecord, *, checksums: bool) -> str | None:
+def _xxh3(path: Path) -> str:
+    digest, piece = xxhash.xxh3_128(), bytearray(_PIECE_BYTES)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            digest.update(memoryview(piece)[:count])
+    return digest.hexdigest()
+
+
+def _differs(path: Path, kind: str) -> str:
+    return f"{path} is corrupted (its {kind} differs from the manifest's)"
+
+
+def _problem(path: Path, record: Record, *, checksums: bool) -> str | None:
     try:
         about = path.stat()
         if not stat.S_ISREG(about.st_mode):  # reading a pipe or a device may block forever
@@ -215,8 +261,8 @@ def _problem(path: Path, record: FileRecord, *, checksums: bool) -> str | None:
         num_bytes = about.st_size
         if num_bytes != record.num_bytes:
             return f"{path} has {num_bytes} bytes, but {record.num_bytes} in the manifest"
-        if checksums and _sha256(path) != record.sha256:
-            return f"{path} is corrupted (its SHA-256 differs from the manifest's)"
+        if checksums:
+            return record.problem(path)
     except FileNotFoundError:
         return f"{path} is missing"
     except (OSError, ValueError) as error:

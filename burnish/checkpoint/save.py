@@ -21,13 +21,21 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 from burnish.checkpoint.errors import CheckpointError, UnstorableError
-from burnish.checkpoint.manifest import fsync, read_manifest, sync_tree, verify, write_manifest
+from burnish.checkpoint.manifest import (
+    Record,
+    fsync,
+    read_manifest,
+    sync_tree,
+    verify,
+    write_manifest,
+)
 from burnish.checkpoint.reduce import has_only_weights, reduce_to_weights
 from burnish.checkpoint.retention import BestMode, Entry, to_delete
 
@@ -104,12 +112,13 @@ class CheckpointStore:
         *,
         metric: float | None = None,
         num_bytes: int | None = None,
+        records: Mapping[str, Record] = MappingProxyType({}),
     ) -> Path:
         """Save the checkpoint of ``step``, whose files ``write`` creates, and return its folder.
 
         See :meth:`begin`.
         """
-        return self.begin(step, write, metric=metric, num_bytes=num_bytes).finish()
+        return self.begin(step, write, metric=metric, num_bytes=num_bytes, records=records).finish()
 
     def begin(
         self,
@@ -118,6 +127,7 @@ class CheckpointStore:
         *,
         metric: float | None = None,
         num_bytes: int | None = None,
+        records: Mapping[str, Record] = MappingProxyType({}),
     ) -> PendingCheckpoint:
         """Start saving the checkpoint of ``step``: call ``write`` with a temporary folder.
 
@@ -127,7 +137,8 @@ class CheckpointStore:
 
         ``metric`` selects the best checkpoint; with None, NaN or infinity this one is never the
         best. ``num_bytes`` is the expected size, which is compared with the free space first. None:
-        1.1 times the newest checkpoint.
+        1.1 times the newest checkpoint. ``records``: that of
+        :func:`~burnish.checkpoint.manifest.write_manifest`; ``write`` may fill it.
 
         Both methods raise CheckpointError, chained to the cause, on any failure. The temporary
         folder is then removed, and existing checkpoints are unchanged.
@@ -147,7 +158,7 @@ class CheckpointStore:
             with self._atomic(temporary, final):
                 for part in pending:
                     part.wait()
-                write_manifest(temporary, step=step, extra={"metric": metric})
+                write_manifest(temporary, step=step, extra={"metric": metric}, records=records)
                 sync_tree(temporary)
                 self._publish(temporary, final)
             self._retire()

@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from burnish.checkpoint.errors import CheckpointError, UnstorableError
+from burnish.host_copies import to_host
 from burnish.small_files import read_small
 
 FORMAT_VERSION = 1
@@ -241,7 +242,7 @@ def _plain(value: Tensor, path: str) -> Tensor:
             f"state entry {path} is a {value.layout} tensor of {value.dtype}, which safetensors "
             "cannot store: convert it first"
         )
-    return value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return to_host(value.detach().resolve_conj().resolve_neg())
 
 
 _DTYPES = frozenset(

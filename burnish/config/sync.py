@@ -65,7 +65,7 @@ class LinkSync(_Sending):
 
 
 class DiskSync(_Sending):
-    """Safetensors files in a folder shared by all processes."""
+    """Files in a folder shared by all processes."""
 
     kind: Literal["disk"]
     folder: PathText

@@ -19,6 +19,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from burnish.host_copies import to_host
+
 log = logging.getLogger("burnish")
 
 BUFFERS = "buffer.safetensors"
@@ -84,10 +86,7 @@ def buffers_now(model: nn.Module) -> dict[str, Tensor]:
 
     A checkpoint written while training continues thus contains their current values.
     """
-    return {
-        name: buffer.detach().to("cpu", copy=True).contiguous()
-        for name, buffer in persistent_buffers(model)
-    }
+    return {name: to_host(buffer, copy=True) for name, buffer in persistent_buffers(model)}
 
 
 def num_buffer_bytes(model: nn.Module) -> int:

@@ -9,16 +9,19 @@ is therefore self-describing, and readers are independent of the number of ranks
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+
+from burnish.host_copies import HostStream
 
 Rows = tuple[int, int]
 """Rows [begin, end) along the first dimension."""
@@ -145,13 +148,133 @@ def in_parts(
     """Yield copies of ``tensors`` on the CPU, in parts of at least ``least_bytes`` (except for the
     last)."""
     part: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        part[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        if sum(each.nbytes for each in part.values()) >= least_bytes:
-            yield part
-            part = {}
+    with HostStream() as stream:
+        for name, tensor in tensors:
+            part[name] = stream.copy(tensor)
+            if sum(each.nbytes for each in part.values()) >= least_bytes:
+                stream.flush()
+                yield part
+                part = {}
+        stream.flush()
     if part:
         yield part
+
+
+# ---- writing ---------------------------------------------------------------------------------
+
+_FORMATS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+"""Names of dtypes in safetensors files."""
+HEADER_BYTES = 1 << 20
+"""Room for the header of a file whose tensors are not known when it is begun."""
+MAX_TENSORS = 2048
+"""Most tensors in such a file: 512 bytes of header for each."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def save_tensors(
+    tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file of tensors on any device. Host memory is used for two pinned buffers
+    at most: the writer of the library copies all tensors first. Raises OSError."""
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # aligned
+    infos = [TensorInfo(name, tuple(tensors[name].shape), tensors[name].dtype) for name in ordered]
+    write_tensors(path, infos, (tensors[name] for name in ordered), metadata)
+
+
+def write_tensors(
+    path: Path,
+    infos: Sequence[TensorInfo],
+    tensors: Iterable[Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a safetensors file of ``tensors``, which are consumed one at a time and converted to
+    the dtypes of ``infos``. Raises OSError."""
+    with path.open("wb") as file, HostStream() as stream:
+        file.write(_header(infos, metadata))
+        for info, tensor in zip(infos, tensors, strict=True):
+            stream.add(tensor, partial(_append, file), info.dtype)
+
+
+class GrowingTensorFile:
+    """A safetensors file whose tensors are not known in advance, for :data:`MAX_TENSORS`. Its
+    header is written last, into room that is left for it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.infos, self.num_bytes = path, list[TensorInfo](), 0
+        self._file, self._stream = path.open("wb"), HostStream()
+        self._file.seek(HEADER_BYTES)
+
+    def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+        """Append a tensor, converted to ``dtype``."""
+        self._stream.add(tensor, partial(_append, self._file), dtype)
+        self.infos.append(TensorInfo(name, tuple(tensor.shape), dtype))
+        self.num_bytes += self.infos[-1].num_bytes
+
+    def close(self) -> Path:
+        """Complete the file and return its path."""
+        with self._file:
+            self._stream.flush()
+            self._file.seek(0)
+            self._file.write(_header(self.infos, None, num_bytes=HEADER_BYTES))
+        return self.path
+
+
+def _append(file: BinaryIO, data: Tensor) -> None:
+    file.write(data.numpy().data)
+
+
+def _header(
+    infos: Sequence[TensorInfo],
+    metadata: Mapping[str, str] | None,
+    *,
+    num_bytes: int | None = None,
+) -> bytes:
+    """Return the header of a safetensors file with these tensors, one after the other.
+    ``num_bytes``: its size, with the length at its begin; None: as small as possible."""
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for info in infos:
+        begin, end = end, end + info.num_bytes
+        header[info.name] = {
+            "dtype": _FORMATS[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    size = 8 + len(text) + -len(text) % 8 if num_bytes is None else num_bytes
+    if 8 + len(text) > size:
+        raise ValueError(f"the header of {len(infos)} tensors does not fit into {size} bytes")
+    return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
 
 
 def write_shard_file(
@@ -171,8 +294,8 @@ def write_shard_file(
     where = {
         key: [tensor_shard.begin, list(tensor_shard.shape)] for key, tensor_shard in written.items()
     }
-    tensors = {key: tensor_shard.tensor.contiguous() for key, tensor_shard in written.items()}
-    save_file(tensors, path, metadata={"format": "pt", "pieces": json.dumps(where)})
+    tensors = {key: tensor_shard.tensor for key, tensor_shard in written.items()}
+    save_tensors(tensors, path, metadata={"format": "pt", "pieces": json.dumps(where)})
     return path
 
 

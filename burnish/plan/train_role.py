@@ -14,6 +14,8 @@ from burnish.config.arithmetic import BatchPlan
 from burnish.config.model import LoraConfig, ModelConfig
 from burnish.config.placement_rules import PHASE_OF
 from burnish.config.roles import JobSpec, TrainRole
+from burnish.config.sync import LinkSync, SyncConfig
+from burnish.host_copies import BUFFER_BYTES
 from burnish.models.attention_kernel import Use, choose_kernel
 from burnish.models.auto_class import language_model_class
 from burnish.models.load import ModelError
@@ -54,7 +56,12 @@ def train_role(context: Context, role: TrainRole) -> RoleMemory:
         peaks[name] = with_teacher(role, pass_peaks, work)
         guessed = max(guessed, extra)
         notes += [f"{role.name}: {note}"] if note else []
-    always = (*overhead(context, role.ranks), *profile.state(), *teacher_head(role))
+    always = (
+        *overhead(context, role.ranks),
+        *_host_buffers(context, role),
+        *profile.state(),
+        *teacher_head(role),
+    )
     passing = {
         name: _in_pass(profile, peaks[name], accumulates=work.accumulates)
         for name, work in passes.items()
@@ -68,7 +75,7 @@ def train_role(context: Context, role: TrainRole) -> RoleMemory:
     first: dict[str, Items] = {}
     if role.sync is not None:
         passing["sync"] = tuple(profile.weight_transfer())
-        first = _object_store(context, setup)
+        first = _object_store(context, setup, role.sync)
     resident = {phase: always for phase in PHASES}
     resident["load"] = tuple(i for i in always if not i.how.startswith("moments"))
     worst = max(model_state.total(items) for items in passing.values())
@@ -282,9 +289,18 @@ def _at_stage(profile: TrainEngineProfile, peaks: Peaks, stage: str, accumulates
     return tuple(i for i in items if i.bytes)
 
 
-def _object_store(context: Context, setup: EngineSetup) -> dict[str, Items]:
-    """Return the weights of the last sync in shared memory. In runs whose sampling and training
-    overlap, the next version is staged before all workers have loaded the last one."""
+def _host_buffers(context: Context, role: TrainRole) -> Items:
+    """Return the pinned buffers through which weights and checkpoints leave a GPU."""
+    if context.hardware.gpu is None or not role.trainable:
+        return ()
+    how = f"pinned buffers for copies to the host: 2 x {BUFFER_BYTES / 1e9:.3g} GB"
+    return (Item("overhead", 2 * BUFFER_BYTES, how, "host"),)
+
+
+def _object_store(context: Context, setup: EngineSetup, sync: SyncConfig) -> dict[str, Items]:
+    """Return the weights of the last sync in shared memory, and the sender's pinned buckets. In
+    runs whose sampling and training overlap, the next version is staged before all workers have
+    loaded the last one."""
     if not context.has_store:
         return {}
     size = setup.model.parameters * setup.weight_size
@@ -293,7 +309,11 @@ def _object_store(context: Context, setup: EngineSetup) -> dict[str, Items]:
     if rollout is not None and rollout.overlaps:
         formula = f"staged weights, two versions of {size / 1e9:.3g} GB in Ray's object store"
         item = Item("parameters", 2 * size, formula, "host")
-    return {phase: (item,) for phase in PHASES if phase != "load"}
+    items = [item]
+    if context.hardware.gpu is not None and isinstance(sync, LinkSync):
+        how = f"pinned buckets of the weight transfer: 2 x {sync.bucket_bytes / 1e9:.3g} GB"
+        items.append(Item("overhead", 2 * sync.bucket_bytes, how, "host"))
+    return {phase: tuple(items) for phase in PHASES if phase != "load"}
 
 
 MORE_BUFFERS = {"forward_kl": 4, "reverse_kl": 5, "jsd": 5}

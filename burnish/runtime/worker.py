@@ -30,6 +30,7 @@ from burnish.checkpoint.save import PendingSave
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.sync import DiskSync, LinkSync
 from burnish.distributed.process_group import RankGroup
+from burnish.host_copies import HostBuffers
 from burnish.models.load import DTYPES, load_tokenizer
 from burnish.observe.memory import MemoryPeak, PhasePeaks
 from burnish.observe.timeline import Timeline
@@ -355,17 +356,18 @@ class TrainWorker(Worker):
         if self.info.rank != 0:
             drain(weights)
             return
-        buffer = torch.empty(options.bucket_bytes, dtype=torch.uint8)
+        buffers = HostBuffers(options.bucket_bytes, self.info.device)
         dtype = None if options.dtype is None else DTYPES[options.dtype]
         version = self.engine.version
         try:
             for message, payload in messages(
                 weights,
-                lambda: buffer,
+                buffers.take,
                 push=push,
                 version=version,
                 dtype=dtype,
                 check=options.verify,
+                ahead=buffers.pinned,
             ):
                 # Ray copies each yielded value before it requests the next.
                 yield payload.numpy()

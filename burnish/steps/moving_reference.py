@@ -8,14 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from burnish.checkpoint.reduce import REFERENCE
 from burnish.config.model import ReferenceConfig
 from burnish.distributed.process_group import RankGroup
 from burnish.models.load import ModelError
-from burnish.models.tensor_files import TensorFiles, in_parts
+from burnish.models.tensor_files import TensorFiles, in_parts, save_tensors
 from burnish.sync.engine import drain
 from burnish.train.base import HasLogprobs, MixableModel, TrainEngine
 from burnish.train.state import write_together
@@ -83,7 +82,7 @@ class MovingReference:
             folder.mkdir(parents=True, exist_ok=True)
             self.num_bytes = 0
             for number, part in enumerate(in_parts(weights, _FILE_BYTES), start=1):
-                save_file(part, folder / f"weights{number}.safetensors")
+                save_tensors(part, folder / f"weights{number}.safetensors")
                 self.num_bytes += sum(tensor.nbytes for tensor in part.values())
         finally:
             drain(weights)  # the other ranks wait in the same gathers

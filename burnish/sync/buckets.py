@@ -7,11 +7,14 @@ bucket is split over several, so that buffers can be smaller than an embedding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from burnish.host_copies import HostStream
 from burnish.models.buffers import wanted_dtype
+from burnish.rollout.weights import Shape
 from burnish.sync.base import Bucket, BucketEntry, End
 from burnish.sync.checksum import checksum
 
@@ -24,8 +27,11 @@ MAX_ENTRIES = 4096
 class _Open:
     """The bucket being filled."""
 
-    def __init__(self, buffer: Tensor) -> None:
+    def __init__(self, buffer: Tensor, stream: HostStream) -> None:
         self.buffer, self.entries, self.used = buffer, list[BucketEntry](), 0
+        self.stream = stream
+        self.complete: Callable[[], None] | None = None
+        """Waits for the copies from a GPU. None: still being filled."""
 
     @property
     def room(self) -> int:
@@ -33,22 +39,28 @@ class _Open:
             return -1
         return self.buffer.numel() - _aligned(self.used)
 
-    def add(self, name: str, tensor: Tensor, dtype: torch.dtype, begin: int) -> int:
-        """Copy as much of ``tensor``, from byte ``begin``, as fits; return the number of bytes
-        copied."""
-        total = tensor.numel() * dtype.itemsize
+    def add(self, name: str, shape: Shape, flat: Tensor, dtype: torch.dtype, begin: int) -> int:
+        """Copy as much of a flattened tensor, from byte ``begin``, as fits; return the number of
+        bytes copied."""
+        total = flat.numel() * dtype.itemsize
         count = min(total - begin, self.room // dtype.itemsize * dtype.itemsize)
         offset, first = _aligned(self.used), begin // dtype.itemsize
         target = self.buffer[offset : offset + count].view(dtype)
-        target.copy_(tensor.reshape(-1)[first : first + target.numel()])  # casts to dtype
-        shape = tuple(tensor.shape)
+        self.stream.fill(target, flat.narrow(0, first, target.numel()))
         name_of = str(dtype).removeprefix("torch.")
         self.entries.append(BucketEntry(name, shape, name_of, offset, begin=begin, num_bytes=count))
         self.used = offset + count
         return count
 
+    def submitted(self) -> Self:
+        """Return the bucket, with nothing to be added."""
+        self.complete = self.stream.submit()
+        return self
+
     @property
     def filled(self) -> tuple[tuple[BucketEntry, ...], Tensor]:
+        assert self.complete is not None
+        self.complete()
         return tuple(self.entries), self.buffer[: self.used]
 
 
@@ -58,6 +70,7 @@ def pack(
     take_buffer: Callable[[], Tensor],
     *,
     dtype: torch.dtype | None = None,
+    ahead: bool = False,
 ) -> Iterator[tuple[tuple[BucketEntry, ...], Tensor]]:
     """Yield (entries, uint8 payload) of each bucket. Floating-point weights are cast to ``dtype``
     (None: unchanged); buffers keep their dtype.
@@ -65,21 +78,43 @@ def pack(
     ``take_buffer`` returns the next uint8 buffer to fill, of at least 16 bytes and a multiple of
     16. It is called once the first tensor of a bucket is available. Gathering that tensor therefore
     overlaps with the transfer of earlier buckets.
+
+    ``ahead``: a bucket is yielded once the next one is being copied from a GPU, so ``take_buffer``
+    must have two buffers in turn. It reuses one after the bucket in it was consumed.
     """
+    if not ahead:
+        yield from (bucket.filled for bucket in _fill(weights, take_buffer, dtype))
+        return
+    last: _Open | None = None
+    for bucket in _fill(weights, take_buffer, dtype):
+        if last is not None:
+            yield last.filled
+        last = bucket
+    if last is not None:
+        yield last.filled
+
+
+def _fill(
+    weights: Iterable[tuple[str, Tensor]],
+    take_buffer: Callable[[], Tensor],
+    dtype: torch.dtype | None,
+) -> Iterator[_Open]:
+    """Yield each bucket, whose copies from a GPU may not be complete."""
     bucket: _Open | None = None
-    for name, tensor in weights:
-        target_dtype = wanted_dtype(tensor, dtype)
-        tensor = tensor.detach().contiguous()
-        total, begin = tensor.numel() * target_dtype.itemsize, 0
-        if bucket is not None and total > bucket.room:
-            yield bucket.filled
-            bucket = None
-        bucket = bucket or _Open(take_buffer())
-        while (begin := begin + bucket.add(name, tensor, target_dtype, begin)) < total:
-            yield bucket.filled
-            bucket = _Open(take_buffer())
-    if bucket is not None:
-        yield bucket.filled
+    with HostStream() as stream:
+        for name, tensor in weights:
+            target_dtype = wanted_dtype(tensor, dtype)
+            flat, shape = tensor.detach().reshape(-1), tuple(tensor.shape)
+            total, begin = flat.numel() * target_dtype.itemsize, 0
+            if bucket is not None and total > bucket.room:
+                yield bucket.submitted()
+                bucket = None
+            bucket = bucket or _Open(take_buffer(), stream)
+            while (begin := begin + bucket.add(name, shape, flat, target_dtype, begin)) < total:
+                yield bucket.submitted()
+                bucket = _Open(take_buffer(), stream)
+        if bucket is not None:
+            yield bucket.submitted()
 
 
 def messages(
@@ -90,14 +125,15 @@ def messages(
     version: int,
     dtype: torch.dtype | None = None,
     check: bool = True,
+    ahead: bool = False,
 ) -> Iterator[tuple[Bucket, Tensor] | tuple[End, Tensor]]:  # house: ok all that a transfer is
     """Yield all messages of a transfer: (header, uint8 payload) of every bucket, then the end with
     an empty payload.
 
-    ``take_buffer`` and ``dtype``: see :func:`pack`.
+    ``take_buffer``, ``dtype`` and ``ahead``: see :func:`pack`.
     """
     index = num_tensors = num_bytes = 0
-    for entries, payload in pack(weights, take_buffer, dtype=dtype):
+    for entries, payload in pack(weights, take_buffer, dtype=dtype, ahead=ahead):
         digest = checksum(payload) if check else ""
         yield Bucket(push, version, index, payload.numel(), digest, entries=entries), payload
         index += 1

@@ -6,14 +6,15 @@ complete, its manifest with sizes and checksums is written last, and it is renam
 writer that is killed therefore leaves no folder that appears complete:
 
     step_000007/              the 8th push of this folder (the version is in sync.json)
-      weights-00000.safetensors, weights-00001.safetensors, ...
-      sync.json               version; name and shape of every weight
-      manifest.json           size and SHA-256 of each file
+      weights-00000.bin, weights-00001.bin, ...     the bytes of each bucket
+      sync.json               version, and the headers of the buckets (``base.py``)
+      manifest.json           size and checksum of each file: XXH3 of weights, SHA-256 of others
 
-A receiver checks all names and, unless ``check`` is off, every byte before it yields the first
-tensor. A damaged transfer that it detects therefore never leaves an engine partly overwritten.
-There are no acknowledgments. The sender waits for no receiver. A receiver waits until the requested
-version (or any new one) exists.
+The bytes of a weight are hashed, written, and flushed to the disk while the next ones are copied
+from the GPU. A receiver checks all names and, unless ``check`` is off, every byte before it yields
+the first tensor. A damaged transfer that it detects therefore never leaves an engine partly
+overwritten. There are no acknowledgments. The sender waits for no receiver. A receiver waits until
+the requested version (or any new one) exists.
 
 Each start of a trainer needs its own folder: transfers of an earlier start contain versions too.
 """
@@ -21,27 +22,47 @@ Each start of a trainer needs its own folder: transfers of an earlier start cont
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+import xxhash
 from torch import Tensor
 
 from burnish.checkpoint import CheckpointError, CheckpointStore
-from burnish.checkpoint.manifest import verify
+from burnish.checkpoint.manifest import Record, TransferRecord, verify
 from burnish.config.model import Dtype
+from burnish.host_copies import HostStream
 from burnish.models.buffers import wanted_dtype
 from burnish.models.load import DTYPES
 from burnish.rollout.weights import Shape, WeightNameCheck
-from burnish.sync.base import LinkError, Metrics, SyncError, mismatch_at, sync_metrics
+from burnish.sync.base import (
+    Bucket,
+    BucketEntry,
+    End,
+    LinkError,
+    Metrics,
+    SyncError,
+    decode,
+    encode,
+    mismatch_at,
+    sync_metrics,
+)
+from burnish.sync.buckets import ALIGN, MAX_ENTRIES
 from burnish.sync.engine import HasWeights, drain
+from burnish.sync.snapshot import SnapshotSource
+from burnish.sync.source import BucketTransfer
 
 CONTENTS = "sync.json"
+SHORTEST_POLL_S = 0.005
+SMALL_BYTES = 1 << 20
+"""Parts below this size are hashed in the thread that writes them."""
 Weights = Iterator[tuple[str, Tensor]]
 
 
@@ -63,6 +84,7 @@ class DiskSender:
     ) -> None:
         self.policy, self.bucket_bytes = policy, bucket_bytes
         self.dtype = None if dtype is None else DTYPES[dtype]
+        self._num_bytes = 0
         self._store = None
         if folder is not None:
             self._store = CheckpointStore(folder, keep_last=keep, best_mode="max")
@@ -79,10 +101,13 @@ class DiskSender:
             return {}
         version = self.policy.version
         number = max((push_number(p) for p in self._store.all()), default=-1) + 1
-        sizes: list[int] = []
-        """Bytes of tensors in each file."""
+        records: dict[str, Record] = {}
         try:
-            self._store.save(number, lambda folder: self._write(folder, weights, version, sizes))
+            self._store.save(
+                number,
+                lambda folder: self._write(folder, weights, version, records),
+                records=records,
+            )
         except CheckpointError as error:
             drain(weights)  # the other ranks wait in the same gathers
             raise SyncError(
@@ -90,37 +115,150 @@ class DiskSender:
                 f"{error}; check the disk, then push again"
             ) from error
         seconds = time.perf_counter() - started
-        return sync_metrics(version, sum(sizes), buckets=len(sizes), seconds=seconds)
+        return sync_metrics(version, self._num_bytes, buckets=len(records), seconds=seconds)
 
     def close(self) -> None:
         """Do nothing: pushed weights remain on disk."""
 
-    def _write(self, folder: Path, weights: Weights, version: int, sizes: list[int]) -> None:
-        names = WeightNameCheck(None)
-        for part in self._parts(weights, names, f"version {version}"):
-            save_file(part, folder / f"weights-{len(sizes):05d}.safetensors")
-            sizes.append(sum(t.nbytes for t in part.values()))
-        contents = {"version": version, "weights": names.given}
+    def _write(
+        self, folder: Path, weights: Weights, version: int, records: dict[str, Record]
+    ) -> None:
+        with BucketFiles(folder, version, self.bucket_bytes) as files:
+            names = WeightNameCheck(None)
+            for name, tensor in weights:
+                with mismatch_at(f"version {version}"):
+                    names.add(name, tuple(tensor.shape))
+                files.add(name, tensor, wanted_dtype(tensor, self.dtype))
+            headers, self._num_bytes = files.finish()
+        records.update(files.records)
+        contents = {"version": version, "headers": [header.decode() for header in headers]}
         (folder / CONTENTS).write_text(json.dumps(contents), encoding="utf-8")
 
-    def _parts(
-        self, weights: Weights, names: WeightNameCheck, where: str
-    ) -> Iterator[dict[str, Tensor]]:
-        """Yield the tensors of each file."""
-        part: dict[str, Tensor] = {}
-        size = 0
-        for name, tensor in weights:
-            with mismatch_at(where):
-                names.add(name, tuple(tensor.shape))
-            target_dtype = wanted_dtype(tensor, self.dtype)
-            # Always copy: a tensor of a sharded engine is valid only until the next one.
-            copy = tensor.detach().to("cpu", target_dtype, copy=True).contiguous()
-            if part and size + copy.nbytes > self.bucket_bytes:
-                yield part
-                part, size = {}, 0
-            part[name] = copy
-            size += copy.nbytes
-        yield part
+
+class BucketFiles:
+    """The files of one transfer. A tensor is in one file; a file has at most ``bucket_bytes``
+    unless its only tensor is larger."""
+
+    def __init__(self, folder: Path, version: int, bucket_bytes: int) -> None:
+        self.folder, self.version, self.bucket_bytes = folder, version, bucket_bytes
+        self.records: dict[str, Record] = {}
+        self._stream = HostStream()
+        self._files: list[_HashedFile] = []
+        self._buckets: list[list[BucketEntry]] = []
+        self._hashing = ThreadPoolExecutor(1)
+        self._closing = ThreadPoolExecutor(1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for file in self._files:
+            file.abandon()
+        self._hashing.shutdown()
+        self._closing.shutdown()
+
+    def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+        """Write a tensor, converted to ``dtype``. It may change or be freed afterwards."""
+        num_bytes = tensor.numel() * dtype.itemsize
+        used = self._files[-1].size if self._files else 0
+        offset = -(-used // ALIGN) * ALIGN
+        entries = self._buckets[-1] if self._buckets else []
+        full = offset + num_bytes > self.bucket_bytes or len(entries) == MAX_ENTRIES
+        if not self._files or (full and used):
+            self._next_file()
+            offset = used = 0
+        file = self._files[-1]
+        if offset > used:
+            self._stream.add(torch.zeros(offset - used, dtype=torch.uint8), file.write)
+        self._stream.add(tensor, file.write, dtype)
+        file.size = offset + num_bytes
+        format_name = str(dtype).removeprefix("torch.")
+        entry = BucketEntry(name, tuple(tensor.shape), format_name, offset, 0, num_bytes)
+        self._buckets[-1].append(entry)
+
+    def finish(self) -> tuple[list[bytes], int]:
+        """Complete all files. Return the headers, with the end, and the size of all tensors."""
+        self._stream.flush()
+        for file in self._files:
+            file.close_soon()
+        headers = []
+        for index, (file, entries) in enumerate(zip(self._files, self._buckets, strict=True)):
+            self.records[file.path.name] = file.record()
+            # the manifest has the checksum
+            bucket = Bucket(0, self.version, index, file.size, "", tuple(entries))
+            headers.append(encode(bucket))
+        every = [entry for entries in self._buckets for entry in entries]
+        total = sum(entry.num_bytes for entry in every)
+        end = End(0, self.version, len(self._files), len(every), total)
+        return [*headers, encode(end)], total
+
+    def _next_file(self) -> None:
+        path = self.folder / f"weights-{len(self._files):05d}.bin"
+        before = self._files[-1] if self._files else None
+        self._files.append(_HashedFile(path, before, self._hashing, self._closing))
+        self._buckets.append([])
+
+
+class _HashedFile:
+    """A file whose bytes are hashed while they are written, and that is flushed to the disk while
+    the next one is written."""
+
+    def __init__(
+        self,
+        path: Path,
+        before: _HashedFile | None,
+        hashing: ThreadPoolExecutor,
+        closing: ThreadPoolExecutor,
+    ) -> None:
+        self.path, self.size = path, 0
+        self._before, self._hashing, self._closing = before, hashing, closing
+        self._file = path.open("wb", buffering=0)
+        self._digest = xxhash.xxh3_128()
+        self._closed: Future[None] | None = None
+
+    def write(self, part: Tensor) -> None:
+        """Append bytes, uint8 [n] on the CPU."""
+        if self._before is not None:  # its bytes come first, so all of them are written
+            self._before.close_soon()
+            self._before = None
+        data = part.numpy().data
+        if len(data) < SMALL_BYTES:
+            self._digest.update(data)
+            self._write(data)
+        else:
+            hashed = self._hashing.submit(self._digest.update, data)
+            self._write(data)
+            hashed.result()
+
+    def close_soon(self) -> None:
+        """Flush the file to the disk and close it, in another thread."""
+        if self._closed is None:
+            self._closed = self._closing.submit(self._close)
+
+    def record(self) -> TransferRecord:
+        """Wait until the file is on the disk; return its size and checksum. Raises OSError."""
+        assert self._closed is not None
+        self._closed.result()
+        return TransferRecord(num_bytes=self.size, xxh3=self._digest.hexdigest())
+
+    def abandon(self) -> None:
+        """Close the file if it is open."""
+        if self._closed is None:
+            self._file.close()
+
+    def _write(self, data: memoryview) -> None:
+        done = 0
+        while done < len(data):  # a write may be short, and is limited to 2 GiB
+            done += self._file.write(data[done:])
+
+    def _close(self) -> None:
+        with self._file:
+            os.fsync(self._file.fileno())
 
 
 class DiskSource:
@@ -142,9 +280,11 @@ class DiskSource:
         self.expected = expected
         self._last = -1
         """Number of the last push that was loaded."""
+        self._versions: dict[str, int] = {}
+        """Versions of pushes, by the name of their folder."""
 
     @contextmanager
-    def open(self, version: int | None = None) -> Iterator[DiskTransfer]:
+    def open(self, version: int | None = None) -> Iterator[BucketTransfer]:
         """Wait for the newest transfer of ``version`` (None: for one newer than the last loaded).
 
         Raises LinkError after a timeout. Raises SyncError if the transfer is damaged or of another
@@ -158,21 +298,28 @@ class DiskSource:
                 "loaded; push again"
             )
         try:
-            transfer = DiskTransfer(push, self.expected)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            headers = read_headers(push)
+            names = _names(headers, self.expected, push)
+        except (OSError, ValueError, KeyError) as error:
+            if isinstance(error, SyncError):
+                raise
             raise SyncError(
                 f"{push} cannot be read: {error}. None of its weights were loaded; push again"
             ) from error
-        yield transfer
-        self._last, self.expected = push_number(push), transfer.shapes
+        payloads = (_mapped(file).numpy() for file in sorted(push.glob("weights-*.bin")))
+        source = SnapshotSource(headers, payloads, expected=names, check=False)
+        with source.open() as transfer:
+            yield transfer
+        self._last, self.expected = push_number(push), names
 
     def close(self) -> None:
         """Do nothing: there is no connection."""
 
     def _wait_for(self, version: int | None) -> Path:
-        deadline = time.monotonic() + self.timeout_s
+        started = time.monotonic()
         while (push := self._find(version)) is None:
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - started
+            if waited > self.timeout_s:
                 have = [f"{p.name} (version {self._version(p)})" for p in self._pushes()]
                 awaited = "a new version" if version is None else f"version {version}"
                 raise LinkError(
@@ -180,7 +327,7 @@ class DiskSource:
                     f"{self.timeout_s:g} s; found: {', '.join(have) or 'nothing'}. Check whether "
                     "the trainer is running and writes to this folder, or raise sync.timeout_s"
                 )
-            time.sleep(self.poll_s)
+            time.sleep(min(max(waited / 10, SHORTEST_POLL_S), self.poll_s))
         return push
 
     def _pushes(self) -> list[Path]:
@@ -195,47 +342,42 @@ class DiskSource:
                 return path
         return None
 
-    @staticmethod
-    def _version(path: Path) -> int | None:
+    def _version(self, path: Path) -> int | None:
         """Return the version of a push. None if the file is missing or unreadable; the manifest
         check reports the cause."""
-        with suppress(OSError, ValueError, KeyError):
-            return int(json.loads((path / CONTENTS).read_text(encoding="utf-8"))["version"])
-        return None
+        if path.name not in self._versions:
+            with suppress(OSError, ValueError, KeyError):
+                contents = json.loads((path / CONTENTS).read_text(encoding="utf-8"))
+                self._versions[path.name] = int(contents["version"])
+        return self._versions.get(path.name)
 
 
-class DiskTransfer:
-    """One transfer on disk. Implements :class:`burnish.sync.base.WeightTransfer`."""
+def read_headers(push: Path) -> list[bytes]:
+    """Return the headers of a transfer's buckets, then that of its end."""
+    contents: dict[str, Any] = json.loads((push / CONTENTS).read_text(encoding="utf-8"))
+    return [header.encode() for header in contents["headers"]]
 
-    def __init__(self, folder: Path, expected: Mapping[str, Shape] | None) -> None:
-        """Raises SyncError if the weights are not the expected ones."""
-        contents: dict[str, Any] = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))
-        self.version = int(contents["version"])
-        self._files = sorted(folder.glob("weights-*.safetensors"))
-        self.num_bytes, self.num_buckets = 0, len(self._files)
-        names = WeightNameCheck(expected)
-        for file in self._files:
-            with safe_open(file, "pt") as opened, mismatch_at(file.name):
-                for name in opened.keys():  # noqa: SIM118 (it is no dict)
-                    names.add(name, tuple(opened.get_slice(name).get_shape()))
-        with mismatch_at(str(folder)):
-            names.complete()
-        self.shapes = names.given
-        listed = {name: tuple(shape) for name, shape in contents["weights"].items()}
-        if listed != self.shapes:
-            raise SyncError(
-                f"{folder} contains {len(self.shapes)} weights, but its {CONTENTS} lists "
-                f"{len(listed)} (or other shapes); push again"
-            )
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor)."""
-        for file in self._files:
-            with safe_open(file, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    tensor: torch.Tensor = opened.get_tensor(name)
-                    self.num_bytes += tensor.nbytes
-                    yield name, tensor
+def _names(
+    headers: Sequence[bytes], expected: Mapping[str, Shape] | None, push: Path
+) -> Mapping[str, Shape]:
+    """Return the shape of every weight of a transfer. Raises SyncError if they are not the expected
+    ones."""
+    names = WeightNameCheck(expected)
+    with mismatch_at(str(push)):
+        for message in map(decode, headers):
+            for entry in message.entries if isinstance(message, Bucket) else ():
+                names.add(entry.name, entry.shape)
+        names.complete()
+    return names.given
+
+
+def _mapped(file: Path) -> Tensor:
+    """Return the bytes of a file, which are read when they are used."""
+    size = file.stat().st_size
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_file(str(file), size=size, dtype=torch.uint8)
 
 
 def push_number(folder: Path) -> int:

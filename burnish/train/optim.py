@@ -27,6 +27,7 @@ from burnish.config.model import PrecisionConfig
 from burnish.config.train import TrainConfig
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.distributed.tensor_parallel import TensorParallelPlan
+from burnish.host_copies import HostStream
 from burnish.models.buffers import plain_name
 from burnish.models.islands import fp32_names
 from burnish.models.load import DTYPES
@@ -412,12 +413,19 @@ class Optimizer:
 
         ``copy``: the shards do not change while training continues. All ranks take part.
         """
-        return {
-            kind: {n: self._tensor_shard(kind, n, t, copy=copy) for n, t in tensors.items()}
-            for kind, tensors in self.tensors().items()
-        }
+        kinds: dict[str, dict[str, TensorShard]] = {}
+        with HostStream() as stream:
+            for kind, tensors in self.tensors().items():
+                shards = {name: self._tensor_shard(kind, name, t) for name, t in tensors.items()}
+                kinds[kind] = {
+                    name: replace(shard, tensor=stream.copy(shard.tensor))
+                    if copy or shard.tensor.device.type != "cpu"
+                    else shard
+                    for name, shard in shards.items()
+                }
+        return kinds
 
-    def _tensor_shard(self, kind: str, name: str, tensor: Tensor, *, copy: bool) -> TensorShard:
+    def _tensor_shard(self, kind: str, name: str, tensor: Tensor) -> TensorShard:
         shard, plan = self._state_shard(kind, name), self.tp_plan
         if not tensor.ndim:
             tensor_shard = TensorShard(tensor, 0, ())
@@ -431,7 +439,7 @@ class Optimizer:
                 tensor_shard = TensorShard(tensor, rows[0], shape)
             else:
                 tensor_shard = plan.tensor_shard(name, tensor, rows=rows, shape=shape, dims=dims)
-        return replace(tensor_shard, tensor=tensor_shard.tensor.detach().to("cpu", copy=copy))
+        return tensor_shard
 
 
 def _adds_to(master: Tensor) -> Callable[[Tensor], None]:

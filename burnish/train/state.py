@@ -37,10 +37,11 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from burnish.config.model import ModelConfig
 from burnish.distributed.process_group import RankGroup
+from burnish.host_copies import HostStream
 from burnish.models.buffers import BUFFERS
 from burnish.models.composite import copy_processor
 from burnish.models.end_tokens import with_end_tokens
-from burnish.models.tensor_files import TensorFiles, tensor_sets
+from burnish.models.tensor_files import TensorFiles, TensorInfo, tensor_sets, write_tensors
 from burnish.small_files import read_small
 from burnish.train.spec import EngineSpec
 
@@ -132,10 +133,13 @@ class Shards:
         ``pick`` maps a flat master to the tensor to gather: the master itself, or a moment in the
         same layout. ``only``: some of the shards.
         """
+        stream = HostStream()
         for shard in self.all if only is None else only:
             full = torch.zeros(shard.numel)
             if shard.flat is not None:
-                full[shard.start : shard.start + shard.count] = shard.of(pick(shard.flat)).cpu()
+                part = full[shard.start : shard.start + shard.count]
+                stream.fill(part, shard.of(pick(shard.flat)))
+                stream.flush()
             if not self.replicated:
                 self.ranks.all_reduce_([full])  # exact: an entry is 0 on all ranks but one
             yield full.view(shard.shape)
@@ -201,11 +205,13 @@ class ShardedState:
         ranks, error = self.shards.ranks, None
         for kind, tensors in self._kinds().items():
             parts = self._parts.get(kind, self.shards.all)
-            shapes = [(s.name, () if kind == "step" else s.shape) for s in parts]
+            infos = [
+                TensorInfo(s.name, () if kind == "step" else s.shape, torch.float32) for s in parts
+            ]
             try:
                 if ranks.rank == 0 and error is None:
                     folder.mkdir(parents=True, exist_ok=True)
-                    write_tensors(folder / f"{kind}.safetensors", shapes, tensors)
+                    write_tensors(folder / f"{kind}.safetensors", infos, tensors)
             except OSError as failed:
                 error = failed
             for _ in tensors:  # the other ranks wait for this one in every parameter
@@ -258,25 +264,6 @@ class ShardedState:
                 read_into(kinds[name], self._parts[name], partial(self._moment, name))
         if self.ema:  # an EMA enabled after that save starts from these weights
             read_into(kinds.get("ema", master), shards.all, lambda flat: self.ema[id(flat)])
-
-
-def write_tensors(
-    path: Path, names: Sequence[tuple[str, Shape]], tensors: Iterable[Tensor]
-) -> None:
-    """Write a safetensors file of fp32 ``tensors``, consuming and writing them one at a time.
-
-    The library's own writer needs all tensors in memory at once.
-    """
-    header, end = {}, 0
-    for name, shape in names:
-        begin, end = end, end + 4 * torch.Size(shape).numel()
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            file.write(tensor.detach().float().contiguous().numpy().tobytes())
 
 
 def check_names(files: TensorFiles, shapes: Mapping[str, Shape]) -> None:

@@ -37,7 +37,7 @@ def _no_space_from_the_third_save(patch: pytest.MonkeyPatch) -> None:
 
 def _write_fails_in_the_third_save(patch: pytest.MonkeyPatch) -> None:
     """The disk fills up in the middle of writing weights."""
-    real, saves = torch_engine.save_file, 0
+    real, saves = torch_engine.save_tensors, 0
 
     def save(tensors: Any, path: Path, *args: Any, **kwargs: Any) -> None:
         nonlocal saves
@@ -47,7 +47,7 @@ def _write_fails_in_the_third_save(patch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         real(tensors, path, *args, **kwargs)
 
-    patch.setattr(torch_engine, "save_file", save)
+    patch.setattr(torch_engine, "save_tensors", save)
 
 
 @pytest.mark.parametrize("fill", [_no_space_from_the_third_save, _write_fails_in_the_third_save])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from burnish.sync.base import LinkError, SyncError
+from burnish.sync.base import End, LinkError, SyncError, decode
 from burnish.sync.disk import DiskSender, DiskSource
 
 WEIGHTS = {
@@ -125,9 +125,9 @@ def cut(path: Path) -> None:
 
 
 DAMAGE = {
-    "a byte of the weights": (lambda f: flip(f / "weights-00001.safetensors"), "is corrupted"),
-    "the end of a file": (lambda f: cut(f / "weights-00002.safetensors"), "has 1?[0-9]+ bytes"),
-    "a file": (lambda f: (f / "weights-00001.safetensors").unlink(), "weights-00001.* is missing"),
+    "a byte of the weights": (lambda f: flip(f / "weights-00001.bin"), "is corrupted"),
+    "the end of a file": (lambda f: cut(f / "weights-00002.bin"), "has 1?[0-9]+ bytes"),
+    "a file": (lambda f: (f / "weights-00001.bin").unlink(), "weights-00001.* is missing"),
     "the manifest": (lambda f: flip(f / "manifest.json"), "manifest.json"),
     "half the manifest": (lambda f: cut(f / "manifest.json"), "manifest.json cannot be read"),
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
@@ -158,9 +158,9 @@ def test_without_checksums_sizes_and_names_are_still_checked(
     tmp_path: Path, weights_type: Any
 ) -> None:
     push(tmp_path, weights_type, 5)
-    flip(tmp_path / "step_000000" / "weights-00001.safetensors")
+    flip(tmp_path / "step_000000" / "weights-00001.bin")
     assert len(received(receiver(tmp_path, check=False), 5)) == len(WEIGHTS)
-    cut(tmp_path / "step_000000" / "weights-00001.safetensors")
+    cut(tmp_path / "step_000000" / "weights-00001.bin")
     with pytest.raises(SyncError, match="is corrupted"):
         version_of(receiver(tmp_path, check=False), 5)
 
@@ -218,7 +218,7 @@ def test_a_killed_writer_leaves_no_transfer_that_looks_complete(
         process.kill()
         process.wait()
     left = [p for p in folder.iterdir() if p.name.startswith(".tmp")]
-    assert left and any(left[0].glob("*.safetensors")), "killed with files half there"
+    assert left and any(left[0].glob("*.bin")), "killed with files half there"
     ours = receiver(folder)
     with pytest.raises(LinkError, match=r"version 6 .* found: step_000000 \(version 5\)"):
         version_of(ours, 6)
@@ -227,8 +227,12 @@ def test_a_killed_writer_leaves_no_transfer_that_looks_complete(
     assert version_of(ours, 6) == 6 and not left[0].exists(), "the next push tidies up"
 
 
-def test_contents_file_must_match_the_weight_files(tmp_path: Path, weights_type: Any) -> None:
+def test_the_contents_file_has_the_version_and_all_headers(
+    tmp_path: Path, weights_type: Any
+) -> None:
     push(tmp_path, weights_type, 5)
     contents = json.loads((tmp_path / "step_000000" / "sync.json").read_text())
     assert contents["version"] == 5
-    assert {n: tuple(s) for n, s in contents["weights"].items()} == SHAPES
+    messages = [decode(header.encode()) for header in contents["headers"]]
+    assert {e.name: e.shape for m in messages[:-1] for e in m.entries} == SHAPES
+    assert isinstance(messages[-1], End) and messages[-1].num_bytes == 204

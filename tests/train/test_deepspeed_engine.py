@@ -21,9 +21,9 @@ from burnish.config.load import ConfigError
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.load import load_causal_lm, load_tokenizer
+from burnish.models.tensor_files import TensorInfo, write_tensors
 from burnish.train.deepspeed.engine import DeepSpeedError, check_version
 from burnish.train.loss_scaler import DynamicLossScaler
-from burnish.train.state import write_tensors
 
 SCRIPT = Path(__file__).with_name("deepspeed_ranks.py")
 _SPEC = importlib.util.spec_from_file_location("deepspeed_ranks", SCRIPT)
@@ -375,8 +375,8 @@ def test_with_zero_init_no_rank_ever_holds_the_full_model(dtype: str, state: Rep
 
 def test_tensors_written_one_by_one_are_read_by_safetensors(tmp_path: Path) -> None:
     tensors = {"a.b": torch.randn(3, 5), "c": torch.tensor(2.5), "d": torch.randn(0, 4)}
-    shapes = [(name, tuple(t.shape)) for name, t in tensors.items()]
-    write_tensors(tmp_path / "x.safetensors", shapes, tensors.values())
+    infos = [TensorInfo(name, tuple(t.shape), torch.float32) for name, t in tensors.items()]
+    write_tensors(tmp_path / "x.safetensors", infos, tensors.values())
     assert script.same(load_file(tmp_path / "x.safetensors"), tensors)
 
 

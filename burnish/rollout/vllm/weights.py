@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -28,6 +27,7 @@ from burnish.config.model import Dtype
 from burnish.models.buffers import persistent_buffers
 from burnish.models.islands import fp32_names
 from burnish.models.load import DTYPES
+from burnish.models.tensor_files import MAX_TENSORS, GrowingTensorFile
 from burnish.rollout.vllm.experts import experts_not_used
 from burnish.rollout.vllm.places import (
     HubNames,
@@ -198,22 +198,16 @@ def weight_files(
 ) -> Iterator[Path]:
     """Write the stream as safetensors files of :data:`FILE_BYTES` or one tensor more, and yield
     each once it is written. The reader may delete it."""
-    bucket: dict[str, Tensor] = {}
-    count = size = 0
+    file: GrowingTensorFile | None = None
+    number = 0
     for name, tensor in stream:
-        bucket[name] = tensor.to("cpu", dtype).contiguous().clone()
-        size += bucket[name].nbytes
-        if size > FILE_BYTES:
-            yield _write(bucket, folder, count)
-            bucket, count, size = {}, count + 1, 0
-    if bucket:
-        yield _write(bucket, folder, count)
-
-
-def _write(bucket: dict[str, Tensor], folder: Path, number: int) -> Path:
-    file = folder / f"{number:05d}.safetensors"
-    save_file(bucket, file)
-    return file
+        file = file or GrowingTensorFile(folder / f"{number:05d}.safetensors")
+        file.add(name, tensor, dtype)
+        if file.num_bytes > FILE_BYTES or len(file.infos) == MAX_TENSORS:
+            yield file.close()
+            file, number = None, number + 1
+    if file is not None:
+        yield file.close()
 
 
 def _read(file: str) -> Iterator[tuple[str, Tensor]]:

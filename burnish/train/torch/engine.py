@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from burnish.checkpoint.save import FinishedSave, PendingSave
@@ -25,7 +24,7 @@ from burnish.models.islands import cast_parameters, with_islands
 from burnish.models.load import DTYPES, ModelError, describe
 from burnish.models.lora_layers import merged_weights
 from burnish.models.nf4 import quantized_layers
-from burnish.models.tensor_files import TensorShards, write_shards
+from burnish.models.tensor_files import TensorShards, save_tensors, write_shards
 from burnish.train.engine import BaseTrainEngine, Describe
 from burnish.train.forward import Forward
 from burnish.train.oom import MicroBatchBackoff
@@ -153,6 +152,5 @@ class TorchTrainEngine(BaseTrainEngine):
     def _write_whole(self, folder: Path, optimizer: Optimizer, describe: Describe) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for kind, tensors in optimizer.tensors().items():
-            plain = {name: t.contiguous() for name, t in tensors.items()}
-            save_file(plain, folder / f"{kind}.safetensors")
+            save_tensors(tensors, folder / f"{kind}.safetensors")
         describe(folder)

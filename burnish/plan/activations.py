@@ -97,8 +97,6 @@ def fake_plan(work: Pass) -> PackedPlan | None:
     return replace(plan, kernels=work.kernels)
 
 
-log = logging.getLogger("burnish")
-
 _CHUNKS = 3
 """Number of log-prob chunks to trace. The last chunk differs; all others are identical."""
 
@@ -266,7 +264,22 @@ class _Trace:
                     parameter.data = parameter.data.to(DTYPES[self.dtype])
         self.optimizer: Optimizer | None = None
         if work.train:
-            self._prepare_training()
+            sums: Dtype = "fp32" if work.grad_accum_dtype == "fp32" else self.dtype
+            precision = PrecisionConfig(dtype=self.dtype, grad_accum_dtype=sums)
+            optimizer = Optimizer(
+                model,
+                TrainConfig(train_batch_size=1),
+                lr=1e-6,
+                total_steps=1,
+                precision=precision,
+            )
+            if work.checkpointing:
+                enable_checkpointing(self.body)
+            for parameter, master in zip(optimizer.params, optimizer.masters, strict=True):
+                holder = master if optimizer.half and optimizer.sums_fp32 else parameter
+                hook = functools.partial(self._complete, holder)
+                parameter.register_post_accumulate_grad_hook(hook)
+            self.optimizer = optimizer
         else:
             model.requires_grad_(False)
             for parameter in model.parameters():
@@ -275,21 +288,6 @@ class _Trace:
             use_fp32_products(model, DTYPES[self.dtype])
         self.live = LiveBytes()
         self.output = 0.0
-
-    def _prepare_training(self) -> None:
-        train = TrainConfig(train_batch_size=1)
-        precision = PrecisionConfig(dtype=self.dtype, grad_accum_dtype=self._sums)
-        self.optimizer = Optimizer(self.model, train, lr=1e-6, total_steps=1, precision=precision)
-        if self.work.checkpointing:
-            enable_checkpointing(self.body)
-        masters = dict(zip(self.optimizer.params, self.optimizer.masters, strict=True))
-        for parameter, master in masters.items():
-            holder = master if self.optimizer.half and self.optimizer.sums_fp32 else parameter
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._complete, holder))
-
-    @property
-    def _sums(self) -> Dtype:
-        return "fp32" if self.work.grad_accum_dtype == "fp32" else self.dtype
 
     def _complete(self, holder: Tensor, _: Tensor) -> None:
         if holder.grad is not None:
@@ -456,16 +454,14 @@ def _bare(config: PretrainedConfig, lora: LoraConfig | None, *, scalar: bool) ->
 
 def _give_sizes(model: torch.nn.Module) -> None:
     """Replace parameters and buffers by fake tensors on the CPU. Tied parameters stay tied."""
+    held_by = [held for m in model.modules() for held in (m._parameters, m._buffers)]
+    tensors = {id(tensor): tensor for held in held_by for tensor in held.values()}
     copies: dict[int, Any] = {id(None): None}
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for tensor in held.values():
-                copies.setdefault(id(tensor), tensor if tensor is None else _like(tensor))
-            held.update({name: copies[id(tensor)] for name, tensor in held.items()})
-
-
-def _like(tensor: Tensor) -> Tensor:
-    empty = torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty
+    for key, tensor in tensors.items():
+        if tensor is None:
+            continue
+        fake = torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        copies[key] = torch.nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+    for held in held_by:
+        held.update({name: copies[id(tensor)] for name, tensor in held.items()})

@@ -22,10 +22,11 @@ from burnish.plan.model_state import (
     Item,
     Where,
     entries_text,
+    in_step,
+    moments,
     moving_average,
     share_text,
 )
-from burnish.plan.optimizer_state import in_step, moments
 from burnish.plan.shapes import rounded_up
 from burnish.train.deepspeed.zero import WEIGHT_BUCKET_BYTES
 
@@ -74,7 +75,14 @@ class DeepSpeedProfile(TrainEngineProfile):
             items.append(Item("optimizer", part * 4, formula, self._home))
         items += moving_average(s, part, self._home)
         if self.gathers:
-            items += [*self._weight_shards(), *(self._permanent_sums() if s.trainable else ())]
+            items += self._weight_shards()
+            if s.trainable:
+                formula = f"sums: {share} x {s.sum_size} B"
+                items.append(Item("gradients", part * s.sum_size, formula, self._home))
+                if self.options.adam_offload:
+                    formula = f"fp32, for the step: {share} x 4 B"
+                    items.append(Item("gradients", part * 4, formula, "host"))
+                items.append(self._bucket())
         else:
             whole = n + s.frozen
             formula = f"{entries_text(whole)} x {w} B, replicated"
@@ -97,14 +105,6 @@ class DeepSpeedProfile(TrainEngineProfile):
             formula = f"second shard (hpZ): {entries_text(whole)} / {hpz}"
             items.append(Item("parameters", rounded_up(whole, hpz) * w, formula))
         return items
-
-    def _permanent_sums(self) -> list[Item]:
-        s, sums, part = self.setup, self.setup.sum_size, self._part
-        share = share_text(s, s.trained)
-        items = [Item("gradients", part * sums, f"sums: {share} x {sums} B", self._home)]
-        if self.options.adam_offload:
-            items.append(Item("gradients", part * 4, f"fp32, for the step: {share} x 4 B", "host"))
-        return [*items, self._bucket()]
 
     def _bucket(self) -> Item:
         entries, sums = self.options.reduce_bucket_size, self.setup.sum_size
@@ -224,8 +224,19 @@ class DeepSpeedProfile(TrainEngineProfile):
     @classmethod
     def alternatives(cls, role: TrainRole) -> list[list[str]]:
         """Return overrides for stages 1 to 3, with and without offload."""
-        stages = [(s, adam, False) for s in (1, 2, 3) for adam in (False, True)]
-        return [[], *(_stage_overrides(role, *way) for way in (*stages, (3, True, True)))]
+        ways = [(stage, adam, False) for stage in (1, 2, 3) for adam in (False, True)]
+        alternatives: list[list[str]] = [[]]
+        for stage, adam_offload, param_offload in (*ways, (3, True, True)):
+            shards_weights = stage == 3
+            values = {
+                "zero_stage": stage,
+                "adam_offload": str(adam_offload).lower(),
+                "param_offload": str(param_offload).lower(),
+                "zero_init": str(shards_weights and bool(role.model.path)).lower(),
+                **({} if shards_weights else {"zero_hpz_partition_size": 1}),
+            }
+            alternatives.append([f"train.engine.{name}={value}" for name, value in values.items()])
+        return alternatives
 
     @classmethod
     def savings(cls, role: TrainRole) -> Iterator[Suggestion]:
@@ -240,17 +251,3 @@ class DeepSpeedProfile(TrainEngineProfile):
         if not engine.param_offload and engine.zero_stage == 3:
             effect = "weight shards offloaded to host memory; slower"
             yield Suggestion((f"{key}param_offload=true",), effect)
-
-
-def _stage_overrides(
-    role: TrainRole, stage: int, adam_offload: bool, param_offload: bool
-) -> list[str]:
-    unsharded = stage < 3  # weights
-    values = {
-        "zero_stage": stage,
-        "adam_offload": str(adam_offload).lower(),
-        "param_offload": str(param_offload).lower(),
-        "zero_init": str(not unsharded and bool(role.model.path)).lower(),
-        **({"zero_hpz_partition_size": 1} if unsharded else {}),
-    }
-    return [f"train.engine.{name}={value}" for name, value in values.items()]

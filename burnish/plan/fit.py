@@ -1,31 +1,32 @@
 """Find settings of a recipe that fit a cluster, fastest first, or the smallest cluster that fits.
 
 The search varies micro-batches and token budgets, checkpointing, sharding or the ZeRO stage,
-offload, and vLLM's memory share and tensor parallelism. For asynchronous runs on separate GPUs it
-also varies the split into policy ranks and rollout workers. Settings that affect learning do not
-change: batch sizes of optimizer steps, data and losses. Every candidate is a complete recipe that
-was loaded and planned.
+offload, and vLLM's memory share and tensor parallelism. For runs whose sampling and training
+overlap on separate GPUs it also varies the split into policy ranks and rollout workers. Settings
+that affect learning do not change: batch sizes of optimizer steps, data and losses. Every candidate
+is a complete recipe that was loaded and planned.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from burnish.config.arithmetic import BatchPlan
 from burnish.config.cluster import ClusterConfig
 from burnish.config.job import JobConfig
-from burnish.config.load import ConfigError, changed_config
+from burnish.config.load import ConfigError, changed_config, changed_if_valid
+from burnish.config.off_policy import shares_with_policy
 from burnish.config.placement import placement_groups
 from burnish.config.roles import TrainRole
 from burnish.plan.engine_profile import profile_class
 from burnish.plan.hardware import Hardware
-from burnish.plan.memory_plan import TIGHT, Plan
+from burnish.plan.memory_plan import TIGHT
+from burnish.plan.overlap import seconds_text
 from burnish.plan.predict import make_plan
 from burnish.plan.rollout_role import rollout_settings
 from burnish.plan.shapes import PlanError
-from burnish.plan.split import splits
 from burnish.plan.time import Rates, estimate
 
 SHOWN = 3
@@ -42,7 +43,9 @@ class Proposal:
 
     overrides: tuple[str, ...]
     config: JobConfig
-    plan: Plan
+    free_frac: float
+    """Smallest free share of any GPU or node. GPUs used only by vLLM are ignored, because vLLM
+    takes its configured share."""
     seconds: float
     """Estimated time of a step."""
     reason: str
@@ -94,30 +97,13 @@ def fit(
         proposals += [replace(p, overrides=(*split.overrides, *p.overrides)) for p in more]
         tried += count
     if proposals:
-        roomy = [p for p in proposals if _free(p.plan) >= TIGHT] or proposals
-        best = sorted(roomy, key=lambda p: (p.seconds, len(p.overrides)))
-        return Fitting(tried, tuple(_distinct(best)))
+        best: list[Proposal] = []  # whose times differ by more than one percent
+        roomy = [p for p in proposals if p.free_frac >= TIGHT] or proposals
+        for proposal in sorted(roomy, key=lambda p: (p.seconds, len(p.overrides))):
+            if not best or proposal.seconds >= 1.01 * best[-1].seconds:
+                best.append(proposal)
+        return Fitting(tried, tuple(best[:SHOWN]))
     return Fitting(tried, (), _smallest(config, hardware, assumptions))
-
-
-def _free(plan: Plan) -> float:
-    """Return the smallest free share of any GPU or node. GPUs used only by vLLM are ignored,
-    because vLLM takes its configured share."""
-    shares = [p.margin / p.limit for p in plan.peaks if p.place.split(" x ")[-1] != "rollout"]
-    return min(shares, default=1.0)
-
-
-def _distinct(proposals: Sequence[Proposal]) -> Iterator[Proposal]:
-    """Yield the first few proposals whose times differ by more than one percent."""
-    last: float | None = None
-    count = 0
-    for proposal in proposals:
-        if last is not None and proposal.seconds < 1.01 * last:
-            continue
-        last, count = proposal.seconds, count + 1
-        yield proposal
-        if count == SHOWN:
-            return
 
 
 def _search(
@@ -137,22 +123,16 @@ def _search(
         tried += 1
         if plan.fits:
             time = estimate(changed, hardware, rates)
-            reason = _reason(plan, time.seconds, time.samples_per_s)
-            proposals.append(Proposal(tuple(overrides), changed, plan, time.seconds, reason))
+            peaks = [p for p in plan.peaks if p.place.split(" x ")[-1] != "rollout"]
+            worst = min(peaks, key=lambda p: p.margin / p.limit, default=plan.worst)
+            free = worst.margin / worst.limit if peaks else 1.0
+            reason = (
+                f"about {time.seconds:.0f} s per step ({time.samples_per_s:.2f} samples/s); "
+                f"{worst.margin / 1e9:.1f} GB ({worst.margin / worst.limit:.0%}) of {worst.where} "
+                f"memory free on {worst.place} in {worst.phase}"
+            )
+            proposals.append(Proposal(tuple(overrides), changed, free, time.seconds, reason))
     return proposals, tried
-
-
-def _reason(plan: Plan, seconds: float, rate: float) -> str:
-    worst = min(
-        (p for p in plan.peaks if p.place.split(" x ")[-1] != "rollout"),
-        key=lambda p: p.margin / p.limit,
-        default=plan.worst,
-    )
-    return (
-        f"about {seconds:.0f} s per step ({rate:.2f} samples/s); {worst.margin / 1e9:.1f} GB "
-        f"({worst.margin / worst.limit:.0%}) of {worst.where} memory free on {worst.place} "
-        f"in {worst.phase}"
-    )
 
 
 # ---- search space ----------------------------------------------------------------------------
@@ -263,3 +243,76 @@ def _larger_gpu(config: JobConfig, hardware: Hardware, assume: Sequence[str]) ->
         "A recipe with cluster.runtime=inline uses one GPU; use several (cluster.runtime=ray, "
         "cluster.policy_ranks)"
     )
+
+
+# ---- split of the GPUs -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Split:
+    """Numbers of workers, and the estimated time of a step with them."""
+
+    policy_ranks: int
+    rollout_workers: int
+    seconds: float
+
+    @property
+    def workers(self) -> tuple[int, int]:
+        """Return (policy ranks, rollout workers)."""
+        return self.policy_ranks, self.rollout_workers
+
+    @property
+    def overrides(self) -> list[str]:
+        """Return the settings of the recipe."""
+        return [
+            f"cluster.policy_ranks={self.policy_ranks}",
+            f"cluster.rollout_workers={self.rollout_workers}",
+        ]
+
+
+def splits(config: JobConfig, hardware: Hardware, rates: Rates | None = None) -> list[Split]:
+    """Return every split of the cluster's GPUs that the recipe's batch sizes allow, fastest first;
+    empty unless trainer and rollout workers are on different GPUs and work at the same time.
+
+    Ranks of other roles that the recipe does not set follow ``policy_ranks``. Rollout workers take
+    all GPUs that remain, at most one for each group that may be in progress.
+    """
+    job = config.resolve()
+    role, trained = job.rollout, job.trained
+    if role is None or trained is None or job.batch is None or hardware.gpu is None:
+        return []
+    if role.on_servers or not role.overlaps or job.inline:
+        return []
+    if shares_with_policy(config.cluster, job.roles):
+        return []
+    each = config.cluster.gpus_per_worker * role.tensor_parallel
+    unit, size = trained.train.engine.ranks_per_row, job.batch.train_batch_size
+    candidates = []
+    for parts in (n for n in range(1, hardware.num_gpus // unit + 1) if size % n == 0):
+        ranks = parts * unit
+        least = changed_if_valid(config, Split(ranks, 1, 0.0).overrides)
+        if least is None:
+            continue
+        free = hardware.num_gpus - sum(p.count * p.gpus for p in placement_groups(least))
+        if free < 0:
+            continue
+        workers = min(1 + int(free / each + 1e-9), role.groups_at_once)
+        changed = changed_if_valid(config, Split(ranks, workers, 0.0).overrides)
+        if changed is not None:
+            seconds = estimate(changed, hardware, rates).seconds
+            candidates.append(Split(ranks, workers, seconds))
+    return sorted(candidates, key=lambda split: split.seconds)
+
+
+def split_text(config: JobConfig, hardware: Hardware, rates: Rates | None, now: float) -> str:
+    """Return one line about the best split, or an empty string if the recipe has none. ``now``:
+    seconds per step of the recipe."""
+    candidates = splits(config, hardware, rates)
+    if not candidates:
+        return ""
+    best = candidates[0]
+    count = f"best split of {hardware.num_gpus} GPUs by this estimate:"
+    if best.seconds > 0.99 * now:
+        return f"{count} the recipe's own"
+    text = f"{count} {' '.join(best.overrides)}, {seconds_text(best.seconds)} s per step"
+    return f"{text} (--fit also checks its memory)"

@@ -115,7 +115,12 @@ class Plan:
             have = worst.get((peak.place, peak.where))
             if have is None or peak.bytes > have.bytes:
                 worst[peak.place, peak.where] = peak
-        lines = [_peak_text(peak) for peak in worst.values()]
+        lines = [
+            f"{p.place}, {p.where} memory: {_gb(p.bytes)} of {_gb(p.limit)} GB in {p.phase}; "
+            f"{_gb(abs(p.margin))} GB ({abs(100 * p.margin / p.limit):.0f}%) "
+            + ("free" if p.margin >= 0 else "over the limit")
+            for p in worst.values()
+        ]
         if self.fits:
             tight = self.worst.margin / self.worst.limit < TIGHT
             head = "fits, with a small margin" if tight else "fits"
@@ -153,15 +158,6 @@ class Plan:
         parts.append("assumed:\n" + "\n".join(f"  - {a}" for a in self.assumptions))
         parts.append(self.verdict())
         return "\n\n".join(p for p in parts if p)
-
-
-def _peak_text(peak: Peak) -> str:
-    share = 100 * peak.margin / peak.limit
-    state = "free" if peak.margin >= 0 else "over the limit"
-    return (
-        f"{peak.place}, {peak.where} memory: {_gb(peak.bytes)} of {_gb(peak.limit)} GB in "
-        f"{peak.phase}; {_gb(abs(peak.margin))} GB ({abs(share):.0f}%) {state}"
-    )
 
 
 def _table(rows: Iterable[Row]) -> str:

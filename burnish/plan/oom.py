@@ -11,7 +11,7 @@ from textwrap import indent
 from burnish.config.arithmetic import BatchPlan
 from burnish.config.job import JobConfig
 from burnish.config.load import changed_config, changed_if_valid
-from burnish.config.roles import JobSpec, TrainRole
+from burnish.config.roles import TrainRole
 from burnish.config.train import on_oom_problem
 from burnish.errors import BurnishError
 from burnish.messages import library_text
@@ -134,11 +134,21 @@ def suggestions(config: JobConfig, phase: str) -> Iterator[Suggestion]:
             hardware = _hardware(config)
             device = "cuda" if hardware is None else hardware.device
             yield from _pass_suggestions(job.trained, job.batch, device)
-        yield from _state_suggestions(job, job.trained)
+        ranks = job.trained.ranks
+        yield from profile_class(job.trained.train.engine, ranks).savings(job.trained)
+        if not job.inline:
+            more = "fewer rows per rank, and smaller shards if the state is sharded"
+            yield Suggestion((f"cluster.policy_ranks={2 * ranks}",), more)
     if phase != "rollout" and job.rollout is not None:
         yield from rollout_suggestions(job.rollout)
     if job.trained is not None:
-        yield from _length_suggestions(job.trained)
+        lengths = job.trained.lengths
+        key, half = "rollout.generate_max_len", max(1, lengths.rest // 2)
+        if lengths.episodes is not None:
+            key, half = "rollout.episodes.max_tokens", lengths.prompt + half
+        elif not lengths.prompt:
+            key = "data.max_len"
+        yield Suggestion((f"{key}={half}",), "shorter rows; this changes training results")
 
 
 def _pass_suggestions(role: TrainRole, plan: BatchPlan, device: str) -> Iterator[Suggestion]:
@@ -162,21 +172,3 @@ def _pass_suggestions(role: TrainRole, plan: BatchPlan, device: str) -> Iterator
     if tokens > 64:
         chunk = f"train.logprob_chunk_tokens={tokens // 4}"
         yield Suggestion((chunk,), "fewer logits in memory; small chunks are slower")
-
-
-def _state_suggestions(job: JobSpec, role: TrainRole) -> Iterator[Suggestion]:
-    """Yield suggestions that reduce the part of the model on each rank."""
-    yield from profile_class(role.train.engine, role.ranks).savings(role)
-    if not job.inline:
-        more = "fewer rows per rank, and smaller shards if the state is sharded"
-        yield Suggestion((f"cluster.policy_ranks={2 * role.ranks}",), more)
-
-
-def _length_suggestions(role: TrainRole) -> Iterator[Suggestion]:
-    lengths = role.lengths
-    key, half = "rollout.generate_max_len", max(1, lengths.rest // 2)
-    if lengths.episodes is not None:
-        key, half = "rollout.episodes.max_tokens", lengths.prompt + half
-    elif not lengths.prompt:
-        key = "data.max_len"
-    yield Suggestion((f"{key}={half}",), "shorter rows; this changes training results")

@@ -67,23 +67,23 @@ def plan_vs_actual(plan: Plan | None, measured: Iterable[MeasuredPeak]) -> list[
     peaks: dict[tuple[str, str], list[MeasuredPeak]] = {}
     for peak in measured:
         peaks.setdefault((peak.role, peak.phase), []).append(peak)
-    return [_line(plan, role, phase, ranks) for (role, phase), ranks in peaks.items()]
-
-
-def _line(plan: Plan | None, role: str, span: str, ranks: Sequence[MeasuredPeak]) -> PlanVsActual:
-    device, host = _planned(plan, role, span) if plan is not None else (None, None)
-    allocated = [m.allocated for m in ranks if m.allocated is not None]
-    reserved = [m.reserved for m in ranks if m.reserved is not None]
-    return PlanVsActual(
-        role=role,
-        phase=span,
-        planned=device,
-        allocated=max(allocated, default=None),
-        reserved=max(reserved, default=None),
-        host_planned=host,
-        host=max(m.host for m in ranks),
-        ranks=tuple(m.host if m.allocated is None else m.allocated for m in ranks),
-    )
+    lines = []
+    for (role, phase), ranks in peaks.items():
+        device, host = _planned(plan, role, phase) if plan is not None else (None, None)
+        allocated = [m.allocated for m in ranks if m.allocated is not None]
+        reserved = [m.reserved for m in ranks if m.reserved is not None]
+        line = PlanVsActual(
+            role=role,
+            phase=phase,
+            planned=device,
+            allocated=max(allocated, default=None),
+            reserved=max(reserved, default=None),
+            host_planned=host,
+            host=max(m.host for m in ranks),
+            ranks=tuple(m.host if m.allocated is None else m.allocated for m in ranks),
+        )
+        lines.append(line)
+    return lines
 
 
 def _planned(plan: Plan, role: str, span: str) -> tuple[float | None, float | None]:

@@ -7,7 +7,6 @@ sleeping vLLM releases its memory.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -18,13 +17,18 @@ from burnish.config.roles import JobSpec, RolloutRole
 from burnish.plan.hardware import Hardware
 from burnish.plan.memory_plan import PHASES, Peak, Plan, Row
 from burnish.plan.model_state import Item, total
-from burnish.plan.offload import HOW, together, without_offload
-from burnish.plan.role_base import Context, Items, RoleMemory, resolve_model
+from burnish.plan.role_base import (
+    HOW,
+    Context,
+    Items,
+    RoleMemory,
+    resolve_model,
+    together,
+    without_offload,
+)
 from burnish.plan.rollout_role import rollout_role
 from burnish.plan.shapes import PlanError
 from burnish.plan.train_role import train_role
-
-log = logging.getLogger("burnish")
 
 ASSUMPTIONS = {
     "unreleased-gathers": "weights that DeepSpeed's stage 3 gathers are never released, as in "
@@ -81,7 +85,13 @@ def _savings(
 ) -> tuple[str, ...]:
     """Return the GPUs that engines on the ranks' GPUs save, and the device memory that offloading
     between phases saves, by place, with its cost in host memory."""
-    savings = _gpus_saved(placements) if hardware.gpu is not None else []
+    savings = [
+        f"{_name(p)}: {p.count * p.gpus:g} GPUs instead of {p.count * p.gpus * len(p.roles):g} "
+        f"with cluster.layout=separate and the same ranks; {p.workers('rollout')} rollout engines "
+        f"span {p.span} GPUs each"
+        for p in placements
+        if p.span > 1 and hardware.gpu is not None
+    ]
     moved = {name: role for name, role in roles.items() if role.offloaded is not None}
     if not moved:
         return tuple(savings)
@@ -101,17 +111,6 @@ def _savings(
         if item.how.startswith(HOW)
     ]
     return tuple(savings)
-
-
-def _gpus_saved(placements: Sequence[PlacementGroupSpec]) -> list[str]:
-    """Return one line for each placement in which a rollout engine spans the GPUs of ranks."""
-    return [
-        f"{_name(p)}: {p.count * p.gpus:g} GPUs instead of {p.count * p.gpus * len(p.roles):g} "
-        f"with cluster.layout=separate and the same ranks; {p.workers('rollout')} rollout engines "
-        f"span {p.span} GPUs each"
-        for p in placements
-        if p.span > 1
-    ]
 
 
 def _placements(config: JobConfig, hardware: Hardware) -> list[PlacementGroupSpec]:
@@ -351,7 +350,12 @@ def _assumptions(
             f"{over['nccl_gb']:g} GB for NCCL; fragmentation adds {over['fragmentation']:.0%} of "
             "temporary memory"
         )
-        yield _about_attention(hardware)
+        assert hardware.kernels is not None
+        major, minor = hardware.kernels.torch_version
+        yield (
+            f"attention uses the kernels of torch {major}.{minor} (installed here) for this GPU; "
+            "if no fused kernel supports a format or head size, the attention scores are counted"
+        )
     if not job.inline:
         yield f"Ray kills workers above {over['ray_limit']:.0%} of a node's memory"
         if hardware.gpu is not None and "kept-cache" not in assume:
@@ -361,16 +365,6 @@ def _assumptions(
             )
     yield from _unknown_models(job)
     yield from (ASSUMPTIONS[name] for name in sorted(assume))
-
-
-def _about_attention(hardware: Hardware) -> str:
-    kernels = hardware.kernels
-    assert kernels is not None
-    major, minor = kernels.torch_version
-    return (
-        f"attention uses the kernels of torch {major}.{minor} (installed here) for this GPU; if no "
-        "fused kernel supports a format or head size, the attention scores are counted"
-    )
 
 
 def _unknown_models(job: JobSpec) -> Iterable[str]:

@@ -71,8 +71,11 @@ def probe_recipe(config: JobConfig, say: Callable[[str], None]) -> Probed:
     for number, stage in enumerate(stages, 1):
         plans = _savable(planned(stage, hardware), say)
         say(f"\nstage {number} of {len(stages)}: {stage.name} ({' '.join(stage.overrides)})")
-        ranks = stage.ranks if hardware.gpu is None else 1
-        need = _predicted(plans, correction, sharing=ranks)
+        ranks = stage.ranks if hardware.gpu is None else 1  # in the same memory
+        need = max(
+            correction.corrected(phase, plan, least=1.0) * (1 if plan.alone else ranks)
+            for phase, plan in plans.items()
+        )
         if need > ROOM * limit:
             say(f"  skipped: predicted {need / 1e9:.2f} of {limit / 1e9:.2f} GB")
             return _summary(correction, full_size, say, completed=False)
@@ -130,15 +133,6 @@ def _free(hardware: Hardware) -> float:
     return min(float(available), hardware.host_bytes)
 
 
-def _predicted(plans: Mapping[str, PlannedPeak], correction: Correction, *, sharing: int) -> float:
-    """Return the largest predicted memory of any phase. Correction factors of the last stage apply
-    if they are above 1. ``sharing``: number of ranks in the same memory."""
-    return max(
-        correction.corrected(phase, plan, least=1.0) * (1 if plan.alone else sharing)
-        for phase, plan in plans.items()
-    )
-
-
 def _run(
     stage: ProbeStage, plans: Mapping[str, PlannedPeak], *, on_gpu: bool
 ) -> dict[str, Any] | str:
@@ -157,7 +151,14 @@ def _run(
         started: list[subprocess.Popen[str]] = []
         try:
             started += [_start({**base, "rank": rank}) for rank in range(stage.ranks)]
-            result = _most([_result(process) for process in started])
+            ranks = [_result(process) for process in started]
+            result: dict[str, Any] = {}
+            for phase, values in ranks[0].items():
+                by_name = {name: [rank[phase][name] for rank in ranks] for name in values}
+                result[phase] = {
+                    name: max((value for value in measured if value is not None), default=None)
+                    for name, measured in by_name.items()
+                }
             if any(plan.alone for plan in plans.values()):
                 alone = {**base, "rank": 0, "size": 1, "engine_alone": True}
                 started.append(_start(alone))
@@ -209,16 +210,6 @@ def _result(process: subprocess.Popen[str]) -> dict[str, Any]:
     if "refused" in result:
         raise _FailedError(f"not run: {result['refused']}")
     return result
-
-
-def _most(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        phase: {
-            name: max((r[phase][name] for r in ranks if r[phase][name] is not None), default=None)
-            for name in values
-        }
-        for phase, values in ranks[0].items()
-    }
 
 
 def _measurements(

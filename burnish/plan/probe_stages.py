@@ -44,7 +44,8 @@ def probe_stages(config: JobConfig, hardware: Hardware) -> list[ProbeStage]:
             f"--probe measures training, but the job {job.job} trains no model; remove --probe to "
             "get the plan"
         )
-    most = _ranks_here(role, hardware)
+    devices = hardware.gpus_per_node if hardware.gpu is not None else os.cpu_count() or 1
+    most = min(role.ranks, devices)  # that this machine can run
     sizes = list(_sizes(role, job.batch))
     cases = [
         (f"{share:.0%} of the row length", (*_lengths(role, share), *_one_rank(config), *sizes[0]))
@@ -62,12 +63,6 @@ def probe_stages(config: JobConfig, hardware: Hardware) -> list[ProbeStage]:
     if stages and separate_rollout(stages[-1].config.resolve()) is not None:
         stages[-1] = replace(stages[-1], separate_engine=True)
     return stages
-
-
-def _ranks_here(role: TrainRole, hardware: Hardware) -> int:
-    """Return how many of the recipe's ranks this machine can run."""
-    devices = hardware.gpus_per_node if hardware.gpu is not None else os.cpu_count() or 1
-    return min(role.ranks, devices)
 
 
 def _one_rank(config: JobConfig) -> list[str]:

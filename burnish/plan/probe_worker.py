@@ -121,7 +121,10 @@ def _measured(work: Work, live: dict[str, float], device: torch.device) -> dict[
     peaks = PhasePeaks()
     seconds: dict[str, float] = {}
     for phase, run in work.items():
-        _return_free_memory()
+        # Memory that earlier phases have freed would count as resident in this one.
+        gc.collect()
+        with suppress(OSError, AttributeError):  # another C library than glibc
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
         peaks.begin(phase)
         begun = time.perf_counter()
         run()
@@ -138,14 +141,6 @@ def _measured(work: Work, live: dict[str, float], device: torch.device) -> dict[
         }
         for phase in work
     }
-
-
-def _return_free_memory() -> None:
-    """Let the C library return memory that earlier phases have freed, which would count as resident
-    in the next one."""
-    gc.collect()
-    with suppress(OSError, AttributeError):  # another C library than glibc
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _join(task: dict[str, Any]) -> tuple[RankGroup, torch.device]:
@@ -287,24 +282,22 @@ def _sampling(role: RolloutRole, engine: RolloutEngine) -> Callable[[], Any]:
 
 def _count(engines: Iterable[BaseTrainEngine], work: Work) -> dict[str, float]:
     """Return the peak bytes of live tensors by phase, counted operation by operation (on a CPU)."""
-    held = [tensor for engine in engines for tensor in _state(engine)]
+    held: list[torch.Tensor] = []
+    for engine in engines:
+        held += [*engine.model.parameters(), *engine.model.buffers()]
+        optimizer = engine.optimizer
+        if optimizer is None:
+            continue
+        assert isinstance(optimizer, Optimizer), "tensors are counted for the torch engine only"
+        states = [rule.state(m).values() for rule in optimizer.rules for m in rule.masters]
+        held += [*optimizer.masters, *(t for state in states for t in state)]
+        held += optimizer.ema or ()
     with LiveBytes() as live:
         live.hold(held)
         for phase, run in work.items():
             live.stage(phase)
             run()
     return {phase: float(live.peaks[phase][0]) for phase in work}
-
-
-def _state(engine: BaseTrainEngine) -> list[torch.Tensor]:
-    model = [*engine.model.parameters(), *engine.model.buffers()]
-    optimizer = engine.optimizer
-    if optimizer is None:
-        return model
-    assert isinstance(optimizer, Optimizer), "tensors are counted for the torch engine only"
-    states = [rule.state(m).values() for rule in optimizer.rules for m in rule.masters]
-    moments = [t for state in states for t in state]
-    return [*model, *optimizer.masters, *moments, *(optimizer.ema or ())]
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
+from burnish.config.model import LoraConfig, ModelConfig
 from burnish.config.paths import folder_problem
 from burnish.errors import BurnishError
 from burnish.messages import library_text
@@ -334,8 +334,18 @@ def _is_tied(network: Any) -> bool:
 def find_config(model: ModelConfig) -> tuple[PretrainedConfig, str]:
     """Return the HuggingFace config of a model and its origin. Raises PlanError, or
     ModelError for a folder that is not safe to read."""
-    if model.scratch is not None:
-        return _scratch_config(model.scratch), "model.scratch"
+    if (scratch := model.scratch) is not None:
+        llama = LlamaConfig(
+            vocab_size=len(scratch_tokenizer(scratch.alphabet)),
+            hidden_size=scratch.hidden_size,
+            intermediate_size=4 * scratch.hidden_size,
+            num_hidden_layers=scratch.num_layers,
+            num_attention_heads=scratch.num_heads,
+            num_key_value_heads=scratch.num_kv_heads,
+            max_position_embeddings=scratch.max_position_embeddings,
+            tie_word_embeddings=scratch.tie_word_embeddings,
+        )
+        return llama, "model.scratch"
     path = str(model.path)
     options: dict[str, Any] = {"gguf_file": model.gguf_file} if model.gguf_file else {}
     if Path(path).is_dir():
@@ -359,22 +369,11 @@ def find_config(model: ModelConfig) -> tuple[PretrainedConfig, str]:
     )
 
 
-def _scratch_config(scratch: ScratchConfig) -> PretrainedConfig:
-    return LlamaConfig(
-        vocab_size=len(scratch_tokenizer(scratch.alphabet)),
-        hidden_size=scratch.hidden_size,
-        intermediate_size=4 * scratch.hidden_size,
-        num_hidden_layers=scratch.num_layers,
-        num_attention_heads=scratch.num_heads,
-        num_key_value_heads=scratch.num_kv_heads,
-        max_position_embeddings=scratch.max_position_embeddings,
-        tie_word_embeddings=scratch.tie_word_embeddings,
-    )
-
-
 def _from_table(path: str, error: Exception) -> tuple[PretrainedConfig, str]:
-    known = known_models()
-    entry = None if Path(path).exists() else known.get(_plain_name(path))
+    known, name = known_models(), path.rstrip("/").rpartition("/")[2].lower()
+    while (shorter := _ENDINGS.sub("", name)) != name:
+        name = shorter
+    entry = None if Path(path).exists() else known.get(name)
     if entry is None and (problem := folder_problem(path)):
         raise PlanError(f"model.path: {problem}")
     if entry is None:
@@ -401,13 +400,6 @@ def known_models() -> dict[str, dict[str, Any]]:
         for key in (name, *entry.get("also", ())):
             table[key] = {"name": name, **entry}
     return table
-
-
-def _plain_name(path: str) -> str:
-    name = path.rstrip("/").rpartition("/")[2].lower()
-    while (shorter := _ENDINGS.sub("", name)) != name:
-        name = shorter
-    return name
 
 
 def matrix_flops(shape: ModelShape) -> float:

@@ -18,8 +18,7 @@ from burnish.config.roles import JobSpec, RolloutRole, RowLengths, TrainRole
 from burnish.config.sync import SyncConfig
 from burnish.plan.engine_profile import TrainEngineProfile, profile_of
 from burnish.plan.hardware import Hardware
-from burnish.plan.model_state import SIZES, EngineSetup, total
-from burnish.plan.optimizer_state import step_work
+from burnish.plan.model_state import SIZES, EngineSetup, step_work, total
 from burnish.plan.overlap import Overlap, Sides, overlap, seconds_text
 from burnish.plan.role_base import positions
 from burnish.plan.rollout_role import bytes_per_token, responses_at_once, rows_at_once
@@ -135,10 +134,11 @@ def estimate(config: JobConfig, hardware: Hardware, rates: Rates | None = None) 
         parts = [rates.apply(part) for part in parts]
     overlap = _overlap(config, clock, parts)
     duration = sum(p.seconds for p in parts) if overlap is None else overlap.seconds
+    places = [] if config.cluster.runtime == "inline" or not duration else _places(config)
     return TimePlan(
         tuple(parts),
         job.rows_per_step,
-        _idle(config, parts, duration),
+        {"+".join(roles): 1.0 - _busy(roles, parts) / duration for roles in places},
         overlap=overlap,
         rates=TimePlan.rates if rates is None else rates.source,
     )
@@ -183,12 +183,6 @@ def _places(config: JobConfig) -> list[tuple[str, ...]]:
 def _busy(roles: Sequence[str], parts: Sequence[Part]) -> float:
     """Return the seconds in which the places of ``roles`` compute."""
     return sum(p.seconds for p in parts if p.role in roles or p.phase == "sync")
-
-
-def _idle(config: JobConfig, parts: Sequence[Part], duration: float) -> dict[str, float]:
-    if config.cluster.runtime == "inline" or not duration:
-        return {}
-    return {"+".join(roles): 1.0 - _busy(roles, parts) / duration for roles in _places(config)}
 
 
 @dataclass(frozen=True)
@@ -279,17 +273,13 @@ class _Clock:
             parts += self._step(profile, role.name)
         if role.sync is not None:
             parts += self._transfer(setup, role.sync)
-        return [*parts, *self._moves(role, profile)]
-
-    def _moves(self, role: TrainRole, profile: TrainEngineProfile) -> list[Part]:
-        """Return the moves of an offloaded role in a step: to the device and, if its tensors have
-        changed, back."""
-        if not role.offload:
-            return []
-        size = total([item for item in profile.state() if item.where == "device"])
-        times = 2 if role.trainable else 1
-        formula = f"{times} x {size / 1e9:.1f} GB between GPU and host memory"
-        return [Part(role.name, "offload", times * size / self.pcie_bytes_per_s(), formula)]
+        if role.offload:  # moved to the device and, if its tensors have changed, back
+            size = total([item for item in profile.state() if item.where == "device"])
+            times = 2 if role.trainable else 1
+            formula = f"{times} x {size / 1e9:.1f} GB between GPU and host memory"
+            seconds = times * size / self.pcie_bytes_per_s()
+            parts.append(Part(role.name, "offload", seconds, formula))
+        return parts
 
     def _mean_lengths(self, lengths: RowLengths, shape: ModelShape) -> tuple[float, float]:
         length, prompt = lengths.within(positions(shape))
@@ -297,13 +287,6 @@ class _Clock:
         if self.measured is None or not lengths.prompt or lengths.episodes is not None:
             return length * share, prompt * share
         return prompt * share + min(self.measured.mean, length - prompt), prompt * share
-
-    def _longest(self, role: RolloutRole, shape: ModelShape) -> float:
-        """Return the tokens of the longest response of a step."""
-        length, prompt = role.lengths.within(positions(shape))
-        if self.measured is None or role.lengths.episodes is not None:
-            return float(length - prompt)
-        return min(self.measured.longest, length - prompt)
 
     def _pass(
         self, profile: TrainEngineProfile, work: float, passes: float, *, trains: bool
@@ -335,9 +318,7 @@ class _Clock:
         if work is not None and flops:
             seconds = flops / self.flops_per_s(work.half)
             formula = f"{work.purpose}: {flops:.2e} FLOPs per rank"
-            if (
-                entries < setup.trained
-            ):  # shards are gathered on one rank, and its result is scattered
+            if entries < setup.trained:  # gathered on one rank, and its result is scattered
                 sent = 8.0 * entries / self.link_bytes_per_s(setup.ranks)
                 seconds, formula = seconds + sent, f"{formula}, communication {sent:.2g} s"
             parts.append(Part(role, "step", self.updates * seconds, f"{self.updates} x {formula}"))
@@ -430,7 +411,10 @@ class _Clock:
         at_once = -(-responses_at_once(role) * role.ranks // workers)
         rows = min(most, at_once if role.continues else sequences)
         steps = sequences * (length - prompt) / rows
-        longest = self._longest(role, shape)
+        most_tokens, most_prompt = role.lengths.within(positions(shape))
+        longest = float(most_tokens - most_prompt)
+        if self.measured is not None and role.lengths.episodes is None:
+            longest = min(self.measured.longest, longest)
         return _Batch(
             rows=rows,
             steps=steps if role.continues else max(steps, longest),

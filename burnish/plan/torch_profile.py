@@ -23,11 +23,13 @@ from burnish.plan.engine_profile import Suggestion, TrainEngineProfile
 from burnish.plan.model_state import (
     Item,
     Where,
+    checkpoint_bytes,
     entries_text,
+    in_step,
+    moments,
     moving_average,
     share_text,
 )
-from burnish.plan.optimizer_state import checkpoint_bytes, in_step, moments
 from burnish.plan.shapes import rounded_up
 
 
@@ -166,17 +168,12 @@ class ShardedProfile(TorchProfile):
             *self._nf4(s.ranks),
             *moments(s, where, ranks=s.ranks),
             *moving_average(s, n, where),
-            *self._being_written(n),
         ]
+        if s.saves_in_background and s.trainable:
+            entry_bytes = checkpoint_bytes(replace(s, unsharded=None)) / max(1, s.trained)
+            formula = f"copy being written: {share_text(s, s.trained)} x {entry_bytes:g} B"
+            items.append(Item("checkpoint", n * entry_bytes, formula, "host"))
         return [i for i in items if i.bytes]
-
-    def _being_written(self, entries: int) -> list[Item]:
-        s = self.setup
-        if not s.saves_in_background or not s.trainable:
-            return []
-        size = checkpoint_bytes(replace(s, unsharded=None)) / max(1, s.trained)
-        formula = f"copy being written: {share_text(s, s.trained)} x {size:g} B"
-        return [Item("checkpoint", entries * size, formula, "host")]
 
     def gathered(self, stage: str = "forward") -> list[Item]:
         """Return this layer, the next one, and the weights outside of layers; or the model if it
@@ -198,7 +195,8 @@ class ShardedProfile(TorchProfile):
 
     def gradients_in_pass(self, stage: str, *, accumulates: bool, traced: float) -> list[Item]:
         """Return shards of the sums so far, the gradient of one layer, and its reduce-scatter."""
-        s, unit, w = self.setup, self._largest_trained, self.setup.weight_size
+        s, w = self.setup, self.setup.weight_size
+        unit = max(unit.num_trained for unit in s.shape.units)
         items: list[Item] = []
         backward = stage not in ("forward", "head")
         left = {"middle": 2, "bottom": 1}.get(stage, 0)  # layers without gradients so far
@@ -226,10 +224,6 @@ class ShardedProfile(TorchProfile):
         n = max(0, s.trained - without)
         formula = f"sums: {share_text(s, n)} x 4 B"
         return [Item("gradients", rounded_up(n, s.ranks) * 4, formula, self._home)]
-
-    @property
-    def _largest_trained(self) -> int:
-        return max(unit.num_trained for unit in self.setup.shape.units)
 
     def weight_transfer(self) -> list[Item]:
         """Return the largest gathered unit, and the copies that the receiver owns."""

@@ -25,9 +25,7 @@ from burnish.plan import model_state
 from burnish.plan.activations import Pass, Peaks
 from burnish.plan.engine_profile import TrainEngineProfile, profile_of
 from burnish.plan.memory_plan import PHASES
-from burnish.plan.model_state import SIZES, EngineSetup, Item
-from burnish.plan.offload import with_offload
-from burnish.plan.optimizer_state import checkpoint_bytes
+from burnish.plan.model_state import SIZES, EngineSetup, Item, checkpoint_bytes
 from burnish.plan.role_base import (
     Context,
     Items,
@@ -39,6 +37,7 @@ from burnish.plan.role_base import (
     uniform_rows,
     with_fragmentation,
     with_layout,
+    with_offload,
 )
 from burnish.plan.shapes import ModelShape, PlanError, shape_from_config, shape_of
 from burnish.train.row_layout import Layout, RowSize, by_tokens, count_tokens
@@ -140,20 +139,20 @@ def setup_of(
         and role.trainable
         and train.gradient_checkpointing,
     )
-    rows = largest_rows(job, role, positions(shape), layout=train.layout)
-    return setup, _local_rows(rows, role.sequence_parallel)
+    rows, parts = (
+        largest_rows(job, role, positions(shape), layout=train.layout),
+        role.sequence_parallel,
+    )
+    if parts > 1:  # a rank computes its part of the tokens
+        rows = tuple(
+            replace(r, length=-(-r.length // parts), prompt=r.prompt // parts) for r in rows
+        )
+    return setup, rows
 
 
 def planned_model(job: JobSpec, role: TrainRole) -> ModelConfig:
     """Return a role's model, or the model used for its sizes."""
     return resolve_model(role.model, job.model)
-
-
-def _local_rows(rows: tuple[RowSize, ...], parts: int) -> tuple[RowSize, ...]:
-    """Return the part of the rows that one of ``sequence_parallel_size`` ranks computes."""
-    if parts == 1:
-        return rows
-    return tuple(replace(r, length=-(-r.length // parts), prompt=r.prompt // parts) for r in rows)
 
 
 def _unsharded(setup: EngineSetup, held: float) -> tuple[float, str | None]:
@@ -211,22 +210,18 @@ def _update_rows(
     return uniform_rows(len(first) * unit, length, prompt, group=group)
 
 
-def _takes_flash(context: Context, setup: EngineSetup, role: TrainRole) -> bool:
-    """Return whether the passes of a role use FlashAttention. Raises ModelError if the recipe wants
-    it and it cannot be used."""
-    use = Use(
-        setup.precision.dtype,
-        context.hardware.kernels,
-        layout=setup.train.layout,
-        dropout=role.trainable and role.dropout,
-    )
-    return choose_kernel(setup.train.attention, setup.shape.config, use).kernel == "flash"
-
-
 def _passes(
     context: Context, setup: EngineSetup, role: TrainRole, rows: tuple[RowSize, ...]
 ) -> dict[str, Pass]:
+    """Return the passes of a role by phase. Raises ModelError if the recipe wants FlashAttention
+    and it cannot be used."""
     train, batch = setup.train, context.job.batch
+    use = Use(
+        setup.precision.dtype,
+        context.hardware.kernels,
+        layout=train.layout,
+        dropout=role.trainable and role.dropout,
+    )
     base = Pass(
         rows=rows,
         layout=train.layout,
@@ -238,7 +233,7 @@ def _passes(
         states="states" in role.passes,
         kept_ids=role.kept_ids if role.head == "lm" else 0,
         kernels=context.hardware.kernels,
-        flash=_takes_flash(context, setup, role),
+        flash=choose_kernel(train.attention, setup.shape.config, use).kernel == "flash",
     )
     passes: dict[str, Pass] = {}
     if role.runs_forward_passes:

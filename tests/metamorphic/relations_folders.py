@@ -25,8 +25,8 @@ from burnish.config.model import ModelConfig
 from burnish.errors import BurnishError
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.progress import silenced
+from burnish.plan.command import measured_rates
 from burnish.plan.hardware import parse_cluster
-from burnish.plan.rates import measured_rates
 
 LIMIT_S = 60
 """Seconds after which a command hangs. The slowest takes half a second."""

@@ -23,8 +23,7 @@ from burnish.models.shrink import build, shrink
 from burnish.models.value_head import load_scalar_model
 from burnish.optimizers.rule import OptimizerError
 from burnish.plan.hardware import parse_cluster, this_machine
-from burnish.plan.model_state import EngineSetup
-from burnish.plan.optimizer_state import checkpoint_bytes
+from burnish.plan.model_state import EngineSetup, checkpoint_bytes
 from burnish.plan.predict import make_plan
 from burnish.plan.shapes import shape_of
 from burnish.train.base import Outputs

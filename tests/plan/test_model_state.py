@@ -9,8 +9,7 @@ from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm
 from burnish.models.value_head import load_scalar_model
 from burnish.plan.engine_profile import profile_of
-from burnish.plan.model_state import EngineSetup, total
-from burnish.plan.optimizer_state import checkpoint_bytes, state_bytes
+from burnish.plan.model_state import EngineSetup, checkpoint_bytes, state_bytes, total
 from burnish.plan.shapes import PlanError, known_models, shape_from_config, shape_of
 
 SCRATCH = ModelConfig(scratch=ScratchConfig(hidden_size=64, num_layers=3))

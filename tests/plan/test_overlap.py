@@ -12,14 +12,12 @@ import pytest
 
 from burnish.config import load_config
 from burnish.config.rollout import AsynchronousRollout
-from burnish.plan.command import PlanOptions, plan_text
-from burnish.plan.fit import fit
+from burnish.plan.command import PlanOptions, measured_rates, plan_text
+from burnish.plan.fit import fit, splits
 from burnish.plan.hardware import parse_cluster
 from burnish.plan.overlap import Sides, overlap
 from burnish.plan.predict import make_plan
-from burnish.plan.rates import measured_rates
 from burnish.plan.shapes import PlanError
-from burnish.plan.split import splits
 from burnish.plan.time import Rates, estimate, rate_key
 from burnish.rollout.asynchronous.schedule import Limits, StalenessSchedule
 

@@ -14,14 +14,13 @@ from burnish.config.sources import FileSource
 from burnish.plan import launch, role_base
 from burnish.plan.activations import TraceError
 from burnish.plan.command import PlanOptions, plan_text
-from burnish.plan.fit import fewer_ranks, fit
+from burnish.plan.fit import fewer_ranks, fit, splits
 from burnish.plan.hardware import load_tables, parse_cluster, this_machine
 from burnish.plan.launch import DoesNotFitError, check_memory
 from burnish.plan.memory_plan import PHASES
 from burnish.plan.predict import make_plan
 from burnish.plan.rollout_role import Demand, bytes_per_token
 from burnish.plan.shapes import PlanError, shape_of
-from burnish.plan.split import splits
 from burnish.plan.time import estimate
 from burnish.rollout.local.memory import local_cache
 
@@ -424,7 +423,8 @@ def test_fit_proposes_recipes_that_fit_the_fastest_first():
     config = load_config(ROOT / "recipes" / "qwen25_7b_grpo_lora_1gpu.yaml")
     hardware = parse_cluster("A100-80GB")
     found = fit(config, hardware)
-    assert found.proposals and all(p.plan.fits for p in found.proposals)
+    assert found.proposals
+    assert all(make_plan(p.config, hardware).fits for p in found.proposals)
     times = [p.seconds for p in found.proposals]
     assert times == sorted(times)
     again = load_config(config.model_dump(mode="json"), found.proposals[0].overrides)

@@ -20,7 +20,8 @@ from burnish.config.train_engines import TorchEngine
 from burnish.distributed.process_group import RankGroup
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.value_head import load_scalar_model
-from burnish.optimizers.adafactor.update import AdafactorOptimizer, AdafactorSettings, Weight
+from burnish.optimizers.adafactor.config import Adafactor
+from burnish.optimizers.adafactor.rule import AdafactorOptimizer, Weight
 from burnish.train.engines import make_engine as engine_of
 from burnish.train.fsdp.engine import ShardedTrainEngine
 from burnish.train.spec import EngineSpec
@@ -226,7 +227,7 @@ def adafactor_steps(ranks: RankGroup, *, tensor_parallel: int, scale: bool) -> d
         each = -(-whole.shape[1] // shards.size)
         part = whole[:, shards.rank * each : (shards.rank + 1) * each]
         parts[name] = part, Weight(part[0].clone(), shape, 0.1 * (len(shape) > 1), dim)
-    settings = AdafactorSettings(-0.8, 0.5, 1e-30, scale)
+    settings = Adafactor(clip_threshold=0.5, scale_parameter=scale)
     optimizer = AdafactorOptimizer([w for _, w in parts.values()], settings, tensor_parallel=groups)
     optimizer.shards, optimizer.param_groups[0]["lr"] = shards, 1e-2
     for step in range(1, 4):

@@ -18,8 +18,7 @@ from burnish.config.schedule import PolynomialLr
 from burnish.config.train import TrainConfig, optimizer_rules
 from burnish.optimizers.config import Optimizer
 from burnish.optimizers.muon.config import Muon
-from burnish.optimizers.muon.rule import hidden_matrices
-from burnish.optimizers.muon.update import COEFFICIENTS, orthogonalize
+from burnish.optimizers.muon.rule import COEFFICIENTS, hidden_matrices, orthogonalize
 from burnish.optimizers.rule import OptimizerError
 from burnish.train.base import Loss
 from burnish.train.optim import lr_factor

@@ -22,8 +22,7 @@ from burnish.config.train_engines import DeepSpeedEngine
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.optimizers.config import AdamOptimizer
 from burnish.optimizers.muon.config import Muon
-from burnish.optimizers.muon.rule import hidden_matrices, muon_settings
-from burnish.optimizers.muon.update import Matrix, MuonOptimizer
+from burnish.optimizers.muon.rule import Matrix, MuonOptimizer, hidden_matrices
 from burnish.train.base import StepStats
 from burnish.train.host_memory import tensors_in
 from burnish.train.optim import lr_factor
@@ -193,9 +192,9 @@ class ZeroMuon:
                 view, shard.shape, adamw.hidden[shard.name], counts=tuple(c[i] for c in counts)
             )
             self._flats.setdefault(id(flat), []).append((shard, matrix))
-        settings = muon_settings(muon, weight_decay=spec.role.train.weight_decay)
         every = [matrix for part in self._flats.values() for _, matrix in part]
-        self._muon = MuonOptimizer(every, settings, device=device)
+        decay = spec.role.train.weight_decay
+        self._muon = MuonOptimizer(every, muon, weight_decay=decay, device=device)
         self._muon.shards = SINGLE if shards.replicated else shards.ranks
 
     @torch.no_grad()

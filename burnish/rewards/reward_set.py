@@ -303,27 +303,25 @@ class RewardSet:
         """Return the score of ``reward`` for every item, or a failure if it gives no usable
         score."""
         answer = self._ask(reward, items)
+        fails = self._on_failure.then == "fail"
         if isinstance(answer, list):
             column = answer
-        elif self._fails_entirely(answer) or len(spans) == 1:
+        elif fails or isinstance(answer.cause, LateError) or len(spans) == 1:
             column = [answer] * len(items)
-        else:  # call group by group, so that only the groups that fail are lost
+        else:
+            # Call group by group, so that only the groups that fail are lost. After a late call,
+            # each repetition may take as long.
             column = []
             for part in (items[span] for span in spans):
                 part_scores = self._ask(reward, part) if part else []
                 column += (
                     part_scores if isinstance(part_scores, list) else [part_scores] * len(part)
                 )
-        if self._on_failure.then == "fail":
+        if fails:
             for value in column:
                 if isinstance(value, _Failure):
                     raise value.error()
         return column
-
-    def _fails_entirely(self, failure: _Failure) -> bool:
-        """Return whether a failed call is not repeated group by group. A late one is not: each
-        repetition may take as long."""
-        return self._on_failure.then == "fail" or isinstance(failure.cause, LateError)
 
     def _ask(self, reward: Reward, items: Sequence[RewardInput]) -> _Column | _Failure:
         """Call ``reward`` and check its result. Retry up to ``retries`` times on any failure."""
@@ -338,25 +336,28 @@ class RewardSet:
         samples = []
         for i, sample in enumerate(group.samples):
             sample_parts = {name: values[i] for name, values in parts.items()}
-            total = self.total(self._normalized(sample_parts))
+            normalized = {
+                name: moments.normalized(sample_parts[name], center=normalization == "mean_std")
+                for name, (moments, normalization) in self._running.items()
+            }
+            total = self.total(sample_parts | normalized)
             reward = shaped(
                 total, sample, config=self._shaping, generate_max_len=self._generate_max_len
             )
             item = RewardInput(group.prompt, sample)
             of_turns = self._turn_rewards(item)
             for value in (reward, *of_turns):
-                _check_total(value, sample_parts, item)
+                if not abs(value) <= _LARGEST:
+                    raise RewardError(
+                        f"the total reward {value:g} is beyond fp32's range, +-{_LARGEST:.1e}; it "
+                        f"is the weighted sum of the scores {sample_parts}, or of those of one "
+                        f"turn\n{describe(item)}\n  What to do: lower the weights of the rewards, "
+                        "or scale the scores down"
+                    )
             if reward != total:
                 sample_parts["shaping"] = reward - total
             samples.append(sample.scored(reward, sample_parts, of_turns))
         return replace(group, samples=tuple(samples))
-
-    def _normalized(self, parts: Mapping[str, float]) -> dict[str, float]:
-        """Return ``parts`` of one sample, with running_norm applied to the rewards that use it."""
-        return dict(parts) | {
-            name: moments.normalized(parts[name], center=normalization == "mean_std")
-            for name, (moments, normalization) in self._running.items()
-        }
 
     def _stats(self, groups: Sequence[Group], num_dropped: int) -> Stats:
         samples = [sample for group in groups for sample in group.samples]
@@ -415,17 +416,6 @@ def none_left(measured: Sequence[ScoredGroup], stats: Stats) -> NoGroupLeftError
     )
     error.__cause__ = failures[0]
     return error
-
-
-def _check_total(reward: float, parts: Mapping[str, float], item: RewardInput) -> None:
-    """Raise RewardError if the total reward of a sample or of one turn exceeds the fp32 range;
-    advantages are computed in fp32."""
-    if not abs(reward) <= _LARGEST:
-        raise RewardError(
-            f"the total reward {reward:g} is beyond fp32's range, +-{_LARGEST:.1e}; it is the "
-            f"weighted sum of the scores {dict(parts)}, or of those of one turn\n{describe(item)}\n"
-            "  What to do: lower the weights of the rewards, or scale the scores down"
-        )
 
 
 def sum_of_part(samples: Sequence[Sample], name: str) -> float:

@@ -54,7 +54,10 @@ class EpisodeReward:
 
     def of_turns(self, item: RewardInput) -> tuple[float, ...]:
         """Return the reward of each turn. A turn without this reward has 0."""
-        return tuple(self._of_turn(turn) for turn in self._episode(item).turns)
+        turns = self._episode(item).turns
+        if self.reward is None:
+            return tuple(sum(turn.rewards.values()) for turn in turns)
+        return tuple(turn.rewards.get(self.reward, 0.0) for turn in turns)
 
     def take_counts(self) -> Mapping[str, int]:
         """Return the number of episodes with other rewards only since the last call."""
@@ -71,7 +74,15 @@ class EpisodeReward:
             if episode.status == "done":
                 return self._missing(item, names)
             if names:
-                self._count(episode, names)
+                self._counts[MISSING] += 1
+            if names and not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "reward %r: an episode that ended with %s has no reward %r, only %s%s; its "
+                    "score is 0. This is logged once; reward/%s/%s counts such episodes",
+                    *(self.name, episode.status, self.reward, ", ".join(names)),
+                    *(nearest(self.reward or "", names), self.name, MISSING),
+                )
         return sum(self.of_turns(item))
 
     def _episode(self, item: RewardInput) -> Episode:
@@ -87,11 +98,6 @@ class EpisodeReward:
 
     def _is_in(self, turn: Turn) -> bool:
         return bool(turn.rewards) if self.reward is None else self.reward in turn.rewards
-
-    def _of_turn(self, turn: Turn) -> float:
-        if self.reward is None:
-            return sum(turn.rewards.values())
-        return turn.rewards.get(self.reward, 0.0)
 
     def _missing(self, item: RewardInput, names: Sequence[str]) -> SampleError:
         """Return the error for an episode that ended by itself without this reward."""
@@ -138,17 +144,6 @@ class EpisodeReward:
             "that counts, and add an entry for each other one that does (logged once)",
             *(self.name, ", ".join(new), hint, effect),
         )
-
-    def _count(self, episode: Episode, names: Sequence[str]) -> None:
-        self._counts[MISSING] += 1
-        if not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "reward %r: an episode that ended with %s has no reward %r, only %s%s; its score "
-                "is 0. This is logged once; reward/%s/%s counts such episodes",
-                *(self.name, episode.status, self.reward, ", ".join(names)),
-                *(nearest(self.reward or "", names), self.name, MISSING),
-            )
 
     def close(self) -> None:
         """Do nothing."""

@@ -148,7 +148,10 @@ def read_quantity(text: str) -> Quantity | None:
         text = text.replace(sign, f" {over}/{under}")
     if len(text) > _LONGEST:  # signs became words
         return None
-    text, money = _without_currency(text.strip())
+    text, money = text.strip(), ""
+    if (match := _CURRENCY.fullmatch(text)) is not None:
+        name = match[2].lower().replace("us$", "$")
+        text, money = match[1] + match[3], _UNITS.get(name, name)
     if (match := _BASED.fullmatch(text)) is not None:
         return _based(match)
     for form in _FORMS:
@@ -176,17 +179,12 @@ def _based(match: Match) -> Quantity | None:
     return Quantity(value, base=base, digits=f"{sign}{digits.lstrip('0')}{point}{after}")
 
 
-def _without_currency(text: str) -> tuple[str, str]:
-    match = _CURRENCY.fullmatch(text)
-    if match is None:
-        return text, ""
-    name = match[2].lower().replace("us$", "$")
-    return match[1] + match[3], _UNITS.get(name, name)
-
-
 def _quantity(match: Match, money: str) -> Quantity | None:
     parts = match.groupdict()
-    scale, text = _scale(parts["rest"])
+    text, scale = parts["rest"], 1
+    first_word = _FIRST_WORD.match(text)
+    if first_word is not None and first_word[1].lower() in _SCALES:  # such as 3 thousand
+        text, scale = text[first_word.end() :], _SCALES[first_word[1].lower()]
     rest, value = _rest(text), _value(parts)
     if rest is None or value is None:
         return None
@@ -211,13 +209,6 @@ def _value(parts: dict[str, str | None]) -> Fraction | None:
 def _plain(number: str | None) -> Fraction | None:
     digits = _SEPARATOR.sub("", number or "")
     return Fraction(digits) if _DIGITS.fullmatch(digits) else None
-
-
-def _scale(text: str) -> tuple[int, str]:
-    """Parse a factor such as ``thousand`` after a number. Return (factor, remaining text)."""
-    match = _FIRST_WORD.match(text)
-    factor = 1 if match is None else _SCALES.get(match[1].lower(), 1)
-    return factor, text if match is None or factor == 1 else text[match.end() :]
 
 
 def _rest(text: str) -> tuple[bool, str] | None:
@@ -263,11 +254,10 @@ def quantities_equal(first: Quantity, second: Quantity) -> bool:
         part, plain = (first, second) if first.percent else (second, first)
         pairs.append((part.value / 100, plain.value))
     rounded = first.decimal or second.decimal
-    return any(a == b or (rounded and _close(a, b)) for a, b in pairs)
-
-
-def _close(a: Fraction, b: Fraction) -> bool:
-    return abs(a - b) <= min(_DECIMALS, _RELATIVE * max(abs(a), abs(b)))
+    return any(
+        a == b or (rounded and abs(a - b) <= min(_DECIMALS, _RELATIVE * max(abs(a), abs(b))))
+        for a, b in pairs
+    )
 
 
 def spell(quantity: Quantity) -> str:

@@ -7,6 +7,7 @@ imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
@@ -83,7 +84,14 @@ class MathReward:
         ]
         asked = {i: verdict for i, verdict in enumerate(verdicts) if isinstance(verdict, Ask)}
         answers = dict(zip(asked, self._ask(list(asked.values())), strict=True))
-        self._warn_words([label for label in labels if label.kind == "words"])
+        words = [label.text for label in labels if label.kind == "words"]
+        if words and not self._warned_words:
+            self._warned_words = True
+            log.warning(
+                "reward %r: %d labels of this call are words, not mathematics, such as %r; they "
+                "are compared as text, ignoring case, articles and punctuation (logged once)",
+                *(self.name, len(words), words[0]),
+            )
         for i, answer in answers.items():
             if "bad_label" in answer:
                 problem = "cannot parse the label as mathematics"
@@ -101,8 +109,17 @@ class MathReward:
             self._idle = queue.SimpleQueue()
             for _ in range(self._num_workers):
                 self._idle.put(_Worker(self._timeout_s))
+        idle = self._idle
+
+        def compare(request: Ask) -> dict[str, Any]:
+            worker = idle.get()
+            try:
+                return worker.ask(asdict(request))
+            finally:
+                idle.put(worker)
+
         with ThreadPoolExecutor(self._num_workers, thread_name_prefix="math") as threads:
-            answers = list(threads.map(self._compare, requests))
+            answers = list(threads.map(compare, requests))
         self._counts.update(timeouts=sum("timeout" in a for a in answers))
         self._counts.update(errors=sum("error" in a for a in answers))
         return answers
@@ -129,23 +146,6 @@ class MathReward:
                 self, item, problem, advice="correct the label in the data"
             ) from error
 
-    def _warn_words(self, labels: Sequence[Label]) -> None:
-        if labels and not self._warned_words:
-            self._warned_words = True
-            log.warning(
-                "reward %r: %d labels of this call are words, not mathematics, such as %r; they "
-                "are compared as text, ignoring case, articles and punctuation (logged once)",
-                *(self.name, len(labels), labels[0].text),
-            )
-
-    def _compare(self, request: Ask) -> dict[str, Any]:
-        assert self._idle is not None
-        worker = self._idle.get()
-        try:
-            return worker.ask(asdict(request))
-        finally:
-            self._idle.put(worker)
-
 
 class _Worker:
     """One process of ``worker.py``. It is restarted when it dies."""
@@ -158,10 +158,17 @@ class _Worker:
 
     def ask(self, request: Mapping[str, str]) -> dict[str, Any]:
         """Return the worker's reply. If it died: ``{"timeout": True}`` or ``{"error": ...}``."""
-        self._wait_until_ready()
-        answer = self._exchange(json.dumps(request))
-        if answer is not None:
-            return answer
+        if not self._ready and self._read() is None:
+            raise RewardError(
+                f"a math worker exited with code {self._process.wait()} before it was ready; "
+                "see its message above. Is math-verify installed? Try: "
+                f"{sys.executable} -c 'import math_verify'"
+            )
+        self._ready = True
+        with contextlib.suppress(BrokenPipeError):  # it died
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            if (answer := self._read()) is not None:
+                return answer
         code = self._process.wait()
         self._process = self._start()
         self._ready = False
@@ -187,22 +194,6 @@ class _Worker:
             text=True,
             encoding="utf-8",
         )
-
-    def _wait_until_ready(self) -> None:
-        if not self._ready and self._read() is None:
-            raise RewardError(
-                f"a math worker exited with code {self._process.wait()} before it was ready; "
-                "see its message above. Is math-verify installed? Try: "
-                f"{sys.executable} -c 'import math_verify'"
-            )
-        self._ready = True
-
-    def _exchange(self, line: str) -> dict[str, Any] | None:
-        try:
-            print(line, file=self._process.stdin, flush=True)
-        except BrokenPipeError:
-            return None
-        return self._read()
 
     def _read(self) -> dict[str, Any] | None:
         line = self._process.stdout.readline()  # type: ignore[union-attr]

@@ -168,7 +168,9 @@ def _last_boxes(text: str) -> tuple[int, str | None]:
         return -1, None
     last = boxes.pop()
     first, contents = last.begin, [last.content]
-    while boxes and _belong_together(text[boxes[-1].end : first]):
+    while boxes and first - boxes[-1].end <= _FARTHEST:
+        if _BETWEEN_BOXES.fullmatch(text[boxes[-1].end : first]) is None:
+            break
         box = boxes.pop()
         first = box.begin
         contents.insert(0, box.content)
@@ -205,10 +207,6 @@ def _boxes(text: str) -> list[_Box]:
 _SUBSCRIPT = Form(r"\s?_\s?(?:\d|\{[^{}]{1,20}\})")
 
 
-def _belong_together(between: str) -> bool:
-    return len(between) <= _FARTHEST and _BETWEEN_BOXES.fullmatch(between) is not None
-
-
 def _sentence(text: str) -> str:
     """Return the first sentence: up to the end of the line or the first match of ``_END``."""
     line = text.lstrip().partition("\n")[0]
@@ -237,23 +235,20 @@ def read_label(value: Any) -> Label:
         value = format(value, "f")
     if isinstance(value, int) and abs(value) >= 10**LARGEST_EXPONENT:
         raise LabelError(f"is a number with more than {LARGEST_EXPONENT} digits")
-    text = _answer_of_label(with_signs(without_quotes(str(value))))
+    text = with_signs(without_quotes(str(value)))
+    if "####" in text or _BOX.search(text):  # a full solution, as in GSM8K and MATH
+        answer = last_answer(text)
+        text = "" if answer is None else answer.text
+    else:
+        match = _ANSWER.search(text)
+        text = _sentence(text[match.end() :]) if match else text.strip()
     if text in _NO_VALUE:
         raise LabelError(f"is {text!r}, which is a missing value; fill it in, or drop the row")
-    return _understood(text)
+    return _label_of(text)
 
 
-def _answer_of_label(text: str) -> str:
-    """Extract the answer of a label that is a full solution, such as GSM8K's (``####``) or MATH's
-    (a box)."""
-    if "####" in text or _BOX.search(text):
-        answer = last_answer(text)
-        return "" if answer is None else answer.text
-    match = _ANSWER.search(text)
-    return _sentence(text[match.end() :]) if match else text.strip()
-
-
-def _understood(text: str) -> Label:
+def _label_of(text: str) -> Label:
+    """Return the answer ``text`` as a label."""
     quantity = read_quantity(text)
     if quantity is not None:
         return Label("number", spell(quantity), quantity)
@@ -323,8 +318,10 @@ def judge(label: Label, response: str, prompt: str = "") -> bool | Ask:
         return date is not None and date[0] == label.text
     quantity = None if answer is None else read_quantity(answer.text)
     if label.quantity is not None and label.quantity.base:
-        answer_text = text if answer is None else answer.text
-        based = quantity if quantity is not None and quantity.base else _last_based(answer_text)
+        based = quantity
+        if quantity is None or not quantity.base:
+            matches = _BASED_NUMBER.finditer(text if answer is None else answer.text)
+            based = read_quantity(matches[-1].group()) if matches else None
         if based is not None:
             return quantities_equal(label.quantity, based)
         plain = read_quantity(label.quantity.digits)  # like a unit, the base may be left out
@@ -342,12 +339,6 @@ def judge(label: Label, response: str, prompt: str = "") -> bool | Ask:
         return False
     text = _PERIOD.sub("", answer.text)  # the period that ends a sentence
     return Ask(label.text, f"\\boxed{{{_symbols(_readable(text))}}}")
-
-
-def _last_based(text: str) -> Quantity | None:
-    """Return the last number with a base in ``text``, or None."""
-    matches = _BASED_NUMBER.finditer(text)
-    return read_quantity(matches[-1].group()) if matches else None
 
 
 def _claims_others(sentence: str, label: Label) -> bool:

@@ -33,25 +33,17 @@ def compare(label: str, response: str) -> dict[str, Any]:
 
     Return ``{"bad_label": True}`` if the label cannot be parsed.
     """
-    gold = _parse_label(label)
+    gold: list[Any] = []
+    answer = label.rpartition("####")[2].strip()
+    if answer:
+        # A bare label (``x^2+1``) is put between dollars: math-verify parses LaTeX only there.
+        wrapped = any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\["))
+        for form in [answer] if wrapped else [f"${answer}$", answer]:
+            gold = gold or list(parse(form, parsing_timeout=None))
     if not gold:
         return {"bad_label": True}
     answer = parse(response, parsing_timeout=None, raise_on_error=True)
     return {"score": int(bool(verify(gold, answer, timeout_seconds=None)))}
-
-
-def _parse_label(label: str) -> list[Any]:
-    """Parse a label, or its part after ``####``. Return [] if it cannot be parsed.
-
-    A bare label (``x^2+1``) is put between dollars, because math-verify parses LaTeX only there.
-    """
-    answer = label.rpartition("####")[2].strip()
-    wrapped = any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\["))
-    forms = [answer] if wrapped else [f"${answer}$", answer]
-    for form in forms:
-        if gold := parse(form, parsing_timeout=None) if answer else []:
-            return list(gold)
-    return []
 
 
 MEMORY_BYTES = 2 << 30

@@ -67,23 +67,21 @@ class ModelReward:
     ) -> list[float | SampleError]:
         """Return the normalized ``scores_of`` the encoded items, and an error for each row longer
         than the limit."""
+        fitting: list[Pair] = []
+        errors: list[SampleError | None] = []
+        for item in items:
+            pair = self.encode(item)
+            count = sum(map(len, pair))
+            if self.max_len is None or count <= self.max_len:
+                fitting.append(pair)
+                errors.append(None)
+                continue
+            problem = f"got a row of {count} tokens, but its model reads rows of up to "
+            advice = "shorten prompts and responses, or use a reward model with more positions"
+            errors.append(SampleError(self, item, f"{problem}{self.max_len}", advice=advice))
         mean, std = self.scale
-        pairs = [self.encode(item) for item in items]
-        problems = [self._problem(item, pair) for item, pair in zip(items, pairs, strict=True)]
-        fitting = [pair for pair, error in zip(pairs, problems, strict=True) if error is None]
         scores = iter(scores_of(fitting) if fitting else [])
-        return [(next(scores) - mean) / std if error is None else error for error in problems]
-
-    def _problem(self, item: RewardInput, pair: Pair) -> SampleError | None:
-        count = sum(map(len, pair))
-        if self.max_len is None or count <= self.max_len:
-            return None
-        return SampleError(
-            self,
-            item,
-            f"got a row of {count} tokens, but its model reads rows of up to {self.max_len}",
-            advice="shorten prompts and responses, or use a reward model with more positions",
-        )
+        return [(next(scores) - mean) / std if error is None else error for error in errors]
 
     def _scores(self, pairs: Sequence[Pair]) -> list[float]:
         return score_rows(self.engine, [[*prompt, *response] for prompt, response in pairs])

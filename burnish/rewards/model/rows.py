@@ -7,6 +7,7 @@ tokenizer makes the row (:class:`RowEncoder`).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re  # house: ok it searches the chat template alone
 from collections.abc import Callable, Mapping, Sequence
@@ -196,22 +197,19 @@ class SampledRows:
 
     def _form(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> _Form:
         key = (str(messages[-1]["role"]), tools is not None)
-        if key not in self._forms:
-            if len(self._forms) >= _MOST_FORMS:
-                self._forms.clear()
-            self._forms[key] = self._find_form(messages, tools)
-        return self._forms[key]
-
-    def _find_form(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> _Form:
-        try:
+        if key in self._forms:
+            return self._forms[key]
+        if len(self._forms) >= _MOST_FORMS:
+            self._forms.clear()
+        form = _Form(verbatim=False)
+        with contextlib.suppress(DataError):  # raised again, and handled, for each answer
             head, answer = self._rows.of_messages(messages, _ANSWER, tools=tools)
-        except DataError:  # raised again, and handled, for each answer
-            return _Form(verbatim=False)
-        text = encode_piece(self._tokenizer, _ANSWER, after=head[-1:])
-        end = answer[len(text) :]
-        if list(answer[: len(text)]) != text or len(end) > 1:
-            return _Form(verbatim=False)
-        return _Form(verbatim=True, end=end[0] if end else None)
+            text = encode_piece(self._tokenizer, _ANSWER, after=head[-1:])
+            end = answer[len(text) :]
+            if list(answer[: len(text)]) == text and len(end) <= 1:
+                form = _Form(verbatim=True, end=end[0] if end else None)
+        self._forms[key] = form
+        return form
 
 
 def _ends_with(tokenizer: PreTrainedTokenizerBase, answer: _Answer, end: int | None) -> bool:
@@ -253,8 +251,20 @@ class RowEncoder:
                 return self.of_messages(
                     answer.messages, text, tools=answer.tools, ended=ended, message=answer.message
                 )
-            self._check_has_text(answer)
-            self._warn_markup()
+            if answer.prompt is None:
+                raise RewardError(
+                    f"reward {self.name!r}: its tokenizer has no chat template, which the "
+                    "conversations of episodes need; set its model.chat_template to the template "
+                    "that it was trained with"
+                )
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "reward %r: prompts are conversations but its tokenizer has no chat template, "
+                    "so it reads the policy's chat markup as plain text; set its "
+                    "model.chat_template to the template that it was trained with",
+                    self.name,
+                )
         head, ids = encode_text(self.tokenizer, str(answer.prompt), text, ended=ended)
         ends = end_texts(self.tokenizer)
         first = next((i for i, token in enumerate(ids) if token in ends), len(ids))
@@ -287,14 +297,6 @@ class RowEncoder:
         ids, _ = encode_completion(self.tokenizer, head, text, prompt=rendered, add_eos=ended)
         return head, ids[len(head) :]
 
-    def _check_has_text(self, answer: _Answer) -> None:
-        if answer.prompt is None:
-            raise RewardError(
-                f"reward {self.name!r}: its tokenizer has no chat template, which the "
-                "conversations of episodes need; set its model.chat_template to the template that "
-                "it was trained with"
-            )
-
     def _encoded(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -315,13 +317,3 @@ class RowEncoder:
         begin = mask.index(True)
         end = len(mask) - mask[::-1].index(True)
         return ids[:begin], ids[begin:end]
-
-    def _warn_markup(self) -> None:
-        if not self._warned:
-            self._warned = True
-            log.warning(
-                "reward %r: prompts are conversations but its tokenizer has no chat template, so "
-                "it reads the policy's chat markup as plain text; set its model.chat_template to "
-                "the template that it was trained with",
-                self.name,
-            )

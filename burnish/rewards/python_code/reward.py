@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,7 +24,7 @@ from burnish.rewards.labels import LabelError
 from burnish.rewards.python_code.config import PythonCodeReward as PythonCodeConfig
 from burnish.rewards.python_code.tests import read_code, read_tests
 from burnish.rewards.texts import prompt_end
-from burnish.sandbox.base import PYTHON, Program, Result, Sandbox, SandboxError
+from burnish.sandbox.base import PYTHON, Program, Result, SandboxError
 from burnish.sandbox.make import make_sandbox
 from burnish.types import Prompt
 
@@ -68,7 +67,8 @@ class PythonCodeReward:
         self._passed = (0.0, 0.0)
         self._loop = LoopThread(f"reward-{name}")
         try:
-            self._sandbox = self._loop.run(self._start)
+            self._sandbox = make_sandbox(config.sandbox)
+            self._loop.run(self._sandbox.check)
         except SandboxError as error:
             self._loop.close()
             raise RewardError(f"reward {name!r}: {error}") from error
@@ -96,25 +96,20 @@ class PythonCodeReward:
         self._loop.run(self._sandbox.close)
         self._loop.close()
 
-    async def _start(self) -> Sandbox:
-        sandbox = make_sandbox(self._config.sandbox)
-        await sandbox.check()
-        return sandbox
-
     async def _score_all(self, items: Sequence[RewardInput]) -> list[float | SampleError]:
+        async def result_of(item: RewardInput) -> float | SampleError | SandboxError:
+            try:
+                return await self._score(item)
+            except (SampleError, SandboxError) as error:  # becomes data; the other items continue
+                return error
+
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._settled(item)) for item in items]
+            tasks = [group.create_task(result_of(item)) for item in items]
         results = [task.result() for task in tasks]
         for result in results:
             if isinstance(result, SandboxError):
                 raise result
         return [result for result in results if not isinstance(result, SandboxError)]
-
-    async def _settled(self, item: RewardInput) -> float | SampleError | SandboxError:
-        try:
-            return await self._score(item)
-        except (SampleError, SandboxError) as error:  # becomes data; the other items continue
-            return error
 
     async def _score(self, item: RewardInput) -> float:
         """Return the score of one response. Raises SampleError and SandboxError."""
@@ -129,7 +124,20 @@ class PythonCodeReward:
             self._note(0.0)
             return 0.0
         nonce = secrets.token_hex(16)
-        result = await self._sandbox.run(self._program(code, tests, nonce))
+        task = {
+            "nonce": nonce,
+            "code": code,
+            "tests": tests,
+            "test_s": self._config.test_timeout_s,
+            "stop": self._config.score == "all",
+        }
+        program = Program(
+            (PYTHON, "-I", _JUDGE.name),
+            stdin=json.dumps(task).encode(),
+            files={_JUDGE.name: _JUDGE.read_bytes()},
+            wall_s=self._config.timeout_s,
+        )
+        result = await self._sandbox.run(program)
         verdict = self._verdict(item, result, nonce)
         self._counts["timeouts"] += verdict.timed_out
         share = verdict.passed / verdict.count
@@ -138,21 +146,6 @@ class PythonCodeReward:
 
     def _note(self, share: float) -> None:
         self._passed = (self._passed[0] + share, self._passed[1] + 1)
-
-    def _program(self, code: str, tests: Mapping[str, Any], nonce: str) -> Program:
-        task = {
-            "nonce": nonce,
-            "code": code,
-            "tests": tests,
-            "test_s": self._config.test_timeout_s,
-            "stop": self._config.score == "all",
-        }
-        return Program(
-            (PYTHON, "-I", _JUDGE.name),
-            stdin=json.dumps(task).encode(),
-            files={_JUDGE.name: _JUDGE.read_bytes()},
-            wall_s=self._config.timeout_s,
-        )
 
     def _verdict(self, item: RewardInput, result: Result, nonce: str) -> Verdict:
         """Return the results that the judge wrote. Raises SampleError if the tests cannot be used,

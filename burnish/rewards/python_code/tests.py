@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,7 +63,10 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
     block: _Block | None = None
     for line in text.removesuffix("\n").split("\n"):
         if block is None:
-            block = _opened(line)
+            mark = _OPENING.match(line)
+            if mark is not None and not (mark["fence"][0] == "`" and "`" in mark["info"]):
+                language = (mark["info"].split() or [""])[0]
+                block = _Block(mark["fence"], language, len(mark["before"].expandtabs(_TAB)))
         elif block.is_closed_by(line):
             yield block.language, block.content()
             block = None
@@ -91,28 +95,16 @@ class _Block:
         """Return the lines without the indent that the fence and the first line have."""
         first = next((line for line in self.lines if line.strip()), "")
         columns = min(self.column, _indent(first))
-        return "".join(_without_indent(line, columns) + "\n" for line in self.lines)
-
-
-def _opened(line: str) -> _Block | None:
-    """Return the block that a line opens, or None."""
-    mark = _OPENING.match(line)
-    if mark is None or (mark["fence"][0] == "`" and "`" in mark["info"]):
-        return None
-    language = (mark["info"].split() or [""])[0]
-    return _Block(mark["fence"], language, len(mark["before"].expandtabs(_TAB)))
+        if not columns:
+            return "".join(line + "\n" for line in self.lines)
+        return "".join(
+            " " * (_indent(line) - columns) + line.lstrip(" \t") + "\n" for line in self.lines
+        )
 
 
 def _indent(line: str) -> int:
     """Return the number of columns of white space at the beginning of a line."""
     return len(line[: -len(line.lstrip(" \t")) or None].expandtabs(_TAB))
-
-
-def _without_indent(line: str, columns: int) -> str:
-    """Return a line without up to ``columns`` columns of white space at its beginning."""
-    if not columns:
-        return line
-    return " " * (_indent(line) - columns) + line.lstrip(" \t")
 
 
 def read_tests(label: Any, entry_point: Any = None) -> dict[str, Any]:
@@ -121,8 +113,9 @@ def read_tests(label: Any, entry_point: Any = None) -> dict[str, Any]:
     ``entry_point``: name of the function to test, for sources with ``check(candidate)``. Raises
     LabelError if the label has none of the known forms.
     """
-    if isinstance(label, str):
-        label = _parsed(label)
+    if isinstance(label, str) and label.lstrip()[:1] in ("[", "{"):
+        with contextlib.suppress(ValueError, RecursionError):  # it is no JSON, but source
+            label = json.loads(label)
     if isinstance(label, str):
         return _source(label, entry_point)
     if isinstance(label, Sequence) and label:
@@ -137,16 +130,6 @@ def read_tests(label: Any, entry_point: Any = None) -> dict[str, Any]:
         if {"inputs", "outputs"} <= set(label):
             return _pairs(label["inputs"], label["outputs"], label.get("fn_name"))
     raise LabelError(f"has none of the known forms; write it as one of: {FORMS}")
-
-
-def _parsed(label: str) -> Any:
-    """Return the JSON in a label, or the label if it is not JSON."""
-    if label.lstrip()[:1] not in ("[", "{"):
-        return label
-    try:
-        return json.loads(label)
-    except (ValueError, RecursionError):
-        return label
 
 
 def _source(text: str, entry_point: Any) -> dict[str, Any]:
@@ -194,7 +177,12 @@ def _unsendable_argument(nodes: Sequence[ast.AST], known: set[str]) -> str | Non
     """Return an argument of a call of the code that cannot be sent to it, or None."""
     known = known | {node.name for node in nodes if isinstance(node, _FUNCTIONS)}
     known |= {node.arg for node in nodes if isinstance(node, ast.arg)} - {"candidate"}
-    imported = _imported(nodes)
+    imported: dict[str, str] = {}  # full names, by the names that the tests give them
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            imported |= {a.asname or a.name: a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
 
     def result_of(node: ast.AST) -> str | None:
         if not isinstance(node, ast.Call):
@@ -219,17 +207,6 @@ def _unsendable_argument(nodes: Sequence[ast.AST], known: set[str]) -> str | Non
             if result is not None:
                 return result
     return None
-
-
-def _imported(nodes: Sequence[ast.AST]) -> dict[str, str]:
-    """Return the full names of what tests import, by the names that they give it."""
-    names: dict[str, str] = {}
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            names |= {a.asname or a.name: a.name for a in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-    return names
 
 
 def _patched(node: ast.AST) -> str | None:

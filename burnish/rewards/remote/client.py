@@ -129,12 +129,11 @@ class RewardClient:
             trust_env=config.use_proxy,
             verify=httpx.create_ssl_context(trust_env=True),  # SSL_CERT_FILE, also without a proxy
         )
-        stop = stop_after_attempt(config.retries + len(self._servers))
         self._retrying = AsyncRetrying(
-            stop=stop,
+            stop=stop_after_attempt(config.retries + len(self._servers)),
             wait=self._wait_s,
             retry=self._may_retry,
-            before_sleep=self._count_retry,
+            before_sleep=lambda _: self.counts.update(retries=1),
             reraise=True,
         )
 
@@ -148,10 +147,7 @@ class RewardClient:
         await self._client.aclose()
 
     async def _ask(self, body: bytes, count: int) -> Reply | RemoteError:
-        retrying, attempts = (
-            self._retrying.copy(),
-            _Attempts(),
-        )  # both keep the state of one request
+        retrying, attempts = self._retrying.copy(), _Attempts()  # the state of one request
         try:
             return await retrying(self._try, body, count, attempts)
         except RemoteError as error:
@@ -171,25 +167,20 @@ class RewardClient:
             try:
                 data, kind = await self._send(server, body)
                 reply = attempts.add(self._reply(server, data, kind, count=count))
-                if self._other_server_may_succeed(reply, attempts):
+                is_partial = any(isinstance(value, str) for value in reply.rewards)
+                if is_partial and self._has_untried(attempts):
                     raise _PartialError(f"{server.shown} returned no reward for some responses")
                 return reply
             except RemoteError as error:
-                if not isinstance(error, _PartialError):
-                    self._back_off(server, error)
-                if not isinstance(error, _TransientError):
-                    attempts.refused[server.url] = error
-                if len(attempts.refused) == len(self._servers):
-                    self._end_backoffs()
+                self._note_failure(server, error, attempts)
                 raise
             finally:
                 server.busy -= 1
 
-    def _other_server_may_succeed(self, reply: Reply, attempts: _Attempts) -> bool:
-        """Return whether an entry is bad and an available server has not received the request."""
+    def _has_untried(self, attempts: _Attempts) -> bool:
+        """Return whether a server that is not in backoff has not received the request."""
         now = time.monotonic()
-        left = any(s.backoff_until <= now and s.url not in attempts.tried for s in self._servers)
-        return left and any(isinstance(value, str) for value in reply.rewards)
+        return any(s.backoff_until <= now and s.url not in attempts.tried for s in self._servers)
 
     def _pick(self, attempts: _Attempts) -> _Server:
         """Choose a server among those without a permanent error for the request.
@@ -209,20 +200,21 @@ class RewardClient:
         chosen.turn = self._turn
         return chosen
 
-    def _back_off(self, server: _Server, error: RemoteError) -> None:
-        retry_after_s = error.retry_after_s if isinstance(error, _TransientError) else 0.0
-        now, seconds = time.monotonic(), retry_after_s or self._config.rest_s
-        if server.warned_until <= now:
-            others = len(self._servers) > 1
-            more = f"; it is not used for {seconds:g} s while others work" if others else ""
-            log.warning("reward %r: %s%s", self._name, error, more)
-        server.backoff_until = max(server.backoff_until, now + seconds)
-        server.warned_until = max(server.warned_until, server.backoff_until)
-
-    def _end_backoffs(self) -> None:
-        """End all backoffs. Called if every server refused a request, which is then at fault."""
-        for server in self._servers:
-            server.backoff_until = 0.0
+    def _note_failure(self, server: _Server, error: RemoteError, attempts: _Attempts) -> None:
+        if not isinstance(error, _PartialError):
+            retry_after_s = error.retry_after_s if isinstance(error, _TransientError) else 0.0
+            now, seconds = time.monotonic(), retry_after_s or self._config.rest_s
+            if server.warned_until <= now:
+                others = len(self._servers) > 1
+                more = f"; it is not used for {seconds:g} s while others work" if others else ""
+                log.warning("reward %r: %s%s", self._name, error, more)
+            server.backoff_until = max(server.backoff_until, now + seconds)
+            server.warned_until = max(server.warned_until, server.backoff_until)
+        if not isinstance(error, _TransientError):
+            attempts.refused[server.url] = error
+        if len(attempts.refused) == len(self._servers):  # the request is at fault, not the servers
+            for each in self._servers:
+                each.backoff_until = 0.0
 
     def _may_retry(self, state: RetryCallState) -> bool:
         """Return whether to retry: after a transient failure, or while a server has not refused."""
@@ -237,17 +229,13 @@ class RewardClient:
         """Return the seconds before the next try. No wait while there are untried servers."""
         error = state.outcome.exception() if state.outcome is not None else None
         attempts: _Attempts = state.args[2]
-        now = time.monotonic()
-        if any(s.backoff_until <= now and s.url not in attempts.tried for s in self._servers):
+        if self._has_untried(attempts):
             return 0.0
         config = self._config
         rounds = max(state.attempt_number - len(self._servers), 0)
         grown = min(config.backoff_s * 2.0**rounds, config.max_backoff_s)
         retry_after_s = error.retry_after_s if isinstance(error, _TransientError) else 0.0
         return max(retry_after_s, grown * self._random.uniform(0.5, 1.0))
-
-    def _count_retry(self, _: RetryCallState) -> None:
-        self.counts["retries"] += 1
 
     async def _send(self, server: _Server, body: bytes) -> tuple[bytes, str]:
         """Send ``body``. Return (body, content type) of a reply with status 200."""
@@ -368,11 +356,8 @@ def checked_reply(reply: Any, count: int) -> Reply:
     extra_logs = reply.get("extra_logs")
     entries: dict[str, Any] = extra_logs if isinstance(extra_logs, dict) else {}
     logs: dict[str, tuple[float, int]] = {}
-    bad = (
-        []
-        if extra_logs is None or isinstance(extra_logs, dict)
-        else ["extra_logs is not a mapping"]
-    )
+    is_mapping = extra_logs is None or isinstance(extra_logs, dict)
+    bad = [] if is_mapping else ["extra_logs is not a mapping"]
     scores = {} if reply.get("scores") is None else {"scores": reply["scores"]}
     for key, value in (scores | entries).items():
         mean = _mean(value, count)

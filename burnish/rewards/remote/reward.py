@@ -11,7 +11,6 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 from urllib.parse import urlsplit
 
 from tenacity import Retrying, retry_if_result, stop_after_attempt, wait_exponential
@@ -70,16 +69,24 @@ class RemoteReward:
         """
         size = self._config.batch_size
         parts = [items[i : i + size] for i in range(0, len(items), size)]
-        requests = [(self._body(part), len(part)) for part in parts]
+        requests = [(self._request(part), len(part)) for part in parts]
         if self._loop is None or self._client is None:
             self._client = RewardClient(self._config, name=self.name, token=self._token)
             self._loop = LoopThread(f"reward-{self.name}")
         answers = self._loop.run(self._client.ask_all, requests)
         scores: list[float | SampleError] = []
         for part, answer in zip(parts, answers, strict=True):
-            if isinstance(answer, Reply):
-                self._note(answer)
-            scores += self._scores(part, answer)
+            if isinstance(answer, RemoteError):
+                problem = f"failed: {answer}"
+                scores += [SampleError(self, item, problem, advice=_ADVICE) for item in part]
+                continue
+            self._note(answer)
+            for item, value in zip(part, answer.rewards, strict=True):
+                if isinstance(value, float):
+                    scores.append(value)
+                else:
+                    problem = f"got {value} instead of a finite number"
+                    scores.append(SampleError(self, item, problem))
         return scores
 
     def take_counts(self) -> Mapping[str, int]:
@@ -105,8 +112,16 @@ class RemoteReward:
             finally:
                 loop.close()
 
-    def _body(self, items: Sequence[RewardInput]) -> bytes:
-        labels = [self._label(item) for item in items]
+    def _request(self, items: Sequence[RewardInput]) -> bytes:
+        # OpenRLHF's protocol has an empty string for a missing label.
+        labels = ["" if item.prompt.label is None else item.prompt.label for item in items]
+        for item, label in zip(items, labels, strict=True):
+            try:
+                json.dumps(label, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                problem = f"cannot encode the label as JSON ({error})"
+                advice = "in the data, use text, a finite number, or lists and mappings of these"
+                raise SampleError(self, item, problem, advice=advice) from error
         special = self._config.special_tokens
         texts = [prompt_and_query(i, self._tokenizer, special_tokens=special) for i in items]
         request = {
@@ -116,29 +131,6 @@ class RemoteReward:
         }
         # errors="replace": a Python string may contain a lone surrogate, UTF-8 may not
         return json.dumps(request, ensure_ascii=False).encode("utf-8", errors="replace")
-
-    def _label(self, item: RewardInput) -> Any:
-        """Return the label. OpenRLHF's protocol has an empty string for a missing label."""
-        label = "" if item.prompt.label is None else item.prompt.label
-        try:
-            json.dumps(label, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            problem = f"cannot encode the label as JSON ({error})"
-            advice = "in the data, use text, a finite number, or lists and mappings of these"
-            raise SampleError(self, item, problem, advice=advice) from error
-        return label
-
-    def _scores(
-        self, items: Sequence[RewardInput], answer: Reply | RemoteError
-    ) -> list[float | SampleError]:
-        if isinstance(answer, RemoteError):
-            return [SampleError(self, item, f"failed: {answer}", advice=_ADVICE) for item in items]
-        return [
-            value
-            if isinstance(value, float)
-            else SampleError(self, item, f"got {value} instead of a finite number")
-            for item, value in zip(items, answer.rewards, strict=True)
-        ]
 
     def _note(self, reply: Reply) -> None:
         for name, (total, count) in reply.logs.items():

@@ -7,8 +7,7 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from burnish.data.config import DataConfig
-from burnish.data.encoded import BatchEncoder, EncodedStream, load_all
-from burnish.data.encoders import encoder_of
+from burnish.data.encoded import BatchEncoder, EncodedStream, encoder_of, load_all
 from burnish.data.forms import open_rows
 from burnish.types import Batch
 

@@ -9,7 +9,7 @@ merge characters across the boundary. Training tokens would then differ from gen
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +19,7 @@ from burnish.data.left_out import REFUSED, Field, check_rendering
 from burnish.data.messages import as_messages, trained_flags
 from burnish.data.notices import note
 from burnish.data.pieces import check_embeddings, encode_piece, plain_ids
-from burnish.data.rendering import Habits, Tools, habits_of, render_text, with_reasoning_once
+from burnish.data.rendering import Tools, habits_of, render_text, with_reasoning_once
 from burnish.data.sources import DataError
 from burnish.data.turns import locate_turns
 from burnish.data.unread import note_flags
@@ -180,28 +180,21 @@ def _check_answers(
     reasoning that would end before its end."""
     for answer in answers:
         if REASONING[0] in answer and "end of reasoning" in refused:
-            _check_reasoning(answer, habits_of(tokenizer, tools))
+            habits = habits_of(tokenizer, tools)
+            end = habits.tags.end
+            ends_early = habits.has_tags and end in str(answer[REASONING[0]])
+            if ends_early and not habits.ignores_reasoning_of(answer):
+                raise DataError(
+                    f"the reasoning of a trained answer (`{REASONING[0]}`) contains {end}, which "
+                    "would end it there: the model would learn to write the rest as its answer. "
+                    "Remove the tags if they are around the reasoning, write a mention in another "
+                    "way (`/think`), or move the text behind the tag into the content"
+                )
         if answer["content"].strip() or answer.get("tool_calls"):
             continue
         blank = not str(answer.get(REASONING[0], "")).strip()
         if blank or habits_of(tokenizer, tools).ignores_reasoning_of(answer):
             empty_answer(refuse="empty answer" in refused)
-
-
-def _check_reasoning(answer: Message, habits: Habits) -> None:
-    """Raise DataError if the reasoning under its key contains the tag that ends it."""
-    end = habits.tags.end
-    if (
-        habits.has_tags
-        and end in str(answer[REASONING[0]])
-        and not habits.ignores_reasoning_of(answer)
-    ):
-        raise DataError(
-            f"the reasoning of a trained answer (`{REASONING[0]}`) contains {end}, which would end "
-            "it there: the model would learn to write the rest as its answer. Remove the tags if "
-            "they are around the reasoning, write a mention in another way (`/think`), or move the "
-            "text behind the tag into the content"
-        )
 
 
 def check_text(tokenizer: PreTrainedTokenizerBase, text: str, *, refuse: bool) -> None:
@@ -266,13 +259,6 @@ def response_text(
     return both[len(head) :] if both.startswith(head) else alone
 
 
-def _special_end(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Return the special token at the end of ``text``, or an empty string."""
-    ids = plain_ids(tokenizer, text[-64:])
-    token = special_tokens(tokenizer).get(ids[-1], "") if ids else ""
-    return token if text.endswith(token) else ""
-
-
 def _without_own_end(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Tools
 ) -> list[dict[str, Any]]:
@@ -280,8 +266,9 @@ def _without_own_end(
     shortened = list(messages)
     for turn, message in enumerate(messages):
         text = message["content"].rstrip() if message["role"] == "assistant" else ""
-        end = _special_end(tokenizer, text) if text else ""
-        if not end:
+        ids = plain_ids(tokenizer, text[-64:]) if text else ()
+        end = special_tokens(tokenizer).get(ids[-1], "") if ids else ""
+        if not end or not text.endswith(end):
             continue
         bare = {**message, "content": text.removesuffix(end)}
         rendered = render_text(
@@ -332,7 +319,9 @@ def _trained_length(
     the token.
     """
     ends = end_texts(tokenizer)
-    if _has_end(ends, message):
+    calls = json.dumps(message["tool_calls"], **_AS_TEXT) if "tool_calls" in message else ""
+    text = f"{message.get(REASONING[0], '')}{message['content']}{calls}"
+    if any(end in text for end in ends.values() if end):
         first = next((i for i, token in enumerate(answer) if token in ends), len(answer))
         if str(tokenizer.decode(list(answer[first + 1 :]))).strip():
             _note_text_after_end(ends[answer[first]])
@@ -387,13 +376,6 @@ def end_texts(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
         known = (key, {i: special[i] for i in ids if i in special})
         _ends[tokenizer] = known
     return known[1]
-
-
-def _has_end(ends: Mapping[int, str], message: Message) -> bool:
-    """Return whether an answer contains the text of an end token."""
-    calls = json.dumps(message["tool_calls"], **_AS_TEXT) if "tool_calls" in message else ""
-    text = f"{message.get(REASONING[0], '')}{message['content']}{calls}"
-    return any(end in text for end in ends.values() if end)
 
 
 def _note_text_after_end(end: str) -> None:

@@ -1,7 +1,7 @@
 """The contract of data: the keys of every data section, and the facts of its kind. Free of torch.
 
 A kind is a folder. ``config.py``: a subclass of :class:`DataConfig`. ``encode.py``: a function
-``make_encoder`` (``data/encoders.py``), whose encoder makes batches if rows are trained on.
+``make_encoder`` (``data/encoded.py``), whose encoder makes batches if rows are trained on.
 ``read.py``, if rows have more than a prompt and the columns of ``content_keys``: a class ``Reader``
 (``data/reader.py``). ``data/kinds.py`` is the registry of the kinds of the job ``rm``.
 """

@@ -11,6 +11,9 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from transformers import PreTrainedTokenizerBase
+
+from burnish.config.base import module_of
 from burnish.data.config import DataConfig
 from burnish.data.files import files_digests
 from burnish.data.forms import open_rows
@@ -62,6 +65,24 @@ class BatchEncoder(Encoder[T], Protocol[T]):
     def batch(self, items: Sequence[T], *, first_group: int) -> Batch:
         """Return items as rows of tokens. Item i has the group id ``first_group + i``."""
         ...
+
+
+def encoder_of(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Sequence[Source],
+    *,
+    in_episodes: bool = False,
+) -> Encoder[Any]:
+    """Return the encoder that jobs use for the rows of ``config``. ``sources``: its open sources.
+    ``in_episodes``: prompts start episodes.
+
+    Raises DataError if the tokenizer cannot be used.
+    """
+    encoder: Encoder[Any] = module_of(config, "encode").make_encoder(
+        config, tokenizer, sources, in_episodes=in_episodes
+    )
+    return encoder
 
 
 class EncodedStream(Generic[T]):
@@ -162,7 +183,13 @@ class EncodedStream(Generic[T]):
         self._notices.join(row.notices)
         if row.fitted.item is None:
             self._index.leave_out()
-            self._count_dropped(row.fitted)
+            self._counts["dropped" if row.fitted.bad is None else "skipped"] += 1
+            if row.fitted.bad is not None and self._counts["skipped"] == 1:
+                _log.warning(
+                    "%s: %s\nThe row is skipped (on_bad_row: skip; logged once, such rows are "
+                    "counted)",
+                    *(self._section, row.fitted.bad),
+                )
             return None
         self._dropped_in_a_row[row.ref.source] = 0
         self._counts["truncated"] += row.fitted.truncated
@@ -198,18 +225,6 @@ class EncodedStream(Generic[T]):
         self._notices.counts.update({k: int(n) for k, n in state.get("notices", {}).items()})
         self._dropped_in_a_row = dict.fromkeys(self.sources, 0)
         self._ahead = None
-
-    def _count_dropped(self, fitted: Fitted[T]) -> None:
-        if fitted.bad is None:
-            self._counts["dropped"] += 1
-        else:
-            self._counts["skipped"] += 1
-            if self._counts["skipped"] == 1:
-                _log.warning(
-                    "%s: %s\nThe row is skipped (on_bad_row: skip; logged once, such rows are "
-                    "counted)",
-                    *(self._section, fitted.bad),
-                )
 
     def _check_dropped(self, source: str, fitted: Fitted[T]) -> None:
         """Raise DataError if a source has no usable row."""
@@ -312,8 +327,12 @@ class EncodedTable(Generic[T]):
                     break
                 self._scan(number, row)
         self._notices.log_totals(encoder.unit)
+        if self._num_bad == 1:
+            raise DataError(self._bad[0])
         if self._num_bad:
-            raise DataError(self._what_is_bad())
+            more = "" if self._num_bad == len(self._bad) else f"; the first {len(self._bad)}"
+            shown = "".join(f"\n  - {problem}" for problem in self._bad)
+            raise DataError(f"{self._num_bad} {encoder.unit}s cannot be used{more}:{shown}")
         _log_bad(self._skipped, "data", encoder.unit)
         if not len(self):
             if self._skipped and not self.dropped:
@@ -356,13 +375,6 @@ class EncodedTable(Generic[T]):
     def _encoded(self, number: int, row: int) -> T:
         source = self.sources[number]
         return self._encoder.encode(source[row], RowRef(source.name, row, 0))
-
-    def _what_is_bad(self) -> str:
-        if self._num_bad == 1:
-            return self._bad[0]
-        more = "" if self._num_bad == len(self._bad) else f"; the first {len(self._bad)}"
-        shown = "".join(f"\n  - {problem}" for problem in self._bad)
-        return f"{self._num_bad} {self._encoder.unit}s cannot be used{more}:{shown}"
 
 
 class OverlongError(DataError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -124,7 +124,20 @@ def prompt_column(row: Row, key: str, template: str | None) -> Any:
     """Return the prompt of a row: ``template`` filled with its columns, or column ``key``.
 
     Raises DataError if the prompt is a blank text, as an empty cell of a CSV file is."""
-    prompt = _raw_prompt(row, key, template)
+    if template is None:
+        prompt = content_column(row, key, "prompt_key")
+    else:
+        try:
+            for name in fields_of(template):
+                _check_fills(row, name)
+            prompt = template.format_map(row.values)
+        except (DataError, TemplateError) as error:
+            raise DataError(str(error)) from error
+        except (ValueError, IndexError, AttributeError, TypeError) as error:
+            raise DataError(
+                f"prompt_template {template!r} cannot be filled: {error}. It is a Python format "
+                "string: {column} for a column, {{ and }} for braces"
+            ) from error
     if isinstance(prompt, str) and not prompt.strip():
         source = f"column {key!r} (prompt_key)" if template is None else "prompt_template"
         raise DataError(
@@ -132,23 +145,6 @@ def prompt_column(row: Row, key: str, template: str | None) -> Any:
             "nothing; fill it, drop the row, or set on_bad_row: skip"
         )
     return prompt
-
-
-def _raw_prompt(row: Row, key: str, template: str | None) -> Any:
-    if template is None:
-        return content_column(row, key, "prompt_key")
-    try:
-        for name in fields_of(template):
-            _check_fills(row, name)
-        return template.format_map(row.values)
-    except (DataError, TemplateError) as error:
-        raise DataError(str(error)) from error
-    except (ValueError, IndexError, AttributeError, TypeError) as error:
-        raise DataError(
-            f"prompt_template {template!r} cannot be filled: {error}. It is a Python format "
-            "string: "
-            "{column} for a column, {{ and }} for braces"
-        ) from error
 
 
 def _check_fills(row: Row, name: str) -> None:
@@ -182,7 +178,15 @@ def system_of(row: Row, config: DataConfig, content: Any) -> str | None:
     texts = {key: _system_text(row.values.get(key), key) for key in SYSTEMS}
     texts = {key: text for key, text in texts.items() if text.strip()}
     if texts and config.prompt_template is not None:
-        texts = _not_in_template(texts, config)
+        used = set(fields_of(config.prompt_template))
+        texts = {key: text for key, text in texts.items() if key not in used}
+        if texts and not config.apply_chat_template:  # the template writes plain text
+            note(
+                "unused_system",
+                f"the column {next(iter(texts))!r} is in no prompt, because prompt_template does "
+                "not use it; add it, or set apply_chat_template: true for a system message",
+            )
+            texts = {}
     if not texts:
         return config.system_prompt
     places = dict(texts)
@@ -212,21 +216,6 @@ def _system_text(value: Any, key: str) -> str:
             f"column {key!r} is no text: {repr(value)[:80]}; write the system message as text, or "
             "rename the column if it is none"
         ) from error
-
-
-def _not_in_template(texts: Mapping[str, Any], config: DataConfig) -> dict[str, Any]:
-    """Return the system messages that ``prompt_template`` does not contain. For plain text, which
-    the template writes, there are none (recorded as a notice)."""
-    used = set(fields_of(config.prompt_template or ""))
-    rest = {key: text for key, text in texts.items() if key not in used}
-    if rest and not config.apply_chat_template:
-        note(
-            "unused_system",
-            f"the column {next(iter(rest))!r} is in no prompt, because prompt_template does not "
-            "use it; add it, or set apply_chat_template: true for a system message",
-        )
-        return {}
-    return rest
 
 
 def tools_column(row: Row, config: DataConfig) -> list[dict[str, Any]] | None:
@@ -329,16 +318,9 @@ def encode_exchange(
         note_unused_template(tokenizer, prompt_ids, config)
         encoded = token_row(*encode_completion(tokenizer, prompt_ids, response, prompt=text))
         return _without_end(tokenizer, encoded) if exchange.is_cut else encoded
-    return _encode_messages(tokenizer, exchange, only_last=only_last)
-
-
-def _encode_messages(
-    tokenizer: PreTrainedTokenizerBase, exchange: Exchange, *, only_last: bool
-) -> TokenRow:
-    """Encode a prompt and a response, rendered by the chat template."""
-    row_messages = as_messages(exchange.prompt)
+    row_messages = as_messages(prompt)
     check_prompt(row_messages)
-    answer = _answer(exchange.response, row_messages)
+    answer = _answer(response, row_messages)
     before = as_messages(row_messages, system_prompt=exchange.system)
     check_rendering(tokenizer, before, exchange.tools, system_prompt=exchange.system)
     return token_row(

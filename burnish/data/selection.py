@@ -152,11 +152,9 @@ class _Writer:
             common |= {"reward": sample.reward, "rewards": dict(sample.reward_parts)}
         for token_row in sample.rows:
             row = common | self._columns(conversation_columns(episode, token_row))
-            yield row | (token_columns(token_row, self.tokenizer) if self._has_tokens else {})
-
-    @property
-    def _has_tokens(self) -> bool:
-        return self.with_tokens and self.tokenizer is not None
+            if self.with_tokens and self.tokenizer is not None:
+                row |= token_columns(token_row, self.tokenizer)
+            yield row
 
     def _columns(self, columns: DataRow) -> DataRow:
         if not self.as_text:

@@ -131,7 +131,16 @@ class IndexStream:
         """Draw the next row."""
         self._ended_pass = False
         if self._joint:
-            return self._next_of_all()
+            total = int(self._begins[-1])
+            epoch, position = divmod(self._draws, total)
+            place = position
+            if self._shuffle:
+                place = int(self._order(_JOINT, (epoch,), total)[position])
+            source = int(np.searchsorted(self._begins, place, side="right")) - 1
+            self._draws += 1
+            self._epochs = [self._draws // total] * len(self._sizes)
+            self._ended_pass = position + 1 == total
+            return RowRef(self._names[source], place - int(self._begins[source]), epoch)
         source = self._source_of(self._draws - self._left_out)
         if source in self._blocks:
             return self._next_streamed(source)
@@ -172,31 +181,26 @@ class IndexStream:
         self._epochs[source], self._positions[source] = self._epochs[source] + 1, 0
         self._ended_pass = True
 
-    def _next_of_all(self) -> RowRef:
-        total = int(self._begins[-1])
-        epoch, position = divmod(self._draws, total)
-        place = int(self._order(_JOINT, (epoch,), total)[position]) if self._shuffle else position
-        source = int(np.searchsorted(self._begins, place, side="right")) - 1
-        self._draws += 1
-        self._epochs = [self._draws // total] * len(self._sizes)
-        self._ended_pass = position + 1 == total
-        return RowRef(self._names[source], place - int(self._begins[source]), epoch)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position for :meth:`load_state_dict`. JSON-serializable."""
-        per_source = zip(self._sizes, self._epochs, self._positions, strict=True)
+        sources: dict[str, dict[str, Any]] = {}
+        for source, name in enumerate(self._names):
+            sources[name] = {
+                "size": self._sizes[source],
+                "epoch": self._epochs[source],
+                "position": self._positions[source],
+            }
+            if name in self._files:
+                sources[name]["files"] = self._files[name]
+            if source in self._blocks:
+                sources[name]["blocks"] = self._blocks[source].state_dict()
         return {
             "seed": self._seed,
             "shuffle": self._shuffle,
             "mix": "size" if self._joint else "weight",
             "draws": self._draws,
             "left_out": self._left_out,
-            "sources": {
-                name: {"size": size, "epoch": epoch, "position": position} | self._more(source)
-                for source, (name, (size, epoch, position)) in enumerate(
-                    zip(self._names, per_source, strict=True)
-                )
-            },
+            "sources": sources,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -212,13 +216,6 @@ class IndexStream:
         self._positions = [int(state["sources"][name]["position"]) for name in self._names]
         for source, blocks in self._blocks.items():
             blocks.load_state_dict(state["sources"][self._names[source]]["blocks"])
-
-    def _more(self, source: int) -> dict[str, Any]:
-        """Return the state of a source that only some sources have."""
-        name = self._names[source]
-        files = {"files": self._files[name]} if name in self._files else {}
-        streamed = source in self._blocks
-        return files | ({"blocks": self._blocks[source].state_dict()} if streamed else {})
 
     def _source_of(self, draw: int) -> int:
         if len(self._sizes) == 1:

@@ -13,10 +13,6 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
 
 
-def _unchanged(row: Row) -> Row:
-    return row
-
-
 class StreamedRows:
     """A source of which one block of rows is in memory. Implements ``stream.Blocks``. Without
     ``num_rows``, the row after the block is read as well, so that the last block is known.
@@ -38,7 +34,7 @@ class StreamedRows:
         the dataset must have; None: all, of unknown number."""
         self.name, self.block_size, self.num_rows = name, block_size, num_rows
         self._dataset, self._place = dataset, place
-        self._convert: Callable[[Row], Row] = _unchanged
+        self._convert: Callable[[Row], Row] = lambda row: row
         self._start: dict[str, Any] = dataset.state_dict()
         self._restart(self._start)
 

@@ -78,15 +78,13 @@ def write_parquet(
     schema = pa.schema([(name, types[name]) for name in columns])
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
         for read in parts:
-            cells = [{n: _cell(row.get(n), n in as_text) for n in columns} for row in read()]
-            if cells:
-                writer.write_table(pa.Table.from_pylist(cells, schema=schema))
-
-
-def _cell(value: Any, as_text: bool) -> Any:
-    if as_text and value is not None:
-        return json.dumps(value)
-    return _valid_text(value)
+            table = [dict.fromkeys(columns) | dict(row) for row in read()]
+            for cells in table:
+                for name, value in cells.items():
+                    is_text = name in as_text and value is not None
+                    cells[name] = json.dumps(value) if is_text else _valid_text(value)
+            if table:
+                writer.write_table(pa.Table.from_pylist(table, schema=schema))
 
 
 def _valid_text(value: Any) -> Any:

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from burnish.config import JobConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.data.config import DataConfig
-from burnish.data.encoders import encoder_of
+from burnish.data.encoded import encoder_of
 from burnish.data.files import content_digest
 from burnish.data.forms import open_rows
 from burnish.data.reader import reader_of

@@ -22,8 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config.model import ModelConfig
 from burnish.data.config import DataConfig
-from burnish.data.encoded import OverlongError, fit
-from burnish.data.encoders import encoder_of
+from burnish.data.encoded import OverlongError, encoder_of, fit
 from burnish.data.forms import open_rows
 from burnish.data.notices import Notices
 from burnish.data.responses.encode import GivenResponse

@@ -21,7 +21,7 @@ from burnish.config.sources import FileSource
 from burnish.data import sources
 from burnish.data.config import DataConfig
 from burnish.data.demonstrations.config import SFTDataConfig
-from burnish.data.encoders import encoder_of
+from burnish.data.encoded import encoder_of
 from burnish.data.forms import open_rows
 from burnish.data.preferences.config import PreferenceDataConfig
 from burnish.data.prompts.config import PromptDataConfig

@@ -14,7 +14,7 @@ import pytest
 from public_formats import FORMATS, Format
 from transformers import PreTrainedTokenizerFast
 
-from burnish.data.encoders import encoder_of
+from burnish.data.encoded import encoder_of
 from burnish.data.forms import open_rows
 from burnish.data.messages import as_messages, without_nulls
 from burnish.data.sources import DataError

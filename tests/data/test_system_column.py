@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from burnish.data.config import DataConfig
 from burnish.data.demonstrations.config import SFTDataConfig
-from burnish.data.encoders import encoder_of
+from burnish.data.encoded import encoder_of
 from burnish.data.forms import open_rows
 from burnish.data.notices import collecting
 from burnish.data.preferences.config import PreferenceDataConfig

@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from burnish.data.config import DataConfig
 from burnish.data.demonstrations.config import SFTDataConfig
-from burnish.data.encoded import fit, load_all
-from burnish.data.encoders import encoder_of
+from burnish.data.encoded import encoder_of, fit, load_all
 from burnish.data.forms import open_rows
 from burnish.data.notices import Notices
 from burnish.data.preferences.config import PreferenceDataConfig

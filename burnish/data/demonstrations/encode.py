@@ -149,5 +149,5 @@ def make_encoder(
     *,
     in_episodes: bool,
 ) -> SFTEncoder:
-    """Return the encoder of demonstrations, see ``data/encoders.py``."""
+    """Return the encoder of demonstrations, see ``data/encoded.py``."""
     return SFTEncoder(config, tokenizer)

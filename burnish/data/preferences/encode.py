@@ -69,7 +69,15 @@ class PairEncoder:
         as_chat = not is_text(better.prompt, better.response, worse.response)
         chosen = self._responses.encode(better, ref, as_chat=as_chat)
         rejected = self._responses.encode(worse, ref, as_chat=as_chat)
-        _check_shared_prompt(chosen, rejected)
+        begins = [list(side.ids[: side.prompt_len]) for side in (chosen, rejected)]
+        if begins[0] != begins[1]:
+            raise DataError(
+                f"the two responses follow different prompts ({len(begins[0])} and "
+                f"{len(begins[1])} tokens), but a pair must share one prompt; give both responses "
+                "as text, or as messages that follow the same conversation. A message with train: "
+                "false before the first trained answer is part of the prompt, so both responses "
+                "need it"
+            )
         if list(chosen.ids) == list(rejected.ids):
             note("equal", _EQUAL)
         return Pair(chosen, rejected, self._margin(row))
@@ -194,18 +202,6 @@ def _desirable_label(value: Any, config: PreferenceDataConfig) -> bool:
     return label
 
 
-def _check_shared_prompt(chosen: TokenRow, rejected: TokenRow) -> None:
-    """Raise DataError unless both rows begin with the same tokens, up to the first trained one."""
-    begins = [row.ids[: row.prompt_len] for row in (chosen, rejected)]
-    if begins[0] != begins[1]:
-        raise DataError(
-            f"the two responses follow different prompts ({len(begins[0])} and {len(begins[1])} "
-            "tokens), but a pair must share one prompt; give both responses as text, or as "
-            "messages that follow the same conversation. A message with train: false before the "
-            "first trained answer is part of the prompt, so both responses need it"
-        )
-
-
 def make_encoder(
     config: PreferenceDataConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -214,6 +210,6 @@ def make_encoder(
     in_episodes: bool,
 ) -> PairEncoder | UnpairedEncoder:
     """Return the encoder of pairs, or of single responses with a label, see
-    ``data/encoders.py``."""
+    ``data/encoded.py``."""
     kind = PairEncoder if config.label_key is None else UnpairedEncoder
     return kind(config, tokenizer, sources)

@@ -182,5 +182,5 @@ def make_encoder(
     *,
     in_episodes: bool,
 ) -> PromptEncoder:
-    """Return the encoder of prompts, see ``data/encoders.py``."""
+    """Return the encoder of prompts, see ``data/encoded.py``."""
     return PromptEncoder(config, tokenizer, in_episodes=in_episodes)

@@ -78,5 +78,5 @@ def make_encoder(
     *,
     in_episodes: bool,
 ) -> RatedEncoder:
-    """Return the encoder of rated responses, see ``data/encoders.py``."""
+    """Return the encoder of rated responses, see ``data/encoded.py``."""
     return RatedEncoder(config, tokenizer, sources)

@@ -30,17 +30,17 @@ def target_of(row: Row, config: RatedDataConfig) -> tuple[float, ...] | int:
     if isinstance(config, ClassesDataConfig):
         (key,) = config.columns
         return _class(column(row, key, "label_key"), key, config)
-    return tuple(_score(column(row, key, "score_keys"), key) for key in config.columns)
-
-
-def _score(value: Any, key: str) -> float:
-    number = None if isinstance(value, bool) else finite_number(value)
-    if number is None:
-        raise DataError(
-            f"column {key!r} (score_keys) contains {value!r}, not a finite number; correct or "
-            "remove the row"
-        )
-    return number
+    scores = []
+    for key in config.columns:
+        value = column(row, key, "score_keys")
+        number = None if isinstance(value, bool) else finite_number(value)
+        if number is None:
+            raise DataError(
+                f"column {key!r} (score_keys) contains {value!r}, not a finite number; correct or "
+                "remove the row"
+            )
+        scores.append(number)
+    return tuple(scores)
 
 
 def _class(value: Any, key: str, config: ClassesDataConfig) -> int:

@@ -84,7 +84,11 @@ class ResponseEncoder:
         episode = episode_of(row.columns, finish=finish)
         prompts = self._prompts if episode is None else self._starts
         prompt = prompts.encode(row, ref)
-        prompt = replace(prompt, metadata=self._metadata(prompt, in_episode=episode is not None))
+        # Rewards get the columns that they received when the response was sampled.
+        written = OWN_COLUMNS if episode is None else COLUMNS_OF_EPISODES
+        hidden = written | {self._config.response_key, self._config.finish_reason_key}
+        metadata = {key: value for key, value in prompt.metadata.items() if key not in hidden}
+        prompt = replace(prompt, metadata=metadata)
         if episode is not None:
             tokens, text = self._episode_tokens(row, episode)
             finish = "length" if episode.status in CUT else "stop"
@@ -142,12 +146,6 @@ class ResponseEncoder:
             )
         return cast(FinishReason, value)
 
-    def _metadata(self, prompt: Prompt, *, in_episode: bool) -> dict[str, Any]:
-        """Return the columns that a reward received when the response was sampled."""
-        written = COLUMNS_OF_EPISODES if in_episode else OWN_COLUMNS
-        hidden = written | {self._config.response_key, self._config.finish_reason_key}
-        return {key: value for key, value in prompt.metadata.items() if key not in hidden}
-
     def _response_ids(self, row: Row, prompt: Prompt, text: str, *, ended: bool) -> tuple[int, ...]:
         """Return the sampled ids if the row has them and they decode to ``text``; else the tokens
         of ``text``."""
@@ -184,5 +182,5 @@ def make_encoder(
     *,
     in_episodes: bool,
 ) -> ResponseEncoder:
-    """Return the encoder of given responses, see ``data/encoders.py``."""
+    """Return the encoder of given responses, see ``data/encoded.py``."""
     return ResponseEncoder(config, tokenizer)

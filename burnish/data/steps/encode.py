@@ -109,7 +109,11 @@ class StepsEncoder:
         return replace(batch, step_labels=step_labels, group_ids=ids)
 
     def _steps(self, row: Row) -> list[str]:
-        steps = column(row, self._steps_key(row), "steps_key")
+        key = self._config.steps_key
+        if key is None:
+            present = (key for key in STEP_KEYS if row.values.get(key) is not None)
+            key = next(present, STEP_KEYS[0])
+        steps = column(row, key, "steps_key")
         if isinstance(steps, str) or not isinstance(steps, Sequence):
             raise DataError(
                 f"the steps are a {type(steps).__name__}, not a list of texts; split them into a "
@@ -130,11 +134,6 @@ class StepsEncoder:
                 *(row.where, inside[0], separator),
             )
         return list(steps)
-
-    def _steps_key(self, row: Row) -> str:
-        if self._config.steps_key is not None:
-            return self._config.steps_key
-        return next((key for key in STEP_KEYS if row.values.get(key) is not None), STEP_KEYS[0])
 
     def _labels(self, row: Row) -> list[float]:
         key = self._config.labels_key
@@ -165,5 +164,5 @@ def make_encoder(
     *,
     in_episodes: bool,
 ) -> StepsEncoder:
-    """Return the encoder of labeled solutions, see ``data/encoders.py``."""
+    """Return the encoder of labeled solutions, see ``data/encoded.py``."""
     return StepsEncoder(config, tokenizer)

@@ -48,10 +48,6 @@ def _make(name: str, options_json: str, size: int, seed: int) -> Environment:
             f"{', '.join(BUILT_IN)}; give your own as package.module:Class or "
             "path/to/file.py:Class"
         )
-    return _make_own(name, options, size=size, seed=seed)
-
-
-def _make_own(name: str, options: Mapping[str, Any], *, size: int, seed: int) -> Environment:
     try:
         environment = load_object(name)(options, size=size, seed=seed)
     except LoadError as error:

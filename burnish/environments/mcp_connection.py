@@ -274,20 +274,15 @@ async def _loss_of(response: httpx2.Response) -> type[ServerLostError] | None:
     """
     status = response.status_code
     in_session = "mcp-session-id" in response.request.headers
-    if in_session and (status in (404, 410) or await _is_about_session(response)):
+    if in_session and status in (404, 410):
         return SessionLostError
+    if in_session and status == 400:
+        no_error = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+        with suppress(httpx2.StreamError, *no_error):
+            error = json.loads(await response.aread())["error"]
+            if error["code"] == SESSION_NOT_FOUND or "session" in error["message"].lower():
+                return SessionLostError
     return ServerLostError if status in _LOST else None
-
-
-async def _is_about_session(response: httpx2.Response) -> bool:
-    """Return whether the body is a JSON-RPC error about the session."""
-    if response.status_code != 400:
-        return False
-    try:
-        error = json.loads(await response.aread())["error"]
-        return error["code"] == SESSION_NOT_FOUND or "session" in error["message"].lower()
-    except (httpx2.StreamError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return False
 
 
 class _Incoming:

@@ -61,7 +61,13 @@ class ReasoningGym:
         try:
             score = float(self._dataset.score_answer(response.strip(), entry))
         except Exception as error:
-            self._note_failure(i, response, error)
+            self.scorer_failures += 1
+            if self.scorer_failures == 1:
+                logger.warning(
+                    "reasoning_gym %s: the scorer raised %s: %s on item %d, response %.80r; it "
+                    "counts as 0 (similar errors are not logged again)",
+                    *(self.name, type(error).__name__, error, i, response),
+                )
             score = 0.0
         if self._exact and score < 1.0:
             score = 0.0
@@ -76,15 +82,6 @@ class ReasoningGym:
         if i not in self._entries:  # generation may be slow, and every sample of a group needs it
             self._entries[i] = self._dataset[i]
         return self._entries[i]
-
-    def _note_failure(self, i: int, response: str, error: Exception) -> None:
-        self.scorer_failures += 1
-        if self.scorer_failures == 1:
-            logger.warning(
-                "reasoning_gym %s: the scorer raised %s: %s on item %d, response %.80r; it "
-                "counts as 0 (similar errors are not logged again)",
-                *(self.name, type(error).__name__, error, i, response),
-            )
 
 
 def _create(task: Any, parameters: Mapping[str, Any]) -> Any:

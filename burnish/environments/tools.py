@@ -108,7 +108,8 @@ class ToolEnvironment:
         self._owner: Any = self
         """Object whose methods are tools."""
         specs = (*type(self).tools, *tools)
-        self._runs_code = CODE_TOOL in specs and not _is_method(type(self), CODE_TOOL)
+        has_method = any(CODE_TOOL in vars(cls) for cls in type(self).__mro__)
+        self._runs_code = CODE_TOOL in specs and not has_method
         if self._runs_code:
             run = code_tool(read_sandbox(sandbox), timeout_s or CODE_TIMEOUT_S, max_result_chars)
             specs = tuple(run if spec == CODE_TOOL else spec for spec in specs)
@@ -117,7 +118,15 @@ class ToolEnvironment:
         self._mcp: McpCalls | None = None
         if mcp:
             self._mcp, mcp_tools = _mcp_calls(mcp)
-            _add_tools(self._tools, mcp_tools)
+            for tool in mcp_tools:
+                if tool.name in self._tools:
+                    other = self._tools[tool.name]
+                    raise EnvironmentSetupError(
+                        f"two tools have the name {tool.name!r} ({other.origin} and "
+                        f"{tool.origin}); the policy could not tell them apart. Set "
+                        f"mcp.{tool.server}.prefix, for example to {tool.server + '_'!r}"
+                    )
+                self._tools[tool.name] = tool
         self._system_prompt = system_prompt
         self._timeout_s = timeout_s
         self._turn_timeout_s = turn_timeout_s
@@ -269,10 +278,6 @@ class ToolEnvironment:
         return f"{text[: self._max_chars]}\n(cut: {len(text)} characters in total)"
 
 
-def _is_method(owner: type, name: str) -> bool:
-    return any(name in vars(cls) for cls in owner.__mro__)
-
-
 class _UnknownToolError(BurnishError, LookupError):
     """The policy called a tool that does not exist."""
 
@@ -292,19 +297,6 @@ def _mcp_calls(mcp: Mapping[str, Any]) -> tuple[McpCalls, Sequence[McpTool]]:
         ) from error
     servers = open_servers(mcp)
     return McpCalls(servers), servers.tools
-
-
-def _add_tools(tools: dict[str, Tool | McpTool], mcp_tools: Sequence[McpTool]) -> None:
-    """Add tools of MCP servers. Raises EnvironmentSetupError if two have the same name."""
-    for tool in mcp_tools:
-        if tool.name in tools:
-            other = tools[tool.name]
-            raise EnvironmentSetupError(
-                f"two tools have the name {tool.name!r} ({other.origin} and {tool.origin}); the "
-                f"policy could not tell them apart. Set mcp.{tool.server}.prefix, for example to "
-                f"{tool.server + '_'!r}"
-            )
-        tools[tool.name] = tool
 
 
 def _described(error: Exception) -> str:
@@ -337,7 +329,12 @@ class CallThread:
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, daemon=True, name="tool").start()
+
+        def serve() -> None:
+            while (call := self._calls.get()) is not None:
+                call()
+
+        threading.Thread(target=serve, daemon=True, name="tool").start()
 
     def start(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
         """Queue a call and return the future of its result."""
@@ -361,10 +358,6 @@ class CallThread:
     def end(self) -> None:
         """End the thread after its current call."""
         self._calls.put(None)
-
-    def _serve(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
 
 
 def _finish(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

@@ -35,7 +35,14 @@ class TrlEnvironment(ToolEnvironment):
 
     def __init__(self, *, factory: str, **options: Any) -> None:
         super().__init__(**options)
-        self._environment = _create_environment(factory)
+        try:
+            self._environment = load_object(factory)()
+        except LoadError as error:
+            raise EnvironmentSetupError(f"environment trl:{error}") from error
+        except Exception as error:
+            raise EnvironmentSetupError(
+                f"environment trl:{factory}: calling it raised {type(error).__name__}: {error}"
+            ) from error
         kind = type(self._environment)
         methods = [name for name, _ in inspect.getmembers(kind, inspect.isfunction)]
         if "reset" not in methods:
@@ -84,14 +91,3 @@ class TrlEnvironment(ToolEnvironment):
             return await method()
         result = await self._in_thread(method)
         return await result if inspect.isawaitable(result) else result
-
-
-def _create_environment(factory: str) -> Any:
-    try:
-        return load_object(factory)()
-    except LoadError as error:
-        raise EnvironmentSetupError(f"environment trl:{error}") from error
-    except Exception as error:
-        raise EnvironmentSetupError(
-            f"environment trl:{factory}: calling it raised {type(error).__name__}: {error}"
-        ) from error

@@ -85,7 +85,12 @@ class Episode:
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True)
+
+            def serve() -> None:
+                while (call := self._calls.get()) is not None:
+                    call()
+
+            self._thread = threading.Thread(target=serve, daemon=True)
             self._thread.start()
         future: asyncio.Future[Any] = self._loop.create_future()
 
@@ -98,13 +103,6 @@ class Episode:
 
         self._calls.put(run)
         return await future
-
-    def _run(self) -> None:
-        while True:
-            call = self._calls.get()
-            if call is None:
-                return
-            call()
 
     def end(self) -> None:
         """End the thread after its current call."""

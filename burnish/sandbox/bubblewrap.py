@@ -238,6 +238,9 @@ class Bubblewrap:
     ) -> list[str]:
         """Return bubblewrap's options and the program's command. ``files``: path -> descriptor."""
         config = self._config
+        opened = []
+        if opening is not None:
+            opened = ["--ro-bind", str(opening.socket), SOCKET, "--dir", opening.folder]
         options = [
             *("--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"),
             *("--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"),
@@ -246,7 +249,7 @@ class Bubblewrap:
             *("--size", str(config.files_bytes), "--tmpfs", WORK, "--chdir", WORK),
             *(word for path in self._shown for word in ("--ro-bind", path, path)),
             *(w for name, fd in files.items() for w in ("--file", str(fd), f"{WORK}/{name}")),
-            *([] if opening is None else _opened(opening)),
+            *opened,
             *("--remount-ro", "/", "--remount-ro", "/dev"),
             *("--size", str(min(SHM_BYTES, config.files_bytes)), "--tmpfs", "/dev/shm"),
             *("--setenv", "PATH", f"{os.path.dirname(self._python)}:/usr/bin:/bin"),
@@ -328,11 +331,6 @@ class _StatusPipe:
             self._process.close()
         with suppress(ChildProcessError):  # a child only if this is process 1 of a container
             os.waitpid(self._pid, os.WNOHANG)
-
-
-def _opened(opening: Opening) -> list[str]:
-    """Return bubblewrap's options for an opening."""
-    return ["--ro-bind", str(opening.socket), SOCKET, "--dir", opening.folder]
 
 
 def _memory_file(data: bytes, stack: ExitStack) -> int:

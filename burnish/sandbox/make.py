@@ -46,7 +46,8 @@ class SyncSandbox:
     def __init__(self, config: AnySandbox) -> None:
         self._loop = LoopThread("sandbox")
         try:
-            self._sandbox = self._loop.run(_checked, config)
+            self._sandbox = make_sandbox(config)
+            self._loop.run(self._sandbox.check)
         except BaseException:
             self._loop.close()
             raise
@@ -59,12 +60,6 @@ class SyncSandbox:
         """Release the sandbox and end the thread."""
         self._loop.run(self._sandbox.close)
         self._loop.close()
-
-
-async def _checked(config: AnySandbox) -> Sandbox:
-    sandbox = make_sandbox(config)
-    await sandbox.check()
-    return sandbox
 
 
 def check_sandbox(config: AnySandbox) -> None:

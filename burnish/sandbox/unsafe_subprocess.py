@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from burnish.config.sandbox import UnsafeSubprocessSandbox
@@ -103,15 +104,9 @@ class UnsafeSubprocess:
 
 def _processes_now() -> int:
     """Return the number of threads of this user, which the limit on processes counts too."""
-    user_id = os.getuid()
-    return sum(_threads_of(entry, user_id) for entry in Path("/proc").iterdir())
-
-
-def _threads_of(entry: Path, user: int) -> int:
-    """Return the number of threads of a process in /proc, if it is of ``user``."""
-    try:
-        if entry.name.isdigit() and entry.stat().st_uid == user:
-            return len(os.listdir(entry / "task"))
-    except OSError:  # ended
-        pass
-    return 0
+    count, user_id = 0, os.getuid()
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):  # it ended
+            if entry.name.isdigit() and entry.stat().st_uid == user_id:
+                count += len(os.listdir(entry / "task"))
+    return count

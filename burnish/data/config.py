@@ -220,7 +220,12 @@ class DataConfig(Node):
         """Return lines (name, value, origin) of the batch table with the form of each file that is
         not read by columns, and of the sources."""
         return [line for source in self.sources for line in source.lines()] + [
-            ("data form", NAMES[reading.form], f"{path}: {_mapped(reading)}")
+            (
+                "data form",
+                NAMES[reading.form],
+                f"{path}: {len(reading.columns)} column{'s' * (len(reading.columns) > 1)} mapped "
+                f"({', '.join(reading.columns)})",
+            )
             for path, reading in self.readings()
             if reading.form != "columns"
         ]
@@ -232,7 +237,13 @@ class DataConfig(Node):
         except FormError:
             return False
 
-    def _form_rules(self) -> Iterator[str]:
+    def rules(self) -> Iterator[str]:
+        yield from overlong_rules(self.overlong, self.shortenings)
+        for source in self.sources:
+            try:
+                _ = source.files
+            except FilesError as error:
+                yield str(error)
         for path in self.all_files:
             row = first_row(path)
             try:
@@ -240,18 +251,6 @@ class DataConfig(Node):
                     self.reading_of(row)
             except FormError as error:
                 yield f"{path}: {error}"
-
-    def _files_rules(self) -> Iterator[str]:
-        for source in self.sources:
-            try:
-                _ = source.files
-            except FilesError as error:
-                yield str(error)
-
-    def rules(self) -> Iterator[str]:
-        yield from overlong_rules(self.overlong, self.shortenings)
-        yield from self._files_rules()
-        yield from self._form_rules()
         weighted = [source.weight for source in self.sources if source.weight != 1.0]
         if self.reads_in_order and weighted:
             yield (
@@ -270,11 +269,6 @@ class DataConfig(Node):
             )
         if self.is_own("tools_key"):
             yield from missing_columns(self.files, {"tools_key": self.tools_key})
-
-
-def _mapped(reading: Reading) -> str:
-    num = len(reading.columns)
-    return f"{num} column{'s' * (num > 1)} mapped ({', '.join(reading.columns)})"
 
 
 class RewardData(ABC):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from burnish.chat_message import REASONING
@@ -73,16 +74,17 @@ def open_rows(config: DataConfig) -> list[Source]:
     The form of a source is that of its first row. With ``held_out``, only the rows of ``part`` are
     returned. Raises DataError if a source cannot be used.
     """
-    sources = [_in_form(source, config) for source in open_sources(config.sources)]
+    sources: list[Source] = []
+    for source in open_sources(config.sources):
+        form = form_of_row(source[0], config)
+        if isinstance(source, StreamedRows):
+            convert = partial(in_columns, form=form, config=config)
+            sources.append(source.converted(convert))
+        elif form == "columns" and not config.nested_keys:
+            sources.append(source)
+        else:
+            sources.append(_Converted(source, form, config))
     return part_of(sources, config)
-
-
-def _in_form(source: Source, config: DataConfig) -> Source:
-    form = form_of_row(source[0], config)
-    if isinstance(source, StreamedRows):
-        return source.converted(lambda row: in_columns(row, form, config))
-    is_read = form == "columns" and not config.nested_keys
-    return source if is_read else _Converted(source, form, config)
 
 
 def form_of_row(row: Row, config: DataConfig) -> Form:

@@ -78,8 +78,16 @@ def check_rendering(
             raise _left_out_error(field, role, system_prompt, habits.tags)
         elif field == "text at marks":
             note("text_at_marks_dropped", _text_at_marks(habits.tags))
-    _note_unknown_roles(str(tokenizer.chat_template), messages)
-    _note_ignored(habits, messages, str(tokenizer.chat_template))
+    template = str(tokenizer.chat_template)
+    for role in {message["role"] for message in messages} - USUAL_ROLES:
+        if f"'{role}'" not in template and f'"{role}"' not in template:
+            note(
+                "unknown_role",
+                f"the chat template does not name the role {role!r}, but renders its messages, in "
+                "a form that the model does not know; rename the role to one of "
+                f"{', '.join(sorted(USUAL_ROLES))}",
+            )
+    _note_ignored(habits, messages, template)
 
 
 def _left_out_error(field: Field, role: str, system_prompt: str | None, tags: Tags) -> DataError:
@@ -120,19 +128,6 @@ _TOOLS_IGNORED = (
     "the chat template does not render tools, so the model does not see those in the column "
     "tools_key; set model.chat_template to one that does, or tools_key: null"
 )
-
-
-def _note_unknown_roles(template: str, messages: Sequence[Message]) -> None:
-    """Record a notice for a role that is neither a usual one nor named in the template: it is
-    rendered in a form that no training data of the model has."""
-    for role in {message["role"] for message in messages} - USUAL_ROLES:
-        if f"'{role}'" not in template and f'"{role}"' not in template:
-            note(
-                "unknown_role",
-                f"the chat template does not name the role {role!r}, but renders its messages, in "
-                "a form that the model does not know; rename the role to one of "
-                f"{', '.join(sorted(USUAL_ROLES))}",
-            )
 
 
 def _note_unopened(message: Message, tags: Tags) -> None:

@@ -61,8 +61,16 @@ class RepeatedPrompts:
         return replace(exchange, response=response.removeprefix(prompt))
 
     def _all_repeat(self, source: Source) -> bool:
-        num = num_first(source, _LOOKED_AT)
-        repeats = sum(self._repeats(source, i) for i in range(num))
+        config, num, repeats = self._config, num_first(source, _LOOKED_AT), 0
+        for i in range(num):
+            try:
+                row = source[i]
+                prompt = prompt_column(row, config.prompt_key, config.prompt_template)
+                responses = [content_column(row, key, "") for key in self._keys]
+            except DataError:  # encoding the row reports the error
+                continue
+            if prompt and is_text(prompt, *responses):
+                repeats += all(r.startswith(prompt) and r != prompt for r in responses)
         if repeats == num:
             _log.warning(
                 "data source %r: every response of the first %d rows begins with its prompt, which "
@@ -76,18 +84,6 @@ class RepeatedPrompts:
                 *(source.name, repeats, num),
             )
         return repeats == num
-
-    def _repeats(self, source: Source, i: int) -> bool:
-        config = self._config
-        try:
-            row = source[i]
-            prompt = prompt_column(row, config.prompt_key, config.prompt_template)
-            responses = [content_column(row, key, "") for key in self._keys]
-        except DataError:  # encoding the row reports the error
-            return False
-        if not prompt or not is_text(prompt, *responses):
-            return False
-        return all(text.startswith(prompt) and text != prompt for text in responses)
 
 
 class HasRow(Protocol):

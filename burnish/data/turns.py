@@ -94,7 +94,14 @@ def locate_turns(
     for number, located in zip(trained, turns, strict=True):
         if not habits.ignores_reasoning_of(messages[number]):
             thought = Thought.of(messages[number], habits.tags)
-            _note_lost_reasoning(thought, text[located.begin : located.end], choice)
+            if thought.reasoning.strip() not in text[located.begin : located.end]:
+                note(
+                    "reasoning_dropped",
+                    "the chat template removes the reasoning of an earlier answer that is trained, "
+                    f"so the model learns to give this answer without reasoning. {choice}train: "
+                    "false on the earlier answers, or split the conversation into one row per "
+                    "answer",
+                )
     return text, turns
 
 
@@ -255,14 +262,14 @@ class _Place:
         prompt = self._render(messages[:turn], add_generation_prompt=True)
         if not text.startswith(prompt):
             raise _moved(prompt, text, f"message {turn}", self._advice)
-        return self._span(turn, len(prompt))
-
-    def _span(self, turn: int, begin: int) -> Turn:
-        messages, text = self._messages, self._text
+        begin = len(prompt)
         alone = self._render(messages[: turn + 1], add_generation_prompt=False)
         if text.startswith(alone) and len(alone) > begin:
             return Turn(begin, len(alone))
-        end = self._end_token(alone)
+        # If the template writes other text when more messages follow, the turn ends at its token.
+        tokens = special_tokens(self._tokenizer).values()
+        ends = (token for token in tokens if token and alone.rstrip().endswith(token))
+        end = max(ends, key=len, default="")
         region = text[begin : self._next(turn)]
         length = region.find(end) if end else -1
         if length < 0:
@@ -272,12 +279,6 @@ class _Place:
                 f"{region[-_SHOWN:]!r} if more follow. {self._advice}"
             )
         return Turn(begin, begin + length + len(end))
-
-    def _end_token(self, alone: str) -> str:
-        """Return the special token at the end of a text, or an empty string."""
-        text = alone.rstrip()
-        tokens = special_tokens(self._tokenizer).values()
-        return max((t for t in tokens if t and text.endswith(t)), key=len, default="")
 
     def _next(self, turn: int) -> int:
         """Return a position in the text after the end of message ``turn`` and before the content of
@@ -308,16 +309,6 @@ def _check_block(prompt: str, answer: str, turn: int, tags: Tags, advice: str) -
         f"with {prompt[-_SHOWN:]!r}: a block of reasoning would be opened or closed twice, or "
         f"never. {advice}"
     )
-
-
-def _note_lost_reasoning(thought: Thought, turn: str, choice: str) -> None:
-    if thought.reasoning.strip() not in turn:
-        note(
-            "reasoning_dropped",
-            "the chat template removes the reasoning of an earlier answer that is trained, so the "
-            f"model learns to give this answer without reasoning. {choice}train: false on the "
-            "earlier answers, or split the conversation into one row per answer",
-        )
 
 
 def _moved(prompt: str, text: str, subject: str, advice: str) -> DataError:

@@ -46,7 +46,17 @@ class PromptDataConfig(DataConfig):
         yield from super().rules()
         columns = {"prompt_key": self.prompt_key if self.prompt_template is None else None}
         if self.label_pattern is not None:
-            yield from _pattern_rules(self.label_pattern)
+            pattern = self.label_pattern
+            try:
+                groups = regex.compile(pattern).groups
+            except regex.error as error:
+                yield f"label_pattern={pattern!r} is not a regular expression: {error}; correct it"
+            else:
+                if groups != 1:
+                    yield (
+                        f"label_pattern={pattern!r} has {groups} groups, but needs one around the "
+                        "label, such as '#### (.+)'; write other parentheses as (?:...)"
+                    )
             columns["label_key"] = self.label_key
         yield from missing_columns(self.files, columns)
         yield from template_rules(self.prompt_template, self.files)
@@ -61,16 +71,3 @@ class GenerationDataConfig(PromptDataConfig):
     overlong: Overlong = "error"
     """Prompt over the length limit: stop with an error, or drop it (counted). The output contains
     the prompts, so they are not truncated."""
-
-
-def _pattern_rules(pattern: str) -> Iterator[str]:
-    try:
-        groups = regex.compile(pattern).groups
-    except regex.error as error:
-        yield f"label_pattern={pattern!r} is not a regular expression: {error}; correct it"
-        return
-    if groups != 1:
-        yield (
-            f"label_pattern={pattern!r} has {groups} groups, but needs one around the label, such "
-            "as '#### (.+)'; write other parentheses as (?:...)"
-        )

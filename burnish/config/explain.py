@@ -91,26 +91,20 @@ class _Place:
             if isinstance(part, int):
                 self.path += f"[{part}]" if is_list(self.annotation) else ""
             elif value_of(self.annotation) is not None and part != _OF_A_KEY:
-                self._enter_mapping(part)
+                self.path += f".{part}"
+                self.annotation = value_of(self.annotation)
+                self.below = nodes_in(self.annotation)
             elif len(self.below) > 1:  # pydantic appends the tag of a union
                 below_others = [node for node in self.below if part not in kinds_of(node)]
                 self.below = [node for node in self.below if part in kinds_of(node)]
             elif self.below:
                 self.other_kinds, below_others = below_others, []
-                self._enter(part)
+                self.owners, self.key = self.below, part
+                self.path += f".{part}" if self.path else part
+                field = self.below[0].model_fields.get(part)
+                self.annotation = None if field is None else field.annotation
+                self.below = nodes_in(self.annotation)
             # else: pydantic's name for one branch of a plain union, which is not a key
-
-    def _enter(self, part: str) -> None:
-        self.owners, self.key = self.below, part
-        self.path += f".{part}" if self.path else part
-        field = self.below[0].model_fields.get(part)
-        self.annotation = None if field is None else field.annotation
-        self.below = nodes_in(self.annotation)
-
-    def _enter_mapping(self, name: str) -> None:
-        self.path += f".{name}"
-        self.annotation = value_of(self.annotation)
-        self.below = nodes_in(self.annotation)
 
     def help(self) -> str:
         """Return the field's help text in parentheses."""
@@ -134,8 +128,11 @@ def _explain_one(cls: type[Node], error: Any, advice: Advice) -> Iterator[str]:
     elif kind == "value_error":
         yield f"{place.path}: {error['msg'].removeprefix('Value error, ')}"
     else:
-        got = _as_yaml(error["input"])
-        replacement = advice(f"={error['input']}") if kind == "literal_error" else ""
+        value = error["input"]
+        got = "null" if value is None else repr(value)
+        if isinstance(value, bool):
+            got = str(value).lower()
+        replacement = advice(f"={value}") if kind == "literal_error" else ""
         instead = f". {replacement}" if replacement else place.help()
         yield f"{place.path}: {_complaint(place, error)}, got {got}{instead}"
 
@@ -232,9 +229,3 @@ def _with_article(annotation: Any) -> str:
             words = words.replace("mapping", "mapping of names to mappings", 1)
         words += f" (keys: {', '.join(list(below[0].model_fields)[:4])} ...)"
     return words if words.startswith(("true", "text", "anything")) else f"a {words}"
-
-
-def _as_yaml(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else repr(value)

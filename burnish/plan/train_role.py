@@ -139,10 +139,8 @@ def setup_of(
         and role.trainable
         and train.gradient_checkpointing,
     )
-    rows, parts = (
-        largest_rows(job, role, positions(shape), layout=train.layout),
-        role.sequence_parallel,
-    )
+    rows = largest_rows(job, role, positions(shape), layout=train.layout)
+    parts = role.sequence_parallel
     if parts > 1:  # a rank computes its part of the tokens
         rows = tuple(
             replace(r, length=-(-r.length // parts), prompt=r.prompt // parts) for r in rows

@@ -330,7 +330,7 @@ class ServingBackend:
                 prompt_ids=prompt.ids,
                 stops=call.stop,
                 ended=completion.finish_reason == "stop",
-                calls="read" if call.shown_tools else "text",
+                calls="read",
             )
         parts: tuple[TokenPart, ...] = ()
         if call.logprobs:

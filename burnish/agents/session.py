@@ -323,7 +323,6 @@ class TrainingSession:
                 prompt_ids=prompt,
                 stops=call.stop,
                 ended=completion.finish_reason == "stop",
-                calls="check" if call.shown_tools else "text",
             )
             return parsed, ""
         whole = await self.policy.in_renderer(renderer.response_text, prompt, ids)

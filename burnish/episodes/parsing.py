@@ -24,9 +24,9 @@ from burnish.tool_arguments import argument_types
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CallReading = Literal["check", "read", "text"]
+CallReading = Literal["check", "read"]
 """check: read tool calls, and describe those that do not match the tools. read: do not compare
-them with the tools. text: what looks like a call is content."""
+them with the tools."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,14 @@ class ResponseParser:
         ``end``: text of the token that ended the response, which is not in ``text``; empty if the
         token limit ended it. ``salt``: seed of ids for calls that have none. They are 9 characters
         long, as Mistral's templates require, and depend only on ``salt`` and the position.
-        ``calls``: see :data:`CallReading`.
+        ``calls``: see :data:`CallReading`. Without tools, text that looks like a call is content.
 
         With a template of the tokenizer's own, at most 256 consecutive spaces are kept: patterns of
         published templates need quadratic time.
         """
         if self._shortens:
             text = without_long_spaces(text)
-        if calls == "text":
+        if not tools:
             return ParsedMessage(_message(self._fields(text, with_calls=False)), None)
         regions, end = self._scanned(text, end)
         spans = [region for region in regions if region.field == CALLS]

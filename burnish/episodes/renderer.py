@@ -298,7 +298,7 @@ class ChatRenderer(TextCodec):
         the first token of a response decode as a continuation. ``ended``: True if the last token
         ended the response (``finish_reason`` is ``stop``). A special token is then no part of the
         message: models also end with tokens that their template does not write. ``calls``: see
-        ``CallReading``.
+        ``CallReading``. Without tools, text that looks like a call is content.
         """
         salt = blake2b(array("q", [len(prompt_ids), *prompt_ids, *sampled_ids]).tobytes())
         text, end, stop = self._message_text(sampled_ids, prompt_ids, stops, ended=ended)

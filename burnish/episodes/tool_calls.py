@@ -75,8 +75,8 @@ class CallReader:
         if functions is None:
             return None
         if name not in functions:
-            known = f"the tools are {', '.join(functions)}" if functions else "there are no tools"
-            return f"names the tool {name!r}, which does not exist; {known}"
+            known = ", ".join(functions)
+            return f"names the tool {name!r}, which does not exist; the tools are {known}"
         problem = argument_problem(functions[name].get("parameters"), arguments)
         return f"has arguments that {name} does not accept: {problem}" if problem else None
 

@@ -99,7 +99,7 @@ class Fixed:
 
     def reset(self, task, seed):
         self.task = task
-        return {"messages": task["start"]}
+        return {"messages": task["start"], "tools": task.get("tools", [])}
 
     def step(self, message):
         return self.task["step"]

@@ -21,6 +21,7 @@ from burnish.config.episodes import EnvironmentEpisodes, EpisodesConfig, ToolEpi
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.episodes.loop import call_seed, sampling_timeout
+from burnish.episodes.probing import TOOLS
 from burnish.episodes.runner import EpisodePool, EpisodeRunner, EpisodesFailedError, episode_stats
 from burnish.episodes.template import RendererError
 from burnish.jobs.episodes import build_episode_pool
@@ -238,6 +239,22 @@ def test_the_time_limit_of_an_episode_does_not_count_stops_of_the_service() -> N
     assert not asyncio.run(is_in_time(60, lambda: 0.0))
 
 
+def test_without_tools_text_that_looks_like_a_call_reaches_the_environment(tmp_path: Path) -> None:
+    """An environment whose format of actions looks like a tool call."""
+    call = '<tool_call>\n{"name": "move", "arguments": {"x": 1}}\n</tool_call>'
+    config = options("Async", options={"path": str(tmp_path / "closed")})
+    engine = ScriptedEngine(lambda request: says(call), TOKENIZER)
+    with pool(config) as made:
+        task_runner = runner(engine, made)
+        task_runner.sampling = Sampling(100)
+        (group,), _ = sampled(task_runner, prompts(1))
+    for sample in group.samples:
+        assert sample.episode is not None
+        (turn,) = sample.episode.turns
+        assert turn.message == {"role": "assistant", "content": call} and not turn.problem
+        assert sample.episode.status == "done" and turn.rewards == {"length": len(call)}
+
+
 def test_calls_that_were_not_run_are_not_rendered_again() -> None:
     """Templates may reject calls without results. The record of the episode keeps them."""
     tokenizer = chat_tokenizer("chatml_drops")
@@ -259,7 +276,7 @@ def test_calls_that_were_not_run_are_not_rendered_again() -> None:
     try:
         task_runner = runner(engine, made)
         task_runner.sampling = Sampling(100)
-        (group,), _ = sampled(task_runner, prompts(1, **FOREVER))
+        (group,), _ = sampled(task_runner, prompts(1, **FOREVER, tools=[*TOOLS]))
     finally:
         made.close()
     for sample in group.samples:

@@ -186,7 +186,7 @@ def test_a_malformed_call_and_everything_after_it_is_content(name: str, text: st
 @pytest.mark.parametrize("name", FORMATS)
 def test_without_tools_everything_is_content(name: str) -> None:
     text = CALL[name]("look_up", ONE)
-    found = parser(name).parse(text, (), calls="text")
+    found = parser(name).parse(text, ())
     assert found == ParsedMessage({"role": "assistant", "content": text.strip()}, None)
 
 

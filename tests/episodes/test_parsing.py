@@ -369,11 +369,6 @@ def test_the_second_of_two_calls_is_named() -> None:
     assert functions(found) == [("measure", {"key": "a"})]
 
 
-def test_without_tools_every_call_is_a_problem() -> None:
-    found = parsed("chatml", WELL_FORMED["chatml"], tools=())
-    assert found.problem is not None and "does not exist; there are no tools" in found.problem
-
-
 def test_values_in_xml_have_the_types_of_the_schema() -> None:
     text = WELL_FORMED["xml"].replace("a b", "  7")
     assert functions(parsed("xml", text)) == [("look_up", {"key": "  7", "limit": 2})]

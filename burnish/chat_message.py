@@ -1,4 +1,4 @@
-"""The canonical form of a chat message. Every reader of messages produces it.
+"""The canonical forms of a chat message and of a tool. Every reader of messages produces them.
 
 Keys of a message: ``role``, ``content`` (always a string), ``reasoning_content``, ``tool_calls``,
 ``name``, ``tool_call_id``, the flags in :data:`TRAIN_FLAGS`, and ``finish_reason``. A key without a
@@ -37,6 +37,8 @@ USUAL_ROLES = frozenset({"system", "user", "assistant", "tool"})
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 _MEDIA = ("image", "images", "audio", "video", "videos", "file", "files")
 _OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs")
+_OTHER_SCHEMAS = ("input_schema", "inputSchema")
+"""Keys of the schema of a tool's arguments in Anthropic's API and in MCP."""
 
 
 class MessageError(BurnishError, ValueError):
@@ -111,6 +113,29 @@ def text_of(content: Any) -> str:
             "Write a number or an object as text (json.dumps)"
         )
     return "".join(_part_text(number, part) for number, part in enumerate(content))
+
+
+def wrapped_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a description of a function in OpenAI's form, which chat templates expect. Of the
+    forms of Anthropic's API and of MCP, name, description and schema are kept, as in requests to
+    servers. A description of another type is unchanged.
+
+    >>> wrapped_tool({"name": "f", "input_schema": {}})
+    {'type': 'function', 'function': {'name': 'f', 'parameters': {}}}
+    """
+    schema = next((key for key in _OTHER_SCHEMAS if isinstance(tool.get(key), Mapping)), None)
+    is_bare = not {"parameters", "function"} & set(tool)
+    if schema and is_bare and tool.get("type") in (None, "custom", "function"):
+        names = {"name": "name", "description": "description", schema: "parameters"}
+        entries = {names[k]: v for k, v in tool.items() if k in names and v is not None}
+        return {"type": "function", "function": entries}
+    if tool.get("type", "function") != "function":
+        return dict(tool)
+    function = tool.get("function")
+    rest = {key: value for key, value in tool.items() if key not in ("type", "function")}
+    if isinstance(function, Mapping):
+        return {"type": "function", "function": function, **rest}
+    return {"type": "function", "function": rest} if function is None else dict(tool)
 
 
 def arguments_of(value: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from burnish.chat_message import (
     canonical,
     is_refusal,
     trained_flag,
+    wrapped_tool,
 )
 from burnish.data.notices import note
 from burnish.data.sources import DataError
@@ -35,9 +36,6 @@ _REFUSAL = (
     "a message contains a `refusal` of the API's model, which is read as the text of the message, "
     "and trained as an answer if that is one; remove such rows if the model is not to refuse"
 )
-
-_OTHER_SCHEMAS = ("input_schema", "inputSchema")
-"""Keys of the schema of a tool's arguments in Anthropic's API and in MCP."""
 
 _LOOKS_LIKE_TOOLS = re.compile(r"""\s*(\[\s*)?\{\s*["'](type|name|function)["']\s*:""")
 
@@ -142,29 +140,6 @@ def as_tools(value: Any) -> list[dict[str, Any]] | None:
             "tools_key: null to ignore all tools"
         )
     return None if others else [wrapped_tool(tool) for tool in tools]
-
-
-def wrapped_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a description of a function in OpenAI's form, which chat templates expect. Of the
-    forms of Anthropic's API and of MCP, name, description and schema are kept, as in requests to
-    servers. A description of another type is unchanged.
-
-    >>> wrapped_tool({"name": "f", "input_schema": {}})
-    {'type': 'function', 'function': {'name': 'f', 'parameters': {}}}
-    """
-    schema = next((key for key in _OTHER_SCHEMAS if isinstance(tool.get(key), Mapping)), None)
-    is_bare = not {"parameters", "function"} & set(tool)
-    if schema and is_bare and tool.get("type") in (None, "custom", "function"):
-        names = {"name": "name", "description": "description", schema: "parameters"}
-        entries = {names[k]: v for k, v in tool.items() if k in names and v is not None}
-        return {"type": "function", "function": entries}
-    if tool.get("type", "function") != "function":
-        return dict(tool)
-    function = tool.get("function")
-    rest = {key: value for key, value in tool.items() if key not in ("type", "function")}
-    if isinstance(function, Mapping):
-        return {"type": "function", "function": function, **rest}
-    return {"type": "function", "function": rest} if function is None else dict(tool)
 
 
 def _is_tool(value: Any) -> bool:

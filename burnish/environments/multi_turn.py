@@ -36,8 +36,8 @@ class Start:
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
-    """JSON schemas of tools, in the form of the chat template (``{"type": "function", "function":
-    {"name", "description", "parameters"}}``)."""
+    """Tools: ``{"type": "function", "function": {"name", "description", "parameters"}}``. The inner
+    object alone and the forms of Anthropic's API and of MCP are converted to it."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from burnish.chat_message import MessageError, canonical, text_of
+from burnish.chat_message import MessageError, canonical, text_of, wrapped_tool
 from burnish.config.base import absolute_program
 from burnish.environments.base import EnvironmentSetupError, EpisodeInfraError
 from burnish.environments.multi_turn import Start, Step
@@ -222,14 +222,15 @@ class OpenEpisode:
 
 
 def check_start(reply: Any) -> Start:
-    """Return the result of ``reset``. Raises ValueError if it is invalid."""
+    """Return the result of ``reset`` with messages and tools in the canonical form. Raises
+    ValueError if it is invalid."""
     messages = _messages(reply.get("messages"), "reset")
     if not messages:
         raise ValueError("reset() returned no messages, so there is nothing to respond to")
     tools = reply.get("tools") or ()
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(f"reset() returned tools={tools!r:.80}; expected a list of JSON schemas")
-    return Start(messages, tuple(tools))
+    return Start(messages, tuple(map(wrapped_tool, tools)))
 
 
 def check_step(reply: Any) -> Step:

@@ -30,6 +30,7 @@ from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.notices import collecting
 from burnish.data.pieces import plain_ids
 from burnish.data.sources import DataError
+from burnish.environments.pool import check_start
 from burnish.episodes.renderer import ChatRenderer
 from burnish.reasoning_tags import REASONING_TAGS, THINK
 from burnish.special_tokens import set_configured_ends
@@ -130,7 +131,7 @@ def argument_forms(draw: Draw) -> None:
 @relation
 def tool_forms(draw: Draw) -> None:
     """Tools with OpenAI's wrapper and without it, in the forms of Anthropic and MCP, as objects and
-    as JSON text, give equal rows. Exact."""
+    as JSON text, give equal rows, and objects are shown alike by environments. Exact."""
     tokenizer = _tokenizer(draw.one(family=["qwen3", "mistral", "llama3"]))
     names = draw.rng.sample(["f", "g", "h"], draw.rng.randint(1, 3))
     tools = [{"name": name, "parameters": {"type": "object"}} for name in names]
@@ -150,6 +151,9 @@ def tool_forms(draw: Draw) -> None:
     row: Row = {"messages": _conversation(draw, calls=False)}
     expected = _outcome(draw, {**row, "tools": wrapped}, tokenizer)
     equal(_outcome(draw, {**row, "tools": other}, tokenizer), expected, "the row of other tools")
+    objects = [json.loads(form) if isinstance(form, str) else form for form in forms]
+    start = check_start({"messages": [{"role": "user", "content": "?"}], "tools": objects})
+    equal(json.dumps(start.tools), json.dumps(wrapped), "tools of an environment")
 
 
 @relation

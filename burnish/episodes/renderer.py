@@ -38,7 +38,7 @@ from burnish.episodes.streaming import (
     TokenText,
     before_stop,
 )
-from burnish.episodes.template import ChatTemplate, RendererError, Tools, literal_parts
+from burnish.episodes.template import ChatTemplate, Marks, RendererError, Tools, literal_parts
 from burnish.episodes.token_texts import TokenPart, token_parts
 from burnish.reasoning_tags import THINK
 from burnish.special_tokens import special_tokens
@@ -207,7 +207,8 @@ class ChatRenderer(TextCodec):
                 )
             _check_length(_given_text(checked), max_tokens)
             check_rendering(self._tokenizer, checked, refused=REFUSED_IN_EPISODES)
-            text = self._template.text(self._template.marked(checked), tools, generate=True)
+            marked, marks = self._template.marked(checked, tools)
+            text = self._template.text(marked, tools, generate=True)
         except DataError as error:
             raise RendererError(f"the conversation cannot be rendered: {error}") from error
         _check_length(len(text), max_tokens)
@@ -232,7 +233,7 @@ class ChatRenderer(TextCodec):
                 server_remedy="Start the server with --chat-template FILE, a template that does, "
                 "or describe the tools in the system prompt and omit them in the request",
             )
-        return IntArray(self._encode(text))
+        return IntArray(self._encode(text, marks))
 
     def bridge(
         self,
@@ -264,9 +265,8 @@ class ChatRenderer(TextCodec):
             _check_length(_given_text(new_messages), max_tokens)
             answer = partial(self.parse, sampled_ids, tools, prompt_ids=prompt_ids, ended=ended)
             new = _identified(new_messages, answer)
-            continuation = self._template.continuation(
-                self._template.marked(new, follow=True), tools
-            )
+            marked, marks = self._template.marked(new, tools, follow=True)
+            continuation = self._template.continuation(marked, tools)
         except DataError as error:
             raise RendererError(f"the new messages cannot be rendered: {error}") from error
         _check_length(len(continuation.rest), max_tokens)
@@ -275,8 +275,8 @@ class ChatRenderer(TextCodec):
             tail = self._decode(sampled_ids[-CONTEXT:], prompt_ids, ended=ended)
             missing = self._framing.missing(continuation.before_end, *tail)
             text = missing + continuation.end + continuation.rest
-            return before + IntArray(self._encode(text, after=before[-1:]))
-        added = self._encode(continuation.end + continuation.rest, after=before[-1:])
+            return before + IntArray(self._encode(text, marks, after=before[-1:]))
+        added = self._encode(continuation.end + continuation.rest, marks, after=before[-1:])
         if continuation.end or added[:1] == [sampled_ids[-1]]:
             added = added[1:]  # the sampled end token
         return before + IntArray(added)
@@ -345,10 +345,12 @@ class ChatRenderer(TextCodec):
         opening = FrameHold(Framing(self._framing.openings), strips=True)
         return MessageStream(text, StopHold(stops), FrameHold(self._framing), message, opening)
 
-    def _encode(self, text: str, *, after: Sequence[int] = ()) -> list[int]:
+    def _encode(self, text: str, marks: Marks, *, after: Sequence[int] = ()) -> list[int]:
+        """Return the ids of a text with :meth:`ChatTemplate.marked` parts. ``after``: the tokens
+        that it continues, if any."""
         ids: list[int] = []
         text = text.encode("utf-8", "replace").decode()  # tokenizers reject lone surrogates
-        for part, literal in literal_parts(text):
+        for part, literal in literal_parts(text, marks):
             try:
                 ids += encode_piece(self._tokenizer, part, after=ids[-1:] or after, literal=literal)
             except DataError as error:

@@ -8,6 +8,7 @@ Reading order: ChatTemplate.continuation, ChatTemplate.probe.
 
 from __future__ import annotations
 
+import json
 import re  # house: ok it escapes special tokens
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tools = Sequence[Mapping[str, Any]]
+Marks = tuple[str, str] | None
+"""Characters before and after literal text; None if a text has none."""
 _MARK = "qzanswerzq"
 _OPTIONS = {
     "model.chat_template_kwargs": "chat_template_kwargs",
@@ -53,8 +56,8 @@ _OPTIONS = {
 """Words about recipes in messages -> words about servers."""
 _SHOWN, _BEFORE = 60, 20  # characters of a text shown after and before a difference
 _MOST_SHAPES = 4096  # cached sequences of roles
-_BEGIN, _END = "\U000f0000", "\U000f0001"  # private-use characters around literal text
-_LITERAL = Pattern(f"{_BEGIN}([^{_BEGIN}{_END}]*){_END}|[{_BEGIN}{_END}]")
+_FIRST_MARK, _LAST_MARK = 0xF0000, 0xFFFFD
+"""Private-use characters (plane 15), of which two surround literal text."""
 
 
 class RendererError(BurnishError, ValueError):
@@ -344,24 +347,29 @@ class ChatTemplate:
             *(tuple(sorted(texts, key=lambda t: (-len(t), t))) for texts in (openings, closings))
         )
 
-    def marked(self, messages: Sequence[Message], *, follow: bool = False) -> list[dict[str, Any]]:
-        """Return the messages with marks around special tokens in tool results, and in messages
-        that answer the policy. ``follow``: the messages follow a turn of the policy.
+    def marked(
+        self, messages: Sequence[Message], tools: Tools, *, follow: bool = False
+    ) -> tuple[list[dict[str, Any]], Marks]:
+        """Return (the messages with marks around special tokens in tool results, and in messages
+        that answer the policy; the marks). ``follow``: the messages follow a turn of the policy.
 
         An answer is data: a web page that contains ``<|im_end|>``, or an error that quotes it,
-        must not end a turn.
+        must not end a turn. The marks are characters that no message, tool or template contains.
         """
+        marks: Marks = None
         marked = []
         for message in messages:
             follow = follow or message["role"] == "assistant"
             content, role = message.get("content"), message["role"]
             is_data = role == "tool" or (follow and role != "assistant")
-            if is_data and isinstance(content, str):
-                unmarked = _LITERAL.sub(lambda m: m[1] or "", content)
-                literal = self._special.sub(lambda m: f"{_BEGIN}{m[0]}{_END}", unmarked)
+            if is_data and isinstance(content, str) and self._special.search(content):
+                marks = marks or _unused_characters(
+                    [messages, tools, self._tokenizer.chat_template]
+                )
+                literal = self._special.sub(rf"{marks[0]}\g<0>{marks[1]}", content)
                 message = {**message, "content": literal}
             marked.append(dict(message))
-        return marked
+        return marked, marks
 
     @cached_property
     def generation_prompt(self) -> str:
@@ -392,11 +400,29 @@ class ChatTemplate:
         return tags_of(self._tokenizer)
 
 
-def literal_parts(text: str) -> list[tuple[str, bool]]:
+def literal_parts(text: str, marks: Marks) -> list[tuple[str, bool]]:
     """Split a text at the marks of :meth:`ChatTemplate.marked` into (part, whether its special
-    tokens are ordinary text)."""
-    parts = [(part, i % 2 == 1) for i, part in enumerate(_LITERAL.split(text))]
+    tokens are ordinary text). A mark without the other one is left out.
+
+    >>> literal_parts("a(b)c", ("(", ")"))
+    [('a', False), ('b', True), ('c', False)]
+    """
+    if marks is None:
+        return [(text, False)]
+    begin, end = marks
+    plain, *others = text.split(begin)
+    parts = [(plain.replace(end, ""), False)]
+    for other in others:
+        literal, closing, rest = other.partition(end)
+        parts += [(literal, bool(closing)), (rest.replace(end, ""), False)]
     return [(part, literal) for part, literal in parts if part]
+
+
+def _unused_characters(values: Any) -> tuple[str, str]:
+    """Return two private-use characters that no text in JSON values contains."""
+    text = json.dumps(values, ensure_ascii=False, default=str)
+    unused = (chr(i) for i in range(_FIRST_MARK, _LAST_MARK + 1) if chr(i) not in text)
+    return next(unused), next(unused)
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> Pattern:

@@ -425,7 +425,10 @@ def test_a_text_that_is_certainly_too_long_is_not_tokenized(
     monkeypatch.setattr(
         ChatRenderer,
         "_encode",
-        lambda self, text, **options: (lengths.append(len(text)), encode(self, text, **options))[1],
+        lambda self, text, *marks, **options: (
+            lengths.append(len(text)),
+            encode(self, text, *marks, **options),
+        )[1],
     )
 
     async def scenario(backend: TrainingSession, engine: ScriptedEngine) -> None:

@@ -402,7 +402,8 @@ def new_messages_are_in_the_next_prompt(draw: Draw) -> None:
         template = tokenizer.chat_template.replace("{% for m in messages %}", others)
         tokenizer.chat_template = GATHERED + template
     roles = draw.one(roles=[draw.rng.choices(("user", "system", "tool"), k=n) for n in (1, 2, 3)])
-    texts = [f"{draw.rng.choice(['the', 'Ein', '漢字'])} w{i}w" for i in range(len(roles))]
+    words = ["the", "Ein", "漢字", "\U000f0000a\U000f0001", min(tokenizer.all_special_tokens)]
+    texts = [f"{draw.rng.choice(words)} w{i}w" for i in range(len(roles))]
     new = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
     renderer = ChatRenderer(tokenizer, history="keep")
     sampled = (

@@ -1,4 +1,5 @@
-"""Rank group of a train engine: this process's rank, and the collectives that engines use.
+"""Rank group of a train engine: this process's rank, the collectives that engines use, and their
+timeouts.
 
 All ranks must call the methods in the same order; otherwise a call blocks until the timeout. Every
 method except :meth:`RankGroup.subgroups` returns equal results on all ranks. With one rank every
@@ -8,9 +9,12 @@ method returns immediately and ``torch.distributed`` is not needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from traceback import extract_tb
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -90,6 +94,7 @@ class RankGroup:
         )
         return RankGroup(group, bucket_bytes=self._bucket_bytes)
 
+    @torch.no_grad()
     def all_reduce_(self, tensors: Sequence[Tensor]) -> None:
         """Replace every tensor by its sum over ranks, in place. Shapes and dtypes are equal on all
         ranks.
@@ -99,8 +104,19 @@ class RankGroup:
         """
         if self.size == 1:
             return
+        from torch.distributed import all_reduce
+
+        device = self._device()
         for bucket in _buckets(tensors, self._bucket_bytes):
-            self._sum_bucket(bucket)
+            first = bucket[0]
+            if len(bucket) == 1 and first.is_contiguous() and first.device.type == device.type:
+                all_reduce(first, group=self.group)
+                continue
+            flat = torch.cat([t.reshape(-1) for t in bucket]).to(device)
+            all_reduce(flat, group=self.group)
+            sums = flat.split([t.numel() for t in bucket])
+            for tensor, total in zip(bucket, sums, strict=True):
+                tensor.copy_(total.view(tensor.shape))
 
     def any(self, flag: bool | Tensor) -> bool:
         """Return whether ``flag`` is true on at least one rank."""
@@ -178,20 +194,6 @@ class RankGroup:
         _check_same_names(gathered)
         return sum(gathered, Stats())
 
-    @torch.no_grad()
-    def _sum_bucket(self, bucket: Sequence[Tensor]) -> None:
-        from torch.distributed import all_reduce
-
-        device, first = self._device(), bucket[0]
-        if len(bucket) == 1 and first.is_contiguous() and first.device.type == device.type:
-            all_reduce(first, group=self.group)
-            return
-        flat = torch.cat([t.reshape(-1) for t in bucket]).to(device)
-        all_reduce(flat, group=self.group)
-        sums = flat.split([t.numel() for t in bucket])
-        for tensor, total in zip(bucket, sums, strict=True):
-            tensor.copy_(total.view(tensor.shape))
-
     def _device(self) -> torch.device:
         """Return the device that the group needs for its tensors. NCCL accepts no CPU tensors."""
         from torch.distributed import get_backend
@@ -242,7 +244,9 @@ def _buckets(tensors: Iterable[Tensor], most_bytes: int) -> Iterator[list[Tensor
 def _check_same_names(by_rank: Sequence[Stats]) -> None:
     """Raise ValueError if ranks with measurements have different names."""
     names = [
-        {f"{kind} {name}" for kind, mapping in _kinds(stats) for name in mapping}
+        {f"mean {name}" for name in stats.means}
+        | {f"maximum {name}" for name in stats.maxima}
+        | {f"sum {name}" for name in stats.sums}
         for stats in by_rank
     ]
     measured = [rank for rank, names_of_rank in enumerate(names) if names_of_rank]
@@ -260,5 +264,53 @@ def _check_same_names(by_rank: Sequence[Stats]) -> None:
             )
 
 
-def _kinds(stats: Stats) -> list[tuple[str, Iterable[str]]]:
-    return [("mean", stats.means), ("maximum", stats.maxima), ("sum", stats.sums)]
+# ---- timeouts of collectives ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Timeouts of one rank in one collective, in seconds: a shorter one for passes."""
+
+    call_s: float
+    """Timeout of calls in which a rank may wait for a disk or a transfer."""
+    pass_s: float
+    """Timeout of passes and optimizer steps."""
+
+
+def groups_here() -> list[Any]:
+    """Return the process groups of this process, including those made by libraries."""
+    from torch.distributed import distributed_c10d
+
+    return list(distributed_c10d._world.pg_map)
+
+
+def limit_collectives(seconds: float, groups: Iterable[Any]) -> None:
+    """Set the timeout of collectives of ``groups``. Libraries make groups with their own
+    timeouts."""
+    from torch.distributed import distributed_c10d
+
+    for group in groups:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+@contextmanager
+def limited(limits: Limits | None, groups: Sequence[Any]) -> Iterator[None]:
+    """Set the timeout of ``groups`` to ``pass_s`` inside the context, and to ``call_s`` afterward.
+    None: no change.
+
+    Raises CollectiveTimeoutError when this rank reached the timeout."""
+    if limits is None:
+        yield
+        return
+    limit_collectives(limits.pass_s, groups)
+    try:
+        yield
+    except RuntimeError as error:
+        collective = timed_out_collective(error)
+        if collective is None:
+            raise
+        raise CollectiveTimeoutError(
+            f"timed out after {limits.pass_s:g} s waiting for the other ranks in {collective}"
+        ) from error
+    finally:
+        limit_collectives(limits.call_s, groups)

@@ -18,7 +18,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -180,21 +180,19 @@ class HeartbeatMonitor:
             return
         try:
             now = time.monotonic()
-            if now - self._polled_at >= self.every_s or at_once:
-                passed, self._polled_at = min(now - self._polled_at, 2 * self.every_s), now
-                self._count(self._read(), passed)
+            if now - self._polled_at < self.every_s and not at_once:
+                return
+            passed, self._polled_at = min(now - self._polled_at, 2 * self.every_s), now
+            heartbeats = self._read()
+            with self._lock:
+                for worker in self._workers.values():
+                    count = heartbeats.get(worker.number, 0)
+                    if count != worker.counted or not worker.started:
+                        worker.counted, worker.missed_s = count, 0.0
+                    else:
+                        worker.missed_s += passed
         finally:
             self._reading.release()
-
-    def _count(self, heartbeats: Mapping[int, int], passed: float) -> None:
-        """Compare the heartbeats so far with those before ``passed`` seconds."""
-        with self._lock:
-            for worker in self._workers.values():
-                count = heartbeats.get(worker.number, 0)
-                if count != worker.counted or not worker.started:
-                    worker.counted, worker.missed_s = count, 0.0
-                else:
-                    worker.missed_s += passed
 
     def _read(self) -> dict[int, int]:
         """Return the heartbeats so far. If the registry does not respond, no worker counts as

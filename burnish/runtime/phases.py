@@ -91,9 +91,9 @@ class Phases:
     def _wrap(self, obj: T, role: ClusterRole, names: Sequence[str]) -> T:
         if role not in self._shared:
             return obj
-        methods = {name: partial(self._call, obj, role, name) for name in names}
-        return Proxy(obj, methods)  # type: ignore[return-value]
 
-    def _call(self, obj: Any, role: ClusterRole, name: str, *args: Any, **kwargs: Any) -> Any:
-        self.begin(role)
-        return getattr(obj, name)(*args, **kwargs)  # house: ok proxy of any object
+        def call(name: str, *args: Any, **kwargs: Any) -> Any:
+            self.begin(role)
+            return getattr(obj, name)(*args, **kwargs)  # house: ok proxy of any object
+
+        return Proxy(obj, {name: partial(call, name) for name in names})  # type: ignore[return-value]

@@ -29,14 +29,19 @@ from transformers import PreTrainedTokenizerBase
 from burnish.checkpoint.save import PendingSave
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.sync import DiskSync, LinkSync
-from burnish.distributed.process_group import RankGroup
+from burnish.distributed.process_group import (
+    Limits,
+    RankGroup,
+    groups_here,
+    limit_collectives,
+    limited,
+)
 from burnish.host_copies import HostBuffers
 from burnish.models.load import DTYPES, load_tokenizer
 from burnish.observe.memory import MemoryPeak, PhasePeaks
 from burnish.observe.timeline import Timeline
 from burnish.runtime.heartbeat import start_heartbeat
 from burnish.runtime.inline import InlineRuntime
-from burnish.runtime.limits import Limits, groups_here, limit_collectives, limited
 from burnish.sync.base import Metrics, encode
 from burnish.sync.buckets import messages
 from burnish.sync.channel import serve_store

@@ -31,11 +31,10 @@ from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.placement import placement_groups_for
 from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
-from burnish.distributed.process_group import RankGroup
+from burnish.distributed.process_group import Limits, RankGroup
 from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
 from burnish.optimizers.adamw.config import AdamW
-from burnish.runtime.limits import Limits
 from burnish.runtime.ray.runtime import RayRuntime
 from burnish.runtime.ray.train_engine import RemoteTrainEngine
 from burnish.runtime.ray.worker_group import WorkerGroup

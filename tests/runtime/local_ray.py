@@ -29,7 +29,7 @@ def main() -> None:
     import ray
 
     from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
-    from burnish.runtime.limits import Limits
+    from burnish.distributed.process_group import Limits
     from burnish.runtime.ray.connect import start_ray
     from burnish.runtime.worker import TrainWorker, WorkerInfo
 

@@ -26,14 +26,13 @@ from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, Scrat
 from burnish.config.preference_losses import DpoLoss, KtoLoss
 from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
-from burnish.distributed.process_group import CollectiveTimeoutError, RankGroup
+from burnish.distributed.process_group import CollectiveTimeoutError, Limits, RankGroup
 from burnish.jobs.distill import distill_objective
 from burnish.jobs.preference import preference_objective
 from burnish.models.load import load_causal_lm
 from burnish.models.teacher import DistillTargetSpec
 from burnish.models.value_head import load_scalar_model
 from burnish.optimizers.adamw.config import AdamW
-from burnish.runtime.limits import Limits
 from burnish.runtime.worker import TrainWorker, WorkerInfo, pack_share
 from burnish.steps.objectives import policy_objective, process_objective
 from burnish.train.base import Loss, Role

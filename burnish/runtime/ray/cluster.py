@@ -50,13 +50,6 @@ class _Reserved:
         )
 
 
-def _node_of(group: Any) -> str:
-    """Return the id of the node of a placement group's first bundle."""
-    from ray.util.placement_group import placement_group_table
-
-    return str(placement_group_table(group)["bundles_to_node_id"][0])
-
-
 class RayCluster:
     """Workers of one job on a Ray cluster, which is joined or started by this process."""
 
@@ -117,7 +110,7 @@ class RayCluster:
     def _reserve(self, placements: Sequence[PlacementGroupSpec]) -> None:
         """Reserve the placement groups, after checking them against the resources of the
         cluster."""
-        from ray.util.placement_group import placement_group
+        from ray.util.placement_group import placement_group, placement_group_table
 
         have = self.ray.cluster_resources()
         for kind, need in (
@@ -150,7 +143,8 @@ class RayCluster:
                     f"(cluster.start_timeout_s): the cluster has {have} in total, which other "
                     "jobs may use; wait for them, or use a larger cluster"
                 )
-            groups.sort(key=_node_of)  # consecutive ranks are on the same node
+            nodes = {id(g): placement_group_table(g)["bundles_to_node_id"][0] for g in groups}
+            groups.sort(key=lambda g: str(nodes[id(g)]))  # consecutive ranks are on the same node
 
     def _check_nodes(self, placements: Sequence[PlacementGroupSpec]) -> None:
         """Raise ClusterError if places that must be on one node (a bundle, or the bundles of one

@@ -62,7 +62,13 @@ def start_ray(ray: Any, *, num_cpus: int, environment: dict[str, str]) -> Callab
     environment. Raises ClusterError.
 
     Return a function that restores the environment, to be called after Ray's shutdown."""
-    _check_version(ray)
+    version = tuple(int(part) for part in re.findall(r"\d+", ray.__version__)[:2])
+    if version < MIN_RAY:
+        raise ClusterError(
+            f"cluster.runtime=ray: Ray {ray.__version__} does not support authentication tokens, "
+            "so every user of this machine could run code as you; install "
+            f"ray>={MIN_RAY[0]}.{MIN_RAY[1]}"
+        )
     restore = _set_private(ray)
     try:
         ray.init(
@@ -73,7 +79,15 @@ def start_ray(ray: Any, *, num_cpus: int, environment: dict[str, str]) -> Callab
             logging_level="ERROR",
             runtime_env={"env_vars": _LOOPBACK | environment},
         )
-        _check_private(ray)
+        address = str(ray.nodes()[0]["NodeManagerAddress"])
+        if not ipaddress.ip_address(address).is_loopback:
+            ray.shutdown()
+            raise ClusterError(
+                f"cluster.runtime=ray: Ray {ray.__version__} listens on {address}, which other "
+                "machines can reach, although it was set to the loopback interface; install the "
+                "version of Ray in constraints/cpu.txt, or start a cluster yourself "
+                "(docs/launch.md) and set cluster.ray_address"
+            )
     except BaseException as error:
         restore()
         if not isinstance(error, (OSError, RuntimeError, ValueError, ray.exceptions.RayError)):
@@ -85,18 +99,7 @@ def start_ray(ray: Any, *, num_cpus: int, environment: dict[str, str]) -> Callab
             f"({str(error).strip()}). Check the space in /tmp and /dev/shm, leftover 'ray' "
             "processes, and the log files in /tmp/ray/session_latest/logs"
         ) from error
-
     return restore
-
-
-def _check_version(ray: Any) -> None:
-    version = tuple(int(part) for part in re.findall(r"\d+", ray.__version__)[:2])
-    if version < MIN_RAY:
-        raise ClusterError(
-            f"cluster.runtime=ray: Ray {ray.__version__} does not support authentication tokens, "
-            "so every user of this machine could run code as you; install "
-            f"ray>={MIN_RAY[0]}.{MIN_RAY[1]}"
-        )
 
 
 def _set_private(ray: Any) -> Callable[[], None]:
@@ -128,20 +131,6 @@ def _set_environment(ray: Any, values: Mapping[str, str | None]) -> None:
     with suppress(AttributeError):  # Ray caches the environment; other versions may not
         ray._raylet.Config.initialize("")
         ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
-
-
-def _check_private(ray: Any) -> None:
-    """Raise ClusterError, after ending Ray, if other machines can reach it."""
-    address = str(ray.nodes()[0]["NodeManagerAddress"])
-    if ipaddress.ip_address(address).is_loopback:
-        return
-    ray.shutdown()
-    raise ClusterError(
-        f"cluster.runtime=ray: Ray {ray.__version__} listens on {address}, which other machines "
-        "can reach, although it was set to the loopback interface; install the version of Ray in "
-        "constraints/cpu.txt, or start a cluster yourself (docs/launch.md) and set "
-        "cluster.ray_address"
-    )
 
 
 def _check_address(address: str) -> None:

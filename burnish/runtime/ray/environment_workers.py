@@ -57,9 +57,16 @@ class RemoteWorker:
         return not self._lost
 
     async def start(self, python: str | None) -> None:
-        """Start the process. Raises WorkerEndedError or OSError."""
+        """Start the process, and wait in the background for its end or that of the actor. Raises
+        WorkerEndedError or OSError."""
+
+        async def watch() -> None:
+            with suppress(self._ray.exceptions.RayError):
+                await _result(self._actor.exited.remote())
+            self._lost = True
+
         await self._outcome(self._actor.start.remote(python), START_TIMEOUT_S)
-        self._watcher = asyncio.create_task(self._watch())
+        self._watcher = asyncio.create_task(watch())
 
     async def call(self, timeout_s: float, **request: Any) -> Any:
         """Return the content of a reply. See ``environments.worker_set.Worker.call``."""
@@ -82,12 +89,6 @@ class RemoteWorker:
         if isinstance(outcome.error, WorkerEndedError):
             self._lost = True
         return outcome.unwrap()
-
-    async def _watch(self) -> None:
-        """Wait for the end of the process or of the actor."""
-        with suppress(self._ray.exceptions.RayError):
-            await _result(self._actor.exited.remote())
-        self._lost = True
 
     async def end(self) -> None:
         """End the worker process and the actor."""

@@ -161,7 +161,7 @@ class RemoteRolloutEngine:
 
     def _assign_waiting(self) -> None:
         """Choose the workers of requests that have none, if a worker takes new requests."""
-        takers = [w.index for w in self.pool.workers if w.ready and not self._is_held(w)]
+        takers = self._takers()
         if not self._waiting or not takers:
             return
         waiting, self._waiting = list(self._waiting.values()), {}
@@ -275,11 +275,13 @@ class RemoteRolloutEngine:
             self.cancel([*self._open, *(c.request_id for c in self._finished)])
             raise
         self._assign_waiting()
-        for worker in self._takers() - before:
-            self._balance(worker)
+        for worker in self._takers():
+            if worker not in before:
+                self._balance(worker)
 
-    def _takers(self) -> set[int]:
-        return {w.index for w in self.pool.workers if w.ready and not self._is_held(w)}
+    def _takers(self) -> list[int]:
+        """Return the workers that take new requests."""
+        return [w.index for w in self.pool.workers if w.ready and not self._is_held(w)]
 
     def lose(self, lost: Mapping[int, str]) -> None:
         """Start new workers in place of lost ones, and let the others repeat their requests. Raises
@@ -340,7 +342,12 @@ class RemoteRolloutEngine:
         responses in progress and kept conversations continue with the keys and values of the
         previous weights."""
         ray = self.cluster.ray
-        parts = messages(tensors, _new_buffer, push=0, version=version)
+        parts = messages(
+            tensors,
+            lambda: torch.empty(BUCKET_BYTES, dtype=torch.uint8),
+            push=0,
+            version=version,
+        )
         pairs = [(encode(message), ray.put(payload.numpy())) for message, payload in parts]
         headers, payloads = zip(*pairs, strict=True)
         snapshot = WeightSnapshot(headers, payloads[:-1])
@@ -469,7 +476,3 @@ def _shares(requests: Sequence[Request], loads: Sequence[int]) -> list[list[Requ
         shares[least].append(request)
         heapq.heapreplace(heap, (load + request.n, least))
     return shares
-
-
-def _new_buffer() -> Tensor:
-    return torch.empty(BUCKET_BYTES, dtype=torch.uint8)

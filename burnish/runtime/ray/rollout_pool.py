@@ -218,14 +218,11 @@ class RolloutPool:
         for ref, call in self._calls.items():
             call.left_s -= passed
             if call.left_s <= 0 and ref not in answered:
-                lost.setdefault(call.worker.index, self._late_reason(call))
+                limit = self.cluster.config.call_timeout_s
+                why = f"did not respond within {limit:g} s (cluster.call_timeout_s)"
+                late = self.cluster.late_reason if call.kind == "start" else why
+                lost.setdefault(call.worker.index, late)
         return ready, lost
-
-    def _late_reason(self, call: _Call) -> str:
-        if call.kind == "start":
-            return self.cluster.late_reason
-        limit = self.cluster.config.call_timeout_s
-        return f"did not respond within {limit:g} s (cluster.call_timeout_s)"
 
     def _answer(self, call: _Call, ref: Any, answers: Answers) -> None:
         """Handle the answer to a call. Raises an error of the worker."""
@@ -238,7 +235,13 @@ class RolloutPool:
                 self._call(worker, "build", self._build(worker.handle))
             return
         if call.kind == "advance":
-            self._advanced(worker.index, ref, answers)
+            try:
+                answers.finished.append((worker.index, ray.get(ref)))
+            except ray.exceptions.ObjectLostError as error:  # with its machine: sampled again
+                why = f"died, and its unread samples are lost: {library_text(error)}"
+                answers.lost[worker.index] = why
+            except ray.exceptions.RayError as error:
+                answers.lost[worker.index] = loss_reason(ray, error)
             return
         failed = failure(ray, ref)
         if failed is not None:
@@ -247,17 +250,6 @@ class RolloutPool:
             self.max_len, worker.built = ray.get(ref), True
         elif call.kind == "load":
             worker.loaded = call.weights
-
-    def _advanced(self, index: int, ref: Any, answers: Answers) -> None:
-        """Handle the completions of a worker. If its machine died and unread completions are lost,
-        the worker is lost too, and they are sampled again."""
-        ray = self.cluster.ray
-        try:
-            answers.finished.append((index, ray.get(ref)))
-        except ray.exceptions.ObjectLostError as error:
-            answers.lost[index] = f"died, and its unread samples are lost: {library_text(error)}"
-        except ray.exceptions.RayError as error:
-            answers.lost[index] = loss_reason(ray, error)
 
     # ---- weights ---------------------------------------------------------------------------
 

@@ -65,9 +65,12 @@ class ServerSync:
         number = snapshot.end.push
 
         def load(engine: RolloutEngine) -> None:
-            staged = self._take(number)
-            if staged is not None:
-                self._load(engine, staged)
+            with self._lock:
+                staged = self._staged
+                if staged is None or staged.end.push != number:
+                    return
+                self._staged, self._loading_bytes = None, staged.end.num_bytes
+            self._load(engine, staged)
 
         finishes = in_flight == "finish"
         return StagedWeights(snapshot.end.version, metrics, load, needs_idle=finishes)
@@ -86,15 +89,6 @@ class ServerSync:
         snapshot = self.policy.transfer_weights(self._pushes, self.options)
         self._pushes += 1
         return snapshot
-
-    def _take(self, number: int) -> WeightSnapshot[Any] | None:
-        """Return the staged weights if they are those of transfer ``number``."""
-        with self._lock:
-            staged = self._staged
-            if staged is None or staged.end.push != number:
-                return None
-            self._staged, self._loading_bytes = None, staged.end.num_bytes
-        return staged
 
     def _load(self, engine: RolloutEngine, snapshot: WeightSnapshot[Any]) -> None:
         """Load stored weights into the engine, after verification of each bucket."""

@@ -55,12 +55,13 @@ class BatchStore:
             rows.append(share.row_numbers)
         shares = PutShares(refs, rows)
         self._last = contents, shares
-        weakref.finalize(batch.tokens, self._forget, contents)
-        return shares
 
-    def _forget(self, contents: _Contents) -> None:
-        if self._last is not None and self._last[0] is contents:
-            self._last = None
+        def forget() -> None:
+            if self._last is not None and self._last[0] is contents:
+                self._last = None
+
+        weakref.finalize(batch.tokens, forget)
+        return shares
 
 
 class _Contents:

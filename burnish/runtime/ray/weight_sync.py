@@ -21,7 +21,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -95,9 +94,18 @@ class _StoredSync(ABC):
 
         Waits first if workers still load the weights before the last ones. The metric
         ``sync/stored_bytes`` counts all stored weights, ``sync/wait_s`` is the time of this wait.
+        Raises ClusterError after ``cluster.call_timeout_s``.
         """
         started = time.perf_counter()
-        self._wait_until_few()
+        limit = self.rollout.cluster.config.call_timeout_s
+        for older in self._stored[:-1]:
+            if not older.released.wait(limit):
+                raise ClusterError(
+                    f"version {older.version} of the weights was not loaded by all rollout "
+                    f"workers within {limit:g} s (cluster.call_timeout_s) after version "
+                    f"{self._stored[-1].version} was staged; see the driver's log for lost workers"
+                )
+        self._stored = self._stored[-1:]
         waited = time.perf_counter() - started
         weights, metrics = self._store(in_flight)
         self._stored.append(weights)
@@ -113,19 +121,6 @@ class _StoredSync(ABC):
     def policy_idle(self) -> AbstractContextManager[None]:
         """Return a context without effect: workers read the stored weights at any time."""
         return nullcontext()
-
-    def _wait_until_few(self) -> None:
-        """Wait until all stored weights except the newest are released. Raises ClusterError after
-        ``cluster.call_timeout_s``."""
-        limit = self.rollout.cluster.config.call_timeout_s
-        for weights in self._stored[:-1]:
-            if not weights.released.wait(limit):
-                raise ClusterError(
-                    f"version {weights.version} of the weights was not loaded by all rollout "
-                    f"workers within {limit:g} s (cluster.call_timeout_s) after version "
-                    f"{self._stored[-1].version} was staged; see the driver's log for lost workers"
-                )
-        self._stored = self._stored[-1:]
 
 
 def _timing(num_bytes: int, seconds: float) -> Metrics:
@@ -311,10 +306,19 @@ class ConnectionSync:
         serving = (ranks[0], ranks[0].serve_store.remote(self.config.timeout_s))
         self._wait([serving], [], indices)
         at = self.ray.get(serving[1])
-        self._store = _reach(at)
+        try:
+            self._store = connect_store(*at, timeout_s=REACH_S)
+        except LinkError as error:
+            log.warning(
+                "the controller cannot reach the store of the weight transfer (%s): if a worker "
+                "dies during a transfer, the others wait for sync.timeout_s",
+                error,
+            )
         opening = [(w, w.open_sender.remote(self.config, self.options, name, count)) for w in ranks]
-        join = partial(_join, self.config, at, name, count)
-        joining = [(handles[i], join(handles[i], rank)) for rank, i in enumerate(indices, 1)]
+        joining = [
+            (w, w.open_source.remote(self.config, at, name, rank=rank, num_receivers=count))
+            for rank, w in enumerate((handles[i] for i in indices), 1)
+        ]
         return self._wait(opening, joining, indices)
 
     def _wait(
@@ -379,23 +383,3 @@ class ConnectionSync:
     @property
     def _name(self) -> str:
         return f"weights-{self._names}"
-
-
-def _reach(at: tuple[str, int]) -> Store | None:
-    """Connect to the store at (host, port)."""
-    try:
-        return connect_store(*at, timeout_s=REACH_S)
-    except LinkError as error:
-        log.warning(
-            "the controller cannot reach the store of the weight transfer (%s): if a worker dies "
-            "during a transfer, the others wait for sync.timeout_s",
-            error,
-        )
-        return None
-
-
-def _join(
-    config: LinkSync, at: tuple[str, int], name: str, count: int, worker: Any, rank: int
-) -> Any:
-    """Let a rollout worker join a connection as receiver ``rank`` of ``count``."""
-    return worker.open_source.remote(config, at, name, rank=rank, num_receivers=count)

@@ -7,12 +7,11 @@ from functools import wraps
 from threading import RLock
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
-from burnish.distributed.process_group import CollectiveTimeoutError
+from burnish.distributed.process_group import CollectiveTimeoutError, Limits
 from burnish.models.digest import present_weights_digest, weights_changed
 from burnish.models.load import ModelError, describe
 from burnish.oom import is_out_of_memory
 from burnish.runtime.base import WorkerLostError
-from burnish.runtime.limits import Limits
 from burnish.runtime.ray.cluster import RayCluster
 from burnish.runtime.ray.errors import died, failure, is_worker_loss
 from burnish.runtime.worker import NO_SPANS, TrainWorker
@@ -78,20 +77,17 @@ class WorkerGroup:
         ClusterError once ``max_restarts`` is exceeded, and ModelError if the model's folder now
         contains other weights."""
         while not self._complete:
-            self._check_weights()
+            now = None if self._model is None else present_weights_digest(self._model)
+            if self._model is not None and weights_changed(self._digest, now):
+                raise ModelError(
+                    f"the weights in {describe(self._model)} changed during the run, and the "
+                    f"workers of the {self.name} are lost, so new ones would load another model; "
+                    "restore the weights and resume the run with --resume"
+                )
             try:
                 self._start()
             except WorkerLostError as lost:
                 self.cluster.count_restart(str(lost))
-
-    def _check_weights(self) -> None:
-        now = None if self._model is None else present_weights_digest(self._model)
-        if self._model is not None and weights_changed(self._digest, now):
-            raise ModelError(
-                f"the weights in {describe(self._model)} changed during the run, and the workers "
-                f"of the {self.name} are lost, so new ones would load another model; restore the "
-                "weights and resume the run with --resume"
-            )
 
     def _start(self) -> None:
         self.end()
@@ -146,51 +142,41 @@ class WorkerGroup:
                 raise self.loss(unresponsive, self.cluster.unresponsive_reason)
             if waiting and not ready:
                 late = [self.workers[refs.index(ref)] for ref in waiting]
-                reason = f"did not respond within {limit:g} s ({self._limit_name(limit_s)})"
-                raise self.loss(late, reason)
+                key = "call_timeout_s" if limit_s is None else "start_timeout_s"
+                raise self.loss(late, f"did not respond within {limit:g} s (cluster.{key})")
         return list(self.cluster.ray.get(list(refs)))
-
-    def _limit_name(self, limit_s: float | None) -> str:
-        return "cluster.call_timeout_s" if limit_s is None else "cluster.start_timeout_s"
 
     def _raise(self, refs: Sequence[Any], failed: BaseException) -> NoReturn:
         """Raise the error that names the cause. A dead or hung rank also makes the other ranks
         fail, so it is searched for first."""
-        ray = self.cluster.ray
+        ray, monitor = self.cluster.ray, self.cluster.monitor
         done, undone = ray.wait(list(refs), num_returns=len(refs), timeout=_OTHER_RANKS_S)
         failures = {refs.index(ref): failure(ray, ref) for ref in done}
         dead = {i: e for i, e in failures.items() if e is not None and is_worker_loss(ray, e)}
         if dead:
             cause = died(next(iter(dead.values())))
             raise self.loss([self.workers[i] for i in dead], cause) from failed
-        unresponsive = self.cluster.monitor.wait_for_heartbeats(
-            [self.workers[refs.index(ref)] for ref in undone]
-        )
+        late = [self.workers[refs.index(ref)] for ref in undone]
+        unresponsive = monitor.wait_for_heartbeats(late)
         if unresponsive:
             raise self.loss(unresponsive, self.cluster.unresponsive_reason) from failed
         waited = {i: e for i, e in failures.items() if isinstance(e, CollectiveTimeoutError)}
         if waited:
-            late = [self.workers[refs.index(ref)] for ref in undone]
-            raise self._wait(waited, late) from failed
+            self._complete = False
+            reasons = [
+                f"{monitor.name(self.workers[i])} {error}" for i, error in sorted(waited.items())
+            ]
+            if late:  # they send heartbeats
+                reasons.append(f"{monitor.names(late)} did not reach it")
+            raise WorkerLostError(
+                f"a collective of the {self.name} timed out: {'; '.join(reasons)} "
+                "(cluster.collective_timeout_s)"
+            ) from failed
         for index, error in failures.items():
             if error is not None and is_out_of_memory(error):  # the cause of the other failures
-                error.add_note(f"in {self.cluster.monitor.name(self.workers[index])}")
+                error.add_note(f"in {monitor.name(self.workers[index])}")
                 raise error
         raise failed
-
-    def _wait(self, waited: Mapping[int, BaseException], late: Sequence[Any]) -> WorkerLostError:
-        """Return the error for ranks whose wait for others timed out. ``waited``: rank -> its
-        error. ``late``: workers that send heartbeats but did not reach the collective."""
-        monitor, self._complete = self.cluster.monitor, False
-        reasons = [
-            f"{monitor.name(self.workers[i])} {error}" for i, error in sorted(waited.items())
-        ]
-        if late:
-            reasons.append(f"{monitor.names(late)} did not reach it")
-        return WorkerLostError(
-            f"a collective of the {self.name} timed out: {'; '.join(reasons)} "
-            "(cluster.collective_timeout_s)"
-        )
 
     def loss(self, workers: Sequence[Any], cause: str) -> WorkerLostError:
         """Return the error with the names of lost ranks. The group has to be restarted."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -111,32 +111,26 @@ def _described(key: str, paths: Sequence[Path], *, reads: bool) -> dict[str, Any
 
 
 def _versions(recipe: Mapping[str, Any], *, reads_code: bool) -> dict[str, Any]:
+    """Return the versions of the packages that a run uses, and a digest of this package's code: two
+    working copies may have the same version."""
     names = ["burnish", "torch", "transformers", "tokenizers"]
     if any(".lora." in key for key in recipe):
         names.append("peft")
     if any(key.endswith("engine.kind") and recipe[key] == "deepspeed" for key in recipe):
         names.append("deepspeed")
-    versions: dict[str, Any] = {name: _version(name) for name in names}
+    versions: dict[str, Any] = {}
+    for name in names:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
     versions["python"] = platform.python_version()
-    versions[f"burnish, {_DIGEST}"] = _code_digest() if reads_code else None
-    return versions
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _code_digest() -> str:
-    """Return a digest of this package's code: two working copies may have the same version."""
-    root = Path(__file__).parents[2]
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    for path in sorted(root.rglob("*.py")) if reads_code else ():
         digest.update(f"{path.relative_to(root)}\n".encode())
         digest.update(path.read_bytes())
-    return digest.hexdigest()
+    versions[f"burnish, {_DIGEST}"] = digest.hexdigest() if reads_code else None
+    return versions
 
 
 def different_inputs(inputs: Sequence[Inputs], where: Sequence[str]) -> str | None:
@@ -147,36 +141,28 @@ def different_inputs(inputs: Sequence[Inputs], where: Sequence[str]) -> str | No
     groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     kinds: set[str] = set()
     for rank, inputs_of_rank in enumerate(inputs):
-        differences = {
-            group: _differences(inputs_of_rank[group], inputs[0][group]) for group in _FIXES
-        }
-        kinds |= {group for group, texts in differences.items() if texts}
-        texts = tuple(text for of_group in differences.values() for text in of_group)
-        if texts:
-            groups.setdefault((where[rank], texts), []).append(rank)
+        differences: list[str] = []
+        for group in _FIXES:
+            for key, values in different_values(inputs_of_rank[group], inputs[0][group]).items():
+                if key.endswith(_DIGEST) and None in values:
+                    continue
+                value, expected = (_shown(key, value) for value in values)
+                differences.append(f"{key} is {value}, but {expected} on rank 0")
+                kinds.add(group)
+        if differences:
+            groups.setdefault((where[rank], tuple(differences)), []).append(rank)
     if not groups:
         return None
-    lines = [_line(ranks, host, texts) for (host, texts), ranks in groups.items()]
+    lines = []
+    for (host, texts), ranks in groups.items():
+        label = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} (host {host})"
+        left = f"; and {len(texts) - _MAX_SHOWN} more" if len(texts) > _MAX_SHOWN else ""
+        lines.append(f"  - {label}: {'; '.join(texts[:_MAX_SHOWN])}{left}")
     fixes = " ".join(fix for group, fix in _FIXES.items() if group in kinds)
     return (
         "the ranks have different inputs, so they would train different models (rank 0 is on host "
         f"{where[0]}):\n" + "\n".join([*lines, fixes])
     )
-
-
-def _differences(inputs: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{key} is {_shown(key, value)}, but {_shown(key, expected)} on rank 0"
-        for key, (value, expected) in different_values(inputs, first).items()
-        if not (key.endswith(_DIGEST) and None in (value, expected))
-    ]
-
-
-def _line(ranks: Iterable[int], host: str, differences: Sequence[str]) -> str:
-    names = [str(rank) for rank in ranks]
-    left = f"; and {len(differences) - _MAX_SHOWN} more" if len(differences) > _MAX_SHOWN else ""
-    label = f"rank{'s' if len(names) > 1 else ''} {', '.join(names)} (host {host})"
-    return f"  - {label}: {'; '.join(differences[:_MAX_SHOWN])}{left}"
 
 
 def _shown(key: str, value: Any) -> str:

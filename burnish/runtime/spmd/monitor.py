@@ -118,18 +118,12 @@ class RankMonitor:
             except RuntimeError as error:  # the store ended with the process that served it
                 text = f"the store of the ranks does not respond ({first_line(error)})"
                 cause = f"rank 0 failed: {text}"
-            if cause is not None and not self._ends_by_itself():
-                self._end(cause)
-
-    def _ends_by_itself(self) -> bool:
-        """Return whether the main thread failed or ended soon after another rank's failure."""
-        return self._failing.wait(_GRACE_S) or self._closed.is_set()
-
-    def _end(self, cause: str) -> None:
-        """End this process, whose main thread cannot be interrupted in a collective."""
-        log.error("%s; this rank waits for it and ends", cause, extra={"file_only": True})
-        print(f"[rank {self.rank}] error: {cause}", file=sys.stderr, flush=True)
-        os._exit(1)
+            if cause is None or self._failing.wait(_GRACE_S) or self._closed.is_set():
+                continue  # the main thread failed or ended by itself
+            # the main thread cannot be interrupted in a collective
+            log.error("%s; this rank waits for it and ends", cause, extra={"file_only": True})
+            print(f"[rank {self.rank}] error: {cause}", file=sys.stderr, flush=True)
+            os._exit(1)
 
     # ---- the main thread -------------------------------------------------------------------
 

@@ -33,12 +33,11 @@ from burnish.config.cluster import ClusterConfig
 from burnish.config.launch import LaunchedRank, LaunchError, launched_rank
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.roles import free_name
-from burnish.distributed.process_group import RankGroup
+from burnish.distributed.process_group import Limits, RankGroup
 from burnish.models.load import resolve_device
 from burnish.observe.progress import silenced
 from burnish.observe.timeline import Timeline
 from burnish.runtime.inline import InlineRuntime
-from burnish.runtime.limits import Limits
 from burnish.runtime.spmd.inputs import Inputs, different_inputs, inputs_of
 from burnish.runtime.spmd.monitor import RankMonitor, first_line
 from burnish.runtime.worker import TrainWorker, WorkerInfo
@@ -208,7 +207,11 @@ class Ranks:
             with self.monitor.long_block_of_first(name):
                 return self._announced("compared")
         with self.monitor.long_block_of_first(name):
-            received = [json.loads(self._received(f"inputs/{r}")) for r in range(rank.size)]
+            received = []
+            for key in (f"inputs/{r}" for r in range(rank.size)):
+                while not self._store.check([key]):  # the monitor ends this wait if a rank fails
+                    time.sleep(_POLL_S)
+                received.append(json.loads(bytes(self._store.get(key))))
             hosts = [inputs_of_rank["host"] for inputs_of_rank in received]
             problem = (
                 different_inputs([inputs_of_rank["inputs"] for inputs_of_rank in received], hosts)
@@ -216,12 +219,6 @@ class Ranks:
             )
             self._store.set("compared", problem)
         return self._announce("compared", problem)
-
-    def _received(self, key: str) -> bytes:
-        """Wait for the value of a key, which the monitor ends if a rank fails."""
-        while not self._store.check([key]):
-            time.sleep(_POLL_S)
-        return bytes(self._store.get(key))
 
     def join(self, device: str) -> None:
         """Form the process group. ``device``: that of the recipe. Raises LaunchError if a rank does

@@ -251,10 +251,38 @@ def arrange(batch: Batch, layout: Layout, *, flash: FlashSwitch | None = None) -
 
     Indices are computed on the CPU from ``batch.on_host``, without device synchronization.
     """
-    host, device = batch.on_host, batch.tokens.device
+    device, batch = batch.tokens.device, batch.on_host
+    num_tokens = batch.tokens.numel()
     if layout == "padded":
-        return _padded(host, device)
-    return _packed(host, layout, device, flash=flash)
+        num_rows, width = batch.num_rows, int(batch.lengths.max())
+        row_starts = torch.repeat_interleave(batch.offsets[:-1], batch.lengths)
+        row = torch.repeat_interleave(torch.arange(num_rows), batch.lengths)
+        flat_index = row * width + torch.arange(num_tokens) - row_starts
+        input_ids = torch.zeros(num_rows * width, dtype=torch.int64)
+        input_ids[flat_index] = batch.tokens
+        columns = torch.arange(width, device=device).expand(num_rows, width)
+        return Arranged(upload(input_ids.view(num_rows, width), device), columns, None, flat_index)
+    # the prompt of each group once, then the rest of its rows; a group of one is an ordinary row
+    rows = row_sizes(batch, layout)
+    placed = place_rows(rows, layout)
+    source: list[Tensor] = []  # per row: indices into the batch's tokens
+    positions: list[Tensor] = []
+    flat_index = torch.empty(num_tokens, dtype=torch.int64)
+    for begin, size, at in zip(batch.offsets.tolist()[:-1], rows, placed, strict=True):
+        response_begin, end = begin + at.skipped, begin + size.length
+        source.append(torch.arange(response_begin, end))
+        positions.append(torch.arange(at.skipped, size.length))
+        flat_index[begin:response_begin] = torch.arange(
+            at.prefix_start, at.prefix_start + at.skipped
+        )
+        flat_index[response_begin:end] = torch.arange(at.start, at.start + at.count)
+    position = upload(torch.cat(positions), device)
+    return Arranged(
+        input_ids=upload(batch.tokens[torch.cat(source)][None], device),
+        position_ids=position[None],
+        plan=plan_segments(segments_of(placed), position, flash=flash),
+        flat_index=flat_index,
+    )
 
 
 def read_and_target(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -288,43 +316,3 @@ def fill_rows(out: Tensor, batch: Batch, parts: Sequence[tuple[Sequence[int], Te
             begin, end = begins[first], begins[last + 1]
             out[begin:end] = values[done : done + end - begin]
             done += end - begin
-
-
-def _padded(batch: Batch, device: torch.device) -> Arranged:
-    rows, width = batch.num_rows, int(batch.lengths.max())
-    position = torch.arange(batch.tokens.numel()) - torch.repeat_interleave(
-        batch.offsets[:-1], batch.lengths
-    )
-    row = torch.repeat_interleave(torch.arange(rows), batch.lengths)
-    flat_index = row * width + position
-    input_ids = torch.zeros(rows * width, dtype=torch.int64)
-    input_ids[flat_index] = batch.tokens
-    positions = torch.arange(width, device=device).expand(rows, width)
-    return Arranged(upload(input_ids.view(rows, width), device), positions, None, flat_index)
-
-
-def _packed(
-    batch: Batch, layout: Layout, device: torch.device, *, flash: FlashSwitch | None
-) -> Arranged:
-    """Lay out each group's prompt once, then the rest of its rows. A group of one is an ordinary
-    row."""
-    offsets, rows = batch.offsets.tolist(), row_sizes(batch, layout)
-    placed = place_rows(rows, layout)
-    source: list[Tensor] = []  # per row: indices into the batch's tokens
-    positions: list[Tensor] = []
-    flat_index = torch.empty(batch.tokens.numel(), dtype=torch.int64)
-    for begin, row, at in zip(offsets[:-1], rows, placed, strict=True):
-        response_begin, end = begin + at.skipped, begin + row.length
-        source.append(torch.arange(response_begin, end))
-        positions.append(torch.arange(at.skipped, row.length))
-        flat_index[begin:response_begin] = torch.arange(
-            at.prefix_start, at.prefix_start + at.skipped
-        )
-        flat_index[response_begin:end] = torch.arange(at.start, at.start + at.count)
-    position = upload(torch.cat(positions), device)
-    return Arranged(
-        input_ids=upload(batch.tokens[torch.cat(source)][None], device),
-        position_ids=position[None],
-        plan=plan_segments(segments_of(placed), position, flash=flash),
-        flat_index=flat_index,
-    )

@@ -60,30 +60,24 @@ class BadTensor:
                 f"{self.num_bad} of {self.num_entries} entries that are not finite; "
                 f"the largest finite absolute value is {self.largest:.2g}"
             )
-        return f"{self.stage}: {self._subject()} {list(self.shape)} has {count}{self._culprit()}"
-
-    def _subject(self) -> str:
         module = self.module or "the full model"
+        origin = ""
         if self.stage == "weight":
-            return self.module
-        if self.stage == "gradient":
-            return f"the gradient of {self.module}"
-        if self.stage == "forward":
-            return f"the {self.side} of {module}"
-        if self.side == "input":
-            return f"the gradient that {module} computes for its input"
-        return f"the gradient at the output of {module}"
-
-    def _culprit(self) -> str:
-        if self.stage == "forward" and self.side == "input":
-            return "; the operations between this module and the previous ones produced it"
-        if self.stage == "backward":
+            subject = self.module
+        elif self.stage == "gradient":
+            subject = f"the gradient of {self.module}"
+        elif self.stage == "forward":
+            subject = f"the {self.side} of {module}"
             if self.side == "input":
-                return (
-                    "; the gradient at its output is finite, so this module's backward produced it"
-                )
-            return "; the backward of the operations that read this output produced it"
-        return ""
+                origin = "the operations between this module and the previous ones produced it"
+        elif self.side == "input":
+            subject = f"the gradient that {module} computes for its input"
+            origin = "the gradient at its output is finite, so this module's backward produced it"
+        else:
+            subject = f"the gradient at the output of {module}"
+            origin = "the backward of the operations that read this output produced it"
+        described = f"{self.stage}: {subject} {list(self.shape)} has {count}"
+        return f"{described}; {origin}" if origin else described
 
 
 def stop_reason(
@@ -129,7 +123,8 @@ def divergence_message(stats: StepStats, role: Role) -> str:
 
 def bad_tensor_message(bad: BadTensor, rows: Sequence[int]) -> str:
     """Return the message for a bad tensor in a micro-batch of these rows."""
-    return f"First bad tensor: {bad} (rows {_shortened(rows)} of the batch)."
+    shown = f"{list(rows)}" if len(rows) <= 8 else f"{list(rows[:8])} and {len(rows) - 8} more"
+    return f"First bad tensor: {bad} (rows {shown} of the batch)."
 
 
 def bad_sum_message(precision: PrecisionConfig) -> str:
@@ -138,11 +133,6 @@ def bad_sum_message(precision: PrecisionConfig) -> str:
         "In a repeated pass the gradient of every micro-batch is finite. Either their sum is not "
         f"(precision.grad_accum_dtype={precision.grad_accum_dtype}), or dropout used other masks."
     )
-
-
-def _shortened(rows: Sequence[int]) -> str:
-    """Return row numbers for a message: at most 8, and the number of the others."""
-    return f"{list(rows)}" if len(rows) <= 8 else f"{list(rows[:8])} and {len(rows) - 8} more"
 
 
 def first_bad_tensor(
@@ -170,8 +160,14 @@ def first_bad_tensor(
     """
     checker = _FiniteChecker(stops=not (units or to_the_end))
     try:
-        _check_weights(model, checker)
-        _hook_modules(model, checker)
+        for name, parameter in model.named_parameters():
+            checker.check(_own_part(parameter.detach()), "weight", name)
+        for name, buffer in model.named_buffers():  # (stored attention masks contain -inf)
+            checker.check(buffer, "weight", name, allow_minus_inf=True)
+        # an inner module's hook runs before that of its parent: the innermost one is reported
+        for name, module in model.named_modules():
+            before = module.register_forward_pre_hook(_input_hook(name, checker), with_kwargs=True)
+            checker.handles += [before, module.register_forward_hook(_output_hook(name, checker))]
         _hook_gathered(model, units, checker)
         loss = compute()
         checker.check(loss.detach(), "loss", "")
@@ -235,13 +231,6 @@ class _FiniteChecker:
             handle.remove()
 
 
-def _check_weights(model: nn.Module, checker: _FiniteChecker) -> None:
-    for name, parameter in model.named_parameters():
-        checker.check(_own_part(parameter.detach()), "weight", name)
-    for name, buffer in model.named_buffers():  # (stored attention masks contain -inf)
-        checker.check(buffer, "weight", name, allow_minus_inf=True)
-
-
 def _own_part(tensor: Tensor) -> Tensor:
     """Return a sharded tensor's rows on this rank; other tensors unchanged."""
     from torch.distributed.tensor import DTensor
@@ -261,14 +250,6 @@ def _hook_gathered(model: nn.Module, units: Sequence[nn.Module], checker: _Finit
 
     for unit in units:
         checker.handles.append(unit.register_forward_pre_hook(hook))
-
-
-def _hook_modules(model: nn.Module, checker: _FiniteChecker) -> None:
-    """Check the inputs and outputs of every module. An inner module's hook runs before that of its
-    parent, so the innermost module is reported."""
-    for name, module in model.named_modules():
-        before = module.register_forward_pre_hook(_input_hook(name, checker), with_kwargs=True)
-        checker.handles += [before, module.register_forward_hook(_output_hook(name, checker))]
 
 
 def _input_hook(name: str, checker: _FiniteChecker) -> Callable[..., Any]:
@@ -327,15 +308,12 @@ def _backward(model: nn.Module, loss: Tensor, checker: _FiniteChecker) -> None:
     it is checked."""
     if not loss.requires_grad:
         return
-    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    for name, parameter in params.items():
-        checker.handles.append(parameter.register_hook(_gradient_hook(name, checker)))
-    torch.autograd.grad(loss, list(params.values()), allow_unused=True)
 
-
-def _gradient_hook(name: str, checker: _FiniteChecker) -> Callable[[Tensor], Tensor]:
-    def hook(grad: Tensor) -> Tensor:
+    def hook(grad: Tensor, name: str) -> Tensor:
         checker.check(grad, "gradient", name)
         return grad.new_zeros(()).expand_as(grad)  # one entry of memory instead of all
 
-    return hook
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name, parameter in params.items():
+        checker.handles.append(parameter.register_hook(partial(hook, name=name)))
+    torch.autograd.grad(loss, list(params.values()), allow_unused=True)

@@ -469,21 +469,16 @@ class BaseTrainEngine(ABC):
         why, hint = reason
         if not stats.at_floor:
             self.consecutive_skips = 0  # a caller that continues gets the same number of tries
-        self._bad_tensor_text = self._bad_tensor_text or self._describe_bad_tensor()
+        if self._bad_tensor_text is None:  # of the first one in order of execution, on any rank
+            by_rank = self.ranks.gather(self._find_local_bad_tensor())
+            bad = [bad_of_rank for bad_of_rank in by_rank if bad_of_rank is not None]
+            precision = self.spec.role.precision
+            self._bad_tensor_text = min(bad)[2] if bad else bad_sum_message(precision)
         raise NonFiniteError(
             f"{why}. {self._bad_tensor_text} No weight changed in this step (optimizer step "
             f"{self.version + 1}). Try {hint}",
             stats,
         )
-
-    def _describe_bad_tensor(self) -> str:
-        """Describe the first non-finite tensor in order of execution, on any rank."""
-        bad = [
-            bad_of_rank
-            for bad_of_rank in self.ranks.gather(self._find_local_bad_tensor())
-            if bad_of_rank is not None
-        ]
-        return min(bad)[2] if bad else bad_sum_message(self.spec.role.precision)
 
     def _find_local_bad_tensor(self) -> tuple[int, int, str] | None:
         """Repeat this rank's micro-batches under observation; return (micro-batch, stage,
@@ -567,13 +562,7 @@ class BaseTrainEngine(ABC):
     def _start_save(self, folder: Path, *, copy: bool) -> PendingSave:
         self.reload()
         optimizer = self._trained()
-        self._check_finite(optimizer.broken_master())
-        text, buffers = self._description(), buffers_now(self.model)
-        describe = partial(write_description, engine=self, text=text, buffers=buffers)
-        return self._write(folder, describe, copy=copy)
-
-    def _check_finite(self, broken: str | None) -> None:
-        """Raise ValueError on all ranks if any weight is not finite or the weights are ruined."""
+        broken = optimizer.broken_master()
         rest = "and are not saved; resume from an earlier checkpoint with a lower learning rate"
         if self._diverged:
             raise ValueError(f"the weights of the {self.role} diverged {rest}")
@@ -582,19 +571,22 @@ class BaseTrainEngine(ABC):
             raise ValueError(
                 f"the weights of the {self.role} are not finite, e.g. {bad_name}, {rest}"
             )
-
-    def _description(self) -> str:
-        """Return the text of ``engine.json``: all engine state except tensors."""
-        state = {
+        state = {  # all engine state except tensors
             "role": self.role,
             "version": self.version,
             "skipped_total": self.skipped_total,
             "consecutive_skips": self.consecutive_skips,
             "optimizer": self.spec.role.train.optimizer.state_format,
-            "loss_scaler": dict(self._trained().scaler.state_dict()),
+            "loss_scaler": dict(optimizer.scaler.state_dict()),
             **self.spec.saved_model,
         }
-        return json.dumps(state, indent=1)
+        describe = partial(
+            write_description,
+            engine=self,
+            text=json.dumps(state, indent=1),
+            buffers=buffers_now(self.model),
+        )
+        return self._write(folder, describe, copy=copy)
 
     def load(self, folder: Path) -> None:
         """Restore a checkpoint that :meth:`save` of any engine wrote, with any number of ranks.

@@ -86,24 +86,19 @@ def make_engine(
     device: torch.device | None = None,
 ) -> BaseTrainEngine:
     """Return the engine that ``spec.role.train.engine`` names, over ``model``. ``device``: compute
-    device; None: the device of the model. DeepSpeed selects its own."""
-    _check_adapted_ends(model, spec)
+    device; None: the device of the model. DeepSpeed selects its own. Raises ModelError if embedding
+    or head have an adapter that the engine does not support."""
+    problem, lora = spec.role.train.engine.lora_problem, spec.role.model.lora
+    if problem is not None and lora is not None:
+        # embedding or head, also if a pattern of target_modules matches them
+        whole = model.model if spec.role.engine_role in ("critic", "reward") else model
+        if names := adapted_ends(cast(PreTrainedModel, whole)):
+            raise ModelError(
+                f"model.lora.target_modules={lora.target_modules!r} gives an adapter to "
+                f"{names[0]}, with {problem}; or name only inner layers"
+            )
     kind = engine_class(spec, ranks)
     return kind(model, spec, tokenizer=tokenizer, ranks=ranks, device=device)
-
-
-def _check_adapted_ends(model: nn.Module, spec: EngineSpec) -> None:
-    """Raise ModelError if the embedding or the head has an adapter, also one that a pattern of
-    ``target_modules`` matches, and the engine does not support it."""
-    problem, lora = spec.role.train.engine.lora_problem, spec.role.model.lora
-    if problem is None or lora is None:
-        return
-    whole = model.model if spec.role.engine_role in ("critic", "reward") else model
-    if names := adapted_ends(cast(PreTrainedModel, whole)):
-        raise ModelError(
-            f"model.lora.target_modules={lora.target_modules!r} gives an adapter to "
-            f"{names[0]}, with {problem}; or name only inner layers"
-        )
 
 
 def load_device(spec: EngineSpec, device: torch.device, ranks: RankGroup = SINGLE) -> torch.device:

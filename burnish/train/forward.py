@@ -249,15 +249,6 @@ class Forward:
         self, ids: Tensor, positions: Tensor, plan: PackedPlan | SequenceParallelPlan | None
     ) -> Tensor:
         """Return [R * T, H] last hidden states of tokens [R, T]."""
-        out = self._body(ids, positions, plan)
-        return cast(Tensor, out.last_hidden_state).flatten(0, 1)
-
-    def _body(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        plan: PackedPlan | SequenceParallelPlan | None,
-    ) -> Any:
         inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
         if self.packs:  # other models derive positions, from the left of each row
             inputs["position_ids"] = positions
@@ -266,7 +257,7 @@ class Forward:
                 "plan": plan,
                 "attention_mask": torch.empty(NO_MASK.shape, device=ids.device),
             }
-        return self.body(**inputs)
+        return cast(Tensor, self.body(**inputs).last_hidden_state).flatten(0, 1)
 
 
 class BatchForward(nn.Module):

@@ -107,20 +107,14 @@ class DynamicLossScaler:
         ``min_loss_scale``.
         """
         if overflow:
-            self._on_overflow()
-        else:
-            self._on_clean_step()
-
-    def _on_overflow(self) -> None:
-        if self._left > 1:
-            self._left -= 1
-        elif self.scale == self.min_loss_scale:
-            raise LossScaleFloorError(f"the loss scale is at its minimum, {self.scale:g}")
-        else:
-            self.scale = max(self.scale / 2, self.min_loss_scale)
-        self._clean_steps = 0
-
-    def _on_clean_step(self) -> None:
+            if self._left > 1:
+                self._left -= 1
+            elif self.scale == self.min_loss_scale:
+                raise LossScaleFloorError(f"the loss scale is at its minimum, {self.scale:g}")
+            else:
+                self.scale = max(self.scale / 2, self.min_loss_scale)
+            self._clean_steps = 0
+            return
         if self.consecutive_hysteresis:
             self._left = self.hysteresis
         # Tested before this step is counted: growth comes with the step after a full window.

@@ -170,16 +170,14 @@ class Optimizer:
         for parameter in self.params:
             parameter.data = parameter.data.float()
         masters: list[Tensor] = [p.detach() if self.half else p for p in self.params]
-        if self.half:
-            self._give_rounded_weights(masters, dtype)
-        return masters
-
-    def _give_rounded_weights(self, masters: Sequence[Tensor], dtype: torch.dtype) -> None:
+        if not self.half:
+            return masters
         for name, master, parameter in zip(self.names, masters, self.params, strict=True):
             target_dtype = torch.float32 if plain_name(name) in self._fp32_names else dtype
             parameter.data = master.to(target_dtype, copy=True)
             if self.sums_fp32:
                 parameter.register_post_accumulate_grad_hook(_adds_to(master))
+        return masters
 
     @property
     def loss_factor(self) -> float:
@@ -214,6 +212,11 @@ class Optimizer:
             self._publish()
             self._moved += lr
         self.zero_grad()
+        at_floor = False
+        try:
+            self.scaler.update(overflow)
+        except LossScaleFloorError:
+            at_floor = True
         return StepStats(
             grad_norm=float(norm),
             lr=lr,
@@ -221,7 +224,7 @@ class Optimizer:
             overflow=overflow,
             loss_scale=scale,
             scaled=self.scaled,
-            at_floor=not self._update_scale(overflow),
+            at_floor=at_floor,
             growth=1.0 if skipped else self._growth(ranks),
         )
 
@@ -252,14 +255,6 @@ class Optimizer:
     def _norms(self) -> Sequence[Tensor]:
         """Return the norm of each trained weight, over the entries that this rank holds."""
         return torch._foreach_norm(self.masters, dtype=torch.float64) if self.masters else ()
-
-    def _update_scale(self, overflow: bool) -> bool:
-        """Update the loss scale; return False if it would have to fall below its floor."""
-        try:
-            self.scaler.update(overflow)
-        except LossScaleFloorError:
-            return False
-        return True
 
     @torch.no_grad()
     def gradients(self, ranks: RankGroup = SINGLE) -> list[Tensor]:
@@ -323,18 +318,14 @@ class Optimizer:
     @property
     def num_bytes(self) -> int:
         """Size of the state of all ranks together, in bytes."""
-        return sum(
-            t.element_size() * math.prod(self._full_shape(kind, name, t))
-            for kind, tensors in self.tensors().items()
-            for name, t in tensors.items()
-        )
-
-    def _full_shape(self, kind: str, name: str, tensor: Tensor) -> tuple[int, ...]:
-        """Return the shape of a tensor of a checkpoint, from this rank's part."""
-        shard = self._state_shard(kind, name)
-        if shard is not None:
-            return shard.shape
-        return self.shapes[name] if tensor.ndim else ()
+        total = 0
+        for kind, tensors in self.tensors().items():
+            for name, tensor in tensors.items():
+                shard = self._state_shard(kind, name)
+                full_shape = shard.shape if shard is not None else self.shapes[name]
+                entries = math.prod(full_shape) if shard is not None or tensor.ndim else 1
+                total += tensor.element_size() * entries
+        return total
 
     def _state_shard(self, kind: str, name: str) -> StateShard | None:
         """Return this rank's part of a state that has another shape than its parameter. None: the
@@ -382,7 +373,8 @@ class Optimizer:
             torch._foreach_copy_(list(self.params), self.masters)
 
     def _restore(self, name: str, master: Tensor, kinds: Mapping[str, TensorFiles]) -> None:
-        """Read the state of one parameter. Raises ValueError if it is of another optimizer."""
+        """Read this rank's part of the state of one parameter. Raises ValueError if it is of
+        another optimizer."""
         rule = self._rule_of[master]
         have = {kind for kind in kinds if name in kinds[kind]} - {"master", "ema", "buffer"}
         if have - set(rule.kinds):
@@ -391,17 +383,16 @@ class Optimizer:
                 f"train.optimizer.kind={self.config.optimizer.kind} trains it with "
                 f"{', '.join(rule.kinds)}; resume with the optimizer of that run"
             )
-        read = {kind: self._own_state(kinds[kind], kind, name) for kind in have}
-        if read:
-            rule.restore(master, read)
-
-    def _own_state(self, files: TensorFiles, kind: str, name: str) -> Tensor:
-        """Return this rank's part of a parameter's state in a checkpoint."""
-        shard = self._state_shard(kind, name)
-        if shard is None:
-            return self._own(files, name) if files.shape(name) else files.read(name)
-        read = files.read(name, shard.rows)
-        return read if self.tp_plan is None else self.tp_plan.own_part(name, read, shard.dims)
+        state: dict[str, Tensor] = {}
+        for kind in have:
+            files, shard = kinds[kind], self._state_shard(kind, name)
+            if shard is None:
+                state[kind] = self._own(files, name) if files.shape(name) else files.read(name)
+                continue
+            rows, plan = files.read(name, shard.rows), self.tp_plan
+            state[kind] = rows if plan is None else plan.own_part(name, rows, shard.dims)
+        if state:
+            rule.restore(master, state)
 
     def _own(self, files: TensorFiles, name: str) -> Tensor:
         """Return this rank's part of a tensor in a checkpoint."""

@@ -184,14 +184,15 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
         return self._run(batch, states=True)[0]
 
     def _micro_loss(self, batch: Batch, rows: list[int], loss: Loss) -> tuple[Tensor, Stats]:
-        return super()._micro_loss(batch, rows, partial(self._with_all_outputs, loss))
-
-    def _with_all_outputs(self, loss: Loss, outputs: Outputs, micro: Batch) -> tuple[Tensor, Stats]:
         """Compute the loss; make it depend on every output if ranks need equal traces (stage 3) or
         it has no gradient."""
-        scalar, stats = loss(outputs, micro)
-        alike = self.options.zero_stage < 3 and scalar.requires_grad
-        return (scalar if alike else scalar + zero_of(outputs)), stats
+
+        def with_all_outputs(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
+            scalar, stats = loss(outputs, batch)
+            alike = self.options.zero_stage < 3 and scalar.requires_grad
+            return (scalar if alike else scalar + zero_of(outputs)), stats
+
+        return super()._micro_loss(batch, rows, with_all_outputs)
 
     def _find_bad(self, compute: Callable[[], Tensor], *, together: bool) -> BadTensor | None:
         """Repeat a pass outside DeepSpeed's own forward, which requires DeepSpeed's own

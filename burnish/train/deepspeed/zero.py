@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burnish.config.model import PrecisionConfig
 from burnish.config.train_engines import DeepSpeedEngine
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.optimizers.config import AdamOptimizer
@@ -43,6 +42,17 @@ def ds_config(spec: EngineSpec, *, on_gpu: bool) -> dict[str, Any]:
     assert isinstance(engine, DeepSpeedEngine)
     sums = spec.role.precision.grad_accum_dtype
     clips_itself = engine.zero_stage == 0 and spec.role.precision.dtype == "fp32"
+    half: dict[str, Any] = {}
+    if spec.role.precision.dtype == "bf16":
+        half = {"bf16": {"enabled": True}}
+    elif spec.role.precision.dtype == "fp16":
+        scaling = spec.role.precision.fp16
+        half["fp16"] = {
+            **scaling.model_dump(),
+            "enabled": True,
+            "loss_scale": scaling.loss_scale or 0,
+            "min_loss_scale": int(scaling.min_loss_scale),
+        }
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -53,7 +63,7 @@ def ds_config(spec: EngineSpec, *, on_gpu: bool) -> dict[str, Any]:
         "zero_optimization": zero_section(engine, on_gpu=on_gpu),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        **_precision_section(spec.role.precision),
+        **half,
     }
 
 
@@ -73,20 +83,6 @@ def zero_section(engine: DeepSpeedEngine, *, on_gpu: bool) -> dict[str, Any]:
         section["stage3_param_persistence_threshold"] = engine.param_persistence_threshold
         section["zero_hpz_partition_size"] = engine.zero_hpz_partition_size
     return section
-
-
-def _precision_section(precision: PrecisionConfig) -> dict[str, Any]:
-    if precision.dtype != "fp16":
-        return {"bf16": {"enabled": True}} if precision.dtype == "bf16" else {}
-    scaling = precision.fp16
-    return {
-        "fp16": {
-            **scaling.model_dump(),
-            "enabled": True,
-            "loss_scale": scaling.loss_scale or 0,
-            "min_loss_scale": int(scaling.min_loss_scale),
-        }
-    }
 
 
 class ZeroAdamW(torch.optim.AdamW):
@@ -326,29 +322,27 @@ class ZeroOptimizer:
             loss_scale=self.scaler.scale,
             scaled=self._spec.role.precision.dtype == "fp16",
         )
-        if self._has_gradient:
-            stats = self._step(stats, finite_loss=finite_loss)
-        else:  # DeepSpeed cannot step without one
+        if not self._has_gradient:  # DeepSpeed cannot step without one
             self.scaler.update(False)
-        if not stats.skipped:
             self.state.follow()
-        return stats
-
-    def _step(self, stats: StepStats, *, finite_loss: bool) -> StepStats:
+            return stats
         before, optimizer = self.scaler.fields(), self._engine.optimizer
         for group in optimizer.param_groups:
-            group["lr"] = stats.lr
+            group["lr"] = rate
         self._adamw.hold = not finite_loss
         self._engine.step()
         self._has_gradient = False
         overflow = bool(optimizer.overflow)
-        return replace(
+        stats = replace(
             stats,
             grad_norm=float(self._engine.get_global_grad_norm()),
             skipped=overflow or not finite_loss,
             overflow=overflow,
             at_floor=overflow and self.scaler.restore_at_floor(before),
         )
+        if not stats.skipped:
+            self.state.follow()
+        return stats
 
     def held_tensors(self) -> Iterable[Tensor]:
         """Return the flat masters, the moments and the moving average. Gradients are in

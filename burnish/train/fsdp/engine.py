@@ -44,7 +44,6 @@ from burnish.train.diagnose import BadTensor, first_bad_tensor
 from burnish.train.engine import Describe
 from burnish.train.forward import NO_ROWS
 from burnish.train.fsdp.sharded_state import BackgroundSave, ShardedOptimizer, local, own_rows
-from burnish.train.optim import Optimizer
 from burnish.train.spec import EngineSpec
 from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch
@@ -80,6 +79,7 @@ class ShardedTrainEngine(TorchTrainEngine):
     """
 
     waits_in_forward = waits_in_backward = True
+    optimizer_class = ShardedOptimizer
 
     @classmethod
     def loads_on_host(cls, spec: EngineSpec) -> bool:
@@ -93,9 +93,6 @@ class ShardedTrainEngine(TorchTrainEngine):
         return ranks.size > 1
 
     # ---- sharding --------------------------------------------------------------------------
-
-    def _make_optimizer(self, kind: type[Optimizer] = ShardedOptimizer) -> Optimizer:
-        return super()._make_optimizer(kind)
 
     def _place(self) -> None:
         dtype = DTYPES[self.spec.role.precision.dtype]
@@ -202,12 +199,9 @@ class ShardedTrainEngine(TorchTrainEngine):
             with torch.no_grad():
                 self.root(partial(check_head, self.model, name))
             self._end_passes()
-        if dtype != torch.float32:
-            self._try_pass(name, dtype)
-
-    def _try_pass(self, name: str, dtype: torch.dtype) -> None:
-        """Raise ModelError if a pass over one row cannot be computed."""
-        try:
+        if dtype == torch.float32:
+            return
+        try:  # a pass over one row
             with torch.set_grad_enabled(self.spec.role.trainable):
                 out = self._outputs(NO_ROWS.to(self.device), with_entropy=False)
                 total = torch.stack([t.sum() for t in out.tensors() if t is not None]).sum()
@@ -278,18 +272,13 @@ class ShardedTrainEngine(TorchTrainEngine):
             try:
                 merged = merged_weights(self.model, self._names[unit])
                 for name, tensor in with_islands(merged, self._fp32_in_sampler()):
-                    yield (
-                        name,
-                        tensor.clone() if self.tp_plan is None else self._whole(name, tensor),
-                    )
+                    full = tensor
+                    if self.tp_plan is not None:
+                        full = self.tp_plan.unshard(name, tensor)
+                    yield name, full.clone() if full is tensor else full
             finally:
                 unit.reshard()
         yield from persistent_buffers(self.model)
-
-    def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        assert self.tp_plan is not None
-        unsharded = self.tp_plan.unshard(name, tensor)
-        return unsharded.clone() if unsharded is tensor else unsharded
 
     def _write(self, folder: Path, describe: Describe, *, copy: bool) -> BackgroundSave:
         """Write this rank's rows (``master-00001-of-00002.safetensors`` ...); rank 0 also writes
@@ -300,27 +289,22 @@ class ShardedTrainEngine(TorchTrainEngine):
         """
         assert isinstance(self.optimizer, ShardedOptimizer)
         if self._save_group is None:
-            self._save_group = _saving_group(self.ranks.group, self.device)
+            # the same ranks with the same timeout, for saves only: a background thread uses it
+            # while training communicates on the original group
+            group = self.ranks.group
+            assert group is not None
+            self._save_group = new_group(
+                get_process_group_ranks(group),
+                backend="gloo",
+                timeout=group._get_backend(torch.device(self.device.type)).options._timeout,
+                use_local_synchronization=True,
+            )
         if self._pending is not None:
             self._pending.join()
         folder.mkdir(parents=True, exist_ok=True)
         tensor_shards, finish = self.optimizer.tensor_shards(copy=copy), partial(describe, folder)
         self._pending = BackgroundSave(folder, tensor_shards, self._save_group, finish=finish)
         return self._pending
-
-
-def _saving_group(group: ProcessGroup | None, device: torch.device) -> ProcessGroup:
-    """Return a gloo group of the same ranks with the same timeout, for saves only.
-
-    A background thread can use it while training communicates on the original group.
-    """
-    assert group is not None
-    return new_group(
-        get_process_group_ranks(group),
-        backend="gloo",
-        timeout=group._get_backend(torch.device(device.type)).options._timeout,
-        use_local_synchronization=True,
-    )
 
 
 def _is_tied(model: nn.Module, embedding: nn.Module) -> bool:

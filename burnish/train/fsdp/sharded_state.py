@@ -113,7 +113,8 @@ class BackgroundSave:
 
     def _run(self) -> None:
         try:
-            self._together(self._write)
+            part = self._group.rank(), self._group.size()
+            self._together(lambda: write_shards(self._folder, self._tensor_shards, part))
             self._together(self._finish if self._group.rank() == 0 else lambda: None)
         except BaseException as error:  # raised by wait(), in the calling thread
             self._error = error
@@ -133,6 +134,3 @@ class BackgroundSave:
         bad = [text for text in problems if text is not None]
         if bad:
             raise OSError(f"{self._folder} could not be written: {'; '.join(bad)}")
-
-    def _write(self) -> None:
-        write_shards(self._folder, self._tensor_shards, (self._group.rank(), self._group.size()))

@@ -42,6 +42,7 @@ class TorchTrainEngine(BaseTrainEngine):
     """
 
     optimizer: Optimizer | None
+    optimizer_class = Optimizer
 
     @property
     def options(self) -> TorchEngine:
@@ -76,17 +77,8 @@ class TorchTrainEngine(BaseTrainEngine):
         self._place()
         if not self.spec.role.trainable:
             return None
-        optimizer = self._make_optimizer()
-        if self.spec.role.train.on_oom == "retry_smaller":
-            self.smaller = MicroBatchBackoff(self.forward.layout, forget=optimizer.zero_grad)
-        return optimizer
-
-    def _place(self) -> None:
-        """Shard the weights, in engines that do so."""
-
-    def _make_optimizer(self, kind: type[Optimizer] = Optimizer) -> Optimizer:
         spec = self.spec
-        return kind(
+        optimizer = self.optimizer_class(
             self.model,
             spec.role.train,
             lr=spec.role.lr or spec.role.train.lr,
@@ -95,6 +87,12 @@ class TorchTrainEngine(BaseTrainEngine):
             tp_plan=self.tp_plan,
             device=self.device,
         )
+        if self.spec.role.train.on_oom == "retry_smaller":
+            self.smaller = MicroBatchBackoff(self.forward.layout, forget=optimizer.zero_grad)
+        return optimizer
+
+    def _place(self) -> None:
+        """Shard the weights, in engines that do so."""
 
     def _check_model(self) -> None:
         name = describe(self.spec.role.model)

@@ -55,9 +55,13 @@ from burnish.rollout.weights import NUM_SAMPLES, check_logprobs, probe_requests
 from burnish.runtime.base import Runtime
 from burnish.steps.moving_reference import moving_reference
 from burnish.steps.no_signal import NoSignalMonitor, warn_without_labels
-from burnish.steps.objectives import policy_objective, value_objective, with_expert_balance
-from burnish.steps.ptx import Ptx, ptx_objective
-from burnish.steps.rl import RL, RLState, rl_step
+from burnish.steps.objectives import (
+    policy_objective,
+    ptx_objective,
+    value_objective,
+    with_expert_balance,
+)
+from burnish.steps.rl import RL, Ptx, RLState, rl_step
 from burnish.steps.teacher import make_teacher
 from burnish.train.base import FrozenBase, HasLogprobs, Loss, TrainEngine
 from burnish.train.spec import EngineSpec

@@ -80,9 +80,23 @@ def assign_advantages(
     advantage = config.advantage
     if batch.turn_rewards is not None and not advantage.takes_turn_rewards:
         raise RewardError(turn_rewards_refused(advantage.kind))
-    context = CreditContext(_kl_in_reward(batch, config), kl_coef, parts)
-    batch = CREDIT_RULES[advantage.kind](batch, advantage, context)
-    return _check_size(batch) if advantage.uses_rewards else batch
+    kl: Tensor | None = None
+    if config.kl.placement == "reward" and batch.ref_logprobs is not None:
+        assert batch.old_logprobs is not None
+        kl = KL_ESTIMATORS[config.kl.estimator](batch.old_logprobs, batch.ref_logprobs)
+    batch = CREDIT_RULES[advantage.kind](batch, advantage, CreditContext(kl, kl_coef, parts))
+    if not advantage.uses_rewards:
+        return batch
+    assert batch.rewards is not None
+    largest = _largest(batch.rewards)
+    largest_target = max(_largest(x) for x in (batch.advantages, batch.returns) if x is not None)
+    if largest == math.inf or (largest > MAX_REWARD and largest_target > MAX_REWARD):
+        raise RewardError(
+            f"the largest absolute reward of this rollout is {largest:.3g}; above "
+            f"{MAX_REWARD:.0e} losses and gradients overflow (the largest fp32 value is 3.4e38); "
+            "divide the reward by a constant, or set its running_norm"
+        )
+    return batch
 
 
 class CreditContext(NamedTuple):
@@ -223,32 +237,10 @@ class _Timeline:
         return tokens.new_zeros(self.num_tokens).index_copy(0, self.order, tokens)
 
 
-def _check_size(batch: Batch) -> Batch:
-    """Return the batch. Raises RewardError if rewards are so large that losses would not be
-    finite."""
-    assert batch.rewards is not None
-    largest = _largest(batch.rewards)
-    largest_target = max(_largest(x) for x in (batch.advantages, batch.returns) if x is not None)
-    if largest == math.inf or (largest > MAX_REWARD and largest_target > MAX_REWARD):
-        raise RewardError(
-            f"the largest absolute reward of this rollout is {largest:.3g}; above "
-            f"{MAX_REWARD:.0e} losses and gradients overflow (the largest fp32 value is 3.4e38); "
-            "divide the reward by a constant, or set its running_norm"
-        )
-    return batch
-
-
 def _largest(values: Tensor) -> float:
     """Return the largest absolute value, ignoring NaN; 0 if there is none."""
     sizes = values.abs()[~values.isnan()]
     return float(sizes.max()) if sizes.numel() else 0.0
-
-
-def _kl_in_reward(batch: Batch, config: AlgorithmConfig) -> Tensor | None:
-    if config.kl.placement != "reward" or batch.ref_logprobs is None:
-        return None
-    assert batch.old_logprobs is not None
-    return KL_ESTIMATORS[config.kl.estimator](batch.old_logprobs, batch.ref_logprobs)
 
 
 def _action_counts(batch: Batch) -> Tensor:

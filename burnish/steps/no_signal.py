@@ -128,7 +128,11 @@ def reward_signal(
     # A single sample has no baseline: its return is the signal.
     empty = [unit for unit in units if len(unit) > 1 and _equal_in_fp32(unit)]
     if advantage.normalizes_each:
-        alike = [_equal_parts(group, rewards.weighted_names) for group in sampled]
+        names = rewards.weighted_names
+        alike = [
+            all(_equal_in_fp32([s.reward_parts[name] for s in group.samples]) for name in names)
+            for group in sampled
+        ]
         empty = [
             unit for unit, same in zip(rewards_of, alike, strict=True) if same and len(unit) > 1
         ]
@@ -143,12 +147,6 @@ def reward_signal(
 
 def _equal_in_fp32(rewards: Sequence[float]) -> bool:
     return all_equal(rewards) or len(set(np.asarray(rewards, np.float32).tolist())) == 1
-
-
-def _equal_parts(group: Group, names: Sequence[str]) -> bool:
-    """Return whether every one of the named parts is equal for all samples of a group."""
-    columns = ([s.reward_parts[name] for s in group.samples] for name in names)
-    return all(map(_equal_in_fp32, columns))
 
 
 def _why_equal(

@@ -171,6 +171,20 @@ def sft_objective(kind: str = "nll") -> Loss:
     return objective
 
 
+def ptx_objective(ptx_coef: float) -> Loss:
+    """Return ``ptx_coef`` x the mean negative log-likelihood per token of the rows (arXiv
+    2203.02155, equation 2, with the opposite sign, because the paper maximizes its objective)."""
+    mean_nll = sft_objective()
+
+    def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
+        loss, stats = mean_nll(outputs, batch)
+        scaled = ptx_coef * loss
+        ptx_stats = Stats(means={"ptx_nll": stats.means["nll"]}, sums={"ptx_loss": scaled.detach()})
+        return scaled, ptx_stats
+
+    return objective
+
+
 def reward_model_objective(loss_name: str = "bradley_terry", *, center_coef: float = 0.0) -> Loss:
     """Return a loss on pairs (row 2i chosen, 2i + 1 rejected), as a mean over all pairs of the
     step."""

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from burnish.algorithms.advantages import top_entropy
+from burnish.algorithms.correction import LAST_AGE, age_name
 from burnish.algorithms.kl import KL_ESTIMATORS, KlController
 from burnish.batches import groups_to_batch
 from burnish.checkpoint.save import PendingSave
@@ -26,20 +27,40 @@ from burnish.checkpoint.state import load_state, save_state
 from burnish.config import RLConfig
 from burnish.config.algorithm import AlgorithmConfig
 from burnish.config.rewards import reward_names
+from burnish.data.batches import BatchStream
 from burnish.driver.base import Metrics, save_engines
 from burnish.rollout.runner import Rollout
 from burnish.rollout.source import RolloutSource
-from burnish.steps.ages import age_metrics
 from burnish.steps.credit import RewardParts, assign_advantages
 from burnish.steps.moving_reference import MovingReference, load_reference
 from burnish.steps.no_signal import NoSignalMonitor, reward_signal
-from burnish.steps.ptx import Ptx
 from burnish.steps.teacher import Teacher, teacher_stats
 from burnish.steps.updates import Updates
 from burnish.train.base import HasLogprobs, Loss, TrainEngine
-from burnish.types import Batch, Group
+from burnish.types import Batch, Group, Stats
 
 log = logging.getLogger("burnish")
+
+
+@dataclass(frozen=True)
+class Ptx:
+    """PPO-ptx: pre-training rows, whose language-model loss is added to the policy loss of every
+    update."""
+
+    stream: BatchStream
+    batch_size: int
+    """Rows per optimizer step."""
+    loss: Loss
+
+    def forward_backward(self, policy: TrainEngine) -> Stats:
+        """Add the gradient of the loss on the next rows to the gradient accumulated in
+        ``policy``."""
+        batch = self.stream.next(self.batch_size).with_global_counts()
+        return policy.forward_backward(batch, self.loss)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the row counts (seen, dropped, truncated, ...) of the stream."""
+        return {f"data/ptx_{name}": float(value) for name, value in self.stream.counts.items()}
 
 
 @dataclass(frozen=True)
@@ -74,7 +95,12 @@ def rl_step(run: RL, step: int) -> Metrics:
     rollout = run.source.next(step)
     run.record(step, rollout)
     batch = groups_to_batch(rollout.groups, rollout.ages)
-    ages = ages_of(batch, rollout, run)
+    ages = age_metrics(
+        batch,
+        rollout.ages,
+        version=run.policy.version,
+        max_staleness=run.config.rollout.max_staleness,
+    )
     batch = with_reference(batch, run.reference)
     batch = batch if run.teacher is None else run.teacher.add_teacher_logprobs(batch)
     batch = with_old_policy(batch, run)
@@ -99,12 +125,6 @@ def rl_step(run: RL, step: int) -> Metrics:
     if updates.steps and step > run.freeze_policy_steps:
         run.kl.update(metrics.get("rollout/kl", metrics.get("train/kl", 0.0)), batch.num_samples)
     return run.signal.checked(updates.checked(metrics))
-
-
-def ages_of(batch: Batch, rollout: Rollout, run: RL) -> Metrics:
-    """Return the ages of the tokens that will be trained; empty in a synchronous run."""
-    most, version = run.config.rollout.max_staleness, run.policy.version
-    return age_metrics(batch, rollout.ages, version=version, max_staleness=most)
 
 
 def with_reference(batch: Batch, reference: HasLogprobs | None) -> Batch:
@@ -196,25 +216,21 @@ def minibatches(batch: Batch, config: RLConfig, step: int) -> Iterator[Batch]:
     num_steps = (plan.samples_per_rollout or 1) // plan.train_batch_size
     together = batch.sample_ids is not None and config.algorithm.reduces_over_samples
     batch = replace(batch, samples_together=together)
+    by_group: dict[int, dict[int, list[int]]] = {}  # group -> sample -> rows, in their order
+    sample_ids = batch.row_samples()[0].tolist()
+    for row, (group, sample) in enumerate(zip(batch.group_ids.tolist(), sample_ids, strict=True)):
+        by_group.setdefault(group, {}).setdefault(sample, []).append(row)
+    in_order = [list(samples.values()) for samples in by_group.values()]
     for epoch in range(config.train.epochs_per_rollout):
-        groups = _groups_of_samples(batch)
+        groups = in_order
         if num_steps > 1:
             order = np.random.default_rng([config.seed, step, epoch]).permutation(len(groups))
-            groups = [groups[g] for g in order.tolist()]
+            groups = [in_order[g] for g in order.tolist()]
         samples = [rows for group in groups for rows in group]
         ends = _step_ends(groups, num_steps, full=len(samples) == plan.samples_per_rollout)
         for begin, end in itertools.pairwise([0, *ends]):
-            rows = [row for sample in samples[begin:end] for row in sample]
+            rows = [row for rows_of_sample in samples[begin:end] for row in rows_of_sample]
             yield batch.select(rows, copy=False).with_global_counts()
-
-
-def _groups_of_samples(batch: Batch) -> list[list[list[int]]]:
-    """Return the rows of each sample of each group, both in the order of their first rows."""
-    groups: dict[int, dict[int, list[int]]] = {}
-    samples = batch.row_samples()[0].tolist()
-    for row, (group, sample) in enumerate(zip(batch.group_ids.tolist(), samples, strict=True)):
-        groups.setdefault(group, {}).setdefault(sample, []).append(row)
-    return [list(members.values()) for members in groups.values()]
 
 
 def _step_ends(groups: Sequence[Sequence[object]], num_steps: int, *, full: bool) -> list[int]:
@@ -248,6 +264,44 @@ def metrics_of(run: RL, batch: Batch, groups: Sequence[Group]) -> Metrics:
     metrics = batch_metrics(batch) | teacher_stats(batch)
     metrics |= kl_of_rollout(batch, run.config.algorithm) | signal_metrics(run, groups)
     return metrics | stream_metrics(run) | {"train/kl_coef": run.kl.coef}
+
+
+def age_metrics(
+    batch: Batch, ages: Mapping[int, int] | None, *, version: int, max_staleness: int
+) -> Metrics:
+    """Return the ages of a rollout's groups and action tokens; empty in a synchronous run.
+
+    Of the groups, whose age is that of their oldest token, in RL steps: ``rollout/age_<k>_frac``,
+    the share of each age up to ``max_staleness`` (:func:`age_name`), ``rollout/age_mean`` and
+    ``rollout/age_max``. Of the tokens: ``rollout/age_of_tokens_mean`` in RL steps,
+    ``rollout/age_optimizer_steps_mean`` and ``_max`` in optimizer steps. ``ages`` maps versions of
+    the policy to ages in RL steps, as for ``groups_to_batch``; ``version``: that of the policy
+    before the update.
+    """
+    if batch.ages is None or ages is None or not bool(batch.action_mask.any()):
+        return {}
+    index = torch.unique(batch.group_ids, return_inverse=True)[1]
+    of_actions = torch.where(batch.action_mask, batch.ages, 0)
+    groups = torch.zeros(int(index.max()) + 1, dtype=torch.int64)
+    groups = groups.scatter_reduce(0, index[batch.row_ids], of_actions, "amax")
+    tokens = batch.ages[batch.action_mask]
+    apart = min(max_staleness, LAST_AGE) + 1
+    shares = torch.bincount(groups.clamp(max=LAST_AGE), minlength=apart) / groups.numel()
+    counts = torch.bincount(tokens).double()
+    known = torch.arange(counts.numel())
+    optimizer_steps = torch.zeros(counts.numel())
+    for sampled_by, age in ages.items():
+        if age < counts.numel():
+            optimizer_steps[age] = version - sampled_by
+    return {
+        **{f"rollout/{age_name(age)}_frac": share for age, share in enumerate(shares.tolist())},
+        "rollout/age_mean": float(groups.double().mean()),
+        "rollout/age_max": float(groups.max()),
+        "rollout/age_of_tokens_mean": float((counts * known).sum()) / tokens.numel(),
+        "rollout/age_optimizer_steps_mean": float((counts * optimizer_steps).sum())
+        / tokens.numel(),
+        "rollout/age_optimizer_steps_max": float(optimizer_steps[counts > 0].max()),
+    }
 
 
 def batch_metrics(batch: Batch) -> Metrics:

@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 
 from burnish.checkpoint.save import PendingSave
 from burnish.checkpoint.state import EXPORT_METADATA, load_state, save_state
-from burnish.config.eval_section import SupervisedEval, eval_prefix
+from burnish.config.eval_section import eval_prefix
 from burnish.config.job import SupervisedJob
 from burnish.data.batches import BatchStream
-from burnish.data.config import DataConfig
 from burnish.driver.base import EvalTimes, Functions, Job, Loop, Metrics, Usable, save_engines
 from burnish.driver.memory_monitor import MemoryMonitor
 from burnish.driver.trainer import Trainer
@@ -150,18 +149,12 @@ class SupervisedTraining(Job[S, Loop]):
 
     def build(self, config: S, runtime: Runtime, *, run_dir: Path, functions: Functions) -> Loop:
         run = self.build_parts(config, runtime, run_dir)
-        size = config.batch_plan().train_batch_size
-        return SupervisedLoop(run, _eval_times(config.evaluation, run.usable, batch_size=size))
-
-
-def _eval_times(
-    evaluation: SupervisedEval[DataConfig] | None, usable: Usable, *, batch_size: int
-) -> EvalTimes:
-    if evaluation is None:
-        return EvalTimes()
-    return EvalTimes(
-        every_n_steps=evaluation.every_n_steps,
-        delay_steps=evaluation.delay_steps,
-        rows_per_period=evaluation.every_n_epochs * (usable.num_rows or 0),
-        rows_per_step=batch_size,
-    )
+        times, evaluation = EvalTimes(), config.evaluation
+        if evaluation is not None:
+            times = EvalTimes(
+                every_n_steps=evaluation.every_n_steps,
+                delay_steps=evaluation.delay_steps,
+                rows_per_period=evaluation.every_n_epochs * (run.usable.num_rows or 0),
+                rows_per_step=config.batch_plan().train_batch_size,
+            )
+        return SupervisedLoop(run, times)

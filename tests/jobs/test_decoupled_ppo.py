@@ -20,9 +20,8 @@ from torch import Tensor
 
 from burnish.batches import groups_to_batch
 from burnish.config.algorithm import AlgorithmConfig
-from burnish.steps.ages import age_metrics
 from burnish.steps.objectives import policy_objective
-from burnish.steps.rl import RL, with_old_policy
+from burnish.steps.rl import RL, age_metrics, with_old_policy
 from burnish.steps.updates import Updates
 from burnish.train.base import Loss, Outputs, StepStats
 from burnish.types import Batch, Group, Prompt, Sample, Stats, TokenRow, rows_to_batch

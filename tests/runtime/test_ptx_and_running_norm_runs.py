@@ -16,8 +16,8 @@ from burnish.algorithms.running import RunningMoments
 from burnish.config import JobConfig
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples
-from burnish.steps.objectives import sft_objective
-from burnish.steps.ptx import Ptx, ptx_objective
+from burnish.steps.objectives import ptx_objective, sft_objective
+from burnish.steps.rl import Ptx
 from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch
 

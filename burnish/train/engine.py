@@ -78,7 +78,7 @@ from burnish.models.islands import fp32_names
 from burnish.models.load import DTYPES
 from burnish.models.lora_layers import adapters_off
 from burnish.train.base import Loss, NonFiniteError, Outputs, StepStats
-from burnish.train.batching import RowSplit, Share, fill_rows
+from burnish.train.batching import MicroBatchBackoff, RowSplit, Share, fill_rows
 from burnish.train.diagnose import (
     STAGES,
     BadTensor,
@@ -90,7 +90,6 @@ from burnish.train.diagnose import (
 )
 from burnish.train.forward import Forward, enable_checkpointing, no_rows, zero_of
 from burnish.train.host_memory import HostMemory, own_storages
-from burnish.train.oom import MicroBatchBackoff
 from burnish.train.optim import MAX_GROWTH, EngineOptimizer
 from burnish.train.spec import EngineSpec
 from burnish.train.state import read_description, write_description

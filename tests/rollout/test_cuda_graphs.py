@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from burnish.models.attention import DecodePlan
-from burnish.rollout.local.cuda_graphs import DecodeGraphs
+from burnish.rollout.local.model import DecodeGraphs
 
 
 def test_steps_are_recorded_on_the_models_device_with_memory_that_stays_allocated(

@@ -13,7 +13,7 @@ import torch
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import DeepSpeedEngine, TorchEngine
 from burnish.oom import is_out_of_memory
-from burnish.train.oom import MicroBatchBackoff
+from burnish.train.batching import MicroBatchBackoff
 from burnish.types import Batch
 
 FULL = "[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 64 bytes."

@@ -30,8 +30,7 @@ from burnish.models.cache_attention import Extension, PrefillPlan, prefill_plan,
 from burnish.models.kv_cache import KVCache
 from burnish.models.segments import Segment
 from burnish.rollout.base import Completion, Request, Sampling, SamplingError
-from burnish.rollout.local.cuda_graphs import DecodeGraphs
-from burnish.rollout.local.model import LocalModel
+from burnish.rollout.local.model import DecodeGraphs, LocalModel
 from burnish.rollout.local.sampling import kept_rows, sample_tokens, uniforms_for
 from burnish.rollout.requests import LiveSample, StopRule
 

@@ -25,9 +25,9 @@ from burnish.models.load import DTYPES, ModelError, describe
 from burnish.models.lora_layers import merged_weights
 from burnish.models.nf4 import quantized_layers
 from burnish.models.tensor_files import TensorShards, save_tensors, write_shards
+from burnish.train.batching import MicroBatchBackoff
 from burnish.train.engine import BaseTrainEngine, Describe
 from burnish.train.forward import Forward
-from burnish.train.oom import MicroBatchBackoff
 from burnish.train.optim import Optimizer
 from burnish.train.state import write_together
 from burnish.train.torch.sequence_parallel import make_forward, parallel_groups

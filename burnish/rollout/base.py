@@ -185,7 +185,8 @@ class RolloutEngine(Protocol):
         ...
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Yield completions as they finish, in any order; ``n`` per request.
+        """Yield completions as they finish, in any order; ``n`` per request. Raises like
+        :meth:`submit`, before the first one.
 
         A loop over :meth:`submit` and :meth:`poll` (``rollout/base.py``).
         """

@@ -87,23 +87,19 @@ class SyncSource:
 
     @property
     def rewards(self) -> RewardSet:
-        """Return the runner's rewards."""
         return self.runner.rewards
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return the counts of the prompt stream."""
         return self.prompts.counts
 
     def next(self, step: int) -> Rollout:
-        """Sample and score the groups of a step."""
         rollout = self.runner.fill(self.prompts.next, self.groups_per_step)
         if self.sleeps:
             self.runner.engine.sleep(new_weights_follow=True)
         return rollout
 
     def update_weights(self) -> Metrics:
-        """Transfer the policy's weights to the engine."""
         return self.sync.push()
 
     @contextmanager
@@ -112,15 +108,12 @@ class SyncSource:
         yield
 
     def position(self) -> dict[str, Any]:
-        """Return the position in the data."""
         return {"prompts": self.prompts.state_dict()}
 
     def plain(self, position: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``position``."""
         return dict(position)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore the position in the data, and transfer the policy's weights."""
         ahead = state.get("rollouts", {}).get("ahead", 0)
         if ahead:
             raise ValueError(
@@ -132,9 +125,7 @@ class SyncSource:
         self.sync.push()
 
     def restart(self) -> None:
-        """Transfer the policy's weights."""
         self.sync.push()
 
     def close(self) -> None:
-        """Close runner and engine."""
         self.runner.close()

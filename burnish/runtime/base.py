@@ -47,7 +47,7 @@ class Runtime(Protocol):
         self, spec: EngineSpec, *, seed: int, spans: Mapping[str, str] = CRITIC_SPANS
     ) -> TrainEngine:
         """Return a train engine over a scalar model (critic, reward). A language model gets a new
-        head if it will be trained."""
+        head, drawn with ``seed``, if it will be trained."""
         ...
 
     def rollout(

@@ -62,14 +62,11 @@ class InlineRuntime:
     def language_model(
         self, spec: EngineSpec, spans: Mapping[str, str] = POLICY_SPANS
     ) -> BaseTrainEngine:
-        """Return a train engine over a causal LM (policy, reference)."""
         return self._engine(spec, spans, scalar=False, seed=spec.seed)
 
     def scalar_model(
         self, spec: EngineSpec, *, seed: int, spans: Mapping[str, str] = CRITIC_SPANS
     ) -> BaseTrainEngine:
-        """Return a train engine over a scalar model (critic, reward). A trainable language model
-        gets a new head, drawn with ``seed``."""
         return self._engine(spec, spans, scalar=True, seed=seed)
 
     def rollout(
@@ -146,7 +143,6 @@ class InlineRuntime:
     def sync(
         self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()
     ) -> InprocSync:
-        """Return a sync that transfers the policy's weights to the rollout engine."""
         weight_sync = timed(
             InprocSync(cast(BaseTrainEngine, policy), rollout), self.timeline, SYNC_SPANS
         )

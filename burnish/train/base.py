@@ -170,7 +170,7 @@ class TrainEngine(Protocol):
         ...
 
     def measure(self, batch: Batch, loss: Loss) -> Stats:
-        """Return the statistics of ``loss`` over ``batch``, without gradient."""
+        """Return the statistics of ``loss`` over ``batch`` and all ranks, without gradient."""
         ...
 
     def optim_step(self) -> StepStats:

@@ -284,7 +284,6 @@ class BaseTrainEngine(ABC):
         return self._no_grad_pass(batch, "logprobs")
 
     def base_logprobs(self, batch: Batch | Share) -> Tensor:
-        """Return :meth:`logprobs` under the base model of a LoRA: adapters disabled."""
         with adapters_off(self.model):
             return self.logprobs(batch)
 
@@ -307,7 +306,6 @@ class BaseTrainEngine(ABC):
 
     @torch.no_grad()
     def measure(self, batch: Batch | Share, loss: Loss) -> Stats:
-        """Return the statistics of ``loss`` over ``batch`` and all ranks, without gradient."""
         self.reload()
         stats, share = Stats(), self._share(batch)
         for rows in share.passes_to_run(waits=self.waits_in_forward):
@@ -538,7 +536,6 @@ class BaseTrainEngine(ABC):
 
     @property
     def state_bytes(self) -> int:
-        """Size of the tensors that :meth:`save` writes, in bytes."""
         return self._trained().num_bytes + num_buffer_bytes(self.model)
 
     def save(self, folder: Path) -> None:

@@ -129,7 +129,6 @@ class DynamicLossScaler:
         return {"scale": self.scale, "left": self._left, "clean_steps": self._clean_steps}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of :meth:`state_dict`."""
         self.scale = max(float(state["scale"]), self.min_loss_scale)  # the floor may have changed
         self._left = min(int(state["left"]), self.hysteresis)
         self._clean_steps = int(state["clean_steps"])

@@ -181,11 +181,9 @@ class Optimizer:
 
     @property
     def loss_factor(self) -> float:
-        """Factor by which :meth:`backward` multiplies a loss."""
         return self.scaler.scale
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of ``loss``, multiplied by the loss scale, to the sum."""
         (loss * self.scaler.scale).backward()
 
     def step(
@@ -303,13 +301,11 @@ class Optimizer:
             master.grad = parameter.grad = None
 
     def held_tensors(self) -> Iterable[Tensor]:
-        """Return masters, gradients, moments and moving average."""
         gradients = [m.grad for m in self.masters if m.grad is not None]
         state = [t for rule in self.rules for t in tensors_in(dict(rule.optimizer.state))]
         return [*self.masters, *gradients, *state, *(self.ema or ())]
 
     def broken_master(self) -> str | None:
-        """Return the name of a trained parameter that is not finite, if any."""
         for name, master in zip(self.names, self.masters, strict=True):
             if not bool(master.isfinite().all()):
                 return str(name)
@@ -317,7 +313,6 @@ class Optimizer:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the state of all ranks together, in bytes."""
         total = 0
         for kind, tensors in self.tensors().items():
             for name, tensor in tensors.items():

@@ -36,11 +36,9 @@ class EvaluationLane:
         self.service = service
 
     def submit(self, request: Request, sampling: Sampling) -> Future[Completion]:
-        """Submit a request with ``n`` = 1, as :meth:`RolloutService.submit`."""
         return self.service.submit(_for_evaluation(request), sampling, lane="evaluation")
 
     def submit_all(self, request: Request, sampling: Sampling) -> Future[list[Completion]]:
-        """Submit a request, as :meth:`RolloutService.submit_all`."""
         return self.service.submit_all(_for_evaluation(request), sampling, lane="evaluation")
 
     def stopped_s(self) -> float:
@@ -48,11 +46,9 @@ class EvaluationLane:
         return 0.0
 
     def cancel(self, request_id: str) -> None:
-        """Drop an open request."""
         self.service.cancel(_PREFIX + request_id)
 
     def release(self, conversation: str) -> None:
-        """Free the kept cache of a conversation."""
         self.service.release(_PREFIX + conversation)
 
 
@@ -74,12 +70,10 @@ class ServiceEngine:
 
     @property
     def version(self) -> int:
-        """Version of the engine's weights."""
         return self.lane.service.version
 
     @property
     def max_len(self) -> int | None:
-        """Return the maximum length of prompt and response in tokens; None: unlimited."""
         return self.lane.service.max_len
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:

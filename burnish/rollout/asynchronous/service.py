@@ -100,7 +100,6 @@ class RolloutService:
 
     @property
     def version(self) -> int:
-        """Version of the engine's weights."""
         return self._engine.version
 
     @property
@@ -110,7 +109,6 @@ class RolloutService:
 
     @property
     def max_len(self) -> int | None:
-        """Return the maximum length of prompt and response in tokens; None: unlimited."""
         return self._engine.max_len
 
     def idle_frac(self) -> float:

@@ -102,12 +102,10 @@ class AsyncSource:
 
     @property
     def rewards(self) -> RewardSet:
-        """Return the runner's rewards."""
         return self.runner.rewards
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return the counts of the prompt stream, up to the newest group that was trained."""
         return self._counts
 
     def next(self, step: int) -> Rollout:

@@ -116,7 +116,6 @@ class LocalRolloutEngine:
 
     @property
     def busy(self) -> bool:
-        """Return whether any request is open."""
         return bool(self._open)
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
@@ -144,15 +143,12 @@ class LocalRolloutEngine:
         return done
 
     def cancel(self, request_ids: Iterable[str]) -> None:
-        """Drop open requests. Unknown ids are ignored."""
         self.batch.cancel(self._open.drop(request_ids))
 
     def release(self, conversations: Iterable[str]) -> None:
-        """Free the kept cache of conversations. Unknown names are ignored."""
         self.batch.release(conversations)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Yield completions as they finish. Raises like :meth:`submit`, before the first one."""
         return generate(self, requests, sampling)
 
     def load_weights(

@@ -133,12 +133,10 @@ class VllmServerEngine:
 
     @property
     def max_len(self) -> int | None:
-        """Return the maximum length of prompt and response in tokens."""
         return self.max_model_len
 
     @property
     def busy(self) -> bool:
-        """Return whether any request is open."""
         return bool(self._requests)
 
     @property
@@ -211,7 +209,6 @@ class VllmServerEngine:
             self._homes.pop(name, None)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Yield completions as they finish. Raises like :meth:`submit`, before the first one."""
         return generate(self, requests, sampling)
 
     def load_weights(

@@ -186,17 +186,14 @@ class VllmRolloutEngine:
 
     @property
     def max_len(self) -> int | None:
-        """Return the maximum length of prompt and response in tokens."""
         return self.max_model_len
 
     @property
     def busy(self) -> bool:
-        """Return whether any request is open."""
         return bool(self._open)
 
     @property
     def keeps_cache_on_update(self) -> bool:
-        """Return True: responses can continue with the cache of older weights."""
         return self.config.keeps_cache_on_update
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
@@ -255,7 +252,6 @@ class VllmRolloutEngine:
             self._salts.pop(name, None)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Yield completions as they finish. Raises like :meth:`submit`, before the first one."""
         return generate(self, requests, sampling)
 
     def load_weights(

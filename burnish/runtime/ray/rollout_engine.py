@@ -85,7 +85,6 @@ class RemoteRolloutEngine:
 
     @property
     def max_len(self) -> int | None:
-        """Return the maximum length of a row in tokens; None: unlimited."""
         return self.pool.max_len
 
     @property
@@ -121,7 +120,6 @@ class RemoteRolloutEngine:
         return done
 
     def cancel(self, request_ids: Iterable[str]) -> None:
-        """Drop open requests. Unknown ids are ignored."""
         names = set(request_ids)
         self._finished = [c for c in self._finished if c.request_id not in names]
         for name in self._requests.drop(names):
@@ -129,7 +127,6 @@ class RemoteRolloutEngine:
         self._send_orders()
 
     def release(self, conversations: Iterable[str]) -> None:
-        """Free the kept cache of conversations. Unknown names are ignored."""
         for name in conversations:
             worker = self._homes.pop(name, None)
             if worker is not None:

@@ -86,14 +86,12 @@ class RayRuntime:
     def language_model(
         self, spec: EngineSpec, spans: Mapping[str, str] = POLICY_SPANS
     ) -> RemoteTrainEngine:
-        """Return a group of ranks over a causal LM."""
         group = self._group(spec, scalar=False, seed=spec.seed, spans=spans)
         return self._engine(group, spans)
 
     def scalar_model(
         self, spec: EngineSpec, *, seed: int, spans: Mapping[str, str] = CRITIC_SPANS
     ) -> RemoteTrainEngine:
-        """Return a group of ranks over a scalar model."""
         group = self._group(spec, scalar=True, seed=seed, spans=spans)
         return self._engine(group, spans)
 
@@ -148,7 +146,6 @@ class RayRuntime:
     def sync(
         self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()
     ) -> Sync:
-        """Return a sync that transfers the policy's weights to the rollout workers or servers."""
         assert config.kind != "inproc", "validation rejects this"
         config = config.with_absolute_paths()
         engine = cast("RemoteRolloutEngine | VllmServerEngine", rollout)

@@ -103,11 +103,9 @@ class RemoteTrainEngine(DistributedPasses):
         return result
 
     def offload(self) -> None:
-        """Move the tensors of all ranks to host memory."""
         self.group.all(lambda w: w.offload.remote())
 
     def reload(self) -> None:
-        """Move the tensors of all ranks back to their devices."""
         self.group.all(lambda w: w.reload.remote())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -141,7 +139,6 @@ class RemoteTrainEngine(DistributedPasses):
 
     @property
     def state_bytes(self) -> int:
-        """Size of the files that :meth:`save` writes."""
         size: int = self.group.all(lambda w: w.state_bytes.remote())[0]
         return size
 
@@ -157,7 +154,6 @@ class RemoteTrainEngine(DistributedPasses):
         return RemoteSave(self.group)
 
     def load(self, folder: Path) -> None:
-        """Load the state on all ranks."""
         path = str(Path(folder).absolute())
         self.version = self.group.all(lambda w: w.load.remote(path))[0]
 

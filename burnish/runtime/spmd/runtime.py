@@ -370,13 +370,11 @@ class SpmdRuntime(InlineRuntime):
     def language_model(  # type: ignore[override]
         self, spec: EngineSpec, spans: Mapping[str, str] = POLICY_SPANS
     ) -> TrainEngine:
-        """Return this rank's part of a train engine over a causal LM."""
         return self._on_ranks(spec, scalar=False, seed=spec.seed, spans=spans)
 
     def scalar_model(  # type: ignore[override]
         self, spec: EngineSpec, *, seed: int, spans: Mapping[str, str] = CRITIC_SPANS
     ) -> TrainEngine:
-        """Return this rank's part of a train engine over a scalar model."""
         return self._on_ranks(spec, scalar=True, seed=seed, spans=spans)
 
     def _on_ranks(
@@ -422,11 +420,9 @@ class SpmdTrainEngine(DistributedPasses):
             self.version = self.worker.engine.version
 
     def offload(self) -> None:
-        """Move this rank's tensors to host memory."""
         self.worker.offload()
 
     def reload(self) -> None:
-        """Move this rank's tensors back to its device."""
         self.worker.reload()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -439,7 +435,6 @@ class SpmdTrainEngine(DistributedPasses):
 
     @property
     def state_bytes(self) -> int:
-        """Size of the files that :meth:`save` writes."""
         return self.worker.engine.state_bytes
 
     def save(self, folder: Path) -> None:
@@ -447,10 +442,7 @@ class SpmdTrainEngine(DistributedPasses):
         self.worker.engine.save(folder)
 
     def save_async(self, folder: Path) -> PendingSave:
-        """Start a :meth:`save` of the current state, in the background if the engine supports
-        it."""
         return self.worker.engine.save_async(folder)
 
     def load(self, folder: Path) -> None:
-        """Load the state on all ranks."""
         self.version = self.worker.load(str(folder))

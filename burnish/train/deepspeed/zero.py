@@ -359,7 +359,6 @@ class ZeroOptimizer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the saved state, over all ranks."""
         return self.state.num_bytes
 
     @torch.no_grad()

@@ -97,7 +97,6 @@ class BackgroundSave:
 
     @property
     def done(self) -> bool:
-        """Return whether this rank's thread has ended, successfully or not."""
         return not self._thread.is_alive()
 
     def join(self) -> None:
